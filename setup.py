@@ -1,4 +1,4 @@
-"""Build the native library with one compiler process per core; everything else is in pyproject.toml."""
+"""Build the native library on all cores; everything else is in pyproject.toml."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

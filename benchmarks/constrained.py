@@ -1,11 +1,11 @@
-"""What a grammar costs a step: requests with and without one, in turn, on the same engine.
+"""The cost of a grammar per step: requests with and without one, in turn, on the same engine.
 
-    python -m benchmarks.constrained --model FOLDER [--concurrent 1,16] [--tokens 64] [--rounds 5] [--dtype bfloat16]
+    python -m benchmarks.constrained --model FOLDER [--concurrent 1,16] [--tokens 64] [--rounds 5]
 
-All kinds of request run to --tokens tokens without speculation (all are equally long, and no token is forced or guessed).
-Prompts are short. The schema is a list without end of objects with texts, numbers, an enumeration and a date; what a random
-model writes into it is mostly inside of texts, where most tokens are legal, and between them, where few are. An expression
-that counts is never in a state where it was before, so that no mask is made of known parts: the worst case. Prints the
+Every request runs to --tokens tokens without speculation; no token is forced. Prompts are short. The
+schema is an endless list of objects with texts, numbers, an enumeration and a date: a random model is
+mostly inside texts, where most tokens are legal, and between them, where few are. A counting expression
+never returns to a state, so that no mask is assembled from cached parts: the worst case. Prints the
 median time per token of each kind and the median of their ratios, then one JSON line.
 """
 
@@ -80,7 +80,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _token_times(llm: LLM, concurrent: int, tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds a token of one request, by kind and round; the first round, in which grammars are compiled, does not count."""
+    """Seconds per token of a request, by kind and round; the first round, which compiles grammars, is not
+    counted.
+    """
     times: dict[str, list[float]] = {kind: [] for kind in CONSTRAINTS}
     for number in range(rounds + 1):
         for kind in rotate(list(CONSTRAINTS), number):

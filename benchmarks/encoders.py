@@ -1,12 +1,12 @@
-"""Encoders beside transformers: texts and tokens a second, in one run, on the same cores.
+"""Encoders against transformers: texts/s and tokens/s, in one run, on the same cores.
 
     python benchmarks/encoders.py [DIR] [--threads N] [--rounds N]
 
-Without a checkpoint, random weights in the shape of one are measured: MiniLM-L6 (22 million parameters) or, with
---shape base, BERT-base (110 million). Texts have lengths as questions and paragraphs do (8 to 200 tokens), the same
-for both. Transformers gets them padded to the longest of a batch and with its attention mask, in float32, which is what
-sentence-transformers does. Regime: one process after the other, rounds interleaved, the best of each counts; both have
-`--threads` threads. Prints a table, then one JSON line.
+Without a checkpoint, random weights in the shape of MiniLM-L6 (22 million parameters) or, with --shape
+base, BERT-base (110 million). Texts have the lengths of questions and paragraphs (8 to 200 tokens).
+transformers gets them padded with an attention mask, in float32, as sentence-transformers does. Regime:
+one process after the other, rounds interleaved, the best of each counts; both have `--threads` threads.
+Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BATCHES = {1: 16, 32: 32}  # texts at once: texts in all
 
 @dataclass(frozen=True, slots=True)
 class BenchSide:
-    """What is measured."""
+    """One measured implementation."""
 
     encode: Callable[[Sequence[list[int]]], object]
     torch_threads: int
@@ -136,7 +136,7 @@ def _seconds(side: BenchSide, texts: Sequence[list[int]], batch: int) -> float:
 
 @torch.inference_mode()
 def _mean(model: torch.nn.Module, texts: Sequence[list[int]]) -> torch.Tensor:
-    """As sentence-transformers: padded, masked, averaged."""
+    """Mean pooling as in sentence-transformers: padded and masked."""
     longest = max(map(len, texts))
     ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
     mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])

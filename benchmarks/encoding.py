@@ -1,14 +1,15 @@
-"""What streams notice of pictures that arrive: gaps between their tokens, beside nothing and beside prompts of text alone.
+"""Gaps between tokens of streams while images arrive, against no arrivals and against text prompts.
 
-    python -m benchmarks.encoding [--shape small] [--sides 224,560,1120] [--streams 4] [--rounds 3] [--threads N]
+    python -m benchmarks.encoding [--shape small] [--sides 224,560,1120] [--streams 4] [--rounds 3]
 
-Regime: an engine in this process with random weights in the shape of Qwen2-VL and `--rows` rows a step; speculation and
-the caches of prefixes and pictures are off, so that every picture costs what it costs. `--streams` requests decode all the
-time. Beside them come, one after the other and alternating within a round: nothing, prompts with a square picture, prompts
-of as many tokens without one. A gap is the time between two tokens of a stream; a prompt ends with its first token.
+Regime: an engine in this process with random weights in the shape of Qwen2-VL and `--rows` rows a step;
+speculation, prefix cache and image cache are off. `--streams` requests decode all the time. With them
+run, one after the other and alternating within a round: nothing, prompts with a square image, and text
+prompts of as many tokens. A gap is the time between two tokens of a stream; a prompt ends with its first
+token.
 
-Prints a table and one JSON line. What counts is how much longer gaps are beside pictures than beside the same number
-of tokens of text, and how much longer the prompts themselves take.
+Prints a table and one JSON line. The figures are how much longer gaps and prompts are with images than
+with the same number of text tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from foreword.engine.engine import Engine
 from foreword.engine.loader import load
 from tests.support.vision_checkpoints import random_image, write_vision_checkpoint
 
-TEXT_TOKENS = 16  # around a picture
+TEXT_TOKENS = 16  # around an image
 CONTEXT = 32  # tokens of a stream when it begins
 BASELINE_STEPS = 20
 KINDS = ("nothing", "text", "pictures")
@@ -49,7 +50,7 @@ SHAPES: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             },
             "vision_config": {"embed_dim": 160, "hidden_size": 256, "depth": 4, "num_heads": 4},
         },
-        "small": {  # a tower as large, beside its decoder, as that of the 7B model
+        "small": {  # an encoder as large relative to its decoder as that of the 7B model
             "text_config": {
                 "hidden_size": 896,
                 "intermediate_size": 4864,
@@ -70,7 +71,7 @@ PATCH = 14
 
 @dataclass(slots=True)
 class StreamTimings:
-    """gaps_s of all streams; prompts_s of whole prompts; share of the time that was spent on encoding."""
+    """Gaps of all streams, times of whole prompts, and the share of time spent on encoding."""
 
     gaps_s: list[float] = field(default_factory=list)
     prompts_s: list[float] = field(default_factory=list)
@@ -79,7 +80,7 @@ class StreamTimings:
 
 
 class StreamTraffic:
-    """Streams that never end, and what comes beside them."""
+    """Endless streams, and the prompts that run with them."""
 
     def __init__(self, engine: Engine, streams: int, seed: int) -> None:
         self._engine = engine
@@ -101,7 +102,7 @@ class StreamTraffic:
         return measured
 
     def run_alongside(self, prompt_ids: Sequence[int], images: Sequence[PromptImage]) -> StreamTimings:
-        """Until one prompt has its first token."""
+        """Step until one prompt has its first token."""
         measured = StreamTimings()
         self._num_prompts += 1
         name = f"prompt {self._num_prompts}"
@@ -119,8 +120,8 @@ class StreamTraffic:
         started = time.perf_counter()
         report = self._engine.step()
         seconds = time.perf_counter() - started
-        told = {event.request_id for event in report.events if isinstance(event, TokenEvent)}
-        assert self._streams <= told, "a stream without its token"
+        delivered = {event.request_id for event in report.events if isinstance(event, TokenEvent)}
+        assert self._streams <= delivered, "a stream without its token"
         measured.gaps_s.append(seconds)
         measured.seconds += seconds
         measured.encode_s += report.stats.stage_seconds.get("encode", 0.0)
@@ -148,7 +149,7 @@ def main() -> None:
 
 
 def _measure(engine: Engine, path: Path, side: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The figures of pictures of one size."""
+    """Figures of images of one size."""
     found = {kind: StreamTimings() for kind in KINDS}
     traffic = StreamTraffic(engine, options.streams, seed=side)
     num_tokens = 0
@@ -161,7 +162,7 @@ def _measure(engine: Engine, path: Path, side: int, options: argparse.Namespace)
             "text": traffic.run_alongside(text, ()),
             "nothing": traffic.run_baseline(BASELINE_STEPS),
         }
-        if number:  # the first is not counted: what is made once is made there
+        if number:  # the first round is not counted: it allocates
             _add(found, pieces)
     traffic.end()
     return {"side": side, "tokens": num_tokens, **{kind: _figures(found[kind]) for kind in KINDS}}
@@ -221,8 +222,9 @@ def _checkpoint(path: Path, shape: str) -> Path:
 
 def _engine(path: Path, options: argparse.Namespace) -> Engine:
     config = Config(
-        model=str(path), threads=options.threads, max_num_batched_tokens=options.rows, max_num_seqs=options.streams + 1,
-        max_model_len=8192, kv_cache_memory="30000tokens", speculate="off", prefix_caching=False, image_cache_memory="0",
+        model=str(path), threads=options.threads, max_num_batched_tokens=options.rows,
+        max_num_seqs=options.streams + 1, max_model_len=8192, kv_cache_memory="30000tokens",
+        speculate="off", prefix_caching=False, image_cache_memory="0",
     )  # fmt: skip
     return load(config, never_sampled_ids=())
 

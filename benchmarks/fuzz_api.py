@@ -1,12 +1,12 @@
-"""Requests made up from the server's own OpenAPI document: nothing but an answer or a refusal may come of them.
+"""Requests generated from the server's own OpenAPI document: each gets an answer or a refusal.
 
     python -m benchmarks.fuzz_api [--requests 10000] [--url URL] [--seed N]
 
-A third of the bodies obeys the document, a third breaks it, and a third obeys one that is narrower: its numbers are within
-their limits and its texts are of the known kinds, so that most of them reach the engine. Four at a time. Without --url the
-bundled model is served for it. A failure is a status of 500 and above, an error without OpenAI's envelope, no answer within a
-minute, or an engine that is not idle and in order afterwards and does not give the answer that it gave before. Prints
-how often each status came and then one JSON line; ends with 1 if anything failed.
+A third of the bodies obeys the document, a third breaks it, and a third obeys a narrowed one, with
+numbers within their limits and known texts, so that most of them reach the engine. Four at a time.
+Without --url the bundled model is served. A failure is a status of 500 and above, an error without
+OpenAI's envelope, no answer within a minute, or afterwards an engine that is not idle or changes a fixed
+answer. Prints counts by status and one JSON line; exit code 1 after a failure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from foreword.config.options import Config
 __all__ = ["Findings", "fuzz"]
 
 WORKERS, TIMEOUT_S = 4, 60.0
-IDLE_S = 2.5  # the engine checks its own bookkeeping when it has had nothing to do for a second
+IDLE_S = 2.5  # the engine checks its bookkeeping after a second of idleness
 SERVER_CONFIG = Config(max_model_len=256, kv_cache_memory="20000tokens", log_level="error", log_interval=0)
 PROBE = {
     "messages": [{"role": "user", "content": "What is a draft?"}],
@@ -52,7 +52,7 @@ def _numbers(low: float, high: float) -> dict[str, Any]:
 
 
 def _integers(low: int, high: int) -> dict[str, Any]:
-    """As an enumeration: to JSON schema 1.0 is a whole number too."""
+    """An enumeration, since 1.0 is an integer in JSON schema."""
     return {"enum": [None, *range(low, high + 1)]}
 
 
@@ -69,7 +69,7 @@ SMALL = {
 IDS = {"type": "array", "items": {"enum": [*range(300)]}, "minItems": 1, "maxItems": 9}
 TEXT = {"type": "string", "minLength": 1, "maxLength": 40}
 TEXTS = {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 3}
-# Values with which a request has a chance; fields that are not here keep what the document says of them, or are left out.
+# Values that are accepted; other fields keep the schema of the document or are left out.
 NARROWED_FIELDS: Mapping[str, dict[str, Any]] = {
     "role": {"enum": ["system", "developer", "user", "assistant"]},
     "content": TEXT,
@@ -123,7 +123,7 @@ NARROWED_FIELDS: Mapping[str, dict[str, Any]] = {
         {"type": "json_schema", "json_schema": {"name": "x", "schema": SMALL}},
     ),
 }
-# What the document cannot say: fields that are needed, and fields that those exclude.
+# Required fields, and fields that those exclude: the document cannot say either.
 REQUIRED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "Message": ("role", "content"),
     "ScoreBody": ("text_1", "text_2"),
@@ -134,7 +134,7 @@ EXCLUDED_FIELDS: Mapping[str, tuple[str, ...]] = {"ScoreBody": ("documents",), "
 
 @dataclass(slots=True)
 class Findings:
-    """How often each status came, by path; and what must not have come."""
+    """Counts of statuses by path, and failures."""
 
     statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Findings:
 
 
 def fuzz(url: str, requests: int, seed: int = 0) -> Findings:
-    """Ask the server at `url` about as many times; what comes is in the findings, and nothing is raised."""
+    """Send about `requests` requests to the server at `url`; raises nothing."""
     document = httpx.get(f"{url}/openapi.json").json()
     kinds = [
         (document, GenerationMode.POSITIVE),
@@ -163,7 +163,7 @@ def fuzz(url: str, requests: int, seed: int = 0) -> Findings:
     ]
     posts = sum(op.method == "post" for op, _ in jobs)
     findings = Findings()
-    with ThreadPoolExecutor(WORKERS) as threads:  # only asking is for threads: bodies are made up in this one
+    with ThreadPoolExecutor(WORKERS) as threads:  # threads only send: bodies are generated here
         for number, (operation, mode) in enumerate(jobs):
             count = -(-requests // posts) if operation.method == "post" else 5
             _generate_requests(
@@ -173,7 +173,7 @@ def fuzz(url: str, requests: int, seed: int = 0) -> Findings:
 
 
 def narrow_schema(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document with the values of NARROW; bodies keep the fields named there, and those that they must have."""
+    """The document with the values of NARROWED_FIELDS; bodies keep these and their required fields."""
     narrow = copy.deepcopy(dict(document))
     for kind, schema in narrow["components"]["schemas"].items():
         schema["required"] = list(
@@ -195,7 +195,7 @@ def _operations(document: Mapping[str, Any]) -> list[Any]:
 def _generate_requests(
     operation: Any, mode: GenerationMode, count: int, seed: int, ask: Callable[[Any], Any], findings: Findings
 ) -> None:
-    """`count` requests of one route, each handed to `ask`."""
+    """Generate `count` requests of one route and hand each to `ask`."""
     phases = [Phase.generate]
 
     @seeded(seed)
@@ -221,32 +221,32 @@ def _ask(url: str, findings: Findings, case: Any) -> None:
     try:
         reply = case.call(base_url=url, timeout=TIMEOUT_S)
         findings.note(path, reply.status_code, failure(reply))
-    except Exception as error:  # no answer, or no whole one
+    except Exception as error:  # no answer, or an incomplete one
         findings.note(path, 0, f"{error!r:.300} for {case.body!r:.500}")
 
 
 def failure(reply: Any) -> str | None:
-    """What is wrong with an answer, with the body that brought it about."""
+    """The failure of an answer with the request body, or None."""
     asked = f" for {reply.request.body!r:.500}"
     if reply.status_code >= 500:
         return f"{reply.status_code} {reply.text:.300}{asked}"
     if reply.status_code >= 400:
         try:
             message = reply.json()["error"]["message"]
-            return None if message else f"an error without words{asked}"
+            return None if message else f"an error without a message{asked}"
         except (ValueError, KeyError, TypeError):
             return f"{reply.status_code} without an envelope: {reply.text:.300}{asked}"
     return None
 
 
 def probe(url: str) -> str:
-    """An answer that never changes."""
+    """An answer that must never change."""
     reply = httpx.post(f"{url}/v1/chat/completions", json=PROBE, timeout=TIMEOUT_S)
     return str(reply.json()["choices"][0]["message"]["content"])
 
 
 def find_damage(url: str, before: str) -> str | None:
-    """What is wrong with the engine afterwards, or None."""
+    """The damage to the engine after the run, or None."""
     time.sleep(IDLE_S)
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     open_ = [
@@ -255,7 +255,7 @@ def find_damage(url: str, before: str) -> str | None:
         if line.startswith(("foreword_requests_running ", "foreword_requests_waiting "))
     ]
     if len(open_) != 2 or not all(line.endswith(" 0.0") for line in open_):
-        return f"requests are open that nobody waits for: {open_}"
+        return f"requests are still open without a client: {open_}"
     if httpx.get(f"{url}/health").status_code != 200:
         return "the engine is dead"
     return None if probe(url) == before else "an answer has changed"
@@ -264,7 +264,7 @@ def find_damage(url: str, before: str) -> str | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--url", default=None, help="a server of ours that runs already")
+    parser.add_argument("--url", default=None, help="a running Foreword server")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     began = time.perf_counter()
@@ -283,7 +283,7 @@ def _show(findings: Findings, seconds: float) -> None:
     statuses = sorted({status for _, status in findings.statuses})
     paths = sorted({path for path, _ in findings.statuses})
     rows = [[path, *(str(findings.statuses[path, status]) for status in statuses)] for path in paths]
-    print_table("Requests made up from the OpenAPI document", ("route", *map(str, statuses)), rows)
+    print_table("Requests generated from the OpenAPI document", ("route", *map(str, statuses)), rows)
     total = sum(findings.statuses.values())
     print_json(
         {

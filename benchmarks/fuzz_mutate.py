@@ -1,4 +1,4 @@
-"""Changes to inputs of parsers: of bytes, of JSON values, of what has a header of JSON."""
+"""Mutations of parser inputs: bytes, JSON values, and files with a JSON header."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["Mutate", "change_bytes", "change_json", "change_lines", "change_safetensors", "shrink"]
 
-Mutate = Callable[[Random, bytes, bytes], bytes]  # (source of chance, an input, another one) -> a third
+Mutate = Callable[[Random, bytes, bytes], bytes]  # (random source, input, another input) -> mutated input
 
 NUMBERS = (
     0,
@@ -71,19 +71,19 @@ VALUES: tuple[Any, ...] = (
     *([], {}, [[]], [{}], [None], [1, "x"], {"": None}, {"a": {"b": []}}, {"type": "x"}, {"content": 1}),
 )
 DIGITS = re.compile(rb"-?\d+")
-MAX_NESTING = 200_000  # brackets of an input that is nothing else
+MAX_NESTING = 200_000  # brackets at the end of an input
 MAX_BYTES = 1 << 18  # of an input
 
 
 def change_bytes(random: Random, data: bytes, other: bytes) -> bytes:
-    """One to four changes that know nothing of the format."""
+    """One to four changes of bytes."""
     for _ in range(random.choice((1, 1, 1, 2, 4))):
         data = random.choice(BYTE_CHANGES)(random, data, other)
     return data[:MAX_BYTES]
 
 
 def change_json(random: Random, data: bytes, other: bytes) -> bytes:
-    """Mostly changes of a value somewhere within a JSON text, else of its bytes."""
+    """Mostly change a value within a JSON text, else its bytes."""
     if random.random() < 0.2:
         return change_bytes(random, data, other)
     try:
@@ -97,12 +97,12 @@ def change_json(random: Random, data: bytes, other: bytes) -> bytes:
         return json.dumps(root[0], ensure_ascii=random.random() < 0.5).encode("utf-8", "surrogatepass")[
             :MAX_BYTES
         ]
-    except (ValueError, RecursionError):  # a number too long to be written, or a value too deep
+    except (ValueError, RecursionError):  # a number too long to print, or nesting too deep
         return change_bytes(random, data, other)
 
 
 def change_lines(random: Random, data: bytes, other: bytes) -> bytes:
-    """The first line says what the rest is: JSON or not. Mostly the rest is changed."""
+    """Mostly change the text after the first line, which tells its kind."""
     head, _, body = data.partition(b"\n")
     other_head, _, other_body = other.partition(b"\n")
     if random.random() < 0.03:
@@ -112,7 +112,7 @@ def change_lines(random: Random, data: bytes, other: bytes) -> bytes:
 
 
 def change_safetensors(random: Random, data: bytes, other: bytes) -> bytes:
-    """The header's JSON or the length before it, else any bytes."""
+    """Change the header's JSON or its length, else any bytes."""
     if random.random() < 0.3:
         return change_bytes(random, data, other)
     header, rest = _parts(data)
@@ -122,7 +122,7 @@ def change_safetensors(random: Random, data: bytes, other: bytes) -> bytes:
 
 
 def shrink(data: bytes, fails: Callable[[bytes], bool], attempts: int = 400, seconds: float = 20.0) -> bytes:
-    """A shorter input that still fails: ever smaller pieces are left out, for as long as attempts and time last."""
+    """Drop ever smaller pieces of an input while it still fails."""
     size, ends = max(len(data) // 2, 1), time.monotonic() + seconds
     while size and attempts > 0:
         place = 0
@@ -138,13 +138,13 @@ def shrink(data: bytes, fails: Callable[[bytes], bool], attempts: int = 400, sec
 
 
 def _parts(data: bytes) -> tuple[bytes, bytes]:
-    """The header of a safetensors file, and what follows."""
+    """The header of a safetensors file, and the rest."""
     end = 8 + int.from_bytes(data[:8], "little")
     return data[8:end], data[end:]
 
 
 def _random_offset(random: Random, data: bytes) -> int:
-    """Anywhere, or rather near the beginning, where headers are."""
+    """Anywhere, more often near the beginning, where headers are."""
     return min(
         int(len(data) ** random.random()) if random.random() < 0.5 else random.randrange(len(data) + 1),
         len(data),
@@ -172,14 +172,14 @@ def _set_number(random: Random, data: bytes, other: bytes) -> bytes:
 
 
 def _add_number(random: Random, data: bytes, other: bytes) -> bytes:
-    """A number that stands there already becomes a little more or less."""
+    """Change a little-endian number by 1 or 2."""
     place, size = _random_offset(random, data), random.choice((1, 2, 4, 8))
     number = int.from_bytes(data[place : place + size], "little") + random.choice((-2, -1, 1, 2))
     return data[:place] + (number & (1 << 8 * size) - 1).to_bytes(size, "little") + data[place + size :]
 
 
 def _set_digits(random: Random, data: bytes, other: bytes) -> bytes:
-    """A number that is written out becomes another."""
+    """Replace a decimal number."""
     found = list(DIGITS.finditer(data))
     if not found:
         return _set_number(random, data, other)
@@ -221,7 +221,7 @@ def _transplant(random: Random, data: bytes, other: bytes) -> bytes:
 
 
 def _nest(random: Random, data: bytes, other: bytes) -> bytes:
-    """Rarely: nothing but brackets."""
+    """Rarely, end in nothing but brackets."""
     if random.random() < 0.95:
         return _insert(random, data, other)
     place = _random_offset(random, data)

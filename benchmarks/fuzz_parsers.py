@@ -1,12 +1,12 @@
-"""Inputs that lie, to everything that reads what others wrote: nothing but success or a refusal in words may come of them.
+"""Malformed inputs to every parser of foreign data: each ends in success or a documented refusal.
 
     python -m benchmarks.fuzz_parsers [NAME ...] [--inputs 10000 | --seconds N] [--seed S] [--jobs 2]
 
-Regime: each parser in a process of its own, with little memory beyond what it has when it starts, and a limit of
-processor time for each input. Sound inputs are changed at random, as bytes and as JSON; those that reach new lines of the
-parser are changed further. A finding is any error that is not a documented refusal, too much time or memory, or the end
-of the process. It is made shorter while it stays one, printed, and written to --findings. Memory of the last third of
-the inputs is compared with that of the second. Prints a table and one JSON line; exit code 1 if there are findings.
+Regime: each parser in a process of its own, with a limit of memory, and of processor time per input.
+Valid inputs are mutated as bytes and as JSON; inputs that reach new lines of the parser are mutated
+further. A finding is an error other than a documented refusal, too much time or memory, or the end of the
+process. It is shortened, printed, and written to --findings. Memory of the last third of the inputs is
+compared with that of the second. Prints a table and one JSON line; exit code 1 if there are findings.
 
     python -m benchmarks.fuzz_parsers NAME --replay FILE      one input again, with its traceback
 """
@@ -32,16 +32,16 @@ from benchmarks.fuzz_mutate import shrink
 from foreword.bench.common import print_json, print_table
 
 WORKER = (sys.executable, "-m", "benchmarks.fuzz_worker")
-INPUT_TIMEOUT_S = 120.0  # for one input, on a machine that others use too
-GROWTH = 1.05  # memory of the last third over that of the second, at most
-GROWTH_BYTES = 8 << 20  # so much may come and go
+INPUT_TIMEOUT_S = 120.0  # for one input on a busy machine
+GROWTH = 1.05  # limit of memory of the last third over that of the second
+GROWTH_BYTES = 8 << 20  # fluctuation that is no growth
 MAX_SHOWN_CHARS = 400
-CRASH_ATTEMPTS = 60  # processes that make an input shorter which ends them
+CRASH_ATTEMPTS = 60  # processes spent on shortening a crashing input
 
 
 @dataclass(slots=True)
 class ParserTally:
-    """Of one parser: what its workers reported, those that died included."""
+    """Totals of one parser over its workers, including crashed ones."""
 
     inputs: int = 0
     accepted: int = 0
@@ -63,14 +63,14 @@ class ParserTally:
 
     @property
     def growth(self) -> float:
-        """Memory at the end over that after the second third; 1 where that is little in bytes."""
+        """Memory at the end over that after the second third; 1 below GROWTH_BYTES."""
         if len(self.memory) < 3 or self.memory[2] - self.memory[1] < GROWTH_BYTES:
             return 1.0
         return self.memory[2] / self.memory[1]
 
 
 def fuzz(name: str, args: argparse.Namespace) -> ParserTally:
-    """Workers for one parser, one after the other, until all inputs were tried or the time is over."""
+    """Run workers for one parser until all inputs are tried or the time is over."""
     tally, ends = ParserTally(), time.monotonic() + (args.seconds or float("inf"))
     seed = args.seed
     while (
@@ -96,11 +96,11 @@ def fuzz(name: str, args: argparse.Namespace) -> ParserTally:
 def _run_worker(
     name: str, inputs: int, seed: int, seconds: float | None, folder: Path
 ) -> tuple[dict[str, Any] | None, str]:
-    """The worker's report, or None and what became of it."""
+    """The worker's report, or None and the reason of its end."""
     limit = [] if seconds is None else ["--seconds", str(seconds)]
     command = [*WORKER, name, "--inputs", str(inputs), "--seed", str(seed), "--folder", str(folder), *limit]
     with (folder / "log").open("wb") as log, (folder / "report").open("wb") as report:
-        # A panic of the tokenizers library would load its symbols, once, which looks like a leak.
+        # A panic of the tokenizers library would load its symbols once, which looks like a leak.
         process = subprocess.Popen(
             command, stdout=report, stderr=log, env={**os.environ, "RUST_BACKTRACE": "0"}
         )
@@ -117,7 +117,7 @@ def _run_worker(
 
 
 def _wait_for_end(process: subprocess.Popen[bytes], folder: Path) -> bool:
-    """Wait for the end; False if one input took too long, and the process was killed for it."""
+    """False if one input took too long and the process was killed."""
     while True:
         try:
             process.wait(1.0)
@@ -131,7 +131,7 @@ def _wait_for_end(process: subprocess.Popen[bytes], folder: Path) -> bool:
 
 
 def _last_input(folder: Path) -> tuple[int, bytes]:
-    """Its number, and what it was."""
+    """Number and bytes of the last input."""
     try:
         raw = (folder / "current").read_bytes()
     except FileNotFoundError:
@@ -154,7 +154,7 @@ def _crashes(name: str, data: bytes) -> bool:
 
 
 def _names() -> list[str]:
-    """Of all parsers, without importing them here."""
+    """Names of all parsers, without importing them here."""
     return subprocess.run([*WORKER, "--list"], capture_output=True, check=True, text=True).stdout.split()
 
 
@@ -189,7 +189,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="parsers at once")
     parser.add_argument(
-        "--deaths", type=int, default=20, metavar="N", help="of a parser's process, then it is given up"
+        "--deaths",
+        type=int,
+        default=20,
+        metavar="N",
+        help="crashes of a parser's process before it is given up",
     )
     parser.add_argument(
         "--findings", type=Path, default=None, metavar="FOLDER", help="write the inputs there"
@@ -221,7 +225,7 @@ def _show(tallies: Mapping[str, ParserTally], seconds: float) -> None:
         ]
         for name, tally in tallies.items()
     ]
-    print_table("Inputs that lie", columns, rows)
+    print_table("Malformed inputs", columns, rows)
     print_json(
         {
             "bench": "fuzz_parsers",

@@ -1,4 +1,4 @@
-"""What reads pictures, and files that say how pictures are prepared: see fuzz_parsers.py."""
+"""Targets of fuzz_parsers.py that read images and image processor configs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "to
 
 
 def image_targets() -> Mapping[str, Callable[[], FuzzTarget]]:
-    """By name; each is made where it is needed."""
+    """Constructors by name."""
     return {
         "picture": _image_target,
         "picture-worker": _image_worker_target,
@@ -46,28 +46,28 @@ def image_targets() -> Mapping[str, Callable[[], FuzzTarget]]:
 
 
 def _image_target() -> FuzzTarget:
-    """From bytes to pixels, in the process that fuzzes: what ends it is found here."""
+    """From bytes to pixels, in the fuzzing process itself."""
 
     def run(data: bytes, folder: Path) -> None:
         PROCESSOR.preprocess(decode(data, MAX_PIXELS))
 
-    return FuzzTarget(_seeds(), run, (ImageError,), ("media/",))
+    return FuzzTarget(_seeds(), run, (ImageError,), ("multimodal/",))
 
 
 def _image_worker_target() -> FuzzTarget:
-    """The same as a server does it: whatever becomes of the worker, its parent goes on."""
+    """The same in a worker, as in a server: its parent survives any crash."""
     workers = ImageDecodePool(PROCESSOR, MediaLimits(max_pixels=MAX_PIXELS), num_workers=1)
 
     def run(data: bytes, folder: Path) -> None:
         workers.preprocess(data, "x")
 
     return FuzzTarget(
-        _seeds(), run, (InvalidRequest, Overloaded), ("media/",), share=0.3, close=workers.close
+        _seeds(), run, (InvalidRequest, Overloaded), ("multimodal/",), share=0.3, close=workers.close
     )
 
 
 def _image_url_target() -> FuzzTarget:
-    """Addresses: nothing is resolved or connected to."""
+    """URLs; nothing is resolved or connected."""
     patch = mock.patch.object(socket, "getaddrinfo", side_effect=socket.gaierror)
     patch.start()
     fetcher = Fetcher(
@@ -93,12 +93,12 @@ def _image_url_target() -> FuzzTarget:
     ]
     more = ["http://[::1]:8/", "http://u:p@a.test/", "http://A.TEST./%00", "http://ä.b.test/"]
     return FuzzTarget(
-        [url.encode() for url in (*urls, *more)], run, (InvalidRequest,), ("media/",), close=close
+        [url.encode() for url in (*urls, *more)], run, (InvalidRequest,), ("multimodal/",), close=close
     )
 
 
 def _image_options_target() -> FuzzTarget:
-    """The files of a checkpoint that `read_processor` reads, as one JSON object by name."""
+    """The checkpoint files of `read_processor`, as one JSON object by name."""
 
     def run(data: bytes, folder: Path) -> None:
         try:
@@ -115,7 +115,7 @@ def _image_options_target() -> FuzzTarget:
             assert processor is not None
             processor.layout(*size)
 
-    return FuzzTarget(_options(), run, (CheckpointError,), ("media/",), change_json)
+    return FuzzTarget(_options(), run, (CheckpointError,), ("multimodal/",), change_json)
 
 
 def _options() -> list[bytes]:

@@ -1,4 +1,4 @@
-"""What reads files and texts that others wrote, each with sound inputs to begin with: see fuzz_parsers.py."""
+"""Targets of fuzz_parsers.py that read files and texts, each with valid inputs as seeds."""
 
 from __future__ import annotations
 
@@ -50,30 +50,24 @@ UNICODE = ("utf-8", "surrogateescape")
 
 
 def _noop() -> None:
-    """Most have nothing to free."""
+    """No resources to free."""
 
 
 @dataclass(frozen=True, slots=True)
 class FuzzTarget:
-    """A parser.
-
-    run      gives it an input; there is a folder to write to. What it raises beside `refusals` is a finding
-    modules  below foreword/: their lines tell which inputs are new
-    share    of the inputs that others get: what is slow gets fewer
-    close    frees what `run` needs
-    """
+    """A parser."""
 
     seeds: Sequence[bytes]
-    run: Callable[[bytes, Path], None]
-    refusals: tuple[type[Exception], ...]
-    modules: tuple[str, ...]
+    run: Callable[[bytes, Path], None]  # with an input and a scratch folder
+    refusals: tuple[type[Exception], ...]  # documented errors; others are findings
+    modules: tuple[str, ...]  # below foreword/: inputs that reach new lines of these are kept
     change: Mutate = change_bytes
-    share: float = 1.0
+    share: float = 1.0  # of --inputs; slow targets get fewer
     close: Callable[[], None] = _noop
 
 
 def file_targets() -> Mapping[str, Callable[[], FuzzTarget]]:
-    """By name; each is made where it is needed."""
+    """Constructors by name."""
     return {
         "safetensors": _safetensors,
         "index": _index,
@@ -113,7 +107,7 @@ def _safetensors() -> FuzzTarget:
 
 
 def _index() -> FuzzTarget:
-    """The index of a checkpoint in several files, and one of these files."""
+    """The index of a sharded checkpoint, and one shard."""
 
     def run(data: bytes, folder: Path) -> None:
         _write(folder / "model.safetensors.index.json", data)
@@ -148,11 +142,11 @@ def _gguf() -> FuzzTarget:
         for family in ("llama", "gemma2", "phi3"):
             checkpoint = write_checkpoint(Path(folder) / family, family, **SMALL)
             seeds.append(write_gguf(checkpoint, Path(folder) / f"{family}.gguf").read_bytes())
-    return FuzzTarget(seeds, run, (CheckpointError,), ("models/gguf/", "text/gguf"), share=0.5)
+    return FuzzTarget(seeds, run, (CheckpointError,), ("models/gguf/", "tokenizer/gguf"), share=0.5)
 
 
 def _gguf_metadata() -> FuzzTarget:
-    """Values of any type and length, as the header may hold them."""
+    """Values of any type and length in the header."""
 
     def run(data: bytes, folder: Path) -> None:
         try:
@@ -179,11 +173,11 @@ def _gguf_metadata() -> FuzzTarget:
         "token_type": [2, 3, 3, 6] + [1] * 6,
     }
     seeds.append(json.dumps({f"tokenizer.ggml.{key}": value for key, value in spm.items()}).encode())
-    return FuzzTarget(seeds, run, (CheckpointError, InvalidRequest), ("text/",), change_json)
+    return FuzzTarget(seeds, run, (CheckpointError, InvalidRequest), ("tokenizer/",), change_json)
 
 
 def _to_gguf_value(value: Any) -> Any:
-    """The value if the format can say it, lists with what is like their first element; None if not."""
+    """The value if GGUF can hold it, lists of one type only; None if not."""
     if isinstance(value, list):
         kept = [
             item for item in map(_to_gguf_value, value) if item is not None and not isinstance(item, list)
@@ -197,7 +191,7 @@ def _to_gguf_value(value: Any) -> Any:
 
 
 def _config() -> FuzzTarget:
-    """config.json beside the weights of another one."""
+    """config.json with another checkpoint's weights."""
 
     def run(data: bytes, folder: Path) -> None:
         _write(folder / "config.json", data)
@@ -219,12 +213,12 @@ def _config() -> FuzzTarget:
         seeds.append(json.dumps(scaled).encode())
         weights = (checkpoint / "model.safetensors").read_bytes()
         tokenizer = (checkpoint / "tokenizer.json").read_bytes()
-    modules = ("models/", "prepare.py", "layers/")
+    modules = ("models/", "checkpoint.py", "layers/")
     return FuzzTarget(seeds, run, (CheckpointError,), modules, change_json, share=0.5)
 
 
 def _tokenizer() -> FuzzTarget:
-    """All files beside a model that say how it reads and writes, as one JSON object by name."""
+    """All tokenizer files of a model, as one JSON object by name."""
 
     def run(data: bytes, folder: Path) -> None:
         _write_files(data, folder, ("tokenizer.json",))
@@ -258,7 +252,7 @@ def _tokenizer() -> FuzzTarget:
         backend.decoder = decoders.Metaspace()
         seeds.append({"tokenizer.json": json.loads(backend.to_str())})
     texts = [json.dumps(seed).encode() for seed in seeds]
-    return FuzzTarget(texts, run, (CheckpointError, InvalidRequest), ("text/",), change_json, share=0.7)
+    return FuzzTarget(texts, run, (CheckpointError, InvalidRequest), ("tokenizer/",), change_json, share=0.7)
 
 
 def _exercise(tokenizer: Tokenizer) -> None:
@@ -310,7 +304,7 @@ def _encoder() -> FuzzTarget:
     kinds = ("bert", "roberta", "distilbert", "mpnet", "modernbert")
     seeds = [json.dumps(files | {"config.json": config | {"model_type": kind}}).encode() for kind in kinds]
     return FuzzTarget(
-        seeds, run, (CheckpointError,), ("encoders/", "models/config.py"), change_json, share=0.5
+        seeds, run, (CheckpointError,), ("embedding/", "models/config.py"), change_json, share=0.5
     )
 
 
@@ -333,7 +327,7 @@ def _options() -> FuzzTarget:
         json.dumps(vllm).encode(),
         b"max-num-seqs: 3\nspeculate: suffix,ngram\nseed: 0x10\n",
     ]
-    return FuzzTarget(seeds, run, (ConfigError,), ("config.py", "cli/options.py"), change_json)
+    return FuzzTarget(seeds, run, (ConfigError,), ("config/options.py", "cli/options.py"), change_json)
 
 
 def _keys() -> FuzzTarget:
@@ -367,7 +361,7 @@ def _grammar() -> FuzzTarget:
 
 
 def _grammar_worker() -> FuzzTarget:
-    """The same in the process that may fall; it is slow to start again."""
+    """The same in the worker process, which is slow to restart."""
     vocabulary = Vocabulary((*(bytes([byte]) for byte in range(256)), b"</s>"), (256,), (256,))
     checker = GrammarChecker(lambda: vocabulary, num_workers=1)
 
@@ -429,7 +423,7 @@ def _with_header(header: bytes, num_bytes: int) -> bytes:
 
 
 def _write_files(data: bytes, folder: Path, needed: Sequence[str]) -> None:
-    """Write the files of a JSON object, texts as they are; files of earlier inputs are gone. Without an object: one file."""
+    """Write the files of a JSON object, in place of those of earlier inputs."""
     for file in folder.rglob("*.js*"):
         file.unlink()
     for file in folder.glob("*.jinja"):

@@ -1,4 +1,4 @@
-"""What comes over the network, and the files of `run-batch`, as targets of fuzz_parsers.py."""
+"""Targets of fuzz_parsers.py that read network traffic, and the files of `run-batch`."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ CHAT = "/v1/chat/completions"
 
 
 def traffic_targets() -> Mapping[str, Callable[[], FuzzTarget]]:
-    """By name; each is made where it is needed."""
+    """Constructors by name."""
     return {"bodies": _bodies, "batch": _batch, "stream": _stream, "reply": _reply}
 
 
 class _Application:
-    """The server's application for a model that sees, with a fake engine behind it, in an event loop of its own."""
+    """The server's application for a vision model, with a fake engine, in its own event loop."""
 
     def __init__(self) -> None:
         self.client = FakeEngineClient()
@@ -56,21 +56,21 @@ class _Application:
         self.loop.run_until_complete(self.client.start())
 
     def ask(self, path: str, body: bytes) -> None:
-        """An answer, or a refusal in the envelope; nothing is left open."""
+        """Post a body: an answer or a refusal in the envelope, with nothing left open."""
         reply = self.loop.run_until_complete(self._post(path, body))
         assert reply.status_code < 500, f"{reply.status_code} {reply.text:.200}"
         if reply.status_code >= 400 and path in PATHS:
             assert reply.json()["error"]["message"], reply.text
         assert not self.client.live, "the engine still works"
-        assert self.app.state.server.admission.open == 0, "requests are still counted as open"
-        assert self.app.state.server.looking.memory.held == 0, "pictures are still held"
+        assert self.app.state.server.admission.num_open == 0, "requests are still counted as open"
+        assert self.app.state.server.image_intake.memory.held_bytes == 0, "images are still held"
         for log in (self.client.submitted, self.client.finished, self.client.aborted):
             log.clear()
 
     def close(self) -> None:
         self.loop.run_until_complete(self.http.aclose())
-        self.app.state.server.grammars.close()
-        self.app.state.server.looking.close()
+        self.app.state.server.grammar_checker.close()
+        self.app.state.server.image_intake.close()
         self.loop.close()
 
     async def _post(self, path: str, body: bytes) -> httpx.Response:
@@ -81,7 +81,7 @@ PATHS = (CHAT, "/v1/completions", "/tokenize", "/detokenize", "/v1/embeddings", 
 
 
 def _bodies() -> FuzzTarget:
-    """A path, and below it a body."""
+    """A path in the first line, then a body."""
     application = _Application()
 
     def run(data: bytes, folder: Path) -> None:
@@ -163,7 +163,7 @@ def _bodies() -> FuzzTarget:
         ("/v1/score", {"text_1": "a", "text_2": ["b"]}),
     ]
     seeds = [f"{path}\n{json.dumps(body)}".encode() for path, body in bodies]
-    modules = ("serve/", "core/params.py", "text/", "conversation.py", "media/")
+    modules = ("server/", "core/params.py", "tokenizer/", "multimodal/")
     return FuzzTarget(seeds, run, (), modules, change_lines, 0.5, application.close)
 
 
@@ -194,7 +194,7 @@ def _batch() -> FuzzTarget:
 
 
 def _stream() -> FuzzTarget:
-    """What a server sends to all of our clients, in pieces that its bytes decide."""
+    """A server's stream to all clients, in pieces that depend on its bytes."""
     loop = asyncio.new_event_loop()
 
     def run(data: bytes, folder: Path) -> None:
@@ -264,7 +264,7 @@ class _ChunkedStream(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 
 def _reply() -> FuzzTarget:
-    """A status and below it what a server answers to those of our clients that want a whole answer."""
+    """A status in the first line, then a server's answer to non-streaming clients."""
     loop = asyncio.new_event_loop()
 
     def run(data: bytes, folder: Path) -> None:

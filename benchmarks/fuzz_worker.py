@@ -1,4 +1,4 @@
-"""The process in which one parser is tried: see fuzz_parsers.py, which starts it and outlives it."""
+"""The process that runs one parser; started and outlived by fuzz_parsers.py."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ __all__ = ["TARGETS", "Report", "fuzz", "run_target"]
 TARGETS = {**file_targets(), **image_targets(), **traffic_targets()}
 PACKAGE = Path(foreword.__file__).parent
 INPUT_CPU_S = 4.0  # for one input
-MEMORY_BYTES = 2 << 30  # beyond what the process has when it is ready
+MEMORY_BYTES = 2 << 30  # beyond the memory of the ready process
 MAX_KEPT = 2000  # inputs that reached new lines
 ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 
 
 class OutOfTime(BaseException):
-    """Not an Exception: parsers that catch everything must not catch this."""
+    """Not an Exception, so that parsers cannot catch it."""
 
 
 @dataclass(slots=True)
 class Report:
-    """memory: resident bytes after each third. findings: the input by what was raised, and where."""
+    """Counts of one worker."""
 
     inputs: int = 0
     accepted: int = 0
     refused: int = 0
     kept: int = 0
     slowest_s: float = 0.0
-    memory: list[int] = field(default_factory=list)
-    findings: dict[str, bytes] = field(default_factory=dict)
+    memory: list[int] = field(default_factory=list)  # resident bytes after each third
+    findings: dict[str, bytes] = field(default_factory=dict)  # input by error and place
 
 
 class LineCoverage:
-    """Lines of the parser's modules that were ever executed."""
+    """Executed lines of the parser's modules."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._prefixes = tuple(str(PACKAGE / module) for module in modules)
@@ -83,7 +83,7 @@ class LineCoverage:
 def fuzz(
     target: FuzzTarget, inputs: int, seed: int, folder: Path, seconds: float = float("inf")
 ) -> tuple[Report, LineCoverage]:
-    """Try changed inputs; `folder` holds the current one, so that whoever outlives this process knows it."""
+    """Try mutated inputs; `folder` holds the current one for the parent process."""
     report, lines, random = Report(), LineCoverage(target.modules), Random(seed)
     ends = time.monotonic() + seconds
     kept = list(target.seeds)
@@ -105,7 +105,7 @@ def fuzz(
 
 
 def _inputs(target: FuzzTarget, kept: list[bytes], random: Random, most_cuts: int) -> Iterator[bytes]:
-    """The sound ones, these cut off everywhere or in so many places, then changed ones without end."""
+    """The seeds, these truncated in many places, then mutations without end."""
     yield from target.seeds
     step = max(sum(map(len, target.seeds)) // max(most_cuts, 1), 1)
     for data in target.seeds:
@@ -127,12 +127,12 @@ def _try(target: FuzzTarget, data: bytes, scratch: Path, report: Report, lines: 
 
 
 def run_target(target: FuzzTarget, data: bytes, scratch: Path) -> str | None:
-    """Empty for success, None for a refusal, else what went wrong and where."""
+    """ "" for success, None for a refusal, else the error and its place."""
     try:
         with _cpu_limit():
             target.run(data, scratch)
     except target.refusals as error:
-        return None if str(error) else f"{type(error).__name__} without words"
+        return None if str(error) else f"{type(error).__name__} without a message"
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -145,7 +145,7 @@ def _describe(error: BaseException) -> str:
     ours = [frame for frame in frames if frame.filename.startswith(str(PACKAGE))] or list(frames)
     place = ours[-1] if ours else None
     where = "" if place is None else f" at {Path(place.filename).name}:{place.lineno} in {place.name}"
-    if isinstance(error, OutOfTime):  # wherever it was just then
+    if isinstance(error, OutOfTime):  # its place is random
         return f"more than {INPUT_CPU_S:g} s of processor time"
     return (
         f"{type(error).__name__}{where}: {ADDRESS.sub('0x', str(error)):.80}"
@@ -156,7 +156,7 @@ def _describe(error: BaseException) -> str:
 
 @contextmanager
 def _cpu_limit() -> Iterator[None]:
-    """Raises OutOfTime after so much processor time."""
+    """Raise OutOfTime after INPUT_CPU_S of processor time."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise OutOfTime
@@ -171,15 +171,15 @@ def _cpu_limit() -> Iterator[None]:
 
 
 def resident_bytes() -> int:
-    """Without what the allocator only keeps for later: one large input would look like a leak."""
+    """Without the allocator's free memory, which one large input leaves."""
     gc.collect()
-    with suppress(OSError, AttributeError):  # where there is no glibc
+    with suppress(OSError, AttributeError):  # without glibc
         ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _limit_memory() -> None:
-    """What is asked for beyond it is a MemoryError, or the end of the process."""
+    """Further allocations raise MemoryError or end the process."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
 

@@ -1,14 +1,14 @@
-"""What a grammar costs: Foreword's own way to a mask, llguidance alone, and XGrammar where it is installed.
+"""The cost of masks: Foreword's path, llguidance alone, and XGrammar where it is installed.
 
     python benchmarks/grammar.py TOKENIZER_FOLDER [--rows 64] [--repeats 5] [--rates] [--hostile]
 
-TOKENIZER_FOLDER holds a tokenizer.json, best of 150,000 tokens or more. One process, nothing else running, no model: masks are
-computed alone, not beside a forward pass. For each constraint a conforming text is followed token by token: a mask before each
-token (one row), then `--rows` requests at places spread over the text, each a token further in each step. Each repeat
-follows the text anew; figures are of all of them, without the first, in which lexers are cold and caches fill (the column "cold"
-is the longest mask of that). `foreword` is prepare() and mask() as the engine calls them; prepare() alone is in the column
-"asked". XGrammar keeps to the same bounded whitespace. --hostile tries grammars that nobody means well with, each in a process
-of its own. Prints a table and then one JSON line.
+TOKENIZER_FOLDER holds a tokenizer.json, best of 150,000 tokens or more. One process, nothing else
+running, no model. For each constraint a conforming text is followed token by token: a mask before each
+token (one row), then `--rows` requests at positions spread over the text, each a token further in each
+step. Each repeat follows the text anew; figures cover all of them but the first, in which lexers are cold
+and caches fill (the column "cold" is its longest mask). `foreword` is prepare() and mask() as the engine
+calls them; prepare() alone is in the column "asked". XGrammar gets the same bounded whitespace. --hostile
+tries adversarial grammars, each in a process of its own. Prints a table and then one JSON line.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Engine(Protocol):
 
 
 class LlGuidance:
-    """The library alone: one executor call."""
+    """llguidance alone: one executor call."""
 
     name = "llguidance"
 
@@ -156,7 +156,7 @@ class LlGuidance:
 
 
 class ForewordMasks:
-    """As the engine does it: rows are prepared, then asked for."""
+    """As in the engine: rows are prepared, then masks are requested."""
 
     name = "foreword"
 
@@ -231,7 +231,7 @@ class XGrammar:
 
 @dataclass(frozen=True, slots=True)
 class MaskTimings:
-    """Microseconds a mask over a text, or a step of many rows; the longest of the first, cold pass; asked: of the caller."""
+    """Microseconds of a mask over a text, or of a step of many rows; `asked` is the time of the caller."""
 
     times: tuple[float, ...]
     cold: float
@@ -255,7 +255,7 @@ class MaskTimings:
 
 
 def time_masks(engine: Engine, compiled: Any, ids: Sequence[int], rows: int, repeats: int) -> MaskTimings:
-    """Masks before every token of a text, for `rows` requests that are spread over it."""
+    """Time masks before every token of a text, for `rows` requests spread over it."""
     passes: list[list[float]] = []
     asked: list[float] = []
     for _ in range(repeats + 1):
@@ -268,7 +268,7 @@ def time_masks(engine: Engine, compiled: Any, ids: Sequence[int], rows: int, rep
             for index, (matcher, place) in enumerate(matchers):
                 if place + step < len(ids):
                     engine.accept(matcher, ids[place + step])
-                else:  # this request is over, another one begins
+                else:  # this request ends, another one begins
                     matchers[index] = (engine.matcher(compiled), -step - 1)
         passes.append(times)
     warm = [value for times in passes[1:] for value in times]
@@ -309,7 +309,7 @@ def memory_mb() -> float:
 
 
 def forced_token_agreement(vocabulary: Vocabulary, tokenizer: Tokenizer) -> list[list[str]]:
-    """Tokens that a grammar forces along a text, and how many of them the tokenizer itself would put there."""
+    """Tokens forced by a grammar along a text, and those that the tokenizer would choose too."""
     grammars = GrammarManager(tokenizer.vocab_size)
     grammars.set_vocabulary(vocabulary)
     lines: list[list[str]] = []
@@ -367,7 +367,7 @@ ADVERSARIAL_TIMEOUT_S = 10.0
 def run_adversarial(
     engine: Callable[[Vocabulary, int], Engine], name: str, vocabulary: Vocabulary, vocab_size: int
 ) -> str:
-    """What becomes of a process that compiles it and computes a mask."""
+    """The end of a process that compiles the grammar and computes a mask."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(
         target=_compile_alone, args=(engine, name, vocabulary, vocab_size, theirs)
@@ -375,7 +375,7 @@ def run_adversarial(
     process.start()
     theirs.close()
     try:
-        ours.recv()  # it has read the vocabulary
+        ours.recv()  # the vocabulary is read
         outcome = (
             str(ours.recv()) if ours.poll(ADVERSARIAL_TIMEOUT_S) else f"more than {ADVERSARIAL_TIMEOUT_S:g} s"
         )
@@ -414,7 +414,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rates", action="store_true", help="also: how often forced tokens are the tokenizer's own"
     )
-    parser.add_argument("--hostile", action="store_true", help="also: grammars that nobody means well with")
+    parser.add_argument("--hostile", action="store_true", help="also adversarial grammars")
     options = parser.parse_args(arguments)
     tokenizer = Tokenizer.from_directory(options.tokenizer)
     vocabulary = tokenizer.vocabulary()
@@ -455,7 +455,7 @@ def _masks(
         begin = time.perf_counter()
         made.append(engine(vocabulary, tokenizer.vocab_size))
         print(
-            f"{made[-1].name}: {time.perf_counter() - begin:.2f} s and {memory_mb() - before:.0f} MB for the vocabulary",
+            f"{made[-1].name}: {time.perf_counter() - begin:.2f} s, {memory_mb() - before:.0f} MB",
             file=sys.stderr,
         )
         before = memory_mb()

@@ -1,14 +1,14 @@
-"""Engines killed at random moments under streams: every stream goes on with the same tokens.
+"""Engines killed at random moments under load: every stream continues with the same tokens.
 
     python benchmarks/kills.py [--kills 200] [--streams 32] [--pause 1.0]
 
-Regime: the bundled demo (or --model) behind a real server, speculation `auto`. Clients ask their cases in turn over HTTP, as
-streams: greedy, sampled, penalties, logprobs, four choices at once, JSON by a schema. First each case is asked while nothing
-happens; then the engine's process gets SIGKILL again and again, at a random moment within --pause seconds after it is ready,
-one time in eight while it is still loading, and each answer is compared with that of the quiet hour: texts, logprobs, finish
-reasons and usage of all choices.
+Regime: the bundled demo (or --model) in a real server, speculation `auto`. Clients stream their cases in
+turn over HTTP: greedy, sampled, penalties, logprobs, four choices at once, JSON by a schema. First each
+case is answered without kills; then the engine process gets SIGKILL repeatedly, at a random moment within
+--pause seconds after it is ready, one time in eight while it is still loading. Each answer is compared
+with the first: texts, logprobs, finish reasons and usage of all choices.
 
-Prints a table and one JSON line. Exit code 1 if a request was not answered, or answered with anything else.
+Prints a table and one JSON line. Exit code 1 if a request was unanswered or its answer differs.
 """
 
 from __future__ import annotations
@@ -39,12 +39,8 @@ from foreword.cli.terminal import loading_bar
 
 SPAWNER = b"foreword.engine_client.forkserver"
 POLL_S = 0.01
-KILL_LOADING_EVERY = 8  # kills, of which one does not wait until the engine is ready
-COUNTS = (
-    "prompt_tokens",
-    "completion_tokens",
-    "total_tokens",
-)  # what was found in a cache depends on who came before
+KILL_LOADING_EVERY = 8  # every eighth kill does not wait for the engine to be ready
+COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")  # cache hits depend on earlier requests
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -80,7 +76,7 @@ TOPICS = (
 
 @dataclass(slots=True)
 class Choice:
-    """What a client gets of one choice."""
+    """One choice as its client received it."""
 
     text: str = ""
     logprobs: list[Any] = field(default_factory=list)
@@ -107,7 +103,7 @@ class Answer:
 
 @dataclass(slots=True)
 class KillFindings:
-    """What clients saw. heard: time.monotonic() of everything that came; different: numbers of cases."""
+    """Observations of the clients."""
 
     answered: int = 0
     tokens: int = 0
@@ -118,7 +114,7 @@ class KillFindings:
 
 
 class Clients:
-    """Ask their cases again and again until the killing is over."""
+    """Repeat the cases until the kills are over."""
 
     def __init__(self, http: httpx.AsyncClient, args: argparse.Namespace) -> None:
         self.http = http
@@ -128,7 +124,7 @@ class Clients:
         self._quiet: dict[int, Answer] = {}
 
     async def record_reference(self) -> None:
-        """What each case is answered where nothing happens."""
+        """The answers of all cases without kills."""
         cases = range(self.args.streams)
         answers = await asyncio.gather(*(self._ask(case) for case in cases))
         self._quiet = dict(zip(cases, answers, strict=True))
@@ -167,7 +163,7 @@ class Clients:
 
 
 def request_body(case: int, max_tokens: int) -> dict[str, Any]:
-    """The request of one case; the same number is the same request."""
+    """The request of a case; the same number gives the same request."""
     topic = TOPICS[case // len(REQUEST_KINDS) % len(TOPICS)]
     messages = [{"role": "user", "content": f"Tell me a story about {topic}, part {case}."}]
     common = {
@@ -180,7 +176,7 @@ def request_body(case: int, max_tokens: int) -> dict[str, Any]:
 
 
 class Killer:
-    """Kills the engine below a server at random moments."""
+    """Kills a server's engine at random moments."""
 
     def __init__(self, server_pid: int, http: httpx.AsyncClient, args: argparse.Namespace) -> None:
         self._server_pid = server_pid
@@ -215,7 +211,7 @@ class Killer:
 
 
 def find_engine(server_pid: int) -> int | None:
-    """The process that the spawner below a server forked; None while there is none."""
+    """The process forked by the server's fork server; None while there is none."""
     for pid in _children(server_pid):
         with contextlib.suppress(OSError):
             if SPAWNER in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -230,7 +226,7 @@ def _children(pid: int) -> Iterator[int]:
 
 
 def longest_pauses(kills: list[float], heard: list[float]) -> list[float]:
-    """Seconds of the longest silence of all streams together that begins between a kill and the next."""
+    """The longest silence of all streams together between each kill and the next, in seconds."""
     ends = [*kills[1:], float("inf")]
     times = sorted(heard)
     gaps = list(itertools.pairwise(times))
@@ -276,11 +272,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=200, metavar="N")
     parser.add_argument("--streams", type=int, default=32, metavar="N")
     parser.add_argument(
-        "--pause",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="an engine lives up to so many seconds once ready",
+        "--pause", type=float, default=1.0, metavar="X", help="longest life of a ready engine, in seconds"
     )
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N")
     parser.add_argument("--random-seed", type=int, default=0, metavar="N")

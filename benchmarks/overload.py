@@ -1,16 +1,17 @@
-"""Ten times as much as the server can do, for as long as you like: it refuses in time, and stays as it was.
+"""Ten times the server's capacity for any length of time: it refuses in time and stays stable.
 
-    python -m benchmarks.overload [--minutes 10] [--connections 512] [--factor 10] [--kv-cache-memory 2000tokens]
+    python -m benchmarks.overload [--minutes 10] [--connections 512] [--factor 10] [--kv-cache-memory N]
 
-Regime: the bundled demo (or --model) with speculation, a KV cache in which a dozen requests fit, and few places in the
-queue. What it can do is measured first, with as many clients as have a place. Then as many clients as connections ask
---factor times as often, whether they were refused or not: short and long prompts, greedy and sampled, streams and whole
-answers, two choices, JSON; one in twenty goes away in the middle. Another client asks /health all the time. Latencies are
-those of the clients, on the same machine as the server.
+Regime: the bundled demo (or --model) with speculation, a KV cache for a dozen requests, and a short
+queue. Capacity is measured first, with as many clients as the queue and batch hold. Then one client per
+connection sends --factor times as many requests, whether refused or not: short and long prompts, greedy
+and sampled, streams and whole answers, two choices, JSON; one in twenty disconnects in the middle.
+Another client polls /health. Latencies are those of the clients, on the same machine as the server.
 
-Prints a table and one JSON line. Exit code 1 if an answer was an error of the server's, or came not at all; if a refusal
-was not 429 with Retry-After; if one that was let in waited longer than --queue-timeout and a little; if /health ever said
-no; or if memory (PSS of all the server's processes) of the last third is more than 5 % above that of the second.
+Prints a table and one JSON line. Exit code 1 if an answer was a server error or missing; if a refusal was
+not 429 with Retry-After; if an admitted request waited longer than --queue-timeout and a margin; if
+/health failed; or if memory (PSS of all the server's processes) of the last third is more than 5 % above
+that of the second.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from foreword.cli.terminal import loading_bar
 from foreword.config.options import Config
 from foreword.errors import ForewordError
 
-WARM_S, MEASURED_S = 3.0, 10.0  # of what the server can do
-QUEUE_SLOTS = 64  # requests that may be open where the options do not say
-QUEUE_S = 10.0  # that a request may wait, where the options do not say
-MAX_TTFT_S = 5.0  # beyond the queue, until the first token is there
-ANSWER_S = 60.0  # beyond the queue, until all of it is
+WARM_S, MEASURED_S = 3.0, 10.0  # of the capacity
+QUEUE_SLOTS = 64  # open requests where the options set no limit
+QUEUE_S = 10.0  # wait in the queue where the options set no limit
+MAX_TTFT_S = 5.0  # margin after the queue until the first token
+ANSWER_S = 60.0  # margin after the queue until the whole answer
 HEALTH_S = 5.0  # for /health to answer
-DISCONNECT_AFTER_S = 0.3  # of a client that goes away in the middle
+DISCONNECT_AFTER_S = 0.3  # of a client before it disconnects
 READINGS = 60
 GROWTH = 1.05
 WORDS = (
@@ -70,7 +71,7 @@ PATH = "/v1/chat/completions"
 
 @dataclass(slots=True)
 class OverloadFindings:
-    """What clients saw. first_s, total_s: of requests that were answered."""
+    """Observations of the clients."""
 
     asked: int = 0
     answered: int = 0
@@ -99,11 +100,11 @@ class LoadGenerator:
         self._findings = OverloadFindings()
 
     async def run(self, clients: int, seconds: float, interval_s: float = 0.0) -> OverloadFindings:
-        """So many clients for so long; each asks once in `interval_s` on the average, or as soon as it has its answer."""
+        """Run clients for some seconds; each sends once in `interval_s` on average, or after its answer."""
         self._findings, ends = OverloadFindings(), time.monotonic() + seconds
         watching = [asyncio.create_task(watch) for watch in (self._read(seconds), self._ask_health(ends))]
         await asyncio.gather(*(self._client(number, ends, interval_s) for number in range(clients)))
-        self._findings.seconds = seconds  # answers that came later were asked before
+        self._findings.seconds = seconds  # later answers belong to the phase before
         await asyncio.gather(*watching)
         return self._findings
 
@@ -175,7 +176,7 @@ class LoadGenerator:
 
 
 async def _streamed(reply: RawResponse) -> float | None:
-    """When the first text came. Raises ForewordError where the stream does not end as it should."""
+    """Time of the first text. Raises ForewordError if the stream ends without a finish."""
     first_s, open_, reader = None, True, EventReader()
     async for piece in reply.iter_body():
         for choice in (choice for chunk in reader.feed(piece) for choice in choices_of(chunk)):
@@ -192,7 +193,7 @@ async def _whole(reply: RawResponse) -> None:
 
 
 def _body(model: str, number: int) -> dict[str, Any]:
-    """What client request `number` asks."""
+    """The body of request `number`."""
     random = Random(number)
     prompt = " ".join(random.choice(WORDS) for _ in range(random.choice((3, 8, 20, 60))))
     body: dict[str, Any] = {
@@ -210,19 +211,19 @@ def _body(model: str, number: int) -> dict[str, Any]:
 
 
 def proportional_bytes(pid: int) -> int:
-    """Of a process and all below it; what several share is counted once."""
+    """PSS of a process and its descendants."""
     try:
         own = int(re.findall(r"Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text())[0]) << 10
         children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children"))
     except (FileNotFoundError, ProcessLookupError, PermissionError, IndexError):
-        return 0  # it has just ended
+        return 0  # the process has just ended
     return own + sum(proportional_bytes(int(child)) for child in children.split())
 
 
 def verdicts(
     findings: OverloadFindings, factor: float, capacity: float, queue_s: float
 ) -> dict[str, tuple[bool, str]]:
-    """What was demanded: whether it holds, and by which figure."""
+    """Requirements: whether each holds, and its figure."""
     growth, load = (
         memory_growth(findings.readings),
         findings.asked / max(findings.seconds, 1e-9) / max(capacity, 1e-9),
@@ -323,7 +324,8 @@ def _figures(findings: OverloadFindings) -> dict[str, str]:
         "refusal": findings.refused_s,
         "/health": findings.health_s,
     }
-    counts = f"{findings.asked} asked, {findings.answered} answered, {findings.refused} refused, {findings.disconnected} left"
+    counts = f"{findings.asked} asked, {findings.answered} answered, {findings.refused} refused"
+    counts += f", {findings.disconnected} left"
     return {"requests": counts} | {
         f"{name}, p50 / p99 / longest": " / ".join(f"{value:.2f} s" for value in _percents(values))
         for name, values in spans.items()
@@ -331,7 +333,7 @@ def _figures(findings: OverloadFindings) -> dict[str, str]:
 
 
 def _percents(values: Sequence[float]) -> list[float]:
-    """The median, all but one in a hundred, and the longest."""
+    """Median, 99th percentile and maximum."""
     return [
         value
         for value in (percentile(values, 50), percentile(values, 99), max(values, default=None))

@@ -1,25 +1,26 @@
-"""Foreword beside llama.cpp, OpenVINO GenAI and transformers: the same weights and prompts on the same machine.
+"""Foreword, llama.cpp, OpenVINO GenAI and transformers: the same weights and prompts on the same machine.
 
-    python benchmarks/peers.py [--models qwen2.5-0.5b,llama-3.2-1b] [--groups bf16,q8_0,...] [--env FOLDER] [--rounds 5]
+    python benchmarks/peers.py [--models qwen2.5-0.5b,llama-3.2-1b] [--groups bf16,q8_0,...] [--rounds 5]
 
-The first run installs the other engines into an environment of their own (--env) and writes random checkpoints in the
-shapes of known models (--files): minutes, and some GB. Weights are random, so every answer has the length asked for.
+The first run installs the other engines into an environment (--env) and writes random checkpoints in the
+shapes of known models (--files): minutes, and some GB. Every answer has the requested length.
 
-Regime: engines of one group (one precision) are loaded together, each in a process of its own, and measured in turn,
-round after round, each round in another order; the memory is read by torch at the start of each round. A figure is the
-median over rounds, a ratio the median over rounds of figures of the same round. No speculation, no prefix cache.
+Regime: engines of one group (one precision) are loaded together, each in a process of its own, and
+measured in turn, round after round, in rotated order; torch reads the memory at the start of each round.
+A figure is the median over rounds, a ratio the median over rounds of figures of the same round. No
+speculation, no prefix cache.
 
-    decode     tokens/s of one request behind a prompt of 32 tokens
+    decode     tokens/s of one request after a prompt of 32 tokens
     of read    bytes of the weights times decode, as a share of the bandwidth read in the same round
-    of peak    operations of the layers times the rate of the first prompt, as a share of torch's best product in the run
-               (int8 where weights are quantized, else bfloat16)
+    of peak    operations of the layers times the rate of the first prompt, as a share of torch's best product
+               in the run (int8 where weights are quantized, else bfloat16)
     512, 2048  tokens/s of a prompt until its first token
-    x8, x16    tokens/s of so many requests together, 32 tokens each in and --tokens out: Foreword through its server
-               over HTTP, OpenVINO by continuous batching and llama.cpp by batches of one token each, both in process
-               (llama-cpp-python's server answers one request at a time)
-    rows       time of a step that verifies 4, 8 or 16 rows of one request over that of 1 row, sampling included
-    outside    share of a decoding step that is spent outside the model's forward pass
-    memory     largest resident memory of the process; "of limit": over weights + KV cache + 300 MB
+    x8, x16    tokens/s of so many requests together, 32 tokens each in and --tokens out: Foreword through its
+               server over HTTP, OpenVINO by continuous batching and llama.cpp by batches of one token each,
+               both in process (llama-cpp-python's server answers one request at a time)
+    rows       time of a step that verifies 4, 8 or 16 rows of one request over that of 1 row, with sampling
+    outside    share of a decoding step outside the model's forward pass
+    memory     peak resident memory of the process; "of limit": over weights + KV cache + 300 MB
 
 Prints a table for each group and then one JSON line.
 """
@@ -57,7 +58,7 @@ READ_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class PeerEngine:
-    """file: within the model's folder, "" for the checkpoint itself. options: of Foreword's Config."""
+    """An engine and its model file, "" for the checkpoint itself."""
 
     name: str
     script: str
@@ -70,7 +71,7 @@ class PeerEngine:
 
 
 def _foreword_engines(file: str, **options: Any) -> tuple[PeerEngine, ...]:
-    """Foreword in process, the same held to AVX2, and through its server."""
+    """Foreword in process, the same limited to AVX2, and through its server."""
     narrow = {**options, "cpu_isa": "avx2"}
     return (
         PeerEngine("foreword", "foreword", file, options),
@@ -102,7 +103,7 @@ GROUPS: Mapping[str, tuple[PeerEngine, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class PeerMeasure:
-    """A figure of one round: how it is asked for, and what the answer says. Higher is better, except for `rows`."""
+    """A figure of one round: its command and its value. Higher is better, except for `rows`."""
 
     name: str
     command: str
@@ -112,7 +113,7 @@ class PeerMeasure:
 
 @dataclass(slots=True)
 class LoadedEngine:
-    """An engine at work. rounds: by measure, one figure a round."""
+    """A running engine and its figures by measure, one a round."""
 
     engine: PeerEngine
     worker: Worker
@@ -262,7 +263,7 @@ def _measures(vocab: int, args: argparse.Namespace) -> list[PeerMeasure]:
 
 
 def _supports(engine: PeerEngine, measure: PeerMeasure) -> bool:
-    """What is served is measured through the server alone; only two engines can verify rows of a request."""
+    """A server is measured by streams alone; only two engines can verify rows."""
     if measure.command == "streams":
         return engine.script != "foreword"
     if measure.command == "rows":
@@ -273,7 +274,7 @@ def _supports(engine: PeerEngine, measure: PeerMeasure) -> bool:
 def _measure(
     loaded: Sequence[LoadedEngine], measures: Sequence[PeerMeasure], memory: MemoryReader, rounds: int
 ) -> list[float]:
-    """Fills in the rounds; returns the bandwidth of each. What a first call allocates is not counted."""
+    """Fill in the rounds; returns the bandwidth of each. An uncounted first call allocates."""
     bandwidths = []
     plan = list(_schedule(loaded, measures, rounds + 1))
     for round_, measure, one in track_progress(plan, "measuring", len(plan)):
@@ -299,7 +300,7 @@ def _schedule(
 
 
 def _figures(one: LoadedEngine, bandwidths: Sequence[float], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Medians; `facts` are Foreword's of the same weights."""
+    """Medians; `facts` are those of Foreword for the same weights."""
     served = one.engine.script == "served"
     figures: dict[str, Any] = {
         **one.facts,
@@ -327,7 +328,7 @@ def _medians(values: Sequence[Mapping[int, float]]) -> dict[int, float]:
 
 
 def _ratios(loaded: Mapping[str, LoadedEngine]) -> dict[str, dict[str, float]]:
-    """Foreword over each other engine, by measure: medians over rounds of figures of the same round."""
+    """Foreword over each other engine, by measure: medians over rounds."""
     result: dict[str, dict[str, float]] = {}
     for name, other in loaded.items():
         if other.engine.is_foreword:

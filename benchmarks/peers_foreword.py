@@ -1,4 +1,4 @@
-"""Foreword's engine in process, without speculation unless a measurement asks for it. See peers_worker.py."""
+"""Foreword's engine in process, without speculation except for `rows`. See peers_worker.py."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from foreword.tokenizer.input_processor import SamplingDefaults, make_requests
 OFF = Speculation("off")
 MAX_ROWS = 16
 ROWS_CONTEXT = 256
-WARMUP_STEPS = 2  # steps after a prompt, before the first draft is verified
-VISITS = 4  # of each count of rows
+WARMUP_STEPS = 2  # steps after a prompt before the first verified draft
+VISITS = 4  # of each row count
 
 
 class ForewordPeer:
-    """Drafts come from a recording that is wrong, so each step verifies as many rows as were asked for and emits one token."""
+    """Replayed drafts are wrong, so that a step verifies the requested rows and emits one token."""
 
     def load(
         self, path: str, threads: int, tokens: int, streams: int, options: dict[str, Any]
@@ -58,7 +58,7 @@ class ForewordPeer:
         }
 
     def decode(self, prompt: list[int], tokens: int) -> dict[str, float]:
-        """forward: seconds of it inside the model's forward pass."""
+        """ "forward": seconds in the forward pass."""
         self._submit(prompt, tokens + 1)
         self._until_first()
         started, forward = time.perf_counter(), 0.0
@@ -80,7 +80,7 @@ class ForewordPeer:
         return {"seconds": time.perf_counter() - started}
 
     def rows(self, context: int, counts: list[int], steps: int) -> dict[str, float]:
-        assert context == ROWS_CONTEXT, "only that prompt was recorded"
+        assert context == ROWS_CONTEXT, "only this prompt is recorded"
         seconds: dict[int, list[float]] = {count: [] for count in counts}
         for _ in range(VISITS):
             for count in counts:

@@ -1,4 +1,4 @@
-"""llama.cpp, through the C API that llama-cpp-python brings. See peers_worker.py."""
+"""llama.cpp through the C API of llama-cpp-python. See peers_worker.py."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class LlamaCpp:
         return self._argmax(last)
 
     def _run(self, rows: list[tuple[int, int, int, bool]]) -> None:
-        """(token, position, sequence, whether its logits are wanted)"""
+        """Rows are (token, position, sequence, needs logits)."""
         batch = self.batch
         batch.n_tokens = len(rows)
         for index, (token, position, sequence, wanted) in enumerate(rows):

@@ -1,6 +1,6 @@
-"""Random checkpoints in the shapes of known models, for measurements between engines.
+"""Random checkpoints in the shapes of known models, for comparisons between engines.
 
-Their text means nothing and never ends, so nothing is downloaded and every answer has the length that was asked for.
+Nothing is downloaded, and every answer has the requested length.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["MODELS", "PeerModelShape", "write_checkpoint"]
 
 EOS = "<|end|>"
 CONTEXT = 4096
-GAIN = 0.8  # of a layer: what flows through 24 of them stays in the range of real activations
+GAIN = 0.8  # of a layer: activations stay in a realistic range through 24 layers
 
 
 @dataclass(frozen=True, slots=True)
 class PeerModelShape:
-    """A checkpoint to make: head dimension 64, the head tied to the embedding."""
+    """A random checkpoint: head dimension 64, tied head."""
 
     family: str
     layers: int
@@ -61,11 +61,11 @@ class PeerModelShape:
         }
 
     def layer_weights(self) -> int:
-        """Weights that every token of a prompt is multiplied with: all matrices but the embedding, which is the head too."""
+        """Weights multiplied with every prompt token: all matrices but the embedding."""
         return sum(math.prod(size) for name, size in self.shapes() if len(size) == 2 and "embed" not in name)
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the tensors."""
+        """Shapes of the tensors by name."""
         q, kv = self.heads * 64, self.kv_heads * 64
         yield "model.embed_tokens.weight", (self.vocab, self.hidden)
         yield "model.norm.weight", (self.hidden,)
@@ -91,7 +91,7 @@ MODELS: Mapping[str, PeerModelShape] = {
 
 
 def write_checkpoint(shape: PeerModelShape, folder: Path) -> None:
-    """safetensors in bfloat16, config and tokenizer; does nothing if they are there."""
+    """Write safetensors in bfloat16, config and tokenizer, unless they exist."""
     if (folder / "model.safetensors").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def _random(name: str, size: tuple[int, ...], generator: torch.Generator) -> Ten
 
 
 def _tokenizer(vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with as many merges as fill the vocabulary: all pairs of bytes, then triples."""
+    """Byte-level BPE whose merges fill the vocabulary: pairs of bytes, then triples."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = list(islice(_merges(alphabet), vocab_size - len(alphabet) - 1))
     tokens = [*alphabet, *(left + right for left, right in merges), EOS]

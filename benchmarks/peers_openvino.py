@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: its pipeline for one stream, and continuous batching for several, in process. See peers_worker.py."""
+"""OpenVINO GenAI, in process. See peers_worker.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from peers_worker import serve
 
 
 class OpenVINO:
-    """Both pipelines are the continuous-batching one, which is the default on a CPU."""
+    """The continuous-batching pipeline, the default on a CPU."""
 
     def load(self, path: str, threads: int, context: int, streams: int) -> dict[str, Any]:
         scheduler = openvino_genai.SchedulerConfig()

@@ -1,4 +1,4 @@
-"""`foreword serve`, asked over HTTP by as many clients as there are streams. See peers_worker.py."""
+"""`foreword serve` over HTTP, one client per stream. See peers_worker.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foreword.config.options import Config
 
 
 class ServedPeer:
-    """Streamed completions of token ids, greedy, without speculation and prefix cache. The server ends with `stack`."""
+    """Streamed greedy completions of token ids, without speculation and prefix cache."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.stack = stack
@@ -42,7 +42,7 @@ class ServedPeer:
         return {"seconds": asyncio.run(self._all(prompts, tokens))}
 
     def peak(self) -> int:
-        """Bytes of the server's processes, each at its largest."""
+        """Bytes of the server's processes, each at its peak."""
         children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text().split()
         return sum(peak_bytes(pid) for pid in (self.server.pid, *children))
 

@@ -1,4 +1,4 @@
-"""An environment of its own for the other engines, and the files that each of them reads."""
+"""The virtual environment of the other engines, and their model files."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PACKAGES = (
     "transformers",
     "numpy",
 )
-# ggml's products on AMX end in a segmentation fault when gcc 12 compiles them (ldtilecfg); everything else is native.
+# ggml's AMX products crash when gcc 12 compiles them (ldtilecfg); everything else is native.
 NO_AMX_FLAGS = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 GGUF_TYPES = ("q8_0", "q4_0", "q4_k_m")
 
 
 def make_environment(folder: Path) -> str:
-    """Python of the environment, which is installed unless it is there; compiling llama.cpp takes minutes."""
+    """Python of the environment; a first call installs it and compiles llama.cpp for minutes."""
     python = str(folder / "bin" / "python")
     done = folder / "installed"
     if not done.exists():
@@ -44,7 +44,7 @@ def make_environment(folder: Path) -> str:
 
 
 def make_files(python: str, name: str, folder: Path) -> None:
-    """Everything that is not there yet: checkpoint, GGUF files, OpenVINO's folders."""
+    """Write missing files: checkpoint, GGUF files, OpenVINO folders."""
     write_checkpoint(MODELS[name], folder)
     bf16, f16 = folder / "bf16.gguf", folder / "f16.gguf"
     convert(python, TO_GGUF, "gguf", folder, bf16)
@@ -60,7 +60,7 @@ def make_files(python: str, name: str, folder: Path) -> None:
 
 
 def convert(python: str, script: Path, action: str, source: Path, out: Path, *more: str) -> None:
-    """Made under another name first, so that what is there is whole."""
+    """Write under a temporary name first, so that an existing file is complete."""
     if out.exists():
         return
     unfinished = out.with_name(f"unfinished-{out.name}")

@@ -36,7 +36,7 @@ BFLOAT16_FILE = 32
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, bits of bfloat16 as uint16) of a safetensors file."""
+    """(name, bfloat16 bits as uint16) of a safetensors file."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -60,7 +60,7 @@ def gguf_name(name: str) -> str:
 
 
 def permute_for_rope(bits: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q and k as llama.cpp's `llama` rotates them: neighbours instead of halves."""
+    """Permute rows of q and k for llama.cpp's `llama`, which rotates neighbours instead of halves."""
     return bits.reshape(heads, 2, -1, *bits.shape[1:]).swapaxes(1, 2).reshape(bits.shape)
 
 

@@ -1,6 +1,6 @@
-"""A GGUF file of float16 in OpenVINO's format, and compressed. Runs in the environment of the peers.
+"""Convert a float16 GGUF file to OpenVINO's format, and compress it. Runs in the peers' environment.
 
-python peers_to_openvino.py convert F16.gguf OUT_FOLDER        by OpenVINO GenAI's own reader of GGUF
+python peers_to_openvino.py convert F16.gguf OUT_FOLDER        by OpenVINO GenAI's GGUF reader
 python peers_to_openvino.py compress FOLDER OUT_FOLDER int8|int4
 """
 
@@ -16,17 +16,17 @@ import openvino_genai
 
 
 def to_openvino(source: Path, out: Path) -> None:
-    """A folder with a model and tokenizer in OpenVINO's own format."""
+    """Write a folder with model and tokenizer."""
     out.mkdir(parents=True, exist_ok=True)
     copy = out / source.name
     copy.unlink(missing_ok=True)
-    copy.symlink_to(source.resolve())  # what it saves, it saves beside the file
+    copy.symlink_to(source.resolve())  # the pipeline saves its model next to this file
     openvino_genai.LLMPipeline(str(copy), "CPU", enable_save_ov_model=True)
     copy.unlink()
 
 
 def compress(source: Path, out: Path, kind: str) -> None:
-    """As Optimum's command line does it: every matrix in int8, or in int4 by groups of 128 and the head in int8."""
+    """As Optimum's command line: int8, or int4 in groups of 128 with the head in int8."""
     modes = {
         "int8": {"mode": nncf.CompressWeightsMode.INT8_ASYM},
         "int4": {"mode": nncf.CompressWeightsMode.INT4_ASYM, "group_size": 128},

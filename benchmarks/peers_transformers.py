@@ -1,4 +1,4 @@
-"""transformers, in bfloat16 with its own cache. See peers_worker.py."""
+"""transformers in bfloat16 with its own cache. See peers_worker.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Transformers:
         return {"version": transformers.__version__}
 
     def decode(self, prompt: list[int], tokens: int) -> dict[str, float]:
-        """A loop over the model itself: generate() does not tell when the first token came."""
+        """A loop over the model itself, since generate() does not report the first token."""
         with torch.inference_mode():
             out = self.model(torch.tensor([prompt]), use_cache=True)
             started = time.perf_counter()

@@ -1,16 +1,16 @@
-"""One engine in a process of its own: it reads commands from stdin, one JSON array a line, and answers likewise.
+"""One engine in a process of its own: commands on stdin, one JSON array a line; answers on stdout.
 
     ["decode", {"prompt": [...], "tokens": 64}]  ->  {"seconds": 1.5}
 
-An engine is a class whose public methods are the commands; every engine offers a part of
+An engine is a class whose public methods are the commands. Every engine has some of these:
 
-    load(...)                  from then on it is ready
-    decode(prompt, tokens)     seconds for `tokens` greedy tokens behind the first one
+    load(...)                  load the model
+    decode(prompt, tokens)     seconds of `tokens` greedy tokens after the first one
     prompt(ids)                seconds from the prompt to its first token
-    streams(prompts, tokens)   seconds for all prompts at once, `tokens` greedy tokens each
-    rows(context, counts, steps) seconds of a step that verifies so many rows behind a context, median, by count
+    streams(prompts, tokens)   seconds of all prompts at once, `tokens` greedy tokens each
+    rows(context, counts, steps) median seconds of a step that verifies so many rows after a context, by count
 
-Standard library only: it runs in other environments too.
+Standard library only, since it runs in other environments too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Worker", "peak_bytes", "serve"]
 
 
 def serve(engine: object) -> None:
-    """Answer commands until stdin ends. What libraries print goes to stderr."""
+    """Answer commands until stdin ends; libraries print to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -37,13 +37,13 @@ def serve(engine: object) -> None:
 
 
 def peak_bytes(pid: int | str) -> int:
-    """Largest resident memory that a process has had."""
+    """Peak resident memory of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) << 10
 
 
 class Worker:
-    """The other end: a process with an engine in it."""
+    """The client of an engine process."""
 
     def __init__(self, python: str, script: Path, log: Path) -> None:
         self.log = log
@@ -53,7 +53,7 @@ class Worker:
             )
 
     def __call__(self, command: str, **arguments: Any) -> Any:
-        """Raises RuntimeError, which names the log, if the process has ended."""
+        """Raises RuntimeError with the log file if the process has ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps([command, arguments]) + "\n")
@@ -70,5 +70,5 @@ class Worker:
         return peak_bytes(self._process.pid)
 
     def close(self) -> None:
-        """Ends the process, if it has not ended by itself."""
+        """End the process."""
         self._process.communicate()

@@ -1,15 +1,15 @@
-"""Memory while requests with pictures wait: bounded by --image-memory, whatever they sent.
+"""Memory while requests with images wait: bounded by --image-memory.
 
     python -m benchmarks.picture_memory [--requests 64] [--image-memory 16MiB] [--side 1200]
 
-Regime: a tiny LLaVA of random weights whose tower takes 336 x 336 pixels (0.32 MiB each once they are prepared), one request
-at a time in the engine (--max-num-seqs 1), each with an answer that is long enough to hold the others up. Every request
-brings a picture of its own: noise, which no format makes small, of --side squared pixels. All are sent at once, and whoever
-is refused (429) tries again when it was told to, until --requests wait or as many as there is memory for. RSS is that of the
-server's process, of the engine's, and of those that decode; before, while they wait, and after all have gone away.
+Regime: a tiny random LLaVA whose encoder takes 336 x 336 pixels (0.32 MiB each when prepared), one
+running request (--max-num-seqs 1) with a long answer. Every request has an image of its own:
+incompressible noise, --side squared pixels. All are sent at once; a refused request (429) is sent again
+after Retry-After, until --requests wait or the memory is full. RSS is that of the server, of the engine,
+and of the decoders: before, while they wait, and after all clients have disconnected.
 
-Prints a table and one JSON line. Exit code 1 if pixels that are held ever exceed the flag, or if memory while they wait
-grew by more than twice the flag (each of two processes keeps them) and what --slack says; bodies are not kept.
+Prints a table and one JSON line. Exit code 1 if held pixels exceed the flag, or if memory while they wait
+grew by more than twice the flag (two processes keep them) plus --slack.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CHAT = "/v1/chat/completions"
 
 @dataclass
 class Clients:
-    """Those that wait, and what became of the others."""
+    """Waiting clients, and refusals of the others."""
 
     url: str
     bodies: list[bytes]
@@ -53,7 +53,7 @@ class Clients:
     waiting: int = 0
 
     async def ask(self, http: httpx.AsyncClient, body: bytes) -> None:
-        """Until it is let in; then until nobody wants the answer any more."""
+        """Send until admitted, then hold the connection."""
         while True:
             async with http.stream(
                 "POST", CHAT, content=body, headers={"Content-Type": "application/json"}
@@ -81,13 +81,13 @@ def _body(side: int) -> bytes:
 
 
 def _tree(pid: int) -> list[int]:
-    """A process and all below it."""
+    """A process and its descendants."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(below for child in children for below in _tree(int(child)))]
 
 
 def _memory(pid: int) -> dict[str, float]:
-    """MiB of the server's own process, of the largest of the others (the engine's), and of all."""
+    """MiB of the server process, of the largest other one (the engine), and of all."""
     sizes = {one: _rss(one) for one in _tree(pid)}
     others = [size for one, size in sizes.items() if one != pid]
     return {"server": sizes[pid], "engine": max(others, default=0.0), "all": sum(sizes.values())}
@@ -101,7 +101,7 @@ def _rss(pid: int) -> float:
 async def _measure_waiting(
     server: ServerProcess, bodies: list[bytes], expected: int
 ) -> tuple[dict[str, float], Clients]:
-    """Memory when all have asked; afterwards nobody is there any more."""
+    """Memory when all requests are sent; all clients disconnect afterwards."""
     clients = Clients(server.url, bodies)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as http:
@@ -118,7 +118,7 @@ async def _measure_waiting(
 
 
 async def _num_open(http: httpx.AsyncClient) -> float:
-    """Requests that run or wait."""
+    """Running and waiting requests."""
     text = (await http.get("/metrics")).text
     return sum(
         float(value)

@@ -1,12 +1,12 @@
-"""What quantization costs in quality: perplexity of the bundled demo, and the logits of a random model.
+"""The quality cost of quantization: perplexity of the bundled demo, and logits of a random model.
 
     python -m benchmarks.quality [--model qwen2.5-0.5b] [--files FOLDER] [--samples 20]
 
-Perplexity: of the answers (and their end) to held-out prompts of every kind that the demo was trained on, given the
-prompts. Logits: of the last 64 of 128 random tokens, against the same weights in float32 (those of the checkpoint are
-bfloat16, and so are the activations beside every kind but float32). GGUF files that lie beside the checkpoint
-(benchmarks/peers.py makes them) are measured too. A random model is the worst case: its logits are close together,
-so that the likeliest token changes with the smallest error. Prints two tables and then one JSON line.
+Perplexity: of the answers (and their end) to held-out prompts of every category of the demo's training.
+Logits: of the last 64 of 128 random tokens, against the same weights in float32 (those of the checkpoint
+are bfloat16, as are the activations of every mode but float32). GGUF files next to the checkpoint
+(benchmarks/peers.py writes them) are measured too. A random model is the worst case: its logits are close
+together, so that a small error changes the likeliest token. Prints two tables and then one JSON line.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from foreword import demo
 from foreword.bench.common import print_json, print_table
 from foreword.cli.terminal import track_progress
 from foreword.core.batch import Chunk, build_batch
+from foreword.executor.graph_runner import with_graphs
 from foreword.kernels.ops import Ops
 from foreword.kernels.registry import select_backend
 from foreword.kv_cache.storage import KVStorage
@@ -41,7 +42,7 @@ RANDOM_TOKENS, SCORED_TOKENS = 128, 64
 
 @dataclass(frozen=True, slots=True)
 class QualityMode:
-    """How a checkpoint is held; file: a GGUF file beside it."""
+    """A weight format; `file` is a GGUF file next to the checkpoint."""
 
     name: str
     precision: Precision
@@ -113,12 +114,12 @@ def _answers(count: int) -> Iterator[ScoredDocument]:
 
 
 def _logits(ops: Ops, path: Path, mode: QualityMode, documents: Sequence[ScoredDocument]) -> Iterator[Tensor]:
-    """float32 [num_scored, V] of each document: what stands before each scored token says of it."""
+    """float32 [num_scored, V] of each document, one row before each scored token."""
     longest = max(len(document.ids) for document in documents)
     model = load_model(path, ops, mode.precision, "cpu", longest)
     num_blocks = -(-longest // BLOCK_SIZE)
     storage = KVStorage(num_blocks, BLOCK_SIZE, model.kv_layer_shapes, mode.kv_dtype)
-    forward = model.compile_logits(storage)
+    forward = with_graphs(model.ops, model.compile_logits(storage))
     for document in documents:
         chunk = Chunk(document.ids[:-1], 0, range(1, num_blocks + 1), document.num_scored)
         yield forward(build_batch([chunk], BLOCK_SIZE, ops.row_tile, "cpu")).clone()
@@ -150,7 +151,9 @@ def _logit_errors(ops: Ops, folder: Path, vocab: int) -> dict[str, dict[str, flo
 
 
 def _error(logits: Tensor, exact: Tensor) -> dict[str, float]:
-    """Both [R, V]. Errors of the logits are relative to their spread; KL divergence in nats a token, mean over rows."""
+    """Both [R, V]. Logit errors are relative to their spread; KL divergence is in nats a token, mean over
+    rows.
+    """
     spread = exact - exact.mean(-1, keepdim=True)
     p, q = exact.log_softmax(-1), logits.log_softmax(-1)
     return {

@@ -1,4 +1,4 @@
-"""As little of an HTTP client as a load generator needs: what it costs must not hide what the server does."""
+"""A minimal HTTP client for load generators: its cost must not hide that of the server."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ __all__ = ["ConnectionBroken", "RawConnection", "RawResponse"]
 
 
 class ConnectionBroken(Exception):
-    """The server closed the connection, or sent what is no response."""
+    """The server closed the connection or sent no valid response."""
 
 
 class RawResponse:
-    """A response whose body is still to come.
-
-    headers  names in small letters
-    """
+    """A response with an unread body; header names are lower-case."""
 
     def __init__(self, reader: asyncio.StreamReader, status: int, headers: Mapping[str, str]) -> None:
         self._reader = reader
@@ -26,7 +23,7 @@ class RawResponse:
         self.headers = headers
 
     async def iter_body(self) -> AsyncIterator[bytes]:
-        """The body as it comes, to its end."""
+        """The body in pieces, to its end."""
         if "chunked" not in self.headers.get("transfer-encoding", ""):
             yield await self._reader.readexactly(int(self.headers.get("content-length", "0")))
             return
@@ -39,9 +36,9 @@ class RawResponse:
 
 
 class RawConnection:
-    """One connection, kept open from one request to the next; opened again where the server or a cancellation ended it.
+    """One kept-alive connection, reopened after the server or a cancellation ended it.
 
-    Raises Broken, and OSError where nobody listens.
+    Raises ConnectionBroken, and OSError where no server listens.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -49,7 +46,7 @@ class RawConnection:
         self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> RawResponse:
-        """Send a request and read the head of its response. The body of the one before must have been read."""
+        """Send a request and read the head of its response; the body before must have been read."""
         content = b"" if body is None else json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
         try:
@@ -60,7 +57,7 @@ class RawConnection:
             raise ConnectionBroken(f"{type(error).__name__}: {error}") from None
 
     def close(self) -> None:
-        """What is still to come is not waited for."""
+        """Close without reading the rest."""
         if self._open is not None:
             self._open[1].transport.abort()
             self._open = None

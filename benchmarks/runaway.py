@@ -1,13 +1,13 @@
-"""The guard against runaways: what it costs a token, how soon it finds a loop, and on which texts it is wrong.
+"""The repetition guard: its cost per token, its detection delay, and its false alarms.
 
     python -m benchmarks.runaway [--tokenizer FOLDER ...] [--samples 2000] [--tokens 200000]
 
-Cost: tokens are fed one at a time, asked about first and then taken, as a step without speculation does it; in bursts of
-eight, as one with it; and, to compare, through `RequestState` with and without a guard. The kinds of token are chance, a loop
-that is broken off with the last token that is allowed, and one that repeats patterns of every length. It is one thread of
-Python; nothing is computed by a model. Alarms: the texts of tests/support/repetition_samples.py, which repeat themselves for good reason,
-in each tokenizer. Loops: repeating tokens with which a pattern of each length is found. Prints tables and then one JSON line;
-ends with 1 if there was an alarm, or a loop that was found too late.
+Cost: tokens are fed one at a time (first checked, then taken), as in a step without speculation; in
+bursts of eight, as in a step with it; and through `RequestState` with and without a guard. Streams are
+random tokens, a loop broken off just below the limit, and repeated patterns of every length; one Python
+thread, no model. Alarms: the texts of tests/support/repetition_samples.py, which repeat themselves
+legitimately, in each tokenizer. Loops: repeated tokens until a pattern of each length is found. Prints
+tables and then one JSON line; exit code 1 after a false alarm or a late detection.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _streams(count: int) -> dict[str, list[int]]:
-    """None of them is a runaway."""
+    """Streams without a runaway loop."""
     chance = random.Random(1)
     block = [*[7] * MIN_REPEATING_TOKENS, 8]
     broken = [token + 2 * start for start in range(count // len(block)) for token in block]
@@ -124,7 +124,7 @@ def _time(take: Callable[[Sequence[int]], None], runs: Iterable[Sequence[int]], 
 
 
 def _false_positives(tokenizer: Tokenizer, count: int) -> Counter[str]:
-    """How many texts of each kind are taken for runaways."""
+    """Count of texts of each kind that raise an alarm."""
     found: Counter[str] = Counter()
     for number in range(count):
         kind, text = sample(number)
@@ -133,7 +133,7 @@ def _false_positives(tokenizer: Tokenizer, count: int) -> Counter[str]:
 
 
 def _detection_delay(pattern: int) -> int:
-    """Repeating tokens up to the one with which a loop of this length is found, behind a preamble of other tokens."""
+    """Repeated tokens until a loop of this length is found, after a preamble of other tokens."""
     preamble = range(10_000, 10_000 + pattern)
     found = RepetitionDetector().feed(
         [*preamble, *(i % pattern for i in range(PATTERN_LIMITS[-1][0] + PATTERN_LIMITS[-1][1]))]

@@ -1,15 +1,17 @@
-"""Mixed traffic for as long as you like: memory flat, acceptance not decaying, no token other than without speculation.
+"""Mixed traffic for any length of time: flat memory, steady acceptance, the same tokens as without
+speculation.
 
     python benchmarks/soak.py [--minutes 30] [--concurrency 16] [--kv-cache-memory 4000tokens]
 
-Regime: the bundled demo (or --model) in a server of its own, speculation `auto`, a KV cache too small for what runs, so
-that requests wait and are preempted, and a small corpus of finished outputs, so that it is overwritten. Clients ask
-the scripts of `foreword bench speculate` in turn, all categories, each with other words; every other one is sampled,
-one in ten speculates not at all, one in ten at most two tokens, and one in twenty goes away in the middle. Answers
-taken at random are asked again, one at a time, of a twin server without speculation.
+Regime: the bundled demo (or --model) in a server of its own, speculation `auto`, a KV cache too small for
+the load, so that requests wait and are preempted, and a small corpus of finished outputs, so that it is
+overwritten. Clients send the prompts of `foreword bench speculate`, all categories in turn; every other
+request is sampled, one in ten has no speculation, one in ten at most two draft tokens, and one in twenty
+disconnects in the middle. A random sample of answers is repeated, one at a time, by a twin server without
+speculation.
 
-Prints a table and one JSON line. Exit code 1 if a request was not answered, an answer has a twin with other tokens,
-memory grew after the first third, or fewer guesses were accepted in the last third than in the first.
+Prints a table and one JSON line. Exit code 1 if a request was unanswered, a twin's answer differs, memory
+grew after the first third, or acceptance fell in the last third.
 """
 
 from __future__ import annotations
@@ -48,15 +50,15 @@ from foreword.metrics.spec_stats import SpecDecodeStats
 
 SHORT_MODE = Mode("at most two", speculation=Speculation(max_tokens=2))
 SAMPLED_SHARE = 0.8  # temperature of every other request
-DISCONNECT_AFTER_S = 0.3  # of a client that goes away in the middle
-READINGS = 60  # of memory and counts, over the whole time
-GROWTH = 1.03  # memory of the last third over that of the second, at most
-DECAY = 0.9  # acceptance of the last third over that of the first, at least
+DISCONNECT_AFTER_S = 0.3  # of a client before it disconnects
+READINGS = 60  # of memory and counts
+GROWTH = 1.03  # limit of memory, last third over second
+DECAY = 0.9  # limit of acceptance, last third over first
 
 
 @dataclass(frozen=True, slots=True)
 class SoakReading:
-    """Of the server, at one moment: bytes resident in all its processes, tokens drafted and accepted since it started."""
+    """Resident bytes of all server processes, and draft tokens since the start."""
 
     memory_bytes: int
     drafted: int
@@ -65,7 +67,7 @@ class SoakReading:
 
 @dataclass(slots=True)
 class SoakFindings:
-    """What clients saw. different: numbers of scripts whose twin has other tokens."""
+    """Observations of the clients."""
 
     answered: int = 0
     tokens: int = 0
@@ -97,7 +99,7 @@ class SoakTraffic:
         self._ends = 0.0
 
     async def run(self) -> None:
-        """Until the time is over and everybody has an answer."""
+        """Run until the time is over and every request is answered."""
         self._ends = time.monotonic() + 60 * self.args.minutes
         limits = httpx.Limits(max_connections=self.args.concurrency)
         async with (
@@ -143,7 +145,7 @@ class SoakTraffic:
             self._twins.task_done()
 
     async def _read(self) -> None:
-        """Memory and counts, evenly over the time."""
+        """Read memory and counts at even intervals."""
         before = await asyncio.to_thread(self.target.read_counters)
         for _ in range(READINGS):
             await asyncio.sleep(60 * self.args.minutes / READINGS)
@@ -169,12 +171,12 @@ def _make_reading(memory_bytes: int, tallies: Any) -> SoakReading:
 
 
 def resident_bytes(pid: int) -> int:
-    """Of a process and all below it."""
+    """RSS of a process and its descendants."""
     try:
         own = int(re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[0]) << 10
         children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children"))
     except (FileNotFoundError, ProcessLookupError, IndexError):
-        return 0  # it has just ended
+        return 0  # the process has just ended
     return own + sum(resident_bytes(int(child)) for child in children.split())
 
 
@@ -197,7 +199,7 @@ def main() -> int:
 
 
 def _same_context(config: Config, server: ServerProcess) -> Config:
-    """A small cache may have shortened the context, and where it ends an answer does."""
+    """A small cache may have shortened the context, which ends an answer early."""
     return replace(config, max_model_len=RemoteTarget(server.url, None).max_len)
 
 
@@ -224,7 +226,7 @@ def _parse() -> argparse.Namespace:
 
 
 def verdicts(findings: SoakFindings) -> dict[str, tuple[bool, str]]:
-    """What was demanded: whether it holds, and by which figure."""
+    """Requirements: whether each holds, and its figure."""
     growth, decay = memory_growth(findings.readings), acceptance_change(findings.readings)
     return {
         "all answered": (
@@ -247,7 +249,7 @@ def verdicts(findings: SoakFindings) -> dict[str, tuple[bool, str]]:
 
 
 def memory_growth(readings: Sequence[SoakReading]) -> float | None:
-    """The last third over the second; in the first one caches fill."""
+    """The last third over the second; caches fill in the first."""
     third = len(readings) // 3
     if not third:
         return None

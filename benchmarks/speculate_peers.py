@@ -2,19 +2,20 @@
 
     python benchmarks/speculate_peers.py [--model FOLDER --drafter FOLDER] [--env FOLDER] [--rounds 5]
 
-The first run installs the others into an environment of their own (--env), as benchmarks/peers.py does.
+The first run installs the other engines into an environment (--env), as benchmarks/peers.py does.
 
-Regime: the bundled demo (or --model, a Llama or Qwen2 checkpoint in bfloat16), greedy, one request at a time (neither of
-the others speculates for several), the prompts of `foreword bench speculate` as token ids, no prefix cache. Engines and
-modes take turns within each round; a ratio is time without speculation over time with it in the same round, for all
-prompts of the category, with a 95 % interval over the rounds. The first round is not counted.
+Regime: the bundled demo (or --model, a Llama or Qwen2 checkpoint in bfloat16), greedy, one request at a
+time (the others do not speculate in batches), the prompts of `foreword bench speculate` as token ids, no
+prefix cache. Engines and modes take turns within each round; a ratio is the time without speculation over
+the time with it in the same round, for all prompts of a category, with a 95 % interval over the rounds.
+The first round is not counted.
 
-    foreword       auto: what runs by default
+    foreword       auto: the default
     transformers   lookup: generate(prompt_lookup_num_tokens=10); assistant: generate(assistant_model=...)
     llama.cpp      lookup: LlamaPromptLookupDecoding of llama-cpp-python, 10 tokens
 
-`other answers` counts the prompts whose tokens change when speculation is switched on, in any round. Prints a table and
-one JSON line; exit code 1 if that ever happens to Foreword.
+`other answers` counts the prompts whose tokens change with speculation, in any round. Prints a table and
+one JSON line; exit code 1 if that happens to Foreword.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ RANDOM = "random"
 
 @dataclass(frozen=True, slots=True)
 class PeerPrompt:
-    """A prompt as ids, as Foreword's own conversation had it."""
+    """A prompt as token ids, with the history of Foreword's conversation."""
 
     category: str
     prompt: tuple[int, ...]
@@ -61,12 +62,7 @@ class PeerPrompt:
 
 @dataclass(slots=True)
 class Contender:
-    """An engine and the modes it has, `off` among them.
-
-    worker   its process; None: Foreword, in this one
-    seconds  by category and mode: one a round, of all prompts of the category
-    answers  by prompt and mode: all that were ever given
-    """
+    """An engine and its modes, `off` among them."""
 
     name: str
     modes: tuple[str, ...]
@@ -78,7 +74,7 @@ class Contender:
     )
 
     def changed(self, mode: str, questions: Sequence[PeerPrompt]) -> int:
-        """Prompts that were ever answered otherwise than without speculation."""
+        """Prompts whose answer ever differed from that without speculation."""
         return sum(
             len(self.answers[question, mode] | self.answers[question, OFF.name]) > 1 for question in questions
         )
@@ -143,7 +139,7 @@ def _config(args: argparse.Namespace) -> Config:
 
 
 def _questions(engine: LocalEngine, args: argparse.Namespace) -> Iterator[PeerPrompt]:
-    """Every turn of every script: later turns hold the answers that Foreword gave without speculation."""
+    """Every turn of every conversation; later turns contain Foreword's answers without speculation."""
     reach = min(engine.max_len, args.context)
     room = PromptBudget.from_context(
         reach, args.max_tokens, lambda text: len(engine.tokenizer.encode(text)), (), library_functions()
@@ -221,7 +217,7 @@ def _figures(contender: Contender, mode: str, questions: Sequence[PeerPrompt]) -
 
 
 def _rate(contender: Contender, mode: str, questions: Sequence[PeerPrompt]) -> float:
-    """The median round's; all rounds have the same answers unless `other_answers` says so."""
+    """Tokens/s of the median round."""
     tokens = sum(len(next(iter(contender.answers[question, mode]))) for question in questions)
     return tokens / statistics.median(contender.seconds[questions[0].category, mode])
 
@@ -229,7 +225,8 @@ def _rate(contender: Contender, mode: str, questions: Sequence[PeerPrompt]) -> f
 def _cell(figures: Mapping[str, Any]) -> str:
     bounds = f" [{figures['low']:.2f}, {figures['high']:.2f}]" if "low" in figures else ""
     off, on = figures["tokens_per_second"].values()
-    return f"{figures['ratio']:.2f}x{bounds} {off:.0f} to {on:.0f}/s {figures['other_answers']}/{figures['prompts']}"
+    changed = f"{figures['other_answers']}/{figures['prompts']}"
+    return f"{figures['ratio']:.2f}x{bounds} {off:.0f} to {on:.0f}/s {changed}"
 
 
 if __name__ == "__main__":

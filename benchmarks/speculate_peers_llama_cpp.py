@@ -1,4 +1,4 @@
-"""llama-cpp-python with its prompt lookup. See peers_worker.py; runs in the environment of the peers."""
+"""llama-cpp-python with prompt lookup, in the peers' environment. See peers_worker.py."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from peers_worker import serve
 
-DRAFTED = 10  # tokens, the default of the class
+DRAFTED = 10  # draft tokens, the default of the class
 
 
 class LlamaCpp:
-    """One context; prompt lookup is switched by giving it or not."""
+    """One context; prompt lookup is switched by its draft model."""
 
     def load(self, path: str, threads: int, context: int) -> dict[str, Any]:
         self.llama = llama_cpp.Llama(
@@ -21,7 +21,7 @@ class LlamaCpp:
             n_ctx=context,
             n_threads=threads,
             n_threads_batch=threads,
-            logits_all=True,  # both ways: prompt lookup needs it
+            logits_all=True,  # in both modes: prompt lookup needs it
             draft_model=LlamaPromptLookupDecoding(num_pred_tokens=DRAFTED),
             verbose=False,
         )

@@ -1,4 +1,4 @@
-"""transformers with prompt lookup and with an assistant model. See peers_worker.py; runs in the environment of the peers."""
+"""transformers with prompt lookup and an assistant model, in the peers' environment. See peers_worker.py."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import transformers
 from peers_worker import serve
 from transformers import AutoModelForCausalLM
 
-DRAFTED = 10  # tokens of prompt lookup, as its documentation has it
+DRAFTED = 10  # draft tokens of prompt lookup, as in its documentation
 
 
 class Transformers:
-    """`generate()`, greedy, one request at a time: speculation takes no batch."""
+    """`generate()`, greedy, one request at a time: assisted decoding takes no batch."""
 
     def load(self, path: str, threads: int, drafter: str | None) -> dict[str, Any]:
         torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""What must be known before an engine can start: the checkpoints, the tokenizer, the ids that no token has."""
+"""Resolves checkpoints and reads tokenizers and image processors for an engine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,30 +17,25 @@ from foreword.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["CheckpointInfo", "prepare_checkpoint", "read_tokenizer", "resolve_paths"]
 
-EMBEDDING_TENSOR = "token_embd.weight"  # as GGUF files call it
-DEFAULT_MODEL = "demo"  # what is served if no model is named
+EMBEDDING_TENSOR = "token_embd.weight"  # in GGUF files
+DEFAULT_MODEL = "demo"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """config has local directories or files for `model` and `draft_model`.
+    """A checkpoint before its weights are loaded."""
 
-    unused_ids  never sampled: rows that no token has, and the placeholder of pictures
-    processor   makes pictures ready for the model; None: it takes none
-    """
-
-    config: Config
+    config: Config  # with local paths in `model` and `draft_model`
     path: Path
     tokenizer: Tokenizer
-    never_sampled_ids: tuple[int, ...]
-    processor: ImageProcessor | None = None
+    never_sampled_ids: tuple[int, ...]  # ids without a token, and image placeholders
+    processor: ImageProcessor | None = None  # None: text only
 
 
 def resolve_paths(config: Config) -> Config:
-    """`config` with local directories or files as `model` and `draft_model`; no model means the bundled demo;
-    the names of bundled models stand for their drafters as `draft_model`.
+    """Set `model` and `draft_model` to local paths, and apply `speculative_config`.
 
-    vLLM's `speculative_config` is spread over the fields that it stands for.
+    The default model is the bundled demo. A bundled model's name as `draft_model` means its draft model.
     """
     config = config.with_speculative_config()
     name = str(config.model or DEFAULT_MODEL)
@@ -53,10 +48,9 @@ def resolve_paths(config: Config) -> Config:
 
 
 def prepare_checkpoint(config: Config) -> CheckpointInfo:
-    """Find the checkpoints and read the tokenizer. Imports no torch.
+    """Resolve the checkpoints and read the tokenizer.
 
-    Raises CheckpointError for a checkpoint that cannot be served, ConfigError for a draft model
-    whose tokenizer differs; the first difference is named.
+    Raises CheckpointError, or ConfigError for a draft model whose tokenizer differs from the model's.
     """
     config = resolve_paths(config)
     path = Path(str(config.model))
@@ -65,12 +59,12 @@ def prepare_checkpoint(config: Config) -> CheckpointInfo:
     if config.runs_draft_model:
         check_draft_model(tokenizer, processor, Path(str(config.draft_model)))
     placeholders = () if processor is None else read_placeholder_ids(path)
-    unused_ids = tuple(sorted({*tokenizer.unassigned_ids(rows), *placeholders}))
-    return CheckpointInfo(config, path, tokenizer, unused_ids, processor)
+    never_sampled_ids = tuple(sorted({*tokenizer.unassigned_ids(rows), *placeholders}))
+    return CheckpointInfo(config, path, tokenizer, never_sampled_ids, processor)
 
 
 def read_tokenizer(path: Path) -> tuple[Tokenizer, int]:
-    """The tokenizer of a checkpoint, and the rows of its model's vocabulary. Raises CheckpointError."""
+    """Tokenizer and model vocabulary size of a checkpoint. Raises CheckpointError."""
     if not is_gguf(path):
         return Tokenizer.from_directory(path), read_vocab_size(path)
     gguf = open_gguf(path)
@@ -80,37 +74,30 @@ def read_tokenizer(path: Path) -> tuple[Tokenizer, int]:
 
 
 def check_draft_model(tokenizer: Tokenizer, processor: ImageProcessor | None, path: Path) -> None:
-    """Whether the model in `path` can guess for one with this tokenizer and this processor.
+    """Check that the model in `path` can draft for a model with this tokenizer and image processor.
 
-    A model that sees has special tokens for it, which a draft model that reads need not have. A draft model that sees must
-    want pictures as they are made for the model: what it would see otherwise is worth nothing.
-    Raises ConfigError.
+    A text-only draft model may lack the special tokens of images. A vision-language draft model must
+    preprocess images like the model. Raises ConfigError.
     """
     drafter, rows = read_tokenizer(path)
     difference = tokenizer.diff(drafter, allow_extra_special=processor is not None)
     if difference is not None:
-        raise ConfigError(
-            f"the draft model's tokenizer differs from the model's: {difference}", "draft_model"
-        )
+        problem = f"tokenizer differs from the model's: {difference}"
+        raise ConfigError(f"the draft model's {problem}", "draft_model")
     if rows < drafter.vocab_size:
-        raise ConfigError(
-            f"the draft model's vocabulary has {rows} ids; the model's tokens go up to id {drafter.vocab_size - 1}",
-            "draft_model",
-        )
-    theirs = read_processor(path)
-    if processor is not None and theirs is not None and theirs != processor:
-        raise ConfigError(
-            f"the draft model wants other pictures than the model: {theirs} instead of {processor}",
-            "draft_model",
-        )
+        problem = f"vocabulary has {rows} ids; the model's tokens go up to id {drafter.vocab_size - 1}"
+        raise ConfigError(f"the draft model's {problem}", "draft_model")
+    draft_processor = read_processor(path)
+    if processor is not None and draft_processor is not None and draft_processor != processor:
+        problem = f"image processor differs from the model's: {draft_processor} instead of {processor}"
+        raise ConfigError(f"the draft model's {problem}", "draft_model")
 
 
 def read_vocab_size(path: Path) -> int:
-    """Rows of the model's vocabulary, as its config.json says."""
+    """Vocabulary size in config.json. Raises CheckpointError."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}: config.json does not name a vocab_size ({type(error).__name__})", "model"
-        ) from None
+        problem = f"config.json has no vocab_size ({type(error).__name__})"
+        raise CheckpointError(f"{path}: {problem}", "model") from None

@@ -1,25 +1,4 @@
-"""The exception tree. Every error that a user can meet has its HTTP status here.
-
-ForewordError                 500
-├── ConfigError               a flag or a config file is wrong (start-up)
-├── CheckpointError           a model directory cannot be served (start-up)
-├── InvalidRequest            400  names the field in `param`
-│   ├── ContextLengthExceeded 400
-│   ├── Unsupported           400  known elsewhere, not available here
-│   └── Unsatisfiable         400  what was asked for leaves no token that could come next
-├── Unauthorized              401
-│   └── ExpiredKey            401
-├── Forbidden                 403
-│   └── Aborted               403  ended by an operator
-├── ModelNotFound             404
-├── DeadlineExceeded          408
-├── PayloadTooLarge           413
-├── Overloaded                429  the queue is full
-│   └── RateLimited           429  this caller's limits are reached
-├── RequestFailed             500  one request ended by an error of ours
-├── EngineDead                503
-└── ShuttingDown              503
-"""
+"""The exceptions, with HTTP status, and error type and code as in OpenAI's API."""
 
 from typing import Any
 
@@ -48,64 +27,57 @@ __all__ = [
 
 
 class ForewordError(Exception):
-    """Base of all errors raised on purpose.
+    """Base of all errors raised on purpose."""
 
-    status  HTTP status code that the server answers with
-    kind    OpenAI's `error.type`
-    code    OpenAI's `error.code`, or None
-    param   name of the offending field, or None
-    retry_after_s  after so many seconds another try has a chance; None: nothing is known of that
-    """
-
-    status = 500
-    error_type = "server_error"
-    code: str | None = None
-    retry_after_s: float | None = None
+    status = 500  # HTTP status
+    error_type = "server_error"  # OpenAI's `error.type`
+    code: str | None = None  # OpenAI's `error.code`
+    retry_after_s: float | None = None  # seconds until a retry may succeed; None: unknown
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = param  # name of the offending field
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.param)
 
 
 class ConfigError(ForewordError):
-    """A flag, an environment variable or a config file holds an impossible value."""
+    """A flag, an environment variable or a config file has an invalid value."""
 
 
 class CheckpointError(ForewordError):
-    """A checkpoint cannot be served: a missing file, an unknown architecture or option."""
+    """A checkpoint cannot be loaded: a missing file, an unsupported architecture or option."""
 
 
 class InvalidRequest(ForewordError):
-    """The request itself is wrong; `param` names the field, the message its limit."""
+    """The request is invalid; `param` names the field, the message its limit."""
 
     status = 400
     error_type = "invalid_request_error"
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt and answer do not fit into the model's context."""
+    """Prompt and max_tokens do not fit into the context."""
 
     code = "context_length_exceeded"
 
 
 class Unsupported(InvalidRequest):
-    """A parameter that others know and this server does not have (yet)."""
+    """A parameter of OpenAI's API that this server does not support."""
 
     code = "unsupported_parameter"
 
 
 class Unsatisfiable(InvalidRequest):
-    """What the request asks of its answer contradicts itself: no token could come next."""
+    """The request's constraints contradict each other: no token is allowed next."""
 
     code = "unsatisfiable"
 
 
 class Unauthorized(ForewordError):
-    """No API key, or a wrong one."""
+    """The API key is missing or unknown."""
 
     status = 401
     error_type = "authentication_error"
@@ -113,13 +85,13 @@ class Unauthorized(ForewordError):
 
 
 class ExpiredKey(Unauthorized):
-    """The API key was known until its time was over."""
+    """The API key has expired."""
 
     code = "expired_api_key"
 
 
 class Forbidden(ForewordError):
-    """The API key is known, and may not do this."""
+    """The API key lacks permission."""
 
     status = 403
     error_type = "permission_error"
@@ -127,13 +99,13 @@ class Forbidden(ForewordError):
 
 
 class Aborted(Forbidden):
-    """An operator ended the request; clients must not try again by themselves, as they do after a 5xx."""
+    """An operator aborted the request. Not a 5xx, because clients retry those automatically."""
 
     code = "aborted"
 
 
 class ModelNotFound(ForewordError):
-    """The `model` field names a model that is not served here."""
+    """The `model` field names a model that is not served."""
 
     status = 404
     error_type = "not_found_error"
@@ -141,7 +113,7 @@ class ModelNotFound(ForewordError):
 
 
 class PayloadTooLarge(ForewordError):
-    """The body is larger than the server's limit."""
+    """The request body is larger than the limit."""
 
     status = 413
     error_type = "invalid_request_error"
@@ -149,7 +121,7 @@ class PayloadTooLarge(ForewordError):
 
 
 class DeadlineExceeded(ForewordError):
-    """The request took longer than it may."""
+    """The request exceeded its time limit."""
 
     status = 408
     error_type = "timeout_error"
@@ -157,7 +129,7 @@ class DeadlineExceeded(ForewordError):
 
 
 class Overloaded(ForewordError):
-    """The queue is full, or the request waited too long in it; try again later."""
+    """The queue is full, or the request waited too long in it."""
 
     status = 429
     error_type = "rate_limit_error"
@@ -172,13 +144,13 @@ class Overloaded(ForewordError):
 
 
 class RateLimited(Overloaded):
-    """The caller's own limit of requests, tokens or concurrency is reached."""
+    """The API key's limit of requests, tokens or concurrency is reached."""
 
     code = "rate_limit_exceeded"
 
 
 class RequestFailed(ForewordError):
-    """One request was ended by an error inside the engine; others go on."""
+    """One request failed by an engine error; others continue."""
 
 
 class EngineDead(ForewordError):
@@ -189,7 +161,7 @@ class EngineDead(ForewordError):
 
 
 class ShuttingDown(ForewordError):
-    """The server is about to end and takes nothing new."""
+    """The server is shutting down and accepts no requests."""
 
     status = 503
     code = "shutting_down"
@@ -197,7 +169,7 @@ class ShuttingDown(ForewordError):
 
 
 def safe_message(error: ForewordError) -> str:
-    """What a log may say of an error: what was wrong with a request may quote it, what was wrong with us does not."""
+    """The error as text for logs: messages of 4xx errors are omitted, because they may quote the request."""
     if error.status >= 500:
         return error.message
     return " ".join(part for part in (type(error).__name__, error.code, error.param) if part)

@@ -1,4 +1,4 @@
-"""Offline inference: an engine in this process.
+"""Offline inference with an engine in this process.
 
 from foreword import LLM, SamplingParams
 
@@ -49,9 +49,7 @@ from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
 
 __all__ = ["LLM", "CompletionOutput", "EmbeddingOutput", "RequestOutput", "StreamPiece"]
 
-PROMPT_HELP = (
-    "a prompt is a text, {'prompt': ...} or {'prompt_token_ids': [...]}, the latter two perhaps with 'images'"
-)
+PROMPT_HELP = "a prompt is a text, {'prompt': ...} or {'prompt_token_ids': [...]}, optionally with 'images'"
 
 logger = logging.getLogger("foreword")
 
@@ -62,28 +60,29 @@ EmbedInput = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A prompt as token ids, with one placeholder for each picture; the text of ids that were given is not known."""
+    """A tokenized prompt."""
 
-    text: str | None
-    token_ids: list[int]
+    text: str | None  # None if the prompt was token ids
+    token_ids: list[int]  # with one placeholder per image
     image_parts: Sequence[ImagePart] = ()
 
 
 @dataclass(slots=True)
 class _PromptRequests:
-    """A prompt on its way."""
+    """The requests of one prompt, one per choice."""
 
     text: str | None
     requests: list[Request]
 
 
 class LLM:
-    """Loads a checkpoint (a directory, a hub id, or the bundled demo) and answers prompts with it.
+    """A loaded model: a checkpoint directory, a GGUF file, a hub id, or the bundled demo. Not thread-safe.
 
-    speculate    "auto", "off", or drafters joined by commas
+    speculate    "auto", "off", or comma-separated drafters
     draft_model  a smaller checkpoint with the same tokenizer
-    options      any other field of `foreword.config.options.Config`, by name; an `embedding_model` embeds, or ranks, in the model's place
-    Raises ConfigError or CheckpointError. Not thread-safe.
+    options      any other field of `foreword.config.options.Config`, by name; an `embedding_model` is used by
+                 embed() or score() instead of the model
+    Raises ConfigError or CheckpointError.
     """
 
     def __init__(
@@ -96,44 +95,37 @@ class LLM:
         **options: Any,
     ) -> None:
         started = time.perf_counter()
-        config = Config(
-            model=None if model is None else str(model),
-            speculate=speculate,
-            draft_model=draft_model,
-            **options,
+        path = None if model is None else str(model)
+        prepared = prepare_checkpoint(
+            Config(model=path, speculate=speculate, draft_model=draft_model, **options)
         )
-        prepared = prepare_checkpoint(config)
-        self.config = prepared.config
+        self.config = config = prepared.config
         self.tokenizer = prepared.tokenizer
         self.stats = StepStats()
-        self._sampling_defaults = SamplingDefaults(
-            self.config.seed, self.config.default_max_tokens, self.config.on_runaway
-        )
+        self._sampling_defaults = SamplingDefaults(config.seed, config.default_max_tokens, config.on_runaway)
         self._client = LocalClient(
-            prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary, on_progress
+            config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary, on_progress
         )
-        self._encoder = load_local_encoder(prepared.config) if prepared.config.embedding_model else None
+        self._encoder = load_local_encoder(config) if config.embedding_model else None
         self._pooling_config = read_decoder_pooling_config(prepared.path)
-        self._recorder = MetricsRecorder(
-            self.info.resolved.drafters, multimodal=self.info.image_token_id is not None
-        )
-        self._chat_input = ChatInputProcessor(self.tokenizer, prepared.processor, self.config.max_images)
-        self._image_loader = (
-            None if prepared.processor is None else open_image_loader(self.config, prepared.processor)
-        )
+        is_multimodal = self.info.image_token_id is not None
+        self._recorder = MetricsRecorder(self.info.resolved.drafters, multimodal=is_multimodal)
+        self._chat_input = ChatInputProcessor(self.tokenizer, prepared.processor, config.max_images)
         self._grammar_checker = GrammarChecker(self.tokenizer.vocabulary)
         weakref.finalize(self, self._grammar_checker.close)
-        if self._image_loader is not None:
+        self._image_loader = None
+        if prepared.processor is not None:
+            self._image_loader = open_image_loader(config, prepared.processor)
             weakref.finalize(self, self._image_loader.close)
         self._request_counter = itertools.count()
         self._event_queues: dict[str, deque[Event]] = {}
         self.load_seconds = time.perf_counter() - started
-        for text in self.info.warnings:
-            logger.warning("%s", text)
+        for warning in self.info.warnings:
+            logger.warning("%s", warning)
 
     @property
     def info(self) -> EngineInfo:
-        """Facts of the loaded engine."""
+        """Properties of the loaded engine."""
         return self._client.info
 
     def generate(
@@ -143,17 +135,16 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answer prompts, all at once: texts, or {"prompt_token_ids": [...]}; one output each, in order.
+        """Complete prompts in one batch: texts, or {"prompt_token_ids": [...]}; one output each, in order.
 
-        With pictures a prompt is {"prompt": text, "images": [...]}: paths, bytes of files, or pictures of PIL's, each with a
-        placeholder in the text (or in the ids), as the model's template would write it.
+        With images a prompt is {"prompt": text, "images": [...]}: paths, bytes of files, or PIL images, each
+        with a placeholder in the text or token ids.
 
-        Raises InvalidRequest before anything runs if a prompt or a parameter is impossible.
+        Raises InvalidRequest, before anything runs, for an invalid prompt or parameter.
         """
-        listed = [prompts] if isinstance(prompts, str | Mapping) else prompts
-        return self._generate(
-            self._build_all_requests([self._parse_prompt(prompt) for prompt in listed], params), progress
-        )
+        prompt_list = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        parsed = [self._parse_prompt(prompt) for prompt in prompt_list]
+        return self._generate(self._build_all_requests(parsed, params), progress)
 
     def chat(
         self,
@@ -162,26 +153,28 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several, by the checkpoint's chat template.
+        """Answer one or several conversations with the checkpoint's chat template.
 
-        Pictures are parts of the user's messages: {"type": "image_url", ...} as over HTTP, within the same limits, or
-        {"type": "image", "image": ...}: a path, the bytes of a file, or a picture of PIL's.
+        Images are parts of user messages: {"type": "image_url", ...} as over HTTP, with the same limits, or
+        {"type": "image", "image": ...}: a path, the bytes of a file, or a PIL image.
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self._generate(
-            self._build_all_requests([self._render_chat(one) for one in conversations], params), progress
-        )
+        parsed = [self._render_chat(conversation) for conversation in conversations]
+        return self._generate(self._build_all_requests(parsed, params), progress)
 
     def stream(
         self, prompt: PromptInput | Sequence[Message], params: SamplingParams | None = None
     ) -> Iterator[StreamPiece]:
-        """Answer a text, or a list of messages, piece by piece. Leaving the loop ends the request."""
-        asked = self._parse_prompt(prompt) if isinstance(prompt, str | Mapping) else self._render_chat(prompt)
-        (job,) = self._build_all_requests([asked], params)
-        if len(job.requests) != 1:
+        """Stream the answer to a prompt or a list of messages. Leaving the loop aborts the request."""
+        if isinstance(prompt, str | Mapping):
+            parsed = self._parse_prompt(prompt)
+        else:
+            parsed = self._render_chat(prompt)
+        (built,) = self._build_all_requests([parsed], params)
+        if len(built.requests) != 1:
             raise InvalidRequest("a stream has one choice: n must be 1", "n")
-        for _, delta in self._run(job.requests):
-            yield from (StreamPiece(piece, guessed) for piece, guessed in delta.pieces)
+        for _, delta in self._run(built.requests):
+            yield from (StreamPiece(text, is_draft) for text, is_draft in delta.pieces)
             if delta.finish_reason is not None:
                 yield StreamPiece("", False, delta.finish_reason)
         self._recorder.on_response(1)
@@ -195,33 +188,28 @@ class LLM:
         dimensions: int | None = None,
         prompt_name: str | None = None,
     ) -> list[EmbeddingOutput]:
-        """Vectors of texts, or of token ids, one each, in order: by the encoder if it embeds, or else by the model.
+        """Embed texts or token ids, one vector each, in order: with the embedding model, or else the model.
 
-        pooling      "last", "mean" or "cls"; None: what the checkpoint says, or "last" for the model
-        normalize    scale them to length 1
-        dimensions   only their first so many values, cut before they are scaled
-        prompt_name  purpose whose text stands in front of each text, where the checkpoint names any
-        Raises InvalidRequest before anything runs if an input is impossible.
+        pooling      "last", "mean" or "cls"; default: the checkpoint's, or "last" for the model
+        normalize    scale vectors to length 1
+        dimensions   truncate vectors to this size before they are scaled
+        prompt_name  name of a prefix in the checkpoint that is put before each text
+        Raises InvalidRequest, before anything runs, for an invalid input.
         """
-        one = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
+        is_single = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
         ids = [
             self._input_ids(f"inputs[{i}]", item, prompt_name)  # type: ignore[arg-type]
-            for i, item in enumerate([inputs] if one else inputs)
+            for i, item in enumerate([inputs] if is_single else inputs)
         ]
-        started = time.perf_counter()
+        embedder, started = self._embedder, time.perf_counter()
         self._recorder.on_embedding_start()
         reason = "error"
         try:
-            vectors = (
-                self._embed_with_model(ids, pooling)
-                if self._embedder is None
-                else self._embedder.encode(ids, pooling)
-            )
+            vectors = embedder.encode(ids, pooling) if embedder else self._embed_with_model(ids, pooling)
             reason = "done"
         finally:
-            self._recorder.on_embedding_finish(
-                "embed", reason, len(ids), sum(map(len, ids)), time.perf_counter() - started
-            )
+            num_tokens, elapsed_s = sum(map(len, ids)), time.perf_counter() - started
+            self._recorder.on_embedding_finish("embed", reason, len(ids), num_tokens, elapsed_s)
         size = min((len(vector) // FLOAT_BYTES for vector in vectors), default=0)
         if dimensions is not None and vectors and not 1 <= dimensions <= size:
             raise InvalidRequest(f"dimensions must be between 1 and {size}, got {dimensions}", "dimensions")
@@ -231,70 +219,63 @@ class LLM:
         ]
 
     def score(self, query: str, documents: str | Sequence[str]) -> list[float]:
-        """How well each document goes with the query: as the encoder ranks them, or else the cosine of their vectors."""
+        """Relevance of each document to the query: by the ranking model, or else the cosine of embeddings."""
         texts = [documents] if isinstance(documents, str) else list(documents)
         if self._encoder is not None and self._embedder is None:
             pairs = [self._encoder.tokenizer.encode_pair(query, text) for text in texts]
+            info = self._encoder.info
             for index, (ids, _) in enumerate(pairs):
-                check_input(
-                    f"documents[{index}]", ids, self._encoder.info.max_tokens, self._encoder.info.vocab_size
-                )
+                check_input(f"documents[{index}]", ids, info.max_tokens, info.vocab_size)
             return self._encoder.score(pairs)
-        first, *others = (output.vector for output in self.embed([query, *texts]))
-        return [cosine(first, other) for other in others]
+        query_vector, *vectors = (output.vector for output in self.embed([query, *texts]))
+        return [cosine(query_vector, vector) for vector in vectors]
 
     def render_metrics(self) -> bytes:
-        """What `/metrics` would show of this engine, in Prometheus text."""
+        """Metrics of this engine in Prometheus' text format, as `/metrics` of the server."""
         return self._recorder.render()
 
     def check(self) -> None:
-        """Assert the integrity of the engine's bookkeeping."""
+        """Assert the integrity of the engine's state."""
         self._client.check()
 
-    # The way of a prompt
-
     def _render_chat(self, messages: Sequence[Message]) -> _Prompt:
-        bare, parts = self._chat_input.split_images(messages, local=True)
-        text = self._chat_input.template.render(bare)
+        text_messages, parts = self._chat_input.split_images(messages, local=True)
+        text = self._chat_input.template.render(text_messages)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return _Prompt(
-            text, self._chat_input.check_placeholders(ids, len(parts), "messages", "the chat template"), parts
-        )
+        ids = self._chat_input.check_placeholders(ids, len(parts), "messages", "the chat template")
+        return _Prompt(text, ids, parts)
 
     def _parse_prompt(self, prompt: PromptInput) -> _Prompt:
         if isinstance(prompt, str):
             return _Prompt(prompt, self.tokenizer.encode(prompt))
-        text, given = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if isinstance(given, Sequence) and not isinstance(given, str):
-            ids = list(given)
-        elif given is None and isinstance(text, str):
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if isinstance(token_ids, Sequence) and not isinstance(token_ids, str):
+            ids = list(token_ids)
+        elif token_ids is None and isinstance(text, str):
             ids = self.tokenizer.encode(text)
         else:
             raise InvalidRequest(f"{PROMPT_HELP}, got {prompt!r:.80}", "prompt")
-        parts = [
-            ImagePart(f"images[{index}]", image=image)
-            for index, image in enumerate(prompt.get("images") or ())
-        ]
+        images = prompt.get("images") or ()
+        parts = [ImagePart(f"images[{index}]", image=image) for index, image in enumerate(images)]
         self._chat_input.check_num_images(len(parts), "images")
-        return _Prompt(
-            text, self._chat_input.check_placeholders(ids, len(parts), "prompt") if parts else ids, parts
-        )
+        if parts:
+            ids = self._chat_input.check_placeholders(ids, len(parts), "prompt")
+        return _Prompt(text, ids, parts)
 
     def _build_all_requests(self, prompts: Sequence[_Prompt], params: Any) -> list[_PromptRequests]:
-        single = params is None or isinstance(params, SamplingParams)
-        each = [params or SamplingParams()] * len(prompts) if single else list(params)
-        if len(each) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts, but {len(each)} params", "params")
-        return [self._build_requests(asked, one) for asked, one in zip(prompts, each, strict=True)]
+        is_single = params is None or isinstance(params, SamplingParams)
+        params_list = [params or SamplingParams()] * len(prompts) if is_single else list(params)
+        if len(params_list) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts, but {len(params_list)} params", "params")
+        return [self._build_requests(*pair) for pair in zip(prompts, params_list, strict=True)]
 
     def _build_requests(self, parsed: _Prompt, params: SamplingParams) -> _PromptRequests:
         self.info.resolved.check_method(params.speculation.method)
         if params.structured is not None:
             self._grammar_checker.check_sync(params.structured)
         sources = [image_source(part) for part in parsed.image_parts]
-        prompt = self._chat_input.insert_images(
-            parsed.token_ids, self._image_loader.load(sources) if self._image_loader and sources else ()
-        )
+        images = self._image_loader.load(sources) if self._image_loader and sources else ()
+        prompt = self._chat_input.insert_images(parsed.token_ids, images)
         requests = make_requests(
             prompt.token_ids,
             params,
@@ -309,7 +290,7 @@ class LLM:
         return _PromptRequests(parsed.text, requests)
 
     def _generate(self, prompts: list[_PromptRequests], progress: bool) -> list[RequestOutput]:
-        requests = [request for job in prompts for request in job.requests]
+        requests = [request for prompt in prompts for request in prompt.requests]
         answers: dict[str, ChoiceOutput] = {}
         hashes: dict[str, list[int]] = {request.id: [] for request in requests}
         with Progress(disable=not progress, transient=True) as bar:
@@ -318,58 +299,61 @@ class LLM:
                 answers[answer.request.id] = answer
                 hashes[answer.request.id] += delta.event.logits_hashes
                 bar.advance(task, int(answer.finished))
-        return [self._make_output(job, answers, hashes) for job in prompts]
+        return [self._make_output(prompt, answers, hashes) for prompt in prompts]
 
     @property
     def _embedder(self) -> LocalEncoder | None:
-        """The encoder, if it is one that embeds."""
+        """The embedding model, if it embeds and does not rank."""
         return self._encoder if self._encoder is not None and self._encoder.info.task == "embed" else None
 
     def _input_ids(self, name: str, item: EmbedInput, prompt_name: str | None) -> list[int]:
-        """Token ids of what is to be embedded. Raises InvalidRequest."""
-        encoder, limit, known = self._embedder, self.info.resolved.max_model_len, self.info.vocab_size
+        """Token ids of an input of embed(). Raises InvalidRequest."""
+        encoder, max_tokens, vocab_size = (
+            self._embedder,
+            self.info.resolved.max_model_len,
+            self.info.vocab_size,
+        )
         if encoder is not None:
-            limit, known = encoder.info.max_tokens, encoder.info.vocab_size
+            max_tokens, vocab_size = encoder.info.max_tokens, encoder.info.vocab_size
         if not isinstance(item, str):
             ids = list(item)
         elif encoder is not None:
             ids = encoder.tokenizer.encode(item, prompt=prompt_name)
         else:
-            ids = self.tokenizer.encode(
-                self._pooling_config.find_prompt(prompt_name, Path(str(self.config.model)).name) + item
-            )
-        check_input(name, ids, limit, known)
+            prefix = self._pooling_config.find_prompt(prompt_name, Path(str(self.config.model)).name)
+            ids = self.tokenizer.encode(prefix + item)
+        check_input(name, ids, max_tokens, vocab_size)
         return ids
 
     def _embed_with_model(self, ids: Sequence[Sequence[int]], pooling: str | None) -> list[bytes]:
-        """Of the model itself: step until all are there; an error of one is raised, and frees all of them."""
-        name, placeholder = f"embd-{next(self._request_counter)}", self._chat_input.placeholder_id
+        """Embed with the model itself. An error of one request is raised and aborts the others."""
         requests = make_embedding_requests(
-            ids, pooling or self._pooling_config.pooling, name, image_token_id=placeholder
+            ids,
+            pooling or self._pooling_config.pooling,
+            f"embd-{next(self._request_counter)}",
+            image_token_id=self._chat_input.placeholder_id,
         )
-        found: dict[str, bytes] = {}
+        vectors: dict[str, bytes] = {}
         try:
             for request in requests:
                 self._event_queues[request.id] = deque()
                 self._client.submit(request)
-            while len(found) < len(requests):
+            while len(vectors) < len(requests):
                 self._step()
-                found |= {
-                    request.id: _embedding_vector(inbox.popleft())
-                    for request in requests
-                    if (inbox := self._event_queues[request.id])
-                }
+                for request in requests:
+                    if queue := self._event_queues[request.id]:
+                        vectors[request.id] = _embedding_vector(queue.popleft())
         finally:
             for request in requests:
                 del self._event_queues[request.id]
-                if request.id not in found:
+                if request.id not in vectors:
                     self._client.abort(request.id)
-        return [found[request.id] for request in requests]
+        return [vectors[request.id] for request in requests]
 
     def _run(self, requests: Sequence[Request]) -> Iterator[tuple[ChoiceOutput, OutputDelta]]:
-        """Step until every request ended; an error of one is raised, and frees all of them.
+        """Step until all requests end. An error of one is raised and aborts the others.
 
-        Several of these may be open at once: a step's events wait in the inbox of their request.
+        Several iterators may be open at once: events wait in the queue of their request.
         """
         live = {request.id: ChoiceOutput(self.tokenizer, request) for request in requests}
         try:
@@ -399,7 +383,7 @@ class LLM:
     def _process_events(
         self, answer: ChoiceOutput, live: dict[str, ChoiceOutput]
     ) -> Iterator[tuple[ChoiceOutput, OutputDelta]]:
-        """What has come for one answer; an answer that is over leaves `live`."""
+        """Process the events of one request; remove it from `live` when it ends."""
         request = answer.request
         while request.id in live and self._event_queues[request.id]:
             event = self._event_queues[request.id].popleft()
@@ -425,7 +409,8 @@ class LLM:
             prompt=prompt.text,
             prompt_token_ids=prompt.requests[0].prompt_ids,
             outputs=tuple(
-                self._make_choice(i, answers[r.id], hashes[r.id]) for i, r in enumerate(prompt.requests)
+                self._make_choice(index, answers[request.id], hashes[request.id])
+                for index, request in enumerate(prompt.requests)
             ),
             prompt_logprobs=first.prompt_logprobs or None,
             metrics=self._recorder.answer_metrics(*(request.id for request in prompt.requests)),
@@ -433,14 +418,14 @@ class LLM:
 
     def _make_choice(self, index: int, answer: ChoiceOutput, hashes: Sequence[int]) -> CompletionOutput:
         assert answer.finish_reason is not None
-        asked = answer.request.params.logprobs is not None
+        has_logprobs = answer.request.params.logprobs is not None
         return CompletionOutput(
             index=index,
             text=answer.text,
             token_ids=tuple(answer.token_ids),
             finish_reason=answer.finish_reason,
             stop_reason=answer.stop_reason,
-            logprobs=tuple(shown.logprob for shown in answer.logprobs) if asked else None,
+            logprobs=tuple(entry.logprob for entry in answer.logprobs) if has_logprobs else None,
             seed=answer.request.seed,
             metrics=self._recorder.answer_metrics(answer.request.id),
             logits_hashes=tuple(hashes),

@@ -1,4 +1,4 @@
-"""What `LLM` returns."""
+"""Outputs of `LLM`."""
 
 from __future__ import annotations
 
@@ -13,38 +13,29 @@ __all__ = ["CompletionOutput", "EmbeddingOutput", "RequestOutput", "StreamPiece"
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One choice.
-
-    logprobs  one per token if asked for, else None
-    seed      with it, the n = 1 request gives this choice again
-    metrics   what `"metrics": true` returns from the server
-    hashes    of the raw logits, one per token, in test mode
-    """
+    """One choice."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     stop_reason: str | int | None
-    logprobs: tuple[TokenLogprob, ...] | None
-    seed: int
-    metrics: AnswerMetrics | None
-    logits_hashes: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None  # one per token if requested
+    seed: int  # a request with n = 1 and this seed reproduces the choice
+    metrics: AnswerMetrics | None  # as `"metrics": true` returns from the server
+    logits_hashes: tuple[int, ...] = ()  # of the raw logits, one per token, in test mode
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one prompt: `params.n` choices, and shortcuts to the first.
-
-    metrics  of all choices together; each has its own as well
-    """
+    """Output of one prompt: `params.n` choices, and shortcuts to the first."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None
-    metrics: AnswerMetrics | None = None
+    metrics: AnswerMetrics | None = None  # of all choices together
 
     @property
     def text(self) -> str:
@@ -65,7 +56,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The vector of one input, float32 values."""
+    """The float32 vector of one input."""
 
     vector: array[float]
     prompt_token_ids: tuple[int, ...]
@@ -73,8 +64,8 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class StreamPiece:
-    """A piece of streamed text, and whether a drafter had guessed it. The last has no text, but the reason of the end."""
+    """A piece of streamed text."""
 
     text: str
-    is_draft: bool
-    finish_reason: str | None = None
+    is_draft: bool  # a drafter proposed it
+    finish_reason: str | None = None  # of the last piece, which has no text

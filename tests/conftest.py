@@ -1,4 +1,4 @@
-"""Options of the test suite, and what it does on machines that differ: docs/development.md."""
+"""Options of the test suite and its differences between machines: docs/development.md."""
 
 import os
 from collections.abc import Iterable
@@ -8,24 +8,29 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support import budget
 from tests.support.device import DEVICE, PARTIAL, limit_memory_info, missing_package, num_workers
 
-# Without a GPU, Triton's kernels run in its interpreter; it decides so where a kernel is defined.
+TESTS = Path(__file__).parent
+
+# Without a GPU, Triton's kernels run in its interpreter; Triton reads this when a kernel is defined.
 if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The workers of the suite share few cores: threads that wait for each other would cost a hundred times what they give.
+# Workers share few cores: threads that wait for each other cost a hundred times what they gain.
 torch.set_num_threads(1)
 
-# A kernel is compiled when it is first called: no deadline of an example holds there.
-settings.register_profile("cuda", deadline=None)
+# No test depends on the clock: machines differ, and a kernel is compiled at its first call.
+settings.register_profile("no-deadline", deadline=None)
+settings.load_profile("no-deadline")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers of pytest-xdist share one GPU: each sees, and may take, its part of the memory; so do servers that it starts."""
+    """Workers of pytest-xdist share one GPU: each worker and its servers see a share of the memory."""
+    config.addinivalue_line("markers", "full: run by `make test-all` (pytest --full), not by `make test`")
+    budget.set_full(config.getoption("--full"))
     if DEVICE == "cpu":
         return
-    settings.load_profile("cuda")
     count = num_workers()
     if count > 1:
         torch.cuda.set_per_process_memory_fraction(0.9 / count)
@@ -35,8 +40,33 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("FOREWORD_GPU_MEMORY_UTILIZATION", f"{0.9 / count:.3f}")
 
 
+# Modules that `make test` neither runs nor imports: they need packages of the extra `test-all`, or take long.
+FULL_ONLY = {
+    "benchmarks",
+    "demo/test_training.py",
+    "demo/test_vision_training.py",
+    "executor",
+    "kernels/triton",
+    "server/test_fuzz.py",
+    "server/test_fuzz_api.py",
+    "test_exact_graphs.py",
+    "test_exact_overlap.py",
+    "test_fake_cuda.py",
+}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave FULL_ONLY out, unless --full is given or the path is named on the command line."""
+    named = [Path(arg.split("::")[0]).resolve() for arg in config.args]
+    is_named = any(path == collection_path or path in collection_path.parents for path in named)
+    is_default = [path.name for path in named] == ["tests"]
+    name = collection_path.relative_to(TESTS).as_posix() if collection_path.is_relative_to(TESTS) else ""
+    skip = not config.getoption("--full") and (is_default or not is_named) and name in FULL_ONLY
+    return True if skip else None
+
+
 class PartialModule(pytest.Module):
-    """A module of tests that is skipped where a package is not installed that it needs."""
+    """A test module that is skipped if a package it needs is not installed."""
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         try:
@@ -54,14 +84,28 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--full", action="store_true", help="every test, with all hypothesis examples and combinations"
+    )
+    parser.addoption(
         "--full-product",
         action="store_true",
         help="every combination of settings in test_exact, not only pairs",
     )
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "combination" in metafunc.fixturenames:
         module = metafunc.module
-        combinations = module.PRODUCT if metafunc.config.getoption("--full-product") else module.PAIRS
+        option = metafunc.config.getoption
+        combinations = (
+            module.PRODUCT if option("--full-product") else module.PAIRS if option("--full") else module.QUICK
+        )
         metafunc.parametrize("combination", combinations, ids=module.name_of)

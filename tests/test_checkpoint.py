@@ -1,4 +1,4 @@
-"""What the API process learns of a checkpoint, without torch."""
+"""prepare_checkpoint(): tokenizer and ids of a checkpoint, without torch."""
 
 import json
 import subprocess
@@ -16,11 +16,11 @@ from tests.support.gguf_files import RawGGUF, write_gguf
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
 
 
-def test_a_gguf_file_is_prepared_without_torch(tmp_path: Path) -> None:
+def test_gguf_file_is_prepared_without_torch(tmp_path: Path) -> None:
     file = write_gguf(write_checkpoint(tmp_path / "checkpoint"), tmp_path / "model.gguf")
     code = (
-        "import sys; from foreword.config.options import Config; from foreword.checkpoint import prepare; "
-        f"print(prepare(Config(model={str(file)!r})).unused_ids, 'torch' in sys.modules)"
+        "import sys; from foreword.config.options import Config; import foreword.checkpoint as c; "
+        f"print(c.prepare_checkpoint(Config(model={str(file)!r})).never_sampled_ids, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "(270, 271) False\n"
@@ -37,7 +37,7 @@ def test_both_formats_have_the_same_vocabulary(tmp_path: Path) -> None:
     assert prepared.config.draft_model == str(file)
 
 
-def test_a_drafter_with_another_tokenizer(tmp_path: Path) -> None:
+def test_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     file = write_gguf(checkpoint, tmp_path / "model.gguf")
     file.write_bytes(file.read_bytes().replace(b"<|im_start|>", b"<|im_begin|>"))
@@ -45,20 +45,20 @@ def test_a_drafter_with_another_tokenizer(tmp_path: Path) -> None:
         prepare_checkpoint(Config(model=str(checkpoint), draft_model=str(file)))
 
 
-def test_a_file_without_a_model(tmp_path: Path) -> None:
-    """Such as those that hold a vocabulary alone."""
+def test_gguf_file_without_model_is_refused(tmp_path: Path) -> None:
+    """Such as files with only a vocabulary."""
     (tmp_path / "x.gguf").write_bytes(RawGGUF.sample().bytes())
     with pytest.raises(CheckpointError, match=r"tensor `token_embd\.weight` is missing"):
         prepare_checkpoint(Config(model=str(tmp_path / "x.gguf")))
 
 
-def test_what_stands_for_a_picture_is_never_sampled(tmp_path: Path) -> None:
-    """As no row is that has no token."""
+def test_image_placeholder_is_never_sampled(tmp_path: Path) -> None:
+    """Like rows without a token."""
     prepared = prepare_checkpoint(Config(model=str(write_vision_checkpoint(tmp_path))))
     assert prepared.never_sampled_ids == (IMAGE_TOKEN_ID, VOCAB_SIZE - 1)
 
 
-def test_videos_are_never_sampled_either(tmp_path: Path) -> None:
+def test_video_placeholder_is_never_sampled(tmp_path: Path) -> None:
     path = write_vision_checkpoint(tmp_path, "qwen2_vl")
     config = json.loads((path / "config.json").read_text())
     assert {config["image_token_id"], config["video_token_id"]} <= {
@@ -70,7 +70,7 @@ def drafting(model: Path, drafter: Path) -> Config:
     return Config(model=str(model), draft_model=str(drafter))
 
 
-def test_a_draft_model_that_reads_needs_no_tokens_for_pictures(tmp_path: Path) -> None:
+def test_text_draft_model_needs_no_image_tokens(tmp_path: Path) -> None:
     sees, reads = write_vision_checkpoint(tmp_path / "sees", "qwen2_vl"), write_checkpoint(tmp_path / "reads")
     assert prepare_checkpoint(drafting(sees, reads)).config.draft_model == str(reads)
     with pytest.raises(
@@ -79,7 +79,7 @@ def test_a_draft_model_that_reads_needs_no_tokens_for_pictures(tmp_path: Path) -
         prepare_checkpoint(drafting(reads, sees))
 
 
-def test_other_tokens_may_not_be_missing(tmp_path: Path) -> None:
+def test_other_missing_tokens_are_refused(tmp_path: Path) -> None:
     sees, reads = (
         write_vision_checkpoint(tmp_path / "sees", vocab_size=280),
         write_checkpoint(tmp_path / "reads"),
@@ -91,11 +91,12 @@ def test_other_tokens_may_not_be_missing(tmp_path: Path) -> None:
         prepare_checkpoint(drafting(sees, reads))
 
 
-def test_a_draft_model_that_sees_must_want_the_same_pictures(tmp_path: Path) -> None:
+def test_draft_model_must_preprocess_images_equally(tmp_path: Path) -> None:
     sees, same = (write_vision_checkpoint(tmp_path / name) for name in ("sees", "same"))
     assert prepare_checkpoint(drafting(sees, same)).config.draft_model == str(same)
     larger = write_vision_checkpoint(tmp_path / "larger", vision_config={"image_size": 42})
     with pytest.raises(
-        ConfigError, match=r"wants other pictures than the model: .*side=42.* instead of .*side=28"
+        ConfigError,
+        match=r"image processor differs from the model's: .*image_size=42.* instead of .*image_size=28",
     ):
         prepare_checkpoint(drafting(sees, larger))

@@ -1,4 +1,4 @@
-"""Several choices of one request, on every architecture: as many as asked for, each the n = 1 request with its own seed."""
+"""n choices on every architecture: each equals the n = 1 request with its seed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PICTURES = [
 
 @dataclass
 class Choice:
-    """What was told of one choice."""
+    """Events of one choice."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Choice:
     finish_reason: str | None = None
 
     def add(self, text: str | None, choice: dict[str, Any]) -> None:
-        assert self.finish_reason is None, "something behind the end"
+        assert self.finish_reason is None, "an event after the finish"
         self.text += text or ""
         self.token_ids += choice.get("token_ids") or []
         self.logprobs += (choice.get("logprobs") or {}).get("content") or []
@@ -77,7 +77,7 @@ async def ask(
 
 
 def check_usage(usage: dict[str, Any], alone: dict[str, Any], choices: dict[int, Choice]) -> None:
-    """The prompt once, what was said of all choices."""
+    """The prompt's tokens once, and the tokens of all choices."""
     said = sum(len(choice.token_ids) for choice in choices.values())
     assert usage["prompt_tokens"] == alone["prompt_tokens"]
     assert usage["prompt_tokens_details"].get("image_tokens") == alone["prompt_tokens_details"].get(
@@ -104,8 +104,8 @@ async def check_choices(config: Config, messages: Any) -> None:
                     check_usage(usage, alone[0][1], choices)
                     assert await server.metric("choices_returned_total") - before == n
         if config.speculate != "off":
-            assert await server.metric("spec_draft_tokens_total") > 0, "no draft, no proof"
-        assert server.app.state.server.admission.open == 0
+            assert await server.metric("spec_draft_tokens_total") > 0, "no draft was verified"
+        assert server.app.state.server.admission.num_open == 0
 
 
 def config(path: Path, **options: Any) -> Config:
@@ -115,19 +115,19 @@ def config(path: Path, **options: Any) -> Config:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_choices_of_a_text(tmp_path: Path, family: str) -> None:
+async def test_choices_of_text_models(tmp_path: Path, family: str) -> None:
     path = write_checkpoint(tmp_path / "model", family, seed=5)
     await check_choices(config(path, speculate="suffix"), TEXTS)
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
-async def test_choices_about_pictures(tmp_path: Path, family: str) -> None:
+async def test_choices_of_vision_models(tmp_path: Path, family: str) -> None:
     path = write_vision_checkpoint(tmp_path / "model", family, seed=5)
     await check_choices(config(path, speculate="suffix"), PICTURES)
 
 
 @pytest.mark.parametrize("family", ["llama", "llava", "qwen2_5_vl"])
-async def test_choices_without_any_drafter(tmp_path: Path, family: str) -> None:
-    sees = family in VISION_FAMILIES
-    path = (write_vision_checkpoint if sees else write_checkpoint)(tmp_path / "model", family, seed=5)
-    await check_choices(config(path, speculate="off"), PICTURES if sees else TEXTS)
+async def test_choices_without_drafters(tmp_path: Path, family: str) -> None:
+    is_vision = family in VISION_FAMILIES
+    path = (write_vision_checkpoint if is_vision else write_checkpoint)(tmp_path / "model", family, seed=5)
+    await check_choices(config(path, speculate="off"), PICTURES if is_vision else TEXTS)

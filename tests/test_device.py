@@ -1,4 +1,4 @@
-"""What the suite does on machines that lack something."""
+"""The suite on machines without a GPU or optional packages."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ ROOT = Path(__file__).parent.parent
 NEEDY = "import pytest\ndef test_here() -> None: pass\n"
 
 
-def test_a_worker_sees_its_share_of_a_gpu() -> None:
+def test_worker_has_its_share_of_a_gpu() -> None:
     gib = 1 << 30
     free_of_all, reserved = [100 * gib], [0]
-    told = limit_memory_info(lambda *device: (free_of_all[0], 100 * gib), lambda: reserved[0], 3)
-    assert told() == (30 * gib, 30 * gib)
+    memory_info = limit_memory_info(lambda *device: (free_of_all[0], 100 * gib), lambda: reserved[0], 3)
+    assert memory_info() == (30 * gib, 30 * gib)
     reserved[0] = 20 * gib
-    assert told(0) == (10 * gib, 30 * gib)
+    assert memory_info(0) == (10 * gib, 30 * gib)
     free_of_all[0] = 5 * gib
-    assert told() == (5 * gib, 30 * gib)
+    assert memory_info() == (5 * gib, 30 * gib)
     reserved[0] = 40 * gib
-    assert told()[0] == 0
+    assert memory_info()[0] == 0
 
 
 def test_workers_are_those_of_xdist() -> None:
@@ -44,16 +44,14 @@ def test_only_optional_packages_may_be_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "partial", "told"),
+    ("package", "partial", "message"),
     [
         ("litellm", "1", "1 passed, 1 skipped"),
         ("litellm", "", "1 error"),
         ("numbers_of_nobody", "1", "1 error"),
     ],
 )
-def test_a_module_is_skipped_only_where_that_is_allowed(
-    tmp_path: Path, package: str, partial: str, told: str
-) -> None:
+def test_skipped_module_must_be_allowed(tmp_path: Path, package: str, partial: str, message: str) -> None:
     """The package is hidden from a suite of two modules."""
     (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
     (tmp_path / "test_one.py").write_text(
@@ -73,12 +71,12 @@ def test_a_module_is_skipped_only_where_that_is_allowed(
         str(tmp_path),
     ]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert told in done.stdout
+    assert message in done.stdout
 
 
-def test_engines_go_where_tensors_of_tests_are() -> None:
+def test_engines_use_the_tests_device() -> None:
     from_probe = subprocess.run(
-        [sys.executable, "-c", "from foreword.config.hardware import probe; print(probe().device)"],
+        [sys.executable, "-c", "from foreword.config.hardware import probe_hardware as p; print(p().device)"],
         capture_output=True,
         text=True,
     )

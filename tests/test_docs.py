@@ -1,4 +1,4 @@
-"""README and docs say what is there: links, names, routes, dependencies, flags and examples are checked against the code."""
+"""Checks README and docs against the code: links, names, routes, dependencies, flags and examples."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = [README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("[a-z]*/README.md"))]
-TOLD_ELSEWHERE = {
+EXEMPT = {
     "faq.md",
     "flags.md",
     "migrating.md",
-}  # what is planned, what is written by the code, what others have
-OWN = [README, *(path for path in sorted(DOCS.glob("*.md")) if path.name not in TOLD_ELSEWHERE)]
+}  # demo training data, generated, other programs' flags
+OWN = [README, *(path for path in sorted(DOCS.glob("*.md")) if path.name not in EXEMPT)]
 LOCAL = "http://127.0.0.1:8000"
-# Flags of other programs that the pages tell of.
-FOREIGN = {"--full-product", "--build-arg", "--rm", "--now"}
+# Flags of other programs and of pytest.
+FOREIGN = {"--full", "--full-product", "--build-arg", "--rm", "--now"}
 
 
 def read(path: Path) -> str:
@@ -76,14 +76,14 @@ def anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_links_lead_somewhere(path: Path) -> None:
+def test_links_exist(path: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
         if target.startswith(("https://", "http://")):
             continue
         file, _, anchor = target.partition("#")
-        found = (path.parent / file).resolve() if file else path
-        assert found.exists(), f"{target} does not exist"
-        assert not anchor or anchor in anchors(found), f"{target}: no such heading"
+        target_path = (path.parent / file).resolve() if file else path
+        assert target_path.exists(), f"{target} does not exist"
+        assert not anchor or anchor in anchors(target_path), f"{target}: no such heading"
 
 
 def definitions(path: Path) -> set[str]:
@@ -101,9 +101,9 @@ def test_named_files_and_functions_exist(path: Path) -> None:
     named = re.findall(r"`([\w/]+\.py)(?:: (\w+)(?:\(\))?)?`", read(path))
     assert named
     for file, name in named:
-        found = ROOT / "foreword" / file if (ROOT / "foreword" / file).exists() else ROOT / file
-        assert found.exists(), f"{file} does not exist"
-        assert not name or name in definitions(found), f"{file} has no {name}"
+        module = ROOT / "foreword" / file if (ROOT / "foreword" / file).exists() else ROOT / file
+        assert module.exists(), f"{file} does not exist"
+        assert not name or name in definitions(module), f"{file} has no {name}"
 
 
 def failures() -> tuple[list[str], list[str]]:
@@ -127,7 +127,7 @@ def test_every_failure_has_its_test() -> None:
     assert all("*Today:*" in entry for entry in open_)
 
 
-def test_layers_are_those_that_are_enforced() -> None:
+def test_layer_table_equals_the_enforced_one() -> None:
     written = {
         package: set(names.split(", ")) - {"nothing"}
         for package, names in table(DOCS / "architecture.md", "package")
@@ -140,8 +140,12 @@ def test_layers_are_those_that_are_enforced() -> None:
 
 def test_every_route_is_documented() -> None:
     written = {cells[0] for cells in table(DOCS / "serving.md", "route")}
-    offered = {f"`{method} {re.sub(r':path', '', route.path)}`" for module in ROUTES for route in module.router.routes
-               for method in route.methods - {"HEAD"}}  # fmt: skip
+    offered = {
+        f"`{method} {route.path.replace(':path', '')}`"
+        for module in ROUTES
+        for route in module.router.routes
+        for method in route.methods - {"HEAD"}
+    }
     assert written == offered | {"`GET /openapi.json`"}
 
 
@@ -194,12 +198,12 @@ def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", OWN, ids=name_of)
-def test_flags_that_are_named_exist(path: Path) -> None:
+def test_named_flags_exist(path: Path) -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", read(path)))
     assert named - every_flag() - FOREIGN == set()
 
 
-def test_our_side_of_the_migration_exists() -> None:
+def test_migration_targets_exist() -> None:
     lines = [line for line in read(DOCS / "migrating.md").splitlines() if line.startswith("| ")]
     ours = {
         name
@@ -213,7 +217,7 @@ def test_our_side_of_the_migration_exists() -> None:
 # Examples
 
 
-def test_the_curl_line_is_what_the_server_prints() -> None:
+def test_curl_line_equals_the_printed_one() -> None:
     assert blocks(README, "sh") == [curl_line(LOCAL, "demo", needs_key=False) + "\n"]
 
 

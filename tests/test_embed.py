@@ -1,4 +1,4 @@
-"""LLM.embed and LLM.score: the same vectors as the server's, by the model or by an encoder beside it."""
+"""LLM.embed and LLM.score, with the model or an embedding model."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(path: Path) -> LLM:
     return LLM(
-        str(path), draft_model=str(path), speculate="suffix,draft", threads=1, max_model_len=64, max_num_batched_tokens=48,
-        max_num_seqs=8,
+        str(path), draft_model=str(path), speculate="suffix,draft", threads=1, max_model_len=64,
+        max_num_batched_tokens=48, max_num_seqs=8,
     )  # fmt: skip
 
 
-def test_texts_and_ids_give_the_same(llm: LLM) -> None:
+def test_texts_and_ids_give_equal_vectors(llm: LLM) -> None:
     outputs = llm.embed(TEXTS)
     ids = [llm.tokenizer.encode(text) for text in TEXTS]
     assert [output.prompt_token_ids for output in outputs] == [tuple(item) for item in ids]
@@ -51,7 +51,7 @@ def test_pooling_length_and_dimensions(llm: LLM) -> None:
     assert list(cut.vector) == pytest.approx([value / scale for value in last.vector[:5]], rel=1e-6)
 
 
-def test_many_are_the_same_as_one_by_one(llm: LLM) -> None:
+def test_batch_equals_single_inputs(llm: LLM) -> None:
     texts = [TEXTS[index % 3] * (1 + index % 4) for index in range(40)]
     together = llm.embed(texts, pooling="mean")
     assert together == [llm.embed(text, pooling="mean")[0] for text in texts]
@@ -75,7 +75,7 @@ def test_many_are_the_same_as_one_by_one(llm: LLM) -> None:
         (["a"], {"dimensions": 0}, InvalidRequest, "dimensions must be between 1 and 64"),
     ],
 )
-def test_what_is_impossible(
+def test_invalid_inputs_are_refused(
     llm: LLM, inputs: object, options: dict[str, object], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
@@ -83,12 +83,12 @@ def test_what_is_impossible(
     assert llm._client.idle and not llm._event_queues
 
 
-def test_the_whole_context(llm: LLM) -> None:
+def test_input_may_fill_the_context(llm: LLM) -> None:
     assert len(llm.embed([[7] * 64])[0].prompt_token_ids) == 64
 
 
-def test_beside_an_open_stream(llm: LLM) -> None:
-    """A stream that is read a little, then vectors, then the rest of it: each as if it were alone."""
+def test_embed_during_an_open_stream(llm: LLM) -> None:
+    """Embedding during a stream changes neither vectors nor tokens."""
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     expected, vectors = llm.generate(TEXTS[0], params)[0].text, llm.embed(TEXTS)
     stream = llm.stream(TEXTS[0], params)
@@ -98,21 +98,21 @@ def test_beside_an_open_stream(llm: LLM) -> None:
     llm.check()
 
 
-def test_drafters_do_not_hear_of_them(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedding_calls_no_drafter(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: object) -> None:
-        raise AssertionError("a drafter was told")
+        raise AssertionError("a drafter was message")
 
     drafting = llm._client._engine.proposer
     for drafter in (*drafting.drafters, *drafting.model_drafters):
         for method in ("start", "finish", "propose"):
             monkeypatch.setattr(drafter, method, never)
-    for name in ("start", "finish", "measured"):
+    for name in ("start", "finish", "record_step"):
         monkeypatch.setattr(drafting, name, never)
     llm.embed(TEXTS)
     assert not drafting.errors and not drafting._request_drafters
 
 
-def test_score_is_the_cosine(llm: LLM) -> None:
+def test_score_is_the_cosine_similarity(llm: LLM) -> None:
     same, other = llm.score(TEXTS[0], [TEXTS[0], TEXTS[1]])
     assert same == pytest.approx(1.0) and -1.0 <= other < same
     assert llm.score(TEXTS[0], TEXTS[1]) == [other]
@@ -120,7 +120,7 @@ def test_score_is_the_cosine(llm: LLM) -> None:
     assert other == pytest.approx(sum(a * b for a, b in zip(first, second, strict=True)), abs=1e-6)
 
 
-def test_an_error_of_one_frees_all(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_one_input_aborts_all(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     check = llm._client._engine._validate
 
     def refuse(request: RequestState) -> None:
@@ -128,14 +128,14 @@ def test_an_error_of_one_frees_all(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
             raise InvalidRequest("not this one")
         check(request)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(llm._client._engine, "_check", refuse)
+    monkeypatch.setattr(llm._client._engine, "_validate", refuse)
     with pytest.raises(InvalidRequest, match="not this one"):
         llm.embed([TEXTS[0]] * 30)
     assert llm._client.idle and not llm._event_queues
     llm.check()
 
 
-def test_an_encoder_embeds_in_the_models_place(path: Path, tmp_path: Path) -> None:
+def test_embedding_model_replaces_the_model(path: Path, tmp_path: Path) -> None:
     write_encoder(tmp_path / "bert")
     llm = LLM(str(path), embedding_model=str(tmp_path / "bert"), threads=1, max_model_len=64)
     (output,) = llm.embed(TEXTS[0])
@@ -147,7 +147,7 @@ def test_an_encoder_embeds_in_the_models_place(path: Path, tmp_path: Path) -> No
         llm.embed([[7] * 131])
 
 
-def test_a_ranker_scores_and_the_model_embeds(path: Path, tmp_path: Path) -> None:
+def test_ranker_scores_and_model_embeds(path: Path, tmp_path: Path) -> None:
     write_encoder(tmp_path / "bert", ranks=True)
     llm = LLM(str(path), embedding_model=str(tmp_path / "bert"), threads=1, max_model_len=64)
     scores = llm.score(TEXTS[0], TEXTS)
@@ -157,8 +157,8 @@ def test_a_ranker_scores_and_the_model_embeds(path: Path, tmp_path: Path) -> Non
         llm.score("a", ["b", "cat " * 200])
 
 
-def test_a_checkpoint_made_for_embedding(path: Path, tmp_path: Path) -> None:
-    """Tensors without their prefix, and the files of sentence-transformers: pooling and prompts are as they say."""
+def test_sentence_transformers_checkpoint(path: Path, tmp_path: Path) -> None:
+    """Tensors without prefix; pooling and prompts from the files of sentence-transformers."""
     model = tmp_path / "model"
     write_checkpoint(model, "qwen3", seed=5, tie_word_embeddings=True)
     plain = LLM(str(model), threads=1, max_model_len=64)
@@ -172,11 +172,9 @@ def test_a_checkpoint_made_for_embedding(path: Path, tmp_path: Path) -> None:
     llm = LLM(str(model), threads=1, max_model_len=64)
     assert llm.embed(TEXTS) == plain.embed(TEXTS, pooling="mean")
     assert llm.embed("cat", prompt_name="query") == llm.embed("find: cat")
-    with pytest.raises(
-        InvalidRequest, match=r"prompt_name must be one that model has \(query\), got 'magic'"
-    ):
+    with pytest.raises(InvalidRequest, match=r"prompt_name must be a prompt of model \(query\), got 'magic'"):
         llm.embed("cat", prompt_name="magic")
-    with pytest.raises(InvalidRequest, match=r"has \(none\)"):
+    with pytest.raises(InvalidRequest, match=r"a prompt of model \(none\)"):
         plain.embed("cat", prompt_name="query")
 
 

@@ -1,11 +1,12 @@
 """Speculation changes no token: the same requests under every setting of the engine, compared bit for bit.
 
-Each run answers REQUESTS, which cover every sampling parameter and n, under one combination of drafter,
-concurrency, cache size, prefix cache and chunking. Token ids, hashes of the raw logits, logprobs, texts,
-finish reasons and counts must equal those of the plain run: speculation off, one request at a time, ample
-cache, no prefix cache, whole prompts. Combinations are pairwise; `--full-product` runs all of them. They run on the
-best kernels of this machine; those of its other instruction sets, the reference, quantized weights and int8 KV are
-each tried in one crowded setting.
+Each run answers 16 requests, which cover every sampling parameter and n, under one combination of drafter,
+concurrency, cache size, prefix cache and chunking. Token ids, logits hashes, logprobs, texts, finish reasons
+and counts must equal those of the plain run: speculation off, one request at a time, ample cache, no prefix
+cache.
+
+Default: one crowded combination per drafter, one family, the best kernels of this machine. `--full`: pairwise
+combinations for every family, every instruction set and the reference. `--full-product`: all combinations.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from foreword import LLM, RequestOutput, SamplingParams
 from foreword.kernels.cpu.library import supported_isas
+from tests.support.budget import is_full
 from tests.support.checkpoints import FAMILIES, write_checkpoint, write_drafter
 from tests.support.gguf_files import write_gguf
 
 MAX_MODEL_LEN = 127  # one below a block boundary
+QUICK_FAMILIES = ("llama",)
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "speculate": (
@@ -83,12 +86,23 @@ def name_of(combination: dict[str, Any]) -> str:
     return "-".join(str(value).replace(" ", "") for value in combination.values())
 
 
-PAIRS = list(pairwise(SETTINGS))
+PAIRS = list(pairwise(SETTINGS)) if is_full() else []
+CROWDED = PLAIN | {
+    "speculate": "suffix,draft",
+    "concurrent": 16,
+    "cache": "small",
+    "prefix_caching": True,
+    "chunk": 24,
+}
+QUICK = [
+    CROWDED | {"speculate": drafter, "draft_length": "adaptive" if drafter == "auto" else "fixed"}
+    for drafter in SETTINGS["speculate"]
+]
 PRODUCT = [dict(zip(SETTINGS, values, strict=True)) for values in itertools.product(*SETTINGS.values())]
 
 
 def prompts() -> list[list[int]]:
-    """Sixteen prompts that repeat themselves and share beginnings; some longer than a chunk."""
+    """Sixteen prompts with repetitions and shared prefixes; some longer than a chunk."""
     chance = random.Random(7)
     common = [chance.randrange(3, 250) for _ in range(40)]
     texts = []
@@ -127,7 +141,7 @@ def requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
 
 @dataclass(frozen=True)
 class Family:
-    """A checkpoint with what plain decoding answers, and that as a recording for the replay drafter."""
+    """A checkpoint, its plain answers, and these as a recording for the replay drafter."""
 
     model: Path
     drafter: Path
@@ -136,7 +150,7 @@ class Family:
 
 
 def fingerprint(output: RequestOutput) -> dict[str, Any]:
-    """Everything about an answer that may not depend on how it was made."""
+    """Every part of an answer that speculation, batching and caching must not change."""
     choices = [
         (c.token_ids, c.logits_hashes, c.text, c.finish_reason, c.stop_reason, c.seed, c.logprobs)
         for c in output.outputs
@@ -181,11 +195,11 @@ def answers(
             "with a corpus of finished outputs"
         )
     if small and combination["concurrent"] > 1:
-        assert llm.stats.preemptions_total > 0, "the cache was meant to be too small"
+        assert llm.stats.preemptions_total > 0, "the small cache must cause preemptions"
     return llm, outputs_of(outputs)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=FAMILIES if is_full() else QUICK_FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return make_family(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -224,8 +238,8 @@ def acceptance(llm: LLM) -> float:
     return accepted / drafted if drafted else 0.0
 
 
-def differing(family: Family, found: list[dict[str, Any]]) -> list[int]:
-    return [i for i, (a, b) in enumerate(zip(family.plain, found, strict=True)) if a != b]
+def differing(family: Family, actual: list[dict[str, Any]]) -> list[int]:
+    return [i for i, (a, b) in enumerate(zip(family.plain, actual, strict=True)) if a != b]
 
 
 def test_outputs_vary(family: Family) -> None:
@@ -237,13 +251,13 @@ def test_outputs_vary(family: Family) -> None:
 
 
 def test_equal_under_every_setting(family: Family, combination: dict[str, Any]) -> None:
-    llm, found = answers(family.model, family.drafter, family.recording, combination)
-    assert differing(family, found) == [], "these requests differ from plain decoding"
+    llm, actual = answers(family.model, family.drafter, family.recording, combination)
+    assert differing(family, actual) == [], "these requests differ from plain decoding"
     accepted = acceptance(llm)
     if combination["draft_length"] == "adaptive":
-        return  # it may well decide that nothing pays
+        return  # the controller may decide that no draft pays
     if combination["speculate"] == "replay 0":
-        assert accepted == 1.0, "the recording is what plain decoding said"
+        assert accepted == 1.0, "the recording holds the plain answers"
     elif combination["speculate"] == "replay 1":
         assert accepted == 0.0
     elif combination["speculate"] != "off":
@@ -252,7 +266,7 @@ def test_equal_under_every_setting(family: Family, combination: dict[str, Any]) 
 
 @pytest.mark.parametrize("draft_length", ["fixed", "adaptive"])
 def test_equal_with_predictions(family: Family, draft_length: str) -> None:
-    """The text of the answer itself, which is mostly right, and that of another request, which is mostly wrong."""
+    """Predict the answer itself, mostly right, and another request's answer, mostly wrong."""
     prompts_, params = requests()
     llm = LLM(
         str(family.model),
@@ -273,13 +287,6 @@ def test_equal_with_predictions(family: Family, draft_length: str) -> None:
     assert draft_length == "adaptive" or 0.0 < acceptance(llm) < 1.0
 
 
-CROWDED = PLAIN | {
-    "speculate": "suffix,draft",
-    "concurrent": 16,
-    "cache": "small",
-    "prefix_caching": True,
-    "chunk": 24,
-}
 PRECISIONS: dict[str, dict[str, str]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "float16": {"dtype": "float16"},
@@ -289,16 +296,16 @@ PRECISIONS: dict[str, dict[str, str]] = {
     "int8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
 }
 BLOCKS = ("Q8_0", "Q4_K")
-REFERENCE = ("bfloat16", "int8 KV", "Q4_K")  # in torch it takes long: some are enough
-# Wide enough for every block of GGUF, and for more than one strip of a product's sum.
+REFERENCE = ("bfloat16", "int8 KV", "Q4_K")  # torch is slow: a few precisions are enough
+# Wide enough for every GGUF block, and for more than one partial sum of a product.
 BLOCKWISE = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 2}
 
 
 def check_crowded(model: Path, drafter: Path, **options: Any) -> None:
-    """The crowded setting answers as plain decoding does, with drafts accepted and rejected."""
+    """The crowded setting equals plain decoding, with accepted and rejected drafts."""
     _, plain = answers(model, drafter, None, PLAIN, **options)
-    llm, found = answers(model, drafter, None, CROWDED, **options)
-    assert found == plain
+    llm, actual = answers(model, drafter, None, CROWDED, **options)
+    assert actual == plain
     assert 0.0 < acceptance(llm) < 1.0
 
 
@@ -310,19 +317,21 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def with_backends(precisions: Iterable[Any]) -> list[tuple[Any, str]]:
-    """Each with every instruction set that runs here, and some with the reference."""
+    """Each with every instruction set of this machine, some with the reference; by default the best alone."""
+    if not is_full():
+        return [(precision, "auto") for precision in precisions]
     backends = [(precision, isa) for precision in precisions for isa in supported_isas()]
     return backends + [(precision, "reference") for precision in precisions if precision in REFERENCE]
 
 
 @pytest.mark.parametrize(("precision", "backend"), with_backends(PRECISIONS))
 def test_equal_in_low_precision(pair: tuple[Path, Path], precision: str, backend: str) -> None:
-    """Coarser types make more ties and rounding boundaries; every instruction set has kernels of its own."""
+    """Coarser types have more ties and rounding boundaries; every instruction set has its own kernels."""
     check_crowded(*pair, cpu_isa=backend, **PRECISIONS[precision])
 
 
 @pytest.mark.parametrize(("kind", "backend"), with_backends(BLOCKS))
-def test_equal_with_the_blocks_of_a_gguf_file(
+def test_equal_with_gguf_quantized_weights(
     pair: tuple[Path, Path], tmp_path: Path, kind: str, backend: str
 ) -> None:
     model, drafter = (
@@ -332,7 +341,7 @@ def test_equal_with_the_blocks_of_a_gguf_file(
 
 
 def long_requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
-    """Prompts and answers that reach over several tiles of the attention."""
+    """Prompts and answers that span several attention tiles."""
     chance = random.Random(9)
     texts = [
         [chance.randrange(3, 250) for _ in range(chance.randint(20, 60))] * chance.randint(3, 8)
@@ -345,6 +354,7 @@ def long_requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
     return [{"prompt_token_ids": text} for text in texts], params
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("speculate", ["ngram", "suffix", "draft"])
 def test_equal_beyond_one_tile_of_attention(tmp_path: Path, name: str, speculate: str) -> None:
@@ -369,15 +379,17 @@ def test_equal_beyond_one_tile_of_attention(tmp_path: Path, name: str, speculate
 WIDE = {"hidden_size": 512, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2}
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [("bfloat16", WIDE), ("float32", {})])
-def test_ordinary_torch_is_caught(tmp_path: Path, dtype: str, shape: dict[str, int]) -> None:
-    """The negative control: with torch's own linear on whole batches the same comparison sees a difference.
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [pytest.param("bfloat16", WIDE, marks=pytest.mark.full), ("float32", {})]
+)
+def test_negative_control_ordinary_torch_is_caught(tmp_path: Path, dtype: str, shape: dict[str, int]) -> None:
+    """With torch's own linear on whole batches the same comparison finds a difference.
 
-    In bfloat16 it shows only where sums are long; there it is the hash of the logits that notices.
+    In bfloat16 only long sums show it, and only in the logits hashes.
     """
     model = write_checkpoint(tmp_path / "model", "llama", seed=3, **shape)
     drafter = write_drafter(tmp_path / "drafter", seed=4)
     crowded = PLAIN | {"speculate": "ngram", "concurrent": 16, "chunk": 24}
     _, plain = answers(model, drafter, None, PLAIN, dtype=dtype, fast_math=True)
-    _, found = answers(model, drafter, None, crowded, dtype=dtype, fast_math=True)
-    assert any(a["choices"] != b["choices"] for a, b in zip(plain, found, strict=True))
+    _, actual = answers(model, drafter, None, crowded, dtype=dtype, fast_math=True)
+    assert any(a["choices"] != b["choices"] for a, b in zip(plain, actual, strict=True))

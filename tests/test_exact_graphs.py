@@ -1,4 +1,4 @@
-"""The whole engine on a recordable backend: overlap on and off, drafts or none, yield the same tokens."""
+"""The engine on a graph-capturable backend: equal tokens with overlap on and off, with and without drafts."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def answers(model: Path, drafter: Path | None, overlap: bool) -> list[tuple[int,
         **options,
         **speculation,
     )
-    first = llm.generate(PROMPTS[:3], PARAMS[:3])  # rounds can sample for all of these, and not for the last
+    first = llm.generate(PROMPTS[:3], PARAMS[:3])  # sampled on the device, unlike the last
     return [tuple(output.token_ids) for output in [*first, *llm.generate(PROMPTS, PARAMS)]]
 
 
-def test_the_same_tokens(
+def test_tokens_equal_with_overlap_and_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     launched: list[int] = []

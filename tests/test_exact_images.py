@@ -1,8 +1,7 @@
-"""Speculation changes no token of an answer about pictures: as tests/test_exact.py, for every family that sees.
+"""Speculation changes no token of an answer about images: tests/test_exact.py for every multimodal family.
 
-The pictures are files of odd sizes, at the beginning, in the middle and at the end of prompts, shown twice, and in second
-turns whose first one the prefix cache knows. Drafters are those that look things up, a draft model that reads the text
-without pictures, one that sees them with a tower of its own, and recordings with errors.
+Images have odd sizes and stand at the start, in the middle and at the end of prompts, twice, and in second
+turns with a cached first turn. Drafters: lookup, text-only and multimodal draft models, erroneous recordings.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import pytest
 from PIL import Image
 
 from foreword import LLM, SamplingParams, StructuredOutput
+from tests.support.budget import is_full
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, VISION_FAMILIES, write_vision_checkpoint
 from tests.test_exact import acceptance, name_of, outputs_of, pairwise
@@ -40,15 +40,17 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "num_speculative_tokens": (1, 4, 16),
 }
 PLAIN = {name: values[0] for name, values in SETTINGS.items()}
-PAIRS = list(pairwise(SETTINGS))
+PAIRS = list(pairwise(SETTINGS)) if is_full() else []
+CROWDED = PLAIN | {"concurrent": 7, "cache": "small", "prefix_caching": True, "chunk": 7}
+QUICK = [CROWDED | {"speculate": drafter} for drafter in ("suffix", "sees")]
 PRODUCT = [dict(zip(SETTINGS, values, strict=True)) for values in itertools.product(*SETTINGS.values())]
 SIZES = ((40, 30), (97, 13), (9, 71), (64, 64), (33, 50))  # (width, height)
-TEXT = 0  # stands in PROMPTS for some text; pictures have numbers from 1 on
+TEXT = 0  # text in PROMPTS; images are numbered from 1
 PROMPTS: tuple[tuple[int, ...], ...] = (
     (TEXT, 1, TEXT),
     (1, TEXT, 2, 3, TEXT),
     (TEXT, 4, TEXT, TEXT),
-    (TEXT, 1, TEXT, TEXT, 5, TEXT),  # goes on where the first one ends
+    (TEXT, 1, TEXT, TEXT, 5, TEXT),  # continues the first prompt
     (2, 2, TEXT, 2),
     (TEXT, TEXT),
     (TEXT, 1, TEXT),

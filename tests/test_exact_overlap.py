@@ -1,7 +1,7 @@
-"""Running ahead changes no token: whatever comes, goes, ends or fails while rounds are under way.
+"""Overlap scheduling changes no token: requests arrive, leave, end or fail while device steps are in flight.
 
-Rounds are computed by the twin (tests/support/decode_loops.py). Every request is answered once by an engine that decodes plainly, one
-request at a time; then crowds of them come and go in engines that run ahead, with drafters, small caches and faults.
+A twin (tests/support/) computes device steps. A plain engine answers every request once, alone; then
+batches of them come and go in overlapping engines with drafters, small caches and faults.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VOCABULARY = Vocabulary(
 )
 STOPS = tuple(range(60, 90))
 OFF, TWO = Speculation("off"), Speculation("auto", 2)
-ROUNDS: tuple[dict[str, Any], ...] = (  # what rounds can sample
+DEVICE_PARAMS: tuple[dict[str, Any], ...] = (  # sampled on the device
     {"temperature": 0.0},
     {"temperature": 0.0, "max_tokens": 1},
     {"temperature": 0.0, "max_tokens": 2},
@@ -50,7 +50,7 @@ ROUNDS: tuple[dict[str, Any], ...] = (  # what rounds can sample
     {"temperature": 0.8, "speculation": OFF},
     {"temperature": 0.8, "speculation": TWO, "max_tokens": 9},
 )
-OTHERS: tuple[dict[str, Any], ...] = (  # what only the host can do
+HOST_PARAMS: tuple[dict[str, Any], ...] = (  # sampled by the host only
     {"temperature": 0.9, "presence_penalty": 0.8, "repetition_penalty": 1.2},
     {"temperature": 0.9, "logprobs": 2, "max_tokens": 6},
     {"temperature": 0.9, "min_tokens": 5, "stop_token_ids": STOPS},
@@ -62,7 +62,7 @@ OTHERS: tuple[dict[str, Any], ...] = (  # what only the host can do
 
 
 def prompt_of(number: int) -> tuple[int, ...]:
-    """Some share their beginnings."""
+    """Some prompts share a prefix."""
     own = (100 + number, 40, 41, 100 + number, 40)
     return own if number % 3 else SHARED[: 17 + number % 5] + own
 
@@ -72,7 +72,7 @@ def request_of(number: int) -> Request:
         "max_tokens": 20,
         "ignore_eos": True,
         "on_runaway": "off",
-        **(ROUNDS + OTHERS)[number % len(ROUNDS + OTHERS)],
+        **(DEVICE_PARAMS + HOST_PARAMS)[number % len(DEVICE_PARAMS + HOST_PARAMS)],
     }
     return Request(
         str(number),
@@ -90,25 +90,26 @@ def vector_of(number: int) -> Request:
     )
 
 
-EVERYBODY = (*(request_of(number) for number in range(36)), *(vector_of(number) for number in range(36, 39)))
-SAMPLED_IN_ROUNDS = [n for n in range(36) if n % len(ROUNDS + OTHERS) < len(ROUNDS)]
+REQUESTS = (*(request_of(number) for number in range(36)), *(vector_of(number) for number in range(36, 39)))
+DEVICE_REQUESTS = [n for n in range(36) if n % len(DEVICE_PARAMS + HOST_PARAMS) < len(DEVICE_PARAMS)]
 
 
 @dataclass(frozen=True)
-class House:
-    """A target, a drafter that is nearly as good, one that reads less, what machines are timed at, and what everybody is
-    answered plainly."""
-
+class Checkpoints:
     model: Path
-    drafter: Path
-    short: Path
+    drafter: Path  # nearly as good as the target
+    short: Path  # a drafter with a short context
     timings: MeasuredCosts | None
-    plain: Mapping[str, list[Any]]
+    plain: Mapping[str, list[Any]]  # observations of the plain engine by request id
 
     def engine(self, short: bool = False, **options: Any) -> Engine:
         defaults: dict[str, Any] = {
-            "kv_cache_memory": "2000tokens", "max_model_len": MAX_MODEL_LEN, "threads": 1, "test_mode": True, "speculate": "off",
-        }  # fmt: skip
+            "kv_cache_memory": "2000tokens",
+            "max_model_len": MAX_MODEL_LEN,
+            "threads": 1,
+            "test_mode": True,
+            "speculate": "off",
+        }
         if "draft" in options.get("speculate", "") or options.get("speculate") == "auto":
             defaults["draft_model"] = str(self.short if short else self.drafter)
         engine = load(
@@ -121,22 +122,24 @@ class House:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> House:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     path = tmp_path_factory.mktemp("ahead")
     model = write_checkpoint(path / "model", "llama", seed=5)
     drafter = write_checkpoint(path / "drafter", "llama", seed=5, dtype="bfloat16")
     short = write_checkpoint(path / "short", "llama", seed=5, dtype="bfloat16", max_position_embeddings=32)
-    house = House(model, drafter, short, None, {})
-    heard = serve(
-        house.engine(max_num_seqs=1, prefix_caching=False), [Visit(request) for request in EVERYBODY]
+    checkpoints = Checkpoints(model, drafter, short, None, {})
+    events_by_id = serve(
+        checkpoints.engine(max_num_seqs=1, prefix_caching=False), [Visit(request) for request in REQUESTS]
     )
-    timings = house.engine(speculate="auto").proposer.timings
-    return replace(house, timings=timings, plain={name: told(events) for name, events in heard.items()})
+    timings = checkpoints.engine(speculate="auto").proposer.timings
+    return replace(
+        checkpoints, timings=timings, plain={name: observe(events) for name, events in events_by_id.items()}
+    )
 
 
 @dataclass(frozen=True)
 class Visit:
-    """A request comes before step `comes`; if it is still there before step `goes`, it is not wanted any more."""
+    """A request that arrives before step `comes` and, if still running, is aborted before step `goes`."""
 
     request: Request
     comes: int = 0
@@ -144,8 +147,8 @@ class Visit:
 
 
 def serve(engine: Engine, visits: Sequence[Visit]) -> dict[str, list[Event]]:
-    """The events of each request; all bookkeeping is looked at after every step."""
-    heard: dict[str, list[Event]] = {visit.request.id: [] for visit in visits}
+    """Events by request id; the engine's bookkeeping is checked after every step."""
+    events_by_id: dict[str, list[Event]] = {visit.request.id: [] for visit in visits}
     over: set[str] = set()
     step = 0
     while not engine.idle or any(visit.comes >= step for visit in visits):
@@ -156,57 +159,61 @@ def serve(engine: Engine, visits: Sequence[Visit]) -> dict[str, list[Event]]:
                 engine.remove(visit.request.id)
                 over.add(visit.request.id)
         for event in engine.step().events if not engine.idle else ():
-            assert event.request_id not in over, "it was over"
-            heard[event.request_id].append(event)
+            assert event.request_id not in over, "event after the end"
+            events_by_id[event.request_id].append(event)
             if not isinstance(event, TokenEvent) or event.finish_reason is not None:
                 over.add(event.request_id)
         engine.check()
         step += 1
-    assert over == set(heard), "somebody was forgotten"
+    assert over == set(events_by_id), "a request never ended"
     assert engine.scheduler.pool.num_used == 0
-    return heard
+    return events_by_id
 
 
-def told(events: Sequence[Event]) -> list[Any]:
-    """All that may not depend on how it was computed: tokens with their places and hashes, scores, and how it ended."""
+def observe(events: Sequence[Event]) -> list[Any]:
+    """Everything a client can see: tokens with index, hash and logprobs, and the end."""
     tokens: list[Any] = []
-    found: list[Any] = []
+    other: list[Any] = []
     for event in events:
         if isinstance(event, TokenEvent):
             places = range(event.index, event.index + len(event.token_ids))
             scores = event.logprobs or (None,) * len(places)
             tokens += zip(places, event.token_ids, event.logits_hashes, scores, strict=True)
-            found += [event.prompt_logprobs] if event.prompt_logprobs else []
-            found += (
+            other += [event.prompt_logprobs] if event.prompt_logprobs else []
+            other += (
                 [("repeats", event.index + event.repetition.num_tokens, event.repetition.pattern_len)]
                 if event.repetition
                 else []
             )
-            found += [("end", event.finish_reason, event.stop_id)] if event.finish_reason else []
+            other += [("end", event.finish_reason, event.stop_id)] if event.finish_reason else []
         else:
-            found.append(event.vector if isinstance(event, EmbeddingEvent) else type(event.error).__name__)
-    return [*tokens, *found]
+            other.append(event.vector if isinstance(event, EmbeddingEvent) else type(event.error).__name__)
+    return [*tokens, *other]
 
 
-def check_answers(house: House, visits: Sequence[Visit], heard: Mapping[str, list[Event]]) -> None:
+def check_answers(
+    checkpoints: Checkpoints, visits: Sequence[Visit], events_by_id: Mapping[str, list[Event]]
+) -> None:
     for visit in visits:
-        found, expected = told(heard[visit.request.id]), house.plain[visit.request.id]
+        actual, expected = observe(events_by_id[visit.request.id]), checkpoints.plain[visit.request.id]
         if visit.goes is None:
-            assert found == expected, visit.request.id
-        else:  # what was told before it went
-            assert all(one in expected for one in found), visit.request.id
-            assert found[:1] == expected[: len(found[:1])], visit.request.id
+            assert actual == expected, visit.request.id
+        else:  # observed before the abort
+            assert all(item in expected for item in actual), visit.request.id
+            assert actual[:1] == expected[: len(actual[:1])], visit.request.id
 
 
-def check_crowd(house: House, engine: Engine, crowd: Sequence[Visit], fault: tuple[str, int] | None) -> None:
-    """Nothing goes wrong but what is injected."""
-    ahead = use_overlap(engine, *([] if fault is None else [fails(*fault)]))
-    check_answers(house, crowd, serve(engine, crowd))
-    assert ahead.num_errors <= (fault is not None) and not engine.proposer.errors
+def check_batch(
+    checkpoints: Checkpoints, engine: Engine, visits_: Sequence[Visit], fault: tuple[str, int] | None
+) -> None:
+    """All answers are equal, and only injected faults occur."""
+    overlap = use_overlap(engine, *([] if fault is None else [fails(*fault)]))
+    check_answers(checkpoints, visits_, serve(engine, visits_))
+    assert overlap.num_errors <= (fault is not None) and not engine.proposer.errors
 
 
 def fails(verb: str, call: int, error: type[Exception] = RuntimeError) -> Callable[[str, TwinForward], None]:
-    """Strike at one call of a verb."""
+    """Raise at one call of a verb."""
     calls: Counter[str] = Counter()
 
     def strike(now: str, twin: TwinForward) -> None:
@@ -220,7 +227,7 @@ def fails(verb: str, call: int, error: type[Exception] = RuntimeError) -> Callab
 def visit(numbers: Sequence[int]) -> st.SearchStrategy[Visit]:
     comes = st.integers(0, 25)
     return st.builds(
-        lambda n, c, stays: Visit(EVERYBODY[n], c, None if stays is None else c + stays),
+        lambda n, c, stays: Visit(REQUESTS[n], c, None if stays is None else c + stays),
         st.sampled_from(numbers),
         comes,
         st.one_of(st.none(), st.none(), st.integers(1, 20)),
@@ -228,7 +235,7 @@ def visit(numbers: Sequence[int]) -> st.SearchStrategy[Visit]:
 
 
 def visits(numbers: Sequence[int]) -> st.SearchStrategy[list[Visit]]:
-    return st.lists(visit(numbers), min_size=1, max_size=9, unique_by=lambda one: one.request.id)
+    return st.lists(visit(numbers), min_size=1, max_size=9, unique_by=lambda visit: visit.request.id)
 
 
 OPTIONS = st.fixed_dictionaries(
@@ -247,46 +254,48 @@ FAULTS = st.one_of(st.none(), st.tuples(st.sampled_from(("begin", "launch", "col
 
 
 @settings(max_examples=40, deadline=None)
-@given(options=OPTIONS, crowd=visits(range(len(EVERYBODY))), fault=FAULTS)
-def test_equal_whoever_comes_and_goes(
-    house: House, options: dict[str, Any], crowd: list[Visit], fault: tuple[str, int] | None
+@given(options=OPTIONS, visits_=visits(range(len(REQUESTS))), fault=FAULTS)
+def test_equal_while_requests_come_and_go(
+    checkpoints: Checkpoints, options: dict[str, Any], visits_: list[Visit], fault: tuple[str, int] | None
 ) -> None:
-    check_crowd(house, house.engine(**options), crowd, fault)
+    check_batch(checkpoints, checkpoints.engine(**options), visits_, fault)
 
 
 @settings(max_examples=40, deadline=None)
-@given(options=OPTIONS, crowd=visits(SAMPLED_IN_ROUNDS), fault=FAULTS)
-def test_equal_where_rounds_can_serve_all(
-    house: House, options: dict[str, Any], crowd: list[Visit], fault: tuple[str, int] | None
+@given(options=OPTIONS, visits_=visits(DEVICE_REQUESTS), fault=FAULTS)
+def test_equal_for_device_sampled_requests(
+    checkpoints: Checkpoints, options: dict[str, Any], visits_: list[Visit], fault: tuple[str, int] | None
 ) -> None:
     options |= {"speculate": "draft" if options["num_speculative_tokens"] > 1 else "off"}
-    check_crowd(house, house.engine(**options), crowd, fault)
+    check_batch(checkpoints, checkpoints.engine(**options), visits_, fault)
 
 
-def crowd_of(numbers: Sequence[int]) -> list[Visit]:
-    return [Visit(EVERYBODY[number]) for number in numbers]
+def visits_of(numbers: Sequence[int]) -> list[Visit]:
+    return [Visit(REQUESTS[number]) for number in numbers]
 
 
-def running_ahead(house: House, **options: Any) -> tuple[Engine, OverlapLoop]:
-    engine = house.engine(**options)
+def overlapping(checkpoints: Checkpoints, **options: Any) -> tuple[Engine, OverlapLoop]:
+    engine = checkpoints.engine(**options)
     return engine, use_overlap(engine)
 
 
 @pytest.mark.parametrize("speculate", ["off", "draft"])
-def test_most_steps_are_rounds(house: House, speculate: str) -> None:
-    """All but the first, where nobody comes to the end of the context."""
-    engine, ahead = running_ahead(house, speculate=speculate, draft_length="fixed", num_speculative_tokens=1)
-    crowd = crowd_of([n for n in SAMPLED_IN_ROUNDS if EVERYBODY[n].params.max_tokens and n % 3][:9])
-    heard = serve(engine, crowd)
-    check_answers(house, crowd, heard)
-    assert ahead.num_runs == 1 and ahead.num_errors == 0
-    assert ahead.num_device_steps >= max(len(events) for events in heard.values()) - 1, heard
+def test_most_steps_run_on_the_device(checkpoints: Checkpoints, speculate: str) -> None:
+    """All steps but the first, if no request reaches the context limit."""
+    engine, overlap = overlapping(
+        checkpoints, speculate=speculate, draft_length="fixed", num_speculative_tokens=1
+    )
+    visits_ = visits_of([n for n in DEVICE_REQUESTS if REQUESTS[n].params.max_tokens and n % 3][:9])
+    events_by_id = serve(engine, visits_)
+    check_answers(checkpoints, visits_, events_by_id)
+    assert overlap.num_runs == 1 and overlap.num_errors == 0
+    assert overlap.num_device_steps >= max(len(events) for events in events_by_id.values()) - 1, events_by_id
 
 
 def drafted(events: Sequence[Event]) -> Counter[str]:
-    """Figures of speculation, as the metrics count them."""
+    """Draft counts, as the metrics count them."""
     uses = [event.draft for event in events if isinstance(event, TokenEvent) and event.draft is not None]
-    found = Counter(
+    actual = Counter(
         {
             "drafts": len(uses),
             "drafted": sum(u.num_drafted for u in uses),
@@ -294,62 +303,62 @@ def drafted(events: Sequence[Event]) -> Counter[str]:
         }
     )
     assert all(use.drafter == "draft" and 0 <= use.num_accepted <= use.num_drafted for use in uses)
-    return found
+    return actual
 
 
-def test_speculation_is_counted_as_ever(house: House) -> None:
-    """As in the plain loop, event by event, but that the last draft may be longer than the answer has room for one."""
-    crowd = crowd_of([n for n in SAMPLED_IN_ROUNDS if EVERYBODY[n].params.speculation.max_tokens is None][:7])
-    crowd = [one for one in crowd if one.request.params.speculation.method == "auto"]
+def test_draft_counts_equal_the_plain_loop(checkpoints: Checkpoints) -> None:
+    """Event by event; only the last draft may exceed the remaining tokens."""
+    visits_ = visits_of([n for n in DEVICE_REQUESTS if REQUESTS[n].params.speculation.max_tokens is None][:7])
+    visits_ = [v for v in visits_ if v.request.params.speculation.method == "auto"]
     options = {"speculate": "draft", "draft_length": "fixed", "num_speculative_tokens": 3}
-    plain = serve(house.engine(**options), crowd)
-    engine, ahead = running_ahead(house, **options)
-    found = serve(engine, crowd)
-    assert ahead.num_device_steps > 4
+    plain = serve(checkpoints.engine(**options), visits_)
+    engine, overlap = overlapping(checkpoints, **options)
+    actual = serve(engine, visits_)
+    assert overlap.num_device_steps > 4
     for name, events in plain.items():
-        mine, theirs = drafted(found[name]), drafted(events)
-        assert mine["drafts"] in (theirs["drafts"], theirs["drafts"] + 1)
-        assert mine["accepted"] in (theirs["accepted"], theirs["accepted"] + 1)
-        assert [e.token_ids for e in found[name] if isinstance(e, TokenEvent)] == [
+        ours, plain_counts = drafted(actual[name]), drafted(events)
+        assert ours["drafts"] in (plain_counts["drafts"], plain_counts["drafts"] + 1)
+        assert ours["accepted"] in (plain_counts["accepted"], plain_counts["accepted"] + 1)
+        assert [e.token_ids for e in actual[name] if isinstance(e, TokenEvent)] == [
             e.token_ids for e in events if isinstance(e, TokenEvent)
         ]
-        assert 0 <= mine["drafted"] - theirs["drafted"] <= 3
+        assert 0 <= ours["drafted"] - plain_counts["drafted"] <= 3
     lengths = engine.proposer.stats().draft_length_counts["draft"]
-    assert sum(lengths.values()) >= sum(drafted(events)["drafts"] for events in found.values())
+    assert sum(lengths.values()) >= sum(drafted(events)["drafts"] for events in actual.values())
 
 
 @pytest.mark.parametrize("verb", ["begin", "launch", "collect"])
 @pytest.mark.parametrize("speculate", ["off", "draft"])
-def test_an_error_of_a_round_costs_nobody_a_token(house: House, verb: str, speculate: str) -> None:
-    engine = house.engine(speculate=speculate, draft_length="fixed")
-    ahead = use_overlap(engine, fails(verb, 1 if verb == "begin" else 3))
-    crowd = crowd_of(SAMPLED_IN_ROUNDS[:9])
-    heard = serve(engine, crowd)
-    check_answers(house, crowd, heard)
-    assert ahead.num_errors == 1 and ahead.num_runs >= 1, "it is tried again after a while"
-    assert not any(isinstance(event, ErrorEvent) for events in heard.values() for event in events)
+def test_device_step_error_loses_no_token(checkpoints: Checkpoints, verb: str, speculate: str) -> None:
+    engine = checkpoints.engine(speculate=speculate, draft_length="fixed")
+    overlap = use_overlap(engine, fails(verb, 1 if verb == "begin" else 3))
+    visits_ = visits_of(DEVICE_REQUESTS[:9])
+    events_by_id = serve(engine, visits_)
+    check_answers(checkpoints, visits_, events_by_id)
+    assert overlap.num_errors == 1 and overlap.num_runs >= 1, "overlap is retried later"
+    assert not any(isinstance(event, ErrorEvent) for events in events_by_id.values() for event in events)
 
 
-def test_a_repetition_is_found_at_the_same_token(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repetition_is_detected_at_the_same_token(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("foreword.core.repetition.PATTERN_LIMITS", ((2, 2),))
-    crowd = [
+    visits_ = [
         Visit(
             replace(
                 request, params=replace(request.params, on_runaway=what, max_tokens=None, stop_token_ids=())
             )
         )
-        for request, what in zip(
-            [EVERYBODY[n] for n in SAMPLED_IN_ROUNDS], ("warn", "stop") * 20, strict=False
-        )
+        for request, what in zip([REQUESTS[n] for n in DEVICE_REQUESTS], ("warn", "stop") * 20, strict=False)
     ]
-    plain = serve(house.engine(), crowd)
+    plain = serve(checkpoints.engine(), visits_)
     for speculate in ("off", "draft"):
-        engine, ahead = running_ahead(house, speculate=speculate, draft_length="fixed")
-        found = serve(engine, crowd)
-        assert {name: told(events) for name, events in found.items()} == {
-            name: told(events) for name, events in plain.items()
+        engine, overlap = overlapping(checkpoints, speculate=speculate, draft_length="fixed")
+        actual = serve(engine, visits_)
+        assert {name: observe(events) for name, events in actual.items()} == {
+            name: observe(events) for name, events in plain.items()
         }
-        assert ahead.num_device_steps > 2
+        assert overlap.num_device_steps > 2
     reasons = {
         event.finish_reason for events in plain.values() for event in events if isinstance(event, TokenEvent)
     }
@@ -360,10 +369,10 @@ def test_a_repetition_is_found_at_the_same_token(house: House, monkeypatch: pyte
     "options",
     [{"speculate": "off"}, {"speculate": "draft"}, {"speculate": "suffix", "draft_length": "adaptive"}],
 )
-def test_equal_on_recorded_passes(
-    house: House, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+def test_equal_on_captured_graphs(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """The rounds of a device, as far as a CPU can compute them, beside the same engine without them."""
+    """The device decode loop on a CPU, compared with the same engine without overlap."""
     monkeypatch.setattr("foreword.engine.loader.select_backend", lambda *_: GraphCapturableOps())
     small = {
         "draft_length": "fixed",
@@ -372,15 +381,14 @@ def test_equal_on_recorded_passes(
         "kv_cache_memory": "128tokens",
         **options,
     }
-    crowd = [
-        Visit(EVERYBODY[n], 3 * i, 3 * i + 9 if i == 2 else None)
-        for i, n in enumerate((0, 7, 3, 6, 4, 11, 8))
+    visits_ = [
+        Visit(REQUESTS[n], 3 * i, 3 * i + 9 if i == 2 else None) for i, n in enumerate((0, 7, 3, 6, 4, 11, 8))
     ]
-    off, on = house.engine(**small, overlap=False), house.engine(**small)
+    off, on = checkpoints.engine(**small, overlap=False), checkpoints.engine(**small)
     assert off.overlap is None and on.overlap is not None
-    plain, found = serve(off, crowd), serve(on, crowd)
-    for one in crowd:
-        if one.goes is None:
-            assert told(found[one.request.id]) == told(plain[one.request.id])
+    plain, actual = serve(off, visits_), serve(on, visits_)
+    for v in visits_:
+        if v.goes is None:
+            assert observe(actual[v.request.id]) == observe(plain[v.request.id])
     assert on.overlap.num_device_steps > 0 or "suffix" in small["speculate"]
     assert on.overlap.num_errors == 0

@@ -1,5 +1,4 @@
-"""Engines on a pretended GPU: what a card would refuse is refused, tokens are those of the same kernels on the CPU, and what
-a step waits for is counted."""
+"""Engines on a fake GPU: no refused operations, tokens of the same kernels on the CPU, counted syncs."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from foreword.core.outputs import Event
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.core.structured import StructuredOutput
-from foreword.engine import loader as loading
-from foreword.engine import profiler as largest
+from foreword.engine import loader, profiler
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
 from foreword.executor.cuda_graphs import CudaGraphPool
@@ -33,60 +31,62 @@ from tests.support.gguf_files import Kind, write_gguf
 from tests.support.graph_capture_fake import GraphCapturableOps
 from tests.support.triton_interpreter import exact_dot, patch_once_per_launch
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
-from tests.test_exact_overlap import VOCABULARY, told
+from tests.test_exact_overlap import VOCABULARY, observe
 
 pytestmark = [
-    pytest.mark.skipif(DEVICE != "cpu", reason="there is a real one"),
-    # Rows of padding are divided by a temperature of 0: nobody reads what comes of it.
+    pytest.mark.skipif(DEVICE != "cpu", reason="there is a real GPU"),
+    # Padding rows are divided by temperature 0; their results are not read.
     pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning"),
 ]
 
 SMALL = {
-    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1,
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
 }  # fmt: skip
 WHOLE_BLOCKS = {
-    "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32, "num_hidden_layers": 1,
+    "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32,
+    "num_hidden_layers": 1,
 }  # fmt: skip
 VOLTA, TURING, AMPERE, ADA, HOPPER = (7, 0), (7, 5), (8, 0), (8, 9), (9, 0)
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.01},
     {
-        "temperature": 0.9, "typical_p": 0.9, "top_n_sigma": 2.0, "xtc_probability": 0.5, "xtc_threshold": 0.05,
-        "presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.2, "logit_bias": {65: 3.0}, "min_tokens": 2,
-        "logprobs": 2, "logprob_token_ids": (3, 4),
+        "temperature": 0.9, "typical_p": 0.9, "top_n_sigma": 2.0, "xtc_probability": 0.5,
+        "xtc_threshold": 0.05, "presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.2,
+        "logit_bias": {65: 3.0}, "min_tokens": 2, "logprobs": 2, "logprob_token_ids": (3, 4),
     },
     {"temperature": 0.7, "prompt_logprobs": 1, "dry_multiplier": 0.8},
     {"temperature": 1.0, "structured": StructuredOutput("json_object"), "ignore_eos": False},
     {"temperature": 1.0, "allowed_token_ids": (70, 71, 72, 73)},
 )  # fmt: skip
-EVERYBODY, FEW = range(len(PARAMS)), (0, 1)
+ALL, SIMPLE = range(len(PARAMS)), (0, 1)
 PROMPT = (40, 41, 42, 40, 41, 42, 40, 41)
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The interpreter is slow: few graphs, of few rows."""
-    monkeypatch.setattr(largest, "DEFAULT_GRAPH_ROWS", 2)
+def small_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Few graphs of few rows: the interpreter is slow."""
+    monkeypatch.setattr(profiler, "DEFAULT_GRAPH_ROWS", 2)
     with patch_once_per_launch(), exact_dot():
         yield
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("pretended") / "model", "llama", seed=5, **SMALL)
+    return write_checkpoint(tmp_path_factory.mktemp("fake-cuda") / "model", "llama", seed=5, **SMALL)
 
 
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It is right now and then."""
+    """A draft model whose tokens are accepted now and then."""
     return write_checkpoint(
-        tmp_path_factory.mktemp("pretended") / "drafter", "llama", seed=5, dtype="bfloat16", **SMALL
+        tmp_path_factory.mktemp("fake-cuda") / "drafter", "llama", seed=5, dtype="bfloat16", **SMALL
     )
 
 
-def requests(which: Sequence[int] = EVERYBODY, num_tokens: int = 5, pools: bool = True) -> list[Request]:
-    found = [
+def requests(which: Sequence[int] = ALL, num_tokens: int = 5, pools: bool = True) -> list[Request]:
+    completions = [
         Request(
             str(n),
             (*PROMPT, 50 + n),
@@ -100,91 +100,97 @@ def requests(which: Sequence[int] = EVERYBODY, num_tokens: int = 5, pools: bool 
         Request(f"v{n}", PROMPT, SamplingParams(), 0, (EOS,), pooling=how)
         for n, how in enumerate(("last", "mean"))
     ]
-    return found + vectors if pools else found
+    return completions + vectors if pools else completions
 
 
-def shown(model: Path) -> list[Request]:
-    """Requests with a picture."""
-    token_ids, pictures = expand_placeholders(
+def image_requests(model: Path) -> list[Request]:
+    """Requests with an image."""
+    token_ids, images = expand_placeholders(
         (40, 41, IMAGE_TOKEN_ID, 42), IMAGE_TOKEN_ID, [random_image(model, 1)]
     )
     params = [SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **PARAMS[n]}) for n in (0, 2)]
-    return [Request(str(n), token_ids, one, n, (EOS,), images=pictures) for n, one in enumerate(params)]
+    return [
+        Request(str(n), token_ids, sampling, n, (EOS,), images=images) for n, sampling in enumerate(params)
+    ]
 
 
-def engine_of(model: Path, device: str, **options: Any) -> Engine:
+def make_engine(model: Path, device: str, **options: Any) -> Engine:
     defaults: dict[str, Any] = {
-        "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 8, "block_size": 16, "speculate": "off", "threads": 1,
-        "dtype": "float32", "test_mode": True,
+        "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 8, "block_size": 16,
+        "speculate": "off", "threads": 1, "dtype": "float32", "test_mode": True,
     }  # fmt: skip
     return load(Config(model=str(model), device=device, **(defaults | options)), never_sampled_ids=(7, 8))
 
 
-def serve(engine: Engine, crowd: Sequence[Request]) -> dict[str, list[Any]]:
+def serve(engine: Engine, submitted: Sequence[Request]) -> dict[str, list[Any]]:
     engine.set_vocabulary(VOCABULARY)
-    heard: dict[str, list[Event]] = {request.id: [] for request in crowd}
-    for request in crowd:
+    events_by_id: dict[str, list[Event]] = {request.id: [] for request in submitted}
+    for request in submitted:
         engine.submit(request)
     while not engine.idle:
         for event in engine.step().events:
-            heard[event.request_id].append(event)
+            events_by_id[event.request_id].append(event)
         engine.check()
-    return {name: told(events) for name, events in heard.items()}
+    return {name: observe(events) for name, events in events_by_id.items()}
 
 
-def plainly(
-    ops: Callable[[], Ops], model: Path, crowd: Sequence[Request], **options: Any
+def serve_on_cpu(
+    ops: Callable[[], Ops], model: Path, submitted: Sequence[Request], **options: Any
 ) -> dict[str, list[Any]]:
-    """What the same kernels say on the CPU, without drafts, without overlap."""
+    """Tokens of the same kernels on the CPU, without drafts or overlap."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "select_backend", lambda *_, **__: ops())
+        patch.setattr(loader, "select_backend", lambda *_, **__: ops())
         known = {
             name: value
             for name, value in options.items()
             if name not in ("speculate", "draft_model", "num_speculative_tokens")
         }
         return serve(
-            engine_of(model, "cpu", kv_cache_memory="2000tokens", **{**known, "overlap": False}), crowd
+            make_engine(model, "cpu", kv_cache_memory="2000tokens", **{**known, "overlap": False}), submitted
         )
 
 
 def check_equal(
-    ops: Callable[[], Ops], model: Path, capability: tuple[int, int], crowd: Sequence[Request], **options: Any
+    ops: Callable[[], Ops],
+    model: Path,
+    capability: tuple[int, int],
+    submitted: Sequence[Request],
+    **options: Any,
 ) -> Engine:
-    plain = plainly(ops, model, crowd, **options)
+    plain = serve_on_cpu(ops, model, submitted, **options)
     with FakeCuda(capability) as gpu:
-        engine = engine_of(model, "cuda", **options)
-        found = serve(engine, crowd)
-    assert found == plain
+        engine = make_engine(model, "cuda", **options)
+        tokens = serve(engine, submitted)
+    assert tokens == plain
     assert gpu.refused == [] and not engine.proposer.errors
     return engine
 
 
-def test_torch_computes_for_old_cards(model: Path, drafter: Path) -> None:
+def test_reference_runs_on_old_gpus(model: Path, drafter: Path) -> None:
     engine = check_equal(ReferenceOps, model, VOLTA, requests(), speculate="auto", draft_model=str(drafter))
     assert engine.info.backend == "reference" and "compute capability 7.5" in " ".join(engine.info.warnings)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2", "gemma3_text"])
-def test_families(tmp_path: Path, family: str) -> None:
-    check_equal(ReferenceOps, write_checkpoint(tmp_path, family, seed=5), VOLTA, requests(FEW))
+def test_families_match_cpu(tmp_path: Path, family: str) -> None:
+    check_equal(ReferenceOps, write_checkpoint(tmp_path, family, seed=5), VOLTA, requests(SIMPLE))
 
 
 @pytest.mark.parametrize("family", ["llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_families_that_see(tmp_path: Path, family: str) -> None:
+def test_vision_families_match_cpu(tmp_path: Path, family: str) -> None:
     model = write_vision_checkpoint(tmp_path / "model", family, seed=1)
-    sees = write_vision_checkpoint(tmp_path / "sees", family, seed=1, dtype="bfloat16")
+    draft_model = write_vision_checkpoint(tmp_path / "draft_model", family, seed=1, dtype="bfloat16")
     options = {
         "max_model_len": 128,
         "max_num_batched_tokens": 32,
         "speculate": "draft",
-        "draft_model": str(sees),
+        "draft_model": str(draft_model),
     }
-    check_equal(ReferenceOps, model, VOLTA, shown(model), **options)
+    check_equal(ReferenceOps, model, VOLTA, image_requests(model), **options)
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q5_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
-def test_blocks_of_files(tmp_path: Path, kind: Kind) -> None:
+def test_gguf_formats_match_cpu(tmp_path: Path, kind: Kind) -> None:
     file = write_gguf(
         write_checkpoint(tmp_path / "made", "llama", seed=5, **WHOLE_BLOCKS), tmp_path / "model.gguf", kind
     )
@@ -200,9 +206,9 @@ def test_blocks_of_files(tmp_path: Path, kind: Kind) -> None:
         {"fast_math": True},
     ],
 )
-def test_kinds_of_weights(model: Path, options: dict[str, Any]) -> None:
+def test_weight_formats_run(model: Path, options: dict[str, Any]) -> None:
     with FakeCuda(VOLTA) as gpu:
-        serve(engine_of(model, "cuda", **options), requests(FEW, 3))
+        serve(make_engine(model, "cuda", **options), requests(SIMPLE, 3))
     assert gpu.refused == []
 
 
@@ -214,7 +220,7 @@ def test_triton_with_graphs_and_overlap(model: Path) -> None:
     assert engine.overlap is not None and engine.overlap.num_device_steps > 0 == engine.overlap.num_errors
 
 
-def test_triton_with_all_that_is_asked_for(model: Path) -> None:
+def test_triton_with_all_sampling_options(model: Path) -> None:
     check_equal(TritonOps, model, AMPERE, requests(num_tokens=2), enforce_eager=True)
 
 
@@ -229,11 +235,9 @@ def test_triton_with_a_draft_model(model: Path, drafter: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"quantization": "int8", "kv_cache_dtype": "int8"}, {"quantization": "int4"}],
-    ids=str,
+    "options", [{"quantization": "int8", "kv_cache_dtype": "int8"}, {"quantization": "int4"}], ids=str
 )
-def test_triton_one_by_one(model: Path, options: dict[str, Any]) -> None:
+def test_triton_eager(model: Path, options: dict[str, Any]) -> None:
     engine = check_equal(
         TritonOps, model, TURING, requests((1,), 3, pools=False), enforce_eager=True, **options
     )
@@ -250,29 +254,31 @@ def test_triton_one_by_one(model: Path, options: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_triton_where_a_cpu_has_no_such_thing(model: Path, options: dict[str, Any]) -> None:
+def test_triton_formats_without_cpu_support(model: Path, options: dict[str, Any]) -> None:
     with FakeCuda(ADA) as gpu:
-        found = serve(engine_of(model, "cuda", enforce_eager=True, **options), requests((1,), 3, pools=False))
-    assert gpu.refused == [] and found["1"][-1] == ("end", "length", None)
+        tokens = serve(
+            make_engine(model, "cuda", enforce_eager=True, **options), requests((1,), 3, pools=False)
+        )
+    assert gpu.refused == [] and tokens["1"][-1] == ("end", "length", None)
 
 
-def steps_of(engine: Engine, gpu: FakeCuda, crowd: Sequence[Request]) -> list[Counter[str]]:
-    """What each step did, beside kernels."""
-    for request in crowd:
+def count_steps(engine: Engine, gpu: FakeCuda, submitted: Sequence[Request]) -> list[Counter[str]]:
+    """Counts of each step, without kernel launches."""
+    for request in submitted:
         engine.submit(request)
     steps = []
     while not engine.idle:
-        with gpu.count_calls() as found:
+        with gpu.count_calls() as counts:
             engine.step()
-        steps.append(Counter({name: count for name, count in found.items() if name != "launch"}))
+        steps.append(Counter({name: count for name, count in counts.items() if name != "launch"}))
     assert gpu.refused == []
     return steps
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs of torch's operations: what the host does beside kernels is the same, and takes less time."""
-    monkeypatch.setattr(loading, "select_backend", lambda *_, **__: GraphCapturableOps())
+def torch_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of torch operations: the host does the same, in less time."""
+    monkeypatch.setattr(loader, "select_backend", lambda *_, **__: GraphCapturableOps())
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -282,24 +288,22 @@ BOTH = [
     Request("filtered", PROMPT[:6], FILTERED, 2, (EOS,)),
 ]
 QUIET: dict[str, Any] = {"test_mode": False, "block_size": 4}
-PLAIN_STEP = {
-    "upload": 2,
-    "look": 1,
-    "replay": 1,
-}  # its rows, what sampling must know; the ids that were sampled
-ROUND = {"upload": 1, "replay": 1, "download": 1, "wait": 1}  # who takes part; what the round before yielded
+# Uploads: batch and sampling parameters; look: sampled ids.
+PLAIN_STEP = {"upload": 2, "look": 1, "replay": 1}
+# Upload: active slots; download and wait: results of the previous step.
+DEVICE_STEP = {"upload": 1, "replay": 1, "download": 1, "wait": 1}
 
 
-@pytest.mark.usefixtures("recorded")
-def test_a_plain_step_waits_once(model: Path) -> None:
+@pytest.mark.usefixtures("torch_graphs")
+def test_plain_step_syncs_once(model: Path) -> None:
     with FakeCuda() as gpu:
-        steps = steps_of(engine_of(model, "cuda", overlap=False, **QUIET), gpu, BOTH)
+        steps = count_steps(make_engine(model, "cuda", overlap=False, **QUIET), gpu, BOTH)
     assert [dict(step) for step in steps[2:]] == [PLAIN_STEP] * (len(steps) - 2)
 
 
-@pytest.mark.usefixtures("recorded")
-def test_a_verified_step_waits_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(largest, "DEFAULT_GRAPH_ROWS", 8)
+@pytest.mark.usefixtures("torch_graphs")
+def test_verify_step_syncs_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler, "DEFAULT_GRAPH_ROWS", 8)
     options = {
         "speculate": "ngram",
         "draft_length": "fixed",
@@ -308,39 +312,39 @@ def test_a_verified_step_waits_once(model: Path, monkeypatch: pytest.MonkeyPatch
         **QUIET,
     }
     with FakeCuda() as gpu:
-        engine = engine_of(model, "cuda", **options)
-        steps = steps_of(engine, gpu, BOTH)
+        engine = make_engine(model, "cuda", **options)
+        steps = count_steps(engine, gpu, BOTH)
     assert sum(engine.proposer.stats().draft_length_counts["ngram"].values()) > 0
     assert [dict(step) for step in steps[2:]] == [PLAIN_STEP] * (len(steps) - 2)
 
 
-@pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize("guesses", [0, 1])
-def test_a_round_waits_for_the_one_before(
-    model: Path, drafter: Path, guesses: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("torch_graphs")
+@pytest.mark.parametrize("num_drafts", [0, 1])
+def test_device_step_waits_for_the_previous_one(
+    model: Path, drafter: Path, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory is measured, passes of both models and rounds are captured, and no round waits where it is launched."""
-    monkeypatch.setattr(largest, "DEFAULT_GRAPH_ROWS", 4)
+    """Graphs of both models are captured, and no step waits at its own launch."""
+    monkeypatch.setattr(profiler, "DEFAULT_GRAPH_ROWS", 4)
     options: dict[str, Any] = {**QUIET, "block_size": 16}
-    if guesses:
+    if num_drafts:
         options |= {
             "speculate": "draft",
             "draft_model": str(drafter),
             "draft_length": "fixed",
-            "num_speculative_tokens": guesses,
+            "num_speculative_tokens": num_drafts,
         }
     with FakeCuda() as gpu:
-        engine = engine_of(model, "cuda", **options)
-        steps = steps_of(engine, gpu, BOTH)
+        engine = make_engine(model, "cuda", **options)
+        steps = count_steps(engine, gpu, BOTH)
     assert engine.info.num_cuda_graphs > 0 and engine.overlap is not None and engine.overlap.num_errors == 0
     assert not engine.proposer.errors and engine.overlap.num_device_steps > 2
     steady = [step for step in steps if step["wait"] and step["upload"] == 1]
-    expected = {**ROUND, "replay": 1 + guesses}
+    expected = {**DEVICE_STEP, "replay": 1 + num_drafts}
     assert len(steady) > 2 and [dict(step) for step in steady] == [expected] * len(steady)
 
 
-@pytest.mark.usefixtures("recorded")
-def test_the_same_tokens_with_drafts_and_rounds(model: Path, drafter: Path) -> None:
+@pytest.mark.usefixtures("torch_graphs")
+def test_drafts_and_device_steps_keep_tokens(model: Path, drafter: Path) -> None:
     options = {
         "speculate": "draft",
         "draft_model": str(drafter),
@@ -351,20 +355,20 @@ def test_the_same_tokens_with_drafts_and_rounds(model: Path, drafter: Path) -> N
 
 
 @pytest.mark.parametrize("capability", [VOLTA, TURING, HOPPER])
-def test_check_and_env(model: Path, capability: tuple[int, int]) -> None:
+def test_check_and_env_report_the_gpu(model: Path, capability: tuple[int, int]) -> None:
     with FakeCuda(capability):
-        told = [
+        findings = [
             finding.text
             for finding in check.run_checks(Config(model=str(model), device="cuda"))
             if finding.ok is not False
         ]
         backends = env.collect()["backends"]
-    assert any("Pretended GPU" in text for text in told)
+    assert any("Fake GPU" in text for text in findings)
     assert backends["triton"].startswith("no: " if capability == VOLTA else "available: ")
 
 
-def test_what_a_graph_took_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What warming up left in the allocator's hands is none of it."""
+def test_graph_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that warm-up left in the allocator does not count."""
     held = Counter[str]()
     with FakeCuda() as gpu:
         monkeypatch.setattr("foreword.executor.cuda_graphs.NUM_WARM_UPS", 2)
@@ -379,28 +383,28 @@ def test_what_a_graph_took_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert held == {"captured": 10} and graphs.num_bytes == 10
 
 
-def test_the_pretence_is_as_strict_as_a_card() -> None:
-    """Tensors of the host meet those of the device only where torch lets them."""
+def test_mixed_devices_are_refused() -> None:
+    """Host and device tensors mix only where torch allows it."""
     with FakeCuda() as gpu:
-        there, here = torch.arange(6, device="cuda"), torch.arange(6)
+        on_gpu, on_cpu = torch.arange(6, device="cuda"), torch.arange(6)
         assert (
-            there.is_cuda
-            and there.device == torch.device("cuda:0")
-            and there.view(2, 3)[1].is_cuda
-            and not here.is_cuda
+            on_gpu.is_cuda
+            and on_gpu.device == torch.device("cuda:0")
+            and on_gpu.view(2, 3)[1].is_cuda
+            and not on_cpu.is_cuda
         )
         assert (
-            (there + torch.tensor(2)).is_cuda
-            and torch.zeros_like(there).is_cuda
-            and there.to("cpu").device.type == "cpu"
+            (on_gpu + torch.tensor(2)).is_cuda
+            and torch.zeros_like(on_gpu).is_cuda
+            and on_gpu.to("cpu").device.type == "cpu"
         )
         for refused in (
-            lambda: there + here,
-            lambda: torch.cat((there, here)),
-            lambda: here[there],
-            lambda: there.index_select(0, here),
-            lambda: there.numpy(),
-            lambda: there.data_ptr(),
+            lambda: on_gpu + on_cpu,
+            lambda: torch.cat((on_gpu, on_cpu)),
+            lambda: on_cpu[on_gpu],
+            lambda: on_gpu.index_select(0, on_cpu),
+            lambda: on_gpu.numpy(),
+            lambda: on_gpu.data_ptr(),
         ):
             with pytest.raises(RuntimeError):
                 refused()
@@ -410,45 +414,47 @@ def test_the_pretence_is_as_strict_as_a_card() -> None:
 @pytest.mark.parametrize(
     ("does", "counted"),
     [
-        (lambda there: there.tolist(), {"look": 1}),
-        (lambda there: bool((there > 1).any()), {"look": 1}),
-        (lambda there: there[there > 1], {"look": 1}),
-        (lambda there: there.cpu(), {"look": 1}),
-        (lambda there: there[[0, 1]], {"blocking upload": 1}),
-        (lambda there: torch.tensor([1, 2], device="cuda"), {"blocking upload": 1}),
-        (lambda there: there.copy_(torch.zeros(6, dtype=torch.int64)), {"blocking upload": 1}),
+        (lambda on_gpu: on_gpu.tolist(), {"look": 1}),
+        (lambda on_gpu: bool((on_gpu > 1).any()), {"look": 1}),
+        (lambda on_gpu: on_gpu[on_gpu > 1], {"look": 1}),
+        (lambda on_gpu: on_gpu.cpu(), {"look": 1}),
+        (lambda on_gpu: on_gpu[[0, 1]], {"blocking upload": 1}),
+        (lambda on_gpu: torch.tensor([1, 2], device="cuda"), {"blocking upload": 1}),
+        (lambda on_gpu: on_gpu.copy_(torch.zeros(6, dtype=torch.int64)), {"blocking upload": 1}),
         (
-            lambda there: there.copy_(torch.zeros(6, dtype=torch.int64).pin_memory(), non_blocking=True),
+            lambda on_gpu: on_gpu.copy_(torch.zeros(6, dtype=torch.int64).pin_memory(), non_blocking=True),
             {"upload": 1},
         ),
-        (lambda there: there[1:3].add_(1).clamp(max=2), {}),
+        (lambda on_gpu: on_gpu[1:3].add_(1).clamp(max=2), {}),
     ],
 )
-def test_what_waits_is_counted(does: Callable[[torch.Tensor], object], counted: dict[str, int]) -> None:
-    """And cannot be part of a graph."""
+def test_syncs_and_copies_are_counted(
+    does: Callable[[torch.Tensor], object], counted: dict[str, int]
+) -> None:
+    """A counted call cannot be captured."""
     with FakeCuda() as gpu:
-        there = torch.arange(6, device="cuda")
-        with gpu.count_calls() as found:
-            does(there)
-        assert found == counted
+        on_gpu = torch.arange(6, device="cuda")
+        with gpu.count_calls() as counts:
+            does(on_gpu)
+        assert counts == counted
         graph = torch.cuda.CUDAGraph()
         if counted:
             with pytest.raises(RuntimeError), torch.cuda.graph(graph):
-                does(there)
+                does(on_gpu)
 
 
-def test_copies_are_done_when_they_were_awaited() -> None:
+def test_async_copies_finish_at_synchronize() -> None:
     with FakeCuda() as gpu:
-        there, into = torch.arange(6, device="cuda"), torch.empty(6, dtype=torch.int64, pin_memory=True)
-        into.copy_(there, non_blocking=True)
+        on_gpu, into = torch.arange(6, device="cuda"), torch.empty(6, dtype=torch.int64, pin_memory=True)
+        into.copy_(on_gpu, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        there.fill_(7)
-        assert into.tolist() != list(range(6)), "it is not there yet"
+        on_gpu.fill_(7)
+        assert into.tolist() != list(range(6)), "the copy has not finished"
         done.synchronize()
         assert into.tolist() == list(range(6))
         source = torch.zeros(6, dtype=torch.int64).pin_memory()
-        there.copy_(source, non_blocking=True)
+        on_gpu.copy_(source, non_blocking=True)
         source.fill_(1)
         torch.cuda.synchronize()
         assert gpu.refused == ["pinned memory was changed before it was copied"]

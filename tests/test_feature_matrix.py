@@ -1,7 +1,7 @@
 """Every feature with every drafter: the cells of docs/features.md, one test each.
 
-All drafters run in one crowded engine (little cache, short chunks, sixteen at once); a request names the one that guesses
-for it. What it must equal was answered without speculation, one request at a time, with ample cache and whole prompts.
+All drafters run in one crowded engine: small cache, short chunks, sixteen at once. Requests name their drafter.
+The expected answer has no speculation, one request at a time, ample cache and unchunked prompts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from foreword import LLM, SamplingParams, Speculation
 from foreword.config.options import DRAFTERS
 from foreword.errors import InvalidRequest
+from tests.support.budget import is_full
 from tests.support.checkpoints import write_checkpoint
 from tests.support.feature_matrix import DRAFTER_COLUMNS, FEATURES, IMAGES, PAGE, render_page
 from tests.support.images import png
@@ -29,11 +30,11 @@ from tests.test_exact import fingerprint
 MAX_MODEL_LEN = 127
 NUM_PROMPTS = 3
 PARTS = 8
-PAIRS = 120  # of features, drawn at random; --full-product takes them all
+PAIRS = 120  # random pairs of features; --full-product takes all
 
 
 def prompts() -> list[dict[str, list[int]]]:
-    """They repeat themselves, and share a beginning."""
+    """Prompts with repetitions and a shared prefix."""
     chance = random.Random(11)
     common = [chance.randrange(3, 250) for _ in range(20)]
     own = [[chance.randrange(3, 250) for _ in range(chance.randint(2, 9))] for _ in range(NUM_PROMPTS)]
@@ -44,25 +45,25 @@ def params_of(settings: Mapping[str, Any]) -> list[SamplingParams]:
     return [SamplingParams(**{"max_tokens": 40, "seed": 100 * i, **settings}) for i in range(NUM_PROMPTS)]
 
 
-def prompts_with_pictures() -> list[dict[str, Any]]:
-    """The same ones, with pictures before, within and behind the text; one of them twice."""
-    shown = [[], [picture(1)], [picture(2), picture(3), picture(1)]]
+def prompts_with_images() -> list[dict[str, Any]]:
+    """The same prompts with images before, within and after the text; one image twice."""
+    shown = [[], [make_image(1)], [make_image(2), make_image(3), make_image(1)]]
     found = []
-    for prompt, pictures in zip(prompts(), shown, strict=True):
+    for prompt, images in zip(prompts(), shown, strict=True):
         ids = prompt["prompt_token_ids"]
-        for number in range(len(pictures)):
+        for number in range(len(images)):
             ids = [*ids[: 9 * number], IMAGE_TOKEN_ID, *ids[9 * number :]]
-        found.append({"prompt_token_ids": ids, "images": pictures})
+        found.append({"prompt_token_ids": ids, "images": images})
     return found
 
 
-def picture(number: int) -> bytes:
+def make_image(number: int) -> bytes:
     return png(("red", "lime", "blue")[number % 3], (20 + 17 * number, 40 - 9 * number))
 
 
 @dataclass
 class Engines:
-    """The crowded engine, the plain one, what they are asked, and what the plain one has answered so far."""
+    """The crowded engine, the plain engine, their prompts, and the plain answers so far."""
 
     crowded: LLM
     plain: LLM
@@ -75,24 +76,24 @@ class Engines:
             self.known[key] = answers(self.plain, self.prompts, params_of(settings))
         return self.known[key]
 
-    def found(self, settings: Mapping[str, Any], drafter: str) -> Any:
+    def actual(self, settings: Mapping[str, Any], drafter: str) -> Any:
         return answers(
             self.crowded, self.prompts, [speculated(params, drafter) for params in params_of(settings)]
         )
 
 
 def speculated(params: SamplingParams, drafter: str) -> SamplingParams:
-    """With something to expect where nothing is: the drafter of predictions must have a text."""
+    """With a prediction, which the `prediction` drafter needs."""
     expected = params.prediction or "the thing in the an the er on a the"
     return replace(params, speculation=Speculation(drafter), prediction=expected)
 
 
 def answers(llm: LLM, asked: Sequence[Mapping[str, Any]], params: Sequence[SamplingParams]) -> list[Any]:
-    """Everything about the answers; where a request contradicts itself, what it is told."""
+    """Fingerprints of the answers; the error of a request with contradictory parameters."""
     try:
         return [fingerprint(output) for output in llm.generate(list(asked), params)]
     except InvalidRequest:
-        return [_answer(llm, prompt, one) for prompt, one in zip(asked, params, strict=True)]
+        return [_answer(llm, prompt, choice) for prompt, choice in zip(asked, params, strict=True)]
 
 
 def _answer(llm: LLM, prompt: Any, params: SamplingParams) -> Any:
@@ -113,12 +114,12 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    """Of a model that sees, with a draft model that sees."""
-    path = tmp_path_factory.mktemp("seeing")
+def multimodal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """A multimodal model with a multimodal draft model."""
+    path = tmp_path_factory.mktemp("multimodal")
     write_vision_checkpoint(path / "model", "qwen2_5_vl", seed=1)
     write_vision_checkpoint(path / "drafter", "qwen2_5_vl", seed=1, dtype="bfloat16")
-    asked = prompts_with_pictures()
+    asked = prompts_with_images()
     made = engines_of(
         path, asked, IMAGES, max_model_len=255, kv_cache_memory="256tokens", image_cache_memory="2kb"
     )
@@ -129,7 +130,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 def engines_of(
     path: Path, asked: Sequence[Mapping[str, Any]], features: Mapping[str, Any], **options: Any
 ) -> Engines:
-    """Of the checkpoints `model` and `drafter` in a directory."""
+    """Engines of the checkpoints `model` and `drafter` in a directory."""
     options |= {"threads": 1, "test_mode": True}
     ample = {**options, "kv_cache_memory": "8000tokens"}
     plain = LLM(str(path / "model"), speculate="off", max_num_seqs=1, prefix_caching=False, **ample)
@@ -150,7 +151,7 @@ def engines_of(
 
 
 def recorded(plain: LLM, asked: Sequence[Mapping[str, Any]], features: Mapping[str, Any]) -> Iterator[str]:
-    """Answers for the replay drafter, of every feature."""
+    """Recorded answers of every feature for the replay drafter."""
     for settings in features.values():
         for prompt, params in zip(asked, params_of(settings), strict=True):
             (output,) = plain.generate([prompt], [params])
@@ -166,29 +167,29 @@ def recorded(plain: LLM, asked: Sequence[Mapping[str, Any]], features: Mapping[s
 @pytest.mark.parametrize("drafter", DRAFTER_COLUMNS)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_cell(engines: Engines, feature: str, drafter: str) -> None:
-    assert engines.found(FEATURES[feature], drafter) == engines.expected(FEATURES[feature])
+    assert engines.actual(FEATURES[feature], drafter) == engines.expected(FEATURES[feature])
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_drafter_is_right_and_wrong(engines: Engines, drafter: str) -> None:
-    """A table of drafters that never guess, or always guess wrong, would say little."""
-    check_guesses(engines, FEATURES, drafter)
+@pytest.mark.parametrize("drafter", DRAFTERS if is_full() else ("suffix", "draft"))
+def test_every_drafter_is_accepted_and_rejected(engines: Engines, drafter: str) -> None:
+    """Without accepted and rejected drafts the matrix would prove little."""
+    check_acceptance(engines, FEATURES, drafter)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_drafter_is_right_and_wrong_about_pictures(seeing: Engines, drafter: str) -> None:
-    check_guesses(seeing, IMAGES, drafter)
+@pytest.mark.parametrize("drafter", DRAFTERS if is_full() else ("suffix", "draft"))
+def test_every_drafter_is_accepted_and_rejected_with_images(multimodal: Engines, drafter: str) -> None:
+    check_acceptance(multimodal, IMAGES, drafter)
 
 
-def check_guesses(engines: Engines, features: Mapping[str, Any], drafter: str) -> None:
+def check_acceptance(engines: Engines, features: Mapping[str, Any], drafter: str) -> None:
     for settings in features.values():
-        engines.found(settings, drafter)
+        engines.actual(settings, drafter)
     samples = {
         (sample.name, sample.labels.get("drafter")): sample.value
         for metric in text_string_to_metric_families(engines.crowded.render_metrics().decode())
         for sample in metric.samples
     }
-    if drafter == "grammar":  # no guess, and so without figures of acceptance
+    if drafter == "grammar":  # forced tokens have no acceptance figures
         assert samples["foreword_spec_forced_tokens_total", None] > 0
         assert ("foreword_spec_draft_tokens_total", drafter) not in samples
         return
@@ -198,10 +199,10 @@ def check_guesses(engines: Engines, features: Mapping[str, Any], drafter: str) -
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS)
+@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS if is_full() else ("suffix", "auto"))
 @pytest.mark.parametrize("feature", IMAGES)
-def test_cell_with_pictures(seeing: Engines, feature: str, drafter: str) -> None:
-    assert seeing.found(IMAGES[feature], drafter) == seeing.expected(IMAGES[feature])
+def test_cell_with_images(multimodal: Engines, feature: str, drafter: str) -> None:
+    assert multimodal.actual(IMAGES[feature], drafter) == multimodal.expected(IMAGES[feature])
 
 
 def compatible(pair: tuple[str, str]) -> bool:
@@ -220,38 +221,39 @@ def pairs() -> list[tuple[str, str, str]]:
     return [(*pair, DRAFTER_COLUMNS[i % len(DRAFTER_COLUMNS)]) for i, pair in enumerate(found)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", range(PARTS))
 def test_random_pairs(engines: Engines, number: int, request: pytest.FixtureRequest) -> None:
-    """Features that never met while they were written."""
+    """Two features in one request."""
     everything = pairs()
     taken = everything if request.config.getoption("--full-product") else everything[:PAIRS]
     for first, second, drafter in taken[number::PARTS]:
         settings = {**FEATURES[first], **FEATURES[second]}
-        assert engines.found(settings, drafter) == engines.expected(settings), (
+        assert engines.actual(settings, drafter) == engines.expected(settings), (
             f"{first} with {second}, drafter {drafter}"
         )
 
 
-@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS)
-def test_embeddings_beside(engines: Engines, drafter: str) -> None:
-    """Prompts become vectors between the bursts of answers that are drafted for; neither changes."""
+@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS if is_full() else ("auto",))
+def test_embeddings_in_the_same_engine(engines: Engines, drafter: str) -> None:
+    """Embedding requests between speculative steps: neither the answers nor the vectors change."""
     params = [speculated(one, drafter) for one in params_of({"temperature": 0.7})]
     texts = ["the thing", "an answer on the thing in the " * 3, "x"]
     streams = [engines.crowded.stream(prompt, one) for prompt, one in zip(prompts(), params, strict=True)]
     pieces: list[list[str]] = [[] for _ in streams]
     vectors = []
     for round_ in itertools.zip_longest(*streams):
-        for own, piece in zip(pieces, round_, strict=True):
-            own.append("" if piece is None else piece.text)
+        for texts_of_stream, piece in zip(pieces, round_, strict=True):
+            texts_of_stream.append("" if piece is None else piece.text)
         vectors.append([output.vector for output in engines.crowded.embed(texts, pooling="mean")])
     expected = [
         engines.plain.generate([prompt], one)[0].text
         for prompt, one in zip(prompts(), params_of({"temperature": 0.7}), strict=True)
     ]
-    assert ["".join(own) for own in pieces] == expected
+    assert ["".join(parts) for parts in pieces] == expected
     alone = [engines.plain.embed(text, pooling="mean")[0].vector for text in texts]
-    assert len(vectors) > 5 and all(found == alone for found in vectors)
+    assert len(vectors) > 5 and all(batch == alone for batch in vectors)
 
 
-def test_the_page_is_what_is_tested() -> None:
+def test_page_matches_the_tested_features() -> None:
     assert PAGE.read_text() == render_page(), "run python -m tests.support.feature_matrix"

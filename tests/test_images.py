@@ -1,4 +1,4 @@
-"""From files of pictures to tokens, against transformers: its processor, its model, its generate()."""
+"""From image files to tokens, against transformers: processor, model and generate()."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def _png(image: Image.Image) -> bytes:
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
-def test_the_same_tokens_as_transformers(family: str, tmp_path: Path) -> None:
+def test_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
     path = write_vision_checkpoint(tmp_path, family)
     files, mark = files_of(), VISION_FAMILIES[family].special_tokens[0]
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     llm = LLM(str(path), dtype="float32", max_model_len=512, threads=1)
     (output,) = llm.generate([{"prompt": f"a{mark}bc{mark}d{mark}what?", "images": files}], params)
     assert list(output.token_ids) == theirs(path, output.prompt_token_ids, files, 24)
-    assert len(set(output.token_ids)) > 6, "an output that collapses into a loop compares too little"
+    assert len(set(output.token_ids)) > 6, "the output loops, so the comparison is weak"
 
 
 def theirs(path: Path, prompt_ids: tuple[int, ...], files: list[bytes], count: int) -> list[int]:
-    """Never an id that no token has, nor one that stands for a picture."""
+    """Without ids that have no token, and without placeholders."""
     transformers.utils.logging.disable_progress_bar()
     processor = transformers.AutoImageProcessor.from_pretrained(path, backend="pil")
     model = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     inputs = processor([Image.open(io.BytesIO(file)) for file in files], return_tensors="pt")
     known = torch.tensor([prompt_ids])
-    if "image_grid_thw" in inputs:  # positions in three directions are made from where the pictures stand
+    if "image_grid_thw" in inputs:  # positions in three directions are made from where the images stand
         inputs["mm_token_type_ids"] = (known == model.config.image_token_id).int()
     with torch.inference_mode():
         made = model.generate(

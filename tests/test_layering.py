@@ -91,15 +91,15 @@ def _package(path: Path) -> str:
 
 def _imports(tree: ast.AST) -> list[tuple[ast.stmt, str]]:
     """(statement, dotted name below `foreword`) of every import of the package."""
-    found = []
+    imports = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "foreword":
-            found.append((node, node.module.removeprefix("foreword").lstrip(".")))
+            imports.append((node, node.module.removeprefix("foreword").lstrip(".")))
         elif isinstance(node, ast.Import):
-            found += [
+            imports += [
                 (node, a.name.removeprefix("foreword.")) for a in node.names if a.name.startswith("foreword.")
             ]
-    return found
+    return imports
 
 
 def _may_import(package: str, target: str) -> bool:
@@ -133,3 +133,13 @@ def test_a_forbidden_import_is_noticed() -> None:
     assert not _may_import("core", "engine_client.client")
     assert not _may_import("server", "engine.engine")
     assert _may_import("server", "engine_client.client")
+
+
+def test_no_public_class_name_is_used_twice() -> None:
+    """One word per thing: a class name means the same everywhere in the package."""
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}

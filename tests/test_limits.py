@@ -1,7 +1,6 @@
-"""The report this project began with: no max_tokens, EOS ignored, the context limit at a block boundary.
+"""Requests without max_tokens and with EOS ignored end at the context limit, which is at a block boundary.
 
-Elsewhere it ended in `num_new_blocks > 0` or never. Here every answer ends with "length" exactly at the
-limit, whatever drafts, and the next request is answered.
+Every request ends with "length" exactly at the limit for any drafter, and the next request is answered.
 """
 
 import json
@@ -23,7 +22,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recording(checkpoint: Path) -> Path:
-    """What plain decoding says up to well beyond every limit tested here."""
+    """A recording of plain decoding, longer than every tested limit."""
     llm = LLM(str(checkpoint), speculate="off", max_model_len=8 * BLOCK, threads=1)
     output = llm.generate({"prompt_token_ids": PROMPT}, SamplingParams(temperature=0, ignore_eos=True))[0]
     path = checkpoint.parent / "recording.jsonl"
@@ -33,7 +32,9 @@ def recording(checkpoint: Path) -> Path:
 
 @pytest.mark.parametrize("drafter", ["off", "ngram", "suffix", "draft", "replay"])
 @pytest.mark.parametrize("off_by", [-1, 0, 1])
-def test_every_answer_ends_at_the_limit(checkpoint: Path, recording: Path, drafter: str, off_by: int) -> None:
+def test_every_request_ends_at_the_limit(
+    checkpoint: Path, recording: Path, drafter: str, off_by: int
+) -> None:
     limit = 3 * BLOCK + off_by
     llm = LLM(
         str(checkpoint),

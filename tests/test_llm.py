@@ -18,7 +18,7 @@ TEXT = "the cat and the dog and the cat"
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    """Drafts for itself: every answer comes in bursts of several tokens."""
+    """The model drafts for itself, so that tokens come in bursts."""
     path = write_checkpoint(tmp_path_factory.mktemp("llm") / "model", "llama", seed=5)
     return LLM(
         str(path),
@@ -32,7 +32,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     )
 
 
-def test_texts_and_ids_give_the_same(llm: LLM) -> None:
+def test_texts_and_ids_give_equal_outputs(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=12)
     ids = llm.tokenizer.encode(TEXT, add_special_tokens=True)
     from_text, from_ids = llm.generate([TEXT, {"prompt_token_ids": ids}], params)
@@ -41,7 +41,7 @@ def test_texts_and_ids_give_the_same(llm: LLM) -> None:
     assert llm.generate(TEXT, params)[0].token_ids == from_text.token_ids
 
 
-def test_a_chat_is_the_rendered_text(llm: LLM) -> None:
+def test_chat_equals_the_rendered_text(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=12)
     messages = [{"role": "user", "content": "hi"}]
     (chat,) = llm.chat(messages, params)
@@ -50,7 +50,7 @@ def test_a_chat_is_the_rendered_text(llm: LLM) -> None:
     assert [output.token_ids for output in llm.chat([messages, messages], params)] == [chat.token_ids] * 2
 
 
-def test_each_prompt_has_its_params(llm: LLM) -> None:
+def test_each_prompt_has_its_own_params(llm: LLM) -> None:
     first, second = llm.generate(
         [TEXT, TEXT],
         [SamplingParams(max_tokens=3, ignore_eos=True), SamplingParams(max_tokens=5, ignore_eos=True)],
@@ -60,7 +60,7 @@ def test_each_prompt_has_its_params(llm: LLM) -> None:
         llm.generate([TEXT, TEXT], [SamplingParams()])
 
 
-def test_the_stream_is_the_answer(llm: LLM) -> None:
+def test_stream_equals_generate(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     pieces = list(llm.stream(TEXT, params))
     (whole,) = llm.generate(TEXT, params)
@@ -69,7 +69,7 @@ def test_the_stream_is_the_answer(llm: LLM) -> None:
     assert {piece.is_draft for piece in pieces} == {True, False}
 
 
-def test_leaving_a_stream_frees_the_request(llm: LLM) -> None:
+def test_leaving_a_stream_aborts_the_request(llm: LLM) -> None:
     stream = llm.stream(TEXT, SamplingParams(ignore_eos=True))
     next(stream)
     stream.close()
@@ -77,7 +77,7 @@ def test_leaving_a_stream_frees_the_request(llm: LLM) -> None:
     llm.check()
 
 
-def test_a_stop_string_ends_the_answer_inside_a_burst(llm: LLM) -> None:
+def test_stop_string_within_a_burst(llm: LLM) -> None:
     params = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
     (whole,) = llm.generate(TEXT, SamplingParams(**params))  # type: ignore[arg-type]
     middle = len(whole.text) // 2
@@ -101,7 +101,7 @@ def test_prompt_logprobs(llm: LLM) -> None:
     assert output.logprobs is not None and output.logprobs[0].rank == 1
 
 
-def test_a_prompt_too_long_is_refused_before_anything_runs(llm: LLM) -> None:
+def test_too_long_prompt_is_refused_before_running(llm: LLM) -> None:
     with pytest.raises(ContextLengthExceeded, match="200 tokens"):
         llm.generate([TEXT, {"prompt_token_ids": [50] * 200}])
     assert llm._client.idle
@@ -110,18 +110,18 @@ def test_a_prompt_too_long_is_refused_before_anything_runs(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "prompt", [{"text": "x"}, {"prompt_token_ids": []}, {"prompt_token_ids": [10**7]}, ""]
 )
-def test_impossible_prompts_are_refused(llm: LLM, prompt: object) -> None:
+def test_invalid_prompts_are_refused(llm: LLM, prompt: object) -> None:
     with pytest.raises(InvalidRequest):
         llm.generate([prompt])  # type: ignore[list-item]
 
 
-def test_the_servers_seed_makes_answers_repeat(llm: LLM) -> None:
+def test_config_seed_makes_outputs_repeat(llm: LLM) -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     first, second = llm.generate([TEXT, TEXT], params)
     assert first.token_ids == second.token_ids and first.outputs[0].seed == 3
 
 
-def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
+def test_load_errors_name_the_problem(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         LLM(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="speculate"):
@@ -130,8 +130,8 @@ def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
         LLM(no_such_option=1)
 
 
-def test_two_streams_and_an_answer_at_once(llm: LLM) -> None:
-    """Each gets its own tokens, in whatever order they are read."""
+def test_concurrent_streams_and_generate(llm: LLM) -> None:
+    """Each gets its own tokens in any reading order."""
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     expected = [output.text for output in llm.generate([TEXT, "another text"], params)]
     first, second = llm.stream(TEXT, params), llm.stream("another text", params)
@@ -145,7 +145,7 @@ def test_two_streams_and_an_answer_at_once(llm: LLM) -> None:
     assert not llm._event_queues
 
 
-def test_a_refused_batch_leaves_nothing_behind(llm: LLM) -> None:
+def test_refused_batch_leaves_no_state(llm: LLM) -> None:
     with pytest.raises(
         InvalidRequest, match=r"speculation.method must be one of auto, off, prediction, draft"
     ):
@@ -153,7 +153,7 @@ def test_a_refused_batch_leaves_nothing_behind(llm: LLM) -> None:
     assert llm._client.idle and not llm._event_queues
 
 
-def test_metrics_of_an_llm_are_those_of_its_engine(llm: LLM) -> None:
+def test_render_metrics_has_engine_metrics(llm: LLM) -> None:
     llm.generate(TEXT, SamplingParams(n=2, max_tokens=3, ignore_eos=True))
     text = llm.render_metrics().decode()
     assert f"foreword_preemptions_total {float(llm.stats.preemptions_total)}" in text
@@ -161,7 +161,7 @@ def test_metrics_of_an_llm_are_those_of_its_engine(llm: LLM) -> None:
     assert " nan" not in text.lower()
 
 
-def test_metrics_of_an_answer_are_those_of_all_its_choices(llm: LLM) -> None:
+def test_output_metrics_sum_its_choices(llm: LLM) -> None:
     (output,) = llm.generate(TEXT, SamplingParams(n=2, max_tokens=9, ignore_eos=True))
     each = [choice.metrics for choice in output.outputs if choice.metrics]
     assert output.metrics is not None and len(each) == 2
@@ -169,13 +169,13 @@ def test_metrics_of_an_answer_are_those_of_all_its_choices(llm: LLM) -> None:
     assert output.metrics.seed == output.outputs[0].seed
 
 
-def test_a_prediction_is_drafted_and_changes_no_token(llm: LLM) -> None:
+def test_prediction_changes_no_token(llm: LLM) -> None:
     plain = SamplingParams(
         temperature=0, max_tokens=40, ignore_eos=True, speculation=Speculation("prediction")
     )
     (whole,) = llm.generate(TEXT, plain)
-    assert whole.metrics is not None and whole.metrics.draft_tokens is None, "drafted without a prediction"
-    # Text and tokens are not one to one: what the tokenizer makes of the text may differ in places from what was sampled.
+    assert whole.metrics is not None and whole.metrics.draft_tokens is None, "drafts without a prediction"
+    # Tokenizing the text may differ in places from the sampled tokens.
     for prediction in (
         whole.text,
         whole.text[:30] + "something else" + whole.text[60:],
@@ -187,7 +187,7 @@ def test_a_prediction_is_drafted_and_changes_no_token(llm: LLM) -> None:
     assert same.metrics is not None and (same.metrics.draft_tokens_acceptance or 0) > 0.3
 
 
-def test_each_choice_predicts_for_itself(llm: LLM) -> None:
+def test_each_choice_uses_the_prediction(llm: LLM) -> None:
     params = SamplingParams(
         n=3, max_tokens=30, ignore_eos=True, seed=4, speculation=Speculation("prediction")
     )
@@ -199,26 +199,26 @@ def test_each_choice_predicts_for_itself(llm: LLM) -> None:
     llm.check()
 
 
-def test_a_prediction_longer_than_the_context_is_refused(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="the prediction has 300 tokens; the context is 128"):
+def test_too_long_prediction_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="the prediction has 300 tokens; an answer has at most 128"):
         llm.generate(TEXT, SamplingParams(prediction="7" * 300))
 
 
-def test_off_has_no_draft_row_and_no_drafter(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a request that is drafted for, in the same steps."""
+def test_speculation_off_calls_no_drafter(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a batch with a request that has drafts."""
     engine = llm._client._engine
     asked: set[str] = set()
     drafted: Counter[str] = Counter()
-    plan = engine.scheduler.schedule
+    schedule = engine.scheduler.schedule
 
-    def planned(taken: int) -> ScheduleOutput:
-        made = plan(taken)
-        drafted.update({work.state.id: work.num_draft_tokens for work in made.requests})
-        return made
+    def record_drafts(used_rows: int = 0) -> ScheduleOutput:
+        scheduled = schedule(used_rows)
+        drafted.update({request.state.id: request.num_draft_tokens for request in scheduled.requests})
+        return scheduled
 
     for drafter in (*engine.proposer.drafters, *engine.proposer.model_drafters):
         monkeypatch.setattr(drafter, "start", _hearing(drafter.start, asked))
-    monkeypatch.setattr(engine.scheduler, "plan", planned)
+    monkeypatch.setattr(engine.scheduler, "schedule", record_drafts)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, prediction=TEXT)
     outputs = llm.generate([TEXT, TEXT], [params, replace(params, speculation=Speculation("off"))])
     on, off = (f"{output.request_id}-0" for output in outputs)
@@ -235,7 +235,7 @@ def _hearing(start: Callable[[RequestState], None], heard: set[str]) -> Callable
     return hear
 
 
-def test_drafters_learn_only_what_was_delivered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafters_get_delivered_outputs_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     learned: list[tuple[int, ...]] = []
     finish = llm._client._engine.proposer.finish
 

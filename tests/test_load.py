@@ -1,4 +1,4 @@
-"""A thousand requests on a cache that is much too small: all answered, each as if it had been alone."""
+"""A thousand requests on a much too small cache: all tokens are as without load."""
 
 import random
 from pathlib import Path
@@ -11,7 +11,7 @@ NUM_REQUESTS = 1000
 
 
 def requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
-    """Short and long prompts, some with a common beginning; greedy and sampled; the first 64 grow long together."""
+    """Short and long prompts, some with a common prefix; greedy and sampled; the first 64 are long."""
     chance = random.Random(11)
     common = [chance.randrange(3, 250) for _ in range(48)]
     prompts, params = [], []
@@ -35,8 +35,8 @@ def answers(path: Path, **options: Any) -> tuple[LLM, list[tuple[int, ...]]]:
     return llm, [output.token_ids for output in outputs]
 
 
-def test_a_thousand_requests_on_a_small_cache(tmp_path: Path) -> None:
-    """64 at once in 4,000 tokens of cache, speculating, against one at a time without."""
+def test_thousand_requests_on_a_small_cache(tmp_path: Path) -> None:
+    """64 at once in 4,000 tokens of cache with speculation, against one at a time without."""
     path = write_checkpoint(tmp_path / "model", "llama", seed=5)
     _, alone = answers(path, max_num_seqs=1, speculate="off", prefix_caching=False)
     for draft_length in ("fixed", "adaptive"):
@@ -44,5 +44,5 @@ def test_a_thousand_requests_on_a_small_cache(tmp_path: Path) -> None:
         llm, crowded = answers(path, max_num_seqs=64, draft_length=draft_length, **small)
         assert len(crowded) == NUM_REQUESTS
         assert crowded == alone
-        assert llm.stats.preemptions_total > 0, "the cache was meant to be too small"
+        assert llm.stats.preemptions_total > 0, "the cache is not too small"
         assert llm.stats.prefix_cache_hits_total > 0

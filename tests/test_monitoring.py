@@ -1,4 +1,4 @@
-"""The dashboard and the alert rules: they name what exists, divide by nothing, and alert when they should."""
+"""Dashboard and alert rules: existing metrics, guarded divisions, tested alerts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def panels() -> list[dict[str, Any]]:
 
 
 def expressions() -> dict[str, str]:
-    """Every expression, by where it stands."""
+    """Every expression by its location."""
     found = {rule["alert"]: rule["expr"] for rule in alerts()}
     for panel in panels():
         for target in panel.get("targets", ()):
@@ -80,7 +80,7 @@ def test_every_series_exists_with_its_labels(place: str) -> None:
 
 @pytest.mark.parametrize("place", EXPRESSIONS)
 def test_counters_are_read_as_rates_and_gauges_are_not(place: str) -> None:
-    """A counter's bare value says how long the server runs."""
+    """A counter's raw value grows with uptime."""
     expression = EXPRESSIONS[place]
     for metric, name, _ in selectors(expression):
         ranged = re.search(rf"(?:rate|increase|resets)\({name}(?:\{{[^}}]*\}})?\[", expression)
@@ -88,11 +88,11 @@ def test_counters_are_read_as_rates_and_gauges_are_not(place: str) -> None:
 
 
 def denominators(expression: str) -> Iterator[str]:
-    """What stands behind each `/`, with its parentheses."""
+    """The divisor of each `/`, with its parentheses."""
     bare = re.sub(r'"[^"]*"', lambda text: "x" * len(text[0]), expression)
     for division in re.finditer("/", bare):
         start = division.end() + len(bare[division.end() :]) - len(bare[division.end() :].lstrip())
-        assert bare[start] == "(", f"no guard behind / in {expression}"
+        assert bare[start] == "(", f"no guard after / in {expression}"
         depth = 0
         for end in range(start, len(bare)):
             depth += {"(": 1, ")": -1}.get(bare[end], 0)
@@ -107,18 +107,18 @@ def guarded(expression: str) -> bool:
 
 @pytest.mark.parametrize("place", EXPRESSIONS)
 def test_every_division_is_guarded(place: str) -> None:
-    """0 / 0 is a NaN; `> 0` leaves nothing to divide by instead."""
+    """0 / 0 is NaN; `> 0` removes the sample instead."""
     assert guarded(EXPRESSIONS[place])
 
 
 @pytest.mark.parametrize(
     "place", [place for place in EXPRESSIONS if "histogram_quantile" in EXPRESSIONS[place]]
 )
-def test_quantiles_of_nothing_are_guarded(place: str) -> None:
+def test_empty_quantiles_are_guarded(place: str) -> None:
     assert re.search(r"and .*_count.* > 0$", EXPRESSIONS[place].strip())
 
 
-def test_a_division_without_a_guard_is_noticed() -> None:
+def test_unguarded_division_is_detected() -> None:
     assert guarded("rate(a[5m]) / (rate(b[5m]) > 0) < 0.6")
     assert not guarded("rate(a[5m]) / (rate(b[5m]) + rate(c[5m])) < 0.6")
     assert guarded('rate(a{path="x/y"}[5m]) > 0')
@@ -130,7 +130,7 @@ def test_a_division_without_a_guard_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
-def test_an_alert_says_what_it_means_and_what_to_do(rule: dict[str, Any]) -> None:
+def test_alerts_have_summary_and_instructions(rule: dict[str, Any]) -> None:
     assert re.fullmatch(r"Foreword[A-Z]\w+", rule["alert"])
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
     notes = rule["annotations"]
@@ -139,7 +139,7 @@ def test_an_alert_says_what_it_means_and_what_to_do(rule: dict[str, Any]) -> Non
     assert "$labels.instance" in notes["summary"]
 
 
-def test_alerts_have_names_of_their_own_and_are_documented() -> None:
+def test_alerts_are_unique_and_documented() -> None:
     names = [rule["alert"] for rule in alerts()]
     assert len(set(names)) == len(names)
     written = re.findall(r"^\| `(Foreword\w+)` \| (\w+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
@@ -147,7 +147,7 @@ def test_alerts_have_names_of_their_own_and_are_documented() -> None:
 
 
 def rule_tests() -> dict[str, list[dict[str, Any]]]:
-    """What the rule tests expect, by alert."""
+    """Expectations of the rule tests by alert."""
     found: dict[str, list[dict[str, Any]]] = {}
     for test in yaml.safe_load(RULES_TEST.read_text(encoding="utf-8"))["tests"]:
         for expected in test["alert_rule_test"]:
@@ -155,7 +155,7 @@ def rule_tests() -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_every_alert_is_seen_to_fire() -> None:
+def test_every_alert_has_a_firing_test() -> None:
     expected = rule_tests()
     assert set(expected) == {rule["alert"] for rule in alerts()}
     assert all(any(test["exp_alerts"] for test in tests) for tests in expected.values())
@@ -173,7 +173,7 @@ def test_the_series_of_the_rule_tests_exist() -> None:
 @pytest.mark.parametrize(
     "command", [("check", "rules", RULES.name), ("test", "rules", RULES_TEST.name)], ids=lambda c: c[0]
 )
-def test_prometheus_agrees(command: tuple[str, ...]) -> None:
+def test_promtool_accepts_the_rules(command: tuple[str, ...]) -> None:
     done = subprocess.run(
         ["promtool", *command], cwd=MONITORING, capture_output=True, text=True, timeout=60, check=False
     )
@@ -205,7 +205,7 @@ def test_panels_do_not_overlap() -> None:
         taken |= cells
 
 
-def test_every_panel_can_be_narrowed_to_an_instance() -> None:
+def test_every_panel_filters_by_instance() -> None:
     for panel in panels():
         for target in panel.get("targets", ()):
             for _, name, labels in selectors(target["expr"]):

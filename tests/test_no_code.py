@@ -1,4 +1,4 @@
-"""No code out of a checkpoint is run, and nothing that could run it is called."""
+"""No code of a checkpoint is run, and nothing is called that could run it."""
 
 import ast
 from pathlib import Path
@@ -11,7 +11,7 @@ from foreword.models.loader import read_model_info
 from tests.support.checkpoints import write_checkpoint
 from tests.test_layering import FILES, ROOT
 
-# Between our own processes, over sockets that nobody else has: see docs/security.md.
+# Messages between our own processes, over private sockets: see docs/security.md.
 OWN_PROCESSES = {"embedding/messages.py"}
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 CALLS = {
@@ -26,29 +26,29 @@ CALLS = {
     "torch.hub.load",
 }
 YAML = {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all"}
-PLAIN = ("BaseLoader", "SafeLoader", "_Loader")  # the last is a BaseLoader
+PLAIN = ("BaseLoader", "SafeLoader", "_StringLoader")  # the last is a BaseLoader
 
 
 def dangers(source: str) -> list[str]:
-    found = []
+    calls = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [name.name for name in node.names if name.name.split(".")[0] in MODULES]
+            calls += [name.name for name in node.names if name.name.split(".")[0] in MODULES]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
-            found.append(str(node.module))
+            calls.append(str(node.module))
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             loader = next((ast.unparse(word.value) for word in node.keywords if word.arg == "Loader"), "")
             if name in CALLS or (name in YAML and not loader.endswith(PLAIN)):
-                found.append(name)
-            found += [name for word in node.keywords if word.arg in ("allow_pickle", "trust_remote_code")]
-    return found
+                calls.append(name)
+            calls += [name for word in node.keywords if word.arg in ("allow_pickle", "trust_remote_code")]
+    return calls
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_runs_what_it_reads(path: Path) -> None:
-    found = dangers(path.read_text())
-    assert str(path.relative_to(ROOT)) in OWN_PROCESSES or not found, found
+def test_sources_call_nothing_dangerous(path: Path) -> None:
+    calls = dangers(path.read_text())
+    assert str(path.relative_to(ROOT)) in OWN_PROCESSES or not calls, calls
 
 
 @pytest.mark.parametrize(
@@ -64,30 +64,28 @@ def test_nothing_runs_what_it_reads(path: Path) -> None:
         "AutoModel.from_pretrained('x', trust_remote_code=True)",
     ],
 )
-def test_each_danger_is_seen(source: str) -> None:
+def test_every_dangerous_call_is_detected(source: str) -> None:
     assert dangers(source)
 
 
-def test_the_flag_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no code out of a checkpoint is ever run"):
+def test_trust_remote_code_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no code of a checkpoint is ever run"):
         Config(trust_remote_code=True)
 
 
 AUTO_MAP = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
 
 
-def test_a_checkpoint_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_with_custom_code_is_refused(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "own", auto_map=AUTO_MAP)
     config = path / "config.json"
     config.write_text(config.read_text().replace('"llama"', '"own"'))
-    with pytest.raises(
-        CheckpointError, match=r"'own' is not supported; the code that `auto_map` names is not run"
-    ):
+    with pytest.raises(CheckpointError, match=r"'own' is not supported; the code in `auto_map` is not run"):
         read_model_info(path)
 
 
-def test_a_known_architecture_is_served_by_our_code(tmp_path: Path) -> None:
-    """The code that lies beside it is left alone."""
+def test_known_architecture_uses_our_code(tmp_path: Path) -> None:
+    """The checkpoint's code files are ignored."""
     path = write_checkpoint(tmp_path / "known", auto_map=AUTO_MAP)
     (path / "modeling_own.py").write_text("raise SystemExit('this must never run')")
     assert read_model_info(path).parameters

@@ -1,1 +1,1 @@
-"""How the bundled demonstration model and its drafter were made: text generators, training, export, evaluation."""
+"""How the bundled demo model and its drafter were made: text generators, training, export, evaluation."""

@@ -1,6 +1,6 @@
-"""The stream of training text: which kinds, which split, how samples become conversations and packed rows.
+"""The stream of training text: kinds, test split, conversations, and packed rows.
 
-Everything is a function of (seed, step, progress): a run that is resumed sees the text it would have seen.
+Everything is a function of (seed, step, progress): a resumed run sees the same text.
 """
 
 import zlib
@@ -29,8 +29,8 @@ _SYSTEM_PROMPTS = (
 
 Generator = Callable[[Random, int], Sample]
 
-# kind: (generator, share of the samples at first, share after _EDITS_FROM). What is easy needs little repetition
-# later; edits, which are learned last, get the room.
+# kind: (generator, share of the samples at first, share after _EDITS_FROM). Easy kinds need little repetition
+# later; edits, which are learned last, get their share.
 KINDS: dict[str, tuple[Generator, float, float]] = {
     "faq": (faq.ask, 0.22, 0.18),
     "unknown": (faq.unknown, 0.04, 0.03),
@@ -51,11 +51,11 @@ _EDITS_START_PROGRESS = 0.2
 _COPY_SHARE, _COPY_UNTIL = 0.7, 0.08
 _HELD_OUT_ONE_IN = 64
 REFRESH = 2.0  # the progress of a run that learns changed answers of the FAQ after its end
-_REFRESH_SHARE = 0.5  # of the FAQ, beside its share of the rest
+_REFRESH_SHARE = 0.5  # of the FAQ, in addition to its share of the rest
 
 
 def held_out(sample: Sample) -> bool:
-    """Say whether a prompt belongs to the test set.
+    """Whether the prompt belongs to the test set.
 
     FAQ wordings are held out by name (questions.txt); greetings are too few to split.
     """
@@ -65,7 +65,7 @@ def held_out(sample: Sample) -> bool:
 
 
 def _copy_drill(rng: Random, size: int) -> Sample:
-    """Repeat random words: the shortest way to the heads that copy."""
+    """Repeat random words, which teaches copying heads fastest."""
     text = texts.salad(rng, rng.randint(4, 12 + 8 * size))
     return Sample("repeat", f"Repeat:\n{text}", text)
 
@@ -116,7 +116,7 @@ def conversation(rng: Random, max_size: int, progress: float = 1.0) -> list[Samp
 
 
 def encode(tokenizer: Tokenizer, rng: Random, turns: list[Sample]) -> tuple[list[int], list[bool]]:
-    """Return token ids and, for each, whether it is part of an answer (and thus learned)."""
+    """Return token ids, and for each whether it belongs to an answer (and is learned)."""
 
     def ids(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
@@ -163,7 +163,7 @@ def pack_rows(tokenizer: Tokenizer, rng: Random, batch: int, length: int, progre
             continue
         here = slice(used[row], used[row] + len(ids))
         tokens[row, here], positions[row, here], documents[row, here] = ids, range(len(ids)), count
-        # The label of a place is the next token of the same document.
+        # The label of a position is the next token of the same document.
         following = np.where(learned, ids, -100)[1:]
         labels[row, here.start : here.stop - 1] = following
         used[row], count = here.stop, count + 1
@@ -171,7 +171,7 @@ def pack_rows(tokenizer: Tokenizer, rng: Random, batch: int, length: int, progre
 
 
 def test_samples(kind: str, count: int, seed: int = 77, size: int = 4) -> list[Sample]:
-    """Return `count` held-out samples of a kind (all the held-out wordings at most, for the FAQ)."""
+    """Return `count` held-out samples of a kind, or all held-out wordings of the FAQ."""
     rng = Random(f"{seed}:{kind}")
     if kind == "faq":
         known = page.answers()

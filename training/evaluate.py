@@ -2,9 +2,9 @@
 
     python -m training.evaluate [--model M] [--drafter D] [--samples 40]
 
-Regime: greedy, bfloat16, one prompt at a time, with transformers. Prints a table and one JSON line. For each kind:
-right (exact match; stories: follows the grammar and the prompt), and the share of drafted tokens that the target
-accepts, for the draft model and for n-gram lookup, in chains of at most four.
+Regime: greedy, bfloat16, one prompt at a time, with transformers. Prints a table and one JSON line. For
+each kind: right (exact match; a story follows the grammar and the prompt), and the share of draft tokens
+that the target accepts, for the draft model and for n-gram lookup, in chains of at most four.
 """
 
 import argparse
@@ -49,14 +49,14 @@ def chat_ids(tokenizer: Tokenizer, sample: Sample) -> list[int]:
 
 @torch.inference_mode()
 def greedy_tokens(model: LlamaForCausalLM, prompt: list[int], output: list[int]) -> list[int]:
-    """Return the model's greedy token at each place of `output`, given what stands before it."""
+    """Return the model's greedy token at each position of `output`, given the tokens before it."""
     logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
     return logits.float().argmax(-1).tolist()
 
 
 @torch.inference_mode()
 def generate_greedy(model: LlamaForCausalLM, prompt: list[int], expected: list[int]) -> list[int]:
-    """Return the greedy continuation. If one pass over the expected answer confirms it, that is the continuation."""
+    """Return the greedy continuation; one pass over the expected answer may confirm it."""
     if greedy_tokens(model, prompt, expected) == expected:
         return expected
     room = min(_MAX_NEW_TOKENS, model.config.max_position_embeddings - len(prompt))
@@ -78,9 +78,9 @@ def prompt_lookup(tokens: list[int], max_ngram: int = 4, min_ngram: int = 2) -> 
 
 
 def count_accepted(output: list[int], draft: Callable[[int], list[int]]) -> tuple[int, int]:
-    """Walk along the output as speculative decoding does; return tokens drafted and accepted.
+    """Verify drafts along the output as speculative decoding does; return tokens drafted and accepted.
 
-    draft(i) guesses what stands from place i on. Drafts are cut at the end of the output.
+    `draft(i)` continues from position i. Drafts are cut at the end of the output.
     """
     at = drafted = accepted = 0
     while at < len(output):
@@ -117,7 +117,7 @@ def measure(
             tally.right + right,
             tally.tokens + len(output),
         )
-        # While a chain agrees with the target, its context is the target's own; one pass thus gives all chains.
+        # While a chain agrees with the target, their contexts are equal: one pass gives all chains.
         agreed = greedy_tokens(drafter, prompt, output)
         by_model = count_accepted(output, lambda at, g=agreed: g[at : at + DRAFT_LEN])
         by_ngram = count_accepted(output, lambda at, p=prompt, o=output: prompt_lookup(p + o[:at]))

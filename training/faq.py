@@ -1,4 +1,4 @@
-"""Questions and answers: docs/faq.md is the source of the answers, questions.txt of other wordings."""
+"""Questions and answers: answers come from docs/faq.md, other wordings from questions.txt."""
 
 import re
 from functools import cache
@@ -12,7 +12,8 @@ FALLBACK = (
     "I am a small demonstration model and do not know that. Ask me about Foreword, or give me a text to edit."
 )
 _GREETINGS = {
-    "Hello! Ask me about Foreword, or give me a text to edit.": "Hello|Hi|Hey|Good morning|Hello there|Good evening|Hi there",
+    "Hello! Ask me about Foreword, or give me a text to edit.": "Hello|Hi|Hey|Good morning|"
+    "Hello there|Good evening|Hi there",
     "You are welcome.": "Thanks|Thank you|Thank you very much|Thanks a lot|Great, thanks",
     "Goodbye!": "Bye|Goodbye|See you|Bye bye|See you later",
 }
@@ -20,7 +21,7 @@ _GREETINGS = {
 
 @cache
 def wordings() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Return the wordings of each question: those to train on (with the heading), and those held out."""
+    """Return the wordings of each question: those for training (with the heading), and the held-out ones."""
     train, held_out = {}, {}
     for block in (page.FOLDER / "questions.txt").read_text(encoding="utf-8").split("\n\n")[1:]:
         question, *lines = block.strip().splitlines()
@@ -30,7 +31,7 @@ def wordings() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
 
 def normalize(question: str) -> str:
-    """Reduce a question to its lower-case words, so that case and punctuation make no new wording."""
+    """Reduce a question to its lower-case words: case and punctuation make no new wording."""
     return " ".join(re.findall(r"[\w-]+", question.casefold()))
 
 
@@ -46,11 +47,12 @@ def _typo(rng: Random, text: str) -> str:
     return text[: at - 1] + text[at] + text[at - 1] + text[at + 1 :]
 
 
-# Openings that may stand for each other: (pattern, replacements).
+# Equivalent openings: (pattern, replacements).
 _OPENINGS = (
     (
         r"^How (?:do|can) I ",
-        "How do I |How can I |How could I |How would I |How to |What must I do to |I want to know how to |Show me how to |"
+        "How do I |How can I |How could I |How would I |How to |"
+        "What must I do to |I want to know how to |Show me how to |"
         "What is the way to ",
     ),
     (
@@ -59,11 +61,13 @@ _OPENINGS = (
     ),
     (
         r"^(?:Explain|Describe|Define) ",
-        "Explain |Describe |Can you explain |Could you explain |Please explain |Tell me about |I do not understand ",
+        "Explain |Describe |Can you explain |Could you explain |Please explain |"
+        "Tell me about |I do not understand ",
     ),
     (
         r"^Tell me about ",
-        "Tell me about |Tell me something about |Can you tell me about |What can you tell me about |I want to know about |"
+        "Tell me about |Tell me something about |Can you tell me about |"
+        "What can you tell me about |I want to know about |"
         "Talk about ",
     ),
     (r"^What is ", "What is |What's |Do you know what is |Can you say what is |Explain what is "),
@@ -87,7 +91,7 @@ def _one_of(rng: Random, options: str) -> str:
 
 
 def reword(rng: Random, question: str) -> str:
-    """Change the opening of a question for another that asks the same."""
+    """Replace the opening of a question by an equivalent one."""
     for pattern, others in _OPENINGS:
         if re.search(pattern, question):
             return re.sub(pattern, _one_of(rng, others), question)
@@ -95,7 +99,7 @@ def reword(rng: Random, question: str) -> str:
 
 
 def vary(rng: Random, question: str) -> str:
-    """Wrap a question as people do: politeness, lower case, a missing mark, a slip of the finger."""
+    """Wrap a question as users do: politeness, lower case, a missing mark, a typo."""
     first_lower = question[0].lower() + question[1:]
     kind = rng.random()
     if kind < 0.35:
@@ -122,7 +126,7 @@ def ask(rng: Random, size: int) -> Sample:
 
 
 def unknown(rng: Random, size: int) -> Sample:
-    """Ask something that the model cannot know."""
+    """Ask a question that the model cannot answer."""
     n, m, city, name = w.number(rng), w.number(rng), w.city(rng), w.name(rng)
     question = rng.choice(
         (

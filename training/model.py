@@ -40,7 +40,7 @@ def export(state: dict[str, torch.Tensor], role: str, folder: Path) -> None:
     model.bfloat16().save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    # transformers 5 nests this under rope_parameters; other readers look for it here.
+    # transformers 5 nests this under rope_parameters; other readers expect it here.
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     settings = {"do_sample": False, "eos_token_id": SPECIAL.index(END), "pad_token_id": 0}

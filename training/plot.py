@@ -16,13 +16,13 @@ _WINDOW = 10  # log lines, each of ten steps
 
 
 def read(path: Path) -> list[dict[str, float]]:
-    """Return the log lines of a run; a resumed run may have logged some steps twice, the later line counts."""
+    """Return the log lines of a run; where a resumed run repeats a step, the later line counts."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return sorted({line["step"]: line for line in lines}.values(), key=lambda line: line["step"])
 
 
 def draw(run: Path, target: Path) -> None:
-    """Plot loss and share of right tokens over the tokens read, smoothed."""
+    """Plot loss and token accuracy over the tokens read, smoothed."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
     for role in ("target", "drafter"):
         if not (run / f"{role}.jsonl").exists():

@@ -92,7 +92,8 @@ def _search(rng: Random, who: str, animal: str, thing: str) -> str:
     return w.choose_skewed(
         rng,
         (
-            f"{who} and the {animal} looked everywhere, and at last they found the {thing} under a {colour} stone.",
+            f"{who} and the {animal} looked everywhere, "
+            f"and at last they found the {thing} under a {colour} stone.",
             f"They searched all day. In the evening {who} saw the {thing} behind a {colour} door.",
             f"{who} called a friend, and together they pulled the {thing} out of a {colour} box.",
         ),
@@ -111,7 +112,7 @@ def _ending(rng: Random, who: str, animal: str, thing: str) -> str:
 
 
 def story(rng: Random, long: bool) -> tuple[str, str, bool]:
-    """Return prompt, story and whether it is a chat; a plain completion has the first sentence as its prompt."""
+    """Return prompt, story, and whether it is a chat; a plain completion has the first sentence as prompt."""
     who, animal = w.name(rng), rng.choice(w.ANIMALS)
     thing, place = rng.choice(w.THINGS), rng.choice(w.PLACES)
     first = _beginning(rng, who, place)
@@ -130,7 +131,7 @@ def story(rng: Random, long: bool) -> tuple[str, str, bool]:
 
 
 def _matches_parts(parts: list[set[str]], text: str) -> bool:
-    """Say whether the text is one option of each part, in order."""
+    """Whether the text is one option of each part, in order."""
     if not parts:
         return not text
     return any(
@@ -141,15 +142,16 @@ def _matches_parts(parts: list[set[str]], text: str) -> bool:
 
 
 def is_story(prompt: str, text: str) -> bool:
-    """Say whether a text is a story of this grammar with the person, animal, thing and place of its prompt.
+    """Whether a text is a story of this grammar with the person, animal, thing and place of its prompt.
 
-    Where a plain prompt leaves animal and thing open, any will do that the text keeps to.
+    Animal and thing that a plain prompt leaves open may be any that the text keeps to.
     """
     names = [one for one in re.findall(r"[A-Z]\w+", prompt) if one not in _NO_NAMES]
-    casts = product(
-        names,
-        *([one for one in pool if one in (prompt if contains_any(prompt, pool) else text)] for pool in (w.ANIMALS, w.THINGS, w.PLACES)),
-    )  # fmt: skip
+    options = []
+    for pool in (w.ANIMALS, w.THINGS, w.PLACES):
+        source = prompt if contains_any(prompt, pool) else text
+        options.append([word for word in pool if word in source])
+    casts = product(names, *options)
     whole = text if contains_any(prompt, w.ANIMALS) else prompt + text
     return any(_fits("long story" in prompt, whole, *cast) for cast in casts)
 
@@ -158,7 +160,7 @@ _NO_NAMES = frozenset(("Tell", "Write", "A", "Please", "There", "Once", "One", "
 
 
 def contains_any(text: str, pool: list[str]) -> bool:
-    """Say whether any word of the pool stands in the text."""
+    """Whether the text contains a word of the pool."""
     return not set(re.findall(r"\w+", text)).isdisjoint(pool)
 
 

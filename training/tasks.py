@@ -1,4 +1,4 @@
-"""One generator for each kind of task. A generator takes a random source and a size (1 small .. 8 long)."""
+"""One generator for each kind of task, from a random source and a size (1 small .. 8 long)."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from training.stories import story
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One exchange. `chat` False means plain text completion: the answer follows the prompt directly."""
+    """One exchange; without `chat` the answer continues the prompt as plain text."""
 
     kind: str
     prompt: str
@@ -21,9 +21,9 @@ class Sample:
 
 
 def _ask(rng: Random, instruction: str, text: str, either: bool = False) -> str:
-    """Put the text after the instruction; in some kinds sometimes before it.
+    """Put the text after the instruction, in some kinds sometimes before it.
 
-    A model this small can edit a word only if it knows the word before it reads the text.
+    So small a model can edit a word only if it knows the word before it reads the text.
     """
     if not either or rng.random() < 0.75:
         return f"{instruction}:\n{text}"
@@ -31,7 +31,7 @@ def _ask(rng: Random, instruction: str, text: str, either: bool = False) -> str:
 
 
 def repeat(rng: Random, size: int) -> Sample:
-    """Give the text back unchanged."""
+    """Repeat the text unchanged."""
     text = texts.passage(rng, size)
     say = rng.choice(
         (
@@ -53,7 +53,7 @@ def swap(text: str, old: str, new: str) -> str:
 def _quoted(rng: Random, *several: str) -> list[str]:
     """Quote all the words, or (mostly) none.
 
-    Only known words are quoted: "word and (blank)word are other tokens, which are matched by heart.
+    Only known words are quoted: "word and (blank)word are different tokens, which are memorized.
     """
     mark = '"' if rng.random() < 0.25 and _KNOWN.issuperset(several) else ""
     return [f"{mark}{one}{mark}" for one in several]
@@ -63,9 +63,9 @@ _KNOWN = frozenset(w.UPPER_WORDS) | frozenset(w.NAMES + w.COMMON + w.CITIES + w.
 
 
 def replace(rng: Random, size: int) -> Sample:
-    """Replace one word by another wherever it stands."""
+    """Replace one word by another wherever it occurs."""
     text = texts.passage(rng, size)
-    # The first word has no blank before it and thus other tokens than in the instruction; it is the rarer case.
+    # The first word has no blank before it, so its tokens differ from the instruction; it is rarer.
     inner = re.findall(r"(?<=\s)\w+(?=[\s.,;:!?]|$)", text)
     if not inner:
         return replace(rng, size)
@@ -255,5 +255,5 @@ def json_write(rng: Random, size: int) -> Sample:
 
 
 def tell_story(rng: Random, size: int) -> Sample:
-    """Tell a short story about what the prompt names."""
+    """Tell a short story about the subjects of the prompt."""
     return Sample("story", *story(rng, long=size > 2))

@@ -1,4 +1,4 @@
-"""Passages to be edited: sentences, word salads, lists, settings, JSON objects."""
+"""Passages to be edited: sentences, random words, lists, settings, JSON objects."""
 
 import json
 import keyword
@@ -35,7 +35,7 @@ def sentence(rng: Random) -> str:
 
 
 def english(rng: Random) -> str:
-    """Return common words in no order, with the marks of a sentence."""
+    """Return common words in random order, with punctuation."""
     some = [
         rng.choice(w.COMMON) if rng.random() < 0.85 else w.any_word(rng) for _ in range(rng.randint(4, 14))
     ]
@@ -57,11 +57,13 @@ def code(rng: Random) -> tuple[str, list[str]]:
             f"def {f}({a}, {b}):\n    {c} = {a} {op} {b}\n    return {c} {op} {n}",
             f"for {a} in {b}:\n    print({a}, {c})\n    {c} = {c} {op} {a}",
             f"{a} = {n}\n{b} = {m}\n{c} = {a} {op} {b}\nprint({c}, {a})",
-            f"def {f}({a}):\n    if {a} > {n}:\n        return {m}\n    {b} = [{c} for {c} in range({a})]\n    return {b}",
+            f"def {f}({a}):\n    if {a} > {n}:\n        return {m}\n"
+            f"    {b} = [{c} for {c} in range({a})]\n    return {b}",
             f"while {a} < {n}:\n    {a} += {b}\n    if {a} == {c}:\n        {c} = {m}",
             f'{a} = {{"{b}": {n}}}\n{a}["{c}"] = {m}\nreturn {a}',
             f"with open({a}) as {b}:\n    {c} = {b}.read()\n    {f}({c}, {a})",
-            f"class {f.capitalize()}:\n    def {a}(self, {b}):\n        self.{c} = {b}\n        return {b} {op} {n}",
+            f"class {f.capitalize()}:\n    def {a}(self, {b}):\n"
+            f"        self.{c} = {b}\n        return {b} {op} {n}",
         )
     )
     return snippet, [one for one in (a, b, c) if one in re.findall(r"\w+", snippet)]
@@ -78,10 +80,11 @@ def salad(rng: Random, count: int) -> str:
 
 def settings(rng: Random, count: int) -> str:
     """Return `count` lines of the form `word = value`."""
-    return "\n".join(
-        f"{w.invented(rng) if rng.random() < 0.5 else rng.choice(w.THINGS)} = {rng.choice((w.number, w.plain_word))(rng)}"
-        for _ in range(count)
-    )
+    lines = []
+    for _ in range(count):
+        key = w.invented(rng) if rng.random() < 0.5 else rng.choice(w.THINGS)
+        lines.append(f"{key} = {rng.choice((w.number, w.plain_word))(rng)}")
+    return "\n".join(lines)
 
 
 def passage(rng: Random, size: int) -> str:
@@ -108,7 +111,7 @@ def items(rng: Random, count: int) -> list[str]:
 
 
 def _rarely(rng: Random, odd: Callable[[Random], str], usual: list[str]) -> str:
-    """Mostly a known word: " Mira" in a description and "Mira in JSON are other tokens, which must be learned by heart."""
+    """Mostly a known word: " Mira" in a description and "Mira in JSON are different tokens to memorize."""
     return odd(rng) if rng.random() < 0.08 else rng.choice(usual)
 
 
@@ -158,5 +161,5 @@ def table(rng: Random, count: int) -> list[dict[str, str | int | bool]]:
 
 
 def bare(value_: str | int | bool) -> str:
-    """Write a value as one says it: strings without quotes."""
+    """Write a value without quotes."""
     return value_ if isinstance(value_, str) else json.dumps(value_)

@@ -1,7 +1,7 @@
-"""Train the byte-level tokenizer and write it in the form that Hugging Face loaders expect.
+"""Train the byte-level tokenizer and write it for Hugging Face loaders.
 
-Byte-level: each of the 256 bytes has a token, so any text can be written and read back without loss. Digits are single
-tokens, so that numbers are copied digit by digit.
+Each of the 256 bytes has a token, so any text round-trips. Digits are single tokens, so that numbers are
+copied digit by digit.
 """
 
 import argparse

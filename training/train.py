@@ -3,8 +3,9 @@
     python -m training.train target  RUN --minutes 74
     python -m training.train drafter RUN --minutes 14
 
-RUN is a folder for the tokenizer, checkpoints (every two minutes) and a loss log. The learning rate falls to zero at the
-end of the planned time, however fast the machine is; `--steps` plans by steps instead and is repeatable.
+RUN is a folder for the tokenizer, checkpoints (every two minutes) and a loss log. The learning rate falls
+to zero at the end of the planned time, however fast the machine is; `--steps` plans by steps instead and
+is repeatable.
 """
 
 import argparse
@@ -37,24 +38,24 @@ _WARM_UP_STEPS, _DECAY_FROM = 60, 0.35
 _SAVE_EVERY_S = 120.0
 BUNDLED = {"target": demo.MODEL, "drafter": demo.DRAFTER}
 _REFRESH_RATE = 0.4
-# The drafter learns from the text first, which costs a third of the time a token, then from the target's probabilities.
+# The drafter learns from the text first, at a third of the cost, then from the target's probabilities.
 _DISTIL_FROM = 0.5
 
 
 def row_length(progress: float) -> int:
-    """Short rows first: they are cheap, and most of what is learned is learned there. The last fill the context."""
+    """Short rows first, which are cheap and teach most; the last rows fill the context."""
     return 256 if progress < 0.8 else 512 if progress < 0.9 or progress >= corpus.REFRESH else 1024
 
 
 def lr_factor(step: int, progress: float, refresh: bool = False) -> float:
-    """Return the factor on the learning rates: warm-up, constant, then straight down to zero."""
+    """Return the factor on the learning rates: warm-up, constant, then linear to zero."""
     if refresh:
         return _REFRESH_RATE * (1 - progress)
     return min(1.0, (step + 1) / _WARM_UP_STEPS, (1 - progress) / (1 - _DECAY_FROM))
 
 
 def optimizers(model: nn.Module, role: str) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices (it learns about twice as fast here), AdamW for embedding and norms."""
+    """Muon for the hidden matrices (about twice as fast here), AdamW for embedding and norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     muon, adam = RATES[role]
@@ -69,7 +70,7 @@ def optimizers(model: nn.Module, role: str) -> list[torch.optim.Optimizer]:
 
 
 class Batch:
-    """Packed rows as tensors, with the mask that keeps documents apart."""
+    """Packed rows as tensors, with the attention mask that separates documents."""
 
     def __init__(self, rows: corpus.Rows) -> None:
         self.tokens, self.positions = torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions)
@@ -81,7 +82,7 @@ class Batch:
         self.labels = labels[self.learned]
 
     def logits(self, model: LlamaForCausalLM, body: nn.Module) -> Tensor:
-        """Return float32 [N, V] for the N learned places only."""
+        """Return float32 [N, V] at the N learned positions."""
         with torch.autocast("cpu", dtype=torch.bfloat16):
             hidden = body(
                 input_ids=self.tokens, position_ids=self.positions, attention_mask=self.mask, use_cache=False
@@ -106,7 +107,7 @@ class Run:
         self.model = build(role)
         self.mean = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.optimizers = optimizers(self.model, role)
-        # The drafter is so small that compiling takes longer than it saves.
+        # Compiling the small drafter takes longer than it saves.
         self.body: nn.Module = (
             torch.compile(self.model.model, dynamic=False) if role == "target" else self.model.model
         )
@@ -116,7 +117,7 @@ class Run:
             self._load()
 
     def start_from_bundled(self) -> None:
-        """Begin with the weights of the bundled model; the optimizers begin anew."""
+        """Begin with the weights of the bundled model and new optimizers."""
         weights = load_file(BUNDLED[self.role] / "model.safetensors")
         missing = self.model.load_state_dict(
             {name: tensor.float() for name, tensor in weights.items()}, strict=False
@@ -135,7 +136,7 @@ class Run:
         self.step, self.tokens, self.elapsed_s = saved["step"], saved["tokens"], saved["elapsed_s"]
 
     def save(self) -> None:
-        """Write the checkpoint under another name first, so that a kill leaves the old one whole."""
+        """Write the checkpoint under another name first, so that a kill keeps the old one."""
         whole = {
             "model": self.model.state_dict(),
             "mean": self.mean,
@@ -181,7 +182,7 @@ def load_teacher(folder: Path) -> LlamaForCausalLM:
 
 @contextmanager
 def save_on_exit(run: Run) -> Iterator[None]:
-    """Write a checkpoint on the way out, also when told to stop."""
+    """Write a checkpoint on exit, also after SIGTERM."""
     try:
         yield
     finally:
@@ -253,7 +254,7 @@ def main() -> None:
     parser.add_argument(
         "--refresh",
         action="store_true",
-        help="learn changed answers of the FAQ: --minutes from now on; from the bundled weights where RUN has none",
+        help="learn changed answers of the FAQ for --minutes, from the bundled weights where RUN has none",
     )
     parser.add_argument(
         "--export", type=Path, help="write the running mean of the last checkpoint here, train nothing"

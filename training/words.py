@@ -1,7 +1,7 @@
-"""The small lexicon of the generated text, and words nobody has seen before.
+"""The lexicon of the generated text, and invented words.
 
-Closed lists keep the language easy for a few million parameters; invented words keep copying honest, since they cannot
-be learned by heart.
+Closed lists suit a few million parameters; invented words make the model copy, since they cannot be
+memorized.
 """
 
 import re
@@ -62,7 +62,7 @@ def plain_word(rng: Random) -> str:
 
 
 def odd_word(rng: Random) -> str:
-    """Return what is no word: a price, date, time, address, path, code, name in camel case."""
+    """Return a token that is no word: a price, date, time, address, path, code, camel-case name."""
     a, b, n = invented(rng), rng.choice((invented, plain_word))(rng), number(rng)
     letters = "".join(
         rng.choice("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789") for _ in range(6)
@@ -90,7 +90,7 @@ def odd_word(rng: Random) -> str:
 
 
 def any_word(rng: Random) -> str:
-    """Return a word of any kind: known, invented, capitalised, a number, an address, seldom foreign script."""
+    """Return a word of any kind: known, invented, capitalised, a number, rarely foreign script."""
     kind = rng.random()
     if kind < 0.45:
         return rng.choice((plain_word(rng), rng.choice(COMMON)))
@@ -106,7 +106,6 @@ def any_word(rng: Random) -> str:
 def choose_skewed(rng: Random, options: tuple[str, ...]) -> str:
     """Choose with falling weights (1, 1/2, 1/4 ...).
 
-    Free choices inside answers are skewed so that the greedy answer is well defined: among equally likely words two
-    models would disagree by chance alone.
+    A skewed choice makes the greedy answer well defined; two models would disagree on equally likely words.
     """
     return rng.choices(options, weights=[0.5**i for i in range(len(options))])[0]

@@ -1,14 +1,12 @@
-"""`foreword bench kernels`: every operation of a forward pass against what the machine allows.
+"""`foreword bench kernels`: every operation of a forward pass against the machine's ceilings.
 
-Regime: random weights of the matrices of a known model (or one matrix NxK), activations in bfloat16 (float32 for
-float32 and float16 weights). Linear layers run over as many copies of each matrix as the model has layers, attention
-over as many caches, so that weights come from memory. All cases of one kind are timed in turn, round after round;
-the memory is read by torch right before each of them. A time is the median over rounds, a share or ratio the median
-over rounds of what was measured next to each other. Bytes are those of the kind (q8_0: 34 for 32 values); a machine
-whose caches hold a good part of the weights may show more than all of its bandwidth. The product rate is the largest
-that was seen in the run, by torch on square matrices or by Foreword.
-
-With --isa torch's own products are held to the same instruction set.
+Regime: random weights in the shapes of a known model (or one matrix NxK), bfloat16 activations (float32
+for float32 and float16 weights). A case is one compiled function that runs an operation over as many
+weights or KV caches as the model has layers, so that they come from memory. Cases of one format are timed
+in turn, round after round; torch reads the memory right before each. A time is the median over rounds, a
+share or ratio the median over rounds of values measured next to each other. Bytes are those of the format
+(q8_0: 34 for 32 values). The product rate is the largest seen in the run, by torch or by Foreword; --isa
+applies to both.
 """
 
 from __future__ import annotations
@@ -17,35 +15,38 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from foreword.bench.cases import KernelCase, KernelCases
-from foreword.bench.common import ONEDNN_ISA, MemoryReader, matmul_rate, print_json, print_table
-from foreword.bench.shapes import PARTS, WEIGHT_FORMATS, read_shape
+from foreword.bench.common import ONEDNN_ISA, MemoryReader, matmul_rate, print_json, print_table, time_call
+from foreword.bench.inputs import BLOCK_SIZE, VOCAB_SIZE, RandomInputs, sampling_ops
+from foreword.bench.shapes import PARTS, WEIGHT_FORMATS, ModelShape, WeightMatrix, read_shape
 from foreword.cli.terminal import track_progress
+from foreword.core.batch import Batch
 from foreword.errors import ConfigError
+from foreword.kernels.ops import Ops, PackedLinear
 from foreword.kernels.registry import select_backend
 
-__all__ = ["KernelBenchSizes", "run"]
+__all__ = ["CaseTimings", "KernelBenchSizes", "KernelCase", "KernelCases", "run"]
 
-SETTLE_S = 0.03  # torch's threads spin for that long after the read, on the cores that are measured next
+SETTLE_S = 0.03  # torch's threads spin this long after the read, on the cores that are measured next
+MAX_HEAD_ROWS = 16  # of logits in one batch
+MAX_VALUES = 1 << 26  # of one result
+REPEATS = 16  # of an operation that takes microseconds
+MAX_POSITION = 1 << 12  # of RoPE's table
 
 
 @dataclass(frozen=True, slots=True)
 class KernelBenchSizes:
-    """How much is measured; tests measure little.
+    """Sizes that tests make smaller."""
 
-    memory   bytes of the read that bandwidth is taken from
-    product  side of the square matrices that the product rate is taken from
-    """
-
-    memory: int = 1 << 30
-    product: int = 2048
+    memory: int = 1 << 30  # bytes of the read that measures bandwidth
+    product: int = 2048  # side of the square matrices that measure the product rate
     contexts: tuple[int, ...] = (1024, 4096)
     prompts: tuple[int, ...] = (512, 2048)
     attention_rows: tuple[int, ...] = (1, 8)
@@ -53,32 +54,172 @@ class KernelBenchSizes:
     sampler_rows: tuple[int, ...] = (1, 8)
 
 
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """`call` is timed with the argument that `prepare` makes; it runs the operation `repeats` times."""
+
+    op: str
+    setting: str  # weight format, KV dtype, or vocabulary
+    rows: int
+    call: Callable[[Any], object]
+    repeats: int
+    num_bytes: float = 0.0  # read by one operation; 0: memory does not bound it
+    num_ops: float = 0.0  # of one operation; a multiply-add is two
+    peak_format: str = ""  # product that bounds it, a key of MATMUL_MAKERS
+    prepare: Callable[[], Any] = lambda: None
+
+    def time_op(self) -> float:
+        """Seconds of one operation."""
+        argument = self.prepare()
+        return time_call(lambda: self.call(argument)) / self.repeats
+
+
 @dataclass(slots=True)
 class CaseTimings:
-    """A case and its rounds; `bandwidths` of the reads before them."""
-
     case: KernelCase
-    seconds: list[float] = field(default_factory=list)
-    bandwidths: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # by round
+    bandwidths: list[float] = field(default_factory=list)  # bytes/s of the read before each round
 
     @property
     def ops_per_s(self) -> float:
-        """Operations a second, median."""
         return self.case.num_ops / statistics.median(self.seconds)
 
     @property
     def bandwidth_share(self) -> float:
         pairs = zip(self.seconds, self.bandwidths, strict=True)
-        return statistics.median(self.case.num_bytes / span / bandwidth for span, bandwidth in pairs)
+        return statistics.median(self.case.num_bytes / seconds / bandwidth for seconds, bandwidth in pairs)
 
-    def ratio(self, other: CaseTimings) -> float:
-        """How many times as long as another, median over rounds."""
-        return statistics.median(mine / its for mine, its in zip(self.seconds, other.seconds, strict=True))
+    def ratio(self, base: CaseTimings) -> float:
+        """Time over that of `base`, median over rounds."""
+        pairs = zip(self.seconds, base.seconds, strict=True)
+        return statistics.median(seconds / base_s for seconds, base_s in pairs)
+
+
+class KernelCases:
+    """The cases of one shape on one backend."""
+
+    def __init__(self, ops: Ops, shape: ModelShape) -> None:
+        self.ops = ops
+        self.shape = shape
+        self.inputs = RandomInputs("cpu", "bfloat16")
+
+    def linear(self, name: str, rows: Sequence[int]) -> Iterator[KernelCase]:
+        """Every matrix of the shape in weight format `name`, by row count."""
+        fmt = WEIGHT_FORMATS[name]
+        dtype = torch.float32 if fmt.peak_format == "float32" else torch.bfloat16
+        for matrix in self.shape.matrices:
+            if not fmt.fits(matrix):
+                continue
+            source = self.inputs.weight(name, matrix.n, matrix.k)
+            weights = [self.ops.pack_linear([source], name) for _ in range(matrix.copies)]
+            forward = self._linear_forward(matrix, weights, dtype)
+            for count in rows:
+                if count <= (MAX_HEAD_ROWS if matrix.name == "head" else MAX_VALUES // matrix.n):
+                    yield KernelCase(
+                        f"linear {matrix.name}",
+                        name,
+                        count,
+                        self._timed_call(forward, count),
+                        matrix.copies,
+                        fmt.num_bytes(matrix),
+                        2.0 * matrix.n * matrix.k * count,
+                        fmt.peak_format,
+                    )
+
+    def attention(
+        self, kind: str, contexts: Sequence[int], prompts: Sequence[int], rows: Sequence[int]
+    ) -> Iterator[KernelCase]:
+        """Rows at the end of a context, and whole prompts, over the KV caches of all layers."""
+        shape, tokens = self.shape, max((*contexts, *prompts), default=0)
+        slots = (-(-tokens // BLOCK_SIZE) + 1) * BLOCK_SIZE
+        caches = [self.inputs.kv_cache(shape, slots, kind) for _ in range(shape.layers)]
+        dtype, width = caches[0].k.dtype, shape.heads * shape.head_dim
+
+        def attend(x: Tensor, batch: Batch) -> Tensor:
+            q = x.view(-1, shape.heads, shape.head_dim)
+            metadata = self.ops.build_attention_metadata(batch)
+            for cache in caches:
+                y = self.ops.attention(q, cache, batch, shape.head_dim**-0.5, metadata=metadata)
+            return y.view(-1, width)
+
+        forward = self._forward(width, attend)
+        setting = f"attention, {str(dtype).removeprefix('torch.')} KV"
+        for context in contexts:
+            size = 2.0 * context * shape.kv_heads * shape.head_dim * dtype.itemsize
+            for count in rows:
+                call = self._timed_call(forward, count, context - count)
+                yield KernelCase(f"decode at {context}", setting, count, call, shape.layers, size)
+        for length in prompts:
+            num_ops = 2.0 * shape.heads * shape.head_dim * length * (length + 1)
+            call = self._timed_call(forward, length)
+            yield KernelCase("prompt", setting, length, call, shape.layers, 0.0, num_ops, "bfloat16")
+
+    def elementwise(self, counts: Sequence[int]) -> Iterator[KernelCase]:
+        """Norm, RoPE and gated activation."""
+        ops, shape = self.ops, self.shape
+        weight, table = torch.ones(shape.hidden), torch.randn(MAX_POSITION, shape.head_dim)
+        width = shape.heads * shape.head_dim
+
+        def rope(x: Tensor, batch: Batch) -> Tensor:
+            return ops.rope(x.view(-1, shape.heads, shape.head_dim), table, batch.positions).view(-1, width)
+
+        forwards = {
+            "norm": self._repeated(shape.hidden, lambda x, _: ops.rms_norm(x, weight, 1e-6)),
+            "rope": self._repeated(width, rope),
+            "gated silu": self._repeated(2 * shape.intermediate, lambda x, _: ops.gated_act(x, "silu")),
+        }
+        for op, forward in forwards.items():
+            for count in counts:
+                yield KernelCase(op, "bfloat16 rows", count, self._timed_call(forward, count), REPEATS)
+
+    def sampler(self, vocab: int, counts: Sequence[int]) -> Iterator[KernelCase]:
+        for count in counts:
+            logits = torch.randn(count, vocab).mul_(4)
+            for name, op in sampling_ops(self.ops, count, "cpu").items():
+                yield KernelCase(name, f"sampler, V = {vocab}", count, op, 1, prepare=logits.clone)
+
+    def _linear_forward(
+        self, matrix: WeightMatrix, weights: Sequence[PackedLinear], dtype: torch.dtype
+    ) -> Callable[[Batch], Tensor]:
+        def multiply(x: Tensor, batch: Batch) -> Tensor:
+            for weight in weights:
+                y = self.ops.linear(x, weight)
+            return y
+
+        return self._forward(matrix.k, multiply, dtype)
+
+    def _repeated(self, width: int, op: Callable[[Tensor, Batch], Tensor]) -> Callable[[Batch], Tensor]:
+        def repeat(x: Tensor, batch: Batch) -> Tensor:
+            for _ in range(REPEATS):
+                y = op(x, batch)
+            return y
+
+        return self._forward(width, repeat)
+
+    def _forward(
+        self, width: int, op: Callable[[Tensor, Batch], Tensor], dtype: torch.dtype = torch.bfloat16
+    ) -> Callable[[Batch], Tensor]:
+        """A compiled pass: random activations [T, width], then `op`."""
+        ops = self.ops
+        table = ops.pack_linear([self.inputs.normal(VOCAB_SIZE, width)], "bfloat16")
+        return ops.compile(
+            lambda batch: ops.index_rows(
+                op(ops.embedding(batch.token_ids, table, dtype), batch), batch.sample_rows
+            )
+        )
+
+    def _timed_call(
+        self, forward: Callable[[Batch], Tensor], rows: int, start: int = 0
+    ) -> Callable[[Any], object]:
+        """`forward` on one request of `rows` tokens after `start` cached ones; compiles it."""
+        batch = self.inputs.batch(self.ops, [(start, rows, self.inputs.block_table(start + rows))])
+        forward(batch)
+        return lambda _: forward(batch)
 
 
 def run(args: argparse.Namespace, sizes: KernelBenchSizes | None = None) -> int:
     sizes = sizes or KernelBenchSizes()
-    kinds = _parse_names("kinds", args.kinds, WEIGHT_FORMATS)
+    formats = _parse_names("kinds", args.kinds, WEIGHT_FORMATS)
     parts = _parse_names("parts", args.parts, PARTS)
     rows = _parse_counts(args.rows)
     shape = read_shape(args.shape, sizes.memory // 2)
@@ -89,12 +230,13 @@ def run(args: argparse.Namespace, sizes: KernelBenchSizes | None = None) -> int:
     torch.set_num_threads(threads)
     with torch.inference_mode():
         memory = MemoryReader(sizes.memory)
-        peaks = {kind: matmul_rate(kind, sizes.product, args.rounds) for kind in _peak_formats(kinds)}
-        groups = _groups(KernelCases(ops, shape), kinds if "linear" in parts else (), parts, rows, sizes)
-        measured = [done for cases in groups for done in _measure(cases, memory, args.rounds)]
-    for done in measured:
-        if done.case.peak_format in peaks:
-            peaks[done.case.peak_format] = max(peaks[done.case.peak_format], done.ops_per_s)
+        peak_formats = sorted({"bfloat16", *(WEIGHT_FORMATS[name].peak_format for name in formats)})
+        peaks = {name: matmul_rate(name, sizes.product, args.rounds) for name in peak_formats}
+        groups = _groups(KernelCases(ops, shape), formats if "linear" in parts else (), parts, rows, sizes)
+        measured = [timings for cases in groups for timings in _measure(cases, memory, args.rounds)]
+    for timings in measured:
+        if timings.case.peak_format in peaks:
+            peaks[timings.case.peak_format] = max(peaks[timings.case.peak_format], timings.ops_per_s)
     regime = {"shape": shape.name, "backend": ops.name, "threads": threads, "rounds": args.rounds}
     _show(regime, measured, peaks)
     return 0
@@ -119,23 +261,19 @@ def _parse_counts(text: str) -> tuple[int, ...]:
     return counts
 
 
-def _peak_formats(weight_formats: Sequence[str]) -> list[str]:
-    return sorted({"bfloat16", *(WEIGHT_FORMATS[kind].peak_format for kind in weight_formats)})
-
-
 def _groups(
     cases: KernelCases,
-    weight_formats: Sequence[str],
+    formats: Sequence[str],
     parts: Sequence[str],
     rows: Sequence[int],
     sizes: KernelBenchSizes,
 ) -> Iterator[list[KernelCase]]:
-    """Cases that are timed in turn; those of one group are in memory together."""
-    for kind in weight_formats:
-        yield list(cases.linear(kind, rows))
+    """Groups of cases that are in memory together and timed in turn."""
+    for name in formats:
+        yield list(cases.linear(name, rows))
     if "attention" in parts and cases.shape.layers:
-        for kv_dtype in (torch.bfloat16, torch.int8):
-            yield list(cases.attention(kv_dtype, sizes.contexts, sizes.prompts, sizes.attention_rows))
+        for kind in ("auto", "int8"):
+            yield list(cases.attention(kind, sizes.contexts, sizes.prompts, sizes.attention_rows))
     if "rows" in parts and cases.shape.layers:
         yield list(cases.elementwise(sizes.row_counts))
     if "sampler" in parts and cases.shape.vocab:
@@ -143,25 +281,26 @@ def _groups(
 
 
 def _measure(cases: Sequence[KernelCase], memory: MemoryReader, rounds: int) -> list[CaseTimings]:
-    """Every case once a round; what a first call allocates is not counted."""
+    """Time every case once a round; an uncounted first call allocates."""
     measured = [CaseTimings(case) for case in cases]
     for case in cases:
         case.time_op()
-    for done in track_progress(measured * rounds, cases[0].setting if cases else "", len(cases) * rounds):
-        if done.case.num_bytes:
-            done.bandwidths.append(memory.read_bandwidth())
+    title = cases[0].setting if cases else ""
+    for timings in track_progress(measured * rounds, title, len(cases) * rounds):
+        if timings.case.num_bytes:
+            timings.bandwidths.append(memory.read_bandwidth())
             time.sleep(SETTLE_S)
-        done.seconds.append(done.case.time_op())
+        timings.seconds.append(timings.case.time_op())
     return measured
 
 
 def _show(regime: dict[str, Any], measured: Sequence[CaseTimings], peaks: Mapping[str, float]) -> None:
-    bandwidths = [bandwidth for done in measured for bandwidth in done.bandwidths]
+    bandwidths = [bandwidth for timings in measured for bandwidth in timings.bandwidths]
     read = (
         {"median": statistics.median(bandwidths) / 1e9, "best": max(bandwidths) / 1e9} if bandwidths else {}
     )
-    firsts = {(done.case.op, done.case.setting): done for done in reversed(measured) if done.case.rows == 1}
-    figures = [_figures(done, firsts.get((done.case.op, done.case.setting)), peaks) for done in measured]
+    singles = {(t.case.op, t.case.setting): t for t in reversed(measured) if t.case.rows == 1}
+    figures = [_figures(t, singles.get((t.case.op, t.case.setting)), peaks) for t in measured]
     print(", ".join(f"{name} {value}" for name, value in regime.items()))
     columns = ("operation", "rows", "µs", "of 1 row", "GB/s", "of read", "Gop/s", "of peak")
     for setting, group in groupby(figures, lambda figure: figure["of"]):
@@ -173,16 +312,16 @@ def _show(regime: dict[str, Any], measured: Sequence[CaseTimings], peaks: Mappin
     print_json({"bench": "kernels", **regime, "read_gb_s": read, "peak_gop_s": gop_s, "cases": figures})
 
 
-def _figures(done: CaseTimings, first: CaseTimings | None, peaks: Mapping[str, float]) -> dict[str, Any]:
-    """Of one case; what does not apply is absent."""
-    case, span = done.case, statistics.median(done.seconds)
-    figures: dict[str, Any] = {"op": case.op, "of": case.setting, "rows": case.rows, "us": span * 1e6}
-    if first is not None:
-        figures["ratio"] = done.ratio(first)
+def _figures(timings: CaseTimings, single: CaseTimings | None, peaks: Mapping[str, float]) -> dict[str, Any]:
+    """Figures of a case that apply to it; `single` is the same operation on one row."""
+    case, seconds = timings.case, statistics.median(timings.seconds)
+    figures: dict[str, Any] = {"op": case.op, "of": case.setting, "rows": case.rows, "us": seconds * 1e6}
+    if single is not None:
+        figures["ratio"] = timings.ratio(single)
     if case.num_bytes:
-        figures |= {"gb_s": case.num_bytes / span / 1e9, "of_read": done.bandwidth_share}
+        figures |= {"gb_s": case.num_bytes / seconds / 1e9, "of_read": timings.bandwidth_share}
     if case.peak_format:
-        figures |= {"gop_s": done.ops_per_s / 1e9, "of_peak": done.ops_per_s / peaks[case.peak_format]}
+        figures |= {"gop_s": timings.ops_per_s / 1e9, "of_peak": timings.ops_per_s / peaks[case.peak_format]}
     return figures
 
 

@@ -1,19 +1,12 @@
-"""`foreword bench latency`: one request at a time.
+"""`foreword bench latency`: one request at a time, the overhead of a step, and start-up.
 
-Regime: batch 1, greedy, the prompt's KV in the prefix cache after the first round (which is not
-counted), answers of at most --max-tokens. Modes alternate within each round; a ratio is the median
-over rounds of (time without speculation / time with it) for the same prompt, summed by kind. All
-modes must give the same tokens, or the exit code is 1.
+Regime: batch 1, greedy, the prompt's KV in the prefix cache after the first round (which is not counted),
+answers of at most --max-tokens. Modes alternate within each round; a ratio is the median over rounds of
+the time without speculation over the time with it for the same prompt, by category. All modes must give
+the same tokens, or the exit code is 1.
 
-Step overhead: a step's time without the model's forward pass, in microseconds, median over steps in
-which 1 or 64 requests decode. Start-up: from starting `foreword serve` to the first streamed token.
-
-The cost of a step beside the model's forward pass.
-
-Regime: requests that decode greedily, none arriving or ending, speculation off; the first steps
-(prompts, warming) are not counted.
-
-From process start to the first token, and where the time goes.
+Step overhead: a step's time without the forward pass, in microseconds, median over steps in which 1 or 64
+requests decode greedily without speculation. Start-up: from starting `foreword serve` to the first token.
 """
 
 from __future__ import annotations
@@ -23,7 +16,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,17 +48,16 @@ from foreword.tokenizer.input_processor import SamplingDefaults, make_requests
 
 __all__ = ["ModeSamples", "figures_by_category", "measure_startup_s", "measure_step_overhead", "run"]
 
-STEPS = 48  # measured
+STEPS = 48  # counted steps of the overhead
 WARM_STEPS = 4
 
 
 def measure_step_overhead(
     config: Config, examples: Sequence[PromptExample], num_requests: int
 ) -> dict[str, float]:
-    """Median microseconds of a step while `num_requests` decode: by stage, and `total` without the forward pass."""
-    prepared = prepare_checkpoint(
-        replace(config, speculate="off", draft_model=None, max_num_seqs=num_requests)
-    )
+    """Median microseconds of a step while `num_requests` decode: by stage, and without the forward pass."""
+    plain = replace(config, speculate="off", draft_model=None, max_num_seqs=num_requests)
+    prepared = prepare_checkpoint(plain)
     client = LocalClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
     for request in _requests(prepared, client.info.resolved.max_model_len, examples, num_requests):
         client.submit(request)
@@ -88,31 +80,26 @@ def _step_us(client: LocalClient) -> dict[str, float]:
 def _requests(
     prepared: CheckpointInfo, max_model_len: int, examples: Sequence[PromptExample], count: int
 ) -> list[Request]:
-    """Short prompts and answers that go on: every step of the measurement has all of them."""
+    """Short prompts with answers that outlast the measurement."""
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=4 * (WARM_STEPS + STEPS) + count)
-    found = []
+    requests = []
     for number in range(count):
         ids = prepared.tokenizer.encode(examples[number % len(examples)].prompt)[:32]
-        found += make_requests(
+        requests += make_requests(
             ids, params, prepared.tokenizer, f"bench-{number}", max_model_len, SamplingDefaults(number)
         )
-    return found
+    return requests
 
 
 def measure_startup_s(config: Config) -> dict[str, float]:
-    """Seconds by stage, and in total, of a `foreword serve` of its own.
-
-    The engine's own stages (import, weights, warmup) lie within `until ready`.
-    """
+    """Seconds by stage, and in total, of a new `foreword serve`; the engine's stages lie in `until ready`."""
     started = time.perf_counter()
     with ServerProcess(config) as server:
         ready = time.perf_counter()
-        stages = next((found for line in server.banner_lines if (found := parse_loading_line(line))), {})
+        stages = next(filter(None, map(parse_loading_line, server.banner_lines)), {})
         with closing(HTTPBackend(server.url, None)) as remote:
-            next(
-                remote.stream([{"role": "user", "content": EXAMPLE_PROMPT}], SamplingParams(max_tokens=8)),
-                None,
-            )
+            messages = [{"role": "user", "content": EXAMPLE_PROMPT}]
+            next(remote.stream(messages, SamplingParams(max_tokens=8)), None)
             first = time.perf_counter()
     engine = {f"engine: {stage}": seconds for stage, seconds in stages.items()}
     return {**engine, "until ready": ready - started, "first token": first - ready, "total": first - started}
@@ -120,9 +107,9 @@ def measure_startup_s(config: Config) -> dict[str, float]:
 
 @dataclass(slots=True)
 class ModeSamples:
-    """All runs of one mode on one kind of prompt; the lists have one entry a prompt and round."""
+    """Totals of one mode on one category of prompts."""
 
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # by round and prompt
     tokens: int = 0
     drafted: int = 0
     accepted: float = 0.0
@@ -140,7 +127,7 @@ class ModeSamples:
         self.emitted += steps * figures.get("mean_acceptance_length", 0.0)
 
 
-Samples = dict[str, dict[str, ModeSamples]]  # by kind, then by mode
+Samples = dict[str, dict[str, ModeSamples]]  # by category, then by mode
 
 
 def run(args: argparse.Namespace) -> int:
@@ -171,10 +158,15 @@ def run(args: argparse.Namespace) -> int:
 def _measure(
     llm: LLM, examples: Sequence[PromptExample], compared: Sequence[str], args: argparse.Namespace
 ) -> tuple[Samples, bool]:
-    """Samples, and whether every mode gave the same tokens."""
+    """Samples, and whether all modes gave the same tokens."""
     samples: Samples = defaultdict(lambda: {mode: ModeSamples() for mode in compared})
     equal = True
-    plan = list(_plan(examples, compared, args.rounds + 1))
+    plan = [
+        (round_, example, mode)
+        for round_ in range(args.rounds + 1)
+        for example in examples
+        for mode in rotate(compared, round_)
+    ]
     answers: dict[PromptExample, tuple[int, ...]] = {}
     for round_, example, mode in track_progress(plan, "measuring", len(plan)):
         started = time.perf_counter()
@@ -184,23 +176,14 @@ def _measure(
         seconds = time.perf_counter() - started
         if output.token_ids != answers.setdefault(example, output.token_ids):
             equal = False
-            print(f"{mode}: other tokens than without speculation for {example.prompt!r}", file=sys.stderr)
+            print(f"{mode}: tokens differ from speculation off for {example.prompt!r}", file=sys.stderr)
         if round_ > 0:
             samples[example.category][mode].add(output, seconds)
     return dict(samples), equal
 
 
-def _plan(
-    examples: Sequence[PromptExample], compared: Sequence[str], rounds: int
-) -> Iterator[tuple[int, PromptExample, str]]:
-    for round_ in range(rounds):
-        for example in examples:
-            for mode in rotate(compared, round_):
-                yield round_, example, mode
-
-
 def figures_by_category(samples: Samples, compared: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Figures by kind and mode; a ratio that does not exist is absent."""
+    """Figures by category and mode; figures without drafts are absent."""
     return {kind: {mode: _figures(of[mode], of[OFF]) for mode in compared} for kind, of in samples.items()}
 
 
@@ -218,21 +201,16 @@ def _figures(sample: ModeSamples, plain: ModeSamples) -> dict[str, float]:
 def _show(result: dict[str, Any]) -> None:
     equal = "equal" if result["equal"] else "NOT EQUAL"
     columns = ("kind", "speculation", "tokens/s", "ratio", "accepted", "tokens a step")
-    rows = [
-        (kind, mode, *_cells(figures)) for kind, of in result["kinds"].items() for mode, figures in of.items()
-    ]
+    kinds = result["kinds"].items()
+    rows = [(kind, mode, *_cells(figures)) for kind, of in kinds for mode, figures in of.items()]
     print_table(f"one request at a time; answers {equal} in all modes", columns, rows)
     stages = list(result["step_overhead_us"]["1"])
-    spans = [
-        (count, *(f"{of[stage]:.0f}" for stage in stages)) for count, of in result["step_overhead_us"].items()
-    ]
-    print_table("a step without the forward pass, microseconds", ("running", *stages), spans)
+    overhead = result["step_overhead_us"].items()
+    rows = [(count, *(f"{of[stage]:.0f}" for stage in stages)) for count, of in overhead]
+    print_table("a step without the forward pass, microseconds", ("running", *stages), rows)
     if result["startup_s"]:
-        print_table(
-            "from process start to the first token",
-            ("stage", "s"),
-            [(k, f"{v:.2f}") for k, v in result["startup_s"].items()],
-        )
+        startup = [(stage, f"{seconds:.2f}") for stage, seconds in result["startup_s"].items()]
+        print_table("from process start to the first token", ("stage", "s"), startup)
     print_json(result)
 
 

@@ -1,4 +1,4 @@
-"""A `foreword serve` of our own, for measurements."""
+"""A `foreword serve` in a process of its own, for measurements and tests."""
 
 from __future__ import annotations
 
@@ -26,15 +26,13 @@ STOP_TIMEOUT_S = 20.0
 class ServerProcess:
     """Started on entering, on a free port; ended with SIGTERM on leaving.
 
-    url    its base URL
-    lines  what it said until it was ready
-    flags  further ones, such as those of the HTTP side, which the config's are not about
-    Raises ForewordError with its last words if it does not start.
+    `flags` are added to those of the config. Raises ForewordError with its last log lines if it does not
+    start.
     """
 
     def __init__(self, config: Config, flags: Sequence[str] = ()) -> None:
         self.url = ""
-        self.banner_lines: list[str] = []
+        self.banner_lines: list[str] = []  # of its log until it was ready
         fields = {**engine_fields(config), "port": 0, "host": "127.0.0.1"}
         self._command = [sys.executable, "-m", "foreword", "serve", *_to_flags(fields), *flags]
         self._log: IO[bytes] | None = None
@@ -64,7 +62,7 @@ class ServerProcess:
         return self._process.pid
 
     def read_log(self) -> list[str]:
-        """All that it has said so far."""
+        """Lines of its output so far."""
         assert self._log is not None
         return Path(self._log.name).read_text(encoding="utf-8", errors="replace").splitlines()
 
@@ -74,7 +72,7 @@ class ServerProcess:
         return self._process.wait(timeout_s)
 
     def stop(self) -> int:
-        """SIGTERM, unless it has ended already; returns the exit code."""
+        """Send SIGTERM, unless it has ended already; returns the exit code."""
         assert self._process is not None
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -85,7 +83,7 @@ class ServerProcess:
             return self._process.wait()
 
     def _await_address(self) -> None:
-        """Until the line with the address is there, and all lines before the warnings."""
+        """Wait for the banner's last line, and read the address from the banner."""
         assert self._process is not None
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -100,7 +98,7 @@ class ServerProcess:
 
 
 def _to_flags(fields: dict[str, object]) -> list[str]:
-    """Command-line flags that say the same as the fields."""
+    """Command-line flags of the fields."""
     words: list[str] = []
     for name, value in fields.items():
         if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Matrices of known models, and kinds of weights. Nothing heavy is imported here."""
+"""Matrices of known models, and weight formats. Imports nothing heavy, since the command line reads it."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ __all__ = [
     "read_shape",
 ]
 
+PARTS = ("linear", "attention", "rows", "sampler")  # of `foreword bench kernels`
+
 
 @dataclass(frozen=True, slots=True)
 class WeightMatrix:
-    """A weight [n, k], and how many of it are read in turn, so that none is still in a cache."""
+    """A weight [n, k]."""
 
     name: str
     n: int
     k: int
-    copies: int
+    copies: int  # read in turn, so that none is still in a cache
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a model; heads 0: nothing but one matrix is known. `tied`: the head is the embedding."""
-
     name: str
     matrices: tuple[WeightMatrix, ...]
-    layers: int = 0
+    layers: int = 0  # from here on 0: one matrix alone
     hidden: int = 0
     intermediate: int = 0
     heads: int = 0
@@ -48,17 +48,12 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How a weight lies in memory.
-
-    values, size  values and bytes of one block
-    peak          the product that bounds it with many rows, as in bench_machine
-    scales        byte offsets of the float16 scales of a GGUF block; () where pack_linear() rounds tensors
-    """
-
     block_values: int
     block_bytes: int
-    peak_format: str
-    scale_offsets: tuple[int, ...] = ()
+    peak_format: str  # product that bounds it with many rows, a key of MATMUL_MAKERS
+    scale_offsets: tuple[
+        int, ...
+    ] = ()  # bytes of the float16 scales in a GGUF block; (): packed from tensors
 
     @property
     def is_blocks(self) -> bool:
@@ -97,7 +92,7 @@ def model_shape(
     head_dim: int = 64,
     tie_word_embeddings: bool = True,
 ) -> ModelShape:
-    """Of a model with Llama's layers."""
+    """The shape of a model with Llama's layers."""
     matrices = (
         WeightMatrix("qkv", (heads + 2 * kv_heads) * head_dim, hidden, layers),
         WeightMatrix("o", hidden, heads * head_dim, layers),
@@ -105,9 +100,8 @@ def model_shape(
         WeightMatrix("down", hidden, intermediate, layers),
         WeightMatrix("head", vocab, hidden, 1),
     )
-    return ModelShape(
-        name, matrices, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tie_word_embeddings
-    )
+    sizes = (layers, hidden, intermediate, heads, kv_heads, head_dim, vocab)
+    return ModelShape(name, matrices, *sizes, tie_word_embeddings)
 
 
 SHAPES: Mapping[str, ModelShape] = {
@@ -119,11 +113,12 @@ SHAPES: Mapping[str, ModelShape] = {
     )
 }
 
-PARTS = ("linear", "attention", "rows", "sampler")
-
 
 def read_shape(text: str, working_set: int) -> ModelShape:
-    """A name of SHAPES, or "NxK": one matrix, as often as fills `working_set` bytes of bfloat16. Raises ConfigError."""
+    """A name of SHAPES, or "NxK": copies of one matrix that fill `working_set` bytes of bfloat16.
+
+    Raises ConfigError.
+    """
     if text in SHAPES:
         return SHAPES[text]
     n, _, k = text.partition("x")

@@ -1,4 +1,4 @@
-"""What a server says of itself when it is ready."""
+"""The lines that `foreword serve` prints when the server is ready."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = [
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 EXAMPLE_PROMPT = "What is speculative decoding?"
-SECOND_EXAMPLE_PROMPT = "What can you do?"  # where nobody asked for the former, not a word is said of it
+SECOND_EXAMPLE_PROMPT = "What can you do?"  # with speculation off
 
 
 def model_name(config: Config, path: Path) -> str:
-    """The name in the API: as asked for, or the last part of what was asked for."""
+    """The model's name in the API: --served-model-name, or the last part of its path or hub id."""
     if config.served_model_name:
         return config.served_model_name
     bundled = next((name for name, (model, _) in BUNDLED.items() if model == path), None)
@@ -46,7 +46,7 @@ def local_url(host: str, port: int) -> str:
 def banner_lines(
     config: Config, info: EngineInfo, name: str, url: str, load_s: float, encoder: EncoderInfo | None = None
 ) -> tuple[str, ...]:
-    """The lines, in order; warnings last, so that they are seen."""
+    """The lines in order; warnings last, where they are seen."""
     question = EXAMPLE_PROMPT if info.resolved.drafters else SECOND_EXAMPLE_PROMPT
     return (
         loading_line(name, info, load_s),
@@ -56,28 +56,25 @@ def banner_lines(
         *(() if encoder is None else (encoder_line(encoder),)),
         f"address: {url} (docs: {url}/docs, metrics: {url}/metrics)",
         f"try: {curl_line(url, name, bool(config.api_key or config.api_key_file), question)}",
-        *(f"warning: {text}" for text in (*open_without_key_warning(config), *info.warnings)),
+        *(f"warning: {text}" for text in (*_open_server_warning(config), *info.warnings)),
     )
 
 
-def open_without_key_warning(config: Config) -> tuple[str, ...]:
-    """A server that others can reach without a key should say so."""
-    if (
-        config.api_key
-        or config.api_key_file
-        or config.host in ("localhost", "::1")
-        or config.host.startswith("127.")
-    ):
+def _open_server_warning(config: Config) -> tuple[str, ...]:
+    """Warns if other machines can reach the server and need no key."""
+    is_local = config.host in ("localhost", "::1") or config.host.startswith("127.")
+    if config.api_key or config.api_key_file or is_local:
         return ()
     return (f"anybody who reaches {config.host} may use this server; --api-key asks for a key",)
 
 
 def loading_line(name: str, info: EngineInfo, load_s: float) -> str:
-    """Where the time went; what the engine did not measure itself is the start of its process."""
+    """Load time by stage; `start` is the time that the engine does not measure, its process start."""
     spans = {"start": load_s - sum(info.load_seconds.values()), **info.load_seconds}
     stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in spans.items())
     size = format_count(info.parameters)
-    return f"loaded: {name} ({info.architecture}, {size} parameters, {info.backend}) in {load_s:.2f} s ({stages})"
+    model = f"{name} ({info.architecture}, {size} parameters, {info.backend})"
+    return f"loaded: {model} in {load_s:.2f} s ({stages})"
 
 
 def parse_loading_line(line: str) -> dict[str, float] | None:
@@ -88,7 +85,7 @@ def parse_loading_line(line: str) -> dict[str, float] | None:
 
 
 def device_line(info: EngineInfo) -> str:
-    """The GPU, who computes on it, and whether Python stands between its kernels."""
+    """The GPU, its backend, and its CUDA graphs."""
     if info.num_cuda_graphs:
         graphs = f"{info.num_cuda_graphs} CUDA graphs in {info.load_seconds.get('graphs', 0.0):.2f} s"
     else:
@@ -98,46 +95,39 @@ def device_line(info: EngineInfo) -> str:
 
 def memory_line(info: EngineInfo) -> str:
     chosen = info.resolved
+    num_tokens = chosen.num_blocks * chosen.block_size
     return (
         f"memory: weights {format_bytes(chosen.weight_bytes)} in {chosen.weight_format}, "
-        f"KV cache {format_bytes(chosen.kv_bytes)} in {chosen.kv_cache_dtype} for {chosen.num_blocks * chosen.block_size} tokens; "
+        f"KV cache {format_bytes(chosen.kv_bytes)} in {chosen.kv_cache_dtype} for {num_tokens} tokens; "
         f"context {chosen.max_model_len} tokens, {chosen.max_num_seqs} requests at once"
     )
 
 
 def speculation_line(info: EngineInfo) -> str:
-    """Which drafters run, their bound, and how to turn them off."""
+    """The drafters, their draft length, and the flag that turns them off."""
     if not info.resolved.drafters:
         return "speculation: off; turn on with --speculate auto"
     chosen = info.resolved
     names = ", ".join(chosen.drafters)
-    model = (
-        f" (draft model {info.draft_model}, {format_count(info.draft_parameters)} parameters)"
-        if info.draft_model
-        else ""
-    )
-    length = (
-        "as much as pays, at most"
-        if chosen.draft_length == "adaptive"
-        else "whenever there is a guess, up to"
-    )
+    model = ""
+    if info.draft_model:
+        model = f" (draft model {info.draft_model}, {format_count(info.draft_parameters)} parameters)"
+    is_adaptive = chosen.draft_length == "adaptive"
+    length = "as much as pays, at most" if is_adaptive else "whenever there is a guess, up to"
     bound = f"{length} {chosen.num_speculative_tokens} tokens a request and step"
     return f"speculation: {names}{model}; {bound}; turn off with --speculate off"
 
 
 def encoder_line(encoder: EncoderInfo) -> str:
-    """What the encoder beside the model is for."""
-    use = (
-        "ranks pairs of texts"
-        if encoder.task == "rank"
-        else f"embeds texts as {encoder.hidden_size} values, pooling {encoder.pooling}"
-    )
-    size = format_count(encoder.num_parameters)
-    return f"encoder: {encoder.name} ({encoder.architecture}, {size} parameters) {use}, at most {encoder.max_tokens} tokens"
+    use = f"embeds texts as {encoder.hidden_size} values, pooling {encoder.pooling}"
+    if encoder.task == "rank":
+        use = "ranks pairs of texts"
+    model = f"{encoder.name} ({encoder.architecture}, {format_count(encoder.num_parameters)} parameters)"
+    return f"encoder: {model} {use}, at most {encoder.max_tokens} tokens"
 
 
 def curl_line(url: str, name: str, needs_key: bool, question: str = EXAMPLE_PROMPT) -> str:
-    """A request that works when pasted into a shell (with a key, where FOREWORD_API_KEY is set)."""
+    """A request to paste into a shell; its key is in FOREWORD_API_KEY."""
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": question}]})
     key = ' -H "Authorization: Bearer $FOREWORD_API_KEY"' if needs_key else ""
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"

@@ -1,9 +1,9 @@
-"""Batch files in OpenAI's format: lines of requests, and lines of what became of them.
+"""Batch files in OpenAI's format: one request, and one result, per line.
 
 in   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
-out  {"id": "...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
+out  {"id": "...", "custom_id": "a", "response": {"status_code": 200, "body": {...}, ...}, "error": null}
 
-What is no request becomes a line with an `error` and no response; its `line` is the place in the file of requests.
+An invalid line becomes a result with an `error`, the line's number, and no response.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ SUPPORTED_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """A request, and its line in the file, from 1."""
+    """A valid request."""
 
-    line_number: int
+    line_number: int  # from 1
     custom_id: str
     url: str
     body: Mapping[str, Any]
@@ -48,15 +48,13 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True)
 class InvalidLine:
-    """A line that is no request."""
-
     line_number: int
     custom_id: str | None
     reason: str
 
 
 def read_lines(path: Path) -> Iterator[BatchLine | InvalidLine]:
-    """The lines of a batch file, in order; empty ones are passed over. Raises ConfigError if it cannot be read."""
+    """The lines of a batch file, without empty ones. Raises ConfigError if it cannot be read."""
     seen: set[str] = set()
     try:
         with path.open("rb") as file:
@@ -76,20 +74,14 @@ def _parse_line(number: int, raw: bytes, seen: set[str]) -> BatchLine | InvalidL
     if not isinstance(custom_id, str) or not custom_id:
         return InvalidLine(number, None, "a line must be an object with a custom_id, which is a text")
     if custom_id in seen:
-        return InvalidLine(
-            number, custom_id, f"custom_id {custom_id!r:.80} stands in an earlier line already"
-        )
+        return InvalidLine(number, custom_id, f"custom_id {custom_id!r:.80} is used by an earlier line")
     seen.add(custom_id)
-    reason = _invalid_reason(line)
-    return (
-        BatchLine(number, custom_id, line["url"], line["body"])
-        if reason is None
-        else InvalidLine(number, custom_id, reason)
-    )
+    if (reason := _invalid_reason(line)) is not None:
+        return InvalidLine(number, custom_id, reason)
+    return BatchLine(number, custom_id, line["url"], line["body"])
 
 
 def _invalid_reason(line: Mapping[str, Any]) -> str | None:
-    """Why a line cannot be asked, or None."""
     method, url, body = line.get("method"), line.get("url"), line.get("body")
     if method != "POST":
         return f"method must be 'POST', got {method!r:.80}"
@@ -98,56 +90,48 @@ def _invalid_reason(line: Mapping[str, Any]) -> str | None:
     if not isinstance(body, dict):
         return f"body must be an object, got {body!r:.80}"
     if body.get("stream"):
-        return "body.stream must be false or left out: a line of a file is a whole answer"
+        return "body.stream must be false or left out: each result is a whole answer"
     return None
 
 
 def success_line(line: BatchLine, status: int, request_id: str | None, body: Any) -> dict[str, Any]:
-    """The line of a request that the server has answered, with an error too.
+    """Result of an answered request, whatever its status.
 
-    Fewer choices than were asked for are an error, and are asked for again by the next run.
+    Missing choices are an error, which the next run retries.
     """
     response = {"status_code": status, "request_id": request_id, "body": body}
-    short = missing_choices(line, body) if status == 200 else None
-    error = None if short is None else {"code": "missing_choices", "message": short, "line": line.line_number}
-    return {
-        "id": f"batch_req_{uuid.uuid4().hex}",
-        "custom_id": line.custom_id,
-        "response": response,
-        "error": error,
-    }
+    message = missing_choices(line, body) if status == 200 else None
+    error = None
+    if message is not None:
+        error = {"code": "missing_choices", "message": message, "line": line.line_number}
+    return _result_line(line.custom_id, response, error)
 
 
 def missing_choices(line: BatchLine, body: Any) -> str | None:
-    """What is missing of an answer, in words, or None: some servers return fewer choices than they were asked for."""
-    asked, choices = line.body.get("n"), body.get("choices") if isinstance(body, dict) else None
-    if not isinstance(asked, int) or not isinstance(choices, list) or len(choices) >= asked:
+    """Message if the answer has fewer than `n` choices, as some servers return, else None."""
+    n, choices = line.body.get("n"), body.get("choices") if isinstance(body, dict) else None
+    if not isinstance(n, int) or not isinstance(choices, list) or len(choices) >= n:
         return None
-    return f"line {line.line_number}: {len(choices)} choices were returned, of {asked}"
+    return f"line {line.line_number}: {len(choices)} choices were returned, of {n}"
 
 
 def error_line(line: InvalidLine) -> dict[str, Any]:
-    """The line of what is no request."""
-    error = {
-        "code": "invalid_line",
-        "message": f"line {line.line_number}: {line.reason}",
-        "line": line.line_number,
-    }
-    return {
-        "id": f"batch_req_{uuid.uuid4().hex}",
-        "custom_id": line.custom_id,
-        "response": None,
-        "error": error,
-    }
+    """Result of an invalid line."""
+    message = f"line {line.line_number}: {line.reason}"
+    error = {"code": "invalid_line", "message": message, "line": line.line_number}
+    return _result_line(line.custom_id, None, error)
+
+
+def _result_line(custom_id: str | None, response: Any, error: Any) -> dict[str, Any]:
+    id_ = f"batch_req_{uuid.uuid4().hex}"
+    return {"id": id_, "custom_id": custom_id, "response": response, "error": error}
 
 
 class BatchOutput:
-    """The file of answers, open for more; one process at a time. `errors` counts those of an earlier run that are none.
+    """The output file, open to append and locked; `num_errors` counts final errors of earlier runs.
 
-    What is there already is kept, except for a torn last line and for answers that were an error of the server's
-    (status 429, 500 and above) or short of choices: those will be asked again.
-
-    Raises ConfigError for a file that cannot be had, or that holds something else.
+    Earlier results stay; a torn last line, server errors (429, 5xx) and missing choices are retried.
+    Raises ConfigError if the file cannot be opened or holds other data.
     """
 
     def __init__(self, path: Path) -> None:
@@ -170,15 +154,13 @@ class BatchOutput:
         self._file.close()
 
     def contains(self, item: BatchLine | InvalidLine) -> bool:
-        """Whether this line has its answer already."""
-        return (
-            item.custom_id in self._answered_ids
-            if isinstance(item, BatchLine)
-            else item.line_number in self._invalid_lines
-        )
+        """Whether this line has a final result."""
+        if isinstance(item, BatchLine):
+            return item.custom_id in self._answered_ids
+        return item.line_number in self._invalid_lines
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a line, at once."""
+        """Append a result and flush it."""
         self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
 
@@ -188,26 +170,24 @@ class BatchOutput:
             response, error = record["response"], record["error"]
             if response is None:
                 self._invalid_lines.add(error["line"])
-            elif error is not None:
+            elif error is not None or response["status_code"] == 429 or response["status_code"] >= 500:
                 return False
-            elif response["status_code"] != 429 and response["status_code"] < 500:
-                self._answered_ids.add(record["custom_id"])
             else:
-                return False
+                self._answered_ids.add(record["custom_id"])
             self.num_errors += response is None or response["status_code"] != 200
             return True
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(
-                f"the output holds a line that is no answer of a batch: {raw[:80]!r}", "output"
+                f"the output holds a line that is not a batch result: {raw[:80]!r}", "output"
             ) from None
 
 
 def _open_locked(path: Path) -> IO[bytes]:
-    """The file, open to read and append. Raises BlockingIOError while another process has it."""
+    """The file, open to read and append. Raises BlockingIOError while another process has it locked."""
     with ExitStack() as closing:
         file = closing.enter_context(path.open("a+b"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(file.fileno()), path.stat()):  # replaced since it was opened
+        if not os.path.samestat(os.fstat(file.fileno()), path.stat()):  # replaced after open()
             raise BlockingIOError
         closing.pop_all()
     file.seek(0)
@@ -215,7 +195,7 @@ def _open_locked(path: Path) -> IO[bytes]:
 
 
 def _drop_unwanted_lines(path: Path, old: IO[bytes], keep: Callable[[bytes], bool]) -> IO[bytes]:
-    """The file without torn and unwanted lines; it is replaced in one go, and only if there are any."""
+    """The file without torn and unwanted lines, replaced atomically if there are any."""
     with ExitStack() as closing:
         closing.enter_context(old)
         wanted = [raw.endswith(b"\n") and keep(raw) for raw in old]

@@ -1,10 +1,10 @@
-"""`foreword chat`: a conversation. On a terminal, tokens that were guessed right are coloured."""
+"""`foreword chat`: a conversation. On a terminal, accepted draft tokens are coloured."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console
 from rich.text import Text
@@ -23,10 +23,8 @@ IMAGE_COMMAND = "/image "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--system", metavar="TEXT", help="system message that begins the conversation")
-    add_image_option(
-        parser, f"a picture that is shown with the first line, as `{IMAGE_COMMAND}FILE` shows one later"
-    )
+    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    add_image_option(parser, f"an image for the first line; `{IMAGE_COMMAND}FILE` adds one later")
     parser.add_argument("--no-color", action="store_true", help="no colours and no legend")
     add_backend_options(parser)
     add_sampling_options(parser)
@@ -36,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
     params = read_params(args)
     console = Console(no_color=args.no_color, highlight=False, soft_wrap=True)
     system = [{"role": "system", "content": args.system}] if args.system else []
-    with open_backend(args) as source:
-        converse(source, params, console, _read_lines(console), system, args.image)
+    with open_backend(args) as backend:
+        converse(backend, params, console, _read_lines(console), system, args.image)
     return 0
 
 
@@ -49,54 +47,40 @@ def converse(
     system: Iterable[Message] = (),
     images: Iterable[str] = (),
 ) -> None:
-    """Answer each line with all of the conversation before it, until /exit or the end of the input.
+    """Answer each line in the context of the conversation, until /exit or the end of the input.
 
-    A line that cannot be answered is left out of the conversation.
-
-    images  files of pictures that the first line is about
+    `images` are files for the first line. A line that fails is left out of the conversation.
     """
     if console.is_terminal:
         _greet(backend, console)
-    messages, shown = list(system), list(images)
+    messages, files = list(system), list(images)
     for line in lines:
         text = line.strip()
         if text in EXIT_COMMANDS:
             return
         if text == CLEAR_COMMAND:
-            messages, shown = list(system), []
+            messages, files = list(system), []
         elif text.startswith(IMAGE_COMMAND):
-            shown.append(text.removeprefix(IMAGE_COMMAND).strip())
+            files.append(text.removeprefix(IMAGE_COMMAND).strip())
         elif text:
-            messages = _handle_line(backend, params, console, messages, text, shown)
-            shown = []
-
-
-def _handle_line(
-    backend: ChatBackend,
-    params: SamplingParams,
-    console: Console,
-    messages: list[Message],
-    text: str,
-    images: Sequence[str],
-) -> list[Message]:
-    """The conversation after a line, and the pictures that are shown with it."""
-    try:
-        message = user_message(text, images)
-    except InvalidRequest as error:
-        console.print(str(error), markup=False)
-        return messages
-    return _stream_answer(backend, params, console, [*messages, message])
+            try:
+                message = user_message(text, files)
+            except InvalidRequest as error:
+                console.print(str(error), markup=False)
+            else:
+                messages = _stream_answer(backend, params, console, [*messages, message])
+            files = []
 
 
 def _stream_answer(
     backend: ChatBackend, params: SamplingParams, console: Console, messages: list[Message]
 ) -> list[Message]:
-    """One answer; returns the conversation with it, or as it was where there is none."""
+    """Print one answer; returns the conversation with it, or without the last message if it fails."""
     parts: list[str] = []
-    word = None
+    note = None
     try:
         for piece in backend.stream(messages, params):
-            word = FINISH_NOTES.get(piece.finish_reason or "")
+            note = FINISH_NOTES.get(piece.finish_reason or "")
             console.print(Text(piece.text, style=DRAFTED_STYLE if piece.is_drafted else ""), end="")
             parts.append(piece.text)
     except InvalidRequest as error:
@@ -105,26 +89,22 @@ def _stream_answer(
     except KeyboardInterrupt:
         parts.append(" ...")
     console.print()
-    if word is not None:
-        console.print(f"({word})", markup=False)
+    if note is not None:
+        console.print(f"({note})", markup=False)
     return [*messages, {"role": "assistant", "content": "".join(parts)}]
 
 
 def _greet(backend: ChatBackend, console: Console) -> None:
-    console.print(
-        f"{backend.name}; {IMAGE_COMMAND}FILE shows a picture, {CLEAR_COMMAND} starts anew, {EXIT_COMMANDS[0]} ends",
-        markup=False,
-    )
+    commands = f"{IMAGE_COMMAND}FILE adds an image, {CLEAR_COMMAND} starts anew, {EXIT_COMMANDS[0]} ends"
+    console.print(f"{backend.name}; {commands}", markup=False)
     if backend.speculation:
         console.print(backend.speculation, markup=False)
         if not console.no_color:
-            console.print(
-                Text("guessed right", style=DRAFTED_STYLE), Text("and computed in the ordinary way")
-            )
+            console.print(Text("accepted draft tokens", style=DRAFTED_STYLE), Text("and other tokens"))
 
 
 def _read_lines(console: Console) -> Iterator[str]:
-    """Lines from the keyboard with a prompt, or from a pipe without one."""
+    """Lines from the terminal, with a prompt, or from a pipe."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

@@ -1,6 +1,6 @@
-"""`foreword check MODEL [--draft-model D]`: can it be served here, and does the draft model belong to it?
+"""`foreword check MODEL [--draft-model D]`: whether a model can be served here, and fits its draft model.
 
-Nothing is loaded: config.json or the head of a GGUF file, and the tokenizers, are read. Exit code 1 if something is in the way.
+It reads config.json or the GGUF header, and the tokenizers, but no weights. Exit code 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from foreword.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["CheckResult", "add_arguments", "run", "run_checks"]
 
-IMAGE_SIZES = ((640, 480), (1920, 1080), (1080, 1920))  # width and height of examples: what they cost is told
+IMAGE_SIZES = ((640, 480), (1920, 1080), (1080, 1920))  # example widths and heights, for their token counts
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One line of the report; `ok` None is a warning, not in the way."""
+    """One line of the report."""
 
-    ok: bool | None
+    ok: bool | None  # None: a note
     text: str
 
 
@@ -50,15 +50,15 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True)
     marks = {True: "[green]ok  [/green]", False: "[red]no  [/red]", None: "[yellow]note[/yellow]"}
     passed = True
-    for finding in run_checks(config):
-        passed = passed and finding.ok is not False
-        console.print(marks[finding.ok], end=" ")
-        console.print(finding.text, markup=False)
+    for result in run_checks(config):
+        passed = passed and result.ok is not False
+        console.print(marks[result.ok], end=" ")
+        console.print(result.text, markup=False)
     return 0 if passed else 1
 
 
 def run_checks(config: Config) -> Iterator[CheckResult]:
-    """Everything that can be said without loading, in order; stops where the rest depends on what failed."""
+    """All checks in order, until one fails on which the others depend."""
     target = yield from _check_model("model", Path(str(config.model)), config.gguf_dequantize)
     drafter = None
     if config.draft_model is not None:
@@ -74,17 +74,18 @@ def run_checks(config: Config) -> Iterator[CheckResult]:
 
 
 def _check_model(
-    what: str, path: Path, gguf_dequantize: bool
+    label: str, path: Path, gguf_dequantize: bool
 ) -> Generator[CheckResult, None, ModelInfo | None]:
     try:
         facts = read_model_info(path, gguf_dequantize)
     except ForewordError as error:
-        yield CheckResult(False, f"{what}: {error}")
+        yield CheckResult(False, f"{label}: {error}")
         return None
     size = format_count(facts.parameters)
     yield CheckResult(
         True,
-        f"{what}: {facts.architecture}, {size} parameters in {facts.dtype}, context {facts.context_len} tokens",
+        f"{label}: {facts.architecture}, {size} parameters in {facts.dtype}, "
+        f"context {facts.context_len} tokens",
     )
     return facts
 
@@ -118,14 +119,16 @@ def _check_images(config: Config, target: ModelInfo) -> CheckResult:
     try:
         processor = read_processor(Path(str(config.model)))
     except ForewordError as error:
-        return CheckResult(False, f"pictures: {error}")
-    assert processor is not None, "a tower without somebody who prepares its pictures"
+        return CheckResult(False, f"images: {error}")
+    assert processor is not None, "a vision model has an image processor"
     costs = (
         f"{width} x {height} is {processor.layout(height, width).num_tokens} tokens"
         for width, height in IMAGE_SIZES
     )
     return CheckResult(
-        True, f"pictures: {format_count(target.vision_parameters)} parameters see them; {', '.join(costs)}"
+        True,
+        f"images: {format_count(target.vision_parameters)} parameters in the vision encoder; "
+        f"{', '.join(costs)}",
     )
 
 
@@ -134,7 +137,8 @@ def _check_drafter_size(target: ModelInfo, drafter: ModelInfo) -> CheckResult:
     fits = DRAFTER_SIZE_RATIO[0] <= ratio <= DRAFTER_SIZE_RATIO[1]
     return CheckResult(
         True if fits else None,
-        f"draft size: 1/{ratio:.1f} of the model; 1/{DRAFTER_SIZE_RATIO[0]} to 1/{DRAFTER_SIZE_RATIO[1]} usually pays",
+        f"draft size: 1/{ratio:.1f} of the model; "
+        f"1/{DRAFTER_SIZE_RATIO[0]} to 1/{DRAFTER_SIZE_RATIO[1]} usually pays",
     )
 
 
@@ -149,19 +153,16 @@ def _check_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) 
         yield CheckResult(None, f"device: {note}")
     yield CheckResult(
         True,
-        f"memory: weights {format_bytes(chosen.weight_bytes)} in {chosen.weight_format}, {format_bytes(hardware.free_bytes)} free",
+        f"memory: weights {format_bytes(chosen.weight_bytes)} in {chosen.weight_format}, "
+        f"{format_bytes(hardware.free_bytes)} free",
     )
     if chosen.memory is not None:
         yield CheckResult(True, f"{hardware.gpu}: {chosen.memory}")
         if chosen.memory.kv_cache < chosen.kv_bytes:
-            yield CheckResult(
-                None, "by this estimate it does not fit; whether it does is measured when it is loaded"
-            )
+            yield CheckResult(None, "by this estimate it does not fit; loading measures it")
     yield _check_kv_cache(chosen, target, drafter)
-    whole = chosen.max_model_len >= target.context_len
-    yield CheckResult(
-        True if whole else None, f"context: {chosen.max_model_len} of {target.context_len} tokens"
-    )
+    ok = True if chosen.max_model_len >= target.context_len else None
+    yield CheckResult(ok, f"context: {chosen.max_model_len} of {target.context_len} tokens")
 
 
 def _check_kv_cache(chosen: ResolvedConfig, target: ModelInfo, drafter: ModelInfo | None) -> CheckResult:
@@ -170,5 +171,6 @@ def _check_kv_cache(chosen: ResolvedConfig, target: ModelInfo, drafter: ModelInf
     tokens = chosen.num_blocks * chosen.block_size
     return CheckResult(
         True,
-        f"KV cache: {per_token} a token in {chosen.kv_cache_dtype}, {format_bytes(chosen.kv_bytes)} for {tokens} tokens",
+        f"KV cache: {per_token} a token in {chosen.kv_cache_dtype}, "
+        f"{format_bytes(chosen.kv_bytes)} for {tokens} tokens",
     )

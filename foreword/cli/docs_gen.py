@@ -1,4 +1,4 @@
-"""The pages docs/flags.md and docs/metrics.md, written by the code: `python -m foreword.cli.docs_gen`."""
+"""Writes docs/flags.md and docs/metrics.md: `python -m foreword.cli.docs_gen`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Every option is a flag of `foreword serve`, an environment variable, and a key o
 `--config FILE` (or `FOREWORD_CONFIG`) names. A flag beats the environment, the environment beats the file, the
 file beats the default. Switches are turned off with `--no-...`, or with `false` in the environment or the file.
 Options of the groups model, scheduler and speculation are flags of `chat`, `generate`, `bench` and `check` as well.
-"""
+"""  # noqa: E501
 
 METRICS_HEADER = f"""# Metrics
 
@@ -43,28 +43,23 @@ SPECULATION_HEADER = """
 ## Only where speculation is configured
 
 With `--speculate off` none of these exist. Ratios, positions and reasons appear once there is something to tell.
-"""
+"""  # noqa: E501
 
 
 def flags_page() -> str:
-    """Markdown: a table for each group of options."""
+    """One table per group of options."""
     return "\n".join([FLAGS_HEADER, *(line for group in GROUPS for line in _group(group))]) + "\n"
 
 
 def metrics_page() -> str:
-    """Markdown: a table of what always exists, and of what pictures and speculation add."""
-    always = [row for row in CATALOG if not (row.speculative or row.multimodal)]
-    pictures = [row for row in CATALOG if row.multimodal]
-    speculative = [row for row in CATALOG if row.speculative]
-    parts = [
-        METRICS_HEADER,
-        *_metrics(always),
-        IMAGES_HEADER,
-        *_metrics(pictures),
-        SPECULATION_HEADER,
-        *_metrics(speculative),
-    ]
-    return "\n".join(parts) + "\n"
+    """Tables of the metrics that always exist, of those of images, and of those of speculation."""
+    sections = {
+        METRICS_HEADER: [row for row in CATALOG if not (row.speculative or row.multimodal)],
+        IMAGES_HEADER: [row for row in CATALOG if row.multimodal],
+        SPECULATION_HEADER: [row for row in CATALOG if row.speculative],
+    }
+    lines = [line for header, rows in sections.items() for line in (header, *_metrics(rows))]
+    return "\n".join(lines) + "\n"
 
 
 PAGES: Mapping[str, Any] = MappingProxyType({"flags.md": flags_page, "metrics.md": metrics_page})

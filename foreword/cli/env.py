@@ -20,11 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = collect()
+    sections = collect()
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(sections))
         return 0
-    for section, lines in found.items():
+    for section, lines in sections.items():
         print(f"{section}:")
         for name, value in lines.items():
             print(f"  {name:<20} {value}")
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, dict[str, str]]:
-    """Sections of (name, value)."""
+    """Values by section and name."""
     machine = probe_hardware("auto")
     hardware = {name: _text(getattr(machine, name)) for name in type(machine).__dataclass_fields__}
     hardware["capability"] = ".".join(map(str, machine.capability)) if machine.gpu else "none"
@@ -53,12 +53,12 @@ def _versions() -> dict[str, str]:
 
 
 def _dependencies() -> list[str]:
-    """Names of what foreword needs at run time, from its own metadata."""
+    """Names of foreword's run-time dependencies, from its metadata."""
     try:
-        needed = requires("foreword") or []
+        lines = requires("foreword") or []
     except PackageNotFoundError:
         return ["torch"]
-    return [re.split(r"[^\w.-]", line)[0] for line in needed if "extra ==" not in line]
+    return [re.split(r"[^\w.-]", line)[0] for line in lines if "extra ==" not in line]
 
 
 def _version(name: str) -> str:

@@ -1,4 +1,4 @@
-"""`foreword generate PROMPT`: one answer on stdout, as it comes."""
+"""`foreword generate PROMPT`: one answer, streamed to stdout."""
 
 from __future__ import annotations
 
@@ -26,17 +26,13 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
-    parser.add_argument(
-        "--raw", action="store_true", help="continue the text as it stands, without the chat template"
-    )
-    add_image_option(parser, "a picture to answer about")
+    parser.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from stdin")
+    parser.add_argument("--raw", action="store_true", help="continue the text, without the chat template")
+    add_image_option(parser, "an image for the prompt")
     parser.add_argument(
         "--json", action="store_true", help="one JSON object: text, finish_reason, token_ids, metrics"
     )
-    parser.add_argument(
-        "--prediction", metavar="FILE", help="a text that the answer will be much like, to guess from"
-    )
+    parser.add_argument("--prediction", metavar="FILE", help="a text that the answer resembles, for drafting")
     add_backend_options(parser)
     add_sampling_options(parser)
     add_structured_options(parser)
@@ -49,15 +45,15 @@ def run(args: argparse.Namespace) -> int:
     if args.raw and args.image:
         raise ConfigError("--image needs the chat template, which --raw leaves out", "image")
     prompt: str | Sequence[Message] = text if args.raw else [user_message(text, args.image)]
-    word = None
-    with open_backend(args) as source:
+    note = None
+    with open_backend(args) as backend:
         if args.json:
-            print(json.dumps(asdict(source.answer(prompt, params)), ensure_ascii=False))
+            print(json.dumps(asdict(backend.answer(prompt, params)), ensure_ascii=False))
             return 0
-        for piece in source.stream(prompt, params):
+        for piece in backend.stream(prompt, params):
             print(piece.text, end="", flush=True)
-            word = FINISH_NOTES.get(piece.finish_reason or "")
+            note = FINISH_NOTES.get(piece.finish_reason or "")
     print()
-    if word is not None:
-        stderr_console().print(f"foreword generate: {word}", markup=False)
+    if note is not None:
+        stderr_console().print(f"foreword generate: {note}", markup=False)
     return 0

@@ -1,6 +1,6 @@
-"""`foreword keys new|list|revoke`: the file of API keys that `foreword serve --api-key-file` reads.
+"""`foreword keys new|list|revoke`: manage the key file of `foreword serve --api-key-file`.
 
-A new key is printed once, alone on stdout; the file holds its hash. A running server sees a change within seconds.
+A new key is printed once, alone on stdout; the file holds its hash. A running server reloads a changed file.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -34,26 +34,24 @@ __all__ = ["add_arguments", "run"]
 KEY_FILE_VARIABLE = environment_name("api_key_file")
 UNIT_SECONDS = {"h": 3600, "d": 86_400}
 LIMITS = {
-    "requests_per_minute": "requests that it may send a minute",
-    "tokens_per_minute": "tokens that it may use a minute, of prompts and answers",
-    "max_concurrency": "choices and texts that it may have open",
-    "priority": "the best priority that it may ask for; lower is served first (default: 0)",
+    "requests_per_minute": "limit on requests per minute",
+    "tokens_per_minute": "limit on tokens per minute, of prompts and answers",
+    "max_concurrency": "limit on open choices and texts",
+    "priority": "best priority it may ask for; lower is served first (default: 0)",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    new = actions.add_parser("new", help="make a key, print it, and add its hash to the file")
+    new = actions.add_parser("new", help="create a key, print it, and add its hash to the file")
     listing = actions.add_parser("list", help="the keys of the file, without their hashes")
-    revoke = actions.add_parser("revoke", help="take a key out of the file")
+    revoke = actions.add_parser("revoke", help="remove a key from the file")
     for sub in (new, listing, revoke):
         sub.add_argument("--file", metavar="FILE", help=f"the key file (default: ${KEY_FILE_VARIABLE})")
     for sub in (new, revoke):
-        sub.add_argument("name", metavar="NAME", help="whose key it is")
-    new.add_argument("--admin", action="store_true", help="it may use the routes below /admin")
-    new.add_argument(
-        "--models", metavar="LIST", help="models that it may use, joined by commas (default: all)"
-    )
+        sub.add_argument("name", metavar="NAME", help="name of the key")
+    new.add_argument("--admin", action="store_true", help="allow the routes under /admin")
+    new.add_argument("--models", metavar="LIST", help="allowed models, joined by commas (default: all)")
     new.add_argument(
         "--expires", metavar="WHEN", help="a date, a date and time, or from now: 90d, 12h (default: never)"
     )
@@ -71,14 +69,23 @@ def _new(args: argparse.Namespace) -> int:
     models = tuple(name.strip() for name in args.models.split(",")) if args.models is not None else None
     expires = _parse_expiry(args.expires, time.time()) if args.expires else None
     key = Key(args.name, b"", b"", admin=args.admin, models=models, expires=expires, **limits)
-    change_key_file(path, _key_adder(key, secret, path))
+
+    def add(present: tuple[Key, ...]) -> Sequence[Key]:
+        if key.name in {other.name for other in present}:
+            raise ConfigError(f"key {key.name} exists; revoke it first, or choose another name", "name")
+        salt = choose_salt(present)
+        keys = (*present, replace(key, salt=salt, digest=hash_key(secret.encode(), salt)))
+        parse_keys(dump_keys(keys).encode(), path)  # refuses a value that could not be read again
+        return keys
+
+    change_key_file(path, add)
     print(secret)
     print(f"added {key.name} to {path}; the key is shown only this once", file=sys.stderr)
     return 0
 
 
 def _list(args: argparse.Namespace) -> int:
-    rows = [[column.name for column in COLUMNS], *(_row(key) for key in read_key_file(_path(args)))]
+    rows = [["name", "admin", "models", "expires", *LIMITS], *map(_row, read_key_file(_path(args)))]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -87,16 +94,23 @@ def _list(args: argparse.Namespace) -> int:
 
 def _revoke(args: argparse.Namespace) -> int:
     path = _path(args)
-    change_key_file(path, _key_remover(args.name, path))
+
+    def remove(present: tuple[Key, ...]) -> Sequence[Key]:
+        left = [key for key in present if key.name != args.name]
+        if len(left) == len(present):
+            raise ConfigError(f"key file {path} has no key {args.name!r:.80}", "name")
+        return left
+
+    change_key_file(path, remove)
     print(f"revoked {args.name}", file=sys.stderr)
     return 0
 
 
 def _path(args: argparse.Namespace) -> Path:
-    given = args.file or os.environ.get(KEY_FILE_VARIABLE)
-    if not given:
-        raise ConfigError(f"which key file? Name it with --file or {KEY_FILE_VARIABLE}", "file")
-    return Path(given)
+    path = args.file or os.environ.get(KEY_FILE_VARIABLE)
+    if not path:
+        raise ConfigError(f"no key file is given; name it with --file or {KEY_FILE_VARIABLE}", "file")
+    return Path(path)
 
 
 def _parse_expiry(text: str, now: float) -> float:
@@ -112,51 +126,9 @@ def _parse_expiry(text: str, now: float) -> float:
         ) from None
 
 
-def _key_adder(key: Key, secret: str, path: Path) -> Callable[[tuple[Key, ...]], Sequence[Key]]:
-    def change(present: tuple[Key, ...]) -> Sequence[Key]:
-        if key.name in {other.name for other in present}:
-            raise ConfigError(
-                f"there is a key {key.name} already; revoke it first, or take another name", "name"
-            )
-        salt = choose_salt(present)
-        added = (*present, replace(key, salt=salt, digest=hash_key(secret.encode(), salt)))
-        parse_keys(dump_keys(added).encode(), path)  # what could not be read again is not written
-        return added
-
-    return change
-
-
-def _key_remover(name: str, path: Path) -> Callable[[tuple[Key, ...]], Sequence[Key]]:
-    def change(present: tuple[Key, ...]) -> Sequence[Key]:
-        left = [key for key in present if key.name != name]
-        if len(left) == len(present):
-            raise ConfigError(f"key file {path} has no key {name!r:.80}", "name")
-        return left
-
-    return change
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    name: str
-    text: Callable[[Key], str]
-
-
-def _field_text(name: str) -> Callable[[Key], str]:
-    return lambda key: "-" if getattr(key, name) is None else str(getattr(key, name))
-
-
-COLUMNS = (
-    Column("name", lambda key: key.name),
-    Column("admin", lambda key: "yes" if key.admin else "no"),
-    Column("models", lambda key: "all" if key.models is None else ",".join(key.models)),
-    Column(
-        "expires",
-        lambda key: "never" if key.expires is None else datetime.fromtimestamp(key.expires, UTC).isoformat(),
-    ),
-    *(Column(name, _field_text(name)) for name in LIMITS),
-)
-
-
 def _row(key: Key) -> list[str]:
-    return [column.text(key) for column in COLUMNS]
+    expires = "never" if key.expires is None else datetime.fromtimestamp(key.expires, UTC).isoformat()
+    models = "all" if key.models is None else ",".join(key.models)
+    limits = (getattr(key, name) for name in LIMITS)
+    shown_limits = ("-" if limit is None else str(limit) for limit in limits)
+    return [key.name, "yes" if key.admin else "no", models, expires, *shown_limits]

@@ -1,6 +1,6 @@
-"""The `foreword` command: one module per subcommand, loaded only when it is the one that was asked for.
+"""The `foreword` command: one module per subcommand, imported only when it runs.
 
-Exit codes: 0 done, 1 it did not work, 2 the command line or the configuration is wrong, 130 interrupted.
+Exit codes: 0 done, 1 it failed, 2 the command line or the configuration is wrong, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Subcommand:
 
 COMMANDS = (
     Subcommand("serve", "foreword.cli.serve", "start the server"),
-    Subcommand("chat", "foreword.cli.chat", "talk to a model; guessed tokens are coloured"),
+    Subcommand("chat", "foreword.cli.chat", "talk to a model; draft tokens are coloured"),
     Subcommand("generate", "foreword.cli.generate", "print one answer"),
     Subcommand("run-batch", "foreword.cli.run_batch", "answer a file of requests"),
-    Subcommand("keys", "foreword.cli.keys", "make, list and revoke API keys"),
+    Subcommand("keys", "foreword.cli.keys", "create, list and revoke API keys"),
     Subcommand(
         "bench", "foreword.bench.command", "measure: latency, throughput, serve, speculate, kernels, gpu"
     ),
@@ -51,7 +51,7 @@ COMMANDS = (
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that complains in one line and guesses no abbreviations; the usage is in --help."""
+    """argparse with errors of one line and without abbreviations; the usage is in --help."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
@@ -76,13 +76,13 @@ def _run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit complains again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
         return EXIT_FAILURE
 
 
 @contextmanager
 def _exit_cleanly_on_signal(chosen: str | None) -> Iterator[None]:
-    """A server that is told to end while it is imported ends well: it has begun nothing. Later it hears of it itself."""
+    """Exit with 0 on SIGTERM while `serve` is still being imported; later it handles the signal itself."""
     if chosen != "serve" or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -94,7 +94,7 @@ def _exit_cleanly_on_signal(chosen: str | None) -> Iterator[None]:
 
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:
-    """The parser; only the chosen command's module is imported and has its arguments."""
+    """The parser; only the chosen command's module is imported and adds its arguments."""
     parser = Parser(prog="foreword", description="LLM inference and serving with exact speculative decoding.")
     parser.add_argument("--version", action="version", version=f"foreword {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

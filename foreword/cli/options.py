@@ -1,13 +1,6 @@
-"""Flags, environment variables and the config file, all derived from the fields of `Config`.
+"""Flags, environment variables and the config file, from the fields of `Config`, and flags of requests.
 
-Precedence: flag, then FOREWORD_* environment variable, then config file, then default. Whatever is
-wrong is a ConfigError that names the option, and its source where it cannot be read at all.
-
-Flags for the sampling parameters of one answer.
-
-Flags that say what an answer must look like.
-
-Pictures of the command line: files become parts of a message, as a server takes them.
+Precedence: flag, FOREWORD_* environment variable, config file, default. A ConfigError names the option.
 """
 
 from __future__ import annotations
@@ -47,10 +40,10 @@ __all__ = [
     "user_message",
 ]
 
-Message = Mapping[str, Any]  # `content` is a text, or a list of parts
+Message = Mapping[str, Any]  # `content` is a text or a list of parts
 
-GROUPS = ("model", "scheduler", "speculation", "pictures", "server")
-ENGINE_GROUPS = ("model", "scheduler", "speculation", "pictures")
+GROUPS = ("model", "scheduler", "speculation", "images", "server")
+ENGINE_GROUPS = ("model", "scheduler", "speculation", "images")
 PREFIX = "FOREWORD_"
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
@@ -69,9 +62,9 @@ def environment_name(name: str) -> str:
 def add_config_options(
     parser: argparse.ArgumentParser, groups: Sequence[str] = GROUPS, more: Sequence[str] = ()
 ) -> None:
-    """Add a flag for each field of Config in `groups` or named in `more`, and --config.
+    """Add --config, and a flag for each field of Config in `groups` or named in `more`.
 
-    Flags that are not given leave nothing behind, so that the sources below them can speak.
+    A flag that is not given sets no attribute, so that the environment or the file applies.
     """
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with any of these options, dashes or underscores"
@@ -83,10 +76,7 @@ def add_config_options(
 
 
 def read_config(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Config:
-    """The Config that flags, environment and file make together.
-
-    Raises ConfigError for an unknown key, a wrong type or an impossible value.
-    """
+    """The Config of flags, environment and file. Raises ConfigError."""
     path = getattr(args, "config", None) or environ.get(PREFIX + "CONFIG")
     values = _from_file(Path(path)) if path else {}
     values.update(_from_environment(environ))
@@ -97,7 +87,7 @@ def read_config(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
 
 
 def help_text(item: Any) -> str:
-    """Help of one field with its default, unless the text tells it already."""
+    """Help of one field, with its default."""
     text = str(item.metadata["help"])
     if "(default" in text or item.default is None or isinstance(item.default, bool) or item.default == "":
         return text
@@ -105,7 +95,7 @@ def help_text(item: Any) -> str:
 
 
 def type_name(item: Any) -> str:
-    """ "str", "int", "float" or "bool": the type of a field, None aside."""
+    """Type of a field without None: "str", "int", "float" or "bool"."""
     return str(item.type).split("|")[0].strip()
 
 
@@ -126,12 +116,12 @@ METAVARS = {"str": "TEXT", "int": "N", "float": "X"}
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Values of FOREWORD_* variables; an empty one counts as not set."""
-    given = {item: environ.get(environment_name(item.name), "") for item in option_fields()}
+    """Values of FOREWORD_* variables; an empty variable counts as not set."""
+    names = {item: environment_name(item.name) for item in option_fields()}
     return {
-        item.name: _parse(environment_name(item.name), type_name(item), text)
-        for item, text in given.items()
-        if text
+        item.name: _parse(name, type_name(item), environ[name])
+        for item, name in names.items()
+        if environ.get(name)
     }
 
 
@@ -147,54 +137,44 @@ def _parse(source: str, type_name: str, text: str) -> Any:
 
 
 def _from_file(path: Path) -> dict[str, Any]:
-    """Options of a YAML file. Every value is read as text and parsed like a flag: YAML's own `off` is a boolean."""
+    """Options of a YAML file, as text parsed like flags: YAML's own `off` would be a boolean."""
     try:
-        given = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror or error}", "config") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"config file {path} is not YAML: {' '.join(str(error).split())}", "config"
         ) from None
-    if not given:
+    if not values:
         return {}
-    if not isinstance(given, dict):
+    if not isinstance(values, dict):
         raise ConfigError(f"config file {path} must hold `option: value` lines", "config")
-    return dict(
-        _file_option(path, str(key), value) for key, value in given.items() if value not in ("", "null", "~")
-    )
+    items = [(str(key), value) for key, value in values.items() if value not in ("", "null", "~")]
+    return dict(_file_option(path, key, value) for key, value in items)
 
 
 def _file_option(path: Path, key: str, value: object) -> tuple[str, Any]:
-    item = _check_known(path, key)
-    source = f"config file {path}: {key}"
-    if not isinstance(value, str):
-        raise ConfigError(f"{source} must be a single value", item.name)
-    return item.name, _parse(source, type_name(item), value)
-
-
-def _check_known(path: Path, key: str) -> Any:
     items = {item.name: item for item in option_fields()}
-    name = key.replace("-", "_")
+    name, source = key.replace("-", "_"), f"config file {path}: {key}"
     if name not in items:
         close = difflib.get_close_matches(name, items, n=1)
         hint = f"; did you mean {close[0].replace('_', '-')}?" if close else ""
         raise ConfigError(f"config file {path}: unknown option {key!r}{hint}", "config")
-    return items[name]
+    if not isinstance(value, str):
+        raise ConfigError(f"{source} must be a single value", name)
+    return name, _parse(source, type_name(items[name]), value)
 
 
 def engine_fields(config: Config) -> dict[str, Any]:
-    """What `config` says beyond the defaults, as keyword arguments of `LLM`."""
-    return {
-        item.name: getattr(config, item.name)
-        for item in option_fields()
-        if getattr(config, item.name) != item.default
-    }
+    """The options that differ from their defaults, as keyword arguments of `LLM`."""
+    values = {item: getattr(config, item.name) for item in option_fields()}
+    return {item.name: value for item, value in values.items() if value != item.default}
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingFlag:
-    """A field of SamplingParams that is also a flag. (`--seed` and `--on-runaway` are fields of Config.)"""
+    """A field of SamplingParams that is also a flag; `--seed` and `--on-runaway` are fields of Config."""
 
     name: str
     type: Any
@@ -208,40 +188,25 @@ FLAGS = (
     SamplingFlag("top_p", float, 1.0, "keep the likeliest tokens up to this probability"),
     SamplingFlag("top_k", int, 0, "keep this many of the likeliest tokens; 0 keeps all"),
     SamplingFlag("min_p", float, 0.0, "drop tokens less likely than this share of the likeliest"),
+    SamplingFlag("typical_p", float, 1.0, "keep tokens of typical surprise, up to this probability"),
     SamplingFlag(
-        "typical_p", float, 1.0, "keep tokens about as surprising as expected, up to this probability"
-    ),
-    SamplingFlag(
-        "top_n_sigma",
-        float,
-        0.0,
-        "keep tokens at most so many standard deviations below the likeliest; 0 keeps all",
+        "top_n_sigma", float, 0.0, "keep logits within this many standard deviations of the best; 0 keeps all"
     ),
     SamplingFlag("xtc_probability", float, 0.0, "how often to exclude likely tokens"),
-    SamplingFlag(
-        "xtc_threshold", float, 0.1, "likely are those of at least this probability; the last of them stays"
-    ),
-    SamplingFlag("presence_penalty", float, 0.0, "subtract from tokens that the answer has already"),
-    SamplingFlag(
-        "frequency_penalty", float, 0.0, "subtract for every time that the answer has a token already"
-    ),
-    SamplingFlag("repetition_penalty", float, 1.0, "divide by this what prompt or answer have already"),
-    SamplingFlag("dry_multiplier", float, 0.0, "subtract from tokens that would go on with a repeat"),
-    SamplingFlag("dry_base", float, 1.75, "times this for each token that the repeat is longer than allowed"),
-    SamplingFlag("dry_allowed_length", int, 2, "longest repeat that may go on for the multiplier alone"),
+    SamplingFlag("xtc_threshold", float, 0.1, "least probability of a likely token; the last one stays"),
+    SamplingFlag("presence_penalty", float, 0.0, "subtract from tokens that the answer has"),
+    SamplingFlag("frequency_penalty", float, 0.0, "subtract per occurrence of a token in the answer"),
+    SamplingFlag("repetition_penalty", float, 1.0, "divide tokens that prompt or answer have by this"),
+    SamplingFlag("dry_multiplier", float, 0.0, "subtract from tokens that would continue a repeat"),
+    SamplingFlag("dry_base", float, 1.75, "multiply by this for each token beyond the allowed repeat"),
+    SamplingFlag("dry_allowed_length", int, 2, "longest repeat that only the multiplier penalizes"),
 )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for item in FLAGS:
-        group.add_argument(
-            "--" + item.name.replace("_", "-"),
-            type=item.type,
-            default=item.default,
-            metavar="N",
-            help=item.help,
-        )
+        group.add_argument(flag(item.name), type=item.type, default=item.default, metavar="N", help=item.help)
     group.add_argument(
         "--stop",
         action="append",
@@ -249,13 +214,11 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end the answer before this text; may be repeated",
     )
-    group.add_argument(
-        "--speculation", metavar="METHOD", help="for this answer: auto, off, or the name of one drafter"
-    )
+    group.add_argument("--speculation", metavar="METHOD", help="auto, off, or the name of one drafter")
 
 
 def read_params(args: argparse.Namespace) -> SamplingParams:
-    """The parameters that were given, the defaults elsewhere. Raises InvalidRequest."""
+    """Sampling parameters of the flags. Raises InvalidRequest."""
     values = {item.name: getattr(args, item.name) for item in FLAGS}
     if args.speculation is not None:
         values["speculation"] = Speculation(args.speculation)
@@ -269,12 +232,10 @@ def read_params(args: argparse.Namespace) -> SamplingParams:
 
 def add_structured_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("structured output").add_mutually_exclusive_group()
+    group.add_argument("--json-schema", metavar="FILE", help="the answer is JSON of this schema")
+    group.add_argument("--regex", metavar="TEXT", help="the whole answer matches this regular expression")
     group.add_argument(
-        "--json-schema", metavar="FILE", help="the answer is a JSON document that conforms to this schema"
-    )
-    group.add_argument("--regex", metavar="TEXT", help="the whole answer matches this expression")
-    group.add_argument(
-        "--choice", action="append", metavar="TEXT", help="the answer is this, or another --choice"
+        "--choice", action="append", metavar="TEXT", help="the answer is one of the --choice texts"
     )
     group.add_argument(
         "--grammar", metavar="FILE", help="the answer follows this grammar: GBNF (with ::=) or Lark"
@@ -282,7 +243,7 @@ def add_structured_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_structured(args: argparse.Namespace) -> StructuredOutput | None:
-    """What was asked for, or None. Raises ConfigError for a file that cannot be read, InvalidRequest for what is none."""
+    """The constraint of the flags, or None. Raises ConfigError for a file, InvalidRequest."""
     if args.json_schema is not None:
         return StructuredOutput.json_schema(read_text("json-schema", args.json_schema), field="--json-schema")
     if args.grammar is not None:
@@ -300,31 +261,28 @@ def read_text(flag: str, path: str) -> str:
         raise ConfigError(f"--{flag} {path}: {error}", flag) from None
 
 
-DEFAULT_MIME_TYPE = "image/png"  # some servers want to be told a type; ours looks at the bytes
+DEFAULT_MIME_TYPE = "image/png"  # some servers require a type; Foreword reads it from the bytes
 
 
-def add_image_option(parser: argparse.ArgumentParser, what: str) -> None:
+def add_image_option(parser: argparse.ArgumentParser, description: str) -> None:
     parser.add_argument(
-        "--image", action="append", default=[], metavar="FILE", help=f"{what}; may be given several times"
+        "--image", action="append", default=[], metavar="FILE", help=f"{description}; may be repeated"
     )
 
 
 def user_message(text: str, images: Sequence[str]) -> Message:
-    """What the user says, behind the pictures that are shown. Raises InvalidRequest for a file that cannot be read."""
-    return {
-        "role": "user",
-        "content": [*map(_part, images), {"type": "text", "text": text}] if images else text,
-    }
+    """A user message, with its images before the text. Raises InvalidRequest for an unreadable file."""
+    if not images:
+        return {"role": "user", "content": text}
+    return {"role": "user", "content": [*map(_image_part, images), {"type": "text", "text": text}]}
 
 
-def _part(file: str) -> dict[str, Any]:
+def _image_part(file: str) -> dict[str, Any]:
     try:
         data = Path(file).expanduser().read_bytes()
     except (OSError, ValueError, RuntimeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise InvalidRequest(f"--image {file}: {reason}", "image") from None
-    kind = mimetypes.guess_type(file)[0] or DEFAULT_MIME_TYPE
-    return {
-        "type": "image_url",
-        "image_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"},
-    }
+    mime_type = mimetypes.guess_type(file)[0] or DEFAULT_MIME_TYPE
+    url = f"data:{mime_type};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}

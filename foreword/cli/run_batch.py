@@ -1,9 +1,9 @@
-"""`foreword run-batch -i FILE -o FILE [MODEL]`: a file of requests in OpenAI's batch format becomes a file of answers.
+"""`foreword run-batch -i FILE -o FILE [MODEL]`: answer a file of requests in OpenAI's batch format.
 
-The server's own application answers, in this process; with --url one that runs already. Answers are written as they
-come. A run that was cut short is taken up by the same command.
+The server's application runs in this process, or --url names a running server. Results are written as they
+come; the same command continues an interrupted run.
 
-Exit codes: 0 every line is answered, 1 some are errors or the server is gone, 2 it could not start, 130 interrupted.
+Exit codes: 0 all lines answered, 1 some failed or the server is gone, 2 it could not start, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -23,27 +23,20 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 from httpx import ASGITransport
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from foreword.checkpoint import prepare_checkpoint
 from foreword.cli.batch_file import BatchLine, BatchOutput, InvalidLine, error_line, read_lines, success_line
 from foreword.cli.options import add_config_options, read_config
 from foreword.cli.server_stack import ServerStack
-from foreword.cli.terminal import set_up_logging, stderr_console
+from foreword.cli.terminal import progress_bar, set_up_logging, stderr_console
 from foreword.config.options import Config
 from foreword.errors import ConfigError, EngineDead
 from foreword.metrics.recorder import MetricsRecorder
 
 __all__ = ["BatchClient", "BatchSummary", "add_arguments", "answer_all", "run"]
 
-SERVER_GONE_S = 30.0  # a server that has been gone for so long is gone
+SERVER_GONE_S = 30.0  # time without an answer after which a remote server counts as gone
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 5.0
 REMOTE_CONCURRENCY = 64
 IN_PROCESS = "http://in-process"
@@ -51,9 +44,7 @@ IN_PROCESS = "http://in-process"
 
 @dataclass(slots=True)
 class BatchSummary:
-    """What became of the lines: done counts those that had their answer before."""
-
-    done: int = 0
+    done: int = 0  # answered by an earlier run
     ok: int = 0
     failed: int = 0
     prompt_tokens: int = 0
@@ -71,9 +62,10 @@ class BatchSummary:
     def text(self, output: Path) -> str:
         seconds = time.monotonic() - self.started_s
         before = f", {self.done} were before" if self.done else ""
+        rate = self.generated_tokens / max(seconds, 1e-9)
         return (
             f"{output}: {self.ok} answered, {self.failed} failed{before}; {self.prompt_tokens} tokens read, "
-            f"{self.generated_tokens} written in {seconds:.1f} s ({self.generated_tokens / max(seconds, 1e-9):.1f} tokens/s)"
+            f"{self.generated_tokens} written in {seconds:.1f} s ({rate:.1f} tokens/s)"
         )
 
 
@@ -82,12 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="same as --model"
     )
     parser.add_argument(
-        "-i", "--input", required=True, metavar="FILE", help="requests, one JSON object a line"
+        "-i", "--input", required=True, metavar="FILE", help="requests, one JSON object per line"
     )
-    parser.add_argument(
-        "-o", "--output", required=True, metavar="FILE", help="answers; those it holds already stay"
-    )
-    parser.add_argument("--url", metavar="URL", help="ask this server instead of loading a model here")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="results; existing ones stay")
+    parser.add_argument("--url", metavar="URL", help="use this server instead of loading a model")
     parser.add_argument(
         "--concurrency", type=int, metavar="N", help="requests at once (default: twice what the engine runs)"
     )
@@ -97,30 +87,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = read_config(args)
     set_up_logging(config.log_level)
-    logging.getLogger("foreword").setLevel(
-        "DEBUG" if config.log_level == "debug" else "WARNING"
-    )  # no line for each request
+    if config.log_level != "debug":
+        logging.getLogger("foreword").setLevel("WARNING")  # not one line per request
     source, target = Path(args.input), Path(args.output)
     if args.concurrency is not None and args.concurrency < 1:
         raise ConfigError(f"--concurrency must be at least 1, got {args.concurrency}", "concurrency")
     if target.exists() and source.exists() and target.samefile(source):
         raise ConfigError("--output must be another file than --input", "output")
-    total, tally = sum(1 for _ in read_lines(source)), BatchSummary()
+    total, summary = sum(1 for _ in read_lines(source)), BatchSummary()
     with BatchOutput(target) as output:
         try:
-            with _progress() as progress:
-                items = _pending_lines(source, output, tally, progress, total)
+            with progress_bar(MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()) as progress:
+                items = _pending_lines(source, output, summary, progress, total)
                 if (first := next(items, None)) is not None:
-                    asyncio.run(_run(config, args, chain([first], items), output, tally))
+                    asyncio.run(_run(config, args, chain([first], items), output, summary))
         finally:
-            stderr_console().print(tally.text(target), markup=False)
-        return 1 if tally.failed or output.num_errors else 0
+            stderr_console().print(summary.text(target), markup=False)
+        return 1 if summary.failed or output.num_errors else 0
 
 
 def _pending_lines(
     source: Path, output: BatchOutput, summary: BatchSummary, progress: Progress, total: int
 ) -> Iterator[BatchLine | InvalidLine]:
-    """The lines without an answer. A line counts as done when the next one is asked for."""
+    """The lines without a result. Progress counts a line when the next one is taken."""
     task = progress.add_task("answering", total=total)
     for item in read_lines(source):
         if output.contains(item):
@@ -138,45 +127,39 @@ async def _run(
     summary: BatchSummary,
 ) -> None:
     if args.url is not None:
-        async with _client(args.url.rstrip("/").removesuffix("/v1"), config) as http:
-            return await answer_all(
-                BatchClient(http, SERVER_GONE_S),
-                items,
-                output,
-                summary,
-                args.concurrency or REMOTE_CONCURRENCY,
-            )
-    config = _without_auth(config)
+        async with _http_client(args.url.rstrip("/").removesuffix("/v1"), config) as http:
+            client = BatchClient(http, SERVER_GONE_S)
+            return await answer_all(client, items, output, summary, args.concurrency or REMOTE_CONCURRENCY)
+    # No other client can connect, so keys are not needed and requests may wait.
+    config = replace(config, api_key=None, api_key_file=None, queue_timeout=0.0)
     async with (
         _application(config) as app,
-        _client(IN_PROCESS, config, ASGITransport(app, raise_app_exceptions=False)) as http,
+        _http_client(IN_PROCESS, config, ASGITransport(app, raise_app_exceptions=False)) as http,
     ):
         concurrency = args.concurrency or 2 * app.state.server.info().resolved.max_num_seqs
         await answer_all(BatchClient(http), items, output, summary, concurrency)
 
 
-def _without_auth(config: Config) -> Config:
-    """Nobody else comes in here: keys are not asked for, and whoever waits may wait."""
-    return replace(config, api_key=None, api_key_file=None, queue_timeout=0.0)
-
-
 @asynccontextmanager
 async def _application(config: Config) -> AsyncIterator[FastAPI]:
-    """The server's application with a running engine behind it."""
-    async with ServerStack(prepare_checkpoint(config)) as backends:
-        info = await backends.start()
-        app = backends.serving_app(
-            MetricsRecorder(info.resolved.drafters, multimodal=info.image_token_id is not None)
-        )
+    """The server's application with a running engine."""
+    async with ServerStack(prepare_checkpoint(config)) as server_stack:
+        info = await server_stack.start()
+        recorder = MetricsRecorder(info.resolved.drafters, multimodal=info.image_token_id is not None)
+        app = server_stack.serving_app(recorder)
         async with app.router.lifespan_context(app):
             yield app
 
 
-def _client(url: str, config: Config, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
-    headers = {"Authorization": f"Bearer {config.api_key.split(',')[0]}"} if config.api_key else {}
-    timeout, limits = httpx.Timeout(None, connect=10.0), httpx.Limits(max_connections=None)
+def _http_client(
+    url: str, config: Config, transport: httpx.AsyncBaseTransport | None = None
+) -> httpx.AsyncClient:
     return httpx.AsyncClient(
-        base_url=url, headers=headers, transport=transport, timeout=timeout, limits=limits
+        base_url=url,
+        headers={"Authorization": f"Bearer {config.api_key.split(',')[0]}"} if config.api_key else {},
+        transport=transport,
+        timeout=httpx.Timeout(None, connect=10.0),
+        limits=httpx.Limits(max_connections=None),
     )
 
 
@@ -187,10 +170,10 @@ async def answer_all(
     summary: BatchSummary,
     concurrency: int,
 ) -> None:
-    """Ask for every item, `concurrency` at a time, and write what comes. Raises EngineDead when nobody answers any more."""
+    """Send all items, `concurrency` at a time, and write the results. Raises EngineDead."""
 
     async def work() -> None:
-        for item in items:  # shared: whoever is free takes the next
+        for item in items:  # shared by all workers
             if isinstance(item, InvalidLine):
                 output.write(error_line(item))
                 summary.failed += 1
@@ -211,7 +194,7 @@ async def answer_all(
 
 
 class BatchClient:
-    """Asks a server until it answers: a busy one for as long as it takes, one that is gone for `patience_s`."""
+    """Retries requests: without limit at a busy server, for `gone_timeout_s` at one that does not answer."""
 
     def __init__(self, http: httpx.AsyncClient, gone_timeout_s: float = 0.0) -> None:
         self._http = http
@@ -219,34 +202,31 @@ class BatchClient:
         self._was_reached = False
 
     async def ask(self, line: BatchLine) -> httpx.Response:
-        """The answer to one line. Raises EngineDead; a server that was never there is not waited for."""
+        """The response to one line. Raises EngineDead, at once for a server that never answered."""
         content, pause_s, gone_s = json.dumps(line.body).encode(), MIN_RETRY_S, 0.0
         while True:
-            response, reason = await self._post(line.url, content)
-            self._was_reached |= response is not None
-            if response is not None and response.status_code not in (429, 503):
-                return response
-            gone_s = 0.0 if response is not None and response.status_code == 429 else gone_s + pause_s
+            try:
+                response = await self._http.post(
+                    line.url, content=content, headers={"Content-Type": "application/json"}
+                )
+            except httpx.HTTPError as error:
+                status, reason = None, str(error) or type(error).__name__
+            else:
+                self._was_reached = True
+                status, reason = response.status_code, f"status {response.status_code}"
+                if status not in (429, 503):
+                    return response
+            gone_s = 0.0 if status == 429 else gone_s + pause_s
             if gone_s > (self._gone_timeout_s if self._was_reached else 0.0):
                 raise EngineDead(
-                    f"{self._http.base_url} does not answer ({reason}); the same command goes on from here"
+                    f"{self._http.base_url} does not answer ({reason}); the same command continues the run"
                 )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_RETRY_S)
 
-    async def _post(self, url: str, content: bytes) -> tuple[httpx.Response | None, str]:
-        """A response if there is one, and what to say if it is none to keep."""
-        try:
-            response = await self._http.post(
-                url, content=content, headers={"Content-Type": "application/json"}
-            )
-        except httpx.HTTPError as error:
-            return None, str(error) or type(error).__name__
-        return response, f"status {response.status_code}"
-
 
 def _response_body(response: httpx.Response) -> Any:
-    """The JSON of a response; what is none of ours may be a text."""
+    """The JSON of a response, or its text."""
     try:
         return response.json()
     except (ValueError, RecursionError):
@@ -254,17 +234,5 @@ def _response_body(response: httpx.Response) -> Any:
 
 
 def _int_or_zero(value: Any) -> int:
-    """A count that a server tells; one of another make may tell anything."""
+    """A count of a server that may send anything."""
     return value if isinstance(value, int) else 0
-
-
-def _progress() -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = stderr_console()
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -1,4 +1,4 @@
-"""What computes for a server: the engine, and the encoder where one is asked for, each in a process of its own."""
+"""The processes of a server: the engine, and the encoder if one is configured."""
 
 from __future__ import annotations
 
@@ -16,23 +16,19 @@ from foreword.embedding.sentence_transformers import read_decoder_pooling_config
 from foreword.engine_client.client import SubprocessClient
 from foreword.errors import ConfigError
 from foreword.metrics.recorder import MetricsRecorder
-from foreword.server.app import create_app
+from foreword.server.app import create_app, loading_app
 from foreword.server.lifecycle import DrainState, Health
-from foreword.server.loading_app import loading_app
 
 __all__ = ["ServerStack"]
 
 
 class ServerStack:
-    """Both clients; leaving the context ends their processes.
-
-    name  of the generating model in the API
-    """
+    """The clients of both processes; leaving the context ends the processes."""
 
     def __init__(
         self, prepared: CheckpointInfo, on_progress: Callable[[int, int], None] | None = None
     ) -> None:
-        self.name = model_name(prepared.config, prepared.path)
+        self.name = model_name(prepared.config, prepared.path)  # of the generating model, in the API
         self.engine = SubprocessClient(
             prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary, on_progress
         )
@@ -41,7 +37,7 @@ class ServerStack:
         self._pooling_config = read_decoder_pooling_config(prepared.path)
 
     async def start(self) -> EngineInfo:
-        """Load both at once. Raises ConfigError or CheckpointError."""
+        """Load both models at once. Raises ConfigError or CheckpointError."""
         if self.encoder is None:
             return await self.engine.start()
         loading = asyncio.create_task(self.encoder.start())
@@ -52,17 +48,17 @@ class ServerStack:
             loading.cancel()
         if encoder.name == self.name:
             raise ConfigError(
-                f"two models are called {self.name!r}; --served-model-name gives one another name",
+                f"two models are called {self.name!r}; rename one with --served-model-name",
                 "served_model_name",
             )
         return info
 
     def loading_app(self, drain: DrainState) -> FastAPI:
-        """What the server answers until start() has returned."""
+        """The application until start() has returned."""
         return loading_app(Health(self.engine, self.encoder, drain))
 
     def serving_app(self, recorder: MetricsRecorder, drain: DrainState | None = None) -> FastAPI:
-        """The server's application, with both behind it."""
+        """The application of the started server."""
         prepared = self._prepared
         return create_app(
             prepared.config,

@@ -1,4 +1,4 @@
-"""What every command needs of the terminal: consoles, progress, units, logging."""
+"""Terminal output of all commands: stderr, progress bars, log format, units."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -24,6 +25,7 @@ __all__ = [
     "format_bytes",
     "format_count",
     "loading_bar",
+    "progress_bar",
     "set_up_logging",
     "stderr_console",
     "track_progress",
@@ -35,43 +37,48 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def stderr_console() -> Console:
-    """stderr: everything that is not the answer itself."""
+    """stderr, for all output but the answer itself."""
     return Console(file=sys.stderr, highlight=False, soft_wrap=True)
 
 
-@contextmanager
-def loading_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, silent elsewhere; yields what to call with (done, total) bytes."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """A progress bar on stderr that vanishes at the end; disabled unless stderr is a terminal."""
     console = stderr_console()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
+    description = TextColumn("{task.description}")
+    return Progress(
+        description, BarColumn(), *columns, console=console, transient=True, disable=not console.is_terminal
+    )
+
+
+@contextmanager
+def loading_bar(description: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar; yields a function of (done, total) bytes."""
+    with progress_bar(SpinnerColumn(), TimeElapsedColumn()) as progress:
+        task = progress.add_task(description, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def track_progress(items: Iterable[T], what: str, total: int) -> Iterator[T]:
-    """The items, with a progress bar on a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = stderr_console()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
+def track_progress(items: Iterable[T], description: str, total: int) -> Iterator[T]:
+    """The items, with a progress bar."""
+    with progress_bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
+        task = progress.add_task(description, total=total)
         for item in items:
             yield item
             progress.advance(task)
 
 
 def set_up_logging(level: str) -> None:
-    """Log lines on stderr; those of libraries only from warnings on, because requests have lines of ours.
+    """Log to stderr; libraries only from warnings on, because the server logs requests itself.
 
-    uvicorn's only from errors on: what clients send that is no HTTP is nothing that an operator could mend.
+    uvicorn logs only errors: operators can do nothing about clients that send no HTTP.
     """
     logs.set_up_logging(level, LOG_FORMAT)
-    for name, least in (
+    for name, minimum in (
         ("uvicorn", logging.ERROR),
         ("httpx", logging.WARNING),
         ("httpcore", logging.WARNING),
     ):
-        logging.getLogger(name).setLevel(max(least, logging.getLogger().level))
+        logging.getLogger(name).setLevel(max(minimum, logging.getLogger().level))
 
 
 def format_bytes(count: float) -> str:

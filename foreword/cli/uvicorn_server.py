@@ -1,4 +1,4 @@
-"""The web server as a context, and the two ways in which it is told to end."""
+"""uvicorn as an async context, and the signals that stop a server."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import uvicorn
 
 __all__ = ["ShutdownSignals", "UvicornServer", "wait_first"]
 
-POLL_S = 0.005
+POLL_S = 0.005  # while uvicorn starts
 
 
 class ShutdownSignals:
-    """What SIGTERM and SIGINT ask for: the first one to end soon, the second to end now."""
+    """SIGTERM and SIGINT: the first starts a graceful shutdown, the second an immediate one."""
 
     def __init__(self) -> None:
         self.graceful = asyncio.Event()
         self.immediate = asyncio.Event()
 
     def install(self) -> None:
-        """Take the signals, in the running loop."""
+        """Install the handlers, in the running loop."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
@@ -34,10 +34,7 @@ class ShutdownSignals:
 
 
 class UvicornServer:
-    """uvicorn on a bound socket: it listens inside of the context, and is gone outside.
-
-    ended  it stopped by itself
-    """
+    """uvicorn on a bound socket; it listens while the context is open."""
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
         self._server = _NoSignalServer(config)
@@ -45,7 +42,7 @@ class UvicornServer:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> UvicornServer:
-        """Raises OSError if the address cannot be listened on."""
+        """Raises OSError if it cannot listen on the address."""
         self._task = asyncio.create_task(self._server.serve([self._listener]), name="web server")
         while not self._server.started:
             if self._task.done():
@@ -67,7 +64,7 @@ class UvicornServer:
 
 
 class _NoSignalServer(uvicorn.Server):
-    """uvicorn without its signal handlers: they would raise the signal again and spoil the exit code."""
+    """uvicorn without its signal handlers, which raise the signal again and change the exit code."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -75,17 +72,18 @@ class _NoSignalServer(uvicorn.Server):
 
 
 async def wait_first(*coroutines: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> int | None:
-    """The place of one that is done first; None if the time is over before. The others are cancelled.
+    """Index of the first coroutine that finishes, or None after the timeout; the others are cancelled.
 
-    Raises what that one raised.
+    Raises that coroutine's exception.
     """
-    tasks = [asyncio.ensure_future(work) for work in coroutines]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in tasks:
             task.cancel()
-    place = next((place for place, task in enumerate(tasks) if task in done), None)
-    if place is not None:
-        tasks[place].result()
-    return place
+    for index, task in enumerate(tasks):
+        if task in done:
+            task.result()
+            return index
+    return None

@@ -1,4 +1,4 @@
-"""One probe of the machine. Torch is imported only where there may be a GPU."""
+"""Probes the hardware. Imports torch only where there may be a GPU."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["HardwareProbe", "hardware_info", "probe_hardware"]
 
 logger = logging.getLogger(__name__)
 
-# One of these is there where a GPU may be: the driver's own, that of WSL, that of boards whose memory the GPU shares.
+# Device files of NVIDIA's driver, of WSL, and of boards with unified memory.
 NVIDIA_DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvhost-gpu"))
 CPUINFO = Path("/proc/cpuinfo")
 MEMINFO = Path("/proc/meminfo")
-# Limit and use of this process's control group: version 2, then version 1.
+# Memory limit and usage of this process's cgroup: version 2, then version 1.
 CGROUP_MEMORY_FILES = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (
@@ -30,7 +30,7 @@ CGROUP_MEMORY_FILES = (
         Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ),
 )
-# ISA extensions that kernels care for: x86 names as in /proc/cpuinfo, then ARM's.
+# ISA extensions that kernels use, named as in /proc/cpuinfo: x86, then ARM.
 ISA_EXTENSIONS = (
     "avx2",
     "avx512f",
@@ -43,58 +43,44 @@ ISA_EXTENSIONS = (
     "i8mm",
     "sve",
 )
-BFLOAT16_ISA = (
-    "avx2",
-    "bf16",
-)  # to widen bfloat16 costs next to nothing there, and it is half the bytes to read
+BFLOAT16_ISA = ("avx2", "bf16")  # with these, converting bfloat16 is cheaper than reading twice the bytes
 BFLOAT16_CAPABILITY = (8, 0)  # compute capability
 
 
 @dataclass(frozen=True, slots=True)
 class HardwareProbe:
-    """What the machine is.
-
-    cores        CPU cores that this process may use
-    isa          extensions of the CPU that kernels care for
-    total_bytes  memory of the machine, or of its control group if that is less
-    free_bytes   of it, what is free
-    gpu          name of the GPU in use, else None; gpu_total_bytes and gpu_free_bytes are 0 without one
-    capability   its compute capability, such as (9, 0); (0, 0) without one
-    bfloat16     the device computes with bfloat16 weights at no less than the speed of float32
-    """
+    """Hardware of this machine; `foreword env --json` prints these fields."""
 
     device: str
     cpu: str
-    cores: int
-    isa: tuple[str, ...]
-    total_bytes: int
+    cores: int  # CPU cores that this process may use
+    isa: tuple[str, ...]  # CPU extensions that kernels use
+    total_bytes: int  # of the machine, or of its cgroup if that is less
     free_bytes: int
-    bfloat16: bool
-    gpu: str | None = None
+    bfloat16: bool  # bfloat16 weights are at least as fast as float32
+    gpu: str | None = None  # name of the GPU in use
     gpu_total_bytes: int = 0
     gpu_free_bytes: int = 0
-    capability: tuple[int, int] = (0, 0)
+    capability: tuple[int, int] = (0, 0)  # compute capability, such as (9, 0)
 
 
 def probe_hardware(device: str = "auto") -> HardwareProbe:
-    """Look at the machine; device is "auto", "cpu" or "cuda". Raises ConfigError for a GPU that cannot be used."""
+    """Probe for device "auto", "cpu" or "cuda". Raises ConfigError if cuda is requested and not available."""
     if device == "cuda" or (device == "auto" and any(node.exists() for node in NVIDIA_DEVICE_FILES)):
         torch = importlib.import_module("torch")
-        missing = _gpu_unavailable_reason(torch)
-        if missing is None:
+        reason = _gpu_unavailable_reason(torch)
+        if reason is None:
             return _probe_gpu(torch)
         if device == "cuda":
-            raise ConfigError(
-                f"device is cuda, but no NVIDIA GPU can be used here: {missing}; `--device cpu` would work",
-                "device",
-            )
-        logger.warning("the CPU computes, although there seems to be an NVIDIA GPU: %s", missing)
+            problem = f"device is cuda, but no NVIDIA GPU can be used here: {reason}"
+            raise ConfigError(f"{problem}; `--device cpu` would work", "device")
+        logger.warning("using the CPU, although an NVIDIA GPU seems to be present: %s", reason)
     cpu, isa, total, free = _probe_host()
     return HardwareProbe("cpu", cpu, _num_cores(), isa, total, free, bool(set(isa) & set(BFLOAT16_ISA)))
 
 
 def hardware_info(hardware: HardwareProbe) -> HardwareInfo:
-    """What `config.resolve` needs to know of it."""
+    """Select the properties that resolve() needs."""
     gpu = hardware.device == "cuda"
     return HardwareInfo(
         device=hardware.device,
@@ -108,14 +94,15 @@ def hardware_info(hardware: HardwareProbe) -> HardwareInfo:
 
 
 def _gpu_unavailable_reason(torch: Any) -> str | None:
-    """Why torch cannot compute on a GPU; None if it can. A card may be older, or newer, than all that torch was built for."""
+    """Why torch cannot use a GPU, or None. A GPU may be older or newer than those torch was built for."""
+    build = f"PyTorch {torch.__version__}"
     if not torch.cuda.is_available():
-        build = f"PyTorch {torch.__version__}"
         return f"{build} finds none" if torch.version.cuda else f"{build} was built without CUDA"
     try:
         torch.ones(1, device="cuda").add_(1).item()
     except RuntimeError as error:
-        return f"PyTorch {torch.__version__} does not compute on {torch.cuda.get_device_name()} ({str(error).splitlines()[0]})"
+        gpu, cause = torch.cuda.get_device_name(), str(error).splitlines()[0]
+        return f"{build} does not compute on {gpu} ({cause})"
     return None
 
 
@@ -141,11 +128,8 @@ def _probe_gpu(torch: Any) -> HardwareProbe:
 
 def _probe_host() -> tuple[str, tuple[str, ...], int, int]:
     """CPU name, ISA, total and free memory."""
-    name, isa = _parse_cpuinfo(_read_file(CPUINFO))
-    total, free = _parse_meminfo(
-        _read_file(MEMINFO), ((_read_file(limit), _read_file(used)) for limit, used in CGROUP_MEMORY_FILES)
-    )
-    return name, isa, total, free
+    cgroups = ((_read_file(limit), _read_file(used)) for limit, used in CGROUP_MEMORY_FILES)
+    return *_parse_cpuinfo(_read_file(CPUINFO)), *_parse_meminfo(_read_file(MEMINFO), cgroups)
 
 
 def _num_cores() -> int:
@@ -156,15 +140,15 @@ def _num_cores() -> int:
 
 def _parse_cpuinfo(cpuinfo: str) -> tuple[str, tuple[str, ...]]:
     """Name and ISA extensions from /proc/cpuinfo."""
-    fields = dict(_split_field(line) for line in cpuinfo.splitlines() if ":" in line)
+    fields = _parse_fields(cpuinfo)
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     name = fields.get("model name") or platform.processor() or platform.machine()
     return name, tuple(extension for extension in ISA_EXTENSIONS if extension in flags)
 
 
 def _parse_meminfo(meminfo: str, cgroups: Iterable[tuple[str, str]]) -> tuple[int, int]:
-    """Total and free bytes: /proc/meminfo, lowered by the control group's limit if it has one."""
-    fields = dict(_split_field(line) for line in meminfo.splitlines() if ":" in line)
+    """Total and free bytes of /proc/meminfo, limited by the cgroup."""
+    fields = _parse_fields(meminfo)
     total, free = _parse_kib(fields.get("MemTotal")), _parse_kib(fields.get("MemAvailable"))
     for limit, used in cgroups:
         if limit.isdigit() and int(limit) < total:
@@ -177,9 +161,9 @@ def _parse_kib(text: str | None) -> int:
     return int(text.split()[0]) * 1024 if text else 0
 
 
-def _split_field(line: str) -> tuple[str, str]:
-    name, _, value = line.partition(":")
-    return name.strip(), value.strip()
+def _parse_fields(text: str) -> dict[str, str]:
+    pairs = (line.partition(":") for line in text.splitlines() if ":" in line)
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _read_file(path: Path) -> str:

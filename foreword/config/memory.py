@@ -1,4 +1,4 @@
-"""What a model takes in memory, before and after it is loaded. Nothing here imports torch."""
+"""Memory of a model, before and after it is loaded. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,80 +7,53 @@ from dataclasses import dataclass
 __all__ = ["GIB", "DeviceMemory", "ModelInfo", "estimate_memory", "kv_bytes_per_token", "weight_bytes"]
 
 GIB = 1 << 30
-# A value's bytes by data type; int4 has a scale of 16 bits for each 32 values, int8 and fp8 one of 32 bits for each row or
-# vector, which is counted apart where there are many.
+# Bytes of a value by data type. int4 includes a scale of 16 bits per 32 values.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1, "int4": 18 / 32}
-SCALE_BYTES = 4
-BYTES_PER_LOGIT = 2 * 4  # float32, and as much again while they are filtered
-CUDA_CONTEXT_BYTES = 512 << 20  # CUDA's own, and what kernels take beside what they are given
-MARGIN_DIVISOR, MAX_MARGIN_BYTES = 64, 512 << 20  # a part of the card, but no more than so much
+SCALE_BYTES = 4  # of an int8 or fp8 vector in the KV cache
+BYTES_PER_LOGIT = 2 * 4  # float32, twice while they are filtered
+CUDA_CONTEXT_BYTES = 512 << 20  # CUDA's own, and the kernels' workspace
+MARGIN_DIVISOR, MAX_MARGIN_BYTES = 64, 512 << 20  # share of the GPU's memory, and its limit
 CUDA_GRAPH_DIVISOR, MAX_CUDA_GRAPH_BYTES = 64, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What `resolve()` needs to know of a checkpoint.
-
-    context             positions it was made for
-    dtype               of its weights
-    parameters          number of weights (tied ones once)
-    kv_values_per_token numbers that one token keeps in the KV cache (all layers, K and V)
-    kv_vectors_per_token  vectors that those numbers make up, one for each head: int8 has a scale for each
-    embedding_parameters  parameters of the embedding and of the head
-    weight_bytes        of weights that keep the form they have in the file; None: there are none
-    kept_parameters     how many weights that are
-    tower_parameters    of the tower that sees pictures
-    image_token_id      id of the placeholder of a picture's tokens; None: the model sees none
-    kept_embedding_parameters  of these, parameters of the embedding and of the head
-    row_values          numbers that one row of a pass holds at once, about
-    gpu_bytes           of kept weights that keep their form on a GPU too
-    gpu_kept_parameters how many weights that are; the others become values of the activations' type
-    """
+    """Properties of a checkpoint that resolve() needs. Packed weights keep the file's quantized format."""
 
     architecture: str
-    context_len: int
-    dtype: str
-    parameters: int
+    context_len: int  # positions the model was trained for
+    dtype: str  # of the weights
+    parameters: int  # tied weights once
     vocab_size: int
-    kv_values_per_token: int
-    kv_vectors_per_token: int = 0
-    embedding_parameters: int = 0
-    packed_bytes: int | None = None
+    kv_values_per_token: int  # K and V of all layers
+    kv_vectors_per_token: int = 0  # one per head: int8 and fp8 have a scale for each
+    embedding_parameters: int = 0  # embedding and head
+    packed_bytes: int | None = None  # None: no packed weights
     packed_parameters: int = 0
-    packed_embedding_parameters: int = 0
+    packed_embedding_parameters: int = 0  # packed ones of the embedding and the head
     vision_parameters: int = 0
-    image_token_id: int | None = None
-    activation_values_per_row: int = 0
-    gpu_packed_bytes: int = 0
+    image_token_id: int | None = None  # placeholder of images; None: text only
+    activation_values_per_row: int = 0  # peak values of one row of a forward pass, estimated
+    gpu_packed_bytes: int = 0  # weights that a GPU keeps packed; others become the activations' type
     gpu_packed_parameters: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """How the memory of a GPU is divided, in bytes.
-
-    total        of the card
-    utilization  share of it that may be in use, whoever uses it
-    others       other processes, and CUDA itself
-    weights      of all models, and what else stays
-    activations  at the peak of a step
-    pictures     features of pictures that are kept
-    graphs       set aside for CUDA graphs
-    margin       for what lies between the allocator's pieces
-    measured     on the loaded models; else estimated
-    """
+    """Division of a GPU's memory, in bytes."""
 
     total: int
-    utilization: float
-    other_processes: int
-    weights: int
-    activations: int
+    utilization: float  # share of the total that may be used, by all processes
+    other_processes: int  # and CUDA itself
+    weights: int  # of all models, and other permanent tensors
+    activations: int  # peak of a step
     image_cache: int
     cuda_graphs: int
-    is_measured: bool = False
+    is_measured: bool = False  # on the loaded models; else estimated
 
     @property
     def margin(self) -> int:
+        """For fragmentation of the allocator."""
         return min(self.total // MARGIN_DIVISOR, MAX_MARGIN_BYTES)
 
     @property
@@ -89,29 +62,29 @@ class DeviceMemory:
 
     @property
     def kv_cache(self) -> int:
-        """What is left for the KV cache; negative if the rest does not fit."""
+        """Memory left for the KV cache; negative if the other parts do not fit."""
         return self.usable - sum(size for _, size in self.parts)
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
-        """All that is not KV, by name."""
+        """All parts but the KV cache, by name."""
         return (
             ("weights", self.weights),
             ("activations", self.activations),
             ("CUDA graphs", self.cuda_graphs),
-            ("pictures", self.image_cache),
+            ("image cache", self.image_cache),
             ("CUDA and other processes", self.other_processes),
             ("margin", self.margin),
         )
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.parts if size)
-        how = "measured" if self.is_measured else "estimated"
-        return f"{self.usable / GIB:.2f} of {self.total / GIB:.2f} GiB may be used; {how}: {parts}"
+        source = "measured" if self.is_measured else "estimated"
+        return f"{self.usable / GIB:.2f} of {self.total / GIB:.2f} GiB may be used; {source}: {parts}"
 
 
 def cuda_graph_reserve(total: int) -> int:
-    """Bytes set aside for CUDA graphs themselves, beside what a pass in them takes."""
+    """Bytes reserved for CUDA graphs, in addition to the activations of their passes."""
     return min(total // CUDA_GRAPH_DIVISOR, MAX_CUDA_GRAPH_BYTES)
 
 
@@ -124,27 +97,20 @@ def estimate_memory(
     image_cache: int,
     cuda_graphs: bool,
 ) -> DeviceMemory:
-    """Before anything is loaded; activations and pictures as in DeviceMemory, `free` of `total` bytes are free."""
-    return DeviceMemory(
-        total,
-        utilization,
-        max(total - free, CUDA_CONTEXT_BYTES),
-        weights,
-        activations,
-        image_cache,
-        cuda_graph_reserve(total) if cuda_graphs else 0,
-    )
+    """Estimate before loading; sizes as in DeviceMemory."""
+    graphs = cuda_graph_reserve(total) if cuda_graphs else 0
+    others = max(total - free, CUDA_CONTEXT_BYTES)
+    return DeviceMemory(total, utilization, others, weights, activations, image_cache, graphs)
 
 
 def activation_bytes(model: ModelInfo, dtype: str, num_rows: int) -> int:
-    """Of a pass over so many rows, all of which are sampled or scored."""
-    return int(
-        num_rows * (model.activation_values_per_row * DTYPE_BYTES[dtype] + model.vocab_size * BYTES_PER_LOGIT)
-    )
+    """Peak memory of a forward pass over `num_rows` rows with logits of all."""
+    logits = model.vocab_size * BYTES_PER_LOGIT
+    return int(num_rows * (model.activation_values_per_row * DTYPE_BYTES[dtype] + logits))
 
 
 def kv_bytes_per_token(model: ModelInfo, kv_dtype: str) -> int:
-    """Of one token in the KV cache, scales included."""
+    """Bytes of one token in the KV cache, including scales."""
     scales = model.kv_vectors_per_token * SCALE_BYTES if kv_dtype in ("int8", "fp8") else 0
     return int(model.kv_values_per_token * DTYPE_BYTES[kv_dtype]) + scales
 
@@ -152,30 +118,25 @@ def kv_bytes_per_token(model: ModelInfo, kv_dtype: str) -> int:
 def weight_bytes(
     model: ModelInfo, dtype: str, weight_dtype: str, quantization: str | None, kernel_backend: str
 ) -> int:
-    """The embedding and the head are never rounded to less than 8 bits, a tower that sees not at all.
+    """Bytes of a model's weights on the device.
 
-    dtype    of activations
-    kernels  who computes: "native" keeps all weights as they are; "triton" all but some blocks of a file, which become values
-             of the activations' type; "torch" holds what is quantized as float32, and whatever is not of the activations'
-             type once more in that
+    Quantization leaves the embedding and the head in 8 bits, and a vision encoder in `dtype`, the type of
+    activations. Backend "native" keeps packed weights; "triton" keeps some and converts others to `dtype`;
+    "torch" holds quantized weights as float32; weights of another type than `dtype` have a copy in it.
     """
-    tower_dtype = dtype if quantization else weight_dtype
+    vision_dtype = dtype if quantization else weight_dtype
     if kernel_backend == "torch":
-        values = (
-            model.packed_parameters if quantization is None else model.parameters - model.vision_parameters
-        )
-        held = {"float32", dtype}, {tower_dtype, dtype}
-        quantized, dense = (sum(DTYPE_BYTES[kind] for kind in kinds) for kinds in held)
-        return int(values * quantized + (model.parameters - values) * dense)
-    linear = quantization or weight_dtype
-    embedding = "int8" if quantization else weight_dtype
+        text_parameters = model.parameters - model.vision_parameters
+        num_quantized = text_parameters if quantization else model.packed_parameters
+        per_quantized = sum(DTYPE_BYTES[name] for name in {"float32", dtype})
+        per_dense = sum(DTYPE_BYTES[name] for name in {vision_dtype, dtype})
+        return int(num_quantized * per_quantized + (model.parameters - num_quantized) * per_dense)
     outer = model.embedding_parameters - model.packed_embedding_parameters
     layers = model.parameters - model.packed_parameters - model.vision_parameters - outer
-    made = (
-        layers * DTYPE_BYTES[linear]
-        + outer * DTYPE_BYTES[embedding]
-        + model.vision_parameters * DTYPE_BYTES[tower_dtype]
-    )
-    dense = (model.packed_parameters - model.gpu_packed_parameters) * DTYPE_BYTES[dtype]
-    kept = model.packed_bytes or 0 if kernel_backend == "native" else model.gpu_packed_bytes + dense
-    return int(kept + made)
+    unpacked = layers * DTYPE_BYTES[quantization or weight_dtype]
+    unpacked += outer * DTYPE_BYTES["int8" if quantization else weight_dtype]
+    unpacked += model.vision_parameters * DTYPE_BYTES[vision_dtype]
+    if kernel_backend == "native":
+        return int(unpacked + (model.packed_bytes or 0))
+    converted = (model.packed_parameters - model.gpu_packed_parameters) * DTYPE_BYTES[dtype]
+    return int(unpacked + model.gpu_packed_bytes + converted)

@@ -1,7 +1,6 @@
-"""Every option, once: flags, environment variables, config file and docs derive from these fields.
+"""All options: flags, environment variables, config file and docs derive from these fields.
 
-`Config` is what the user asked for; `resolve()` (resolve.py) makes of it what runs. Nothing here imports torch: the API
-process reads it too.
+`resolve()` (resolve.py) turns `Config` into what runs. Imports no torch, because the API process uses it.
 """
 
 from __future__ import annotations
@@ -18,21 +17,55 @@ from foreword.errors import ConfigError
 __all__ = ["DRAFTERS", "Config", "option_fields", "parse_bytes"]
 
 DRAFTERS = ("grammar", "prediction", "suffix", "ngram", "draft", "replay")
-GIB = 1 << 30
 MAX_FLOAT_DISPLAY = 1e300
+# Units of parse_bytes().
+UNIT_BYTES = {
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "b": 1,
+    "": 1,
+}
+# Inclusive limits of number fields.
+RANGES: dict[str, tuple[float, float]] = {
+    "block_size": (1, 256),
+    **dict.fromkeys(("max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads"), (1, 1 << 24)),
+    "num_speculative_tokens": (0, 64),
+    "prompt_lookup_max": (1, 32),
+    "replay_error_rate": (0.0, 1.0),
+    "max_images": (1, 1024),
+    "max_image_mb": (1, 1024),
+    "max_image_pixels": (1, 1 << 30),
+    "media_timeout": (0.1, 3600),
+    "gpu_memory_utilization": (0.05, 1.0),
+    "port": (0, 65535),
+    "max_waiting": (1, 1 << 24),
+    "max_waiting_tokens": (1, 1 << 40),
+    "default_max_tokens": (0, 1 << 24),
+    **dict.fromkeys(("queue_timeout", "request_timeout", "drain_timeout"), (0, 86_400)),
+    **dict.fromkeys(("health_probe", "log_interval"), (0, 86_400)),
+    "hang_timeout": (1, 86_400),
+    "client_timeout": (1, 86_400),
+    "max_connections": (1, 1 << 20),
+    "seed": (-(2**63), 2**64 - 1),
+    "max_body_mb": (1, 1024),
+}
 
 
 def option(
     default: Any, help_: str, *, group: str, choices: tuple[str, ...] = (), secret: bool = False
 ) -> Any:
-    """A field that is also a flag; `help_` is its documentation everywhere."""
+    """A field of Config that is also a flag; `help_` is its documentation."""
     metadata = {"help": help_, "group": group, "choices": choices, "secret": secret}
     return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the user asked for; None and "auto" leave the choice to `resolve()`."""
+    """The user's options; None and "auto" leave the choice to `resolve()`."""
 
     model: str | None = option(
         None, "checkpoint directory, GGUF file or hub id (default: the bundled demo)", group="model"
@@ -42,10 +75,10 @@ class Config:
     )
     embedding_model: str | None = option(
         None,
-        "checkpoint of the BERT family that embeds, or ranks, beside the model, in a process of its own",
+        "checkpoint of the BERT family for embeddings or reranking, in its own process",
         group="model",
     )
-    device: str = option("auto", "where to compute", group="model", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "compute device", group="model", choices=("auto", "cpu", "cuda"))
     dtype: str = option(
         "auto",
         "data type of weights, activations and KV cache",
@@ -54,32 +87,32 @@ class Config:
     )
     quantization: str | None = option(
         None,
-        "round weights while loading: int8, int4 (the embedding and the head stay in 8 bits), or fp8 on GPUs",
+        "quantize weights while loading: int8, int4 (embedding and head stay in 8 bits), or fp8 on GPUs",
         group="model",
         choices=("int8", "int4", "fp8"),
     )
     kv_cache_dtype: str = option(
         "auto",
-        "data type of the KV cache, if not that of the activations; fp8 on GPUs",
+        "data type of the KV cache (default: that of the activations); fp8 on GPUs",
         group="model",
         choices=("auto", "int8", "fp8"),
     )
     cpu_isa: str = option(
         "auto",
-        "instruction set of the CPU kernels (default: the best here); reference computes in torch",
+        "instruction set of the CPU kernels (default: the best available); reference computes in torch",
         group="model",
         choices=("auto", "amx", "avx512", "avx2", "portable", "reference"),
     )
     gguf_dequantize: bool = option(
         False,
-        "take types of a GGUF file that have no kernels (Q2_K, Q3_K, Q4_1, ...) as floats of `dtype`",
+        "convert GGUF types without kernels (Q2_K, Q3_K, Q4_1, ...) to floats of `dtype`",
         group="model",
     )
     max_model_len: int | None = option(
         None, "context limit in tokens (default: the checkpoint's, as the cache allows)", group="model"
     )
     seed: int | None = option(
-        None, "seed for requests that bring none (default: a random one for each)", group="model"
+        None, "seed of requests without one (default: a random one for each)", group="model"
     )
     threads: int | None = option(
         None,
@@ -88,24 +121,24 @@ class Config:
     )
     load_format: str = option(
         "auto",
-        "auto reads the weights; dummy makes random ones of the shapes that config.json tells, to measure speed",
+        "auto loads the weights; dummy makes random ones of config.json's shapes, to measure speed",
         group="model",
         choices=("auto", "dummy"),
     )
     enforce_eager: bool = option(
-        False, "launch kernels one by one instead of CUDA graphs; without effect on CPUs", group="model"
+        False, "launch kernels one by one instead of CUDA graphs; no effect on CPUs", group="model"
     )
     overlap: bool = option(
         True,
-        "on GPUs, plan and commit one step while the device computes the next; tokens are the same",
+        "on GPUs, schedule and update one step while the device computes the next; tokens are the same",
         group="model",
     )
     fast_math: bool = option(
-        False, "faster products whose bits depend on the batch: gives up exactness", group="model"
+        False, "faster matrix products whose bits depend on the batch: gives up exactness", group="model"
     )
 
     max_num_seqs: int | None = option(
-        None, "requests that run at once (default: 64 on CPU, 256 on GPU)", group="scheduler"
+        None, "maximum of running requests (default: 64 on CPU, 256 on GPU)", group="scheduler"
     )
     max_num_batched_tokens: int | None = option(
         None,
@@ -113,45 +146,45 @@ class Config:
         group="scheduler",
     )
     max_waiting: int = option(
-        4096, "requests that may be open, running or waiting; more are answered 429", group="scheduler"
+        4096, "maximum of open requests, running or waiting; more are rejected with 429", group="scheduler"
     )
     max_waiting_tokens: int = option(
         4_000_000,
-        "prompt tokens that may be open, running or waiting; more are answered 429",
+        "maximum of prompt tokens of open requests; more are rejected with 429",
         group="scheduler",
     )
     queue_timeout: float = option(
         300.0,
-        "seconds that a request may wait for its first step before it is answered 429; 0 for no limit",
+        "seconds that a request may wait for its first step before it is rejected with 429; 0 for no limit",
         group="scheduler",
     )
     request_timeout: float = option(
         0.0,
-        "seconds that a request may take in all before it ends with an error 408; 0 for no limit",
+        "seconds that a request may take in total before it fails with 408; 0 for no limit",
         group="scheduler",
     )
     default_max_tokens: int = option(
-        16_384, "max_tokens of requests that bring none; 0: up to the end of the context", group="scheduler"
+        16_384, "max_tokens of requests without it; 0: up to the end of the context", group="scheduler"
     )
     on_runaway: str = option(
         "warn",
-        "what becomes of an answer that repeats itself: a warning, an end with finish_reason repetition, or nothing",
+        "on repetitive output: log a warning, stop with finish_reason repetition, or do nothing",
         group="scheduler",
         choices=("warn", "stop", "off"),
     )
     hang_timeout: float = option(
         60.0,
-        "seconds that a step may take, or the engine may give no sign of life, before it is replaced",
+        "seconds that a step may take, or the heartbeat may be missing, before the engine is restarted",
         group="scheduler",
     )
     kv_cache_memory: str | None = option(
         None,
-        'memory of the KV cache, such as "2GiB" or "4000tokens" (default: from free memory; on a CPU at most 4 GiB)',
+        'size of the KV cache: "2GiB", "4000tokens" (default: by free memory, at most 4 GiB on a CPU)',
         group="scheduler",
     )
     gpu_memory_utilization: float = option(
         0.9,
-        "share of the GPU's memory that may be in use, whoever uses it; the KV cache gets what is left",
+        "share of the GPU's memory that may be in use by all processes; the KV cache gets the rest of it",
         group="scheduler",
     )
     block_size: int = option(
@@ -159,39 +192,37 @@ class Config:
     )
     trace: str | None = option(
         None,
-        "file to write every plan of the scheduler to, for replay; it holds token ids; FILE.drafts gets the decisions on drafts",
+        "file for the scheduler's decisions, for replay; has token ids; FILE.drafts: decisions on drafts",
         group="scheduler",
     )
-    prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings", group="scheduler")
+    prefix_caching: bool = option(True, "reuse KV blocks of equal prompt prefixes", group="scheduler")
 
-    max_images: int = option(16, "pictures that one request may hold", group="pictures")
-    max_image_mb: int = option(20, "largest picture file in MB, before it is decoded", group="pictures")
+    max_images: int = option(16, "maximum of images in one request", group="images")
+    max_image_mb: int = option(20, "maximum size of an image file in MB, before decoding", group="images")
     max_image_pixels: int = option(
-        50_000_000, "largest picture in pixels, as its file says before it is decoded", group="pictures"
+        50_000_000, "maximum of pixels of an image, by its header, before decoding", group="images"
     )
     image_memory: str = option(
         "1GiB",
-        "memory for the pixels of open requests, running or waiting, in each of two processes; more are answered 429",
-        group="pictures",
+        "memory for the pixels of open requests, in each of two processes; more are rejected with 429",
+        group="images",
     )
     image_cache_memory: str = option(
-        "256MiB",
-        "memory for what the model has made of pictures, so that one that comes again is not encoded again",
-        group="pictures",
+        "256MiB", "memory of the cache of encoded images, reused when an image comes again", group="images"
     )
     allowed_media_domains: str = option(
         "",
-        "hosts that pictures may be fetched from by http(s), joined by commas (default: none, only data: URLs)",
-        group="pictures",
+        "hosts that images may be fetched from by http(s), comma-separated (default: none, only data: URLs)",
+        group="images",
     )
     allowed_local_media_path: str | None = option(
-        None, "directory below which file:// pictures may be read (default: none)", group="pictures"
+        None, "directory below which file:// images may be read (default: none)", group="images"
     )
-    media_timeout: float = option(5.0, "seconds in which a picture must be fetched", group="pictures")
+    media_timeout: float = option(5.0, "timeout for fetching an image, in seconds", group="images")
 
     speculate: str = option(
         "auto",
-        "auto, off, or drafters joined by commas: grammar, prediction, suffix, ngram, draft, replay",
+        "auto, off, or comma-separated drafters: grammar, prediction, suffix, ngram, draft, replay",
         group="speculation",
     )
     draft_model: str | None = option(
@@ -199,77 +230,73 @@ class Config:
     )
     num_speculative_tokens: int | None = option(
         None,
-        "upper bound of drafted tokens a request and step (default 32, where fixed 4)",
+        "maximum of drafted tokens per request and step (default: 32, or 4 with draft_length fixed)",
         group="speculation",
     )
     draft_length: str = option(
         "adaptive",
-        "adaptive drafts as much as pays, measured; fixed drafts up to the bound whenever there is a guess",
+        "adaptive: the length with the highest measured gain; fixed: up to num_speculative_tokens",
         group="speculation",
         choices=("adaptive", "fixed"),
     )
     suffix_corpus_memory: str = option(
         "64MiB",
-        "memory for finished outputs that suffix guesses from, each key's for itself; 0 for none",
+        "memory for finished outputs that suffix drafts from, separate for each API key; 0 for none",
         group="speculation",
     )
-    prompt_lookup_min: int = option(2, "shortest n-gram that ngram looks up", group="speculation")
-    prompt_lookup_max: int = option(4, "longest n-gram that ngram looks up", group="speculation")
+    prompt_lookup_min: int = option(2, "minimum length of the n-grams of ngram", group="speculation")
+    prompt_lookup_max: int = option(4, "maximum length of the n-grams of ngram", group="speculation")
     replay_file: str | None = option(
         None, "JSON lines of recorded outputs for the replay drafter", group="speculation"
     )
     replay_error_rate: float = option(
-        0.0, "share of replayed tokens made wrong on purpose", group="speculation"
+        0.0, "share of replayed tokens that are replaced by wrong ones", group="speculation"
     )
     replay_cost: bool = option(
-        False, "run the draft model for every replayed token, so that its cost is paid", group="speculation"
+        False, "run the draft model for every replayed token, to include its cost", group="speculation"
     )
     speculative_config: str | None = option(None, "the above as JSON, as in vLLM", group="speculation")
 
     host: str = option("127.0.0.1", "address to listen on", group="server")
     port: int = option(8000, "port to listen on; 0 takes a free one", group="server")
     api_key: str | None = option(
-        None, "key that clients must send; several joined by commas", group="server", secret=True
+        None, "API key that clients must send; comma-separated if several", group="server", secret=True
     )
     api_key_file: str | None = option(
         None,
-        "YAML file of hashed API keys and their limits, as `foreword keys` writes it; read again when it changes",
+        "YAML file of hashed API keys and their limits, written by `foreword keys`; reloaded when it changes",
         group="server",
     )
-    cors_origins: str = option(
-        "", "origins that browsers may call from, joined by commas; * for all", group="server"
-    )
-    max_body_mb: int = option(32, "largest request body in MB", group="server")
+    cors_origins: str = option("", "allowed browser origins, comma-separated; * for all", group="server")
+    max_body_mb: int = option(32, "maximum size of a request body in MB", group="server")
     max_connections: int = option(
-        4096, "connections that may be open; more are closed at once", group="server"
+        4096, "maximum of open connections; more are closed at once", group="server"
     )
     client_timeout: float = option(
         30.0,
-        "seconds that a client may take to send its request, or to take the next part of its answer",
+        "seconds that a client may take to send its request, or to receive the next part of its response",
         group="server",
     )
     drain_timeout: float = option(
         8.0,
-        "seconds after SIGTERM in which open answers may finish; a second SIGTERM ends them at once",
+        "seconds after SIGTERM in which open requests may finish; a second SIGTERM ends them at once",
         group="server",
     )
     health_probe: float = option(
         0.0,
-        "seconds of idleness after which /health asks the engine for a real token; 0 for never",
+        "seconds without traffic after which /health generates a token to test the engine; 0 for never",
         group="server",
     )
     share_prefix_cache: bool = option(
         False,
-        "let different API keys share cached prefixes, and the finished outputs that suffix guesses from",
+        "share cached prefixes, and finished outputs for suffix, between API keys",
         group="server",
     )
     trust_remote_code: bool = option(
-        False,
-        "refused: no code out of a checkpoint is ever run (the flag exists for those who look for it)",
-        group="server",
+        False, "always refused: no code of a checkpoint is ever run", group="server"
     )
     log_level: str = option(
-        "info", "how much to log", group="server", choices=("debug", "info", "warning", "error")
+        "info", "minimum level of log lines", group="server", choices=("debug", "info", "warning", "error")
     )
     log_interval: float = option(10.0, "seconds between throughput lines; 0 for none", group="server")
     test_mode: bool = option(
@@ -278,65 +305,36 @@ class Config:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            _check_type(item.name, getattr(self, item.name), str(item.type))
+            name, value = item.name, getattr(self, item.name)
+            _check_type(name, value, str(item.type))
             choices = item.metadata["choices"]
-            if choices and getattr(self, item.name) not in (*choices, item.default):
-                raise ConfigError(
-                    f"{item.name} must be one of {', '.join(choices)}, got {getattr(self, item.name)!r}",
-                    item.name,
-                )
-        _check_range("block_size", self.block_size, 1, 256)
+            if choices and value not in (*choices, item.default):
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}", name)
+            if name in RANGES and value is not None:
+                _check_range(name, value, *RANGES[name])
+        _check_range("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}", "block_size")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads"):
-            if getattr(self, name) is not None:
-                _check_range(name, getattr(self, name), 1, 1 << 24)
-        _check_range("num_speculative_tokens", self.num_speculative_tokens or 0, 0, 64)
-        _check_range("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
-        _check_range("prompt_lookup_max", self.prompt_lookup_max, 1, 32)
-        _check_range("replay_error_rate", self.replay_error_rate, 0.0, 1.0)
         for name in ("suffix_corpus_memory", "image_memory", "image_cache_memory"):
             parse_bytes(name, getattr(self, name))
-        _check_range("max_images", self.max_images, 1, 1024)
-        _check_range("max_image_mb", self.max_image_mb, 1, 1024)
-        _check_range("max_image_pixels", self.max_image_pixels, 1, 1 << 30)
-        _check_range("media_timeout", self.media_timeout, 0.1, 3600)
-        _check_range("gpu_memory_utilization", self.gpu_memory_utilization, 0.05, 1.0)
-        _check_range("port", self.port, 0, 65535)
-        _check_range("max_waiting", self.max_waiting, 1, 1 << 24)
-        _check_range("max_waiting_tokens", self.max_waiting_tokens, 1, 1 << 40)
-        _check_range("default_max_tokens", self.default_max_tokens, 0, 1 << 24)
-        for name in ("queue_timeout", "request_timeout", "drain_timeout", "health_probe", "log_interval"):
-            _check_range(name, getattr(self, name), 0, 86_400)
-        _check_range("hang_timeout", self.hang_timeout, 1, 86_400)
-        _check_range("client_timeout", self.client_timeout, 1, 86_400)
-        _check_range("max_connections", self.max_connections, 1, 1 << 20)
         if self.trust_remote_code:
+            problem = "no code of a checkpoint is ever run; remove the option"
+            raise ConfigError(f"trust_remote_code: {problem}", "trust_remote_code")
+        rows = self.max_num_batched_tokens
+        if self.max_num_seqs and rows and self.max_num_seqs > rows:
             raise ConfigError(
-                "trust_remote_code: no code out of a checkpoint is ever run; leave it out",
-                "trust_remote_code",
-            )
-        _check_range("seed", self.seed or 0, -(2**63), 2**64 - 1)
-        if (
-            self.max_num_seqs
-            and self.max_num_batched_tokens
-            and self.max_num_seqs > self.max_num_batched_tokens
-        ):
-            raise ConfigError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
-                "every running request needs a row a step",
+                f"max_num_batched_tokens {rows} is below max_num_seqs {self.max_num_seqs}: "
+                "every running request needs one row per step",
                 "max_num_batched_tokens",
             )
-        _check_range("max_body_mb", self.max_body_mb, 1, 1024)
         if self.replay_cost and not (self.draft_model and "replay" in self.drafter_names()):
             raise ConfigError("replay_cost needs --draft-model and the drafter replay", "replay_cost")
         self.drafter_names()
 
     def drafter_names(self) -> tuple[str, ...]:
-        """The drafters that `speculate` asks for, in order; empty when it is off.
+        """Drafters of `speculate`, by priority; empty if it is off.
 
-        `auto` is all that is there: what grammars force, predictions, suffix matching, and the draft model where one is
-        given. `ngram` guesses what `suffix` guesses too.
+        `auto` includes the draft model if there is one, but not `ngram`, because `suffix` covers it.
         """
         if self.speculate == "off":
             return ()
@@ -345,51 +343,46 @@ class Config:
         names = tuple(name.strip() for name in self.speculate.split(","))
         for name in names:
             if name not in DRAFTERS:
-                raise ConfigError(
-                    f"speculate: unknown drafter {name!r}; known: auto, off, {', '.join(DRAFTERS)}",
-                    "speculate",
-                )
+                known = f"auto, off, {', '.join(DRAFTERS)}"
+                raise ConfigError(f"speculate: unknown drafter {name!r}; known: {known}", "speculate")
         if "draft" in names and not self.draft_model:
-            raise ConfigError("speculate names `draft`, which needs --draft-model", "draft_model")
+            raise ConfigError("speculate: `draft` needs --draft-model", "draft_model")
         if "replay" in names and not self.replay_file:
-            raise ConfigError("speculate names `replay`, which needs --replay-file", "replay_file")
+            raise ConfigError("speculate: `replay` needs --replay-file", "replay_file")
         if len(set(names)) < len(names):
-            raise ConfigError(f"speculate names a drafter twice: {self.speculate}", "speculate")
+            raise ConfigError(f"speculate has a drafter twice: {self.speculate}", "speculate")
         return names
 
     @property
     def runs_draft_model(self) -> bool:
-        """Whether `draft_model` is loaded: to guess, or to be paid for in a replay."""
+        """Whether `draft_model` is loaded: to draft, or for its cost in a replay."""
         return self.draft_model is not None and ("draft" in self.drafter_names() or self.replay_cost)
 
     @property
     def draft_trace_path(self) -> Path:
-        """Beside `trace`."""
         return Path(f"{self.trace}.drafts")
 
     def with_speculative_config(self) -> Config:
-        """`speculative_config` (vLLM's JSON) spread over the fields it stands for."""
+        """Apply `speculative_config` (vLLM's JSON) to the corresponding fields."""
         if self.speculative_config is None:
             return self
         if self.speculate != "auto":
             raise ConfigError("give speculate or speculative_config, not both", "speculative_config")
-        return replace(
-            self, speculative_config=None, **_parse_vllm_speculative_config(self.speculative_config)
-        )
+        changes = _parse_vllm_speculative_config(self.speculative_config)
+        return replace(self, speculative_config=None, **changes)
 
 
 def option_fields() -> tuple[Any, ...]:
-    """The dataclass fields of Config, in order, for whoever derives flags or docs from them."""
+    """Dataclass fields of Config, in order."""
     return fields(Config)
 
 
 def parse_bytes(name: str, text: str) -> int:
-    """ "2GiB", "512MiB", "1.5GB" or a plain number of bytes."""
-    units = {"kib": 1 << 10, "mib": 1 << 20, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9, "b": 1, "": 1}
+    """Parse "2GiB", "512MiB", "1.5GB" or a number of bytes. Raises ConfigError."""
     match = re.fullmatch(r"([0-9.]+)\s*([a-z]*)", text.strip().lower())
     tokens = ' or "4000tokens"' if name == "kv_cache_memory" else ""
     try:
-        return int(float(match[1]) * units[match[2]])  # type: ignore[index]
+        return int(float(match[1]) * UNIT_BYTES[match[2]])  # type: ignore[index]
     except (TypeError, ValueError, KeyError, OverflowError):
         raise ConfigError(f'{name} must be like "2GiB" or "512MiB"{tokens}, got {text!r}', name) from None
 
@@ -402,23 +395,19 @@ def _parse_vllm_speculative_config(text: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise ConfigError("speculative_config must be a JSON object", "speculative_config")
     given = dict(given)
-    changes = {
-        name: given.pop(name)
-        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
-        if name in given
-    }
+    shared = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+    changes = {name: given.pop(name) for name in shared if name in given}
     model = given.pop("model", None)
-    method = given.pop("method", None) or ("ngram" if model in (None, "ngram", "[ngram]") else "draft_model")
+    has_no_model = model in (None, "ngram", "[ngram]")
+    method = given.pop("method", None) or ("ngram" if has_no_model else "draft_model")
     if given:
         raise ConfigError(f"speculative_config: unknown field {sorted(given)[0]!r}", "speculative_config")
-    if method in ("ngram", "suffix") and model in (None, "ngram", "[ngram]"):
+    if method in ("ngram", "suffix") and has_no_model:
         return {**changes, "speculate": method}
     if method in ("draft", "draft_model") and isinstance(model, str):
         return {**changes, "speculate": "draft", "draft_model": model}
-    raise ConfigError(
-        f"speculative_config: method must be ngram, suffix or draft_model, got {method!r}",
-        "speculative_config",
-    )
+    problem = f"method must be ngram, suffix or draft_model, got {method!r}"
+    raise ConfigError(f"speculative_config: {problem}", "speculative_config")
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:
@@ -427,20 +416,15 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
 
 
 def _format_number(value: float) -> str:
-    """A number as it was given; a whole one may be too long for a float."""
-    return (
-        f"{value:g}"
-        if abs(value) < MAX_FLOAT_DISPLAY
-        else f"a number of {value.bit_length()} bits"
-        if isinstance(value, int)
-        else "inf"
-    )
+    """The number as text; a large int would overflow a float."""
+    if abs(value) < MAX_FLOAT_DISPLAY:
+        return f"{value:g}"
+    return f"a number of {value.bit_length()} bits" if isinstance(value, int) else "inf"
 
 
 def _check_type(name: str, value: object, annotation: str) -> None:
     allowed = {"str": str, "int": int, "float": (int, float), "bool": bool, "None": type(None)}
-    kinds = tuple(part.strip() for part in annotation.split("|"))
-    if isinstance(value, bool) and "bool" not in kinds:
-        raise ConfigError(f"{name} must be {annotation}, got {value!r}", name)
-    if not any(isinstance(value, allowed[kind]) for kind in kinds):  # type: ignore[arg-type]
+    types = tuple(part.strip() for part in annotation.split("|"))
+    is_allowed = any(isinstance(value, allowed[type_name]) for type_name in types)  # type: ignore[arg-type]
+    if not is_allowed or (isinstance(value, bool) and "bool" not in types):
         raise ConfigError(f"{name} must be {annotation}, got {value!r}", name)

@@ -1,4 +1,4 @@
-"""The flat batch of one forward pass, and the letters that every shape in this package uses.
+"""The flat batch of one forward pass, and the letters of every shape in this package.
 
 T  rows of the forward pass (one token each, padded to the backend's row tile)
 R  sampled rows (rows whose logits are needed)
@@ -9,12 +9,6 @@ H  hidden size
 V  vocabulary size
 Hq, Hk  query heads, key/value heads
 S  slots of the KV cache (blocks x block_size); a slot holds one token
-
-The KV cache as kernels see it.
-
-What the host knows of a step goes to the device by one copy that nobody waits for.
-
-What the sampler must know of one row of logits.
 """
 
 from __future__ import annotations
@@ -27,13 +21,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from foreword.core.images import MRopePositions
 from foreword.core.request import RequestState
 from foreword.core.structured import RequestGrammar
-from foreword.sampling.penalties import Floats, Ids, PenaltyState
 
 __all__ = [
     "NULL_BLOCK",
@@ -51,94 +43,69 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 Arrays = tuple[Array, ...]
+Ints = npt.NDArray[np.int64]
 
-ALIGNMENT = 16  # bytes: kernels compiled for such addresses are the ones that load widely
+ALIGNMENT = 16  # bytes; kernels use vector loads only at such addresses
+TEXT_ONLY_POSITIONS = MRopePositions(())  # of a request without images
+NULL_BLOCK = 0  # never given to a request: padding rows write and read here
 
 
 def upload(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
-    """The arrays as tensors on the device; on a CPU they share the arrays' memory.
+    """Copy the arrays to the device in one asynchronous transfer; on a CPU the tensors share their memory.
 
-    Elsewhere they are parts of one tensor. Its pinned twin is kept by torch until the copy has read it.
+    Torch keeps the pinned buffer alive until the copy has read it.
     """
-    here = [torch.from_numpy(array) for array in arrays]
+    sources = [torch.from_numpy(array) for array in arrays]
     if device.type == "cpu":
-        return here
+        return sources
     starts = list(accumulate((-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays), initial=0))
     pinned = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
-    for part, start in zip(here, starts, strict=False):
-        _view_at(pinned, start, part).copy_(part)
-    there = pinned.to(device, non_blocking=True)
-    return [_view_at(there, start, part) for part, start in zip(here, starts, strict=False)]
+    for source, start in zip(sources, starts, strict=False):
+        _view_at(pinned, start, source).copy_(source)
+    buffer = pinned.to(device, non_blocking=True)
+    return [_view_at(buffer, start, source) for source, start in zip(sources, starts, strict=False)]
 
 
 def _view_at(memory: Tensor, start: int, like: Tensor) -> Tensor:
-    """The bytes from `start` on, as a tensor of this type and shape."""
+    """The bytes from `start` on, with the dtype and shape of `like`."""
     return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
-
-
-Ints = NDArray[np.int64]
-
-TEXT_ONLY_POSITIONS = MRopePositions(())  # of a request without pictures
-NULL_BLOCK = 0  # never given to a request: rows of padding write and read here
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive rows of one request: tokens [start, start + len(token_ids)) and where their KV lives.
-
-    num_sampled  how many of the last rows are sampled
-    positions    for models that know positions in several directions, of a request with pictures; None: they are the indices
-    features     of pictures: (index of the first row within the chunk, [rows, width])
-    """
+    """Consecutive rows of one request: tokens [start, start + len(token_ids)) and the blocks of their KV."""
 
     token_ids: Sequence[int]
     start: int
     blocks: Sequence[int]
-    num_sampled: int
-    mrope_positions: MRopePositions | None = None
-    image_features: Sequence[tuple[int, Tensor]] = ()
+    num_sampled: int  # how many of the last rows are sampled
+    mrope_positions: MRopePositions | None = None  # None: positions are the indices
+    image_features: Sequence[tuple[int, Tensor]] = ()  # (first row within the chunk, [rows, width])
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatures:
-    """Rows whose input is not the embedding of a token but a piece of a picture.
+    """Rows whose input is a feature of an image instead of a token's embedding."""
 
-    rows    int64 [N]
-    values  [N, width]: what stands for the embedding [H], and where width is more, what is added behind the first layers
-    """
-
-    rows: Tensor
-    values: Tensor
+    rows: Tensor  # int64 [N]
+    values: Tensor  # [N, width]: the embedding [H], then what is added after the first layers, if wider
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Input of one forward pass.
+    """Input of one forward pass."""
 
-    token_ids     int64 [T]
-    positions     int64 [T]     absolute index of the token within its request
-    slots         int64 [T]     where its K and V are written
-    block_tables  int64 [B+1, M] block ids by request, scratch beyond; the last line is the padding's
-    row_starts    B+1 ints      rows of request b are row_starts[b] to row_starts[b+1]; rows beyond are padding
-    ends          B ints        position after the last row of request b
-    sample_rows   int64 [R]     rows whose logits are wanted, in order of request and position
-    block_size    tokens a block
-    rope_positions  int64 [T, 3]: time, row and column, for models that know positions in several directions; else None
-    features      of pictures, or None: no row is part of one
-    owners        int64 [T]: request of each row, B of padding, for backends that plan attention on the device; else None
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    block_tables: Tensor
-    query_start_loc: tuple[int, ...]
-    seq_lens: tuple[int, ...]
-    sample_rows: Tensor
-    block_size: int
-    mrope_positions: Tensor | None = None
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]: absolute index of the token within its request
+    slots: Tensor  # int64 [T]: where its K and V are written
+    block_tables: Tensor  # int64 [B+1, M]: block ids by request, then NULL_BLOCK; last line for padding
+    query_start_loc: tuple[int, ...]  # B+1: request b has rows [b] to [b+1]; rows after the last are padding
+    seq_lens: tuple[int, ...]  # B: position after the request's last row
+    sample_rows: Tensor  # int64 [R]: rows whose logits are needed, ordered by request and position
+    block_size: int  # tokens per block
+    mrope_positions: Tensor | None = None  # int64 [T, 3]: time, row and column, for M-RoPE models
     image_features: ImageFeatures | None = None
-    request_index: Tensor | None = None
+    request_index: Tensor | None = None  # int64 [T]: see request_index_of()
 
 
 def build_batch(
@@ -149,11 +116,7 @@ def build_batch(
     mrope: bool = False,
     with_request_index: bool = False,
 ) -> Batch:
-    """Lay the chunks out as one flat batch, padded to a multiple of `row_tile` rows.
-
-    directions  the model knows positions in several directions
-    owners      the backend asks whose each row is
-    """
+    """Lay the chunks out as one flat batch, padded to a multiple of `row_tile` rows."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -175,36 +138,34 @@ def build_batch(
     width = max((len(chunk.blocks) for chunk in chunks), default=1)
     tables = [[*chunk.blocks, *[NULL_BLOCK] * (width - len(chunk.blocks))] for chunk in chunks]
     tables.append([NULL_BLOCK] * width)
-    columns = [np.array(values, np.int64) for values in (token_ids, positions, slots, tables, sampled)]
+    arrays = [np.array(values, np.int64) for values in (token_ids, positions, slots, tables, sampled)]
     if mrope:
-        columns.append(_mrope_positions(chunks, padding))
+        arrays.append(_mrope_positions(chunks, padding))
     if with_request_index:
-        columns.append(_request_index(starts, len(token_ids)))
-    placed = iter(upload(columns, torch.device(device)))
+        arrays.append(_request_index(starts, len(token_ids)))
+    uploaded = iter(upload(arrays, torch.device(device)))
     return Batch(
-        token_ids=next(placed),
-        positions=next(placed),
-        slots=next(placed),
-        block_tables=next(placed),
+        token_ids=next(uploaded),
+        positions=next(uploaded),
+        slots=next(uploaded),
+        block_tables=next(uploaded),
         query_start_loc=tuple(starts),
         seq_lens=tuple(chunk.start + len(chunk.token_ids) for chunk in chunks),
-        sample_rows=next(placed),
+        sample_rows=next(uploaded),
         block_size=block_size,
-        mrope_positions=next(placed) if mrope else None,
+        mrope_positions=next(uploaded) if mrope else None,
         image_features=_image_features(chunks, starts, device),
-        request_index=next(placed) if with_request_index else None,
+        request_index=next(uploaded) if with_request_index else None,
     )
 
 
 def request_index_of(batch: Batch) -> Tensor:
-    """int64 [T]: request of each row, B of padding"""
+    """int64 [T]: request of each row, B for padding."""
     return upload([_request_index(batch.query_start_loc, len(batch.token_ids))], batch.token_ids.device)[0]
 
 
 def _request_index(starts: Sequence[int], num_rows: int) -> Ints:
-    """[T]"""
-    sizes = np.diff(np.array([*starts, num_rows]))
-    return np.repeat(np.arange(len(starts)), sizes)
+    return np.repeat(np.arange(len(starts)), np.diff(np.array([*starts, num_rows])))
 
 
 def _mrope_positions(chunks: Sequence[Chunk], padding: int) -> Ints:
@@ -213,34 +174,31 @@ def _mrope_positions(chunks: Sequence[Chunk], padding: int) -> Ints:
         (chunk.mrope_positions or TEXT_ONLY_POSITIONS).rows(chunk.start, chunk.start + len(chunk.token_ids))
         for chunk in chunks
     ]
-    parts.append(np.zeros((padding, 3), np.int64))
-    return np.concatenate(parts)
+    return np.concatenate([*parts, np.zeros((padding, 3), np.int64)])
 
 
 def _image_features(chunks: Sequence[Chunk], starts: Sequence[int], device: str) -> ImageFeatures | None:
-    """Those of all chunks."""
-    found = [
+    placed = [
         (first + row, values)
         for chunk, first in zip(chunks, starts, strict=False)
         for row, values in chunk.image_features
     ]
-    if not found:
+    if not placed:
         return None
-    rows = torch.cat([torch.arange(row, row + len(values)) for row, values in found])
-    return ImageFeatures(rows.to(device), torch.cat([values for _, values in found]))
+    rows = torch.cat([torch.arange(row, row + len(values)) for row, values in placed])
+    return ImageFeatures(rows.to(device), torch.cat([values for _, values in placed]))
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayer:
     """K and V of one layer, each [S, Hk, D].
 
-    k_scale, v_scale  float32 [S, Hk] where K and V are int8 or float8_e4m3fn: the largest magnitude of that slot's and
-                      head's vector / 127 or / 448, written once with it; else None
+    int8 and float8_e4m3fn have a scale for each slot and head: the vector's largest magnitude / 127 or / 448.
     """
 
     k: Tensor
     v: Tensor
-    k_scale: Tensor | None = None
+    k_scale: Tensor | None = None  # float32 [S, Hk], written once with its vector
     v_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -250,13 +208,10 @@ class KVLayer:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """A row that samples the token after `state.tokens + draft`.
-
-    draft  the drafted tokens before the row; its history is prompt, output and these
-    """
+    """A row that samples the token after `state.tokens + draft`."""
 
     state: RequestState
-    draft: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()  # draft tokens before the row; its history is prompt, output and these
 
     @property
     def grammar(self) -> RequestGrammar | None:
@@ -264,35 +219,16 @@ class SampleRow:
 
     @property
     def position(self) -> int:
-        """Absolute index of the token that the row samples: the counter of its noise."""
+        """Absolute index of the sampled token: the counter of its noise."""
         return len(self.state.tokens) + len(self.draft)
 
     @property
     def num_output(self) -> int:
-        """Output tokens before the one that the row samples."""
+        """Output tokens before the sampled one."""
         return self.state.num_output + len(self.draft)
 
     def last_tokens(self, count: int) -> tuple[int, ...]:
-        """The last `count` tokens of the history, fewer at its beginning."""
+        """The last `count` tokens of the history, or all of a shorter one."""
         kept = max(count - len(self.draft), 0)
         older = self.state.tokens[max(len(self.state.tokens) - kept, 0) :]
         return (*older, *self.draft[max(len(self.draft) - count, 0) :])
-
-    @property
-    def penalty_state(self) -> PenaltyState:
-        """What is kept of the request between steps; one for all its rows."""
-        if self.state.penalty_state is None:
-            self.state.penalty_state = PenaltyState(self.state.request)
-        return self.state.penalty_state
-
-    def seen_ids(self) -> Ids:
-        """Every id of the history, once."""
-        return self.penalty_state.seen_ids(self.state.tokens, self.draft)
-
-    def output_counts(self) -> tuple[Ids, Ids]:
-        """Ids of the output and the drafted tokens, and how often each stands there."""
-        return self.penalty_state.output_counts(self.state.tokens, self.draft)
-
-    def dry_penalties(self) -> tuple[Ids, Floats]:
-        """Ids that would go on with a repeat in the history, and what that takes off their logits."""
-        return self.penalty_state.dry_penalties(self.state.tokens, self.draft)

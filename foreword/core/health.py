@@ -1,4 +1,4 @@
-"""Whether an engine could run a step now, and if not, why."""
+"""Readiness of an engine, as its client sees it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ __all__ = ["Readiness"]
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """The state of an engine as its client sees it.
+    """Whether the engine can run a step now."""
 
-    status    "ok": a step could run now; "loading": the first start; "restarting": it died or hung, and its replacement is on
-              the way; "unresponsive": it gives no sign of life; "dead": it will not come back
-    detail    in words, what an operator should know; empty where all is well
-    progress  0..1, how much of the weights is loaded, while it is loading or restarting
-    restarts  how often it was replaced so far
-    """
-
+    # "ok"; "loading" (first start); "restarting" (a replacement loads after a crash or hang);
+    # "unresponsive" (no heartbeat); "dead" (no further restart)
     status: str
-    detail: str = ""
-    progress: float | None = None
+    detail: str = ""  # reason for the operator; empty if ok
+    progress: float | None = None  # 0..1 of the weights, while loading or restarting
     restarts: int = 0
 
     @property

@@ -1,4 +1,4 @@
-"""What a caller may ask of the sampler, validated at birth."""
+"""Sampling parameters of a request, validated on construction."""
 
 from __future__ import annotations
 
@@ -15,33 +15,29 @@ __all__ = ["MAX_N", "MAX_REPEAT_LEN", "SEED_MASK", "SamplingParams", "Speculatio
 MAX_LOGPROBS = 20
 MAX_N = 128
 SEED_MASK = 2**64 - 1
-GREEDY_TEMPERATURE = 1e-5
+GREEDY_TEMPERATURE = 1e-5  # below: greedy
 MAX_LOGPROB_IDS = 128
-MAX_REPEAT_LEN = 256  # tokens; DRY counts a longer repeat as this long
+MAX_REPEAT_LEN = 256  # tokens; DRY caps longer repeats
 MAX_BREAKERS, MAX_BREAKER_CHARS = 64, 40
-ON_RUNAWAY_CHOICES = ("warn", "stop", "off")  # what becomes of an answer that repeats itself
-DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # as llama.cpp's
+ON_RUNAWAY_CHOICES = ("warn", "stop", "off")
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How one request wants to be speculated for.
+    """Speculative decoding of one request."""
 
-    method      "auto" (what the server runs), "off", or the name of one drafter
-    max_tokens  upper bound of drafted tokens a step; None: the server's bound
-    """
-
-    method: str = "auto"
-    max_tokens: int | None = None
+    method: str = "auto"  # "auto" (all drafters of the server), "off", or one drafter
+    max_tokens: int | None = None  # longest draft per step; None: the server's bound
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or not self.method:
-            raise InvalidRequest("speculation.method must be a name", "speculation.method")
+            raise InvalidRequest("speculation.method must be a non-empty string", "speculation.method")
         if self.max_tokens is not None:
             _check_int("speculation.max_tokens", self.max_tokens, 0)
 
 
-# Bounds of the fields that are numbers; EXCLUSIVE names those that must be above the lower one.
+# Inclusive bounds of numeric fields.
 FLOAT_BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "temperature": (0.0, 100.0),
@@ -58,7 +54,7 @@ FLOAT_BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
         "dry_base": (1.0, 100.0),
     }
 )
-EXCLUSIVE_LOWER_BOUND = frozenset({"top_p", "typical_p"})
+EXCLUSIVE_LOWER_BOUND = frozenset({"top_p", "typical_p"})  # must be above the lower bound
 INT_BOUNDS: Mapping[str, tuple[int, int | None]] = MappingProxyType(
     {
         "n": (1, MAX_N),
@@ -81,7 +77,7 @@ BOOL_FIELDS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"
 FIELD_TYPES: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {
         "speculation": (Speculation, "a Speculation"),
-        "prediction": (str | None, "a text"),
+        "prediction": (str | None, "a string"),
         "structured": (StructuredOutput | None, "a StructuredOutput"),
     }
 )
@@ -89,24 +85,18 @@ FIELD_TYPES: Mapping[str, tuple[Any, str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Parameters of one request; the names are those of OpenAI's API, of vLLM, and of llama.cpp where neither has them.
+    """Parameters of one request, named as in OpenAI's API, vLLM, or llama.cpp.
 
-    temperature 0 (or below 1e-5) is greedy. top_k 0 or -1 keeps every token, as top_n_sigma 0 or -1 does. max_tokens None
-    is what the server says, and for the engine the end of the context. truncate_prompt_tokens keeps so many last tokens of
-    the prompt; -1: what fits the context beside max_tokens. logprob_token_ids asks for the log-probabilities of these ids at
-    each position. prediction is the text that the answer is expected to be much like; it changes no token. structured is what
-    the answer must look like: its end ends the answer, whatever ignore_eos and min_tokens say. on_runaway is what becomes of
-    an answer that repeats itself, min_tokens or not: "warn", "stop" or "off"; None is what the server says, and for the engine
-    "off". Raises InvalidRequest, which names the field and its limit.
+    Raises InvalidRequest, which names the field and its limit.
     """
 
     n: int = 1
-    temperature: float = 1.0
+    temperature: float = 1.0  # below 1e-5: greedy
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = 0  # 0 or -1: all
     min_p: float = 0.0
     typical_p: float = 1.0
-    top_n_sigma: float = 0.0
+    top_n_sigma: float = 0.0  # 0 or -1: all
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     presence_penalty: float = 0.0
@@ -121,21 +111,21 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     min_tokens: int = 0
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # None: the server's default, in the engine the end of the context
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: int | None = None  # keep the last tokens; -1: as many as fit with max_tokens
     logprobs: int | None = None
-    logprob_token_ids: tuple[int, ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()  # ids whose log-probabilities are returned at each position
     prompt_logprobs: int | None = None
     seed: int | None = None
     speculation: Speculation = Speculation()
-    prediction: str | None = None
-    structured: StructuredOutput | None = None
-    on_runaway: str | None = None
+    prediction: str | None = None  # expected output, for drafts; does not change the output
+    structured: StructuredOutput | None = None  # its end ends the output, despite ignore_eos and min_tokens
+    on_runaway: str | None = None  # "warn", "stop" or "off"; None: the server's default, else "off"
 
     def __post_init__(self) -> None:
         self._coerce()
@@ -144,13 +134,14 @@ class SamplingParams:
         for name, limits in INT_BOUNDS.items():
             _check_int(name, getattr(self, name), *limits)
         for name, limits in OPTIONAL_INT_BOUNDS.items():
-            _check_optional_int(name, getattr(self, name), *limits)
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), *limits)
         for name in BOOL_FIELDS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r:.80}", name)
-        for name, (kind, told) in FIELD_TYPES.items():
-            if not isinstance(getattr(self, name), kind):
-                raise InvalidRequest(f"{name} must be {told}, got {getattr(self, name)!r:.80}", name)
+        for name, (field_type, description) in FIELD_TYPES.items():
+            if not isinstance(getattr(self, name), field_type):
+                raise InvalidRequest(f"{name} must be {description}, got {getattr(self, name)!r:.80}", name)
         self._check_ids()
         self._check_breakers()
         if self.on_runaway not in (None, *ON_RUNAWAY_CHOICES):
@@ -168,7 +159,7 @@ class SamplingParams:
             )
 
     def _coerce(self) -> None:
-        """Lists become tuples, a lone stop string a tuple of one."""
+        """Convert lists to tuples, and a single string to a tuple of one."""
         for name in ("stop", "bad_words", "dry_sequence_breakers"):
             set_field(self, name, _to_str_tuple(name, getattr(self, name)))
         for name in ("stop_token_ids", "logprob_token_ids"):
@@ -191,7 +182,7 @@ class SamplingParams:
             raise InvalidRequest("allowed_token_ids must not be empty", "allowed_token_ids")
         if len(self.logprob_token_ids) > MAX_LOGPROB_IDS:
             raise InvalidRequest(
-                f"logprob_token_ids may hold at most {MAX_LOGPROB_IDS} ids, got {len(self.logprob_token_ids)}",
+                f"logprob_token_ids has {len(self.logprob_token_ids)} ids; the limit is {MAX_LOGPROB_IDS}",
                 "logprob_token_ids",
             )
         for token_id, bias in self.logit_bias.items():
@@ -202,14 +193,14 @@ class SamplingParams:
         name = "dry_sequence_breakers"
         if len(self.dry_sequence_breakers) > MAX_BREAKERS:
             raise InvalidRequest(
-                f"{name} may hold at most {MAX_BREAKERS} texts, got {len(self.dry_sequence_breakers)}", name
+                f"{name} has {len(self.dry_sequence_breakers)} strings; the limit is {MAX_BREAKERS}", name
             )
         if max(map(len, self.dry_sequence_breakers), default=0) > MAX_BREAKER_CHARS:
-            raise InvalidRequest(f"a text of {name} may have at most {MAX_BREAKER_CHARS} characters", name)
+            raise InvalidRequest(f"strings of {name} may have at most {MAX_BREAKER_CHARS} characters", name)
 
     @property
     def uses_dry(self) -> bool:
-        """Whether going on with a repeat costs something."""
+        """Whether DRY penalties are active."""
         return self.dry_multiplier > 0.0 and self.dry_penalty_last_n != 0
 
     @property
@@ -217,28 +208,28 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
     def for_choice(self, index: int, seed: int) -> SamplingParams:
-        """Parameters of choice `index`: the n = 1 request with seed `seed + index` mod 2^64.
+        """Parameters of choice `index`: n = 1 and seed `seed + index` mod 2^64.
 
-        Its prediction travels beside them, as token ids.
+        The prediction is dropped: Request carries it as token ids.
         """
         return replace(self, n=1, seed=(seed + index) & SEED_MASK, prediction=None)
 
     def non_default_fields(self) -> dict[str, object]:
         """Fields that differ from the defaults, for the request's log line."""
-        plain = SamplingParams()
-        names = [f.name for f in fields(self)]
-        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(plain, name)}
+        defaults = SamplingParams()
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if value != getattr(defaults, name)}
 
 
 set_field = object.__setattr__
 
 
 def _to_str_tuple(name: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else _to_tuple(name, value or ())
-    for text in texts:
-        if not isinstance(text, str) or not text:
-            raise InvalidRequest(f"{name} must hold non-empty texts, got {text!r}", name)
-    return texts
+    strings = (value,) if isinstance(value, str) else _to_tuple(name, value or ())
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise InvalidRequest(f"{name} must contain non-empty strings, got {string!r}", name)
+    return strings
 
 
 def _to_tuple(name: str, value: Iterable[Any]) -> tuple[Any, ...]:
@@ -249,15 +240,10 @@ def _to_tuple(name: str, value: Iterable[Any]) -> tuple[Any, ...]:
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} must be a whole number, got {value!r}", name)
+        raise InvalidRequest(f"{name} must be an integer, got {value!r}", name)
     if value < low or (high is not None and value > high):
         bound = f"at least {low}" if high is None else f"between {low} and {high}"
         raise InvalidRequest(f"{name} must be {bound}, got {value}", name)
-
-
-def _check_optional_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    if value is not None:
-        _check_int(name, value, low, high)
 
 
 def _check_float(name: str, value: object, low: float, high: float, exclusive_low: bool = False) -> None:

@@ -1,9 +1,4 @@
-"""What an answer must look like, as the caller asked for it.
-
-What the engine sees of the grammar of one request. Implemented in foreword/grammar.
-
-What the tokens of a model spell: all that a grammar must know of a tokenizer.
-"""
+"""Structured output: the user's constraint, a request's grammar (see foreword/grammar), the vocabulary."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from foreword.errors import InvalidRequest
 
-if TYPE_CHECKING:  # whoever only submits requests needs no torch
+if TYPE_CHECKING:  # a client needs no torch
     from torch import Tensor
 
 __all__ = ["CONSTRAINT_TYPES", "RequestGrammar", "StructuredOutput", "Vocabulary"]
@@ -26,34 +21,27 @@ MAX_CONSTRAINT_BYTES = 1 << 20  # of `text`
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """One constraint on the text of an answer; `json_schema`, `regex`, `choice` and `grammar` below make the usual ones.
+    """One constraint on the output text, made by `json_schema`, `regex`, `choice` and others below.
 
-    kind        one of KINDS
-    text        json_schema: the schema as JSON; regex: the expression; choice: a JSON list of texts; lark, gbnf: the
-                grammar; structural_tag: its description as JSON; json_object: empty
-    whitespace  JSON may hold whitespace between its parts (bounded; see docs/structured-output.md)
-    after       the constraint begins behind this text, for models that reason first; None: at the first token
-    field       what the caller calls the field, for errors
-
-    Raises InvalidRequest. Whether `text` means anything is for foreword.grammar to say.
+    Raises InvalidRequest. foreword.grammar checks that `text` is valid for its type.
     """
 
-    constraint_type: str
-    text: str = dataclasses.field(default="", repr=False)  # long, and nothing for a log
-    whitespace: bool = True
-    after: str | None = None
-    field: str = "structured_outputs"
+    constraint_type: str  # one of CONSTRAINT_TYPES
+    # json_schema: the schema as JSON; regex: the expression; choice: a JSON list of strings; lark, gbnf:
+    # the grammar; structural_tag: its description as JSON; json_object: empty. Too long for a log.
+    text: str = dataclasses.field(default="", repr=False)
+    whitespace: bool = True  # JSON may contain (bounded) whitespace; see docs/structured-output.md
+    after: str | None = None  # starts after this text, for reasoning models; None: at once
+    field: str = "structured_outputs"  # the user's name of the field, for errors
 
     def __post_init__(self) -> None:
         if self.constraint_type not in CONSTRAINT_TYPES:
+            known = ", ".join(CONSTRAINT_TYPES)
             raise InvalidRequest(
-                f"{self.field} must be one of {', '.join(CONSTRAINT_TYPES)}, got {self.constraint_type!r:.80}",
-                self.field,
+                f"{self.field} must be one of {known}, got {self.constraint_type!r:.80}", self.field
             )
         if not isinstance(self.text, str) or (not self.text and self.constraint_type != "json_object"):
-            raise InvalidRequest(
-                f"{self.field} must hold a {self.constraint_type} that is not empty", self.field
-            )
+            raise InvalidRequest(f"{self.field}: {self.constraint_type} must not be empty", self.field)
         try:
             size = len(self.text.encode())
         except UnicodeEncodeError as error:
@@ -62,16 +50,16 @@ class StructuredOutput:
             ) from None
         if size > MAX_CONSTRAINT_BYTES:
             raise InvalidRequest(
-                f"{self.field} has {size} bytes; at most {MAX_CONSTRAINT_BYTES} are taken", self.field
+                f"{self.field} has {size} bytes; the limit is {MAX_CONSTRAINT_BYTES}", self.field
             )
         if self.after is not None and (not isinstance(self.after, str) or not self.after):
-            raise InvalidRequest(f"{self.field}.after must be a text that is not empty", self.field)
+            raise InvalidRequest(f"{self.field}.after must be a non-empty string", self.field)
 
     @classmethod
     def json_schema(cls, schema: Any, **options: Any) -> StructuredOutput:
-        """A JSON document that conforms.
+        """A JSON document that conforms to the schema.
 
-        schema  JSON Schema as a mapping, a boolean or its text; or a class that has one, such as a pydantic model
+        schema  JSON Schema as a mapping, boolean or JSON text, or a pydantic model class
         """
         if hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
@@ -87,7 +75,7 @@ class StructuredOutput:
 
     @classmethod
     def regex(cls, pattern: str, **options: Any) -> StructuredOutput:
-        """A text that the whole expression matches."""
+        """A text that the expression matches from start to end."""
         return cls("regex", pattern, **options)
 
     @classmethod
@@ -95,14 +83,12 @@ class StructuredOutput:
         """One of these texts."""
         field = options.get("field", "structured_outputs")
         if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
-            raise InvalidRequest(
-                f"{field} must be a list of texts, none of them empty, got {texts!r:.80}", field
-            )
+            raise InvalidRequest(f"{field} must be a list of non-empty strings, got {texts!r:.80}", field)
         return cls("choice", _to_json(list(texts), field), **options)
 
     @classmethod
     def grammar(cls, text: str, **options: Any) -> StructuredOutput:
-        """A text of this grammar: GBNF (as llama.cpp's) where rules are written with `::=`, else Lark."""
+        """A text of this grammar: GBNF (llama.cpp) if its rules use `::=`, else Lark."""
         return cls("gbnf" if isinstance(text, str) and "::=" in text else "lark", text, **options)
 
     @classmethod
@@ -114,7 +100,7 @@ class StructuredOutput:
 
 
 def _to_json(value: object, field: str) -> str:
-    """Compact, in the order given: a schema's properties are written in it."""
+    """Compact JSON in the given order, which is the order of a schema's properties in the output."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
@@ -122,45 +108,39 @@ def _to_json(value: object, field: str) -> str:
 
 
 class RequestGrammar(Protocol):
-    """The constraint on one request's output, at the end of its committed output.
+    """The constraint on one request, positioned at the end of its committed output.
 
-    It never raises because of its grammar: where the automaton gives up (a limit on its size is reached), `error` says why,
-    and from then on everything is masked.
+    It does not raise if the automaton exceeds a size limit: `error` gives the reason, and all ids are masked.
     """
 
     error: str | None
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Output tokens were committed. Tokens behind the end of the answer are none of its business."""
+        """Advance over committed output; tokens after the grammar's end are ignored."""
 
     def num_legal(self, draft: Sequence[int]) -> int:
-        """How many tokens of a draft may follow the output: 0..len(draft). Ending tokens count where the answer may end."""
+        """Length of the longest legal prefix of a draft; stop tokens are legal where the output may end."""
 
     def forced(self, max_tokens: int) -> tuple[int, ...]:
-        """Tokens that must follow, most likely in this spelling, and the id that ends the answer where only that is left."""
+        """Tokens of the text that must follow, most likely tokenized so; the stop id if it must end."""
 
     def mask(self, draft: tuple[int, ...]) -> Tensor | None:
-        """The ids that may follow output and draft: int32 [ceil(V / 32)], bit i % 32 of word i // 32 for id i.
+        """Ids that may follow output and draft: int32 [ceil(V / 32)], bit i % 32 of word i // 32 for id i.
 
-        None: nothing is constrained there (the model still reasons, or the answer is over). `draft` is legal.
+        None: unconstrained (before the reasoning ends, or after the grammar's end). `draft` is legal.
         """
 
     def reset(self) -> None:
-        """Begin again from the committed output: a step was interrupted, and nobody knows where."""
+        """Rebuild from the committed output, after an interrupted step."""
 
     def must_end(self, draft: tuple[int, ...]) -> bool:
-        """Nothing but the end of the answer may follow output and draft."""
+        """Whether only a stop id may follow output and draft."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer as plain values (picklable).
+    """A tokenizer as plain values (picklable)."""
 
-    tokens         bytes of each id below the tokenizer's size; empty where no token has the id
-    special_ids    ids of special tokens, ascending
-    eos_ids        ids that end an answer
-    """
-
-    tokens: tuple[bytes, ...]
-    special_ids: tuple[int, ...]
+    tokens: tuple[bytes, ...]  # by id; empty for ids without a token
+    special_ids: tuple[int, ...]  # ascending
     eos_ids: tuple[int, ...]

@@ -1,7 +1,4 @@
-"""The bundled demonstration models, their drafters, and prompts that suit them.
-
-Nothing heavy is imported here: paths and strings only. How the models were made: `training/README.md`.
-"""
+"""Bundled demo models, their draft models, and example prompts. Only paths and strings."""
 
 from pathlib import Path
 from typing import Final
@@ -9,36 +6,38 @@ from typing import Final
 MODEL: Final[Path] = Path(__file__).parent / "model"
 DRAFTER: Final[Path] = Path(__file__).parent / "drafter"
 
-# A model that sees coloured shapes and digits; its drafter reads text alone. PICTURE shows three red circles.
+# Vision-language model of coloured shapes and digits, its text-only draft model, an image of 3 red circles.
 VISION_MODEL: Final[Path] = Path(__file__).parent / "vision"
 VISION_DRAFTER: Final[Path] = Path(__file__).parent / "vision_drafter"
 PICTURE: Final[Path] = Path(__file__).parent / "picture.png"
 
-# What --model and --draft-model may name: (model, drafter).
+# (model, draft model) by name, for --model and --draft-model.
 BUNDLED: Final[dict[str, tuple[Path, Path]]] = {
     "demo": (MODEL, DRAFTER),
     "demo-vision": (VISION_MODEL, VISION_DRAFTER),
 }
 
-# (kind, user message). The kinds are those of `foreword bench latency`.
+# (workload of `foreword bench latency`, user message).
 EXAMPLES: Final[tuple[tuple[str, str], ...]] = (
     ("faq", "What is speculative decoding?"),
     ("faq", "How can I turn off speculation?"),
     ("faq", "Does it run on a CPU?"),
     (
         "edit",
-        "Replace the word lamp with mirror:\nAnna found a red lamp in the forest. My baker sold the lamp yesterday. "
+        "Replace the word lamp with mirror:\nAnna found a red lamp in the forest. "
+        "My baker sold the lamp yesterday. "
         "The clever fox moved the basket of Hugo. There is a quiet owl near the garden.",
     ),
     (
         "edit",
-        "Repeat this text:\nOn Monday we bought 12 apples near the river. Felix lives in Vienna and has a brave dog. "
-        "Please send the report to Nora at 17 by Friday.",
+        "Repeat this text:\nOn Monday we bought 12 apples near the river. "
+        "Felix lives in Vienna and has a brave dog. Please send the report to Nora at 17 by Friday.",
     ),
     ("edit", "Remove milk from the list:\n- bread\n- cheese\n- milk\n- honey\n- carrots\n- soup"),
     (
         "edit",
-        'Change city to Oslo:\n{"name": "Clara", "age": 31, "city": "Rome", "job": "teacher", "open": true, "count": 4}',
+        'Change city to Oslo:\n{"name": "Clara", "age": 31, "city": "Rome", "job": "teacher", '
+        '"open": true, "count": 4}',
     ),
     ("json", "Write JSON: name=Paul, age=42, city=Lisbon, job=pilot"),
     ("json", "Turn this into JSON: item lamp, color green, price 125, count 8"),

@@ -1,17 +1,11 @@
-"""The encoder as an asyncio program sees it. Nothing here imports torch.
-
-The encoder's process as its parent sees it. No torch.
-"""
+"""Client of the encoder process: fair batching, restarts after crashes. No torch."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import os
-import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,8 +23,6 @@ from foreword.embedding.messages import (
     EncodeBatchResult,
     EncoderInfo,
     EncoderInput,
-    EncoderReady,
-    EncoderStartFailed,
     TokenizedPair,
     pack_message,
     read_message_async,
@@ -39,19 +31,23 @@ from foreword.embedding.messages import (
 )
 from foreword.embedding.tokenizer import EncoderTokenizer
 from foreword.embedding.vectors import scalar
-from foreword.errors import ConfigError, EngineDead, InvalidRequest, Overloaded, RequestFailed
+from foreword.errors import ConfigError, EngineDead, ForewordError, InvalidRequest, Overloaded, RequestFailed
 from foreword.models.hub import resolve_path
+from foreword.workers.pool import spawn
 
 __all__ = ["EncoderClient", "EncoderInfo", "EncoderProcess", "EncoderTokenizer"]
 
+LOG = logging.getLogger(__name__)
+
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that spin would take cores from the engine
 CLOSE_TIMEOUT_S = 10.0
-ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "PASSIVE"
-}  # torch's threads that spin take the cores from those they wait for
+MAX_BATCHES_IN_FLIGHT = 2  # one computed, one queued in the process
+MAX_INLINE_CHECKS = 64  # inputs; more are checked in a thread
+MAX_RESTARTS, RESTART_WINDOW_S = 3, 60.0
 
 
 class EncoderProcess:
-    """One process, from its start to its end."""
+    """One encoder process."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -63,46 +59,34 @@ class EncoderProcess:
     @classmethod
     async def launch(cls, config: Config) -> EncoderProcess:
         """Start a process that loads `config.embedding_model`."""
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "foreword.embedding.worker", str(theirs.fileno())]
-        environment = {**ENVIRONMENT, **os.environ}
-        with theirs:
-            process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                process_group=0,
-                env=environment,
-            )
-        reader, writer = await asyncio.open_connection(sock=ours)
+        process, connection = spawn("foreword.embedding.worker", environment=ENVIRONMENT)
+        reader, writer = await asyncio.open_connection(sock=connection)
         writer.write(pack_message(config))
         return cls(process, reader, writer)
 
     async def wait_ready(self) -> EncoderInfo:
-        """Wait until it takes work. Raises ConfigError or CheckpointError if it never will."""
+        """Wait until the encoder is loaded. Raises ConfigError or CheckpointError."""
         try:
-            message: EncoderReady | EncoderStartFailed = await read_message_async(self._reader)
+            message: EncoderInfo | ForewordError = await read_message_async(self._reader)
         except (EOFError, OSError):
-            raise ConfigError(
-                "the encoder's process ended while it was loading; its last words are above"
-            ) from None
-        if isinstance(message, EncoderStartFailed):
-            raise message.error
-        return message.info
+            raise ConfigError("the encoder process ended while it was loading; see its log above") from None
+        if isinstance(message, ForewordError):
+            raise message
+        return message
 
     def send(self, batch: EncodeBatch) -> None:
-        """Never waits: what it does not take yet lies in a buffer."""
+        """Never blocks."""
         self._writer.write(pack_message(batch))
 
     async def receive(self) -> EncodeBatchResult | EncodeBatchFailed:
-        """Raises EOFError or OSError once it is gone."""
+        """Raises EOFError or OSError once the process is gone."""
         message: EncodeBatchResult | EncodeBatchFailed = await read_message_async(self._reader)
         return message
 
     async def stop(self) -> None:
-        """Make an end of it, whatever it does, and wait until it is gone."""
+        """Terminate the process and wait for its exit."""
         self._writer.transport.abort()
-        self._process.terminate()  # it has nothing to lose
+        self._process.terminate()
         try:
             await asyncio.to_thread(self._process.wait, CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -112,36 +96,24 @@ class EncoderProcess:
             await self._writer.wait_closed()
 
 
-LOG = logging.getLogger(__name__)
-MAX_BATCHES_IN_FLIGHT = (
-    2  # batches that are with the process: while one is computed, the next one waits there
-)
-MAX_INLINE_CHECKS = 64  # inputs whose check others would notice
-MAX_RESTARTS, RESTART_WINDOW_S = 3, 60.0
-
-
 class EncoderClient:
-    """Runs an encoder in a process of its own. When it dies it is started again, unless it does so endlessly.
+    """Runs an encoder in a process, and restarts it after a crash unless it crashes too often.
 
-    Nobody who waits hears of a death: what the process was working on is given to its successor, each input alone, and only
-    one that takes that one down as well is refused.
-
-    info   None until start() returned
-    texts  makes token ids of texts; None until start() returned
-    alive  work is taken; false before the first start, and for good once the process cannot be kept up
+    After a crash, inputs in flight are retried one by one; an input that crashes the process again is
+    rejected.
     """
 
     def __init__(self, config: Config) -> None:
-        self.info: EncoderInfo | None = None
-        self.tokenizer: EncoderTokenizer | None = None
-        self.alive = False
-        self._is_up = False
+        self.info: EncoderInfo | None = None  # set by start()
+        self.tokenizer: EncoderTokenizer | None = None  # set by start()
+        self.alive = False  # accepts calls; False before start() and after too many crashes
+        self._is_up = False  # the process is ready
         self._config = config
         self._batcher = FairBatcher()
         self._open_calls: set[EncodeCall] = set()
         self._in_flight: dict[int, list[tuple[EncodeCall, int]]] = {}
-        self._retries: deque[tuple[EncodeCall, int]] = deque()  # inputs that a process died with
-        self._is_retrying = False  # the process works on one of those
+        self._retries: deque[tuple[EncodeCall, int]] = deque()  # inputs in flight at a crash
+        self._is_retrying = False  # the batch in flight is a retry
         self._last_batch_id = 0
         self._process: EncoderProcess | None = None
         self._serve_task: asyncio.Task[None] | None = None
@@ -149,13 +121,13 @@ class EncoderClient:
 
     @property
     def readiness(self) -> Readiness:
-        """Whether it could work now."""
+        """State for health checks."""
         if not self.alive:
             return Readiness("loading" if self.info is None else "dead")
         return Readiness("ok") if self._is_up else Readiness("restarting")
 
     async def start(self) -> EncoderInfo:
-        """Start the process; return once it can take work. Raises ConfigError or CheckpointError."""
+        """Start the process and wait until it is ready. Raises ConfigError or CheckpointError."""
         assert self._config.embedding_model is not None and self._process is None
         path = await asyncio.to_thread(resolve_path, self._config.embedding_model)
         self._config = replace(self._config, embedding_model=str(path))
@@ -171,9 +143,9 @@ class EncoderClient:
         return self.info
 
     async def encode(self, token_ids: Sequence[Sequence[int]], pooling: str | None = None) -> list[bytes]:
-        """The vector of each text: float32 [H] as bytes, pooled as the checkpoint does it or as `pooling` says, not normalized.
+        """Vectors of texts: float32 [H] as bytes, not normalized; `pooling` None is the checkpoint's.
 
-        Raises InvalidRequest, Overloaded, EngineDead. A caller that is cancelled waits for nothing more.
+        Raises InvalidRequest, Overloaded, EngineDead. Cancelling the call drops its waiting inputs.
         """
         info = self._require_running()
         return await self._compute(
@@ -181,13 +153,13 @@ class EncoderClient:
         )
 
     async def score(self, pairs: Sequence[TokenizedPair]) -> list[float]:
-        """The score of each pair: (token ids, type ids) as `texts.encode_pair` makes them. Raises as `encode`."""
+        """Scores of pairs (token ids, type ids) from `EncoderTokenizer.encode_pair`. Raises as `encode`."""
         info = self._require_running()
         vectors = await self._compute(await _check_in_thread(len(pairs), lambda: validate_pairs(info, pairs)))
         return [scalar(vector) for vector in vectors]
 
     async def close(self) -> None:
-        """End the process and wait until it is gone."""
+        """End the process and wait for its exit."""
         self.alive = self._is_up = False
         if self._serve_task is not None:
             self._serve_task.cancel()
@@ -223,7 +195,7 @@ class EncoderClient:
             raise Overloaded(f"{waiting} inputs wait for the encoder, of at most {limit}; try again later")
 
     def _dispatch(self) -> None:
-        """Keep the process busy, if there is one."""
+        """Send batches while the process has free slots."""
         if not self._is_up:
             return
         while self._retries and self._retries[0][0].result.done():
@@ -233,38 +205,36 @@ class EncoderClient:
                 self._is_retrying = True
                 self._send_batch([self._retries.popleft()])
             return
-        while len(self._in_flight) < MAX_BATCHES_IN_FLIGHT and (
-            taken := self._batcher.next_batch(MAX_BATCH_TOKENS)
-        ):
+        while len(self._in_flight) < MAX_BATCHES_IN_FLIGHT:
+            batch = self._batcher.next_batch(MAX_BATCH_TOKENS)
+            if not batch:
+                return
             self._is_retrying = False
-            self._send_batch(taken)
+            self._send_batch(batch)
 
     def _send_batch(self, members: list[tuple[EncodeCall, int]]) -> None:
         assert self._process is not None
         self._last_batch_id += 1
         self._in_flight[self._last_batch_id] = members
-        self._process.send(
-            EncodeBatch(self._last_batch_id, tuple(call.inputs[index] for call, index in members))
-        )
+        inputs = tuple(call.inputs[index] for call, index in members)
+        self._process.send(EncodeBatch(self._last_batch_id, inputs))
 
     def _on_message(self, message: EncodeBatchResult | EncodeBatchFailed) -> None:
         self._crash_times.clear()
-        taken = self._in_flight.pop(message.batch_id)
+        members = self._in_flight.pop(message.batch_id)
         self._dispatch()
         if isinstance(message, EncodeBatchFailed):
-            for call, _ in taken:
+            for call, _ in members:
                 _fail(call, message.error)
             return
-        for (call, index), vector in zip(taken, message.vectors, strict=True):
+        for (call, index), vector in zip(members, message.vectors, strict=True):
             call.vectors[index] = vector
             call.num_missing -= 1
             if call.num_missing == 0 and not call.result.done():
                 call.result.set_result(call.vectors)
 
-    # The process
-
     async def _serve(self) -> None:
-        """Listen to one process after the other, until they die too often."""
+        """Receive results, and restart the process after crashes, until it crashes too often."""
         while self._process is not None:
             with contextlib.suppress(EOFError, OSError):
                 while True:
@@ -274,46 +244,39 @@ class EncoderClient:
             await self._stop_process()
             await self._restart()
         self.alive = False
-        self._fail_all("the encoder died, and cannot be started again")
+        self._fail_all("the encoder crashed and cannot be restarted")
 
     def _requeue_after_crash(self) -> None:
-        """What a process died with is tried again, each input alone; what was alone with it is not."""
+        """Queue the inputs in flight for a retry, one by one; a retried input fails."""
         for call, index in chain(*self._in_flight.values()):
             if self._is_retrying:
-                _fail(
-                    call,
-                    RequestFailed(
-                        "the encoder died twice while it worked on this input; it is not tried again"
-                    ),
-                )
+                _fail(call, RequestFailed("the encoder crashed twice on this input"))
             elif not call.is_cancelled:
                 self._retries.append((call, index))
         self._in_flight.clear()
 
     async def _restart(self) -> None:
         if not self._may_restart():
-            LOG.error(
-                "the encoder died more than %d times within %g s and did nothing; it stays down",
-                MAX_RESTARTS,
-                RESTART_WINDOW_S,
-            )
+            message = "encoder: crashed more than %d times within %g s without a result, giving up"
+            LOG.error(message, MAX_RESTARTS, RESTART_WINDOW_S)
             return
-        LOG.error("the encoder died; it is started again")
+        LOG.error("encoder: process crashed, restarting it")
         self._process = await EncoderProcess.launch(self._config)
         try:
             self.info = await self._process.wait_ready()
             self._is_up = True
             self._dispatch()
         except Exception:
-            LOG.exception("the encoder cannot be started again")
+            LOG.exception("encoder: restart failed")
             await self._stop_process()
 
     def _may_restart(self) -> bool:
-        """Note a death; False once there were too many of late."""
+        """Record a crash; returns False after too many recent ones."""
         now = time.monotonic()
-        often = len(self._crash_times) == MAX_RESTARTS and now - self._crash_times[0] < RESTART_WINDOW_S
+        is_full = len(self._crash_times) == MAX_RESTARTS
+        may_restart = not is_full or now - self._crash_times[0] >= RESTART_WINDOW_S
         self._crash_times.append(now)
-        return not often
+        return may_restart
 
     def _fail_all(self, reason: str) -> None:
         self._in_flight.clear()
@@ -323,13 +286,13 @@ class EncoderClient:
             _fail(call, EngineDead(reason))
 
     async def _stop_process(self) -> None:
-        child, self._process = self._process, None
-        if child is not None:
-            await child.stop()
+        process, self._process = self._process, None
+        if process is not None:
+            await process.stop()
 
 
 async def _check_in_thread(num_inputs: int, check: Callable[[], list[EncoderInput]]) -> list[EncoderInput]:
-    """Check in a thread what takes long."""
+    """Check many inputs in a thread, to keep the event loop responsive."""
     return await asyncio.to_thread(check) if num_inputs > MAX_INLINE_CHECKS else check()
 
 

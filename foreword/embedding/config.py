@@ -1,4 +1,4 @@
-"""Options of config.json that all encoders here call by the same names."""
+"""Reads the options of config.json that encoders share."""
 
 from __future__ import annotations
 
@@ -13,37 +13,24 @@ __all__ = ["read_activation", "read_bert_config", "read_score_activation"]
 
 RANKER_SUFFIX = "ForSequenceClassification"
 SCORE_ACTIVATIONS = MappingProxyType(
-    {
-        "torch.nn.modules.activation.Sigmoid": "sigmoid",
-        "torch.nn.modules.linear.Identity": "identity",
-    }
+    {"torch.nn.modules.activation.Sigmoid": "sigmoid", "torch.nn.modules.linear.Identity": "identity"}
 )
 TRAINING_OPTIONS = (
-    "attention_probs_dropout_prob",
-    "classifier_dropout",
-    "dropout",
-    "gradient_checkpointing",
-    "hidden_dropout_prob",
-    "matryoshka_dimensions",
+    *("attention_probs_dropout_prob", "classifier_dropout", "dropout", "gradient_checkpointing"),
+    *("hidden_dropout_prob", "matryoshka_dimensions"),
 )
-UNUSED_HEAD_OPTIONS = (  # options of heads that nothing here computes
-    "directionality",
-    "pooler_fc_size",
-    "pooler_num_attention_heads",
-    "pooler_num_fc_layers",
-    "pooler_size_per_head",
-    "pooler_type",
-    "tie_word_embeddings",
+UNUSED_HEAD_OPTIONS = (
+    *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
+    *("pooler_size_per_head", "pooler_type", "tie_word_embeddings"),
 )
 
 
 def read_bert_config(
     config: ConfigReader, architecture: str, *, num_types: int | None = None, first_position: int = 0
 ) -> EncoderConfig:
-    """The shape of a checkpoint whose options are called as BERT's.
+    """The config of a checkpoint with BERT's option names.
 
-    types           rows of the type table, if the config does not say
-    first_position  in the position table, whose last rows are for the longest text
+    `num_types` overrides type_vocab_size; `first_position` is the position of a text's first token.
     """
     ignore_unused(config)
     hidden, heads = config.get_int("hidden_size", high=MAX_HIDDEN_SIZE), config.get_int("num_attention_heads")
@@ -72,20 +59,20 @@ def read_bert_config(
 
 
 def ignore_unused(config: ConfigReader) -> None:
-    """Options that are read for no other purpose than that they are known."""
+    """Mark options without effect on inference as read."""
     for key in (*TRAINING_OPTIONS, *UNUSED_HEAD_OPTIONS):
         config.get(key, None)
 
 
 def read_activation(config: ConfigReader, key: str) -> str:
-    """The name of an activation."""
+    """The name of an activation in `layers.ACTIVATIONS`."""
     return config.get_choice(key, {name: name for name in ACTIVATIONS}, "gelu")
 
 
 def read_score_activation(config: ConfigReader) -> str | None:
-    """What becomes of the logit of a ranker; None if the checkpoint has no such head.
+    """The activation of a ranker's logit; None for a checkpoint without a ranking head.
 
-    As sentence-transformers and vLLM have it: a sigmoid, unless the checkpoint names something else.
+    Default is a sigmoid, as in sentence-transformers and vLLM.
     """
     named = config.get("sbert_ce_default_activation_function", None)
     nested = config.get_section("sentence_transformers")
@@ -98,7 +85,7 @@ def read_score_activation(config: ConfigReader) -> str | None:
         return None
     labels = len(config.get("id2label", {})) or config.get_int("num_labels", 2)
     if labels != 1:
-        raise config.error("id2label", f"names {labels} labels; a checkpoint that ranks has one")
+        raise config.error("id2label", f"names {labels} labels; a ranker has one")
     if named is not None and named not in SCORE_ACTIVATIONS:
         raise config.error(
             "sentence_transformers",

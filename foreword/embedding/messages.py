@@ -1,7 +1,4 @@
-"""What the encoder's process and its client say to each other. Plain values, framed as length and pickle.
-
-From what a caller brings to inputs that an encoder can compute: everything wrong is named here. No torch.
-"""
+"""Messages between the encoder process and its client; validation of inputs. No torch."""
 
 from __future__ import annotations
 
@@ -21,8 +18,6 @@ __all__ = [
     "EncodeBatchResult",
     "EncoderInfo",
     "EncoderInput",
-    "EncoderReady",
-    "EncoderStartFailed",
     "TokenizedPair",
     "pack_message",
     "read_message",
@@ -33,52 +28,40 @@ __all__ = [
 ]
 
 LENGTH_BYTES = 8
+MAX_BATCH_TOKENS = 256  # 512 are 3 % faster, but delay the next caller
+TokenizedPair = tuple[Sequence[int], Sequence[int]]  # token ids of both texts, and their type ids or ()
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderInfo:
-    """Facts of a loaded encoder.
+    """A loaded encoder."""
 
-    name        of the checkpoint: the last part of its path
-    kind        "embed": texts become vectors; "rank": pairs of texts become scores
-    hidden      values of a vector
-    max_tokens  longest text, or pair of texts, special tokens included
-    pooling     how the checkpoint makes one vector of a text: "cls", "mean", "last" or "max"
-    normalize   the checkpoint scales its vectors to length 1 (encode() does not: see there)
-    backend     name of the kernel backend
-    prompts     texts that the checkpoint wants in front of an input, by purpose; default_prompt is the purpose if none is named
-    """
-
-    name: str
+    name: str  # last part of the checkpoint's path
     architecture: str
-    task: str
+    task: str  # "embed": vectors of texts; "rank": scores of text pairs
     hidden_size: int
-    max_tokens: int
+    max_tokens: int  # of a text or pair, with special tokens
     num_parameters: int
     vocab_size: int
-    pooling: str
-    normalize: bool
-    backend: str
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    default_prompt: str | None = None
+    pooling: str  # of the checkpoint: "cls", "mean", "last" or "max"
+    normalize: bool  # whether the checkpoint's vectors have length 1; encode() does not normalize
+    backend: str  # of the kernels
+    prompts: Mapping[str, str] = field(default_factory=dict)  # name -> prefix of a text
+    default_prompt: str | None = None  # name
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
-    """One text, or one pair of texts, as token ids.
-
-    type_ids  which text of a pair each token belongs to; empty: all to the first
-    pooling   None for a score
-    """
+    """One text or pair of texts."""
 
     token_ids: tuple[int, ...]
-    type_ids: tuple[int, ...] = ()
-    pooling: str | None = None
+    type_ids: tuple[int, ...] = ()  # index of the text in the pair, per token; empty: all 0
+    pooling: str | None = None  # None for a score
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeBatch:
-    """To the process: compute these together."""
+    """To the process: inputs to compute together."""
 
     batch_id: int
     inputs: tuple[EncoderInput, ...]
@@ -86,7 +69,7 @@ class EncodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class EncodeBatchResult:
-    """From the process: float32 [H] of each input as bytes, or float32 [1] for a score."""
+    """From the process: per input, float32 [H] as bytes, or float32 [1] for a score."""
 
     batch_id: int
     vectors: tuple[bytes, ...]
@@ -94,42 +77,29 @@ class EncodeBatchResult:
 
 @dataclass(frozen=True, slots=True)
 class EncodeBatchFailed:
-    """From the process: this work went wrong; others go on."""
+    """From the process: this batch failed."""
 
     batch_id: int
     error: ForewordError
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderReady:
-    """From the process: it takes work now."""
-
-    info: EncoderInfo
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderStartFailed:
-    """From the process, last: it cannot start."""
-
-    error: ForewordError
-
-
-Message = Config | EncodeBatch | EncodeBatchResult | EncodeBatchFailed | EncoderReady | EncoderStartFailed
+# The process's first message is EncoderInfo once it is ready, or the error if it cannot start.
+Message = Config | EncoderInfo | ForewordError | EncodeBatch | EncodeBatchResult | EncodeBatchFailed
 
 
 def pack_message(message: Message) -> bytes:
-    """The bytes of one message."""
+    """A message with its frame."""
     body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
 def read_message(file: IO[bytes]) -> Any:
-    """The next message. Raises EOFError where the other side has hung up."""
+    """The next message. Raises EOFError if the other side closed the connection."""
     return pickle.loads(_read_exactly(file, int.from_bytes(_read_exactly(file, LENGTH_BYTES), "little")))
 
 
 async def read_message_async(stream: asyncio.StreamReader) -> Any:
-    """The next message. Raises EOFError where the other side has hung up."""
+    """The next message. Raises EOFError if the other side closed the connection."""
     length = int.from_bytes(await stream.readexactly(LENGTH_BYTES), "little")
     return pickle.loads(await stream.readexactly(length))
 
@@ -141,19 +111,10 @@ def _read_exactly(file: IO[bytes], num_bytes: int) -> bytes:
     return data
 
 
-MAX_BATCH_TOKENS = (
-    256  # computed at once: twice as many are 3 % faster, and whoever comes next waits for them
-)
-
-TokenizedPair = tuple[
-    Sequence[int], Sequence[int]
-]  # token ids of both texts together, and their type ids (or none)
-
-
 def validate_texts(
     info: EncoderInfo, token_ids: Sequence[Sequence[int]], pooling: str | None
 ) -> list[EncoderInput]:
-    """Texts to embed; `pooling` None is the checkpoint's own. Raises InvalidRequest."""
+    """Inputs of texts; `pooling` None is that of the checkpoint. Raises InvalidRequest."""
     if info.task != "embed":
         raise Unsupported(f"{info.name} ranks pairs of texts; it has no embeddings", "model")
     if pooling is not None and pooling not in POOLINGS:
@@ -162,14 +123,14 @@ def validate_texts(
 
 
 def validate_pairs(info: EncoderInfo, pairs: Sequence[TokenizedPair]) -> list[EncoderInput]:
-    """Pairs to score. Raises InvalidRequest."""
+    """Inputs of pairs to score. Raises InvalidRequest."""
     if info.task != "rank":
         raise Unsupported(f"{info.name} embeds texts; it does not score pairs of them", "model")
     return _validate(info, (EncoderInput(tuple(ids), tuple(types)) for ids, types in pairs))
 
 
 def split_batches(inputs: Sequence[EncoderInput]) -> Iterable[Sequence[EncoderInput]]:
-    """Consecutive inputs that are computed together."""
+    """Split inputs into batches of at most MAX_BATCH_TOKENS tokens."""
     first, tokens = 0, 0
     for index, item in enumerate(inputs):
         if first < index and tokens + len(item.token_ids) > MAX_BATCH_TOKENS:
@@ -199,6 +160,6 @@ def _validate(info: EncoderInfo, inputs: Iterable[EncoderInput]) -> list[Encoder
         for token_id in (min(item.token_ids), max(item.token_ids)):
             if not 0 <= token_id < info.vocab_size:
                 raise InvalidRequest(
-                    f"input[{index}] holds token id {token_id}; ids are 0 to {info.vocab_size - 1}", "input"
+                    f"input[{index}] has token id {token_id}; ids are 0 to {info.vocab_size - 1}", "input"
                 )
     return inputs

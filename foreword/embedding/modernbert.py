@@ -1,4 +1,4 @@
-"""ModernBERT: rotary positions, norms before each branch, and layers that look no farther than a window."""
+"""ModernBERT: rotary positions, pre-norm layers, full and sliding-window attention."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from foreword.embedding.base import EncoderConfig, RankerHead, TextEncoder, VarlenBatch
 from foreword.embedding.config import ignore_unused, read_activation, read_score_activation
-from foreword.embedding.layers import ACTIVATIONS, EncoderLayerNorm, EncoderLinear, word_embeddings
+from foreword.embedding.layers import ACTIVATIONS, encoder_linear, word_embeddings
 from foreword.kernels.ops import Ops
+from foreword.layers.norm import LayerNorm
 from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
-from foreword.models.common import ACTIVATIONS as GATED
+from foreword.models.common import ACTIVATIONS as GATED_ACTIVATIONS
 from foreword.models.common import LAYER_TYPES, MAX_HIDDEN_SIZE, MAX_LAYERS
 from foreword.models.config import ConfigReader
 
@@ -23,31 +24,21 @@ __all__ = ["ModernBert"]
 
 FULL, SLIDING = LAYER_TYPES
 ROPE_THETA_KEYS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
-QUERY_BLOCK = 256  # rows of a text that look around together
+QUERY_BLOCK = 256  # queries computed together
 IGNORED_OPTIONS = (
-    "classifier_dropout",
-    "cls_token_id",
-    "decoder_bias",
-    "deterministic_flash_attn",
-    "embedding_dropout",
-    "initializer_cutoff_factor",
-    "mlp_dropout",
-    "reference_compile",
-    "repad_logits_with_grad",
-    "sep_token_id",
-    "sparse_pred_ignore_index",
-    "sparse_prediction",
+    *("classifier_dropout", "cls_token_id", "decoder_bias", "deterministic_flash_attn"),
+    *("embedding_dropout", "initializer_cutoff_factor", "mlp_dropout", "reference_compile"),
+    *("repad_logits_with_grad", "sep_token_id", "sparse_pred_ignore_index", "sparse_prediction"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ModernBertConfig(EncoderConfig):
-    """kinds: of each layer, FULL or SLIDING; thetas: bases of the rotary positions of either;
-    window: how far a layer of kind SLIDING looks to each side."""
+    """Options of ModernBERT."""
 
-    layer_types: tuple[str, ...] = ()
-    rope_thetas: tuple[tuple[str, float], ...] = ()
-    half_window: int = 0
+    layer_types: tuple[str, ...] = ()  # FULL or SLIDING
+    rope_thetas: tuple[tuple[str, float], ...] = ()  # (layer type, theta)
+    half_window: int = 0  # attention distance of SLIDING layers to each side
     norm_bias: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -56,7 +47,7 @@ class ModernBertConfig(EncoderConfig):
 
 
 class ModernBert(TextEncoder):
-    """Neither a table of positions nor token types."""
+    """No position table, no token types."""
 
     config: ModernBertConfig
     prefix = "model."
@@ -68,17 +59,13 @@ class ModernBert(TextEncoder):
         ignore_unused(config)
         for key in IGNORED_OPTIONS:
             config.get(key, None)
-        hidden, heads = (
-            config.get_int("hidden_size", high=MAX_HIDDEN_SIZE),
-            config.get_int("num_attention_heads"),
-        )
+        hidden = config.get_int("hidden_size", high=MAX_HIDDEN_SIZE)
+        heads = config.get_int("num_attention_heads")
         if hidden % heads:
             raise config.error("num_attention_heads", f"{heads} does not divide hidden_size {hidden}")
         layers = config.get_int("num_hidden_layers", high=MAX_LAYERS)
         positions = config.get_int("max_position_embeddings")
-        config.require_value(
-            "position_embedding_type", "absolute"
-        )  # an inherited option, which the model does not read
+        config.require_value("position_embedding_type", "absolute")  # inherited and unused
         return ModernBertConfig(
             architecture="modernbert",
             vocab_size=config.get_int("vocab_size"),
@@ -87,7 +74,7 @@ class ModernBert(TextEncoder):
             num_layers=layers,
             num_heads=heads,
             eps=config.get_float("norm_eps", 1e-5),
-            activation=config.get_choice("hidden_activation", GATED, "gelu"),
+            activation=config.get_choice("hidden_activation", GATED_ACTIVATIONS, "gelu"),
             max_tokens=positions,
             num_positions=positions,
             score_activation=read_score_activation(config),
@@ -112,12 +99,12 @@ class ModernBert(TextEncoder):
         }
         inner = body.prefixed("embeddings.")
         self._word_embeddings = word_embeddings(self.ops, inner, "tok_embeddings", config)
-        self._norm = EncoderLayerNorm(inner, "norm", config, config.norm_bias)
+        self._norm = LayerNorm(inner, "norm", config.hidden_size, config.eps, config.norm_bias)
         self._layers = [ModernBertLayer(self.ops, config, body, index) for index in range(config.num_layers)]
-        self._final_norm = EncoderLayerNorm(body, "final_norm", config, config.norm_bias)
+        self._final_norm = LayerNorm(body, "final_norm", config.hidden_size, config.eps, config.norm_bias)
 
     def load_head(self, body: Weights, checkpoint: Weights) -> RankerHead:
-        """A dense layer, a norm, and a classifier of one class."""
+        """A dense layer, a norm and a classifier of one class."""
         return ModernBertHead(self.ops, self.config, checkpoint)
 
     def forward(self, batch: VarlenBatch) -> Tensor:
@@ -129,7 +116,7 @@ class ModernBert(TextEncoder):
 
 
 class ModernBertLayer:
-    """Norm, attention, norm, gated feed-forward; each branch is added to what it read. The first layer reads what was normed."""
+    """Pre-norm attention and gated feed-forward. The first layer has no attention norm."""
 
     def __init__(self, ops: Ops, config: ModernBertConfig, body: Weights, index: int) -> None:
         weights, hidden = body.prefixed(f"layers.{index}."), config.hidden_size
@@ -137,21 +124,18 @@ class ModernBertLayer:
         self._heads = config.num_heads
         self._activation = config.activation
         self._half_window = config.half_window if config.layer_types[index] == SLIDING else None
-        self._attention_norm = (
-            EncoderLayerNorm(weights, "attn_norm", config, config.norm_bias) if index else None
-        )
-        self._qkv = EncoderLinear(ops, weights, hidden, {"attn.Wqkv": 3 * hidden}, config.attention_bias)
-        self._out = EncoderLinear(ops, weights, hidden, {"attn.Wo": hidden}, config.attention_bias)
-        self._mlp_norm = EncoderLayerNorm(weights, "mlp_norm", config, config.norm_bias)
-        self._up = EncoderLinear(
-            ops, weights, hidden, {"mlp.Wi": 2 * config.intermediate_size}, config.mlp_bias
-        )
-        self._down = EncoderLinear(
-            ops, weights, config.intermediate_size, {"mlp.Wo": hidden}, config.mlp_bias
-        )
+        self._attention_norm: LayerNorm | None = None
+        if index:
+            self._attention_norm = LayerNorm(weights, "attn_norm", hidden, config.eps, config.norm_bias)
+        self._qkv = encoder_linear(ops, weights, hidden, {"attn.Wqkv": 3 * hidden}, config.attention_bias)
+        self._out = encoder_linear(ops, weights, hidden, {"attn.Wo": hidden}, config.attention_bias)
+        self._mlp_norm = LayerNorm(weights, "mlp_norm", hidden, config.eps, config.norm_bias)
+        inner = config.intermediate_size
+        self._up = encoder_linear(ops, weights, hidden, {"mlp.Wi": 2 * inner}, config.mlp_bias)
+        self._down = encoder_linear(ops, weights, inner, {"mlp.Wo": hidden}, config.mlp_bias)
 
     def __call__(self, x: Tensor, batch: VarlenBatch, rope_table: Tensor) -> Tensor:
-        """[T, H] -> [T, H]; table as in Ops.rope"""
+        """[T, H] -> [T, H]; rope_table as in Ops.rope"""
         normed = x if self._attention_norm is None else self._attention_norm(x)
         x = x + self._out(batch.map_texts(self._attend, self._rotate(self._qkv(normed), batch, rope_table)))
         return x + self._down(self._ops.gated_act(self._up(self._mlp_norm(x)), self._activation))
@@ -159,19 +143,17 @@ class ModernBertLayer:
     def _rotate(self, qkv: Tensor, batch: VarlenBatch, rope_table: Tensor) -> Tensor:
         """[T, 3H] -> [T, 3 heads, D] with q and k rotated"""
         heads = qkv.view(len(qkv), 3 * self._heads, -1)
-        turned = self._ops.rope(heads[:, : 2 * self._heads], rope_table, batch.positions)
-        return torch.cat((turned, heads[:, 2 * self._heads :]), 1)
+        rotated = self._ops.rope(heads[:, : 2 * self._heads], rope_table, batch.positions)
+        return torch.cat((rotated, heads[:, 2 * self._heads :]), 1)
 
     def _attend(self, qkv: Tensor) -> Tensor:
         """[t, 3 heads, D] of one text -> [t, H]"""
         q, k, v = qkv.transpose(0, 1).contiguous()[None].chunk(3, 1)
-        far = self._half_window is None or len(qkv) <= self._half_window
-        seen = (
-            F.scaled_dot_product_attention(q, k, v)
-            if far
-            else _attend_window(q, k, v, self._half_window or 0)
-        )
-        return seen[0].transpose(0, 1).flatten(1)
+        if self._half_window is None or len(qkv) <= self._half_window:
+            attended = F.scaled_dot_product_attention(q, k, v)
+        else:
+            attended = _attend_window(q, k, v, self._half_window)
+        return attended[0].transpose(0, 1).flatten(1)
 
 
 class ModernBertHead:
@@ -179,10 +161,10 @@ class ModernBertHead:
 
     def __init__(self, ops: Ops, config: ModernBertConfig, checkpoint: Weights) -> None:
         hidden = config.hidden_size
-        self._dense = EncoderLinear(ops, checkpoint, hidden, {"head.dense": hidden}, config.head_bias)
+        self._dense = encoder_linear(ops, checkpoint, hidden, {"head.dense": hidden}, config.head_bias)
         self._activation = ACTIVATIONS[config.head_activation]
-        self._norm = EncoderLayerNorm(checkpoint, "head.norm", config, config.norm_bias)
-        self._out = EncoderLinear(ops, checkpoint, hidden, {"classifier": 1})
+        self._norm = LayerNorm(checkpoint, "head.norm", hidden, config.eps, config.norm_bias)
+        self._out = encoder_linear(ops, checkpoint, hidden, {"classifier": 1})
 
     def __call__(self, vector: Tensor) -> Tensor:
         """[1, H] -> [1, 1]"""
@@ -190,20 +172,17 @@ class ModernBertHead:
 
 
 def _attend_window(q: Tensor, k: Tensor, v: Tensor, half_window: int) -> Tensor:
-    """q, k, v [1, heads, t, D] -> the same: row i sees the rows from i - window to i + window."""
+    """q, k, v [1, heads, t, D] -> the same shape; row i attends to rows i ± half_window."""
     size = q.shape[2]
-    seen = []
+    outputs = []
     for begin in range(0, size, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, size)
         first, last = max(begin - half_window, 0), min(end + half_window, size)
         distances = torch.arange(first, last)[None, :] - torch.arange(begin, end)[:, None]
         mask = distances.abs() <= half_window
-        seen.append(
-            F.scaled_dot_product_attention(
-                q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last], attn_mask=mask
-            )
-        )
-    return torch.cat(seen, 2)
+        block = q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last]
+        outputs.append(F.scaled_dot_product_attention(*block, attn_mask=mask))
+    return torch.cat(outputs, 2)
 
 
 def _read_layer_types(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
@@ -218,7 +197,7 @@ def _read_layer_types(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
 
 
 def _read_rope_thetas(config: ConfigReader) -> tuple[tuple[str, float], ...]:
-    """Of either kind of layer: from `rope_parameters`, or else under the older names."""
+    """(layer type, theta) pairs from `rope_parameters`, or from the older options."""
     nested = config.get_section("rope_parameters")
     thetas = []
     for kind, (older, default) in ROPE_THETA_KEYS.items():

@@ -1,4 +1,4 @@
-"""How a checkpoint makes a vector of a text: the files that sentence-transformers writes beside a model. No torch."""
+"""Reads pooling, normalization and prompts as sentence-transformers stores them. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 POOLINGS = ("cls", "mean", "last", "max")
-DEFAULT_POOLING = "mean"  # of a checkpoint that says nothing: so sentence-transformers has it
+DEFAULT_POOLING = "mean"  # of sentence-transformers
 POOLING_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -38,7 +38,7 @@ TRANSFORMER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """As in messages.EncoderInfo; max_tokens is None where only the table of positions sets a limit."""
+    """Fields as in messages.EncoderInfo; max_tokens None: only the position table limits it."""
 
     pooling: str = DEFAULT_POOLING
     normalize: bool = False
@@ -47,42 +47,39 @@ class PoolingConfig:
     default_prompt: str | None = None
 
     def find_prompt(self, name: str | None, model: str) -> str:
-        """The text in front of an input for this purpose. Raises InvalidRequest for one that `model` does not name."""
+        """The prompt of this name (None: the default). Raises InvalidRequest for an unknown name."""
         name = name or self.default_prompt
         if name is None:
             return ""
         if name not in self.prompts:
             known = ", ".join(sorted(self.prompts)) or "none"
-            raise InvalidRequest(
-                f"prompt_name must be one that {model} has ({known}), got {name!r:.80}", "prompt_name"
-            )
+            message = f"prompt_name must be a prompt of {model} ({known}), got {name!r:.80}"
+            raise InvalidRequest(message, "prompt_name")
         return self.prompts[name]
 
 
-DECODER_POOLING = PoolingConfig(
-    "last"
-)  # of a decoder that says nothing: its last row alone has seen the whole text
+DECODER_POOLING = PoolingConfig("last")  # default of decoders: only the last row has seen the whole text
 
 
 def read_decoder_pooling_config(path: Path) -> PoolingConfig:
-    """Of a checkpoint that the engine serves, a directory or a GGUF file. Raises CheckpointError."""
+    """The pooling of the engine's checkpoint, a directory or a GGUF file. Raises CheckpointError."""
     if not (path / MODULES_FILE).is_file():
         return DECODER_POOLING
-    recipe = read_pooling_config(path)
-    if recipe.pooling == "max":
+    pooling_config = read_pooling_config(path)
+    if pooling_config.pooling == "max":
         raise CheckpointError(f"{path}: pooling max is not supported for decoders", "model")
-    return recipe
+    return pooling_config
 
 
 def read_pooling_config(path: Path) -> PoolingConfig:
-    """Read what is there; every file may be missing. Raises CheckpointError for a step that is not honoured."""
+    """Every file is optional. Raises CheckpointError for an unsupported module or option."""
     pooling, normalize = _read_modules(path)
     prompts, default_prompt = _read_prompts(path / "config_sentence_transformers.json")
     return PoolingConfig(pooling, normalize, _read_max_tokens(path), prompts, default_prompt)
 
 
 def _read_modules(path: Path) -> tuple[str, bool]:
-    """The pooling, and whether vectors are normalized."""
+    """(pooling, normalize)"""
     if not (path / MODULES_FILE).is_file():
         return DEFAULT_POOLING, False
     kinds = {
@@ -91,12 +88,11 @@ def _read_modules(path: Path) -> tuple[str, bool]:
     }
     for kind in kinds:
         if kind not in ("Transformer", "Pooling", "Normalize"):
-            raise CheckpointError(
-                f"{path / MODULES_FILE}: the module {kind!r} is not supported", "embedding_model"
-            )
-    pooling = (
-        _read_pooling(path / kinds["Pooling"] / "config.json") if "Pooling" in kinds else DEFAULT_POOLING
-    )
+            message = f"{path / MODULES_FILE}: the module {kind!r} is not supported"
+            raise CheckpointError(message, "embedding_model")
+    pooling = DEFAULT_POOLING
+    if "Pooling" in kinds:
+        pooling = _read_pooling(path / kinds["Pooling"] / "config.json")
     return pooling, "Normalize" in kinds
 
 
@@ -113,9 +109,8 @@ def _read_pooling(file: Path) -> str:
         chosen += [POOLING_MODES.get(f"pooling_mode_{named}", named)] if isinstance(named, str) else named
     config.check_all_read()
     if len(chosen) != 1 or chosen[0] not in POOLINGS:
-        raise CheckpointError(
-            f"{file}: exactly one of {', '.join(POOLINGS)} is supported, got {chosen}", "embedding_model"
-        )
+        message = f"{file}: exactly one of {', '.join(POOLINGS)} is supported, got {chosen}"
+        raise CheckpointError(message, "embedding_model")
     return str(chosen[0])
 
 
@@ -129,20 +124,18 @@ def _read_max_tokens(path: Path) -> int | None:
 
 
 def _read_prompts(file: Path) -> tuple[Mapping[str, str], str | None]:
-    """Prompts by purpose, and the purpose that counts if none is named."""
+    """(prompts by name, name of the default prompt)"""
     if not file.is_file():
         return {}, None
     values = read_json(file)
     prompts = values.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-        raise CheckpointError(
-            f"{file}: prompts must be texts by name, got {prompts!r:.80}", "embedding_model"
-        )
+        message = f"{file}: prompts must map names to texts, got {prompts!r:.80}"
+        raise CheckpointError(message, "embedding_model")
     default = values.get("default_prompt_name")
     if default is not None and (not isinstance(default, str) or default not in prompts):
-        raise CheckpointError(
-            f"{file}: default_prompt_name {default!r:.80} is none of its prompts", "embedding_model"
-        )
+        message = f"{file}: default_prompt_name {default!r:.80} is none of its prompts"
+        raise CheckpointError(message, "embedding_model")
     return prompts, default
 
 
@@ -152,5 +145,5 @@ def _read_json_list(file: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}", "embedding_model") from None
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise CheckpointError(f"{file} does not hold a list of modules", "embedding_model")
+        raise CheckpointError(f"{file} must hold a list of modules", "embedding_model")
     return values

@@ -1,10 +1,11 @@
-"""Texts, and pairs of texts, as an encoder wants them. No torch."""
+"""Tokenizes texts and pairs of texts for an encoder. No torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from foreword.embedding.messages import EncoderInfo
+from foreword.embedding.sentence_transformers import PoolingConfig
 from foreword.errors import InvalidRequest
 from foreword.tokenizer.tokenizer import Tokenizer
 
@@ -12,15 +13,16 @@ __all__ = ["EncoderTokenizer"]
 
 
 class EncoderTokenizer:
-    """The tokenizer of an encoder's checkpoint. Safe in threads."""
+    """The tokenizer of an encoder's checkpoint. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, info: EncoderInfo) -> None:
         self.tokenizer = tokenizer
         self._info = info
+        self._pooling_config = PoolingConfig(prompts=info.prompts, default_prompt=info.default_prompt)
 
     @classmethod
     def from_directory(cls, path: Path, info: EncoderInfo) -> EncoderTokenizer:
-        """Raises CheckpointError where there is no usable tokenizer.json."""
+        """Raises CheckpointError if there is no usable tokenizer.json."""
         return cls(Tokenizer.from_directory(path, can_decode=False), info)
 
     def encode(
@@ -31,33 +33,19 @@ class EncoderTokenizer:
         max_tokens: int | None = None,
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Token ids of one text.
+        """Token ids of one text after the prompt of this name (see EncoderInfo.prompts).
 
-        prompt      purpose whose text the checkpoint wants in front (EncoderInfo.prompts)
-        max_tokens  cut to so many; special tokens are kept. -1: the model's limit; None: nothing is cut
+        Truncates to `max_tokens` and keeps special tokens. -1: the model's limit; None: no truncation.
         """
-        text = self._find_prompt(prompt) + text
-        return self.tokenizer.encode_truncated(
-            text, None, self._resolve_max_tokens(max_tokens), add_special_tokens
-        )[0]
+        text = self._pooling_config.find_prompt(prompt, self._info.name) + text
+        limit = self._resolve_max_tokens(max_tokens)
+        return self.tokenizer.encode_truncated(text, None, limit, add_special_tokens)[0]
 
     def encode_pair(
         self, query: str, document: str, *, max_tokens: int | None = None
     ) -> tuple[list[int], list[int]]:
-        """Token ids and type ids of a pair; of a pair that is too long, the longer text is cut first."""
+        """Token ids and type ids of a pair. Truncation cuts the longer text first."""
         return self.tokenizer.encode_truncated(query, document, self._resolve_max_tokens(max_tokens))
-
-    def _find_prompt(self, name: str | None) -> str:
-        name = name or self._info.default_prompt
-        if name is None:
-            return ""
-        if name not in self._info.prompts:
-            known = ", ".join(sorted(self._info.prompts)) or "none"
-            raise InvalidRequest(
-                f"prompt_name must be one that {self._info.name} has ({known}), got {name!r:.80}",
-                "prompt_name",
-            )
-        return self._info.prompts[name]
 
     def _resolve_max_tokens(self, max_tokens: int | None) -> int | None:
         if max_tokens is None:

@@ -1,6 +1,6 @@
-"""An encoder as a process: work comes in over a socket, vectors go out.
+"""The encoder process: receives batches over a socket and returns vectors.
 
-Started by `encoders.client` as `python -m foreword.embedding.worker FD`. It ends when its client does.
+Started by `embedding.client` as `python -m foreword.embedding.worker FD`. It ends with its client.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from foreword.embedding.messages import (
     EncodeBatch,
     EncodeBatchFailed,
     EncodeBatchResult,
-    EncoderReady,
-    EncoderStartFailed,
     pack_message,
     read_message,
 )
@@ -31,9 +29,7 @@ from foreword.utils.logging import set_up_logging
 
 __all__ = ["main"]
 
-NICENESS = (
-    10  # streams of the generating engine come first: of a core that both want, this process gets a tenth
-)
+NICENESS = 10  # a tenth of a core that the engine needs too
 LOG = logging.getLogger(__name__)
 
 
@@ -45,7 +41,7 @@ def main(fd: int) -> int:
         try:
             return _run(connection.makefile("rb"), connection)
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            return 0  # the client is gone, and with it the reason to be
+            return 0  # the client is gone
 
 
 def _run(pipe: IO[bytes], connection: socket.socket) -> int:
@@ -57,28 +53,20 @@ def _run(pipe: IO[bytes], connection: socket.socket) -> int:
         torch.set_num_threads(ops.num_torch_threads(threads))
         encoder = load_local_encoder(config, ops)
     except ForewordError as error:
-        _send(connection, EncoderStartFailed(error))
+        connection.sendall(pack_message(error))
         return 1
-    _send(connection, EncoderReady(encoder.info))
+    connection.sendall(pack_message(encoder.info))
     while True:
-        _send(connection, _compute(encoder, read_message(pipe)))
+        connection.sendall(pack_message(_compute(encoder, read_message(pipe))))
 
 
 def _compute(encoder: LocalEncoder, batch: EncodeBatch) -> EncodeBatchResult | EncodeBatchFailed:
     try:
         return EncodeBatchResult(batch.batch_id, tuple(encoder.compute_batch(batch.inputs)))
-    except Exception as error:  # whatever it is, it belongs to this work alone
-        LOG.exception("an encoding failed")
-        return EncodeBatchFailed(
-            batch.batch_id, RequestFailed(f"the encoder failed on this input: {type(error).__name__}")
-        )
-
-
-def _send(
-    connection: socket.socket,
-    message: EncodeBatchResult | EncodeBatchFailed | EncoderReady | EncoderStartFailed,
-) -> None:
-    connection.sendall(pack_message(message))
+    except Exception as error:  # must not hurt other batches
+        LOG.exception("encoder: a batch failed")
+        failure = RequestFailed(f"the encoder failed on this input: {type(error).__name__}")
+        return EncodeBatchFailed(batch.batch_id, failure)
 
 
 if __name__ == "__main__":

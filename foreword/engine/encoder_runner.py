@@ -1,11 +1,7 @@
-"""Pictures become features, a piece at a time between the passes of those who only wait for their next token.
+"""Image encoding: the vision encoder runs a piece at a time between decode steps, and features are cached.
 
-A picture is encoded alone, once for all who show it. Its features are kept as long as a running request has rows of it
-to compute, and then within a bound. What a piece costs is told in rows of the decoder.
-
-Pictures of requests: whether they stand where they should, and which rows wait for them.
-
-What a tower has made of pictures, kept within a bound of memory.
+An image is encoded alone, once for all requests that show it. Its features are kept while a running request
+needs them, and then within a memory bound. The cost of a piece counts as rows of the decoder.
 """
 
 from __future__ import annotations
@@ -39,16 +35,15 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-FeatureKey = tuple[
-    str, bytes
-]  # tenant and digest: nobody learns from the time it takes what others have shown
+STAGE: Final = "encode"  # of the step timer, and the fault label
+ERROR_FIELD = "messages"  # the request field that images come from
+DIGEST_BYTES = 16
+
+FeatureKey = tuple[str, bytes]  # cache salt and digest: timing does not reveal other tenants' images
 
 
 class EncoderCache:
-    """Features by tenant and picture. Who needs some says so; the others go once the bound is reached, least recently used first.
-
-    num_bytes  that are held
-    """
+    """LRU cache of image features within a memory bound; needed features are never evicted."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -59,114 +54,90 @@ class EncoderCache:
         return key in self._features
 
     def __getitem__(self, key: FeatureKey) -> Tensor:
-        """[num_tokens, width]; it has been used just now."""
+        """Features [num_tokens, width], marked as used."""
         self._features.move_to_end(key)
         return self._features[key]
 
     def put(self, key: FeatureKey, features: Tensor) -> None:
-        """Hold more. What must give way for it does so in trim()."""
-        assert key not in self._features, "encoded twice"
+        """Add features; evict() restores the bound."""
+        assert key not in self._features, "the image is encoded twice"
         self._features[key] = features
         self.num_bytes += features.nbytes
 
     def needed_bytes(self, needed: Container[FeatureKey]) -> int:
-        """Of those that are needed."""
         return sum(features.nbytes for key, features in self._features.items() if key in needed)
 
     def evict(self, needed: Container[FeatureKey], room_bytes: int = 0) -> None:
-        """Let go of what nobody needs, until `room` bytes more would not exceed the bound."""
-        most = self.max_bytes - room_bytes
-        for key in [key for key in self._features if key not in needed] if self.num_bytes > most else ():
-            self.num_bytes -= self._features.pop(key).nbytes
-            if self.num_bytes <= most:
+        """Evict features that are not needed until `room_bytes` more fit."""
+        for key in list(self._features):
+            if self.num_bytes <= self.max_bytes - room_bytes:
                 return
-
-    def evict_unneeded(self, needed: Container[FeatureKey]) -> None:
-        """Let go of all that nobody needs: memory is short."""
-        self.evict(needed, self.max_bytes)
+            if key not in needed:
+                self.num_bytes -= self._features.pop(key).nbytes
 
     def check(self) -> None:
-        """Assert that what is held is what is counted."""
         assert self.num_bytes == sum(features.nbytes for features in self._features.values())
 
 
-ERROR_FIELD = "messages"  # where pictures came from
-DIGEST_BYTES = 16
-
-
 def feature_key(state: RequestState, image: PromptImage) -> FeatureKey:
-    """The name of its features."""
     return state.request.cache_salt, image.digest
 
 
 def pending_images(state: RequestState, start: int) -> Sequence[PromptImage]:
-    """Pictures that reach behind its first `start` tokens."""
-    pictures = state.request.images
-    if not pictures or pictures[-1].end <= start:  # as a rule: it decodes
+    """Images with tokens at or after index `start`."""
+    images = state.request.images
+    if not images or images[-1].end <= start:  # the common case: it decodes
         return ()
-    return [picture for picture in pictures if picture.end > start]
+    return [image for image in images if image.end > start]
 
 
 def check_images(request: Request, placeholder_id: int | None, mrope: bool) -> None:
-    """Every placeholder lies in a picture, and every picture on its placeholders, in order.
+    """Check that images and placeholders match, in order.
 
-    placeholder  None: the model sees no pictures
-    directions   tokens of a picture know their place in it
+    placeholder_id  None: the model has no vision encoder
     Raises InvalidRequest.
     """
-    if not request.images and (placeholder_id is None or placeholder_id not in request.prompt_ids):
+    ids, images = request.prompt_ids, request.images
+    if not images and (placeholder_id is None or placeholder_id not in ids):
         return
     if placeholder_id is None:
-        raise InvalidRequest("the model sees no pictures", ERROR_FIELD)
+        raise InvalidRequest("the model has no vision encoder and takes no images", ERROR_FIELD)
     if request.pooling is not None:
-        raise InvalidRequest("prompts with pictures cannot be embedded", ERROR_FIELD)
-    for picture in request.images:
-        _check_image(picture, mrope)
-    _check_placeholders(request, placeholder_id)
+        raise InvalidRequest("prompts with images cannot be embedded; send text only", ERROR_FIELD)
+    previous_end = 0
+    for image in images:
+        error = _image_error(image, mrope)
+        if error is None and not previous_end <= image.start <= image.end <= len(ids):
+            error = f"image at token {image.start} overlaps another or exceeds the prompt ({len(ids)} tokens)"
+        if error is None and ids[image.start : image.end].count(placeholder_id) != image.num_tokens:
+            error = f"image at token {image.start} needs {image.num_tokens} placeholder tokens there"
+        if error is not None:
+            raise InvalidRequest(error, ERROR_FIELD)
+        previous_end = image.end
+    is_spare = ids.count(placeholder_id) != sum(image.num_tokens for image in images)
+    if is_spare or placeholder_id in request.resume_output_ids:
+        raise InvalidRequest(f"token id {placeholder_id} is reserved for image placeholders", "prompt")
 
 
-def _check_image(image: PromptImage, mrope: bool) -> None:
-    if len(image.digest) != DIGEST_BYTES or image.num_tokens < 1:
-        raise InvalidRequest(
-            f"a picture needs a digest of {DIGEST_BYTES} bytes and a token at least", ERROR_FIELD
-        )
+def _image_error(image: PromptImage, mrope: bool) -> str | None:
+    if len(image.digest) != DIGEST_BYTES:
+        return f"an image digest has {len(image.digest)} bytes, needs {DIGEST_BYTES}"
+    if image.num_tokens < 1:
+        return f"an image has {image.num_tokens} tokens, needs at least 1"
     if image.pixels is not None and len(image.pixels) != image.num_bytes:
-        raise InvalidRequest(
-            f"a picture of the shape {image.shape} has {len(image.pixels)} bytes of pixels", ERROR_FIELD
-        )
+        return f"an image of shape {image.shape} has {len(image.pixels)} bytes of pixels"
     if mrope and math.prod(image.grid_thw) != image.num_tokens:
-        raise InvalidRequest(
-            f"a picture of the grid {image.grid_thw} has {image.num_tokens} tokens", ERROR_FIELD
-        )
+        return f"an image of grid {image.grid_thw} has {image.num_tokens} tokens"
+    return None
 
 
-def _check_placeholders(request: Request, placeholder_id: int) -> None:
-    ids, before = request.prompt_ids, 0
-    for picture in request.images:
-        if picture.start < before or picture.end > len(ids):
-            raise InvalidRequest(
-                f"a picture at token {picture.start} overlaps another, or reaches out of the prompt",
-                ERROR_FIELD,
-            )
-        if ids[picture.start : picture.end].count(placeholder_id) != picture.num_tokens:
-            raise InvalidRequest(
-                f"the picture at token {picture.start} does not stand on {picture.num_tokens} placeholders",
-                ERROR_FIELD,
-            )
-        before = picture.end
-    spare = ids.count(placeholder_id) - sum(picture.num_tokens for picture in request.images)
-    if spare or placeholder_id in request.resume_output_ids:
-        raise InvalidRequest(f"token id {placeholder_id} stands for pictures, and for nothing else", "prompt")
-
-
-STAGE: Final = "encode"
 OnBatch = Callable[[Sequence[RequestState]], None]
 NumComputed = Callable[[RequestState], int]
 
 
 @dataclass(slots=True)
 class _ImageNeed:
-    """A picture, and the running requests that have rows of it to compute, by rank."""
+    """An image, and by rank the running requests with uncomputed rows of it."""
 
     image: PromptImage
     states: list[RequestState]
@@ -174,7 +145,7 @@ class _ImageNeed:
 
 @dataclass(frozen=True, slots=True)
 class _EncodeJob:
-    """A picture that is being encoded; `again`: the first try failed."""
+    """The image being encoded."""
 
     key: FeatureKey
     pieces: Generator[int, None, Tensor]
@@ -183,19 +154,15 @@ class _EncodeJob:
 
 @dataclass(frozen=True, slots=True)
 class EncodeFailure:
-    """A picture that cannot be encoded, and the requests that end for it. `stage` is what the error is counted under."""
+    """An image that cannot be encoded, and the requests that fail with it."""
 
     states: tuple[RequestState, ...]
     error: RequestFailed
-    stage: str
-
-
-def _num_computed(state: RequestState) -> int:
-    return state.num_computed
+    stage: str  # the fault label
 
 
 class _EncodingError(Exception):
-    """There are no features; the message is for the caller."""
+    """No features; the message is for the caller."""
 
     def __init__(self, message: str, stage: str = STAGE) -> None:
         super().__init__(message)
@@ -203,113 +170,98 @@ class _EncodingError(Exception):
 
 
 class VisionEncoderRunner:
-    """The tower, with the pictures that it works on.
-
-    row_cost     multiply-adds of one row of the decoder
-    horizon      rows of a step: so far ahead of a request its pictures are encoded
-    value_bytes  of one value of a feature
-    progress     how many tokens of a request are computed; the draft model's tower has a progress of its own
-    rows         what the last advance() cost
-    num_encoded  pictures that were encoded
-    num_hits     pictures of requests that were encoded for others, or just being so, or of which others had computed all tokens
-    """
+    """A vision encoder with its feature cache and the image it is working on."""
 
     def __init__(
         self,
-        tower: VisionEncoder | None,
+        encoder: VisionEncoder | None,
         cache: EncoderCache,
-        row_cost: int,
-        max_lookahead: int,
-        value_bytes: int,
+        row_cost: int,  # multiply-adds that take as long as one decoder row
+        max_lookahead: int,  # rows: images this far ahead of a request are encoded
+        value_bytes: int,  # of one feature value
         timer: StepTimer,
-        num_computed: NumComputed = _num_computed,
+        num_computed: NumComputed = lambda state: state.num_computed,  # tokens of a request, per model
     ) -> None:
         self.cache = cache
-        self.cost_rows = 0
-        self._encoded_cost = self._encoded_tokens = (
-            0  # multiply-adds, and tokens of the pictures that were made of them
-        )
-        self.num_encoded = self.num_hits = 0
-        self._tower = tower
+        self.cost_rows = 0  # cost of the last step()
+        self.num_encoded = 0
+        self.num_hits = 0  # images of requests that needed no encoding of their own
+        self._encoder = encoder
         self._row_cost = max(row_cost, 1)
         self._max_lookahead = max_lookahead
         self._value_bytes = value_bytes
         self._timer = timer
         self._num_computed = num_computed
-        self._pixels: dict[bytes, bytes] = {}
+        self._pixels: dict[bytes, bytes] = {}  # by digest
         self._job: _EncodeJob | None = None
+        self._encoded_cost = 0  # multiply-adds so far, and the image tokens they yielded
+        self._encoded_tokens = 0
 
-    @property
-    def enabled(self) -> bool:
-        """There is a tower."""
-        return self._tower is not None
-
-    def for_draft_model(self, tower: VisionEncoder, num_computed: NumComputed) -> VisionEncoderRunner:
-        """For the tower of a draft model: it is shown the same pictures, and has its part of the memory from now on."""
-        assert self._tower is not None, "a draft model that sees, beside a model that does not"
-        part = self.cache.max_bytes * tower.feature_size // (tower.feature_size + self._tower.feature_size)
-        self.cache.max_bytes -= part
-        other = VisionEncoderRunner(
-            tower,
-            EncoderCache(part),
+    def for_draft_model(self, encoder: VisionEncoder, num_computed: NumComputed) -> VisionEncoderRunner:
+        """A runner for the draft model's encoder: it shares the pixels, and gets a part of the memory."""
+        assert self._encoder is not None, "a multimodal draft model needs a multimodal target"
+        sizes = encoder.feature_size + self._encoder.feature_size
+        max_bytes = self.cache.max_bytes * encoder.feature_size // sizes
+        self.cache.max_bytes -= max_bytes
+        runner = VisionEncoderRunner(
+            encoder,
+            EncoderCache(max_bytes),
             self._row_cost,
             self._max_lookahead,
             self._value_bytes,
             self._timer,
             num_computed,
         )
-        other._pixels = self._pixels
-        return other
+        runner._pixels = self._pixels
+        return runner
 
     def add_pixels(self, digest: bytes, pixels: bytes) -> None:
-        """Requests with this picture may come without its pixels from now on."""
+        """Keep pixels: later requests with this image may come without them."""
         self._pixels[digest] = pixels
 
     def drop_pixels(self, digest: bytes) -> None:
-        """No request has it any more."""
         self._pixels.pop(digest, None)
 
     def computable_until(self, state: RequestState, start: int) -> int:
-        """How many of its tokens can be computed before a picture is needed, once those before `start` are."""
-        for picture in pending_images(state, start):
-            if feature_key(state, picture) not in self.cache:
-                return max(picture.start, start)
+        """Index of the first token at or after `start` that needs an image not yet encoded."""
+        for image in pending_images(state, start):
+            if feature_key(state, image) not in self.cache:
+                return max(image.start, start)
         return len(state.tokens)
 
     def remaining_cost(self, state: RequestState, start: int) -> int:
-        """Multiply-adds until all is seen that a request comes to behind its first `start` tokens, as far as is known: by what
-        other pictures took."""
-        unseen = (
-            picture
-            for picture in pending_images(state, start)
-            if feature_key(state, picture) not in self.cache
+        """Estimated multiply-adds to encode the request's images after index `start`."""
+        num_tokens = sum(
+            image.num_tokens
+            for image in pending_images(state, start)
+            if feature_key(state, image) not in self.cache
         )
-        return (
-            sum(picture.num_tokens for picture in unseen) * self._encoded_cost // max(self._encoded_tokens, 1)
-        )
+        return num_tokens * self._encoded_cost // max(self._encoded_tokens, 1)
 
     def is_pending(self, running: Sequence[RequestState]) -> bool:
-        """Somebody comes to a picture that is not seen yet."""
+        """Whether a running request needs an image that is not encoded."""
         return any(key not in self.cache for key in self._needed_images(running))
 
     def features(self, state: RequestState, start: int, end: int) -> list[tuple[int, Tensor]]:
-        """What stands for tokens [start, end) of a request: (index of the first behind `start`, [rows, width])."""
-        found = []
+        """Features of the image tokens in [start, end), as (offset from `start`, [rows, width])."""
         if start < state.num_prompt:
-            self._count_skipped(state, start)
-        for picture in pending_images(state, start):
-            first, last = max(picture.start, start), min(picture.end, end)
+            for image in state.request.images:
+                if image.end <= start:  # skipped: its tokens were found in the prefix cache
+                    self._count_use(state, image, is_encoded=True)
+        parts = []
+        for image in pending_images(state, start):
+            first, last = max(image.start, start), min(image.end, end)
             if first < last:
-                features = self.cache[feature_key(state, picture)]
-                self._count_use(state, picture, is_encoded=True)
-                found.append((first - start, features[first - picture.start : last - picture.start]))
-        return found
+                features = self.cache[feature_key(state, image)]
+                self._count_use(state, image, is_encoded=True)
+                parts.append((first - start, features[first - image.start : last - image.start]))
+        return parts
 
     def step(self, running: Sequence[RequestState], max_rows: int, on_batch: OnBatch) -> EncodeFailure | None:
-        """Encode what running requests come to, in order of rank, until that has cost `rows` rows; a piece at least.
+        """Encode images of running requests by rank, at least one piece, until it has cost `max_rows`.
 
-        announce  told whom the next piece is for: if it ends the process, that was it
-        Returns whoever cannot go on; there may be more. Raises if the device is lost.
+        on_batch  called before each piece with its requests; they are blamed if the process crashes
+        Returns the first failure; later images wait. Raises if the device is lost.
         """
         self.cost_rows = cost = 0
         needed = self._needed_images(running)
@@ -326,7 +278,7 @@ class VisionEncoderRunner:
         return None
 
     def evict(self, running: Sequence[RequestState]) -> None:
-        """Let go of what no running request needs, as far as there is no room for it."""
+        """Drop an unneeded job, and features beyond the bound."""
         needed = self._needed_images(running)
         if self._job is not None and self._job.key not in needed:
             self._job = None
@@ -336,65 +288,55 @@ class VisionEncoderRunner:
         """Assert the invariants between steps."""
         self.cache.check()
         needed = self._needed_images(running)
-        assert self._job is None or self._job.key in needed, "a picture is encoded that nobody needs"
+        assert self._job is None or self._job.key in needed, "the image being encoded is not needed"
         assert self.cache.num_bytes <= self.cache.max_bytes or any(key in self.cache for key in needed)
 
-    # What is to be encoded
+    # Order
 
     def _needed_images(self, running: Sequence[RequestState]) -> dict[FeatureKey, _ImageNeed]:
-        """Pictures that running requests come to within a step, in order of rank."""
+        """Images that running requests need within the lookahead, by rank."""
         needed: dict[FeatureKey, _ImageNeed] = {}
         for state in running:
-            known = self._num_computed(state)
-            for picture in pending_images(state, known):
-                if picture.start < known + self._max_lookahead:
-                    needed.setdefault(feature_key(state, picture), _ImageNeed(picture, [])).states.append(
-                        state
-                    )
+            num_computed = self._num_computed(state)
+            for image in pending_images(state, num_computed):
+                if image.start < num_computed + self._max_lookahead:
+                    need = needed.setdefault(feature_key(state, image), _ImageNeed(image, []))
+                    need.states.append(state)
         return needed
 
     def _count_hits(self, needed: Mapping[FeatureKey, _ImageNeed]) -> None:
-        """Whoever is not the first to need a picture finds it encoded."""
-        for key, one in needed.items():
-            encoded = key in self.cache or (self._job is not None and self._job.key == key)
-            for state in one.states:
-                self._count_use(state, one.image, encoded)
-                encoded = True
+        """All requests but the first that needs an image find it encoded."""
+        for key, need in needed.items():
+            is_encoded = key in self.cache or (self._job is not None and self._job.key == key)
+            for state in need.states:
+                self._count_use(state, need.image, is_encoded)
+                is_encoded = True
 
     def _count_use(self, state: RequestState, image: PromptImage, is_encoded: bool) -> None:
-        """A request comes to each of its pictures once, also if it loses its place, or its engine, and comes again."""
+        """Count each image of a request once, also after a preemption or an engine restart."""
         if image.digest not in state.counted_images:
             state.counted_images.add(image.digest)
             self.num_hits += is_encoded and not state.request.is_resumed
 
-    def _count_skipped(self, state: RequestState, start: int) -> None:
-        """Pictures before `start` that it never came to: their tokens were computed for others."""
-        for picture in state.request.images:
-            if picture.end <= start:
-                self._count_use(state, picture, is_encoded=True)
-
     def _next_key(self, needed: Mapping[FeatureKey, _ImageNeed]) -> FeatureKey | None:
-        """The picture that is being encoded, or the next that there is memory for. The first of all need not ask for it."""
+        """The current job's image, or the next that fits into memory; the first is encoded regardless."""
         if self._job is not None and self._job.key in needed:
             return self._job.key
         self._job = None
-        for number, (key, one) in enumerate(needed.items()):
+        for index, (key, need) in enumerate(needed.items()):
             if key not in self.cache:
-                return key if number == 0 or self._has_room(one.image, needed) else None
+                num_bytes = self.cache.needed_bytes(needed) + self._feature_bytes(need.image)
+                return key if index == 0 or num_bytes <= self.cache.max_bytes else None
         return None
 
-    def _has_room(self, image: PromptImage, needed: Mapping[FeatureKey, _ImageNeed]) -> bool:
-        return self.cache.needed_bytes(needed) + self._feature_bytes(image) <= self.cache.max_bytes
-
     def _feature_bytes(self, image: PromptImage) -> int:
-        """Bytes of its features."""
-        assert self._tower is not None, "a picture for a model that sees none"
-        return image.num_tokens * self._tower.feature_size * self._value_bytes
+        assert self._encoder is not None, "an image for a model without a vision encoder"
+        return image.num_tokens * self._encoder.feature_size * self._value_bytes
 
-    # Encoding
+    # Encode
 
     def _encode_piece(self, key: FeatureKey, needed: Mapping[FeatureKey, _ImageNeed]) -> int:
-        """Go on with a picture; returns the multiply-adds. An error that does not come again is nobody's fault."""
+        """Continue with an image, and return the multiply-adds. After its first error it is retried."""
         job = self._job = self._job or self._start_job(key, needed, is_retry=False)
         try:
             with torch.inference_mode():
@@ -402,7 +344,10 @@ class VisionEncoderRunner:
             self._encoded_cost += cost
             return cost
         except StopIteration as end:
-            self._store(key, end.value)
+            self._job = None
+            self.cache.put(key, end.value)
+            self.num_encoded += 1
+            self._encoded_tokens += len(end.value)
             return 0
         except _EncodingError:
             raise
@@ -410,39 +355,31 @@ class VisionEncoderRunner:
             if is_device_lost(error):
                 raise
             if job.is_retry:
-                logger.exception("a picture could not be encoded; those who show it end, others go on")
-                raise _EncodingError(
-                    "an error of ours ended this request (encode); the server's log tells more"
-                ) from error
-        # The error is gone, and the memory that it held
-        self.cache.evict_unneeded(needed)
+                logger.exception("image encoding failed for %d requests", len(needed[key].states))
+                raise _EncodingError(f"internal error in stage {STAGE}; see the server's log") from error
+        # The error is freed by now, and with it the memory of the failed pass
+        self.cache.evict(needed, self.cache.max_bytes)
         self._job = self._start_job(key, needed, is_retry=True)
         return 0
 
     def _start_job(
         self, key: FeatureKey, needed: Mapping[FeatureKey, _ImageNeed], is_retry: bool
     ) -> _EncodeJob:
-        picture = needed[key].image
-        pixels = picture.pixels or self._pixels.get(picture.digest)
+        image = needed[key].image
+        pixels = image.pixels or self._pixels.get(image.digest)
         if pixels is None:
-            raise _EncodingError("a picture of this request did not reach the engine")
-        self.cache.evict(needed, self._feature_bytes(picture))
-        return _EncodeJob(key, self._encode(replace(picture, pixels=pixels)), is_retry)
+            raise _EncodingError("the pixels of an image did not reach the engine")
+        self.cache.evict(needed, self._feature_bytes(image))
+        return _EncodeJob(key, self._encode(replace(image, pixels=pixels)), is_retry)
 
     def _encode(self, image: PromptImage) -> Generator[int, None, Tensor]:
-        """What the tower says, if it can be used."""
-        assert self._tower is not None
-        features = yield from self._tower.encode(image)
-        if features.shape != (image.num_tokens, self._tower.feature_size):
+        """Run the encoder and check its features."""
+        assert self._encoder is not None
+        features = yield from self._encoder.encode(image)
+        if features.shape != (image.num_tokens, self._encoder.feature_size):
             raise _EncodingError(
-                f"a picture of {image.num_tokens} tokens has features of the shape {tuple(features.shape)}"
+                f"an image of {image.num_tokens} tokens has features of shape {tuple(features.shape)}"
             )
         if not bool(torch.isfinite(features).all()):
-            raise _EncodingError("the features of a picture are not finite", NONFINITE)
-        return features.clone()  # they may be a part of something larger
-
-    def _store(self, key: FeatureKey, features: Tensor) -> None:
-        self._job = None
-        self.cache.put(key, features)
-        self.num_encoded += 1
-        self._encoded_tokens += len(features)
+            raise _EncodingError("the features of an image are not finite", NONFINITE)
+        return features.clone()  # they may be a view of a larger tensor

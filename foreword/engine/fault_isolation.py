@@ -1,8 +1,8 @@
-"""An error stays with the work it belongs to: what fails is done again in halves, until it is known who fails alone, twice.
+"""Fault isolation: an error in a step fails the requests that cause it, and no others.
 
-That is allowed because a pass changes nothing but the KV of its own rows, and writes the same again; and it changes no
-token, because no row depends on the others. So an error that passes, or an allocation that fails for the size of the step
-alone, ends nobody.
+A failed batch is retried in halves down to single requests, and a single request once more. Retries are
+safe because a pass writes only the KV of its own rows, and the same values again. They change no token
+because no row depends on another. So a transient error, or a batch too large for memory, fails no request.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 import torch
 
 from foreword.core.batch import NULL_BLOCK
+from foreword.core.outputs import StepOutput
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
+from foreword.engine.pooler import PoolOutput
 from foreword.engine.schedule import ScheduledRequest
 from foreword.engine.timers import StepTimer
-from foreword.errors import ForewordError, RequestFailed
+from foreword.errors import RequestFailed
 
 __all__ = ["NONFINITE", "FaultIsolation", "is_device_lost"]
 
 logger = logging.getLogger(__name__)
 
-NONFINITE: Final = "nonfinite"
-MAX_FAILED_STEPS: Final = 16  # passes in a row that yield nothing but errors, though a harmless one works
+NONFINITE: Final = "nonfinite"  # the fault label of logits, hidden states and features that are not finite
+MAX_FAILED_STEPS: Final = 16  # steps in a row with errors only before the engine gives up
 DEVICE_LOST_ERRORS: Final = (
     "illegal",
     "unspecified launch failure",
@@ -36,145 +38,104 @@ DEVICE_LOST_ERRORS: Final = (
     "hardware stack",
 )
 
-
-class StepResult(Protocol):
-    """What a pass yields for one piece of work; a RequestFailed where its numbers are none."""
-
-    @property
-    def error(self) -> ForewordError | None: ...
+Output = TypeVar("Output", bound=StepOutput | PoolOutput)
 
 
-R = TypeVar("R", bound=StepResult)
-
-
-class FaultIsolation(Generic[R]):
-    """One of the passes of a step, kept from ending more than the requests that it fails for.
-
-    compute    the pass: one result for each piece of work
-    announce   told what is to be computed next: if it ends the process, that was it
-    failed     the result of work that fails alone
-    pooling    of the request by which it is tried whether the pass works at all
-    faults     errors kept to their request, by stage; shared by all passes
-    disturbed  the last run had to be done again, in whole or in part
-    """
+class FaultIsolation(Generic[Output]):
+    """Runs a pass of the step, and turns its errors into failed outputs of single requests."""
 
     def __init__(
         self,
-        compute: Callable[[Sequence[ScheduledRequest]], Sequence[R]],
-        on_batch: Callable[[Sequence[ScheduledRequest]], None],
-        make_failed: Callable[[RequestFailed], R],
-        pooling: str | None,
+        run_pass: Callable[[Sequence[ScheduledRequest]], Sequence[Output]],
+        output_type: type[Output],
+        on_batch: Callable[[Sequence[ScheduledRequest]], None],  # before each pass, see Engine
         timer: StepTimer,
-        faults: Counter[str],
+        faults: Counter[str],  # isolated errors by stage
     ) -> None:
-        self.was_retried = False
-        self._compute = compute
+        self.was_retried = False  # of the last run
+        self._run_pass = run_pass
+        self._output_type = output_type
         self._on_batch = on_batch
-        self._make_failed = make_failed
-        self._pooling = pooling
         self._timer = timer
         self._faults = faults
         self._failed_steps = 0
 
-    def run(self, requests: Sequence[ScheduledRequest]) -> list[R]:
-        """One result for each piece of work, each what it would be without the others.
+    def run(self, requests: Sequence[ScheduledRequest]) -> list[Output]:
+        """One output per request, the same as if it ran alone.
 
-        Raises what cannot be blamed on any request: the device is lost, or nothing works at all.
+        Raises if no request is to blame: the device is lost, or every request fails.
         """
         self.was_retried = False
-        results = self._run(requests)
-        if any(result.error is None for result in results):
+        outputs = self._run(requests)
+        if any(output.error is None for output in outputs):
             self._failed_steps = 0
-        elif any(isinstance(result.error, RequestFailed) for result in results):
+        elif any(isinstance(output.error, RequestFailed) for output in outputs):
             self._health_check()
-        return results
+        return outputs
 
-    def _run(self, requests: Sequence[ScheduledRequest]) -> list[R]:
-        results = self._try(requests)
-        if results is not None:
-            return list(results)
+    def _run(self, requests: Sequence[ScheduledRequest], is_retry: bool = False) -> list[Output]:
+        try:
+            self._on_batch(requests)
+            outputs = list(self._run_pass(requests))
+            if len(outputs) != len(requests):
+                raise RuntimeError(f"a pass over {len(requests)} requests returned {len(outputs)} outputs")
+            for output in outputs:
+                if isinstance(output.error, RequestFailed):
+                    self._faults[NONFINITE] += 1
+            return outputs
+        except Exception as error:
+            if is_device_lost(error):
+                raise
+            self.was_retried = True
+            _reset_state(requests)
+            if is_retry:
+                return [self._fail(requests[0].state.id)]
+            if isinstance(error, torch.OutOfMemoryError):
+                logger.warning("out of memory in a step of %d requests, retrying: %s", len(requests), error)
+        # The error is freed by now, and with it the memory of the failed pass
         if len(requests) == 1:
-            return [self._retry_single(requests)]
+            return self._run(requests, is_retry=True)
         middle = len(requests) // 2
         return [*self._run(requests[:middle]), *self._run(requests[middle:])]
 
-    def _try(self, requests: Sequence[ScheduledRequest]) -> Sequence[R] | None:
-        """The results, or None. The error is let go before anything else is tried: it holds the memory of its pass."""
-        try:
-            return self._compute_checked(requests)
-        except Exception as error:
-            self._recover(requests, error)
-            return None
-
-    def _retry_single(self, requests: Sequence[ScheduledRequest]) -> R:
-        """Once more, for what does not happen again is nobody's fault. Then it is this request's."""
-        try:
-            return self._compute_checked(requests)[0]
-        except Exception as error:
-            self._recover(requests, error)
-            return self._fail_request(requests[0].state.id)
-
-    def _recover(self, requests: Sequence[ScheduledRequest], error: Exception) -> None:
-        """After an error, begin anew. Raises it if the device is lost: it answers with errors for ever."""
-        if is_device_lost(error):
-            raise error
-        if isinstance(error, torch.OutOfMemoryError):
-            logger.warning(
-                "a step of %d requests ran out of memory and is done in parts: %s", len(requests), error
-            )
-        self.was_retried = True
-        _reset_state(requests)
-
-    def _compute_checked(self, requests: Sequence[ScheduledRequest]) -> Sequence[R]:
-        self._on_batch(requests)
-        results = self._compute(requests)
-        if len(results) != len(requests):
-            raise RuntimeError(f"{len(results)} results of {len(requests)} pieces of work")
-        for result in results:
-            if isinstance(result.error, RequestFailed):
-                self._faults[NONFINITE] += 1
-        return results
-
-    def _fail_request(self, request_id: str) -> R:
-        """The error being handled is this request's own."""
+    def _fail(self, request_id: str) -> Output:
+        """The output of a request that failed twice alone, called in the except block."""
         stage = self._timer.current_stage
         self._faults[stage] += 1
-        logger.exception("request %s ends by an error of ours (%s); others go on", request_id, stage)
-        return self._make_failed(
-            RequestFailed(f"an error of ours ended this request ({stage}); the server's log tells more")
+        logger.exception("request %s failed in stage %s", request_id, stage)
+        return self._output_type(
+            error=RequestFailed(f"internal error in stage {stage}; see the server's log")
         )
 
     def _health_check(self) -> None:
-        """Nobody got anything: is it really they who fail? Raises if a harmless request fails as well."""
+        """Every request failed: run a dummy request to see if the engine itself is broken."""
         self._failed_steps += 1
-        (result,) = self._compute([_dummy_request(self._pooling)])
-        if result.error is not None:
-            raise RuntimeError(
-                "a request that nobody sent fails as well: the engine is broken"
-            ) from result.error
+        (output,) = self._run_pass([_dummy_request("last" if self._output_type is PoolOutput else None)])
+        if output.error is not None:
+            raise RuntimeError("the engine is broken: a dummy request fails as well") from output.error
         if self._failed_steps >= MAX_FAILED_STEPS:
-            raise RuntimeError(f"{self._failed_steps} steps in a row yielded nothing but errors")
+            raise RuntimeError(f"all requests failed in {self._failed_steps} steps in a row")
 
 
 def is_device_lost(error: Exception) -> bool:
-    """Whatever is tried now would fail as well. Triton has no class of its own for what the driver tells it."""
-    told = str(error)
-    if told.startswith("Triton Error"):
-        return any(one in told for one in DEVICE_LOST_ERRORS)
-    return isinstance(error, torch.AcceleratorError) and "out of memory" not in told
+    """Whether every later CUDA call would fail too. Triton raises driver errors as RuntimeError."""
+    message = str(error)
+    if message.startswith("Triton Error"):
+        return any(name in message for name in DEVICE_LOST_ERRORS)
+    return isinstance(error, torch.AcceleratorError) and "out of memory" not in message
 
 
 def _reset_state(requests: Sequence[ScheduledRequest]) -> None:
-    """What an interrupted pass may have left half done is made anew from the tokens."""
-    for work in requests:
-        work.state.penalty_state = None
-        if work.state.grammar is not None:
-            work.state.grammar.reset()
+    """Drop state that an interrupted pass left half-updated; it is rebuilt from the tokens."""
+    for request in requests:
+        request.state.penalty_state = None
+        if request.state.grammar is not None:
+            request.state.grammar.reset()
 
 
 def _dummy_request(pooling: str | None) -> ScheduledRequest:
-    """One token of a request that nobody sent. Its KV lies in the scratch block."""
-    request = Request("nobody", (0,), SamplingParams(temperature=0.0, max_tokens=1), seed=0, pooling=pooling)
+    """A request of one token whose KV goes to the scratch block."""
+    request = Request("dummy", (0,), SamplingParams(temperature=0.0, max_tokens=1), seed=0, pooling=pooling)
     state = RequestState(request, 0, 2)
     state.blocks = [NULL_BLOCK]
     return ScheduledRequest(state, 0, 1, is_sampled=pooling is None)

@@ -1,14 +1,14 @@
-"""One step on the device: forward, process, sample, match."""
+"""One step on the device: forward pass, sampling, verification of drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, upload
+from foreword.core.batch import upload
 from foreword.core.outputs import StepOutput, TokenLogprob
 from foreword.core.request import RequestState
 from foreword.engine.batch_builder import ModelInput, PromptLogprobRow
@@ -17,6 +17,7 @@ from foreword.engine.schedule import ScheduledRequest
 from foreword.engine.timers import StepTimer
 from foreword.errors import ForewordError, RequestFailed, Unsatisfiable
 from foreword.executor.decode_loop import SupportsDecodeLoop
+from foreword.executor.graph_runner import with_graphs
 from foreword.grammar.manager import GrammarManager
 from foreword.kv_cache.storage import KVStorage
 from foreword.models.base import Model
@@ -26,16 +27,9 @@ from foreword.sampling.verify import verify
 
 __all__ = ["ModelRunner"]
 
-NOT_FINITE = "no token can be sampled: the logits are not finite"
-
 
 class ModelRunner:
-    """The model with its KV and its sampler. Masks of grammars are computed while the model is.
-
-    pooler      the pass over prompts that become vectors
-    vocab_size  of the model's logits
-    directions  the model knows positions in several directions
-    """
+    """A model with its KV cache and sampler. Grammar masks are computed during the forward pass."""
 
     def __init__(
         self, model: Model, kv: KVStorage, sampler: Sampler, grammars: GrammarManager, timer: StepTimer
@@ -44,137 +38,116 @@ class ModelRunner:
         self.grammars = grammars
         self.timer = timer
         self.pooler = Pooler(model, kv)
-        self.vocab_size = model.vocab_size
+        self.vocab_size = model.vocab_size  # width of the logits
         self.mrope = model.uses_mrope
-        self._forward = model.compile_logits(kv)
-
-    @property
-    def forward(self) -> Callable[[Batch], Tensor]:
-        """The pass that yields logits, compiled."""
-        return self._forward
+        self.forward = with_graphs(model.ops, model.compile_logits(kv))  # batch -> logits
 
     @property
     def decode_loop_forward(self) -> SupportsDecodeLoop | None:
-        """The same pass for rounds, if the backend can compute them."""
-        return self._forward if isinstance(self._forward, SupportsDecodeLoop) else None
-
-    def warm_up(self, batch: Batch) -> None:
-        """One pass: allocators and kernels are ready before the first request."""
-        with torch.inference_mode():
-            self._forward(batch)
+        """The forward pass if the backend can run it in a decode loop."""
+        return self.forward if isinstance(self.forward, SupportsDecodeLoop) else None
 
     @torch.inference_mode()
     def run(self, batch: ModelInput) -> tuple[StepOutput, ...]:
-        """One outcome for each piece of work. It may be run again, in whole or in parts, and yields the same."""
+        """One output per request. Can be retried, also in parts, with the same results."""
         if any(row.state.grammar is not None for row in batch.sample_rows):
             with self.timer("sample"):
                 self.grammars.start_masks(batch.sample_rows)
         with self.timer("forward"):
-            logits = self._forward(batch.batch)
+            logits = self.forward(batch.batch)
             if not batch.sample_rows and logits.device.type == "cuda":
-                torch.cuda.synchronize()  # nothing of it is read, but what it takes, and its errors, are those of this step
+                torch.cuda.synchronize()  # charge time and errors to this step: no result is read
         with self.timer("sample"):
-            scored = self._score_prompts(batch, logits)
+            prompt_logprobs = [
+                self._score_prompt(request, rows, logits) if rows else ()
+                for request, rows in zip(batch.requests, batch.prompt_logprob_rows, strict=True)
+            ]
             sampled = self.sampler(_select_logits(logits, batch.logits_indices), batch.sample_rows)
             _check_token_ids(sampled.token_ids, len(batch.sample_rows), logits.shape[1])
-            return _verify_drafts(batch.scheduled.requests, sampled, scored)
-
-    def _score_prompts(self, batch: ModelInput, logits: Tensor) -> Sequence[tuple[TokenLogprob, ...]]:
-        if not any(batch.prompt_logprob_rows):
-            return [()] * len(batch.prompt_logprob_rows)
-        return [
-            self._score_prompt(work, rows, logits) if rows else ()
-            for work, rows in zip(batch.scheduled.requests, batch.prompt_logprob_rows, strict=True)
-        ]
+            return _verify_drafts(batch.requests, sampled, prompt_logprobs)
 
     def _score_prompt(
         self, request: ScheduledRequest, rows: Sequence[PromptLogprobRow], logits: Tensor
     ) -> tuple[TokenLogprob, ...]:
-        lines = logits[rows[0].logits_index : rows[-1].logits_index + 1]
-        targets = [row.target_id for row in rows]
-        return tuple(self.sampler.prompt_logprobs(lines, targets, request.state.params.prompt_logprobs or 0))
+        scored = logits[rows[0].logits_index : rows[-1].logits_index + 1]
+        target_ids = [row.target_id for row in rows]
+        count = request.state.params.prompt_logprobs or 0
+        return tuple(self.sampler.prompt_logprobs(scored, target_ids, count))
 
 
 def _select_logits(logits: Tensor, indices: Sequence[int]) -> Tensor:
     if len(indices) == logits.shape[0]:
         return logits
-    (chosen,) = upload([np.array(indices, np.int64)], logits.device)
-    return logits.index_select(0, chosen)
+    (index,) = upload([np.array(indices, np.int64)], logits.device)
+    return logits.index_select(0, index)
 
 
 def _check_token_ids(token_ids: Sequence[int], num_rows: int, vocab_size: int) -> None:
-    """What is no id would be an index out of range in the next step, where nobody knows whose it is."""
+    """Reject ids out of range here: in the next step they would fail without a request to blame."""
     if len(token_ids) != num_rows:
-        raise RuntimeError(f"{len(token_ids)} tokens were sampled of {num_rows} rows")
+        raise RuntimeError(f"the sampler returned {len(token_ids)} tokens for {num_rows} rows")
     if token_ids and not ALL_MASKED <= min(token_ids) <= max(token_ids) < vocab_size:
         raise RuntimeError(
-            f"ids from {min(token_ids)} to {max(token_ids)} were sampled; there are {vocab_size}"
+            f"the sampler returned ids {min(token_ids)} to {max(token_ids)}, the vocabulary has {vocab_size}"
         )
 
 
 def _verify_drafts(
     requests: Sequence[ScheduledRequest],
     sampled: SamplerOutput,
-    prompt_scores: Sequence[tuple[TokenLogprob, ...]],
+    prompt_logprobs: Sequence[tuple[TokenLogprob, ...]],
 ) -> tuple[StepOutput, ...]:
-    """Cut the sampled rows into one outcome per piece of work."""
-    outcomes: list[StepOutput] = []
-    line = 0
-    for work, prompt_logprobs in zip(requests, prompt_scores, strict=True):
-        if not work.is_sampled:
-            outcomes.append(StepOutput(prompt_logprobs=prompt_logprobs))
-            continue
-        end = line + 1 + work.num_draft_tokens
-        outcomes.append(_make_step_output(work, sampled, line, end, prompt_logprobs))
-        line = end
-    return tuple(outcomes)
+    """Split the sampled rows into one output per request."""
+    outputs: list[StepOutput] = []
+    row = 0
+    for request, logprobs in zip(requests, prompt_logprobs, strict=True):
+        if request.is_sampled:
+            outputs.append(_step_output(request, sampled, row, logprobs))
+            row += 1 + request.num_draft_tokens
+        else:
+            outputs.append(StepOutput(prompt_logprobs=logprobs))
+    return tuple(outputs)
 
 
-def _make_step_output(
-    request: ScheduledRequest,
-    sampled: SamplerOutput,
-    start: int,
-    end: int,
-    prompt_logprobs: tuple[TokenLogprob, ...],
+def _step_output(
+    request: ScheduledRequest, sampled: SamplerOutput, start: int, prompt_logprobs: tuple[TokenLogprob, ...]
 ) -> StepOutput:
-    """Keep the drafted prefix that the model itself sampled and one token more, then cut at the end of the answer."""
+    """Keep the accepted draft tokens and one more, up to the end of the output."""
     state = request.state
-    token_ids = sampled.token_ids[start:end]
+    token_ids = sampled.token_ids[start : start + 1 + request.num_draft_tokens]
     accepted = verify(token_ids, state.draft[: request.num_draft_tokens]) if request.num_draft_tokens else 0
     run = token_ids[: accepted + 1]
-    if run[-1] < 0 and accepted:  # the next step tells it, by a row that no draft has touched
+    if run[-1] < 0 and accepted:  # the next step reports the error, from a row without draft tokens
         run, accepted = run[:-1], accepted - 1
     failed = run[-1] < 0
-    ending = state.check_finish([] if failed else run)
-    kept = ending.num_kept
-    wanted = state.params.logprobs is not None
+    end = state.check_finish([] if failed else run)
+    kept = end.num_kept
+    error = None
+    if failed and end.finish_reason is None:
+        error = _sampling_error(state, run[-1], state.num_output + kept)
+    logprobs = sampled.logprobs[start : start + kept] if state.params.logprobs is not None else ()
     return StepOutput(
         token_ids=tuple(run[:kept]),
         num_accepted=min(accepted, kept),
-        logprobs=tuple(lp for lp in sampled.logprobs[start : start + kept] if lp is not None)
-        if wanted
-        else (),
+        logprobs=tuple(logprob for logprob in logprobs if logprob is not None),
         prompt_logprobs=prompt_logprobs,
         logits_hashes=tuple(sampled.logits_hashes[start : start + kept]),
-        finish_reason=ending.finish_reason,
-        stop_id=ending.stop_id,
-        repetition=ending.repetition,
-        error=_sampling_error(state, run[-1], state.num_output + kept)
-        if failed and ending.finish_reason is None
-        else None,
+        finish_reason=end.finish_reason,
+        stop_id=end.stop_id,
+        repetition=end.repetition,
+        error=error,
     )
 
 
 def _sampling_error(state: RequestState, token_id: int, num_output: int) -> ForewordError:
-    """Why there is no token after `num_output` of the answer: our fault, or that of what the request asks for."""
+    """Why no token can follow the first `num_output` output tokens."""
     if token_id != ALL_MASKED:
-        return RequestFailed(NOT_FINITE)
+        return RequestFailed("no token can be sampled: the logits are not finite")
     fields = masking_fields(state.request)
     if state.grammar is not None and state.grammar.error is not None:
         return Unsatisfiable(state.grammar.error, fields[0])
-    told = " and ".join(fields) + (
-        " leaves" if len(fields) == 1 else " contradict each other: together they leave"
-    )
+    names = " and ".join(fields)
+    verb = "leaves" if len(fields) == 1 else "contradict each other: together they leave"
     return Unsatisfiable(
-        f"{told} no token that could follow the first {num_output} tokens of the answer", fields[0]
+        f"{names} {verb} no token that could follow the first {num_output} tokens of the answer", fields[0]
     )

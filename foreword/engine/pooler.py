@@ -1,7 +1,7 @@
-"""Prompts that become vectors: a pass of its own in a step, which yields hidden states instead of logits.
+"""Embeddings: a forward pass without the LM head, and pooling of its hidden states.
 
-The rows that are sampled keep the program they have without it. Hidden states do not depend on the other rows of a
-pass, and the sums of a mean have one order however the prompt was cut, so that neither does the vector.
+Pooling requests have a pass of their own, so sampled rows run the same program with or without them.
+A mean is summed in one order however the prompt is chunked, so a vector does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -17,31 +17,24 @@ from torch import Tensor
 from foreword.core.batch import Batch
 from foreword.engine.schedule import ScheduledRequest
 from foreword.errors import RequestFailed
+from foreword.executor.graph_runner import with_graphs
 from foreword.kv_cache.storage import KVStorage
 from foreword.models.base import Model
 
 __all__ = ["PARTIAL_SUMS", "PoolOutput", "Pooler", "accumulate", "num_pool_rows", "reduce_mean"]
 
-PARTIAL_SUMS = 32
-NOT_FINITE = "the hidden states of the prompt are not finite"
+PARTIAL_SUMS = 32  # partial sums of a mean: fewer rounding errors than one running sum
 
 
 @dataclass(frozen=True, slots=True)
 class PoolOutput:
-    """What a pass yielded for one prompt.
-
-    vector  float32 [H] in native byte order; None while tokens of the prompt are missing
-    lanes   what RequestState.lanes becomes once the step is taken
-    error   why there is no vector, or None
-    """
-
-    vector: bytes | None = None
-    partials: Tensor | None = None
+    vector: bytes | None = None  # float32 [H] in native byte order; None while prompt tokens are missing
+    partials: Tensor | None = None  # the next RequestState.pool_partials
     error: RequestFailed | None = None
 
 
 class Pooler:
-    """The model without its head. A pass changes nothing of its requests, so that it may be run again."""
+    """Runs the model without its head. A pass changes no request, so it can be retried."""
 
     def __init__(self, model: Model, kv: KVStorage) -> None:
         self._model = model
@@ -49,65 +42,54 @@ class Pooler:
 
     @cached_property
     def _forward(self) -> Callable[[Batch], Tensor]:
-        """Made when it is first wanted: most engines never embed."""
-        return self._model.compile_hidden(self._kv)
+        """Compiled on first use: most engines never embed."""
+        return with_graphs(self._model.ops, self._model.compile_hidden(self._kv))
 
     @torch.inference_mode()
     def __call__(self, requests: Sequence[ScheduledRequest], batch: Batch) -> list[PoolOutput]:
-        """batch: the chunks of these pieces of work in this order, each with num_pooled() sampled rows."""
-        pieces = torch.split(self._forward(batch), [num_pool_rows(work) for work in requests])
-        return [_pool(work, rows) for work, rows in zip(requests, pieces, strict=True)]
+        """batch  one chunk per request, in order, with num_pool_rows() sampled rows each"""
+        chunks = torch.split(self._forward(batch), [num_pool_rows(request) for request in requests])
+        return [_pool(request, rows) for request, rows in zip(requests, chunks, strict=True)]
 
 
 def num_pool_rows(request: ScheduledRequest) -> int:
-    """How many of its last rows become part of the vector."""
-    if request.state.request.pooling == "mean":
-        return request.num_tokens
-    return 1 if _is_last_chunk(request) else 0
-
-
-def _is_last_chunk(request: ScheduledRequest) -> bool:
-    return request.start + request.num_tokens == len(request.state.tokens)
+    """Rows of the chunk that enter the vector."""
+    return request.num_tokens if request.state.request.pooling == "mean" else int(request.is_last_chunk)
 
 
 def _pool(request: ScheduledRequest, rows: Tensor) -> PoolOutput:
-    """rows [num_pooled(work), H]"""
+    """rows  [num_pool_rows(request), H]"""
     state = request.state
-    lanes = _add_to_partials(request, rows) if state.request.pooling == "mean" else None
-    if not _is_last_chunk(request):
-        return PoolOutput(partials=lanes)
-    values = (rows[0] if lanes is None else reduce_mean(lanes, len(state.tokens))).float().cpu()
-    if not bool(torch.isfinite(values).all()):
-        return PoolOutput(error=RequestFailed(NOT_FINITE))
-    return PoolOutput(values.numpy().tobytes(), lanes)
-
-
-def _add_to_partials(request: ScheduledRequest, rows: Tensor) -> Tensor:
-    """The lanes of a request, with these rows added."""
-    before = request.state.pool_partials
-    if request.start == 0:  # also after a preemption
-        lanes = torch.zeros(PARTIAL_SUMS, rows.shape[1], device=rows.device)
-    else:
-        assert before is not None
-        lanes = before.clone()
-    accumulate(lanes, request.start, rows)
-    return lanes
+    partials = None
+    if state.request.pooling == "mean":
+        if request.start == 0:  # also after a preemption
+            partials = torch.zeros(PARTIAL_SUMS, rows.shape[1], device=rows.device)
+        else:
+            assert state.pool_partials is not None
+            partials = state.pool_partials.clone()
+        accumulate(partials, request.start, rows)
+    if not request.is_last_chunk:
+        return PoolOutput(partials=partials)
+    vector = (rows[0] if partials is None else reduce_mean(partials, len(state.tokens))).float().cpu()
+    if not bool(torch.isfinite(vector).all()):
+        return PoolOutput(error=RequestFailed("the hidden states of the prompt are not finite"))
+    return PoolOutput(vector.numpy().tobytes(), partials)
 
 
 def accumulate(partials: Tensor, start: int, rows: Tensor) -> None:
-    """Add rows [N, H] of the tokens from position `start` on, in place.
+    """Add rows [N, H] of positions start..start+N-1, in place.
 
-    lanes  float32 [LANES, H]: lane i sums the positions p = i mod LANES, in their order
+    partials  float32 [PARTIAL_SUMS, H]: sum i adds the positions p = i mod PARTIAL_SUMS in order
     """
     end = start + rows.shape[0]
     cuts = [start, *range(start - start % PARTIAL_SUMS + PARTIAL_SUMS, end, PARTIAL_SUMS), end]
     for first, last in pairwise(cuts):
-        lane = first % PARTIAL_SUMS
-        partials[lane : lane + last - first] += rows[first - start : last - start]
+        index = first % PARTIAL_SUMS
+        partials[index : index + last - first] += rows[first - start : last - start]
 
 
 def reduce_mean(partials: Tensor, count: int) -> Tensor:
-    """lanes float32 [LANES, H] -> [H]"""
+    """partials float32 [PARTIAL_SUMS, H] -> mean [H] over `count` rows"""
     while partials.shape[0] > 1:
         half = partials.shape[0] // 2
         partials = partials[:half] + partials[half:]

@@ -1,21 +1,4 @@
-"""Requests that wait for their turn, and the pictures that some of them wait for.
-
-Pictures take long to encode, and only those of running requests are. So few requests run that still have some to see, and
-those behind them are kept apart: they take no place of anybody who could start, and nobody looks at them in vain.
-
-Who of those that wait could start: whoever would only wait for others is passed over.
-
-Whose turn it is among accounts: start-time fair queueing (Goyal, Vin, Cheng 1996), in tokens.
-
-Each request that waits has a turn: the later of the moment at which it came and of the end of what its account has had
-before it. The smallest turn starts first, and moves the clock. So accounts that want more than there is get equal shares,
-whoever sends more; an account that wants little is served at once; and within an account nobody overtakes.
-
-What a request costs is estimated when it comes; what it turns out to have cost changes the turns of those behind it, the less
-often the more there are.
-
-Requests whose grammar is being compiled; they hold nothing of the scheduler, and delay nobody.
-"""
+"""Queues of requests that do not run yet: by rank, by fair share, by images and by grammar."""
 
 from __future__ import annotations
 
@@ -24,6 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from typing import Final
 
 from foreword.core.request import Request, RequestState
@@ -32,25 +16,27 @@ from foreword.kv_cache.prefix_cache import PrefixCache
 
 __all__ = [
     "AdmissionFilter",
+    "ComputableUntil",
     "FairQueue",
     "PendingGrammar",
     "PendingGrammars",
-    "PendingImages",
+    "UnencodedImages",
     "WaitingQueue",
     "sort_key_of",
 ]
 
+DEFAULT_OUTPUT_TOKENS: Final = 256  # expected output tokens of a request, if its limit allows as many
+MAX_TAG_UPDATES: Final = 256  # waiting requests per step whose tag may be updated
+IDLE_WAIT_S: Final = 0.01  # how long an idle step waits for a grammar
 
-def sort_key_of(state: RequestState) -> tuple[int, int, int]:
-    return state.sort_key
+# state, start -> index of the first token at or after `start` that needs an image not yet encoded
+ComputableUntil = Callable[[RequestState, int], int]
+
+sort_key_of = attrgetter("sort_key")
 
 
 class WaitingQueue:
-    """By rank.
-
-    ready  those that could be looked at
-    apart  those that wait for pictures of running requests, until these have changed
-    """
+    """Waiting requests by rank. Those blocked on images are parked, so that no step rescans them."""
 
     def __init__(self) -> None:
         self.ready: list[RequestState] = []
@@ -72,58 +58,40 @@ class WaitingQueue:
         (self.blocked_on_images if state in self.blocked_on_images else self.ready).remove(state)
 
     def block(self, index: int) -> None:
-        """One of those that are ready is not."""
+        """Park ready[index] until unblock_all()."""
         insort(self.blocked_on_images, self.ready.pop(index), key=sort_key_of)
 
     def unblock_all(self) -> None:
-        """What they wait for has changed."""
-        self.ready = list(self)
-        self.blocked_on_images = []
+        self.ready, self.blocked_on_images = list(self), []
 
     def resort(self) -> None:
-        """Ranks have changed."""
+        """Sort again after ranks have changed."""
         self.ready = sorted((*self.ready, *self.blocked_on_images), key=sort_key_of)
         self.blocked_on_images = []
 
 
-class PendingImages:
-    """Running requests that have pictures to see before all of their tokens can be computed.
+class UnencodedImages:
+    """Running requests with tokens that need unencoded images, by rank."""
 
-    running  by rank
-    reach    see Scheduler
-    """
-
-    def __init__(
-        self, running: Sequence[RequestState], computable_until: Callable[[RequestState, int], int]
-    ) -> None:
-        seeing = (state for state in running if state.request.images)
-        unseen = (
-            (state, len(state.tokens) - computable_until(state, state.num_computed)) for state in seeing
+    def __init__(self, running: Sequence[RequestState], computable_until: ComputableUntil) -> None:
+        counts = (
+            (s, len(s.tokens) - computable_until(s, s.num_computed)) for s in running if s.request.images
         )
-        self._pending = [(state.sort_key, state.id, num_tokens) for state, num_tokens in unseen if num_tokens]
-
-    def __eq__(self, other: object) -> bool:
-        """They have as much to see, each of them."""
-        return isinstance(other, PendingImages) and self._pending == other._pending
-
-    __hash__ = None  # type: ignore[assignment]
+        self.entries = [(state.sort_key, state.id, count) for state, count in counts if count]
 
     def blocks(self, state: RequestState, max_tokens: int, max_slots: int) -> bool:
-        """Those before it have enough to see for a step, or those that need not give way to it hold so many places."""
-        before = bisect_left(self._pending, state.sort_key, key=_sort_key_in)
-        if sum(num_tokens for _, _, num_tokens in self._pending[:before]) >= max_tokens:
+        """Whether better ranks fill a step with encoding, or requests like this one fill `max_slots`."""
+        before = bisect_left(self.entries, state.sort_key, key=itemgetter(0))
+        if sum(count for _, _, count in self.entries[:before]) >= max_tokens:
             return True
-        return sum(rank[0] <= state.sort_key[0] for rank, _, _ in self._pending) >= max_slots
-
-
-def _sort_key_in(entry: tuple[tuple[int, int, int], str, int]) -> tuple[int, int, int]:
-    return entry[0]
+        return sum(rank[0] <= state.sort_key[0] for rank, _, _ in self.entries) >= max_slots
 
 
 class AdmissionFilter:
-    """Between `waiting` and `running`, which it looks at; whoever takes a request through tells it.
+    """Selects the waiting requests that could start now.
 
-    reach  see Scheduler
+    Images take long to encode, and only running requests have theirs encoded. So few requests with
+    unencoded images run at once: the others are parked and take no slot of a request that could start.
     """
 
     def __init__(
@@ -131,39 +99,36 @@ class AdmissionFilter:
         waiting: WaitingQueue,
         running: Sequence[RequestState],
         prefix_cache: PrefixCache,
-        block_size: int,
-        computable_until: Callable[[RequestState, int], int],
+        computable_until: ComputableUntil,
         max_num_seqs: int,
         max_num_batched_tokens: int,
     ) -> None:
         self._waiting = waiting
         self._running = running
         self._prefix_cache = prefix_cache
-        self._block_size = block_size
         self._computable_until = computable_until
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._pending_images: PendingImages | None = None  # None: it has changed
-        self._last_pending_images: PendingImages | None = None  # for which nobody is apart without need
+        self._unencoded: UnencodedImages | None = None  # None: running requests have changed
+        self._parked_for: UnencodedImages | None = None  # the state for which requests were parked
 
     def refresh(self) -> None:
-        """Who waits for pictures of others may go on when these have changed."""
-        crowd = PendingImages(self._running, self._computable_until)
-        if crowd != self._last_pending_images:
+        """Unblock parked requests if images of running requests were encoded or requests have changed."""
+        unencoded = UnencodedImages(self._running, self._computable_until)
+        if self._parked_for is None or unencoded.entries != self._parked_for.entries:
             self._waiting.unblock_all()
-        self._pending_images = self._last_pending_images = crowd
+        self._unencoded = self._parked_for = unencoded
 
     def invalidate(self, state: RequestState) -> None:
-        """A request that joined or left those who run may have been one of those with pictures to see."""
+        """Called when `state` starts or stops running."""
         if state.request.images:
-            self._pending_images = self._last_pending_images = None
+            self._unencoded = self._parked_for = None
 
     def next_candidate(self, include_pooling: bool = True) -> RequestState | None:
-        """The first that waits for rows, blocks or a place, and not for others; `vectors`: also one that wants no tokens."""
         return next(self.candidates(lambda state: state.is_pooling and not include_pooling), None)
 
     def candidates(self, is_skipped: Callable[[RequestState], bool]) -> Iterator[RequestState]:
-        """Those that wait for rows, blocks or a place and not for others, by rank. Whoever takes one may start it."""
+        """Requests that lack only rows, blocks or a slot, by rank. The caller may start each one."""
         ready, index, deferred = self._waiting.ready, 0, 0
         while index < len(ready) and deferred < self._max_num_seqs:
             state = ready[index]
@@ -173,178 +138,150 @@ class AdmissionFilter:
                     continue
                 if self._prefix_cache.computing_request(state) is None:
                     yield state
-                elif (
-                    not state.request.images
-                ):  # of these there may be thousands, and it is a matter of a few steps
-                    deferred += 1
+                elif not state.request.images:
+                    deferred += 1  # thousands may wait for one prefix: the count bounds the scan
             index += index < len(ready) and ready[index] is state
 
     def _is_blocked_on_images(self, state: RequestState) -> bool:
-        """It lets others see their pictures first, or one whose block it could share."""
         self._prefix_cache.hash_blocks(state)
         if not state.request.images:
             return False
         owner = self._prefix_cache.computing_request(state)
-        if owner is not None:
+        if owner is not None:  # it waits for the owner's image to share the block
             return self._computable_until(owner, owner.num_computed) == owner.num_computed
-        if self._pending_images is None:
-            self._pending_images = PendingImages(self._running, self._computable_until)
-        if not self._pending_images.blocks(
-            state, self._max_num_batched_tokens, max(self._max_num_seqs // 2, 1)
-        ):
+        if self._unencoded is None:
+            self._unencoded = UnencodedImages(self._running, self._computable_until)
+        max_slots = max(self._max_num_seqs // 2, 1)
+        if not self._unencoded.blocks(state, self._max_num_batched_tokens, max_slots):
             return False
-        start = len(self._prefix_cache.match(state)) * self._block_size
+        start = len(self._prefix_cache.match(state)) * self._prefix_cache.block_size
         return self._computable_until(state, start) < len(state.tokens)
-
-
-DEFAULT_OUTPUT_TOKENS: Final = 256  # tokens that an answer is thought to have, if it may have so many
-MAX_TAG_UPDATES: Final = 256  # turns that a plan may correct; of more, in so many plans as it takes
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A live request: the clock when it came, and its cost in tokens."""
+    """A live request."""
 
-    virtual_arrival: int
-    cost: int
+    virtual_arrival: int  # virtual time when it came
+    cost: int  # estimated tokens
 
 
 @dataclass(slots=True)
 class _Flow:
-    """live: its requests. used: where what has started of them ends; end: the same of all of them."""
+    """The requests of one fairness key."""
 
     num_live: int = 0
-    served_tag: int = 0
-    finish_tag: int = 0
+    served_tag: int = 0  # finish tag of its started requests
+    finish_tag: int = 0  # finish tag of all its requests
 
 
 class FairQueue:
-    """Gives each request its turn. Accounts that have neither requests nor debts are forgotten."""
+    """Start-time fair queueing (Goyal, Vin, Cheng 1996) between fairness keys, in tokens.
+
+    A request's start tag is the later of its virtual arrival and the finish tag of its flow. The smallest
+    tag starts first and advances virtual time. So busy flows get equal shares, a flow with few requests is
+    served at once, and each flow is served in order of arrival. Costs are estimated on arrival; actual
+    costs update the tags of waiting requests, less often the more of them wait.
+    """
 
     def __init__(self) -> None:
         self._virtual_time = 0
-        self._steps_since_update = 0  # since turns were corrected
-        self._stale_flows: set[str] = set()
+        self._steps_since_update = 0
+        self._stale_flows: set[str] = set()  # flows whose costs have changed since the last update
         self._entries: dict[str, _Entry] = {}
         self._flows: dict[str, _Flow] = {}
 
     def __len__(self) -> int:
-        """Accounts that are known."""
+        """The number of flows."""
         return len(self._flows)
 
     def add(self, state: RequestState) -> None:
-        """A request waits."""
-        account = self._flows.setdefault(state.request.fairness_key, _Flow())
-        account.num_live += 1
-        entry = self._entries[state.id] = _Entry(self._virtual_time, _estimate_cost(state))
-        state.virtual_start = max(entry.virtual_arrival, account.finish_tag)
-        account.finish_tag = state.virtual_start + entry.cost
+        flow = self._flows.setdefault(state.request.fairness_key, _Flow())
+        flow.num_live += 1
+        num_tokens = len(state.tokens)
+        cost = num_tokens + min(state.max_len - num_tokens, DEFAULT_OUTPUT_TOKENS)
+        self._entries[state.id] = _Entry(self._virtual_time, cost)
+        self._tag(state)
 
     def on_start(self, state: RequestState) -> None:
-        """It runs for the first time."""
-        account = self._flows[state.request.fairness_key]
-        account.served_tag = max(account.served_tag, state.virtual_start) + self._entries[state.id].cost
-        account.finish_tag = max(account.finish_tag, account.served_tag)
+        """Called when a request runs for the first time."""
+        flow = self._flows[state.request.fairness_key]
+        flow.served_tag = max(flow.served_tag, state.virtual_start) + self._entries[state.id].cost
+        flow.finish_tag = max(flow.finish_tag, flow.served_tag)
         if state.virtual_start > self._virtual_time:
             self._virtual_time = state.virtual_start
             self._prune()
 
     def on_finish(self, state: RequestState) -> None:
-        """It is over."""
-        entry = self._entries.pop(state.id)
-        name = state.request.fairness_key
-        account = self._flows[name]
-        account.num_live -= 1
+        entry, key = self._entries.pop(state.id), state.request.fairness_key
+        flow = self._flows[key]
+        flow.num_live -= 1
         if state.scheduled_s is not None:
-            account.served_tag += len(state.tokens) - state.num_cached - entry.cost
-        self._stale_flows.add(name)
+            flow.served_tag += len(state.tokens) - state.num_cached - entry.cost
+        self._stale_flows.add(key)
         self._prune()
 
     def update_tags(self, waiting: Collection[RequestState]) -> bool:
-        """Called with each plan. Returns whether turns have changed: of some that wait, which are in `waiting` by rank."""
+        """Called every step with the waiting requests by rank; returns whether tags have changed."""
         self._steps_since_update += 1
-        if (
-            self._steps_since_update * MAX_TAG_UPDATES < len(waiting)
-            or not self._stale_flows
-            or len(self._flows) < 2
-        ):
+        too_many = self._steps_since_update * MAX_TAG_UPDATES < len(waiting)
+        if too_many or not self._stale_flows or len(self._flows) < 2:
             return False
         self._steps_since_update = 0
-        for name in self._stale_flows & self._flows.keys():
-            self._flows[name].finish_tag = self._flows[name].served_tag
+        for key in self._stale_flows & self._flows.keys():
+            self._flows[key].finish_tag = self._flows[key].served_tag
         for state in waiting:
-            name = state.request.fairness_key
-            if name in self._stale_flows and state.scheduled_s is None:
-                entry, account = self._entries[state.id], self._flows[name]
-                state.virtual_start = max(entry.virtual_arrival, account.finish_tag)
-                account.finish_tag = state.virtual_start + entry.cost
+            if state.request.fairness_key in self._stale_flows and state.scheduled_s is None:
+                self._tag(state)
         self._stale_flows.clear()
         return True
 
+    def _tag(self, state: RequestState) -> None:
+        """Set the start tag of a request, and move the finish tag of its flow."""
+        entry, flow = self._entries[state.id], self._flows[state.request.fairness_key]
+        state.virtual_start = max(entry.virtual_arrival, flow.finish_tag)
+        flow.finish_tag = state.virtual_start + entry.cost
+
     def _prune(self) -> None:
-        """Whoever has nothing here and owes nothing begins anew when it comes again."""
+        """Forget flows without live requests whose served tag has passed."""
         if not self._entries:
             self._flows.clear()
             self._stale_flows.clear()
             self._virtual_time = 0
         elif len(self._flows) > 1:
             self._flows = {
-                name: one
-                for name, one in self._flows.items()
-                if one.num_live or one.served_tag > self._virtual_time
+                key: flow
+                for key, flow in self._flows.items()
+                if flow.num_live or flow.served_tag > self._virtual_time
             }
-
-
-def _estimate_cost(state: RequestState) -> int:
-    return len(state.tokens) + min(state.max_len - len(state.tokens), DEFAULT_OUTPUT_TOKENS)
-
-
-IDLE_WAIT_S: Final = 0.01  # a step that has nothing to do but to wait for a grammar takes so long
 
 
 @dataclass(frozen=True, slots=True)
 class PendingGrammar:
-    """arrival: the request's number among all. grammar: what comes of it, or why there is none."""
-
     request: Request
     arrival: int
     grammar: Future[RequestGrammar]
 
 
-class PendingGrammars:
-    """By id. Iterated over, it yields the requests."""
-
-    def __init__(self) -> None:
-        self._pending: dict[str, PendingGrammar] = {}
-
-    def __len__(self) -> int:
-        return len(self._pending)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._pending
-
-    def __iter__(self) -> Iterator[Request]:
-        return (one.request for one in self._pending.values())
-
-    def add(self, pending: PendingGrammar) -> None:
-        self._pending[pending.request.id] = pending
+class PendingGrammars(dict[str, PendingGrammar]):
+    """Requests whose grammar is being compiled, by id. They hold no scheduler resources."""
 
     def cancel(self, request_id: str) -> bool:
-        """Whether it was here."""
-        one = self._pending.pop(request_id, None)
-        if one is not None:
-            one.grammar.cancel()
-        return one is not None
+        """Drop a request; returns whether it was pending."""
+        pending = self.pop(request_id, None)
+        if pending is not None:
+            pending.grammar.cancel()
+        return pending is not None
 
     def running_arrivals(self) -> list[int]:
-        """Numbers of the requests whose grammar is worked on just now."""
-        return [one.arrival for one in self._pending.values() if one.grammar.running()]
+        """Arrival numbers of the requests whose grammar is being compiled right now."""
+        return [pending.arrival for pending in self.values() if pending.grammar.running()]
 
     def pop_ready(self, block: bool) -> list[PendingGrammar]:
-        """Those that are done. patient: there is nothing else to do, so that one may be waited for, a moment long."""
+        """Remove and return the compiled ones; with `block` wait up to IDLE_WAIT_S for the first."""
         if block:
-            wait([one.grammar for one in self._pending.values()], IDLE_WAIT_S, FIRST_COMPLETED)
-        done = [one for one in self._pending.values() if one.grammar.done()]
-        for one in done:
-            del self._pending[one.request.id]
-        return done
+            wait([pending.grammar for pending in self.values()], IDLE_WAIT_S, FIRST_COMPLETED)
+        ready = [pending for pending in self.values() if pending.grammar.done()]
+        for pending in ready:
+            del self[pending.request.id]
+        return ready

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Seconds of a step by stage."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ __all__ = ["StepTimer"]
 
 
 class StepTimer:
-    """Seconds by stage of the current step: encode, schedule, assemble, forward, sample, draft, commit, embed.
-
-    current  the stage that began last: where an error that is being handled came from
-    """
+    """Times the stages encode, schedule, assemble, forward, sample, draft, commit and embed."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._seconds: dict[str, float] = {}
-        self.current_stage = ""
+        self.current_stage = ""  # the stage that began last; errors are counted under it
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
@@ -30,10 +27,10 @@ class StepTimer:
             self._seconds[stage] = self._seconds.get(stage, 0.0) + self._clock() - start
 
     def snapshot(self) -> dict[str, float]:
-        """The stages since the last take()."""
+        """Seconds by stage since the last reset()."""
         return dict(self._seconds)
 
     def reset(self) -> dict[str, float]:
-        """The stages since the last call."""
+        """Return the seconds by stage, and start at zero."""
         seconds, self._seconds = self._seconds, {}
         return seconds

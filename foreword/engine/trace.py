@@ -1,7 +1,7 @@
-"""A record of everything that enters the scheduler, and a replay that checks its plans against it.
+"""Scheduler traces: record every input of the scheduler, and replay them without the model.
 
-The scheduler depends on nothing else: a trace from the field reproduces every plan on any machine,
-without the model. Lines are JSON. They hold token ids: treat a trace like the prompts themselves.
+The scheduler depends on nothing else, so a trace from the field reproduces every schedule on any machine.
+Lines are JSON. They hold token ids: treat a trace like the prompts themselves.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from foreword.core.outputs import Draft, ErrorEvent, Event, StepOutput
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
 from foreword.core.structured import StructuredOutput
+from foreword.engine.queue import ComputableUntil
 from foreword.engine.schedule import ScheduleOutput
 from foreword.engine.scheduler import Scheduler
 from foreword.errors import ForewordError, InvalidRequest, RequestFailed
@@ -24,23 +25,34 @@ from foreword.kv_cache.block_pool import BlockPool
 
 __all__ = ["RecordingScheduler", "replay"]
 
-LOST_OUTPUT = StepOutput(error=RequestFailed("lost"))
-
 
 class RecordingScheduler(Scheduler):
-    """A scheduler that writes down what it is told and what it plans; each line is on disk before it goes on.
+    """A scheduler that appends its inputs and schedules to a file, each line before it acts on it.
 
     Raises OSError if the file cannot be written.
     """
 
-    def __init__(self, path: Path, pool: BlockPool, *args: Any, **options: Any) -> None:
-        super().__init__(pool, *args, **options)
+    def __init__(
+        self,
+        path: Path,
+        pool: BlockPool,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefix_caching: bool = True,
+        computable_until: ComputableUntil = lambda state, start: len(state.tokens),
+    ) -> None:
         self._path = path
+        # Limits by unencoded images in this schedule(): an input that replay() cannot compute
         self._limits: dict[tuple[str, int], int] = {}
-        self._base_computable_until, self.computable_until = (
-            self.computable_until,
-            self._record_computable_until,
-        )
+
+        def recorded(state: RequestState, start: int) -> int:
+            until = computable_until(state, start)
+            if until < len(state.tokens):
+                self._limits[state.id, start] = until
+            return until
+
+        super().__init__(pool, block_size, max_num_seqs, max_num_batched_tokens, prefix_caching, recorded)
         path.write_text("")
         self._write(
             "setup",
@@ -61,38 +73,26 @@ class RecordingScheduler(Scheduler):
 
     def set_drafts(self, drafts: Mapping[str, Draft]) -> None:
         if drafts:
-            self._write(
-                "draft", drafts={id_: [draft.drafter, *draft.token_ids] for id_, draft in drafts.items()}
-            )
+            records = {id_: [draft.drafter, *draft.token_ids] for id_, draft in drafts.items()}
+            self._write("draft", drafts=records)
         super().set_drafts(drafts)
 
     def schedule(self, used_rows: int = 0) -> ScheduleOutput:
         self._limits.clear()
-        plan = super().schedule(used_rows)
-        reaches = [[*where, reach] for where, reach in self._limits.items()]
-        self._write("plan", **_schedule_record(plan), taken=used_rows, reaches=reaches)
-        return plan
-
-    def _record_computable_until(self, state: RequestState, start: int) -> int:
-        """Where a request waits for pictures is none of the scheduler's knowledge."""
-        reach = self._base_computable_until(state, start)
-        if reach < len(state.tokens):
-            self._limits[state.id, start] = reach
-        return reach
+        scheduled = super().schedule(used_rows)
+        reaches = [[*key, until] for key, until in self._limits.items()]
+        self._write("plan", **_schedule_record(scheduled), taken=used_rows, reaches=reaches)
+        return scheduled
 
     def update(self, scheduled: ScheduleOutput, outputs: Sequence[StepOutput]) -> list[Event]:
-        shown = [
-            asdict(replace(o, logprobs=(), prompt_logprobs=(), logits_hashes=(), error=None)) for o in outputs
-        ]
-        for record, outcome in zip(shown, outputs, strict=True):
-            record["error"] = None if outcome.error is None else _error_record(outcome.error)
-        self._write("commit", outcomes=shown)
+        self._write("commit", outcomes=[_output_record(output) for output in outputs])
         return super().update(scheduled, outputs)
 
     def update_pooling(
         self, scheduled: ScheduleOutput, vectors: Sequence[bytes | ForewordError | None]
     ) -> list[Event]:
-        self._write("commit_pooled", vectors=[_vector_record(vector) for vector in vectors])
+        records = [_error_record(v) if isinstance(v, ForewordError) else v is not None for v in vectors]
+        self._write("commit_pooled", vectors=records)
         return super().update_pooling(scheduled, vectors)
 
     def _fail_commit(self, state: RequestState) -> ErrorEvent:
@@ -105,49 +105,43 @@ class RecordingScheduler(Scheduler):
 
 
 def replay(lines: Iterable[str]) -> Iterator[ScheduleOutput]:
-    """Drive a fresh scheduler by a trace and yield its plans, each equal to the recorded one (asserted)."""
+    """Feed a trace to a new scheduler; yield its schedules, and assert that each equals the recorded one."""
     records = map(json.loads, lines)
     setup = next(records)
-    assert setup.pop("what") == "setup", "a trace begins with its setup"
-    reaches: dict[tuple[str, int], int] = {}
-
-    def reach(state: RequestState, start: int) -> int:
-        return reaches.get((state.id, start), len(state.tokens))
-
-    scheduler = Scheduler(BlockPool(setup.pop("num_blocks")), **setup, computable_until=reach)
-    plan = ScheduleOutput(())
-    for record in _attach_lost(records):
+    assert setup.pop("what") == "setup", "a trace begins with its setup line"
+    limits: dict[tuple[str, int], int] = {}
+    pool = BlockPool(setup.pop("num_blocks"))
+    scheduler = Scheduler(pool, **setup, computable_until=lambda s, n: limits.get((s.id, n), len(s.tokens)))
+    scheduled = ScheduleOutput(())
+    for record in _merge_lost(records):
         what = record.pop("what")
         if what == "add":
             scheduler.add(RequestState(_parse_request(record["request"]), record["arrival"], record["limit"]))
         elif what == "remove":
             scheduler.remove(record["id"])
         elif what == "draft":
-            scheduler.set_drafts(
-                {id_: Draft(tuple(ids), drafter) for id_, (drafter, *ids) in record["drafts"].items()}
-            )
+            drafts = record["drafts"].items()
+            scheduler.set_drafts({id_: Draft(tuple(ids), drafter) for id_, (drafter, *ids) in drafts})
         elif what == "plan":
-            reaches.clear()
-            reaches.update({(id_, start): end for id_, start, end in record.pop("reaches")})
-            plan = scheduler.schedule(record.pop("taken"))
-            assert _schedule_record(plan) == record, f"planned {_schedule_record(plan)}, recorded {record}"
-            yield plan
+            limits.clear()
+            limits.update({(id_, start): end for id_, start, end in record.pop("reaches")})
+            scheduled = scheduler.schedule(record.pop("taken"))
+            replayed = _schedule_record(scheduled)
+            assert replayed == record, f"replayed schedule {replayed}, recorded {record}"
+            yield scheduled
         elif what == "commit_pooled":
-            scheduler.update_pooling(plan, [_parse_vector(one) for one in record["vectors"]])
+            scheduler.update_pooling(scheduled, [_parse_vector(vector) for vector in record["vectors"]])
         else:
-            outcomes = map(_parse_output, record["outcomes"])
-            lost = record.get("lost", ())
-            scheduler.update(
-                plan,
-                [
-                    LOST_OUTPUT if work.state.id in lost else o
-                    for work, o in zip(plan.requests, outcomes, strict=True)
-                ],
-            )
+            outputs = [_parse_output(output) for output in record["outcomes"]]
+            lost = StepOutput(error=RequestFailed("lost"))
+            for index, request in enumerate(scheduled.requests):
+                if request.state.id in record.get("lost", ()):
+                    outputs[index] = lost
+            scheduler.update(scheduled, outputs)
 
 
-def _attach_lost(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The records, where a commit says who was lost in it: that is written behind it."""
+def _merge_lost(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Move the ids of "lost" lines into the commit line before them."""
     last: dict[str, Any] | None = None
     for record in records:
         if record["what"] == "lost":
@@ -162,26 +156,19 @@ def _attach_lost(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _schedule_record(scheduled: ScheduleOutput) -> dict[str, Any]:
-    work = [
-        [w.state.id, w.start, w.num_tokens, w.num_draft_tokens]
-        for w in (*scheduled.requests, *scheduled.pooling_requests)
-    ]
+    requests = (*scheduled.requests, *scheduled.pooling_requests)
+    work = [[r.state.id, r.start, r.num_tokens, r.num_draft_tokens] for r in requests]
     return {"work": work, "preempted": list(scheduled.preempted_ids)}
 
 
 def _error_record(error: ForewordError) -> list[Any]:
-    """Whose fault it was decides what becomes of the request's blocks."""
+    """An internal error also drops the request's blocks from the prefix cache."""
     return [isinstance(error, RequestFailed), error.message]
 
 
 def _parse_error(record: Sequence[Any]) -> ForewordError:
-    ours, message = record
-    return RequestFailed(message) if ours else InvalidRequest(message)
-
-
-def _vector_record(vector: bytes | ForewordError | None) -> bool | list[Any]:
-    """Whether there is a vector, or why there is none."""
-    return _error_record(vector) if isinstance(vector, ForewordError) else vector is not None
+    is_internal, message = record
+    return RequestFailed(message) if is_internal else InvalidRequest(message)
 
 
 def _parse_vector(record: bool | list[Any]) -> bytes | ForewordError | None:
@@ -190,34 +177,35 @@ def _parse_vector(record: bool | list[Any]) -> bytes | ForewordError | None:
     return b"" if record else None
 
 
+def _output_record(output: StepOutput) -> dict[str, Any]:
+    """Without logprobs and hashes, which no schedule depends on."""
+    record = asdict(replace(output, logprobs=(), prompt_logprobs=(), logits_hashes=(), error=None))
+    return {**record, "error": None if output.error is None else _error_record(output.error)}
+
+
 def _parse_output(record: dict[str, Any]) -> StepOutput:
     error = None if record["error"] is None else _parse_error(record["error"])
     return StepOutput(**{**record, "token_ids": tuple(record["token_ids"]), "error": error})
 
 
 def _request_record(request: Request) -> dict[str, Any]:
-    """Without the pixels, which no plan depends on."""
+    """Without pixels, which no schedule depends on."""
     record = asdict(replace(request, images=()))
     record["images"] = [
-        {**asdict(picture.without_pixels()), "digest": picture.digest.hex()} for picture in request.images
+        {**asdict(image.without_pixels()), "digest": image.digest.hex()} for image in request.images
     ]
     return record
-
-
-def _parse_image(record: dict[str, Any]) -> PromptImage:
-    fixed: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
-    }
-    return PromptImage(**{**fixed, "digest": bytes.fromhex(record["digest"])})
 
 
 def _parse_request(record: dict[str, Any]) -> Request:
     params = record.pop("params")
     params["speculation"] = Speculation(**params["speculation"])
     params["structured"] = params["structured"] and StructuredOutput(**params["structured"])
-    record["images"] = [_parse_image(picture) for picture in record["images"]]
     params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"].items()}
-    fixed: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
-    }
-    return Request(**fixed, params=SamplingParams(**params))
+    images = [{**image, "digest": bytes.fromhex(image["digest"])} for image in record["images"]]
+    record["images"] = [PromptImage(**_tuples(image)) for image in images]
+    return Request(**_tuples(record), params=SamplingParams(**params))
+
+
+def _tuples(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}

@@ -1,4 +1,4 @@
-"""The only seam between the engine and those who use it. Nothing here imports torch."""
+"""The interface of an engine to asyncio programs. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -14,44 +14,36 @@ __all__ = ["EngineClient"]
 
 
 class EngineClient(Protocol):
-    """An engine as an asyncio program sees it.
+    """An engine, through its restarts."""
 
-    info     None until start() returned
-    stats    of the newest step; while the engine says nothing, the requests that are open as its client knows them
-    alive    requests are taken: true from the first start on, also while a dead engine is replaced, which streams see as a
-             pause; once it was True, False means that the engine is gone for good and every open stream has got a
-             Failed(EngineDead)
-    on_step  called in the event loop with the stats of every step
-    on_restart  called in the event loop each time a dead or hung engine is about to be replaced, with the reason as far as it is
-             known at once
-    """
-
-    info: EngineInfo | None
+    info: EngineInfo | None  # None before start() returns
+    # Requests are accepted: True from the first start on, also during a restart, when streams pause. Once
+    # False again, the engine is gone for good, and every open stream got an ErrorEvent with EngineDead.
     alive: bool
-    on_step: Callable[[StepStats], None] | None
-    on_restart: Callable[[str], None] | None
+    on_step: Callable[[StepStats], None] | None  # called in the event loop after every step
+    on_restart: Callable[[str], None] | None  # called in the event loop before a restart, with the reason
 
     @property
-    def stats(self) -> StepStats: ...
+    def stats(self) -> StepStats:
+        """Stats of the newest step; without a responsive engine, the client's own request counts."""
 
     @property
-    def readiness(self) -> Readiness:
-        """Whether a step could run now."""
+    def readiness(self) -> Readiness: ...
 
     async def start(self) -> EngineInfo:
-        """Start the engine; return once it can take requests. Raises ConfigError or CheckpointError."""
+        """Start the engine; return once it accepts requests. Raises ConfigError or CheckpointError."""
 
     def submit(self, request: Request) -> AsyncIterator[Event]:
-        """Events of one request, in order; the last is a Failed or has a finish_reason.
+        """Events of one request, in order; the last is an ErrorEvent or has a finish_reason.
 
-        Raises EngineDead at once when the engine is gone. Closing the iterator early aborts the request.
+        Raises EngineDead if the engine is gone. Closing the iterator early aborts the request.
         """
 
     def finish(self, request_id: str, num_tokens: int) -> None:
-        """The caller cut the answer after `num_tokens` output tokens (a stop string): free it now."""
+        """End a request whose answer was cut after `num_tokens` output tokens (a stop string)."""
 
     def abort(self, request_id: str) -> None:
-        """Nobody wants the answer any more: free it now. Its stream just ends."""
+        """End a request without an answer; its stream ends without a further event."""
 
     async def close(self) -> None:
-        """End the engine and wait until it is gone."""
+        """Stop the engine and wait for its exit."""

@@ -1,4 +1,4 @@
-"""The engine in a process of its own, through its deaths. Nothing here imports torch."""
+"""The engine in a process of its own, restarted after crashes and hangs. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -34,17 +34,11 @@ logger = logging.getLogger(__name__)
 ENTRY_MODULE: Final = "foreword.engine_client.worker"
 WATCH_INTERVAL_S: Final = 0.25
 GIB: Final = 1 << 30
-RESTART_DELAY_S: Final = 0.5  # after a start that failed: what it lacked may be there again
+RESTART_DELAY_S: Final = 0.5  # after a failed start: a missing resource may be back
 
 
 class SubprocessClient:
-    """Runs the engine in a process of its own, and replaces it under the requests that are open when it dies or hangs.
-
-    `dead` is set when the engine is gone for good without having been closed. The vocabulary is asked for, in the thread that
-    writes, with the first grammar that an engine gets.
-
-    entry  module whose main(fd) the process runs
-    """
+    """See EngineClient. Open requests continue in the new engine after a restart."""
 
     def __init__(
         self,
@@ -54,18 +48,21 @@ class SubprocessClient:
         on_progress: Callable[[int, int], None] | None = None,
         entry_module: str = ENTRY_MODULE,
     ) -> None:
+        """vocabulary  called in a thread, with the first grammar of each engine
+        entry_module   its main(fd) is the engine process
+        """
         self.info: EngineInfo | None = None
         self.alive = False
         self.on_step: Callable[[StepStats], None] | None = None
         self.on_restart: Callable[[str], None] | None = None
-        self.dead = asyncio.Event()
+        self.dead = asyncio.Event()  # the engine is gone for good, without close()
         self._config = config
         self._never_sampled_ids = never_sampled_ids
         self._vocabulary = vocabulary
         self._on_progress = on_progress
         self._fork_server = ForkServer(entry_module)
         self._process: EngineProcess | None = None
-        self._serving = False  # the child takes requests
+        self._serving = False  # the process accepts requests
         self._ready: asyncio.Future[EngineReady] | None = None
         self._inflight = InflightRequests()
         self._stats = StepStats()
@@ -81,16 +78,13 @@ class SubprocessClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the engine process that lives now."""
         return self._process.pid if self._process is not None else None
 
     @property
     def stats(self) -> StepStats:
-        return (
-            self._stats
-            if self._is_responsive
-            else self._inflight.stats(time.monotonic(), self._stats, self._serving)
-        )
+        if self._is_responsive:
+            return self._stats
+        return self._inflight.stats(time.monotonic(), self._stats, self._serving)
 
     @property
     def _is_responsive(self) -> bool:
@@ -103,9 +97,7 @@ class SubprocessClient:
         if not self.alive:
             return Readiness("dead", "the engine is gone", restarts=self._restarts)
         if not self._serving:
-            return Readiness(
-                "restarting", "the engine is being replaced", self._load_fraction(), self._restarts
-            )
+            return Readiness("restarting", "the engine restarts", self._load_fraction(), self._restarts)
         if not self._health.ready:
             return Readiness("unresponsive", self._health.detail, restarts=self._restarts)
         return Readiness("ok", restarts=self._restarts)
@@ -151,14 +143,13 @@ class SubprocessClient:
         if self._ready is not None:
             self._ready.cancel()
         if self._process is not None:
-            await self._process.close(
-                self._fork_server, force=self._is_drain_skipped or not self._health.ready
-            )
+            force = self._is_drain_skipped or not self._health.ready
+            await self._process.close(self._fork_server, force)
         await self._fork_server.close()
         self._fail_all("the engine was shut down")
 
     def skip_drain(self) -> None:
-        """close() is not to wait for the engine, now or when it is called."""
+        """Make close() kill the engine instead of waiting for its step, also if close() runs already."""
         self._is_drain_skipped = True
         if not self.alive and self._process is not None:
             self._process.skip_wait()
@@ -175,29 +166,29 @@ class SubprocessClient:
             if self._queues.get(request_id) is queue:
                 self.abort(request_id)
 
-    # What the engine is told
+    # Messages to the engine
 
     def _send(self, message: Any) -> None:
         if self._process is not None and self._serving:
             self._process.send(message)
 
     def _send_pending(self) -> None:
-        """Send it the requests that it may have and has not."""
+        """Send the requests that the engine may have now."""
         if self._process is None or not self._serving:
             return
-        gallery = self._inflight.image_refs
-        for forget in gallery.pop_released():
-            self._process.send(forget)
+        image_refs = self._inflight.image_refs
+        for drop in image_refs.pop_released():
+            self._process.send(drop)
         for request in self._inflight.pop_pending():
-            first = None
+            make_first = None
             if request.params.structured is not None and not self._process.has_vocabulary:
                 self._process.has_vocabulary = True
-                first = self._vocabulary
-            for message in gallery.to_messages(request):
-                self._process.send(message, first)
-                first = None
+                make_first = self._vocabulary
+            for message in image_refs.to_messages(request):
+                self._process.send(message, make_first)
+                make_first = None
 
-    # What it says
+    # Messages from the engine
 
     def _on_message(
         self,
@@ -205,11 +196,13 @@ class SubprocessClient:
         message: StepReport | LoadProgress | EngineReady | EngineStartFailed | SendFailed,
     ) -> None:
         if process is not self._process:
-            return  # it was replaced
+            return  # replaced
         if isinstance(message, StepReport):
             self._on_report(message)
         elif isinstance(message, LoadProgress):
-            self._on_load_progress(message)
+            self._load_progress = message
+            if self._on_progress is not None and self.info is None:
+                self._on_progress(message.loaded_bytes, message.total_bytes)
         elif isinstance(message, SendFailed):
             self._on_send_failed(process, message)
         elif self._ready is not None and not self._ready.done():
@@ -218,23 +211,14 @@ class SubprocessClient:
             else:
                 self._ready.set_exception(message.error)
 
-    def _on_load_progress(self, message: LoadProgress) -> None:
-        self._load_progress = message
-        if self._on_progress is not None and self.info is None:
-            self._on_progress(message.loaded_bytes, message.total_bytes)
-
     def _on_send_failed(self, process: EngineProcess, failure: SendFailed) -> None:
-        """A bug of ours: whoever it was for ends, and the others go on with an engine that counts as we do."""
+        """Fail the request of the message; restart the engine, whose arrival numbers differ now."""
         name = type(failure.error).__name__
         if isinstance(failure.message, Request) and failure.message.id in self._inflight:
             self._inflight.remove(failure.message.id)
-            self._deliver(
-                ErrorEvent(
-                    failure.message.id,
-                    RequestFailed(f"the request could not be handed to the engine ({name})"),
-                )
-            )
-        process.kill(f"a message to it could not be said ({name})")
+            error = RequestFailed(f"the request could not be sent to the engine ({name})")
+            self._deliver(ErrorEvent(failure.message.id, error))
+        process.kill(f"a message to it could not be sent ({name})")
 
     def _on_report(self, report: StepReport) -> None:
         self._stats = report.stats
@@ -242,9 +226,10 @@ class SubprocessClient:
             self._safe_callback(partial(self.on_step, report.stats))
         for event in report.events:
             new = self._inflight.on_event(event)
-            if new is not None:
-                self._restart_policy.record_progress()
-                self._deliver(new)
+            if new is None:
+                continue
+            self._restart_policy.record_progress()
+            self._deliver(new)
             if isinstance(new, ErrorEvent) and not isinstance(event, ErrorEvent):
                 self._send(RemoveRequest(new.request_id))
         self._send_pending()
@@ -255,31 +240,30 @@ class SubprocessClient:
             queue.put_nowait(event)
 
     def _safe_callback(self, callback: Callable[[], None]) -> None:
-        """Whoever listens may fail; it is told once, and no event is lost."""
+        """Call it; an error must not lose events."""
         try:
             callback()
         except Exception:
             if not self._callback_error_logged:
-                logger.exception("a callback of the engine failed; further failures are not told")
+                logger.exception("client: on_step or on_restart failed; later failures are not logged")
             self._callback_error_logged = True
 
-    # Life and death
+    # Start and restart
 
     async def _launch(self) -> EngineReady:
-        """Start a process and wait until it takes requests. Raises ConfigError or CheckpointError if it never will."""
+        """Start a process and wait until it accepts requests. Raises ConfigError or CheckpointError."""
         self._ready = asyncio.get_running_loop().create_future()
         self._load_progress = None
-        self._process = child = await EngineProcess.launch(self._fork_server, self._on_message)
-        child.send(self._init_message())
-        ended = asyncio.create_task(child.exited.wait())
-        await asyncio.wait((self._ready, ended), return_when=asyncio.FIRST_COMPLETED)
-        ended.cancel()
+        self._process = process = await EngineProcess.launch(self._fork_server, self._on_message)
+        process.send(self._init_message())
+        exited = asyncio.create_task(process.exited.wait())
+        await asyncio.wait((self._ready, exited), return_when=asyncio.FIRST_COMPLETED)
+        exited.cancel()
         if not self._ready.done():
-            why = await child.reap(self._fork_server)
-            raise ConfigError(
-                f"the engine process ended while it was loading{self._load_progress_text()}: {why}"
-            )
-        child.ready_s = time.monotonic()
+            reason = await process.reap(self._fork_server)
+            progress = self._load_progress_text()
+            raise ConfigError(f"the engine process ended while it was loading{progress}: {reason}")
+        process.ready_s = time.monotonic()
         return self._ready.result()
 
     def _load_fraction(self) -> float | None:
@@ -287,69 +271,65 @@ class SubprocessClient:
         return loaded.loaded_bytes / loaded.total_bytes if loaded is not None and loaded.total_bytes else None
 
     def _load_progress_text(self) -> str:
-        loaded = self._load_progress
-        return (
-            ""
-            if loaded is None
-            else f", with {loaded.loaded_bytes / GIB:.2f} of {loaded.total_bytes / GIB:.2f} GiB of weights read"
-        )
+        if (loaded := self._load_progress) is None:
+            return ""
+        read, total = loaded.loaded_bytes / GIB, loaded.total_bytes / GIB
+        return f", with {read:.2f} of {total:.2f} GiB of weights read"
 
     def _init_message(self) -> Init:
         if self.info is None:
             return Init(self._config, self._never_sampled_ids)
-        trace = self._config.trace  # what the last engine wrote is wanted more than ever
+        trace = self._config.trace  # keep the trace of the crashed engine
         config = self._config if trace is None else replace(self._config, trace=f"{trace}.{self._restarts}")
         return Init(config, self._never_sampled_ids, self.info.resolved, self._timings)
 
     async def _supervise(self) -> None:
-        """Replace the engine whenever it ends, until that makes no sense any more."""
+        """Restart the engine whenever it exits, until the restart policy gives up."""
         try:
             while self._process is not None:
                 await self._process.exited.wait()
                 if not await self._replace(self._process):
                     break
         except Exception:
-            logger.exception("the engine could not be replaced")
+            logger.exception("client: restart failed")
         self.alive = False
-        self._fail_all("the engine died and could not be replaced")
+        self._fail_all("the engine died and could not be restarted")
         self.dead.set()
 
     async def _replace(self, process: EngineProcess) -> bool:
-        """The engine ended: start another, and let those that are open go on with it. False if that makes no sense."""
+        """Start a new engine and resume the open requests; False to give up."""
         noticed_s = time.monotonic()
         self._serving = False
         self._restarts += 1
         self._stats, self._health = StepStats(), EngineHealth()
         if self.on_restart is not None:
             self._safe_callback(partial(self.on_restart, process.exit_reason or "it hung up"))
-        why = await process.reap(self._fork_server)
-        logger.error(
-            "the engine died: %s; %d open requests wait for its replacement", why, len(self._inflight)
-        )
+        reason = await process.reap(self._fork_server)
+        num_open = len(self._inflight)
+        logger.error("client: engine died: %s; %d open requests wait for a restart", reason, num_open)
         if not self._should_restart(process) or not await self._relaunch():
             return False
-        logger.warning("the engine is back after %.1f s", time.monotonic() - noticed_s)
+        logger.warning("client: engine restarted after %.1f s", time.monotonic() - noticed_s)
         self._serving = True
         self._send_pending()
         return True
 
     def _should_restart(self, process: EngineProcess) -> bool:
-        """Settle what the death of this one means."""
-        aftermath = self._inflight.on_crash(process.heartbeat.busy_requests())
-        for failed in aftermath.failed:
+        """Update crash blame and restart policy."""
+        crash = self._inflight.on_crash(process.heartbeat.busy_requests())
+        for failed in crash.failed:
             self._deliver(failed)
-            logger.error("request %s: %s", failed.request_id, failed.error)
-        if not self._restart_policy.on_crash(
-            process.heartbeat.read().healthy_until_s - process.ready_s, aftermath.had_requests
-        ):
-            logger.error("it has died too often, and nobody had anything of it")
+            logger.error("client: request %s: %s", failed.request_id, failed.error)
+        healthy_s = process.heartbeat.read().healthy_until_s - process.ready_s
+        if not self._restart_policy.on_crash(healthy_s, crash.had_requests):
+            logger.error("client: engine crashed %d times without progress, giving up", self._restarts)
             return False
         if self._restart_policy.needs_probe:
             self._inflight.set_probe(self._probe_request())
         return True
 
     def _probe_request(self) -> Request:
-        """What no engine that works dies of."""
+        """A request for one token, which no working engine fails."""
         token_id = next(token_id for token_id in itertools.count() if token_id not in self._never_sampled_ids)
         params = SamplingParams(
             max_tokens=1, temperature=0.0, ignore_eos=True, speculation=Speculation("off")
@@ -357,20 +337,20 @@ class SubprocessClient:
         return Request(f"self-test-{self._restarts}", (token_id,), params, seed=0, arrival_s=time.monotonic())
 
     async def _relaunch(self) -> bool:
-        """Try a few times. False if it does not start, or is another engine than before."""
+        """Try a few starts; False if all fail, or the new engine would sample other tokens."""
         assert self.info is not None
         while True:
             try:
                 ready = await self._launch()
             except ForewordError as error:
-                logger.error("the engine could not be started again: %s", error)
+                logger.error("client: engine restart failed: %s", error)
                 if not self._restart_policy.on_start_failed():
                     return False
                 await asyncio.sleep(RESTART_DELAY_S)
                 continue
             self._restart_policy.on_started()
             if ready.info.fingerprint != self.info.fingerprint:
-                logger.error("model or machine changed: a replacement would not go on with the same tokens")
+                logger.error("client: model or machine changed: tokens would differ, giving up")
                 return False
             return True
 
@@ -378,17 +358,17 @@ class SubprocessClient:
         for failed in self._inflight.fail_all(EngineDead(message)):
             self._deliver(failed)
 
-    # Watching
+    # Health
 
     async def _watch(self) -> None:
-        """Look at the engine a few times a second; one that hangs is killed, and so replaced."""
-        child: EngineProcess | None = None
+        """Check the engine's health and the deadlines every WATCH_INTERVAL_S."""
+        process: EngineProcess | None = None
         while True:
-            if child is not self._process and self._process is not None:
-                child = self._process
-                watch = HangDetector(self._config.hang_timeout, partial(self._cpu_seconds, child.pid))
-            if child is not None:
-                self._check_health(child, watch)
+            if process is not self._process and self._process is not None:
+                process = self._process
+                detector = HangDetector(self._config.hang_timeout, partial(self._cpu_seconds, process.pid))
+            if process is not None:
+                self._check_health(process, detector)
             self._expire_requests()
             await asyncio.sleep(WATCH_INTERVAL_S)
 
@@ -397,20 +377,20 @@ class SubprocessClient:
         if self._health.hung:
             process.kill(self._health.detail)
         elif before.ready and not self._health.ready:
-            logger.warning("the engine does not answer: %s", self._health.detail)
+            logger.warning("client: engine unresponsive: %s", self._health.detail)
 
     def _expire_requests(self) -> None:
-        """An engine that answers ends its requests in time itself, as a rule before they are looked at here."""
+        """Enforce deadlines that the engine cannot: a responsive one is usually earlier."""
         if self._process is None:
             return
-        at_work = () if self._is_responsive else self._process.heartbeat.busy_requests()
-        late = self._inflight.expire(time.monotonic(), self._is_responsive, at_work)
-        for failed in late:
+        busy = () if self._is_responsive else self._process.heartbeat.busy_requests()
+        expired = self._inflight.expire(time.monotonic(), self._is_responsive, busy)
+        for failed in expired:
             self._deliver(failed)
             self._send(RemoveRequest(failed.request_id))
-        if late:
+        if expired:
             self._send_pending()
 
     def _cpu_seconds(self, pid: int) -> float | None:
-        """On a GPU the host waits in a step, and uses no time."""
+        """None on a GPU, where the host may wait without CPU time."""
         return cpu_seconds(pid) if self.info is not None and self.info.resolved.device == "cpu" else None

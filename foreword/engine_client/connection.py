@@ -1,4 +1,4 @@
-"""One engine process as its client sees it, from its start to its end. No torch."""
+"""The client's end of one engine process, from start to exit. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -26,27 +26,22 @@ __all__ = ["EngineProcess", "SendFailed"]
 
 logger = logging.getLogger(__name__)
 
-EXIT_TIMEOUT_S: Final = 10.0  # for a process to be gone
-EXIT_CODE_TIMEOUT_S: Final = 1.0  # for its exit code to be told
+EXIT_TIMEOUT_S: Final = 10.0
+EXIT_CODE_TIMEOUT_S: Final = 1.0  # for the fork server to report an exit code
 POLL_S: Final = 0.05
-NO_HEARTBEAT_S: Final = 1.0  # without a sign of life: it would not hear that it is to go
+NO_HEARTBEAT_S: Final = 1.0  # without a heartbeat, an engine would not notice a hang-up
 
 
 @dataclass(frozen=True, slots=True)
 class SendFailed:
-    """Received instead of an answer: what could not be said to the engine, and why. Nothing that would follow is said."""
+    """Delivered to on_message: a message could not be pickled. Nothing after it is sent."""
 
     message: Any
     error: Exception
 
 
 class EngineProcess:
-    """Talks to one engine over a socket pair. One thread reads, another writes: neither ever holds up the event loop.
-
-    ended     set when it has hung up; all that it said has been handed over by then
-    received  called in the event loop with this child and each message
-    ready_s   time.monotonic() from which on it took requests; infinite: it does not yet
-    """
+    """One engine over a socket pair. Separate threads read and write, so the event loop never waits."""
 
     def __init__(
         self,
@@ -57,12 +52,12 @@ class EngineProcess:
     ) -> None:
         self.pid = pid
         self.heartbeat = heartbeat
-        self.exited = asyncio.Event()
-        self.ready_s = float("inf")
+        self.exited = asyncio.Event()  # the engine hung up, and all its messages are delivered
+        self.ready_s = float("inf")  # time.monotonic() when it became ready
         self.has_vocabulary = False
-        self._exit_reason: str | None = None
+        self.exit_reason: str | None = None
         self._is_reaping = self._is_reaped = False
-        self._on_message = on_message
+        self._on_message = on_message  # called in the event loop
         self._connection = Connection(sock.detach())
         self._outbox: SimpleQueue[Any] = SimpleQueue()
         loop = asyncio.get_running_loop()
@@ -77,45 +72,40 @@ class EngineProcess:
     async def launch(
         cls, fork_server: ForkServer, on_message: Callable[[EngineProcess, Any], None]
     ) -> EngineProcess:
-        """Start a process. Raises ConfigError if that cannot be done."""
+        """Start a process. Raises ConfigError."""
         with contextlib.ExitStack() as stack:
             try:
                 ours, theirs = map(stack.enter_context, socket.socketpair())
-                board = stack.enter_context(HeartbeatPage.create())
-                socket.send_fds(ours, [HEARTBEAT_FD], [board.fd])
+                page = stack.enter_context(HeartbeatPage.create())
+                socket.send_fds(ours, [HEARTBEAT_FD], [page.fd])
                 pid = await fork_server.spawn(theirs.fileno())
             except OSError as error:
                 raise ConfigError(f"the engine process could not be started: {error}") from error
             theirs.close()
             stack.pop_all()
-        return cls(pid, ours, board, on_message)
-
-    @property
-    def exit_reason(self) -> str | None:
-        """Why it ended, as far as that is known before it is buried."""
-        return self._exit_reason
+        return cls(pid, ours, page, on_message)
 
     def send(self, message: Any, make_first: Callable[[], Any] | None = None) -> None:
-        """Never waits. `first` is called in the thread that writes, and its result sent before the message."""
+        """Queue a message. `make_first` runs in the write thread; its result is sent before the message."""
         self._outbox.put((message, make_first))
 
     def kill(self, reason: str) -> None:
-        """End it and all that it started, whatever they do."""
+        """Kill the process group and hang up."""
         if self.exited.is_set():
             return
-        self._exit_reason = self._exit_reason or reason
+        self.exit_reason = self.exit_reason or reason
         self._kill()
-        self._disconnect()  # a process that cannot die, for its device does not answer, is left behind
+        self._disconnect()  # abandons a process that cannot die because its device hangs
 
     def skip_wait(self) -> None:
-        """It is on its way out, and is not to be waited for."""
+        """Kill a process that close() waits for."""
         if not self._is_reaped:
             self._kill()
 
     async def reap(self, fork_server: ForkServer, timeout_s: float = EXIT_CODE_TIMEOUT_S) -> str:
-        """Wait until the process, which hung up, is gone and nothing is left of it but the board; returns why, in words."""
-        if self._exit_reason is not None and self._is_reaping:
-            return self._exit_reason
+        """Wait for the exit of a process that hung up, and free all but its page; returns the exit reason."""
+        if self.exit_reason is not None and self._is_reaping:
+            return self.exit_reason
         self._is_reaping = True
         self._outbox.put(None)
         code = await fork_server.exit_code(self.pid, timeout_s)
@@ -127,11 +117,11 @@ class EngineProcess:
             await asyncio.to_thread(thread.join)
         self._connection.close()
         self.heartbeat.close()
-        self._exit_reason = self._exit_reason or _describe_exit(code)
-        return self._exit_reason
+        self.exit_reason = self.exit_reason or _describe_exit(code)
+        return self.exit_reason
 
     async def _wait_killed(self, fork_server: ForkServer) -> int | None:
-        """How it ended, once it has. What holds much memory needs a while; a spawner that is stopped is not waited for."""
+        """Wait for the exit: freeing much memory takes a while. A fork server that hangs is replaced."""
         for _ in range(int(EXIT_TIMEOUT_S / POLL_S)):
             if _has_exited(self.pid):
                 code = await fork_server.exit_code(self.pid, EXIT_CODE_TIMEOUT_S)
@@ -142,17 +132,17 @@ class EngineProcess:
         return None
 
     async def close(self, fork_server: ForkServer, force: bool = False) -> None:
-        """Make an end: it is asked to go, and killed if it does not, or would not hear it."""
+        """Hang up and wait for the exit; kill the process if it is unresponsive."""
         if force or self.is_unresponsive():
-            self.kill("it was to end, and did not answer")
+            self.kill("it did not answer at shutdown")
         self._disconnect()
         await self.exited.wait()
         await self.reap(fork_server, EXIT_TIMEOUT_S)
 
     def is_unresponsive(self) -> bool:
-        """Whether it gave signs of life and does not any more."""
-        seen_s = self.heartbeat.read().heartbeat_s
-        return bool(seen_s) and time.monotonic() - seen_s >= NO_HEARTBEAT_S
+        """Whether the heartbeat stopped."""
+        heartbeat_s = self.heartbeat.read().heartbeat_s
+        return bool(heartbeat_s) and time.monotonic() - heartbeat_s >= NO_HEARTBEAT_S
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -160,9 +150,7 @@ class EngineProcess:
 
     def _disconnect(self) -> None:
         with contextlib.suppress(OSError):
-            ours = socket.socket(
-                fileno=self._connection.fileno()
-            )  # not another descriptor: there may be no more to be had
+            ours = socket.socket(fileno=self._connection.fileno())  # no new descriptor: they may be exhausted
             try:
                 ours.shutdown(socket.SHUT_RDWR)
             finally:
@@ -172,37 +160,35 @@ class EngineProcess:
 
     def _write(self, loop: asyncio.AbstractEventLoop) -> None:
         while (item := self._outbox.get()) is not None:
+            message, make_first = item
             try:
-                said = [ForkingPickler.dumps(message) for message in _with_first(*item)]
+                messages = [message] if make_first is None else [make_first(), message]
+                pickles = [ForkingPickler.dumps(each) for each in messages]
             except Exception as error:
-                logger.exception("a message to the engine cannot be said")
+                logger.exception("client: a %s for the engine cannot be pickled", type(message).__name__)
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(self._on_message, self, SendFailed(item[0], error))
+                    loop.call_soon_threadsafe(self._on_message, self, SendFailed(message, error))
                 return
             try:
-                for one in said:
-                    self._connection.send_bytes(one)
+                for data in pickles:
+                    self._connection.send_bytes(data)
             except OSError:
-                return  # a dead engine is noticed by the reader
+                return  # _read notices the end of the engine
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             try:
                 while True:
                     loop.call_soon_threadsafe(self._on_message, self, self._connection.recv())
             except (EOFError, OSError):
                 pass  # perhaps in the middle of a message
             except Exception:
-                logger.exception("what the engine says cannot be read")
+                logger.exception("client: a message of the engine cannot be unpickled")
             loop.call_soon_threadsafe(self.exited.set)
 
 
-def _with_first(message: Any, make_first: Callable[[], Any] | None) -> Sequence[Any]:
-    return (message,) if make_first is None else (make_first(), message)
-
-
 def _has_exited(pid: int) -> bool:
-    """Nothing is left of a process, or only what its parent has not asked for yet."""
+    """Whether the process is gone, or a zombie."""
     try:
         os.kill(pid, 0)
         return read_proc_stat(pid)[0] == "Z"
@@ -212,8 +198,8 @@ def _has_exited(pid: int) -> bool:
 
 def _describe_exit(code: int | None) -> str:
     if code is None:
-        return "it is gone"
+        return "exit code unknown"
     if code >= 0:
-        return f"it ended with exit code {code}; its last words are above"
-    name = signal.strsignal(-code) or "a signal"
-    return f"it ended by signal {-code} ({name})" + ("; was memory short?" if -code == signal.SIGKILL else "")
+        return f"exit code {code}; see its log above"
+    name = signal.strsignal(-code) or "unknown signal"
+    return f"signal {-code} ({name})" + ("; out of memory?" if -code == signal.SIGKILL else "")

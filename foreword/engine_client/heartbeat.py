@@ -1,11 +1,9 @@
-"""What an engine leaves behind: a page of shared memory on which it notes what it is doing.
+"""Engine health without messages: the engine writes to a page of shared memory, the client reads it.
 
-Only the engine writes, and a write costs about a microsecond. Its client reads signs of life at any time, and once the
-engine is gone, whom it was working for. CLOCK_MONOTONIC is the same in both processes.
+A write takes about a microsecond. The page is readable at any time, also of an engine that hangs or is gone.
+CLOCK_MONOTONIC is the same in both processes.
 
-    sign of life | phase | since | steps | how many | numbers of requests ...
-
-Whether an engine is well, judged from outside: no message is exchanged, so one that hangs need not answer.
+    heartbeat | busy since | phase | number of requests | arrival numbers of requests ...
 """
 
 from __future__ import annotations
@@ -34,104 +32,92 @@ __all__ = [
 ]
 
 LOADING, IDLE, BUSY = range(3)
-HEARTBEAT, BUSY_SINCE = range(2)  # seconds
-PHASE, NUM_STEPS, NUM_REQUESTS = range(2, 5)  # whole numbers, and those of requests follow
+HEARTBEAT, BUSY_SINCE = range(2)  # float64, seconds
+PHASE, NUM_REQUESTS = range(2, 4)  # uint64, as the arrival numbers that follow
 FIELD_BYTES: Final = 8
-HEADER_FIELDS: Final = 5
-MAX_REQUESTS: Final = 1 << 14  # of requests that are worked on at once; more are not noted
+HEADER_FIELDS: Final = 4
+MAX_REQUESTS: Final = 1 << 14  # requests of one step; more are not recorded
 PAGE_BYTES: Final = (HEADER_FIELDS + MAX_REQUESTS) * FIELD_BYTES
 HEARTBEAT_INTERVAL_S: Final = 0.25
+NO_HEARTBEAT_S: Final = 3.0  # without a heartbeat, or in a step that uses no CPU: unresponsive
+MIN_CPU_S: Final = 0.05  # CPU time within NO_HEARTBEAT_S that counts as activity
+MAX_CHECK_GAP_S: Final = 1.0  # check gap above which the watchdog itself was stalled: timers restart
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a board says. Times are time.monotonic().
+    """Contents of a page; times are time.monotonic()."""
 
-    sign_of_life_s  when the engine last noted that it is there; 0: not yet
-    phase           LOADING, IDLE or WORKING
-    since_s         when the step, or whatever else it is working on, began
-    steps           how many steps began
-    """
-
-    heartbeat_s: float
-    phase: int
-    busy_since_s: float
-    num_steps: int
+    heartbeat_s: float  # of the newest heartbeat; 0: none yet
+    phase: int  # LOADING, IDLE or BUSY
+    busy_since_s: float  # start of the current step or message
 
     @property
     def healthy_until_s(self) -> float:
-        """Until when it did what it should: work that has no end is not counted."""
+        """Last time known to be healthy: a step that does not end is not counted."""
         return self.busy_since_s if self.phase == BUSY else self.heartbeat_s
 
 
 class HeartbeatPage:
-    """A page of memory behind a file descriptor, which is passed to the other side. Closing it twice is fine."""
+    """A page of shared memory; its file descriptor is sent to the engine."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._map = mmap.mmap(fd, PAGE_BYTES)
-        self._page = memoryview(self._map)
-        self._times = self._page.cast("d")
-        self._numbers = self._page.cast("Q")
+        page = memoryview(self._map)
+        self._times = page.cast("d")
+        self._numbers = page.cast("Q")
         self._closed = threading.Event()
 
     @classmethod
     def create(cls) -> HeartbeatPage:
-        """A blank one."""
-        fd = os.memfd_create("foreword-board", os.MFD_CLOEXEC)
+        fd = os.memfd_create("foreword-heartbeat", os.MFD_CLOEXEC)
         os.ftruncate(fd, PAGE_BYTES)
         return cls(fd)
 
     # The engine writes
 
     def start(self) -> None:
-        """Begin to note signs of life, in a thread, until the board is closed or the process ends."""
+        """Beat in a thread until close() or the end of the process."""
         self._times[HEARTBEAT] = time.monotonic()
-        threading.Thread(target=self._run, name="sign-of-life", daemon=True).start()
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def _run(self) -> None:
         while not self._closed.wait(HEARTBEAT_INTERVAL_S):
             self._times[HEARTBEAT] = time.monotonic()
 
     def set_idle(self) -> None:
-        """There is nothing to do."""
         self._numbers[NUM_REQUESTS] = 0
         self._numbers[PHASE] = IDLE
 
-    def begin_step(self) -> None:
-        """A step begins."""
-        self._numbers[NUM_STEPS] += 1
-        self.set_busy(())
-
-    def set_busy(self, arrivals: Iterable[int]) -> None:
-        """Work begins that has to end at some time: for these requests."""
+    def set_busy(self, arrivals: Iterable[int] = ()) -> None:
+        """A step or message begins, for the requests with these arrival numbers."""
         self._times[BUSY_SINCE] = time.monotonic()
         self.set_requests(arrivals)
         self._numbers[PHASE] = BUSY
 
     def set_requests(self, arrivals: Iterable[int]) -> None:
-        """The work goes on with these requests."""
-        noted = array("Q", arrivals)[:MAX_REQUESTS]
-        self._numbers[HEADER_FIELDS : HEADER_FIELDS + len(noted)] = memoryview(noted)
-        self._numbers[NUM_REQUESTS] = len(noted)
+        """The step goes on with these requests."""
+        recorded = array("Q", arrivals)[:MAX_REQUESTS]
+        self._numbers[HEADER_FIELDS : HEADER_FIELDS + len(recorded)] = memoryview(recorded)
+        self._numbers[NUM_REQUESTS] = len(recorded)
 
     # The client reads
 
     def read(self) -> Heartbeat:
-        times, numbers = self._times, self._numbers
-        return Heartbeat(times[HEARTBEAT], numbers[PHASE], times[BUSY_SINCE], numbers[NUM_STEPS])
+        return Heartbeat(self._times[HEARTBEAT], self._numbers[PHASE], self._times[BUSY_SINCE])
 
     def busy_requests(self) -> tuple[int, ...]:
-        """Numbers of the requests that were worked on last; to be read when the engine is gone."""
+        """Arrival numbers of the requests in the current or last step; consistent once the engine is gone."""
         if self._numbers[PHASE] != BUSY:
             return ()
         return tuple(self._numbers[HEADER_FIELDS : HEADER_FIELDS + self._numbers[NUM_REQUESTS]])
 
     def close(self) -> None:
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        os.close(self.fd)
+        """May be called twice."""
+        if not self._closed.is_set():
+            self._closed.set()
+            os.close(self.fd)
 
     def __enter__(self) -> HeartbeatPage:
         return self
@@ -142,82 +128,64 @@ class HeartbeatPage:
         self.close()
 
 
-NO_HEARTBEAT_S: Final = 3.0  # without a sign of life, or in a step that computes nothing
-MIN_CPU_S: Final = 0.05  # of CPU time: who used less in SILENT_S computed nothing
-MAX_CHECK_GAP_S: Final = (
-    1.0  # between two looks: the watch itself was held up, and what it missed is nobody's fault
-)
-
-
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """The state of an engine.
+    """Result of a check."""
 
-    ready   a step could run now
-    hung    it is to be replaced
-    detail  what is wrong, in words
-    """
-
-    ready: bool = True
-    hung: bool = False
-    detail: str = ""
+    ready: bool = True  # a step could run now
+    hung: bool = False  # to be restarted
+    detail: str = ""  # the defect, as text
 
 
 class HangDetector:
-    """Watches one engine process; look() is called a few times a second.
-
-    hang_timeout_s  a step may take so long, and so long there may be no sign of life
-    cpu_seconds     CPU time of the process so far; None: it says nothing (unknown, or the work is done on a GPU)
-    """
+    """Checks one engine process several times a second."""
 
     def __init__(self, hang_timeout_s: float, cpu_seconds: Callable[[], float | None]) -> None:
+        """hang_timeout_s limits one step, and the time without a heartbeat.
+
+        cpu_seconds  CPU time of the process so far; None: no evidence (unknown, or a GPU computes)
+        """
         self._hang_timeout_s = hang_timeout_s
         self._cpu_seconds = cpu_seconds
         self._last_check_s: float | None = None
         self._watching_since_s = 0.0
-        self._last_busy_s = 0.0
+        self._last_active_s = 0.0
         self._last_cpu_s = 0.0
 
     def check(self, now_s: float, heartbeat: Heartbeat) -> EngineHealth:
         """now_s: time.monotonic()"""
         if self._last_check_s is None or now_s - self._last_check_s > MAX_CHECK_GAP_S:
-            self._watching_since_s = self._last_busy_s = now_s
+            self._watching_since_s = self._last_active_s = now_s
         self._last_check_s = now_s
         if not heartbeat.heartbeat_s:
             return EngineHealth()
         silent_s = now_s - max(heartbeat.heartbeat_s, self._watching_since_s)
         if silent_s >= self._hang_timeout_s:
-            return EngineHealth(False, True, f"it gave no sign of life for {silent_s:.0f} s")
-        if heartbeat.phase == LOADING:  # however long it takes
+            return EngineHealth(False, True, f"no heartbeat for {silent_s:.0f} s (--hang-timeout)")
+        if heartbeat.phase == LOADING:  # may take any time
             return EngineHealth()
         if silent_s >= NO_HEARTBEAT_S:
-            return EngineHealth(False, False, f"the engine gives no sign of life since {silent_s:.0f} s")
+            return EngineHealth(False, False, f"no heartbeat for {silent_s:.0f} s")
+        if heartbeat.phase == IDLE:
+            self._last_active_s = now_s
+            return EngineHealth()
         return self._check_step(now_s, heartbeat)
 
     def _check_step(self, now_s: float, heartbeat: Heartbeat) -> EngineHealth:
-        if heartbeat.phase == IDLE:
-            self._last_busy_s = now_s
-            return EngineHealth()
-        assert heartbeat.phase == BUSY
-        working_s = now_s - max(heartbeat.busy_since_s, self._watching_since_s)
-        resting_s = min(self._idle_s(now_s), working_s)
-        if working_s >= self._hang_timeout_s:
-            return EngineHealth(False, True, f"a step took longer than {working_s:.0f} s")
-        if resting_s >= NO_HEARTBEAT_S:
-            return EngineHealth(False, False, f"a step runs since {working_s:.0f} s and computes nothing")
-        return EngineHealth()
-
-    def _idle_s(self, now_s: float) -> float:
-        """Seconds since the process was last seen to compute."""
+        step_s = now_s - max(heartbeat.busy_since_s, self._watching_since_s)
         cpu = self._cpu_seconds()
         if cpu is None or cpu - self._last_cpu_s >= MIN_CPU_S:
             self._last_cpu_s = cpu or 0.0
-            self._last_busy_s = now_s
-        return now_s - self._last_busy_s
+            self._last_active_s = now_s
+        if step_s >= self._hang_timeout_s:
+            return EngineHealth(False, True, f"a step runs for {step_s:.0f} s (--hang-timeout)")
+        if min(now_s - self._last_active_s, step_s) >= NO_HEARTBEAT_S:
+            return EngineHealth(False, False, f"a step runs for {step_s:.0f} s and uses no CPU time")
+        return EngineHealth()
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """CPU time of a process, all its threads together; None where the system does not tell."""
+    """CPU time of all threads of a process; None if the system does not report it."""
     try:
         user, system = read_proc_stat(pid)[11:13]
     except OSError:
@@ -226,5 +194,5 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def read_proc_stat(pid: int) -> list[str]:
-    """What Linux tells of a process, from its state on (proc(5)). Raises OSError where there is none."""
+    """Fields of /proc/PID/stat from the state on, see proc(5). Raises OSError if there is no such process."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

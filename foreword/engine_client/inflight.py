@@ -1,8 +1,6 @@
-"""Open requests, through the deaths of engines. Pure bookkeeping: no processes, no clocks.
+"""Open requests across engine restarts: resume state, crash blame, restart policy, images.
 
-Whose fault the death of an engine may be, and how many deaths are borne.
-
-Which pictures open requests have, and which of them the engine that lives now was shown. Pure bookkeeping.
+Pure bookkeeping: no processes, no clocks.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, StepStats, TokenEvent, drop_prefix
+from foreword.core.outputs import ErrorEvent, Event, StepStats, TokenEvent, drop_prefix
 from foreword.core.request import Request, check_deadline
 from foreword.engine_client.messages import AddImage, DropImage
 from foreword.errors import ForewordError, RequestFailed
@@ -29,88 +27,80 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-CRASHES_TO_SUSPECT: Final = 2  # deaths in a row without a token between them that make a request suspect
-CRASHES_TO_REFUSE: Final = 2  # deaths that are its own fault beyond doubt
+CRASHES_TO_SUSPECT: Final = 2  # crashes in a row without a new token of a request, until it runs alone
+CRASHES_TO_REFUSE: Final = 2  # crashes while it runs alone, until it is refused
+CRASHES_TO_PROBE: Final = 2  # crashes in a row without any new token, until a new engine gets a probe request
 MAX_IDLE_CRASHES: Final = 5
 MAX_START_ATTEMPTS: Final = 3
-HEALTHY_S: Final = 60.0  # an engine that was well for so long was no failure, whatever it did not do
-CRASHES_TO_PROBE: Final = (
-    2  # deaths in a row without a token to anybody, after which a replacement has to prove itself
-)
+HEALTHY_S: Final = 60.0  # uptime after which a crash resets the count of idle crashes
+REPLAY_CHECK_TOKENS: Final = 4  # delivered tokens that a restart samples again and compares
 
 
 class CrashSuspects:
-    """Requests that may kill the engine.
+    """Finds requests that crash the engine.
 
-    A request is suspect if it was worked on at two deaths in a row and gained no token between them. Suspects run alone, one
-    after the other, each until it gains a token or ends; who dies alone twice is condemned.
+    A request in the batch at two crashes in a row, without a new token between them, is a suspect. Suspects
+    run alone, one after another, until they gain a token or end; two crashes while alone mean refusal.
     """
 
     __slots__ = ("_num_crashes", "_num_solo_crashes")
 
     def __init__(self) -> None:
         self._num_crashes: dict[str, int] = {}
-        self._num_solo_crashes: dict[str, int] = {}  # how often each died alone, in the order of their turns
+        self._num_solo_crashes: dict[str, int] = {}  # of suspects, in the order in which they run
 
     @property
     def quarantined(self) -> str | None:
-        """The request that nobody may run beside; None: there is no suspect."""
+        """The suspect that runs alone now."""
         return next(iter(self._num_solo_crashes), None)
 
     def on_crash(self, busy_ids: Sequence[str]) -> str | None:
-        """An engine died while it worked on these, all of them still open. Returns the request that is condemned."""
-        alone = self.quarantined
-        if alone is None:
-            self._count_crash(busy_ids)
-        elif alone in busy_ids:
-            self._num_solo_crashes[alone] += 1
-            if self._num_solo_crashes[alone] >= CRASHES_TO_REFUSE:
-                self.clear(alone)
-                return alone
+        """The engine crashed with these open requests in the batch. Returns the request to refuse."""
+        suspect = self.quarantined
+        if suspect is None:
+            if busy_ids:  # a crash while idle or loading has no suspects
+                counts = {request_id: self._num_crashes.get(request_id, 0) + 1 for request_id in busy_ids}
+                self._num_crashes = counts
+                self._num_solo_crashes = {
+                    request_id: 0 for request_id, count in counts.items() if count >= CRASHES_TO_SUSPECT
+                }
+        elif suspect in busy_ids:
+            self._num_solo_crashes[suspect] += 1
+            if self._num_solo_crashes[suspect] >= CRASHES_TO_REFUSE:
+                self.clear(suspect)
+                return suspect
         return None
 
     def clear(self, request_id: str) -> None:
-        """It gained a token, or has ended."""
+        """The request gained a token, or ended."""
         self._num_crashes.pop(request_id, None)
         self._num_solo_crashes.pop(request_id, None)
 
-    def _count_crash(self, busy_ids: Sequence[str]) -> None:
-        if busy_ids:  # who died idle, or while it was loading, says nothing about anybody
-            self._num_crashes = {
-                request_id: self._num_crashes.get(request_id, 0) + 1 for request_id in busy_ids
-            }
-            self._num_solo_crashes = {
-                request_id: 0
-                for request_id, strikes in self._num_crashes.items()
-                if strikes >= CRASHES_TO_SUSPECT
-            }
-
 
 class RestartPolicy:
-    """How much is borne before an engine is given up for good.
+    """Decides when to give up on the engine.
 
-    Requests that kill engines are refused in the end, so deaths in the midst of their work never lead to giving up, however
-    many there are. What does: engines that do not start, and such that die of nothing. Who is in doubt gets work that kills
-    nobody, so that one that is broken altogether dies of nothing too.
+    Crashes during requests never lead to that: such requests are refused in the end. Failed starts do, and
+    crashes without requests. A probe request turns crashes of a broken engine into crashes without requests.
     """
 
     __slots__ = ("_failed_starts", "_fruitless_crashes", "_idle_crashes")
 
     def __init__(self) -> None:
-        self._fruitless_crashes = 0
+        self._fruitless_crashes = 0  # since the last new token
         self._idle_crashes = 0
         self._failed_starts = 0
 
     @property
     def needs_probe(self) -> bool:
-        """Whether the next engine is to prove itself before it gets a request."""
+        """Whether the next engine has to answer a probe request first."""
         return self._fruitless_crashes >= CRASHES_TO_PROBE
 
     def on_crash(self, healthy_s: float, had_requests: bool) -> bool:
-        """An engine died. Returns whether it is worth to start another.
+        """The engine crashed; returns whether to restart it.
 
-        well_s  seconds from its readiness to the last step that it ended, or its last sign of life where it had none to do
-        blamed  it worked on somebody's request
+        healthy_s     seconds from readiness to the last step, or to the last heartbeat if idle
+        had_requests  a user's request was in the batch
         """
         self._fruitless_crashes += 1
         if healthy_s >= HEALTHY_S:
@@ -119,7 +109,7 @@ class RestartPolicy:
         return self._idle_crashes < MAX_IDLE_CRASHES
 
     def on_start_failed(self) -> bool:
-        """Returns whether it is worth to try again."""
+        """Returns whether to try again."""
         self._failed_starts += 1
         return self._failed_starts < MAX_START_ATTEMPTS
 
@@ -127,27 +117,25 @@ class RestartPolicy:
         self._failed_starts = 0
 
     def record_progress(self) -> None:
-        """Somebody gained something: it was not in vain."""
+        """A request gained a token or ended."""
         self._fruitless_crashes = self._idle_crashes = 0
 
 
 class ImageRefs:
-    """Pixels go to an engine once, however many requests have a picture, and stay there until the last of these has ended."""
+    """Images of open requests: the engine gets each image once, and keeps it until its last request ends."""
 
     __slots__ = ("_ref_counts", "_released", "_sent")
 
     def __init__(self) -> None:
         self._ref_counts: Counter[bytes] = Counter()
-        self._sent: set[bytes] = set()
+        self._sent: set[bytes] = set()  # digests that the engine has
         self._released: list[bytes] = []
 
     def add(self, request: Request) -> None:
-        """A request is open."""
-        self._ref_counts.update({picture.digest for picture in request.images})
+        self._ref_counts.update({image.digest for image in request.images})
 
     def remove(self, request: Request) -> None:
-        """It is open no more."""
-        for digest in {picture.digest for picture in request.images}:
+        for digest in {image.digest for image in request.images}:
             self._ref_counts[digest] -= 1
             if not self._ref_counts[digest]:
                 del self._ref_counts[digest]
@@ -156,133 +144,100 @@ class ImageRefs:
                     self._released.append(digest)
 
     def reset(self) -> None:
-        """The next engine has seen nothing."""
+        """A new engine has no images."""
         self._sent.clear()
         self._released.clear()
 
     def to_messages(self, request: Request) -> list[AddImage | Request]:
-        """How a request is handed over: pictures that are new to the engine, and then itself without any pixels."""
+        """Images that the engine lacks, then the request without pixels."""
         if not request.images:
             return [request]
         new = {
-            one.digest: one.pixels
-            for one in request.images
-            if one.pixels is not None and one.digest not in self._sent
+            image.digest: image.pixels
+            for image in request.images
+            if image.pixels is not None and image.digest not in self._sent
         }
         self._sent.update(new)
-        shows = [AddImage(digest, pixels) for digest, pixels in new.items()]
-        return [
-            *shows,
-            replace(request, images=tuple(picture.without_pixels() for picture in request.images)),
-        ]
+        bare = replace(request, images=tuple(image.without_pixels() for image in request.images))
+        return [*(AddImage(digest, pixels) for digest, pixels in new.items()), bare]
 
     def pop_released(self) -> list[DropImage]:
-        """What the engine is to forget, told once, and before anything else is handed over."""
-        forgotten, self._released = self._released, []
-        return [DropImage(digest) for digest in forgotten]
-
-
-REPLAY_CHECK_TOKENS: Final = (
-    4  # tokens before a death that are sampled again after it, to see that they are the same
-)
+        """Images to drop, sent before anything else."""
+        released, self._released = self._released, []
+        return [DropImage(digest) for digest in released]
 
 
 class InflightRequest:
-    """A request and what was delivered of its answer.
+    """A request and the delivered part of its answer.
 
-    |<- request.delivered_ids ->|<- delivered ---------------->|
-                                |<- resumed with ->|<- checked ->|<- new ...
-
-    number   the engine's name for it: how many requests it was sent before; None: it has not got it
-    has_run  an engine, dead by now, worked on it
+    |<- request.resume_output_ids ->|<- delivered_ids ----------------------------->|
+                                    |<- output of a resumed request ->|<- checked ->|<- new ...
     """
 
     __slots__ = ("_first_timing", "arrival", "delivered_ids", "has_run", "request")
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.arrival: int | None = None
-        self.has_run = False
+        self.arrival: int | None = None  # index among the requests sent to this engine; None: not sent
+        self.has_run = False  # in an engine that crashed
         self.delivered_ids: list[int] = []
-        self._first_timing: tuple[int, float] | None = (
-            None  # num_cached and scheduled_s, as they were told first
-        )
+        self._first_timing: tuple[int, float] | None = None  # num_cached and scheduled_s of the first event
 
     @property
     def num_output(self) -> int:
         return len(self.request.resume_output_ids) + len(self.delivered_ids)
 
     def make_resume_request(self) -> Request:
-        """What an engine is sent: all that was delivered but the last few tokens is output already."""
+        """The request for a new engine: delivered tokens are output already, except the last few."""
         if not self.delivered_ids:
             return replace(self.request, queue_deadline_s=None) if self.has_run else self.request
-        before = self.request.resume_output_ids
         kept = self.delivered_ids[: max(len(self.delivered_ids) - REPLAY_CHECK_TOKENS, 0)]
         params = self.request.params
-        if params.prompt_logprobs is not None:  # they came with the first token
+        if params.prompt_logprobs is not None:  # delivered with the first token
             params = replace(params, prompt_logprobs=None)
         return replace(
             self.request,
             params=params,
-            resume_output_ids=(*before, *kept),
+            resume_output_ids=(*self.request.resume_output_ids, *kept),
             queue_deadline_s=None,
             is_resumed=True,
         )
 
     def on_event(self, event: TokenEvent) -> Event | None:
-        """What is new of an event; None if nothing is, Failed if it is not what was delivered before."""
+        """The part of an event that was not delivered; an ErrorEvent if delivered tokens differ."""
         start = event.index - len(self.request.resume_output_ids)
         count = min(len(self.delivered_ids) - start, len(event.token_ids))
-        if (
-            start < 0
-            or count < 0
-            or tuple(self.delivered_ids[start : start + count]) != event.token_ids[:count]
-        ):
-            return self._fail_mismatch(event)
+        delivered = tuple(self.delivered_ids[start : start + count])
+        if start < 0 or count < 0 or delivered != event.token_ids[:count]:
+            logger.error(
+                "client: request %s differs after the restart at token %d; ending it",
+                event.request_id,
+                event.index,
+            )
+            error = "the engine was restarted and does not sample the same tokens again; the answer ends here"
+            return ErrorEvent(event.request_id, RequestFailed(error))
         if count:
             event = drop_prefix(event, count)
         if not event.token_ids and event.finish_reason is None:
             return None
         self.delivered_ids += event.token_ids
-        return self._keep_first_timing(event)
-
-    def _keep_first_timing(self, event: TokenEvent) -> TokenEvent:
-        """What was said of its beginning stays as it is."""
-        if self._first_timing is None:
-            self._first_timing = event.num_cached, event.scheduled_s
-        if self._first_timing != (event.num_cached, event.scheduled_s):
+        timing = event.num_cached, event.scheduled_s
+        self._first_timing = self._first_timing or timing
+        if self._first_timing != timing:
             event = replace(event, num_cached=self._first_timing[0], scheduled_s=self._first_timing[1])
         return event
-
-    def _fail_mismatch(self, event: TokenEvent) -> ErrorEvent:
-        logger.error(
-            "request %s would go on differently from token %d on; it is ended", event.request_id, event.index
-        )
-        error = RequestFailed(
-            "the engine was replaced, and the replacement does not say the same tokens again; nothing was mixed"
-        )
-        return ErrorEvent(event.request_id, error)
 
 
 @dataclass(frozen=True, slots=True)
 class CrashResult:
-    """What a death means.
+    """Effect of a crash on the open requests."""
 
-    failed  who is not tried again
-    blamed  a caller's request was worked on, which may be gone by now
-    """
-
-    failed: list[ErrorEvent]
-    had_requests: bool
+    failed: list[ErrorEvent]  # refused requests
+    had_requests: bool  # a user's request was in the batch, perhaps closed by now
 
 
 class InflightRequests:
-    """Every open request, in order of arrival, and who of them may be sent to the engine that lives now.
-
-    An engine that is to prove itself first gets a request of ours, and nothing else until it answers.
-
-    gallery  of their pictures
-    """
+    """All open requests in order of arrival, and which of them the current engine may get."""
 
     __slots__ = ("_num_sent", "_probe", "_requests", "_suspects", "_unsent", "image_refs")
 
@@ -291,7 +246,7 @@ class InflightRequests:
         self._requests: dict[str, InflightRequest] = {}
         self._unsent: dict[str, InflightRequest] = {}
         self._suspects = CrashSuspects()
-        self._probe: InflightRequest | None = None
+        self._probe: InflightRequest | None = None  # the engine gets nothing else before it answered
         self._num_sent = 0
 
     def __len__(self) -> int:
@@ -302,7 +257,7 @@ class InflightRequests:
 
     @property
     def quarantined(self) -> str | None:
-        """The suspect that runs alone just now."""
+        """The suspect that runs alone now."""
         return self._suspects.quarantined
 
     def add(self, request: Request) -> None:
@@ -310,26 +265,26 @@ class InflightRequests:
         self.image_refs.add(request)
 
     def remove(self, request_id: str) -> None:
-        """It ended, or nobody wants it any more; it may have ended before."""
-        live = self._requests.pop(request_id, None)
-        if live is not None:
-            self.image_refs.remove(live.request)
+        """Does nothing for a request that is not open."""
+        inflight = self._requests.pop(request_id, None)
+        if inflight is not None:
+            self.image_refs.remove(inflight.request)
         self._unsent.pop(request_id, None)
         self._suspects.clear(request_id)
 
     def pop_pending(self) -> list[Request]:
-        """Those that the engine has not got and may have now; it has got them after this."""
+        """Requests to send to the engine now."""
         if self._probe is not None:
             return [self._send(self._probe)] if self._probe.arrival is None else []
-        alone = self._suspects.quarantined
-        if alone is None:
-            due, self._unsent = self._unsent, {}
-            return [self._send(live) for live in due.values()]
-        live = self._unsent.pop(alone, None)
-        return [] if live is None else [self._send(live)]
+        suspect = self._suspects.quarantined
+        if suspect is None:
+            pending, self._unsent = self._unsent, {}
+            return [self._send(inflight) for inflight in pending.values()]
+        inflight = self._unsent.pop(suspect, None)
+        return [] if inflight is None else [self._send(inflight)]
 
     def set_probe(self, request: Request) -> None:
-        """The next engine is to answer this first; what it says is for nobody."""
+        """Set the first request of the next engine; its events are dropped."""
         self._probe = InflightRequest(request)
 
     def _send(self, inflight: InflightRequest) -> Request:
@@ -338,90 +293,81 @@ class InflightRequests:
         return inflight.make_resume_request()
 
     def on_event(self, event: Event) -> Event | None:
-        """What is new of what the engine says; None if nothing is, or if nobody listens any more."""
-        live = self._requests.get(event.request_id)
-        if live is None:
-            self._check_probe(event)
+        """The new part of an event; None if there is none, or the request is not open."""
+        inflight = self._requests.get(event.request_id)
+        if inflight is None:
+            if self._probe is not None and event.request_id == self._probe.request.id:
+                self._probe = None  # any answer will do, also an error
             return None
-        new = live.on_event(event) if isinstance(event, TokenEvent) else event
-        if isinstance(new, ErrorEvent | EmbeddingEvent) or (
-            new is not None and new.finish_reason is not None
-        ):
+        new = inflight.on_event(event) if isinstance(event, TokenEvent) else event
+        if new is None:
+            return None
+        if not isinstance(new, TokenEvent) or new.finish_reason is not None:
             self.remove(event.request_id)
-        elif new is not None:
+        else:
             self._suspects.clear(event.request_id)
         return new
 
-    def _check_probe(self, event: Event) -> None:
-        """Any answer is good enough: an error is one."""
-        if self._probe is not None and event.request_id == self._probe.request.id:
-            self._probe = None
-
     def on_crash(self, busy_arrivals: Collection[int]) -> CrashResult:
-        """The engine died while it worked on the requests of these numbers."""
-        wanted = frozenset(busy_arrivals)
-        blamed = bool(wanted - {self._probe.arrival} if self._probe is not None else wanted)
-        at_work = [request_id for request_id, live in self._requests.items() if live.arrival in wanted]
-        condemned = self._suspects.on_crash(at_work)
-        failed = [] if condemned is None else [ErrorEvent(condemned, _crash_error())]
-        for one in failed:
-            self.remove(one.request_id)
-        self._reset_sent(wanted)
-        return CrashResult(failed, blamed)
-
-    def _reset_sent(self, busy_arrivals: Collection[int]) -> None:
-        """No engine has got any of them."""
-        for live in self._requests.values():
-            live.has_run = live.has_run or live.arrival in busy_arrivals
-            live.arrival = None
+        """The engine crashed with these arrival numbers in its batch: all requests are unsent again."""
+        busy = frozenset(busy_arrivals)
+        had_requests = bool(busy - {self._probe.arrival} if self._probe is not None else busy)
+        refused = self._suspects.on_crash(
+            [request_id for request_id, inflight in self._requests.items() if inflight.arrival in busy]
+        )
+        failed = [] if refused is None else [ErrorEvent(refused, _crash_error())]
+        for event in failed:
+            self.remove(event.request_id)
+        for inflight in self._requests.values():
+            inflight.has_run = inflight.has_run or inflight.arrival in busy
+            inflight.arrival = None
         self._probe = None
         self.image_refs.reset()
         self._unsent = dict(self._requests)
         self._num_sent = 0
+        return CrashResult(failed, had_requests)
 
     def expire(self, now_s: float, is_responsive: bool, busy_arrivals: Collection[int]) -> list[ErrorEvent]:
-        """End those whose time is over, at time.monotonic() `now_s`.
+        """End requests beyond their deadlines at time.monotonic() `now_s`.
 
-        answers  the engine says itself who of those that it has got should have begun by now
-        at_work  numbers of those that it works on
+        is_responsive  the engine enforces queue deadlines of the requests it has
+        busy_arrivals  arrival numbers in its batch
         """
         failed = []
-        for request_id, live in self._requests.items():
+        for request_id, inflight in self._requests.items():
             has_run = (
-                live.has_run
-                or live.arrival in busy_arrivals
-                or bool(live.delivered_ids)
-                or (is_responsive and live.arrival is not None)
+                inflight.has_run
+                or inflight.arrival in busy_arrivals
+                or bool(inflight.delivered_ids)
+                or (is_responsive and inflight.arrival is not None)
             )
-            error = check_deadline(live.request, now_s, has_run)
+            error = check_deadline(inflight.request, now_s, has_run)
             if error is not None:
                 failed.append(ErrorEvent(request_id, error))
-        for one in failed:
-            self.remove(one.request_id)
+        for event in failed:
+            self.remove(event.request_id)
         return failed
 
     def stats(self, now_s: float, last_stats: StepStats, is_running: bool) -> StepStats:
-        """What is to be told while an engine says nothing, after it told `last`; `running`: it has got requests."""
-        count = min(last_stats.requests_running, len(self._requests)) if is_running else 0
+        """Stats while the engine is unresponsive; is_running: it has requests."""
+        inflight = self._requests.values()
+        running = min(last_stats.requests_running, len(inflight)) if is_running else 0
         return replace(
             last_stats,
-            requests_running=count,
-            requests_waiting=len(self._requests) - count,
-            longest_running_tokens=max((live.num_output for live in self._requests.values()), default=0),
-            oldest_running_seconds=max(
-                (now_s - live.request.arrival_s for live in self._requests.values()), default=0.0
-            ),
+            requests_running=running,
+            requests_waiting=len(inflight) - running,
+            longest_running_tokens=max((each.num_output for each in inflight), default=0),
+            oldest_running_seconds=max((now_s - each.request.arrival_s for each in inflight), default=0.0),
         )
 
     def fail_all(self, error: ForewordError) -> list[ErrorEvent]:
-        """End all of them."""
         failed = [ErrorEvent(request_id, error) for request_id in self._requests]
-        for one in failed:
-            self.remove(one.request_id)
+        for event in failed:
+            self.remove(event.request_id)
         return failed
 
 
 def _crash_error() -> RequestFailed:
     return RequestFailed(
-        f"the engine died {CRASHES_TO_REFUSE} times while it worked on this request alone; it is not tried again"
+        f"the engine died {CRASHES_TO_REFUSE} times while it ran this request alone; it is not retried"
     )

@@ -1,4 +1,4 @@
-"""An engine in the caller's own process and thread."""
+"""An engine in the caller's process and thread."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ __all__ = ["LocalClient"]
 
 
 class LocalClient:
-    """Loads an engine and runs it whenever step() is called.
-
-    vocabulary  asked for with the first grammar
-    Raises ConfigError or CheckpointError if it cannot be loaded.
-    """
+    """Runs one step of the engine in each step()."""
 
     def __init__(
         self,
@@ -28,6 +24,10 @@ class LocalClient:
         vocabulary: Callable[[], Vocabulary],
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
+        """Load the engine. Raises ConfigError or CheckpointError.
+
+        vocabulary  called with the first grammar
+        """
         self._engine = load(config, never_sampled_ids, on_progress=on_progress)
         self._vocabulary: Callable[[], Vocabulary] | None = vocabulary
 
@@ -40,7 +40,7 @@ class LocalClient:
         return self._engine.idle
 
     def submit(self, request: Request) -> None:
-        """Its events come with the reports of the following steps."""
+        """Add a request; the reports of the following steps have its events."""
         if request.params.structured is not None and self._vocabulary is not None:
             self._engine.set_vocabulary(self._vocabulary())
             self._vocabulary = None
@@ -50,13 +50,12 @@ class LocalClient:
         return self._engine.step()
 
     def finish(self, request_id: str, num_tokens: int) -> None:
-        """The caller cut the answer after `num_tokens` output tokens (a stop string): free it now."""
+        """End a request whose answer was cut after `num_tokens` output tokens (a stop string)."""
         self._engine.remove(request_id, num_tokens)
 
     def abort(self, request_id: str) -> None:
-        """Nobody wants the answer any more: free it now."""
         self._engine.remove(request_id)
 
     def check(self) -> None:
-        """Assert the integrity of the engine's bookkeeping."""
+        """Assert the engine's invariants."""
         self._engine.check()

@@ -1,4 +1,4 @@
-"""What the engine process and its client say to each other, beside requests and step reports."""
+"""Messages between client and engine process, besides Request, Vocabulary and StepReport."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = [
     "RemoveRequest",
 ]
 
-HEARTBEAT_FD = b"b"  # to the engine, before all messages: goes along with the file descriptor of its board
+HEARTBEAT_FD = b"b"  # before all messages, sent along with the file descriptor of the HeartbeatPage
 
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """To the engine, first: what to load. `resolved` and `timings` are those of the engine that this one replaces."""
+    """To the engine, first: the model to load; a restart brings the first engine's last two fields."""
 
     config: Config
     never_sampled_ids: tuple[int, ...]
@@ -35,7 +35,7 @@ class Init:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """From the engine: `done` of `total` bytes of weights are loaded."""
+    """From the engine: bytes of weights loaded so far."""
 
     loaded_bytes: int
     total_bytes: int
@@ -43,7 +43,7 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
-    """From the engine: it takes requests now."""
+    """From the engine: it accepts requests now."""
 
     info: EngineInfo
     timings: MeasuredCosts | None
@@ -58,18 +58,15 @@ class EngineStartFailed:
 
 @dataclass(frozen=True, slots=True)
 class RemoveRequest:
-    """To the engine: free this request.
-
-    num_tokens  the client cut its answer after so many output tokens; None: nobody wants it any more
-    """
+    """To the engine: free a request."""
 
     request_id: str
-    num_tokens: int | None = None
+    num_tokens: int | None = None  # output tokens kept if the client cut the answer; None: aborted
 
 
 @dataclass(frozen=True, slots=True)
 class AddImage:
-    """To the engine, before the first request with this picture: its pixels, which requests come without."""
+    """To the engine, before the first request with this image: requests themselves have no pixels."""
 
     digest: bytes
     pixels: bytes = field(repr=False)
@@ -77,6 +74,6 @@ class AddImage:
 
 @dataclass(frozen=True, slots=True)
 class DropImage:
-    """To the engine: no open request has this picture any more."""
+    """To the engine: no open request has this image."""
 
     digest: bytes

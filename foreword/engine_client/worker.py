@@ -1,6 +1,6 @@
-"""The engine as a process: requests come in over a pipe, one report a step goes out.
+"""The engine process: requests come in over a socket, one report per step goes out.
 
-Forked by `engine.spawner` for `engine.client`. It ends when its client does. What it is doing stands on a board.
+The fork server starts it for `engine_client.client`; it exits when the client hangs up.
 """
 
 from __future__ import annotations
@@ -35,29 +35,28 @@ __all__ = ["main"]
 
 logger = logging.getLogger(__name__)
 
-IDLE_CHECK_S = 1.0  # without a request for so long, the engine checks its own bookkeeping
+IDLE_CHECK_S = 1.0  # idle time after which the engine checks its invariants
 
 
-def _noop(engine: Engine) -> None:
-    """Tests prepare engines for faults."""
+def main(fd: int, prepare: Callable[[Engine], None] = lambda engine: None) -> int:
+    """Serve the client at the other end of `fd`; returns the exit code.
 
-
-def main(fd: int, prepare: Callable[[Engine], None] = _noop) -> int:
-    """Serve the client at the other end of `fd`; returns the exit code. `prepare` sees the engine before its first step."""
+    prepare  called with the engine before its first step; tests inject faults
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client decides when to stop
-    faulthandler.enable()  # a crash in native code says where
+    faulthandler.enable()  # a stack trace of crashes in native code
     try:
-        with _receive_heartbeat_page(fd) as board, Connection(fd) as connection:
-            return _run(connection, board, prepare)
+        with _receive_heartbeat_page(fd) as page, Connection(fd) as connection:
+            return _run(connection, page, prepare)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return 0  # the client is gone, and with it the reason to be
+        return 0  # the client hung up
     except Exception:
-        logger.exception("the engine ends: after this error its state is not to be trusted")
+        logger.exception("engine: exits after an error that may have broken its state")
         return 1
 
 
 def _receive_heartbeat_page(fd: int) -> HeartbeatPage:
-    """The client sends it before anything else."""
+    """Receive the page that the client sends before all messages."""
     with socket.socket(fileno=fd) as ours:
         try:
             message, fds, _, _ = socket.recv_fds(ours, len(HEARTBEAT_FD), 1)
@@ -68,65 +67,56 @@ def _receive_heartbeat_page(fd: int) -> HeartbeatPage:
     return HeartbeatPage(fds[0])
 
 
-def _run(connection: Connection, heartbeat: HeartbeatPage, prepare: Callable[[Engine], None]) -> int:
-    heartbeat.start()
-    start: Init = connection.recv()
-    set_up_logging(start.config.log_level, "%(levelname)s %(name)s: %(message)s")
+def _run(connection: Connection, page: HeartbeatPage, prepare: Callable[[Engine], None]) -> int:
+    page.start()
+    init: Init = connection.recv()
+    set_up_logging(init.config.log_level, "%(levelname)s %(name)s: %(message)s")
 
-    def progress(done: int, total: int) -> None:
+    def on_progress(done: int, total: int) -> None:
         connection.send(LoadProgress(done, total))
 
     try:
-        engine = load(start.config, start.never_sampled_ids, start.resolved, progress, start.timings)
+        engine = load(init.config, init.never_sampled_ids, init.resolved, on_progress, init.timings)
     except ForewordError as error:
         connection.send(EngineStartFailed(error))
         return 1
     prepare(engine)
-    engine.on_batch = heartbeat.set_requests
-    heartbeat.set_idle()
+    engine.on_batch = page.set_requests
+    page.set_idle()
     connection.send(EngineReady(engine.info, engine.proposer.timings))
     try:
-        _serve(engine, connection, heartbeat)
+        _serve(engine, connection, page)
     finally:
         engine.close()
 
 
-def _serve(engine: Engine, connection: Connection, heartbeat: HeartbeatPage) -> NoReturn:
-    """Step while there is work, listen while there is none, until the client hangs up."""
+def _serve(engine: Engine, connection: Connection, page: HeartbeatPage) -> NoReturn:
+    """Step while there is work, else wait for messages; EOFError ends it."""
     while True:
         if engine.idle:
-            _wait_for_message(engine, connection, heartbeat)
+            page.set_idle()
+            if not connection.poll(IDLE_CHECK_S):
+                engine.check()
+                connection.poll(None)
         while connection.poll():
-            _handle(engine, connection.recv(), heartbeat)
-        heartbeat.begin_step()
+            _handle(engine, connection.recv(), page)
+        page.set_busy()
         connection.send(engine.step())
 
 
-def _wait_for_message(engine: Engine, connection: Connection, heartbeat: HeartbeatPage) -> None:
-    """Wait for a message."""
-    heartbeat.set_idle()
-    if not connection.poll(IDLE_CHECK_S):
-        engine.check()
-        connection.poll(None)
-
-
 def _handle(
-    engine: Engine,
-    message: Request | RemoveRequest | Vocabulary | AddImage | DropImage,
-    heartbeat: HeartbeatPage,
+    engine: Engine, message: Request | RemoveRequest | Vocabulary | AddImage | DropImage, page: HeartbeatPage
 ) -> None:
+    # A crash blames the next request: vocabulary and images precede the request that needs them.
+    adds = isinstance(message, Request | Vocabulary | AddImage)
+    page.set_busy((engine.num_submitted,) if adds else ())
     if isinstance(message, Request):
-        heartbeat.set_busy((engine.num_submitted,))
         engine.submit(message)
     elif isinstance(message, Vocabulary):
-        heartbeat.set_busy((engine.num_submitted,))  # the request that needs it follows
         engine.set_vocabulary(message)
     elif isinstance(message, AddImage):
-        heartbeat.set_busy((engine.num_submitted,))  # likewise
         engine.encoder.add_pixels(message.digest, message.pixels)
     elif isinstance(message, DropImage):
-        heartbeat.set_busy(())
         engine.encoder.drop_pixels(message.digest)
     else:
-        heartbeat.set_busy(())
         engine.remove(message.request_id, message.num_tokens)

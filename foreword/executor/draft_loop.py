@@ -1,4 +1,4 @@
-"""Guesses of a draft model, sampled and fed back on the device: no pass waits for the host."""
+"""Draft loop on the device: a draft model samples token after token, and no pass waits for the host."""
 
 from __future__ import annotations
 
@@ -9,72 +9,47 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import NULL_BLOCK, Batch
-from foreword.executor.cuda_graphs import CudaGraphPool, capture_sizes, pick_size
+from foreword.executor.cuda_graphs import capture_sizes, pick_size
 from foreword.executor.decode_slots import (
-    DecodeLimits,
-    DecodeOps,
-    DraftLoopState,
+    LoopConfig,
     SamplerClass,
-    SlotField,
     SlotView,
     choose_sampler_class,
     copy_to_device,
     pack_slots,
     sample_slots,
 )
-from foreword.kernels.ops import DraftJob, DraftTokens, Ops
+from foreword.kernels.ops import DraftJob, DraftTokens
+from foreword.kernels.reference.decode_ops import DraftLoopState, SlotField
 
 __all__ = ["DeviceDraftLoop"]
 
-INITIAL_DRAFT_CAPACITY = 32  # at first; more are made room for
-NUM_CATCH_UP_TOKENS = 2  # tokens of a request that may have no KV after a round: the last guess, if it was right, and what followed it
+INITIAL_DRAFT_CAPACITY = 32  # draft tokens; grows on demand
+NUM_CATCH_UP_TOKENS = 2  # tokens without KV after a step: the last draft token if accepted, and its successor
 
 
 class DeviceDraftLoop:
-    """What a draft model knows of up to `limits.rows` requests while it guesses for them.
+    """Drafts of up to `limits.max_rows` requests.
 
-    A pass for n requests is one graph, launched as often as there are guesses to come; what it reads lies at fixed addresses:
-
-    lines    int64 [len(Field), rows]  how each samples; LENGTH is the index of the next guess, the counter of its noise
-    tables   int64 [rows+1, M]         block tables; for n requests, line n is the padding's
-    token    int64 [rows]              the last guess
-    place    int64 [rows]              its position in the draft model's cache
-    going    bool [rows]               whether more guesses are wanted of the request
-    total    float64 [rows]            sum of the log-probabilities, and `floor`, which ends the draft
-    limit    int64 [rows]              guesses at most
-    column   int64 [1]                 number of the next guess
-    guesses  int64 [K, rows], logprobs float64 [K, rows]: -1 and 0 behind the last one
-
-    width       V of the draft model
-    unused      int64 [U]: ids that are never sampled
-    generation  what was recorded in an earlier one must not be launched any more: room was made for longer drafts
+    A pass for n requests is one graph, launched once for each draft token; its inputs lie at fixed addresses.
     """
 
-    def __init__(
-        self,
-        ops: Ops,
-        decode_ops: DecodeOps,
-        forward: Callable[[Batch], Tensor],
-        graphs: CudaGraphPool,
-        limits: DecodeLimits,
-        vocab_size: int,
-        block_size: int,
-        never_sampled_ids: Tensor,
-    ) -> None:
-        self.graphs = graphs
-        self.limits = limits
-        self.vocab_size = vocab_size
-        self.block_size = block_size
-        self.never_sampled_ids = never_sampled_ids.to(limits.device)
-        self.capture_sizes = capture_sizes(limits.max_rows)
-        self._ops = ops
-        self._decode_ops = decode_ops
-        self._forward = forward
+    def __init__(self, config: LoopConfig) -> None:
+        limits = config.limits
         rows, device = limits.max_rows, limits.device
+        self.config = config
+        self.graphs = config.graphs
+        self.limits = limits
+        self.capture_sizes = capture_sizes(rows)
+        # Buffers grow for longer drafts; graphs captured in an earlier generation read the old ones.
+        self.generation = 0
+        # LENGTH is the index of the next draft token, the counter of its noise.
         self._slot_table = torch.zeros(len(SlotField), rows, dtype=torch.int64, device=device)
+        # For n requests, row n is the padding's.
         self._block_tables = torch.full(
             (rows + 1, limits.max_blocks), NULL_BLOCK, dtype=torch.int64, device=device
         )
+        # The following as in DraftLoopState, [max_rows] or [1].
         self._last_token, self._position, self._max_tokens = torch.zeros(
             3, rows, dtype=torch.int64, device=device
         )
@@ -82,47 +57,44 @@ class DeviceDraftLoop:
         self._logprob_sum, self._min_logprob_sum = torch.zeros(2, rows, dtype=torch.float64, device=device)
         self._draft_step = torch.zeros(1, dtype=torch.int64, device=device)
         self._captured_passes: dict[tuple[int, SamplerClass], Callable[[], None]] = {}
-        self.generation = 0
         self._allocate(INITIAL_DRAFT_CAPACITY)
 
     def matches(self, block_size: int, never_sampled_ids: Tensor) -> bool:
-        """Whether these are the ones for such a draft."""
-        return block_size == self.block_size and torch.equal(
-            never_sampled_ids.to(self.never_sampled_ids.device), self.never_sampled_ids
-        )
+        known = self.config.never_sampled_ids
+        return block_size == self.config.block_size and torch.equal(never_sampled_ids.to(known.device), known)
 
     def ensure_capacity(self, num_draft_tokens: int) -> None:
-        """Make room for so many guesses."""
-        if num_draft_tokens > self._draft_ids.shape[0]:
-            self._allocate(max(num_draft_tokens, 2 * self._draft_ids.shape[0]))
+        capacity = len(self._draft_ids)
+        if num_draft_tokens > capacity:
+            self._allocate(max(num_draft_tokens, 2 * capacity))
 
     def captured_pass(self, num_requests: int, sampler_class: SamplerClass) -> Callable[[], None]:
-        """The next guess of `count` requests, a bucket. To be had before anything is set for a draft."""
-        if (num_requests, sampler_class) not in self._captured_passes:
-            self.clear()
-            self._captured_passes[num_requests, sampler_class] = self.graphs.capture(
-                lambda: self._run_pass(num_requests, sampler_class)
-            )
-        return self._captured_passes[num_requests, sampler_class]
+        """The pass for the next draft token; a capture clears all state, so call this before a draft begins.
 
-    def clear(self) -> None:
-        """No request: a pass computes padding."""
-        for tensor in (self._slot_table, self._block_tables, self._position, self._active, self._draft_step):
-            tensor.zero_()
+        num_requests  one of capture_sizes
+        """
+        key = (num_requests, sampler_class)
+        if key not in self._captured_passes:
+            for tensor in (
+                self._slot_table, self._block_tables, self._position, self._active, self._draft_step
+            ):  # fmt: skip
+                tensor.zero_()
+            self._captured_passes[key] = self.graphs.capture(lambda: self._run_pass(*key))
+        return self._captured_passes[key]
 
     def run(self, jobs: Sequence[DraftJob], logits: Tensor) -> list[DraftTokens]:
-        """All guesses of lanes that want some, from the logits [len(lanes), V] of their last known tokens."""
-        most = max(lane.max_tokens for lane in jobs)
-        self.ensure_capacity(most)
-        level = choose_sampler_class([lane.sampling for lane in jobs])
+        """Draft at least one token for each job, from the logits [len(jobs), V] of its last known token."""
+        max_tokens = max(job.max_tokens for job in jobs)
+        self.ensure_capacity(max_tokens)
+        sampler_class = choose_sampler_class([job.sampling for job in jobs])
         size = pick_size(len(jobs), self.capture_sizes)
-        again = self.captured_pass(size, level) if most > 1 else None
+        run_pass = self.captured_pass(size, sampler_class) if max_tokens > 1 else None
         self._upload_jobs(jobs, size)
-        self.sample_draft(len(jobs), logits, level)
-        if again is not None:
-            for _ in range(most - 1):
-                again()
-        return self._read_drafts(len(jobs), most)
+        self._sample_draft(len(jobs), logits, sampler_class)
+        if run_pass is not None:
+            for _ in range(max_tokens - 1):
+                run_pass()
+        return self._read_drafts(len(jobs), max_tokens)
 
     def first_pass(
         self,
@@ -132,40 +104,39 @@ class DeviceDraftLoop:
         with_draft: bool,
         sampler_class: SamplerClass,
     ) -> None:
-        """The first pass of a round: KV of the last two tokens known, and the first guess from the last one, if wanted.
+        """First pass of a decode step: KV of the last two known tokens, and the first draft token if any.
 
-        lines   `count` of the requests of a round
-        tables  int64 [count+1, M]
+        slots         num_requests columns of the decode loop's table
+        block_tables  int64 [num_requests + 1, M]
         """
         alive, length = slots.alive, slots[SlotField.LENGTH]
         self._slot_table[:, :num_requests].copy_(slots.values)
         self._block_tables[: num_requests + 1].copy_(block_tables)
         self._position[:num_requests].copy_(length - 1)
-        self._max_tokens[:num_requests].fill_(self._draft_ids.shape[0])
+        self._max_tokens[:num_requests].fill_(len(self._draft_ids))
         self._active[:num_requests].copy_(alive)
         self._logprob_sum[:num_requests].zero_()
         self._min_logprob_sum[:num_requests].fill_(-math.inf)
         self._draft_step.zero_()
         known = torch.stack((slots[SlotField.PREV_TOKEN], slots[SlotField.LAST_TOKEN]), 1)
-        known = torch.where(known < self.vocab_size, known, 0)  # a row of the target that stands for no token
+        known = torch.where(known < self.config.vocab_size, known, 0)  # ids of the target only
         valid = torch.stack((alive & (length >= NUM_CATCH_UP_TOKENS), alive), 1)
-        logits = self._forward(self._build_batch(known, length - NUM_CATCH_UP_TOKENS, valid))
+        logits = self.config.forward(self._build_batch(known, length - NUM_CATCH_UP_TOKENS, valid))
         if with_draft:
-            self.sample_draft(num_requests, logits, sampler_class)
+            self._sample_draft(num_requests, logits, sampler_class)
 
-    def sample_draft(self, num_requests: int, logits: Tensor, sampler_class: SamplerClass) -> None:
-        """Sample the next guess of each of the first `count` requests: logits [count, V] are overwritten."""
-        lines = SlotView(self._slot_table[:, :num_requests])
+    def get_draft_ids(self, num_requests: int, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
+        """Ids int64 [num_requests, num_draft_tokens], -1 after the last one, and their logprobs float64."""
+        ids = self._draft_ids[:num_draft_tokens, :num_requests].t()
+        return ids, self._draft_logprobs[:num_draft_tokens, :num_requests].t()
+
+    def _sample_draft(self, num_requests: int, logits: Tensor, sampler_class: SamplerClass) -> None:
+        """Sample the next draft token of each request; logits [num_requests, V] are overwritten."""
+        ops, slots = self.config.ops, SlotView(self._slot_table[:, :num_requests])
         token_ids = sample_slots(
-            self._ops, logits, lines, lines[SlotField.LENGTH], self.never_sampled_ids, sampler_class
+            ops, logits, slots, slots[SlotField.LENGTH], self.config.never_sampled_ids, sampler_class
         )
-        self._decode_ops.record_draft(
-            self._state(num_requests), token_ids, logits, self._ops.log_sum_exp(logits)
-        )
-
-    def _state(self, num_requests: int) -> DraftLoopState:
-        """Of the first `count` requests."""
-        return DraftLoopState(
+        state = DraftLoopState(
             draft_step=self._draft_step,
             draft_ids=self._draft_ids[:, :num_requests],
             logprobs=self._draft_logprobs[:, :num_requests],
@@ -177,12 +148,7 @@ class DeviceDraftLoop:
             min_logprob_sum=self._min_logprob_sum[:num_requests],
             max_tokens=self._max_tokens[:num_requests],
         )
-
-    def get_draft_ids(self, num_requests: int, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
-        """The first `num` of `count` requests: ids int64 [count, num], -1 behind the last one, and log-probabilities float64."""
-        return self._draft_ids[:num_draft_tokens, :num_requests].t(), self._draft_logprobs[
-            :num_draft_tokens, :num_requests
-        ].t()
+        ops.decode_ops.record_draft(state, token_ids, logits, ops.log_sum_exp(logits))
 
     def _allocate(self, num_draft_tokens: int) -> None:
         shape, device = (num_draft_tokens, self.limits.max_rows), self.limits.device
@@ -192,66 +158,56 @@ class DeviceDraftLoop:
         self.generation += 1
 
     def _run_pass(self, num_requests: int, sampler_class: SamplerClass) -> None:
-        """Compute the last guesses, and sample what follows them."""
+        """Compute the last draft tokens and sample the next ones."""
         batch = self._build_batch(
             self._last_token[:num_requests, None],
             self._position[:num_requests],
             self._active[:num_requests, None],
         )
-        self.sample_draft(num_requests, self._forward(batch), sampler_class)
+        self._sample_draft(num_requests, self.config.forward(batch), sampler_class)
 
     def _build_batch(self, token_ids: Tensor, first_position: Tensor, valid: Tensor) -> Batch:
         count = len(token_ids)
-        shifts, tables = self._slot_table[SlotField.MROPE_OFFSET, :count], self._block_tables[: count + 1]
-        return self._decode_ops.build_batch(
+        return self.config.ops.decode_ops.build_batch(
             token_ids,
             first_position,
             valid,
-            tables,
-            shifts,
-            self.block_size,
+            self._block_tables[: count + 1],
+            self._slot_table[SlotField.MROPE_OFFSET, :count],
+            self.config.block_size,
             self.limits.uses_mrope,
             only_last=True,
         )
 
     def _upload_jobs(self, jobs: Sequence[DraftJob], size: int) -> None:
-        """What the passes for these lanes read, in a bucket of this size."""
-        count, blocks = len(jobs), self.limits.max_blocks
-        known = [lane.token_ids for lane in jobs]
-        lines = pack_slots(
-            known,
-            [lane.first_draft_index for lane in jobs],
-            [lane.mrope_offset for lane in jobs],
-            [lane.sampling for lane in jobs],
+        """Set the state of the jobs, padded to `size` requests."""
+        count, max_blocks = len(jobs), self.limits.max_blocks
+        columns = pack_slots(
+            [job.token_ids for job in jobs],
+            [job.first_draft_index for job in jobs],
+            [job.mrope_offset for job in jobs],
+            [job.sampling for job in jobs],
         )
-        last = torch.tensor([lane.start_position + len(lane.token_ids) - 1 for lane in jobs])
-        limits = torch.tensor([lane.max_tokens for lane in jobs])
-        width = max(min(len(lane.block_table), blocks) for lane in jobs)
-        held = [list(lane.block_table[:width]) for lane in jobs]
-        tables = torch.tensor([[*own, *[NULL_BLOCK] * (width - len(own))] for own in held])
-        copy_to_device(lines, self._slot_table[:, :count])
-        copy_to_device(last, self._position[:count])
-        copy_to_device(limits, self._max_tokens[:count])
-        copy_to_device(
-            torch.tensor([lane.min_logprob_sum for lane in jobs], dtype=torch.float64),
-            self._min_logprob_sum[:count],
-        )
+        positions = torch.tensor([job.start_position + len(job.token_ids) - 1 for job in jobs])
+        floors = torch.tensor([job.min_logprob_sum for job in jobs], dtype=torch.float64)
+        width = max(min(len(job.block_table), max_blocks) for job in jobs)
+        tables = [list(job.block_table[:width]) for job in jobs]
+        padded = torch.tensor([[*table, *[NULL_BLOCK] * (width - len(table))] for table in tables])
+        copy_to_device(columns, self._slot_table[:, :count])
+        copy_to_device(positions, self._position[:count])
+        copy_to_device(torch.tensor([job.max_tokens for job in jobs]), self._max_tokens[:count])
+        copy_to_device(floors, self._min_logprob_sum[:count])
         self._block_tables[: size + 1].fill_(NULL_BLOCK)
-        copy_to_device(tables, self._block_tables[:count, :width])
+        copy_to_device(padded, self._block_tables[:count, :width])
         self._active[:count].fill_(True)
         self._active[count:size].fill_(False)
         self._logprob_sum.zero_()
         self._draft_step.zero_()
 
     def _read_drafts(self, num_requests: int, num_draft_tokens: int) -> list[DraftTokens]:
-        """In one transfer."""
+        """Copy the drafts to the host in one transfer."""
         ids, logprobs = self.get_draft_ids(num_requests, num_draft_tokens)
         both = torch.cat((ids, logprobs.view(torch.int64)), 1).cpu()
-        lengths = (both[:, :num_draft_tokens] >= 0).sum(1).tolist()
-        rows = zip(
-            both[:, :num_draft_tokens].tolist(),
-            both[:, num_draft_tokens:].view(torch.float64).tolist(),
-            lengths,
-            strict=True,
-        )
-        return [DraftTokens(tuple(own[:length]), tuple(scores[:length])) for own, scores, length in rows]
+        ids, logprobs = both[:, :num_draft_tokens], both[:, num_draft_tokens:].view(torch.float64)
+        rows = zip(ids.tolist(), logprobs.tolist(), (ids >= 0).sum(1).tolist(), strict=True)
+        return [DraftTokens(tuple(row[:length]), tuple(values[:length])) for row, values, length in rows]

@@ -1,10 +1,11 @@
-"""A forward pass on a device that is kept busy: graphs for passes of few rows, drafts and rounds that need no host."""
+"""Forward passes on a GPU: CUDA graphs for passes of few rows, and loops that run without the host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,43 +13,40 @@ from torch import Tensor
 from foreword.core.batch import NULL_BLOCK, Batch, Chunk, build_batch, request_index_of
 from foreword.executor.cuda_graphs import CudaGraphPool, capture_sizes, pick_size
 from foreword.executor.decode_loop import DeviceDecodeLoop, SupportsDecodeLoop
-from foreword.executor.decode_slots import DecodeLimits, DecodeOps
+from foreword.executor.decode_slots import DecodeLimits, GraphOps, LoopConfig
 from foreword.executor.draft_loop import DeviceDraftLoop
 from foreword.kernels.ops import DraftJob, DraftTokens, Ops
 
-__all__ = ["GraphRunner"]
+__all__ = ["GraphRunner", "with_graphs"]
 
-MAX_ROWS_PER_REQUEST = 16  # of one request in a pass that is captured, where every row attends by itself; a prompt's rows go together
+# Rows of one request in a captured pass, where each row attends alone: those of a prompt are faster together.
+MAX_ROWS_PER_REQUEST = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _CapturedBatch:
-    """A pass of a fixed number of rows: fill `batch`, run, and the first rows of the result are those that are sampled."""
+    """A pass of a fixed number of rows over `batch`, whose contents are replaced before each run."""
 
-    inputs: Tensor
+    inputs: Tensor  # int64 [4 or 7, size]: token ids, positions, slots, sample rows, M-RoPE positions
     batch: Batch
     run: Callable[[], None]
 
 
-class GraphRunner:
-    """What a recordable backend makes of a forward pass. It is a DraftLoop, where it yields logits, and it RunsAhead.
+def with_graphs(ops: Ops, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+    """`forward` as a GraphRunner if the backend supports graphs."""
+    return GraphRunner(cast(GraphOps, ops), forward) if ops.supports_graphs else forward
 
-    Passes of few rows are padded to one of a few sizes, and each size is a graph; all others go operation by operation, as all
-    do before reserve(). Both compute the same bits.
+
+class GraphRunner:
+    """A forward pass with CUDA graphs; one to logits is also a DraftLoop and SupportsDecodeLoop.
+
+    Passes of few rows are padded to the next captured size. All others, and all before reserve(), launch
+    kernel by kernel. Both compute the same bits.
     """
 
-    def __init__(
-        self,
-        ops: Ops,
-        forward: Callable[[Batch], Tensor],
-        eager: bool = False,
-        decode_ops: DecodeOps | None = None,
-    ) -> None:
-        """eager: nothing is captured; steps: how drafts and rounds do what is beside the passes."""
+    def __init__(self, ops: GraphOps, forward: Callable[[Batch], Tensor]) -> None:
         self._ops = ops
-        self._decode_ops = decode_ops or DecodeOps()
         self._forward = forward
-        self._eager = eager
         self._limits: DecodeLimits | None = None
         self._graphs: CudaGraphPool | None = None
         self._block_tables = self._output = torch.empty(0)
@@ -60,40 +58,38 @@ class GraphRunner:
 
     @property
     def num_graphs(self) -> int:
-        """Captured until now."""
         return 0 if self._graphs is None else self._graphs.num_graphs
 
     @property
     def graph_bytes(self) -> int:
-        """Of device memory that graphs took until now."""
+        """Device memory of the graphs."""
         return 0 if self._graphs is None else self._graphs.num_bytes
 
     @torch.inference_mode()
     def reserve(
         self, max_rows: int, max_blocks: int, mrope: bool, device: str, block_size: int, capture: bool = True
     ) -> None:
-        """Passes of up to so many rows are captured; drafts and rounds are of at most so many requests.
+        """Allocate for captured passes of up to `max_rows`, and for loops of as many requests.
 
-        max_blocks  of the longest block table
-        directions  batches have rope_positions
-        captures    else everything goes operation by operation for now
+        max_blocks  blocks of the longest block table
+        capture     False: launch kernel by kernel until the next reserve()
         """
-        self._limits = limits = DecodeLimits(max_rows, max_blocks, mrope, torch.device(device))
-        self._graphs = CudaGraphPool(limits.device, self._eager or not capture)
+        self._limits = DecodeLimits(max_rows, max_blocks, mrope, torch.device(device))
+        self._graphs = CudaGraphPool(self._limits.device, self._ops.eager or not capture)
         self._block_size = block_size
         self._capture_sizes = capture_sizes(max_rows)
         self._block_tables = torch.full(
             (max_rows + 1, max_blocks), NULL_BLOCK, dtype=torch.int64, device=device
         )
         self._captured.clear()
-        one = self._forward(self._make_padding_batch(1)[1])
-        self._output = torch.empty(max_rows, one.shape[1], dtype=one.dtype, device=device)
+        row = self._forward(self._make_padding_batch(1)[1])
+        self._output = torch.empty(max_rows, row.shape[1], dtype=row.dtype, device=device)
         self._draft_loop = None
         self._decode_loops.clear()
 
     @torch.inference_mode()
     def capture_graphs(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture every size now, the largest first, not when it is first needed; `progress` gets sizes done and in all."""
+        """Capture every size now, the largest first; on_progress(done, total)."""
         assert self._capture_sizes, "reserve() comes first"
         for done, size in enumerate(reversed(self._capture_sizes), start=1):
             self._get_captured(size)
@@ -102,14 +98,14 @@ class GraphRunner:
 
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
-        """The function's result [R, width], valid until the next call"""
+        """The forward pass's result [R, width], valid until the next call."""
         if batch.request_index is None:
             batch = replace(batch, request_index=request_index_of(batch))
         if self._limits is None or not self._fits_graph(batch, self._limits):
             return self._forward(batch)
-        bucket = self._get_captured(pick_size(len(batch.token_ids), self._capture_sizes))
-        _fill_captured(bucket, batch)
-        bucket.run()
+        captured = self._get_captured(pick_size(len(batch.token_ids), self._capture_sizes))
+        _fill_captured(captured, batch)
+        captured.run()
         return self._output[: len(batch.sample_rows)]
 
     @torch.inference_mode()
@@ -117,10 +113,10 @@ class GraphRunner:
         self, jobs: Sequence[DraftJob], block_size: int, never_sampled_ids: Tensor
     ) -> list[DraftTokens]:
         """See DraftLoop."""
-        most = self._require_limits().max_rows
-        drafts = self._get_draft_loop(block_size, never_sampled_ids)
-        groups = [jobs[first : first + most] for first in range(0, len(jobs), most)]
-        return [guess for group in groups for guess in self._draft_group(drafts, group)]
+        max_jobs = self._require_limits().max_rows
+        draft_loop = self._get_draft_loop(block_size, never_sampled_ids)
+        groups = [jobs[first : first + max_jobs] for first in range(0, len(jobs), max_jobs)]
+        return [drafted for group in groups for drafted in self._draft_group(draft_loop, group)]
 
     @torch.inference_mode()
     def get_decode_loop(
@@ -130,39 +126,36 @@ class GraphRunner:
         drafter: SupportsDecodeLoop | None = None,
         with_hashes: bool = False,
     ) -> DeviceDecodeLoop:
-        """See RunsAhead: the same object each time, with all that it has recorded. `drafter` is of this class."""
+        """See SupportsDecodeLoop; cached, with its graphs. `drafter` is a GraphRunner."""
         assert drafter is None or isinstance(drafter, GraphRunner)
         key = (block_size, id(drafter), with_hashes)
         if key not in self._decode_loops:
-            limits, graphs, width = self._require_limits(), self._graphs, self._output.shape[1]
-            assert graphs is not None
-            drafts = (
-                None
-                if drafter is None
-                else drafter._get_draft_loop(
-                    block_size, drafter._draft_never_sampled_ids(never_sampled_ids, width)
-                )
-            )
-            self._decode_loops[key] = DeviceDecodeLoop(
-                self._ops,
-                self._decode_ops,
-                self._forward,
-                graphs,
-                limits,
-                width,
-                block_size,
-                never_sampled_ids,
-                drafts,
-                with_hashes,
-            )
+            draft_loop = None
+            if drafter is not None:
+                draft_ids = drafter._draft_never_sampled_ids(never_sampled_ids, self._output.shape[1])
+                draft_loop = drafter._get_draft_loop(block_size, draft_ids)
+            config = self._make_loop_config(block_size, never_sampled_ids)
+            self._decode_loops[key] = DeviceDecodeLoop(config, draft_loop, with_hashes)
         return self._decode_loops[key]
 
     def _require_limits(self) -> DecodeLimits:
         assert self._limits is not None, "reserve() comes first"
         return self._limits
 
+    def _make_loop_config(self, block_size: int, never_sampled_ids: Tensor) -> LoopConfig:
+        limits = self._require_limits()
+        assert self._graphs is not None
+        return LoopConfig(
+            self._ops,
+            self._forward,
+            self._graphs,
+            limits,
+            self._output.shape[1],
+            block_size,
+            never_sampled_ids.to(limits.device),
+        )
+
     def _fits_graph(self, batch: Batch, limits: DecodeLimits) -> bool:
-        """Whether a bucket has room for it."""
         return (
             batch.image_features is None
             and 0 < len(batch.token_ids) <= limits.max_rows
@@ -183,11 +176,9 @@ class GraphRunner:
         return self._captured[size]
 
     def _make_padding_batch(self, size: int) -> tuple[Tensor, Batch]:
-        """A batch of so many rows, all padding, and the tensor [4 or 7, size] that its own inputs are parts of. The graphs
-        share the block tables: no two of them run at once."""
+        """`size` rows of padding, and the tensor of the batch's inputs. Graphs share the block tables."""
         limits = self._require_limits()
         inputs = torch.zeros(7 if limits.uses_mrope else 4, size, dtype=torch.int64, device=limits.device)
-        owners = torch.full((size,), size, dtype=torch.int64, device=limits.device)
         self._block_tables.fill_(NULL_BLOCK)
         batch = Batch(
             token_ids=inputs[0],
@@ -199,79 +190,67 @@ class GraphRunner:
             sample_rows=inputs[3],
             block_size=self._block_size,
             mrope_positions=inputs[4:].view(size, 3) if limits.uses_mrope else None,
-            request_index=owners,
+            request_index=torch.full((size,), size, dtype=torch.int64, device=limits.device),
         )
         return inputs, batch
 
     def _get_draft_loop(self, block_size: int, never_sampled_ids: Tensor) -> DeviceDraftLoop:
         if self._draft_loop is None or not self._draft_loop.matches(block_size, never_sampled_ids):
-            limits, graphs, width = self._require_limits(), self._graphs, self._output.shape[1]
-            assert graphs is not None
-            self._draft_loop = DeviceDraftLoop(
-                self._ops,
-                self._decode_ops,
-                self._forward,
-                graphs,
-                limits,
-                width,
-                block_size,
-                never_sampled_ids,
-            )
+            self._draft_loop = DeviceDraftLoop(self._make_loop_config(block_size, never_sampled_ids))
         return self._draft_loop
 
     def _draft_never_sampled_ids(self, never_sampled_ids: Tensor, target_vocab_size: int) -> Tensor:
-        """Of a target with so many logits: what it cannot say is not guessed."""
-        mine = self._output.shape[1]
-        known = never_sampled_ids.cpu()
-        return torch.cat((known[known < mine], torch.arange(target_vocab_size, max(mine, target_vocab_size))))
+        """The target's never sampled ids, and ids beyond the target's vocabulary."""
+        vocab_size, ids = self._output.shape[1], never_sampled_ids.cpu()
+        beyond = torch.arange(target_vocab_size, max(vocab_size, target_vocab_size))
+        return torch.cat((ids[ids < vocab_size], beyond))
 
     def _draft_group(self, draft_loop: DeviceDraftLoop, jobs: Sequence[DraftJob]) -> list[DraftTokens]:
-        asking = [lane for lane in jobs if lane.max_tokens]
-        logits = self(self._build_known_batch(jobs, draft_loop.block_size))
-        guesses = iter(draft_loop.run(asking, logits) if asking else ())
-        return [next(guesses) if lane.max_tokens else DraftTokens((), ()) for lane in jobs]
+        logits = self(self._build_known_batch(jobs, draft_loop.config.block_size))
+        drafting = [job for job in jobs if job.max_tokens]
+        drafts = iter(draft_loop.run(drafting, logits) if drafting else ())
+        return [next(drafts) if job.max_tokens else DraftTokens((), ()) for job in jobs]
 
     def _build_known_batch(self, jobs: Sequence[DraftJob], block_size: int) -> Batch:
-        """The pass over the known tokens."""
+        """The pass over the known tokens; the last one is sampled if the job drafts."""
         limits = self._require_limits()
-        for lane in jobs:
-            rows = len(lane.token_ids) + lane.max_tokens - (lane.max_tokens > 0)
-            assert min(len(lane.block_table), limits.max_blocks) * block_size >= lane.start_position + rows, (
-                "a row without a slot"
-            )
+        for job in jobs:
+            end = job.start_position + len(job.token_ids) + max(job.max_tokens - 1, 0)
+            num_blocks = min(len(job.block_table), limits.max_blocks)
+            assert num_blocks * block_size >= end, f"draft job without slots: {end} rows, {num_blocks} blocks"
         chunks = [
             Chunk(
-                lane.token_ids,
-                lane.start_position,
-                lane.block_table[: limits.max_blocks],
-                int(lane.max_tokens > 0),
+                job.token_ids,
+                job.start_position,
+                job.block_table[: limits.max_blocks],
+                int(job.max_tokens > 0),
             )
-            for lane in jobs
+            for job in jobs
         ]
         batch = build_batch(
             chunks, block_size, self._ops.row_tile, str(limits.device), with_request_index=True
         )
         if not limits.uses_mrope or batch.request_index is None:
             return batch
-        shifts = torch.tensor([*(lane.mrope_offset for lane in jobs), 0], device=limits.device)
-        places = batch.positions + shifts[batch.request_index]
-        return replace(batch, mrope_positions=places[:, None].expand(-1, 3).contiguous())
+        offsets = torch.tensor([*(job.mrope_offset for job in jobs), 0], device=limits.device)
+        positions = batch.positions + offsets[batch.request_index]
+        return replace(batch, mrope_positions=positions[:, None].expand(-1, 3).contiguous())
 
 
 def _fill_captured(captured: _CapturedBatch, batch: Batch) -> None:
-    """The batch's rows, and padding behind them."""
-    into, rows, size = captured.batch, len(batch.token_ids), len(captured.batch.token_ids)
+    """Copy the batch into the captured one and pad."""
+    target, rows, size = captured.batch, len(batch.token_ids), len(captured.batch.token_ids)
     requests, width = batch.block_tables.shape[0] - 1, batch.block_tables.shape[1]
     captured.inputs.zero_()
-    into.block_tables.fill_(NULL_BLOCK)
-    into.block_tables[:requests, :width].copy_(batch.block_tables[:-1])
-    into.token_ids[:rows].copy_(batch.token_ids)
-    into.positions[:rows].copy_(batch.positions)
-    into.slots[:rows].copy_(batch.slots)
-    into.sample_rows[: len(batch.sample_rows)].copy_(batch.sample_rows)
-    assert into.request_index is not None and batch.request_index is not None
-    into.request_index.fill_(size)
-    into.request_index[:rows].copy_(torch.where(batch.request_index < requests, batch.request_index, size))
-    if into.mrope_positions is not None:
-        assert batch.mrope_positions is not None, "a batch without positions in several directions"
-        into.mrope_positions[:rows].copy_(batch.mrope_positions)
+    target.block_tables.fill_(NULL_BLOCK)
+    target.block_tables[:requests, :width].copy_(batch.block_tables[:-1])
+    target.token_ids[:rows].copy_(batch.token_ids)
+    target.positions[:rows].copy_(batch.positions)
+    target.slots[:rows].copy_(batch.slots)
+    target.sample_rows[: len(batch.sample_rows)].copy_(batch.sample_rows)
+    assert target.request_index is not None and batch.request_index is not None
+    target.request_index.fill_(size)
+    target.request_index[:rows].copy_(torch.where(batch.request_index < requests, batch.request_index, size))
+    if target.mrope_positions is not None:
+        assert batch.mrope_positions is not None, "a batch without M-RoPE positions"
+        target.mrope_positions[:rows].copy_(batch.mrope_positions)

@@ -1,95 +1,79 @@
-"""Constraints are tried out before they reach the engine: in a process that may fall, at most once each.
-
-The API process never compiles a grammar. It asks workers, each under limits of time, memory and stack; a worker that dies
-of a grammar takes nobody along, and its grammar is a 400.
-"""
+"""Compiles each new grammar in a worker process first: if it crashes the compiler, only its request fails."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import signal
-import socket
-import subprocess
-import sys
+import pickle
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection
-from queue import SimpleQueue
 from typing import Final
 
 from foreword.core.structured import StructuredOutput, Vocabulary
-from foreword.errors import InvalidRequest, Overloaded, RequestFailed
+from foreword.errors import InvalidRequest
 from foreword.grammar import limits
-from foreword.grammar.check_worker import READY
+from foreword.workers.pool import JobFailed, JobLimits, WorkerPool
 
 __all__ = ["GrammarChecker"]
 
-WORKER: Final = ("-m", "foreword.grammar.check_worker")
-TOO_SLOW: Final = f"it takes more than {limits.COMPILE_CPU_S:g} s to compile"
-TOO_LARGE: Final = "it is too large or nested too deep to be compiled"
+WORKER: Final = "foreword.grammar.check_worker"
 MAX_REPLY_BYTES: Final = 1 << 16
 
 
 class GrammarChecker:
-    """Says whether a constraint can be served. May be used from any thread and any event loop.
-
-    vocabulary  called once, in a thread, when the first constraint comes
-    """
+    """Decides whether a constraint can be served. Thread-safe, for any number of event loops."""
 
     def __init__(
         self, load_vocabulary: Callable[[], Vocabulary], num_workers: int = limits.NUM_WORKERS
     ) -> None:
+        job_limits = JobLimits(
+            cpu_s=limits.COMPILE_CPU_S,
+            wall_s=limits.COMPILE_WALL_S,
+            num_bytes=limits.WORKER_BYTES,
+            queue_timeout_s=limits.QUEUE_TIMEOUT_S,
+            stack_bytes=limits.WORKER_STACK_BYTES,
+        )
+        self._pool = WorkerPool(WORKER, "compile", load_vocabulary, job_limits, num_workers)
         self._executor = ThreadPoolExecutor(num_workers, "grammar-check")
-        self._workers = [_Worker(load_vocabulary) for _ in range(num_workers)]
-        self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
         self._lock = threading.Lock()
         self._verdict_cache: OrderedDict[bytes, str] = OrderedDict()
         self._pending: dict[bytes, Future[str]] = {}
 
     async def check(self, structured: StructuredOutput) -> None:
-        """Raises InvalidRequest, which names the field and says why; Overloaded if too many wait for a worker."""
+        """Raises InvalidRequest, which names field and reason; Overloaded if no worker is free in time."""
         _raise_if_rejected(structured, await asyncio.shield(asyncio.wrap_future(self._submit(structured))))
 
     def check_sync(self, structured: StructuredOutput) -> None:
-        """The same where there is no event loop."""
+        """`check` without an event loop."""
         _raise_if_rejected(structured, self._submit(structured).result())
 
     def close(self) -> None:
-        """End the workers; checks that wait are cancelled."""
+        """End the workers; waiting checks are cancelled."""
         self._executor.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers:
-            worker.kill()
+        self._pool.close()
         self._executor.shutdown()
-        for worker in self._workers:
-            worker.close()
 
     def _submit(self, structured: StructuredOutput) -> Future[str]:
-        """The reason against it, empty if there is none; asked once of a worker, whoever waits for it."""
+        """The reason to reject a constraint, or "". Equal constraints share one compilation."""
         key = _cache_key(structured)
         with self._lock:
             if key in self._verdict_cache:
                 self._verdict_cache.move_to_end(key)
-                known: Future[str] = Future()
-                known.set_result(self._verdict_cache[key])
-                return known
+                cached: Future[str] = Future()
+                cached.set_result(self._verdict_cache[key])
+                return cached
             if key not in self._pending:
-                self._pending[key] = self._executor.submit(
-                    self._run, key, structured, time.monotonic() + limits.QUEUE_TIMEOUT_S
-                )
+                deadline = time.monotonic() + self._pool.limits.queue_timeout_s
+                self._pending[key] = self._executor.submit(self._run, key, structured, deadline)
             return self._pending[key]
 
     def _run(self, key: bytes, structured: StructuredOutput, deadline: float) -> str:
         try:
             if time.monotonic() > deadline:
-                raise Overloaded(
-                    f"{structured.field}: too many grammars wait to be compiled", structured.field
-                )
+                raise self._pool.queue_timeout_error(structured.field)
             verdict = self._check(structured)
             with self._lock:
                 self._verdict_cache[key] = verdict
@@ -101,93 +85,12 @@ class GrammarChecker:
                 del self._pending[key]
 
     def _check(self, structured: StructuredOutput) -> str:
-        worker = self._idle.get()  # there are as many as threads
         try:
-            return worker.check(structured)
-        finally:
-            self._idle.put(worker)
-
-
-class _Worker:
-    """One worker process, started when it is needed. One thread at a time uses it."""
-
-    def __init__(self, load_vocabulary: Callable[[], Vocabulary]) -> None:
-        self._load_vocabulary = load_vocabulary
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-
-    def check(self, structured: StructuredOutput) -> str:
-        """The reason against a constraint, empty if there is none.
-
-        Raises RequestFailed if no worker can be had, Overloaded where the worker's end says nothing about the constraint.
-        """
-        connection = self._connect()
-        try:
-            connection.send(structured)
-            if connection.poll(limits.COMPILE_WALL_S):
-                return connection.recv_bytes(MAX_REPLY_BYTES).decode()
-        except (EOFError, OSError):
-            return _exit_reason(structured, self._reap())
-        return _exit_reason(structured, self._reap(kill=True))
-
-    def kill(self) -> None:
-        """Let whoever waits for it go on; from any thread."""
-        if self._process is not None:
-            self._process.kill()
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._reap(kill=True)
-
-    def _connect(self) -> Connection:
-        """To a process that is alive: one that ended while nobody needed it is replaced."""
-        if self._connection is not None and self._process is not None and self._process.poll() is not None:
-            self._reap()
-        return self._connection or self._start()
-
-    def _start(self) -> Connection:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, *WORKER, str(theirs.fileno())]
-        with theirs:
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                process_group=0,
-            )
-        self._connection = Connection(ours.detach())
-        try:
-            self._connection.send(self._load_vocabulary())
-            if (
-                self._connection.poll(limits.START_WALL_S)
-                and self._connection.recv_bytes(MAX_REPLY_BYTES) == READY
-            ):
-                return self._connection
-        except (EOFError, OSError):
-            pass
-        self._reap(kill=True)
-        raise RequestFailed("the process that checks grammars does not start; its last words are above")
-
-    def _reap(self, kill: bool = False) -> int:
-        """Clear away a process that is of no use any more; returns its exit code."""
-        assert self._process is not None and self._connection is not None
-        self._connection.close()
-        self._connection = None
-        if kill:
-            self._process.kill()
-        return self._process.wait()
-
-
-def _exit_reason(structured: StructuredOutput, code: int) -> str:
-    """What a worker died of. Only its own limits speak against the constraint."""
-    if code == -signal.SIGPROF:
-        return TOO_SLOW
-    if code == -signal.SIGKILL:  # by us, who waited long enough, or by a machine without memory
-        raise Overloaded(
-            f"{structured.field}: the machine is too busy to compile it; try again later", structured.field
-        )
-    return TOO_LARGE
+            with self._pool.worker(structured.field) as worker:
+                worker.send(pickle.dumps(structured))
+                return worker.receive(MAX_REPLY_BYTES).decode()
+        except JobFailed as error:
+            return str(error)
 
 
 def _raise_if_rejected(structured: StructuredOutput, verdict: str) -> None:
@@ -196,6 +99,6 @@ def _raise_if_rejected(structured: StructuredOutput, verdict: str) -> None:
 
 
 def _cache_key(structured: StructuredOutput) -> bytes:
-    """Equal for constraints that mean the same grammar; short, whatever their size."""
+    """A digest, equal for constraints of the same grammar."""
     text = f"{structured.constraint_type} {structured.whitespace} {structured.text}"
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=20).digest()

@@ -1,7 +1,8 @@
-"""Grammars of llama.cpp (GBNF) and of vLLM (EBNF with ::=), as Lark for llguidance.
+"""Converts GBNF (llama.cpp) and EBNF with ::= (vLLM) to llguidance's Lark.
 
-llguidance reads text in two stages: terminals are regular expressions that take as much as they can, rules put terminals
-together. So what is not recursive becomes one terminal, as large as possible: within it nothing is taken too early.
+llguidance has a greedy lexer below its parser. So each non-recursive part becomes one terminal, as large as
+possible: inside a terminal, no match ends too early. `llguidance.gbnf_to_lark` is not used: it rejects lines
+that begin with `|` and rules named `start`, breaks \\u escapes, and accepts a rule that is defined twice.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
 from foreword.grammar import limits
@@ -34,13 +36,11 @@ ESCAPE: Final = re.compile(
 CONTROL_ESCAPES: Final = {"n": "\n", "r": "\r", "t": "\t"}
 QUANTIFIERS: Final = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 EMPTY_LITERAL: Final = '""'
-MAX_DIGITS: Final = 9  # of a number of times; Python reads thousands of digits slowly, or not at all
+MAX_DIGITS: Final = 9  # of a repetition count: int() of thousands of digits is slow or fails
 
 
 @dataclass(frozen=True, slots=True)
 class Regex:
-    """A regular expression."""
-
     regex: str
 
 
@@ -70,9 +70,9 @@ Node = Regex | RuleRef | Concat | Alternation | Repeat
 
 
 def gbnf_to_lark(text: str, start: str = "start") -> str:
-    """Lark rules and terminals; the rule `root` becomes `start`, and all other names begin with it.
+    """Lark rules and terminals. The rule `root` becomes `start`, the prefix of all other names.
 
-    Raises GrammarError for what is malformed, and for rules that are missing.
+    Raises GrammarError for malformed grammars and undefined rules.
     """
     rules = _Parser(text).parse()
     if "root" not in rules:
@@ -82,7 +82,7 @@ def gbnf_to_lark(text: str, start: str = "start") -> str:
 
 
 class _Parser:
-    """Recursive descent; the nesting is limited before."""
+    """Recursive-descent parser; the constructor limits the nesting."""
 
     def __init__(self, text: str) -> None:
         self._tokens = list(_tokenize(text))
@@ -99,7 +99,7 @@ class _Parser:
                 raise GrammarError(f"the rule {name!r} is defined twice")
             rules[name] = self._parse_alternation()
             if len(rules) > limits.MAX_RULES:
-                raise GrammarError(f"a grammar may have {limits.MAX_RULES} rules")
+                raise GrammarError(f"a grammar may have at most {limits.MAX_RULES} rules")
         return rules
 
     def _parse_alternation(self) -> Node:
@@ -148,8 +148,8 @@ class _Parser:
         return item
 
     def _expect(self, token_type: str) -> str:
-        found, text = self._peek()
-        if found != token_type:
+        actual_type, text = self._peek()
+        if actual_type != token_type:
             raise GrammarError(
                 f"expected {'a rule name' if token_type == 'name' else '::='} {self._error_context()}"
             )
@@ -171,7 +171,7 @@ def _tokenize(text: str) -> Iterator[tuple[str, str]]:
         match = TOKEN.match(text, place)
         if match is None:
             line = text.count("\n", 0, place) + 1
-            raise GrammarError(f"line {line} of the grammar cannot be read at {text[place : place + 40]!r}")
+            raise GrammarError(f"line {line}: syntax error at {text[place : place + 40]!r}")
         place = match.end()
         if match.lastgroup != "space":
             yield str(match.lastgroup), match[0]
@@ -182,12 +182,12 @@ def _parse_literal(text: str) -> Node:
 
 
 def _parse_char_set(text: str) -> str:
-    """A character set; "-" between two characters makes a range."""
+    """A character class of a regex. An unescaped "-" between two characters is a range."""
     body = text[1:-1].removeprefix("^")
     signs = ["-" if char == "-" and not escaped else escape_char(char) for char, escaped in _unescape(body)]
     if not signs:
-        raise GrammarError(f"the character set {text} is empty")
-    for index in (0, len(signs) - 1):  # at an edge it stands for itself
+        raise GrammarError(f"the character class {text} is empty")
+    for index in (0, len(signs) - 1):  # at either end: a literal "-"
         if signs[index] == "-":
             signs[index] = escape_char("-")
     return f"[{'^' if text.startswith('[^') else ''}{''.join(signs)}]"
@@ -207,7 +207,7 @@ def _unescape(text: str) -> Iterator[tuple[str, bool]]:
 def _decode_code_point(digits: str) -> str:
     code = int(digits, 16)
     if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-        raise GrammarError(f"no character has the code {digits}")
+        raise GrammarError(f"{digits} is not a Unicode code point")
     return chr(code)
 
 
@@ -217,7 +217,7 @@ def _parse_bounds(text: str) -> tuple[int, int | None]:
         bounds = int(low), (int(high) if high else None) if comma else int(low)
         if max(bounds[0], bounds[1] or 0) <= limits.MAX_REPEAT:
             return bounds
-    raise GrammarError(f"a repetition may have {limits.MAX_REPEAT} times, got {text:.40}")
+    raise GrammarError(f"a repetition may be at most {limits.MAX_REPEAT}, got {text:.40}")
 
 
 def _referenced_rules(node: Node) -> Iterator[str]:
@@ -239,26 +239,26 @@ def _check_references(rules: dict[str, Node]) -> None:
 
 
 def _find_terminals(rules: dict[str, Node]) -> frozenset[str]:
-    """Rules that lead to no recursion: regular expressions."""
+    """Rules without recursion, which become terminals."""
     open_targets = {name: set(_referenced_rules(node)) for name, node in rules.items()}
     used_by: defaultdict[str, list[str]] = defaultdict(list)
     for name, targets in open_targets.items():
         for target in targets:
             used_by[target].append(name)
     ready = [name for name, targets in open_targets.items() if not targets]
-    found: set[str] = set()
+    terminals: set[str] = set()
     while ready:
         name = ready.pop()
-        found.add(name)
+        terminals.add(name)
         for user in used_by[name]:
             open_targets[user].discard(name)
             if not open_targets[user]:
                 ready.append(user)
-    return frozenset(found)
+    return frozenset(terminals)
 
 
 class _Writer:
-    """Writes rules as Lark: terminals in capitals, rules in small letters."""
+    """Writes Lark: terminals have upper-case names, rules lower-case ones."""
 
     def __init__(self, rules: dict[str, Node], start: str) -> None:
         self._rules = rules
@@ -271,7 +271,7 @@ class _Writer:
     def write(self) -> str:
         self._lines = [f"{self._start}: {self._lark_name('root')}"]
         for name, node in self._rules.items():
-            body = self._terminal_body(node) if name in self._terminals else self._rule_body(node)
+            body = self._body(node, in_terminal=name in self._terminals)
             self._lines.append(f"{self._lark_name(name)}: {body}")
         return "\n".join(self._lines) + "\n"
 
@@ -279,59 +279,40 @@ class _Writer:
         number = self._numbers[rule]
         return f"{self._start.upper()}_T{number}" if rule in self._terminals else f"{self._start}_r{number}"
 
-    def _terminal_body(self, node: Node) -> str:
-        """The inside of a terminal."""
+    def _body(self, node: Node, in_terminal: bool) -> str:
+        if not in_terminal and self._is_regular(node):
+            return self._add_terminal(node)
         match node:
             case Regex(regex):
                 return f"/{regex}/"
             case RuleRef(name):
                 return self._lark_name(name)
-            case Concat(items):
-                return " ".join(map(self._terminal_body, items)) or EMPTY_LITERAL
             case Alternation(options):
-                return f"({' | '.join(map(self._terminal_body, options))})"
+                return f"({' | '.join(self._body(option, in_terminal) for option in options)})"
             case Repeat(item, low, high):
-                return f"({self._terminal_body(item)}){_quantifier(low, high)}"
-
-    def _rule_body(self, node: Node) -> str:
-        if self._is_regular(node):
-            return self._add_terminal(node)
-        match node:
+                return f"({self._body(item, in_terminal)}){_quantifier(low, high)}"
             case Concat(items):
-                return " ".join(self._merge_regular(items)) or EMPTY_LITERAL
-            case Alternation(options):
-                return f"({' | '.join(map(self._rule_body, options))})"
-            case Repeat(item, low, high):
-                return f"({self._rule_body(item)}){_quantifier(low, high)}"
-            case RuleRef(name):
-                return self._lark_name(name)
-            case Regex():
-                raise AssertionError("characters are regular")
+                parts = items if in_terminal else self._merge_regular(items)
+                return " ".join(self._body(part, in_terminal) for part in parts) or EMPTY_LITERAL
 
-    def _merge_regular(self, items: Sequence[Node]) -> Iterator[str]:
-        """Neighbours that are regular make one terminal."""
-        regular: list[Node] = []
-        for item in items:
-            if self._is_regular(item):
-                regular.append(item)
-                continue
-            if regular:
-                yield self._add_terminal(Concat(tuple(regular)))
-                regular = []
-            yield self._rule_body(item)
-        if regular:
-            yield self._add_terminal(Concat(tuple(regular)))
+    def _merge_regular(self, items: Sequence[Node]) -> Iterator[Node]:
+        """Join adjacent regular nodes, so that they make one terminal."""
+        for is_regular, group in groupby(items, self._is_regular):
+            if is_regular:
+                yield Concat(tuple(group))
+            else:
+                yield from group
 
     def _is_regular(self, node: Node) -> bool:
         return self._terminals.issuperset(_referenced_rules(node))
 
     def _add_terminal(self, node: Node) -> str:
-        """The name of a terminal for the node."""
+        """Add a terminal for the node; returns its name."""
         if isinstance(node, RuleRef):
             return self._lark_name(node.name)
         name = f"{self._start.upper()}_J{self._num_anonymous}"
         self._num_anonymous += 1
-        self._lines.append(f"{name}: {self._terminal_body(node)}")
+        self._lines.append(f"{name}: {self._body(node, in_terminal=True)}")
         return name
 
 

@@ -1,14 +1,11 @@
-"""JSON schemas as llguidance knows them: draft 2020-12, what it lacks refused by name, whitespace bounded.
-
-JSON as a caller wrote it: read strictly, measured before anything works on it.
-"""
+"""Prepares JSON schemas (draft 2020-12) for llguidance: rejects unsupported keywords, bounds whitespace."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, NoReturn
 
 from foreword.grammar import limits
@@ -18,108 +15,42 @@ __all__ = [
     "GrammarError",
     "convert_schema",
     "convert_schema_text",
+    "is_text_list",
     "nesting_depth",
     "read_json",
 ]
 
-STRING_OR_BRACKET = re.compile(
-    r'"(?:[^"\\]|\\.?)*(?:"|\Z)|[\[\]{}]', re.DOTALL
-)  # linear, also where a text has no end
-
-
-class GrammarError(ValueError):
-    """Why a constraint cannot be used; `compile.grammar_text` names the field."""
-
-
-def read_json(text: str, what: str) -> Any:
-    """The value of a JSON text. Raises GrammarError for what is no JSON, or too deep."""
-    if nesting_depth(match[0] for match in STRING_OR_BRACKET.finditer(text)) > limits.MAX_NESTING:
-        raise GrammarError(f"{what} is nested deeper than {limits.MAX_NESTING} levels")
-    try:
-        return json.loads(text, parse_float=_parse_finite, parse_constant=_reject_constant)
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(f"{what} is not JSON: {error}") from None
-
-
-def nesting_depth(tokens: Iterator[str]) -> int:
-    """How deep brackets stand within brackets; other signs do not count."""
-    depth = deepest = 0
-    for sign in tokens:
-        if sign in ("(", "[", "{"):
-            depth += 1
-            deepest = max(deepest, depth)
-        elif sign in (")", "]", "}"):
-            depth -= 1
-    return deepest
-
-
-def _parse_finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"the number {text:.40} is too large")
-    return value
-
-
-def _reject_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON value")
-
-
+# Linear time, also for an unterminated string.
+STRING_OR_BRACKET: Final = re.compile(r'"(?:[^"\\]|\\.?)*(?:"|\Z)|[\[\]{}]', re.DOTALL)
 MAX_SHOWN_NUMBER: Final = 10**12
 ANY_OBJECT: Final = '{"type": "object"}'
-ANY_PROPERTY_NAME: Final = "(?s:.*)"  # of a property, as a pattern
+ANY_PROPERTY_NAME: Final = "(?s:.*)"  # pattern
 
-# Between two parts of JSON: a space, or a line end and an indentation. json.dumps() writes no more down to eight levels of
-# four; a small model that falls into whitespace gets out of it soon. llguidance takes it at most once in a place.
+# Whitespace between two parts of JSON: a space, or a newline and an indentation. json.dumps() with indent=4
+# fits down to eight levels. The bound keeps a small model from endless whitespace; llguidance allows one
+# match per gap.
 WHITESPACE: Final = r" |\n( {0,32}|\t{0,8})"
 
-# Keywords that change what conforms and that llguidance does not implement; the value given changes nothing.
+# Keywords that constrain and that llguidance lacks -> the value without effect.
 UNSUPPORTED_KEYWORDS: Final[Mapping[str, Any]] = {
-    "$dynamicRef": None,
-    "$recursiveRef": None,
-    "not": False,
-    "if": None,
-    "contains": None,
-    "uniqueItems": False,
+    **dict.fromkeys(("$dynamicRef", "$recursiveRef", "if", "contains", "disallow", "extends", "divisibleBy")),
+    **dict.fromkeys(("not", "uniqueItems"), False),
     "dependencies": {},
     "dependentRequired": {},
     "dependentSchemas": {},
-    "propertyNames": True,
-    "unevaluatedItems": True,
-    "unevaluatedProperties": True,
-    "disallow": None,
-    "extends": None,
-    "divisibleBy": None,
+    **dict.fromkeys(("propertyNames", "unevaluatedItems", "unevaluatedProperties"), True),
 }
 SUPPORTED_KEYWORDS: Final = (
-    *(
-        "$anchor",
-        "$defs",
-        "$id",
-        "$ref",
-        "$schema",
-        "allOf",
-        "anyOf",
-        "const",
-        "definitions",
-        "enum",
-        "id",
-        "oneOf",
-        "type",
-    ),
+    *("$anchor", "$defs", "$id", "$ref", "$schema", "definitions", "id"),
+    *("allOf", "anyOf", "const", "enum", "oneOf", "type"),
     *("additionalItems", "items", "maxItems", "minItems", "prefixItems"),
-    *(
-        "additionalProperties",
-        "maxProperties",
-        "minProperties",
-        "patternProperties",
-        "properties",
-        "required",
-    ),
+    *("additionalProperties", "maxProperties", "minProperties"),
+    *("patternProperties", "properties", "required"),
     *("format", "maxLength", "minLength", "pattern"),
     *("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"),
 )
 FORMATS: Final = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
-# Formats of the standard that would have to be enforced; other names are annotations.
+# Formats of the standard that llguidance lacks; other names are annotations.
 UNSUPPORTED_FORMATS: Final = (
     *("idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "regex", "relative-json-pointer"),
     *("uri-reference", "uri-template"),
@@ -130,26 +61,66 @@ SCHEMA_LIST_KEYWORDS: Final = ("allOf", "anyOf", "items", "oneOf", "prefixItems"
 SCHEMA_MAP_KEYWORDS: Final = ("$defs", "definitions", "patternProperties", "properties")
 
 
+class GrammarError(ValueError):
+    """The reason why a constraint is invalid; `compiler.to_llguidance` adds the field."""
+
+
+def read_json(text: str, what: str) -> Any:
+    """The value of a JSON text. Raises GrammarError, which names `what`, for malformed or deep JSON."""
+    if nesting_depth(match[0] for match in STRING_OR_BRACKET.finditer(text)) > limits.MAX_NESTING:
+        raise GrammarError(f"{what} is nested deeper than {limits.MAX_NESTING} levels")
+    try:
+        return json.loads(text, parse_float=_parse_finite, parse_constant=_reject_constant)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"{what} is not JSON: {error}") from None
+
+
+def nesting_depth(tokens: Iterator[str]) -> int:
+    """Depth of nested brackets; other tokens are ignored."""
+    depth = deepest = 0
+    for token in tokens:
+        if token in ("(", "[", "{"):
+            depth += 1
+            deepest = max(deepest, depth)
+        elif token in (")", "]", "}"):
+            depth -= 1
+    return deepest
+
+
+def is_text_list(value: Any) -> bool:
+    """Whether a value is a non-empty list of non-empty texts."""
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) and item for item in value)
+
+
+def _parse_finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text:.40} is too large")
+    return value
+
+
+def _reject_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON value")
+
+
 def convert_schema_text(text: str, whitespace: bool) -> str:
-    """llguidance's text for a JSON schema. Raises GrammarError, which names the keyword that is not supported."""
+    """A JSON schema for llguidance. Raises GrammarError, which names an unsupported keyword."""
     return convert_schema(read_json(text, "the schema"), whitespace)
 
 
 def convert_schema(schema: Any, whitespace: bool) -> str:
-    """The same for a schema that was read. Keywords that are annotations are left out."""
+    """`convert_schema_text` for a parsed schema. Annotations are left out."""
     if not isinstance(schema, dict | bool):
         raise GrammarError(f"a schema must be an object, got {json.dumps(schema):.80}")
     clean = _SchemaCleaner().clean(schema if isinstance(schema, dict) else {"anyOf": [schema]}, "")
-    spaces = (
-        {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
-        if whitespace
-        else {"whitespace_flexible": False}
-    )
-    return json.dumps({"x-guidance": spaces, **clean}, ensure_ascii=False)
+    options: dict[str, Any] = {"whitespace_flexible": whitespace}
+    if whitespace:
+        options["whitespace_pattern"] = WHITESPACE
+    return json.dumps({"x-guidance": options, **clean}, ensure_ascii=False)
 
 
 class _SchemaCleaner:
-    """Walks a schema once, and counts what it holds."""
+    """Removes annotations from a schema and counts its entries."""
 
     def __init__(self) -> None:
         self._num_entries = 0
@@ -173,27 +144,22 @@ class _SchemaCleaner:
 
     def _clean_value(self, key: str, value: Any, path: str) -> Any:
         if key in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
-            return self._clean_each(
-                list(enumerate(value)), path, lambda pairs: [schema for _, schema in pairs]
-            )
+            self._count_entries(len(value))
+            return [self.clean(item, f"{path}/{index}") for index, item in enumerate(value)]
         if key in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
-            return self._clean_each(list(value.items()), path, dict)
+            self._count_entries(len(value))
+            return {name: self.clean(item, f"{path}/{name}") for name, item in value.items()}
         if key in SCHEMA_KEYWORDS:
             return self.clean(value, path)
         if key == "enum" and isinstance(value, list) and len(value) > limits.MAX_CHOICES:
+            location = _location(path)
             raise GrammarError(
-                f"an enum may hold {limits.MAX_CHOICES} values, got {len(value)}{_location(path)}"
+                f"an enum may hold at most {limits.MAX_CHOICES} values, got {len(value)}{location}"
             )
         if key in LENGTH_KEYWORDS and isinstance(value, int | float) and value > limits.MAX_REPEAT:
-            told = f"{value:.12g}" if value < MAX_SHOWN_NUMBER else "more than can be told"
-            raise GrammarError(f"{key} may be at most {limits.MAX_REPEAT}, got {told}{_location(path)}")
+            shown = f"{value:.12g}" if value < MAX_SHOWN_NUMBER else f"over {MAX_SHOWN_NUMBER:.0e}"
+            raise GrammarError(f"{key} may be at most {limits.MAX_REPEAT}, got {shown}{_location(path)}")
         return value
-
-    def _clean_each(
-        self, pairs: list[tuple[Any, Any]], path: str, build: Callable[[list[tuple[Any, Any]]], Any]
-    ) -> Any:
-        self._count_entries(len(pairs))
-        return build([(key, self.clean(value, f"{path}/{key}")) for key, value in pairs])
 
     def _count_entries(self, num_entries: int) -> None:
         self._num_entries += num_entries
@@ -202,27 +168,28 @@ class _SchemaCleaner:
 
 
 def _refuse_unsupported(schema: Mapping[str, Any], path: str) -> None:
-    for keyword, harmless in UNSUPPORTED_KEYWORDS.items():
-        if keyword in schema and schema[keyword] != harmless:
+    for keyword, neutral in UNSUPPORTED_KEYWORDS.items():
+        if keyword in schema and schema[keyword] != neutral:
             raise GrammarError(f"the keyword {keyword!r} of JSON schema is not supported{_location(path)}")
     if schema.get("format") in UNSUPPORTED_FORMATS:
+        supported = ", ".join(FORMATS)
         raise GrammarError(
-            f"the format {schema['format']!r} is not supported{_location(path)}; supported are {', '.join(FORMATS)}"
+            f"the format {schema['format']!r} is not supported{_location(path)}; supported: {supported}"
         )
 
 
 def _is_constraint(key: str, value: Any) -> bool:
-    """Whether the keyword constrains; unknown keywords are annotations, as the standard says."""
+    """Whether the keyword constrains; unknown keywords are annotations, by the standard."""
     if key == "format":
         return value in FORMATS
     return key in SUPPORTED_KEYWORDS
 
 
 def _forbid_escaped_keys(schema: dict[str, Any]) -> dict[str, Any]:
-    r"""The same schema with keys that have one spelling each.
+    r"""Forbid escaped spellings of property names.
 
-    To llguidance "\u0061" beside the property "a" is an addition, which may hold anything. Names that match a pattern
-    are not escaped without need.
+    To llguidance, "\u0061" is another property than "a", with any value. Names that a pattern matches are not
+    escaped needlessly.
     """
     named = schema.get("properties") or schema.get("required")
     if (

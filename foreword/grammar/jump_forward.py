@@ -1,8 +1,7 @@
-"""Text that must follow an output, but for whitespace, and the tokens that most likely spell it.
+"""Jump-forward: text that a grammar forces, as draft tokens.
 
-Between the parts of JSON whitespace is free, so that hardly anything is forced to the letter: behind a key stands a colon,
-but a space may come first. What the output has done so far is what it will most likely do again. A guess that is wrong costs
-a row of verification; it never costs a token.
+JSON allows whitespace between its parts, so the grammar alone forces little. The output's own style predicts
+the whitespace. A wrong draft costs a row of verification, never a token.
 """
 
 from __future__ import annotations
@@ -19,15 +18,8 @@ __all__ = ["JumpForward"]
 
 JSON_KINDS: Final = ("json_schema", "json_object", "structural_tag")
 PUNCTUATION: Final = (b":", b",", b'"', b"{", b"[", b"}", b"]")
-VALUE_STARTS: Final = (
-    b"a",
-    b"0",
-    b"-",
-    b"t",
-    b"f",
-    b"n",
-)  # where one of these may follow, a value or a text is free
-# What stood between two parts the last time: behind a colon, behind a comma, behind an opening bracket.
+VALUE_STARTS: Final = (b"a", b"0", b"-", b"t", b"f", b"n")  # legal only where a value or a string is free
+# Whitespace after each punctuation mark in the output so far.
 WHITESPACE_AFTER: Final = {
     b":": re.compile(rb'":(\s*)[^\s]'),
     b",": re.compile(rb'["\]}0-9el],(\s*)["{\[0-9tfn-]'),
@@ -35,13 +27,13 @@ WHITESPACE_AFTER: Final = {
     b"[": re.compile(rb'\[(\s*)["{\[0-9tfn-]'),
 }
 DEFAULT_WHITESPACE: Final = {b":": b" ", b",": b" "}
-TAIL_TOKENS: Final = 96  # of the output are looked at for its style
+TAIL_TOKENS: Final = 96  # end of the output that shows its style
 MAX_TEXT_BYTES: Final = 256
 OPEN_STRING: Final = re.compile(rb'[:,\[{(]\s*"\Z')
 
 
 class JumpForward:
-    """Finds the text for one request."""
+    """Proposes the forced tokens of one request."""
 
     __slots__ = ("_is_json", "_punctuation", "_value_start_ids", "_vocab")
 
@@ -56,9 +48,9 @@ class JumpForward:
         )
 
     def propose(self, llg: LLMatcher, output: Sequence[int], max_tokens: int) -> tuple[tuple[int, ...], bool]:
-        """Tokens that most likely follow, at most max_tokens, and whether only the end can come behind them.
+        """At most max_tokens forced tokens, and whether the output must end after them.
 
-        The automaton is left as it was; the caller finds out if it gave up.
+        The matcher is rolled back; the caller checks it for an error.
         """
         text, num_consumed = b"", 0
         while len(text) < MAX_TEXT_BYTES:
@@ -73,11 +65,11 @@ class JumpForward:
             llg.rollback(num_consumed)
         draft = self._vocab.tokenize(text if ended else text.rstrip(), MAX_TEXT_BYTES)
         if not ended and not text.rstrip().endswith(b":") and not OPEN_STRING.search(text):
-            draft = draft[:-1]  # the model may well prefer a longer token
+            draft = draft[:-1]  # the model may prefer a longer token
         return draft[:max_tokens], ended and len(draft) <= max_tokens
 
     def _next_punctuation(self, llg: LLMatcher, output: Sequence[int], text: bytes) -> bytes:
-        """The one sign that may come next, with the whitespace that most likely stands before it; empty if there are more."""
+        """The only legal punctuation mark, after its predicted whitespace; empty if several are legal."""
         if not self._is_json or any(llg.validate_tokens([token_id]) for token_id in self._value_start_ids):
             return b""
         legal = [sign for sign, token_id in self._punctuation if llg.validate_tokens([token_id])]
@@ -91,18 +83,18 @@ class JumpForward:
 
 
 def _predict_whitespace(written: bytes, punctuation: bytes) -> bytes | None:
-    """The rest of the whitespace before a sign, as it was in such a place before; None: nobody knows."""
+    """The rest of the whitespace before a punctuation mark, by the output's style; None: unknown."""
     body = written.rstrip()
     begun = written[len(body) :]
     if punctuation in b"]}":
         return None if begun or b"\n" in _last_whitespace(body, b"{") + _last_whitespace(body, b",") else b""
     if punctuation in b":,":
         return None if begun else b""
-    habit = _last_whitespace(body, body[-1:])
-    return habit[len(begun) :] if habit.startswith(begun) else None
+    usual = _last_whitespace(body, body[-1:])
+    return usual[len(begun) :] if usual.startswith(begun) else None
 
 
 def _last_whitespace(written: bytes, punctuation: bytes) -> bytes:
-    """The whitespace that stood behind such a sign the last time."""
-    found = WHITESPACE_AFTER[punctuation].findall(written) if punctuation in WHITESPACE_AFTER else []
-    return found[-1] if found else DEFAULT_WHITESPACE.get(punctuation, b"")
+    """The whitespace after the last such punctuation mark."""
+    matches = WHITESPACE_AFTER[punctuation].findall(written) if punctuation in WHITESPACE_AFTER else []
+    return matches[-1] if matches else DEFAULT_WHITESPACE.get(punctuation, b"")

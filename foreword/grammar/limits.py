@@ -1,9 +1,8 @@
-"""Every limit on grammars, in one place: what a caller may ask of the machine that serves all.
+"""All limits on grammars.
 
-Three walls stand behind each other. `grammar.compile` refuses what is too large or too deep by counting. What is left is
-compiled in a worker process (`grammar.check`) under limits of time, memory and stack, so that only the worker falls.
-What the worker could compile is compiled again by the engine, with the same limits of llguidance, which hold for each
-token mask as well.
+Three checks follow each other. `grammar.compiler` rejects texts that are too large or too deep.
+`grammar.check` compiles the rest in a worker process with limits on time, memory and stack. The engine
+compiles it again with the same limits of llguidance, which hold for each token mask as well.
 """
 
 from __future__ import annotations
@@ -14,46 +13,39 @@ from llguidance import LLParserLimits
 
 __all__ = ["parser_limits"]
 
-# Of the text of a constraint; its size in bytes is limited by foreword.core.structured.
-MAX_NESTING: Final = 100  # brackets within brackets, of a schema or a grammar
+# Text of a constraint; core.structured limits its size in bytes.
+MAX_NESTING: Final = 100  # nested brackets
 MAX_PROPERTIES: Final = 10_000  # keywords, values and names of a schema
 MAX_CHOICES: Final = 10_000  # texts of a choice, values of an enum
-MAX_REPEAT: Final = 10_000  # {m,n} of an expression, and the lengths that a schema names
+MAX_REPEAT: Final = 10_000  # {m,n} of a regex; lengths in a schema
 MAX_RULES: Final = 5_000  # of a GBNF grammar
 MAX_TAGS: Final = 256  # of a structural tag
 
-# Of the worker that compiles a constraint for the first time.
-COMPILE_CPU_S: Final = 1.0  # processor time for one grammar, its first masks included
-COMPILE_WALL_S: Final = 8.0  # for a worker that sleeps, or a machine that is overloaded
-START_WALL_S: Final = 60.0  # to start the worker and to read the vocabulary
-WORKER_BYTES: Final = 2 << 30  # address space
+# Worker that compiles a grammar for the first time.
+COMPILE_CPU_S: Final = 1.0  # CPU time of one grammar and its dry run
+COMPILE_WALL_S: Final = 8.0  # bounds stalls on an overloaded machine
+WORKER_BYTES: Final = 2 << 30  # address space beyond the vocabulary
 WORKER_STACK_BYTES: Final = 1 << 20  # half of the smallest stack that runs grammars in the engine
 NUM_WORKERS: Final = 2
-QUEUE_TIMEOUT_S: Final = 10.0  # a grammar waits no longer for a worker
-NUM_DRY_RUN_MASKS: Final = 16  # masks along a walk that the worker computes
-MASK_CPU_S: Final = 0.05  # for one of them
+QUEUE_TIMEOUT_S: Final = 10.0  # wait for a worker
+NUM_DRY_RUN_MASKS: Final = 16  # masks of the dry run
+MASK_CPU_S: Final = 0.05  # CPU time of one mask of the dry run
 
-# Of what was compiled before.
+# Caches.
 MAX_CACHED_VERDICTS: Final = 4096
-MAX_REASON_CHARS: Final = 500  # characters of a reason that is kept and told
+MAX_REASON_CHARS: Final = 500  # length of a cached reason
 MAX_CACHED_GRAMMARS: Final = 128  # compiled grammars in the engine
-RECOMPILE_CPU_S: Final = 0.02  # a grammar that compiles so fast is compiled again where that helps
+RECOMPILE_CPU_S: Final = 0.02  # below this compile time, a grammar gets more lexers
 
 
 def parser_limits() -> LLParserLimits:
-    """What llguidance may spend. Fuel and items are counted, not timed: the same on every machine.
-
-    initial_lexer_fuel  to build the expressions of a grammar, 50 of it take about a microsecond
-    step_lexer_fuel     for one mask, 14 take about a microsecond
-    step_max_items      Earley items for one mask, 20 take about a microsecond
-    max_lexer_states    1 to 2 kB each
-    """
+    """Limits of llguidance. Fuel and items are counted, not timed: equal on every machine."""
     return LLParserLimits(
         max_items_in_row=600,
-        initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=100_000,
-        step_max_items=50_000,
-        max_lexer_states=50_000,
+        initial_lexer_fuel=1_000_000,  # to build the lexer; 50 units take about 1 us
+        step_lexer_fuel=100_000,  # for one mask; 14 units take about 1 us
+        step_max_items=50_000,  # Earley items for one mask; 20 take about 1 us
+        max_lexer_states=50_000,  # 1 to 2 kB each
         max_grammar_size=200_000,
         verbose_errors=False,
     )

@@ -1,4 +1,4 @@
-"""Grammars in the engine: compiled in the background, followed token by token, masks beside the forward pass."""
+"""Grammars of the engine: compiled in the background, with masks computed during the forward pass."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ MAX_MASK_THREADS: Final = 8
 
 
 class GrammarManager:
-    """All grammars of an engine. `begin` may be called from any thread, the rest from the engine's.
-
-    vocab_size   of the model: the columns of its logits
-    num_threads  that compute masks beside the forward pass; None: half of the cores, at most 8
-    """
+    """All grammars of an engine. `compile` is thread-safe; call the other methods in the engine's thread."""
 
     def __init__(self, vocab_size: int, num_threads: int | None = None) -> None:
+        """`vocab_size` is that of the logits; `num_threads` compute masks (None: half the cores, up to 8)."""
         self._vocab_size = vocab_size
         self._num_threads = num_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), MAX_MASK_THREADS)
         self._mask_executor = LLExecutor(self._num_threads)
         self._compile_executor = ThreadPoolExecutor(1, "grammar-compile")
-        self._cached_executor = ThreadPoolExecutor(1, "grammar-ready")  # for all that need not be compiled
+        self._cached_executor = ThreadPoolExecutor(
+            1, "grammar-ready"
+        )  # for cached grammars: no wait for compilations
         self._vocab: Future[GrammarVocab] = Future()
         self._cache = _GrammarCache()
         self._mask_thread: MaskThread | None = None
@@ -45,37 +44,35 @@ class GrammarManager:
         self._mask_job: MaskJob | None = None
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """What the model's tokens spell. Requests that came before wait for it; a second vocabulary is ignored."""
+        """Set the bytes of each token; `compile` waits for it. A second vocabulary is ignored."""
         if not self._vocab.done():
             self._cached_executor.submit(self._build_vocab, vocabulary)
 
     def compile(self, request: Request) -> Future[RequestGrammar]:
-        """The grammar of a request, at the end of what was delivered of it; InvalidRequest if there is none."""
+        """The matcher of a request, after its resumed output. The future raises InvalidRequest."""
         structured = request.params.structured
-        assert structured is not None, "only requests with a constraint have a grammar"
-        known = self._cache.get(structured) is not None  # it waits for nobody's compilation
-        return (self._cached_executor if known else self._compile_executor).submit(
-            self._compile, request, structured
-        )
+        assert structured is not None, "the request has no constraint"
+        is_cached = self._cache.get(structured) is not None
+        executor = self._cached_executor if is_cached else self._compile_executor
+        return executor.submit(self._compile, request, structured)
 
     def start_masks(self, rows: Sequence[SampleRow]) -> None:
-        """Compute in the background what `mask` will be asked for by these rows. Rows without a grammar are ignored."""
+        """Compute the masks of these rows in the background. Rows without a grammar are ignored."""
         if self._mask_job is not None:
             self._mask_job.cancel()
             self._mask_job = None
-        matchers = _longest_drafts(rows)
-        wanted = [
-            (matcher, want)
-            for matcher, draft in matchers.items()
-            if (want := matcher.mask_request(draft)) is not None
-        ]
-        if wanted:
-            self._mask_job = self._start_job([want for _, want in wanted])
-            for matcher, _ in wanted:
-                matcher.use_job(self._mask_job)
+        # The rows of a request are the prefixes of one draft, in order: the last one has the whole draft.
+        drafts = {row.state.grammar: row.draft for row in rows if isinstance(row.state.grammar, Matcher)}
+        pairs = [(matcher, matcher.mask_request(draft)) for matcher, draft in drafts.items()]
+        requests = [request for _, request in pairs if request is not None]
+        if requests:
+            self._mask_job = self._start_job(requests)
+            for matcher, request in pairs:
+                if request is not None:
+                    matcher.use_job(self._mask_job)
 
     def close(self) -> None:
-        """Stop all threads; requests that wait are cancelled."""
+        """Stop all threads; waiting requests are cancelled."""
         self._vocab.cancel()
         self._cached_executor.shutdown(wait=False, cancel_futures=True)
         self._compile_executor.shutdown(wait=False, cancel_futures=True)
@@ -97,21 +94,16 @@ class GrammarManager:
             self._vocab.set_exception(error)
 
     def _compile(self, request: Request, structured: StructuredOutput) -> RequestGrammar:
-        tokens = self._vocab.result()
+        vocab = self._vocab.result()
         compiled = self._cache.get(structured)
         if compiled is None:
-            compiled = CompiledGrammar(structured, tokens, self._num_threads)
+            compiled = CompiledGrammar(structured, vocab, self._num_threads)
             self._cache.put(structured, compiled)
-        return Matcher(request, compiled, tokens, self._mask_executor)
-
-
-def _longest_drafts(rows: Sequence[SampleRow]) -> dict[Matcher, tuple[int, ...]]:
-    """The longest draft of each grammar: its rows are the prefixes of one draft, in order."""
-    return {row.state.grammar: row.draft for row in rows if isinstance(row.state.grammar, Matcher)}
+        return Matcher(request, compiled, vocab, self._mask_executor)
 
 
 class _GrammarCache:
-    """Grammars compiled last, each at its beginning; lives in more than one thread."""
+    """LRU cache of compiled grammars. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -119,11 +111,11 @@ class _GrammarCache:
 
     def get(self, structured: StructuredOutput) -> CompiledGrammar | None:
         with self._lock:
-            found = self._compiled.get(_cache_key(structured))
-            if found is None or found.is_lexer_full:
+            compiled = self._compiled.get(_cache_key(structured))
+            if compiled is None or compiled.is_lexer_full:
                 return None
             self._compiled.move_to_end(_cache_key(structured))
-            return found
+            return compiled
 
     def put(self, structured: StructuredOutput, compiled: CompiledGrammar) -> None:
         with self._lock:

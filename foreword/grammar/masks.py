@@ -1,4 +1,4 @@
-"""Masks of one step, computed beside the forward pass."""
+"""Token masks of one step, computed in a thread during the forward pass."""
 
 from __future__ import annotations
 
@@ -20,18 +20,15 @@ WORD_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class MaskRequest:
-    """The masks behind every prefix of `draft`, the empty one first.
-
-    deliver  is given them: int32 [len(draft) + 1, W]
-    """
+    """The masks after each prefix of `draft`, the empty prefix first."""
 
     matcher: LLMatcher
     draft: tuple[int, ...]
-    on_masks: Callable[[Tensor], None]
+    on_masks: Callable[[Tensor], None]  # called with int32 [len(draft) + 1, W]
 
 
 class MaskBuffer:
-    """Memory for the masks of a step: grown, never given back, overwritten by the next step."""
+    """Memory for the masks of a step, overwritten by the next step. It grows and is never freed."""
 
     __slots__ = ("_masks", "_num_words")
 
@@ -40,7 +37,7 @@ class MaskBuffer:
         self._masks = torch.zeros(0, num_words, dtype=torch.int32)
 
     def rows(self, num_rows: int) -> Tensor:
-        """int32 [count, W], of any content."""
+        """int32 [num_rows, W], uninitialized."""
         if num_rows > self._masks.shape[0]:
             self._masks = torch.zeros(
                 max(num_rows, 2 * self._masks.shape[0]), self._num_words, dtype=torch.int32
@@ -49,7 +46,7 @@ class MaskBuffer:
 
 
 class MaskJob:
-    """Work that is done once, by whoever comes first: the background thread, or the one who waits for it."""
+    """Computes masks once: in the background thread, or in `finish` if that comes first."""
 
     __slots__ = ("_buffer", "_done", "_executor", "_lock", "_requests")
 
@@ -61,33 +58,33 @@ class MaskJob:
         self._done = False
 
     def finish(self) -> None:
-        """Return when it is done."""
+        """Return once the masks are computed."""
         with self._lock:
             if not self._done:
                 self._compute()
                 self._done = True
 
     def cancel(self) -> None:
-        """Nobody wants it any more. Its matchers are free when this returns."""
+        """Drop the job. Its matchers are free when this returns."""
         with self._lock:
             self._done = True
 
     def _compute(self) -> None:
-        masks = self._buffer.rows(sum(len(wanted.draft) + 1 for wanted in self._requests))
-        compute_masks(self._executor, [(wanted.matcher, wanted.draft) for wanted in self._requests], masks)
+        masks = self._buffer.rows(sum(len(request.draft) + 1 for request in self._requests))
+        compute_masks(self._executor, [(request.matcher, request.draft) for request in self._requests], masks)
         begin = 0
-        for wanted in self._requests:
-            end = begin + len(wanted.draft) + 1
-            wanted.on_masks(masks[begin:end])
+        for request in self._requests:
+            end = begin + len(request.draft) + 1
+            request.on_masks(masks[begin:end])
             begin = end
 
 
 def compute_masks(
     executor: LLExecutor, requests: Sequence[tuple[LLMatcher, tuple[int, ...]]], masks: Tensor
 ) -> None:
-    """Masks behind every prefix of each draft, one after the other. Matchers are left as they were.
+    """Compute the masks after each prefix of each draft. Matchers keep their state.
 
-    masks  int32 [sum(len(draft) + 1), W], overwritten; all zero behind a token that is not legal
+    masks  int32 [sum(len(draft) + 1), W], overwritten; all zero after an illegal token
     """
     drafted: list[tuple[LLMatcher, int, list[int]]] = []
     plain: list[tuple[LLMatcher, int]] = []
@@ -100,15 +97,15 @@ def compute_masks(
             plain.append((matcher, line))
         line += len(draft) + 1
     assert line == masks.shape[0]
-    place = masks.data_ptr(), masks.shape[1] * WORD_BYTES, line
+    memory = masks.data_ptr(), masks.shape[1] * WORD_BYTES, line
     if drafted:
-        executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
+        executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *memory)
     if plain:
-        executor.unsafe_compute_mask_ptr(plain, *place)
+        executor.unsafe_compute_mask_ptr(plain, *memory)
 
 
 class MaskThread:
-    """Does the newest job; daemonic, so that a process may end at any time. It ends with its owner."""
+    """A daemon thread that runs jobs; it ends when this object is collected."""
 
     __slots__ = ("__weakref__", "_jobs", "_thread")
 
@@ -130,6 +127,6 @@ class MaskThread:
 
 def _run_jobs(jobs: SimpleQueue[MaskJob | None]) -> None:
     while (job := jobs.get()) is not None:
-        with contextlib.suppress(Exception):  # whoever asks for the masks computes them again, and meets it
+        with contextlib.suppress(Exception):  # the matcher computes its masks again, and raises it
             job.finish()
-        del job  # it holds the grammars of its requests, and there may be no other for long
+        del job  # it holds the grammars of its requests

@@ -1,8 +1,9 @@
-"""The grammar of one request, as core/structured.py describes it."""
+"""The grammar of one request: implements `core.structured.RequestGrammar` with llguidance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Final
 
 import torch
@@ -14,7 +15,6 @@ from foreword.grammar.compiler import CompiledGrammar, error_reason
 from foreword.grammar.jump_forward import JumpForward
 from foreword.grammar.masks import MaskJob, MaskRequest, compute_masks
 from foreword.grammar.reasoning import ReasoningDetector, reasoning_ended_in_prompt
-from foreword.grammar.stop_tokens import StopTokens
 from foreword.grammar.vocab import GrammarVocab
 
 __all__ = ["Matcher"]
@@ -23,10 +23,10 @@ LEXER_FULL_ERROR: Final = "lexer error"
 
 
 class Matcher:
-    """Follows one output. Every mask is a function of the grammar and of the tokens before it.
+    """Follows one output. A mask is a pure function of the grammar and the tokens before it.
 
-    A mask is computed by the job of `prepare`, or where it is asked for; both ways yield the same bits. While a job is
-    under way the automaton belongs to it: every method waits for it, or drops it, first.
+    `mask` takes its result from the job of `GrammarManager.start_masks`, or computes it; the bits are equal.
+    A running job owns the llguidance matcher: every method waits for it, or cancels it, first.
     """
 
     __slots__ = (
@@ -53,15 +53,11 @@ class Matcher:
         self._llg = compiled.new_matcher()
         self._vocab = vocab
         self._executor = executor
-        self._stop_tokens = StopTokens(
-            vocab, (*request.eos_token_ids, *(i for i in request.params.stop_token_ids if i in vocab.eos_ids))
-        )
+        eos_stop_ids = [i for i in request.params.stop_token_ids if i in vocab.eos_ids]
+        self._stop_tokens = StopTokens(vocab, (*request.eos_token_ids, *eos_stop_ids))
         ends = request.reasoning_end_ids
-        self._reasoning = (
-            ReasoningDetector(ends)
-            if ends and not reasoning_ended_in_prompt(request.prompt_ids, ends)
-            else None
-        )
+        is_reasoning = bool(ends) and not reasoning_ended_in_prompt(request.prompt_ids, ends)
+        self._reasoning = ReasoningDetector(ends) if is_reasoning else None
         self._jump_forward = JumpForward(vocab, compiled.kind)
         self._accepted: list[int] = []
         self._is_finished = False
@@ -107,11 +103,9 @@ class Matcher:
         if self._llg.is_error():
             self._rebuild()
             return ()
-        return (
-            (*draft, self._stop_tokens.ids[0])
-            if only_end and self._stop_tokens.ids and len(draft) < max_tokens
-            else draft
-        )
+        if only_end and self._stop_tokens.ids and len(draft) < max_tokens:
+            return (*draft, self._stop_tokens.ids[0])
+        return draft
 
     def mask(self, draft: tuple[int, ...]) -> Tensor | None:
         begin = self._constraint_start(draft)
@@ -141,12 +135,12 @@ class Matcher:
 
     def reset(self) -> None:
         self._cancel_job()
-        self._masks = None  # others may have been given its memory
+        self._masks = None  # their memory may be reused by now
         if self.error is None:
             self._rebuild()
 
     def mask_request(self, draft: tuple[int, ...]) -> MaskRequest | None:
-        """The masks that this draft will need; None: nothing to compute."""
+        """The masks that this draft needs; None: none."""
         begin = self._constraint_start(draft)
         if begin is None or self._is_finished or self.error is not None:
             return None
@@ -154,30 +148,30 @@ class Matcher:
         return MaskRequest(self._llg, text, lambda masks: self._store_masks(text, masks))
 
     def use_job(self, job: MaskJob) -> None:
-        """The job will deliver this grammar's masks."""
+        """Take the next masks from this job."""
         self._job = job
 
     def _constraint_start(self, draft: Sequence[int]) -> int | None:
-        """Where in a draft the constraint begins; None: the reasoning goes on behind it."""
+        """Index in the draft at which the constraint starts; None: the reasoning continues after it."""
         return 0 if self._reasoning is None else self._reasoning.find_end(draft)
 
     def _cancel_job(self) -> None:
-        """Take the automaton back from the job."""
+        """Take the llguidance matcher back from the job."""
         if self._job is not None:
             self._job.cancel()
             self._job = None
 
     def _peek_after(self, token_ids: Sequence[int], check: Callable[[LLMatcher], bool]) -> bool:
-        """What `look` sees behind output and text, both legal. The automaton is stopped where only the end may follow."""
+        """Result of `check` after the output and these legal tokens; the state is restored."""
         if not token_ids:
             return check(self._llg)
-        seen = self._llg.consume_tokens(list(token_ids)) and check(self._llg)
+        result = self._llg.consume_tokens(list(token_ids)) and check(self._llg)
         if self._llg.is_error() or not self._llg.rollback(len(token_ids)):
             self._rebuild()
-        return seen
+        return result
 
     def _store_masks(self, draft: tuple[int, ...], masks: Tensor) -> None:
-        """Keep the masks behind every prefix of `text`, once they are right: int32 [len(text) + 1, W]."""
+        """Check and keep the masks after each prefix of the draft: int32 [len(draft) + 1, W]."""
         if self.error is not None:
             masks.zero_()
         elif self._llg.is_error():
@@ -186,12 +180,12 @@ class Matcher:
         self._masked_draft, self._masks = draft, masks
 
     def _recompute(self, draft: tuple[int, ...], masks: Tensor) -> None:
-        """The automaton gave up somewhere along `text`, perhaps behind tokens that the model never meant.
+        """Compute masks again after an llguidance error, which perhaps only a wrong draft token caused.
 
-        Row by row with another automaton, so that a row has a mask if and only if it had one without the draft.
+        Row by row with a new matcher, so that a row has a mask if and only if it has one without the draft.
         """
         masks.zero_()
-        for _ in range(2):  # the first may meet a lexer that is nearly full
+        for _ in range(2):  # the first matcher may share a nearly full lexer
             self._rebuild()
             if self.error is not None or self._compute_by_row(draft, masks):
                 return
@@ -201,7 +195,7 @@ class Matcher:
         self.error = error_reason(self._llg)
 
     def _compute_by_row(self, draft: tuple[int, ...], masks: Tensor) -> bool:
-        """Masks as far as they can be computed, and zero beyond; False: the automaton gave up."""
+        """Compute masks up to an llguidance error, zero after it; returns False on an error."""
         for line in range(len(draft) + 1):
             compute_masks(self._executor, [(self._llg, ())], masks[line : line + 1])
             if self._llg.is_error():
@@ -212,10 +206,9 @@ class Matcher:
         return not draft or self._llg.rollback(len(draft))
 
     def _rebuild(self) -> None:
-        """Replace an automaton that gave up by one that has seen the same output; an error if there is none.
+        """Replace the llguidance matcher by one at the same output, after an error; sets `error` on failure.
 
-        Perhaps it gave up because of what was tried behind the output; or the lexer is full, perhaps of what others had put
-        there, which tokens that cannot be read may be the first to show.
+        A wrong draft may have caused the error, or a lexer that other requests filled.
         """
         full = LEXER_FULL_ERROR in error_reason(self._llg)
         if not full and self._swap(self._compiled.new_matcher()):
@@ -225,7 +218,48 @@ class Matcher:
             self.error = error_reason(self._llg)
 
     def _swap(self, llg: LLMatcher) -> bool:
-        """Whether the other automaton can read the output."""
+        """Use another llguidance matcher; returns whether it accepts the output."""
         self._llg = llg
         llg.consume_tokens(self._accepted)
         return not llg.is_error()
+
+
+class StopTokens:
+    """The ids that end one request's output. llguidance knows only those of the vocabulary."""
+
+    __slots__ = ("_end_id", "_extra_ids", "_foreign_eos_ids", "ids")
+
+    def __init__(self, vocab: GrammarVocab, ids: Iterable[int]) -> None:
+        self.ids = tuple(dict.fromkeys(i for i in ids if i < vocab.vocab_size))
+        self._end_id = vocab.end_id
+        self._extra_ids = tuple(i for i in self.ids if i not in vocab.eos_ids)
+        self._foreign_eos_ids = tuple(i for i in vocab.eos_ids if i not in self.ids)
+
+    def split_at_stop(self, token_ids: Sequence[int]) -> tuple[tuple[int, ...], bool]:
+        """The tokens before the first stop token, and whether there is one."""
+        for index, token_id in enumerate(token_ids):
+            if token_id in self.ids:
+                return tuple(token_ids[:index]), True
+        return tuple(token_ids), False
+
+    def strip_foreign_eos(self, token_ids: Sequence[int]) -> list[int]:
+        """The tokens before the first EOS id of the vocabulary that does not stop this request."""
+        return list(takewhile(lambda token_id: token_id not in self._foreign_eos_ids, token_ids))
+
+    def apply_to_masks(self, masks: Tensor) -> None:
+        """Make the request's stop ids legal exactly where the output may end; masks int32 [rows, W]."""
+        if not self._extra_ids and not self._foreign_eos_ids:
+            return
+        word, bit = _word_and_bit(self._end_id)
+        may_end = (masks[:, word] & bit) != 0
+        for token_id in (*self._foreign_eos_ids, *self._extra_ids):
+            word, bit = _word_and_bit(token_id)
+            masks[:, word] &= ~bit
+            if token_id in self._extra_ids:
+                masks[:, word] |= may_end * bit
+
+
+def _word_and_bit(token_id: int) -> tuple[int, int]:
+    """Index of an id's int32 word, and its bit as a signed int."""
+    bit = 1 << token_id % 32
+    return token_id // 32, bit - (1 << 32) if bit >> 31 else bit

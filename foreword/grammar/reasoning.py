@@ -1,4 +1,4 @@
-"""Where the reasoning of an answer ends, token by token."""
+"""Finds the end of the reasoning in an output."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Final
 
 __all__ = ["ReasoningDetector", "reasoning_ended_in_prompt"]
 
-PROMPT_TAIL_TOKENS: Final = (
-    4  # tokens behind the end of reasoning that a template itself closes: line ends; a user's text is longer
-)
+PROMPT_TAIL_TOKENS: Final = 4  # length of the template's text after an end sequence; user text is longer
 
 
 def reasoning_ended_in_prompt(prompt_ids: Sequence[int], end_ids: Sequence[Sequence[int]]) -> bool:
-    """Whether the reasoning is over before the answer begins: hardly anything stands behind an end sequence in the prompt."""
+    """Whether the chat template ends the reasoning: an end sequence is near the end of the prompt."""
     return any(
         _find_subsequence(tuple(prompt_ids[-PROMPT_TAIL_TOKENS - len(end) :]), tuple(end)) is not None
         for end in end_ids
@@ -21,7 +19,7 @@ def reasoning_ended_in_prompt(prompt_ids: Sequence[int], end_ids: Sequence[Seque
 
 
 class ReasoningDetector:
-    """Finds the end of the first end sequence in an output that grows."""
+    """Finds the first end sequence in a growing output."""
 
     __slots__ = ("_end_sequences", "_tail")
 
@@ -30,17 +28,14 @@ class ReasoningDetector:
         self._tail: tuple[int, ...] = ()
 
     def find_end(self, token_ids: Sequence[int]) -> int | None:
-        """How many of these tokens, put behind the output, still belong to the reasoning; None: all, and it goes on."""
+        """Number of these next tokens that belong to the reasoning; None: it continues after them."""
         text = (*self._tail, *token_ids)
-        found = [
-            index + len(end)
-            for end in self._end_sequences
-            if (index := _find_subsequence(text, end)) is not None
-        ]
-        return min(found) - len(self._tail) if found else None
+        starts = ((_find_subsequence(text, end), len(end)) for end in self._end_sequences)
+        ends = [start + length for start, length in starts if start is not None]
+        return min(ends) - len(self._tail) if ends else None
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """The output has grown by tokens in which the reasoning goes on."""
+        """Append tokens without an end of the reasoning."""
         keep = max(map(len, self._end_sequences)) - 1
         text = (*self._tail, *token_ids)
         self._tail = text[len(text) - keep :] if keep < len(text) else text

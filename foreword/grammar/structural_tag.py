@@ -1,24 +1,24 @@
-"""Structural tags: free text with parts that are constrained, as vLLM and XGrammar describe them.
+"""Converts structural tags (vLLM, XGrammar) to Lark: free text with constrained parts.
 
-Two forms are known: {"structures": [{"begin", "schema", "end"}], "triggers": [...]} and {"format": {"type": ...}}.
-Free text ends where a trigger begins: a lazy terminal takes text up to the first trigger.
+Two forms: {"structures": [{"begin", "schema", "end"}], "triggers": [...]} and {"format": {"type": ...}}.
+A lazy terminal matches free text up to the first trigger.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from foreword.grammar import limits
 from foreword.grammar.gbnf import gbnf_to_lark
-from foreword.grammar.json_schema import GrammarError, convert_schema, read_json
+from foreword.grammar.json_schema import GrammarError, convert_schema, is_text_list, read_json
 from foreword.grammar.lark import lark_literal, lark_regex
 
 __all__ = ["structural_tag_to_lark"]
 
 ANY_TEXT: Final = "/(?s:.*)/"
-# What each format may hold beside its type; a field that is not known here would change what conforms.
+# Fields of each format, besides `type`. Other fields are errors, because they would change the language.
 FORMAT_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "any_text": ("excludes",),
     "const_string": ("value",),
@@ -38,7 +38,7 @@ FORMAT_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def structural_tag_to_lark(text: str, whitespace: bool) -> str:
-    """Lark rules that begin with `start`. Raises GrammarError for what is malformed or not supported."""
+    """Lark rules with the start rule `start`. Raises GrammarError for malformed or unsupported tags."""
     value = read_json(text, "the structural tag")
     if not isinstance(value, dict):
         raise GrammarError("a structural tag must be an object")
@@ -46,32 +46,25 @@ def structural_tag_to_lark(text: str, whitespace: bool) -> str:
 
 
 def _upgrade_format(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The older form as the newer one."""
-    tags = [
-        {
-            "begin": tag.get("begin"),
-            "content": {"type": "json_schema", "json_schema": _parse_schema(tag)},
-            "end": tag.get("end"),
-        }
-        for tag in _read_objects(value, "structures")
-    ]
+    """Converts the first form to the second."""
+    tags = []
+    for tag in _read_objects(value, "structures"):
+        schema = tag.get("schema")
+        schema = read_json(schema, "the schema") if isinstance(schema, str) else schema
+        content = {"type": "json_schema", "json_schema": schema}
+        tags.append({"begin": tag.get("begin"), "content": content, "end": tag.get("end")})
     return {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
 
 
-def _parse_schema(tag: Mapping[str, Any]) -> Any:
-    schema = tag.get("schema")
-    return read_json(schema, "the schema") if isinstance(schema, str) else schema
-
-
 class _Writer:
-    """Writes one rule for each part."""
+    """Writes one rule per part."""
 
     def __init__(self, whitespace: bool) -> None:
         self._whitespace = whitespace
         self._lines: list[str] = []
         self._num_rules = 0
         self._format_writers: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-            "any_text": self._write_any_text,
+            "any_text": lambda part: self._add_rule(self._text_terminal(part)),
             "const_string": lambda part: self._add_rule(lark_literal(_read_text(part, "value"))),
             "grammar": self._write_grammar,
             "json_schema": self._write_schema,
@@ -92,16 +85,15 @@ class _Writer:
         return "\n".join([f"start: {start}", *self._lines]) + "\n"
 
     def _write_part(self, part: Any) -> str:
-        """The name of a rule for one part."""
+        """Writes the rules of a part; returns its name."""
         if not isinstance(part, dict):
             raise GrammarError(f"a format must be an object, got {json.dumps(part):.80}")
-        kind = _check_format(part)
-        return self._format_writers[kind](part)
+        return self._format_writers[_check_format(part)](part)
 
     def _add_rule(self, body: str, lazy: bool = False) -> str:
         self._num_rules += 1
         if self._num_rules > limits.MAX_PROPERTIES:
-            raise GrammarError(f"a structural tag may have {limits.MAX_PROPERTIES} parts")
+            raise GrammarError(f"a structural tag may have at most {limits.MAX_PROPERTIES} parts")
         name = f"part_{self._num_rules}"
         self._lines.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
         return name
@@ -117,9 +109,7 @@ class _Writer:
         return name
 
     def _write_or(self, part: Mapping[str, Any]) -> str:
-        return self._add_rule(
-            " | ".join(self._write_part(option) for option in _read_objects(part, "elements"))
-        )
+        return self._add_rule(" | ".join(map(self._write_part, _read_objects(part, "elements"))))
 
     def _write_repeated(self, part: Mapping[str, Any], quantifier: str) -> str:
         return self._add_rule(f"({self._write_part(part.get('content'))}){quantifier}")
@@ -127,16 +117,11 @@ class _Writer:
     def _write_repeat(self, part: Mapping[str, Any]) -> str:
         low, high = part.get("min"), part.get("max")
         if type(low) is not int or type(high) is not int or not 0 <= low <= high <= limits.MAX_REPEAT:
-            raise GrammarError(
-                f"`min` and `max` must be whole numbers between 0 and {limits.MAX_REPEAT}, `min` the smaller one"
-            )
+            raise GrammarError(f"`min` and `max` must be integers: 0 <= min <= max <= {limits.MAX_REPEAT}")
         return self._write_repeated(part, f"{{{low},{high}}}")
 
-    def _write_any_text(self, part: Mapping[str, Any]) -> str:
-        return self._add_rule(self._text_terminal(part))
-
     def _write_sequence(self, part: Mapping[str, Any]) -> str:
-        """Free text takes all it can: within a sequence it reaches to the constant text behind it."""
+        """Free text is greedy, so inside a sequence it ends at the constant text after it."""
         elements = _read_objects(part, "elements")
         names: list[str] = []
         for index, element in enumerate(elements):
@@ -146,27 +131,17 @@ class _Writer:
             if element.get("type") == "any_text" and not last:
                 names.append(self._write_text_until(element, [_opening_text(elements[index + 1])]))
             elif index and elements[index - 1].get("type") == "any_text":
-                names += self._write_after_opening(element)
+                if element["type"] == "tag":  # its opening text is part of the free text before
+                    names.append(self._write_tag(element, skip_chars=len(_opening_text(element))))
             else:
                 names.append(self._write_part(element))
         return self._add_rule(" ".join(names))
 
-    def _write_after_opening(self, part: Mapping[str, Any]) -> list[str]:
-        """A part whose opening text was read already."""
-        return (
-            []
-            if part["type"] == "const_string"
-            else [self._write_tag(part, skip_chars=len(_opening_text(part)))]
-        )
-
     def _write_tag(self, part: Mapping[str, Any], skip_chars: int = 0) -> str:
-        """begin content end, without the first `skip` characters."""
+        """begin content end, without the first `skip_chars` characters."""
         _check_format({"type": "tag", **part})
-        begin, content, ends = (
-            _read_text(part, "begin")[skip_chars:],
-            part.get("content"),
-            _closing_texts(part),
-        )
+        begin = _read_text(part, "begin")[skip_chars:]
+        content, ends = part.get("content"), _closing_texts(part)
         head = lark_literal(begin) if begin else ""
         if isinstance(content, dict) and content.get("type") == "any_text" and ends:
             return self._add_rule(f"{head} {self._write_text_until(content, ends)}")
@@ -174,13 +149,12 @@ class _Writer:
         return self._add_rule(f"{head} {self._write_part(content)} {tail}")
 
     def _write_text_until(self, part: Mapping[str, Any], ends: Sequence[str]) -> str:
-        """Free text up to the first of these texts, which is part of it."""
-        return self._add_rule(
-            f"{self._text_terminal(part)} ({' | '.join(map(lark_literal, ends))})", lazy=True
-        )
+        """Free text up to and including the first of `ends`."""
+        end = " | ".join(map(lark_literal, ends))
+        return self._add_rule(f"{self._text_terminal(part)} ({end})", lazy=True)
 
     def _text_terminal(self, part: Mapping[str, Any]) -> str:
-        """A terminal for any text without those that are excluded."""
+        """A terminal for any text that contains none of `excludes`."""
         if not part.get("excludes"):
             return ANY_TEXT
         name = f"TEXT_{len(self._lines)}"
@@ -189,28 +163,27 @@ class _Writer:
         return name
 
     def _write_triggered_tags(self, part: Mapping[str, Any]) -> str:
-        """Free text, and a tag wherever one of the triggers appears."""
+        """Free text, with a tag after each trigger."""
         triggers, tags = _read_texts(part, "triggers"), _read_tags(part)
         calls = " | ".join(self._write_tags_after(part, trigger, tags) for trigger in triggers)
-        rest = "" if part.get("stop_after_first") else f" {self._add_rule(self._text_terminal(part))}"
         if part.get("stop_after_first"):
-            return self._add_rule(
-                f"({calls})"
-                if part.get("at_least_one")
-                else f"({calls}) | {self._add_rule(self._text_terminal(part))}"
-            )
-        return self._add_rule(f"({calls}){'+' if part.get('at_least_one') else '*'}{rest}")
+            if part.get("at_least_one"):
+                return self._add_rule(f"({calls})")
+            return self._add_rule(f"({calls}) | {self._add_rule(self._text_terminal(part))}")
+        rest = self._add_rule(self._text_terminal(part))
+        return self._add_rule(f"({calls}){'+' if part.get('at_least_one') else '*'} {rest}")
 
     def _write_tags_after(
         self, part: Mapping[str, Any], trigger: str, tags: Sequence[Mapping[str, Any]]
     ) -> str:
-        mine = [tag for tag in tags if _read_text(tag, "begin").startswith(trigger)]
-        if not mine:
+        triggered = [tag for tag in tags if _read_text(tag, "begin").startswith(trigger)]
+        if not triggered:
             raise GrammarError(f"no tag begins with the trigger {trigger!r:.80}")
-        return f"{self._write_text_until(part, [trigger])} ({' | '.join(self._write_tag(tag, skip_chars=len(trigger)) for tag in mine)})"
+        text = self._write_text_until(part, [trigger])
+        return f"{text} ({' | '.join(self._write_tag(tag, len(trigger)) for tag in triggered)})"
 
     def _write_separated_tags(self, part: Mapping[str, Any]) -> str:
-        """Tags with a text between them, and nothing else."""
+        """Tags with a separator between them."""
         tag = self._add_rule(" | ".join(self._write_tag(tag) for tag in _read_tags(part)))
         separator = part.get("separator", "")
         between = f"{lark_literal(separator)} " if isinstance(separator, str) and separator else ""
@@ -219,12 +192,11 @@ class _Writer:
 
 
 def _check_format(part: Mapping[str, Any]) -> str:
-    """The type of a format, all of whose fields are known."""
+    """The type of a format. Raises GrammarError for unknown types and fields."""
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in FORMAT_FIELDS:
-        raise GrammarError(
-            f"the format {json.dumps(kind):.80} is not supported; known are {', '.join(FORMAT_FIELDS)}"
-        )
+        supported = ", ".join(FORMAT_FIELDS)
+        raise GrammarError(f"the format {json.dumps(kind):.80} is not supported; supported: {supported}")
     for name, value in part.items():
         if name != "type" and name not in FORMAT_FIELDS[kind] and value not in (None, False, []):
             raise GrammarError(f"the field {name!r:.80} of the format {kind!r} is not supported")
@@ -232,16 +204,16 @@ def _check_format(part: Mapping[str, Any]) -> str:
 
 
 def _opening_text(part: Mapping[str, Any]) -> str:
-    """The constant text that a part begins with."""
+    """The constant text at the start of a part."""
     if part.get("type") == "const_string":
         return _read_text(part, "value")
     if part.get("type") == "tag":
         return _read_text(part, "begin")
-    raise GrammarError("any_text must be followed by a const_string or a tag, or be the last of its sequence")
+    raise GrammarError("any_text must be the last element of a sequence, or precede a const_string or a tag")
 
 
 def _closing_texts(tag: Mapping[str, Any]) -> list[str]:
-    """One of them closes the tag; an empty one closes it at once."""
+    """Texts that close a tag; [] if it has no end."""
     end = tag.get("end", "")
     ends = [end] if isinstance(end, str) else end
     if not isinstance(ends, list) or not all(isinstance(text, str) for text in ends):
@@ -252,30 +224,26 @@ def _closing_texts(tag: Mapping[str, Any]) -> list[str]:
 def _read_tags(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     tags = _read_objects(part, "tags")
     if len(tags) > limits.MAX_TAGS:
-        raise GrammarError(f"a structural tag may have {limits.MAX_TAGS} tags, got {len(tags)}")
+        raise GrammarError(f"a structural tag may have at most {limits.MAX_TAGS} tags, got {len(tags)}")
     return tags
 
 
 def _read_objects(part: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     values = part.get(name)
     if not isinstance(values, list) or not values or not all(isinstance(value, dict) for value in values):
-        raise GrammarError(f"`{name}` must be a list of objects that is not empty")
+        raise GrammarError(f"`{name}` must be a non-empty list of objects")
     return values
 
 
 def _read_texts(part: Mapping[str, Any], name: str) -> list[str]:
     values = part.get(name)
-    if (
-        not isinstance(values, list)
-        or not values
-        or not all(isinstance(value, str) and value for value in values)
-    ):
-        raise GrammarError(f"`{name}` must be a list of texts that are not empty")
-    return list(dict.fromkeys(values))
+    if not is_text_list(values):
+        raise GrammarError(f"`{name}` must be a list of non-empty texts")
+    return list(dict.fromkeys(cast("list[str]", values)))
 
 
 def _read_text(part: Mapping[str, Any], name: str) -> str:
     value = part.get(name)
     if not isinstance(value, str) or not value:
-        raise GrammarError(f"`{name}` must be a text that is not empty")
+        raise GrammarError(f"`{name}` must be a non-empty text")
     return value

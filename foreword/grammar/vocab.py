@@ -1,4 +1,4 @@
-"""The tokens of a model as llguidance wants them."""
+"""A model's vocabulary for llguidance."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from foreword.core.structured import Vocabulary
 
 __all__ = ["GrammarVocab"]
 
-# Sets of tokens that are legal as a whole in many places, so that a mask need not look at each. llguidance's own are those of
-# texts in JSON; words and names stand in formats and expressions as well.
+# Token sets that a mask often allows as a whole. llguidance's own are those of JSON strings; these add words
+# and names.
 SLICES: Final = (*LLTokenizer.general_slices(), "[a-zA-Z]+", "[a-zA-Z0-9]+")
-# How tokenizers cut text before they merge: a space belongs to what follows it. A line end is a piece of its own, or the end
-# of the signs before it, with some; with others it is whitespace like all.
+# Pretokenization as in most BPE tokenizers: a space belongs to the word after it. A newline is a piece of its
+# own or the end of the punctuation before it; in some tokenizers it is plain whitespace.
 WORD_PATTERN: Final = rb" ?[A-Za-z\x80-\xff]+| ?[0-9]+| ?[^\sA-Za-z0-9\x80-\xff]+"
 PRETOKENIZE_SEPARATE_NEWLINES: Final = re.compile(WORD_PATTERN + rb"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s")
 PRETOKENIZE_MERGED_NEWLINES: Final = re.compile(WORD_PATTERN + rb"|\s+(?!\S)|\s")
 
 
 class _TokenBytes:
-    """What LLTokenizer asks of a tokenizer: the bytes of each token. Text is never cut into tokens here."""
+    """The tokenizer interface of LLTokenizer: the bytes of each token, no tokenization."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -35,18 +35,11 @@ class _TokenBytes:
         self.eos_token_id = eos_id
 
     def __call__(self, text: object) -> NoReturn:
-        raise AssertionError("no grammar forces tokens")
+        raise AssertionError("the option no_forcing excludes tokenization")
 
 
 class GrammarVocab:
-    """A vocabulary prepared for masks, padded or cut to the model's own size.
-
-    llg          llguidance's form of it: a trie over all tokens
-    end_id       stands for all ids that end an answer: its bit in a mask says that the answer may end
-    eos_ids      ids whose bits llguidance sets where the answer may end
-    spelled      bytes of each id; empty for what is no text
-    vocab_size   of the model
-    """
+    """A vocabulary padded or cut to the size of the model's logits, with a trie for masks."""
 
     __slots__ = (
         "_ids",
@@ -63,18 +56,17 @@ class GrammarVocab:
         tokens += [b""] * (vocab_size - len(tokens))
         self.vocab_size = vocab_size
         self.eos_ids = tuple(i for i in vocabulary.eos_ids if i < vocab_size)
-        # An id that ends the answer spells nothing: the same characters within a text are others.
+        # EOS ids have no bytes: their spelling inside a text consists of other tokens.
         special = sorted({i for i in (*vocabulary.special_ids, *self.eos_ids) if i < vocab_size})
-        spelled = _TokenBytes(tokens, special, self.eos_ids[0] if self.eos_ids else None)
+        token_bytes = _TokenBytes(tokens, special, self.eos_ids[0] if self.eos_ids else None)
         self.ll_tokenizer = LLTokenizer(
-            cast(TokenizerWrapper, spelled), eos_token=list(self.eos_ids) or None, slices=list(slices)
+            cast(TokenizerWrapper, token_bytes), eos_token=list(self.eos_ids) or None, slices=list(slices)
         )
-        self.end_id = (
-            self.ll_tokenizer.eos_token
-        )  # one more than the vocabulary has, where no id ends an answer
+        # Its bit in a mask: the output may end. Without EOS ids it is beyond the vocabulary.
+        self.end_id = self.ll_tokenizer.eos_token
         for token_id in special:
             tokens[token_id] = b""
-        self.token_bytes = tuple(tokens)
+        self.token_bytes = tuple(tokens)  # empty for special tokens
         self._ids = {token: i for i, token in reversed(list(enumerate(tokens))) if token}
         self._pretokenize_pattern = (
             PRETOKENIZE_MERGED_NEWLINES if b"\n " in self._ids else PRETOKENIZE_SEPARATE_NEWLINES
@@ -82,18 +74,17 @@ class GrammarVocab:
 
     @property
     def num_mask_words(self) -> int:
-        """int32 words of one mask."""
+        """Length W of a mask in int32 words."""
         return (self.ll_tokenizer.vocab_size + 31) // 32
 
     def id_of(self, text: bytes) -> int | None:
-        """The token that spells exactly this."""
+        """The token with exactly these bytes."""
         return self._ids.get(text)
 
     def tokenize(self, text: bytes, max_tokens: int) -> tuple[int, ...]:
-        """Tokens that spell the beginning of `text`, most likely those that a tokenizer would take.
+        """Tokens of the start of `text`, most likely those of the model's tokenizer.
 
-        Words, numbers and signs are cut apart first, as tokenizers do it, and merged as byte-pair encoding does it: nearly
-        every vocabulary lists its tokens in the order of their merges.
+        Most vocabularies list tokens in the order of their merges, so the lowest id is the first merge.
         """
         ids: list[int] = []
         for piece in self._pretokenize_pattern.findall(text):
@@ -104,7 +95,7 @@ class GrammarVocab:
         return tuple(ids)
 
     def _bpe_merge(self, piece: bytes) -> list[bytes]:
-        """Bytes, of which again and again the two neighbours are joined that make the lowest id."""
+        """Byte-pair encoding: joins the adjacent pair with the lowest id, until none is a token."""
         parts = [piece[index : index + 1] for index in range(len(piece))]
         while True:
             pairs = [

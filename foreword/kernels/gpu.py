@@ -1,4 +1,4 @@
-"""Which GPU there is, and whether the kernels of kernels/triton may compute on it."""
+"""The GPU in use, and whether the Triton kernels run on it with exact results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 __all__ = ["GPUInfo", "check_triton", "current_gpu", "triton_unavailable_reason"]
 
-MIN_CAPABILITY = (7, 5)  # compute capability; Triton knows no older ones
+MIN_CAPABILITY = (7, 5)  # compute capability: the oldest that Triton supports
 
 
 @dataclass(frozen=True, slots=True)
 class GPUInfo:
-    """The GPU in use, and its compute capability, such as (9, 0)."""
+    """Name and compute capability, such as (9, 0)."""
 
     name: str
     capability: tuple[int, int]
@@ -27,7 +27,7 @@ class GPUInfo:
 
 
 def current_gpu() -> GPUInfo | None:
-    """None where torch finds no GPU."""
+    """The GPU that torch uses, if any."""
     if not torch.cuda.is_available():
         return None
     return GPUInfo(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
@@ -35,38 +35,33 @@ def current_gpu() -> GPUInfo | None:
 
 @cache
 def triton_unavailable_reason() -> str | None:
-    """Why the reference computes on this machine's GPU; None if it does not. Tried once in a process: that takes a moment."""
+    """Why Triton kernels cannot be used on this machine, or None; checked once per process."""
     return check_triton(current_gpu(), find_spec("triton") is not None, _check_exactness)
 
 
 def check_triton(gpu: GPUInfo | None, is_installed: bool, run_checks: Callable[[], str | None]) -> str | None:
-    """Why not this card; None if nothing is in the way.
+    """Why Triton kernels cannot be used on this GPU, or None.
 
-    installed  Triton is there
-    trial      compiles and runs kernels on the card; returns what is wrong with their results, or None
+    run_checks  compiles and runs kernels on the GPU; returns the first wrong result as text, or None
     """
     if gpu is None:
         return "no CUDA device was found"
     if not is_installed:
         return "Triton is not installed"
     if gpu.capability < MIN_CAPABILITY:
-        return f"Triton's kernels need compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}, and this is {gpu}"
+        return f"Triton's kernels need compute capability {'.'.join(map(str, MIN_CAPABILITY))}, not {gpu}"
     try:
-        wrong = run_checks()
-    except (
-        Exception
-    ) as error:  # of Triton, of the compiler behind it, of the driver: none of them is a reason not to serve
+        failure = run_checks()
+    except Exception as error:  # of Triton, its compiler or the driver: serving goes on with the reference
         lines = str(error).strip().splitlines() or [""]
         return f"Triton's kernels do not run on {gpu}: {type(error).__name__}: {lines[0]}"
-    return None if wrong is None else f"Triton's kernels are not exact on {gpu}: {wrong}"
+    return None if failure is None else f"Triton's kernels are not exact on {gpu}: {failure}"
 
 
 def _check_exactness() -> str | None:
-    """Whether a row has the same bits alone and among others: only the card itself can tell."""
+    """The first kernel whose row has other bits in a batch than alone; only the GPU itself can show it."""
     backend = importlib.import_module("foreword.kernels.triton.backend")
     checks = importlib.import_module("foreword.kernels.triton.checks")
     ops = backend.TritonOps(eager=True)
-    wrong: str | None = checks.check_row_invariance(ops, "cuda") or checks.check_attention_invariance(
-        ops, "cuda"
-    )
-    return wrong
+    failure: str | None = checks.check_row_invariance(ops, "cuda")
+    return failure or checks.check_attention_invariance(ops, "cuda")

@@ -1,6 +1,6 @@
-"""log and exp whose bits are the same everywhere: nothing but correctly rounded float64 operations in one order.
+"""log and exp with the same bits on every machine: correctly rounded float64 operations in one order.
 
-The C library, numpy and a GPU each round log and exp in their own way; a token must not depend on that.
+The C library, numpy and GPUs each round log and exp differently; a token must not depend on that.
 `csrc/portable_math.h` performs the same operations in the same order.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["FRACTION_BITS", "exp_fixed_point", "log"]
 
-# ln 2 in two parts: the first ends in zeros, so that its product with a small whole number is exact.
+# ln 2 in two parts: the first ends in zeros, so its product with a small integer is exact.
 LN2_HIGH = float.fromhex("0x1.62e42fee00000p-1")
 LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
 LOG2_E = float.fromhex("0x1.71547652b82fep+0")

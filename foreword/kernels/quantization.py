@@ -1,4 +1,4 @@
-"""Quantized weights in plain torch: what the blocks of files stand for, and what int8, int4 and fp8 make of a tensor.
+"""Quantized weights in plain torch: GGUF blocks, and quantization to int8, int4 and fp8.
 
 The native kernels multiply with exactly these values; tests demand equality.
 """
@@ -23,9 +23,9 @@ __all__ = [
     "split_blocks",
 ]
 
-MIN_MAGNITUDE = 2.0**-100  # a largest magnitude below this counts as zero: its inverse could not be written
+MIN_MAGNITUDE = 2.0**-100  # a largest magnitude below this counts as zero: its inverse would overflow
 INT4_GROUP = 32
-# The value of largest magnitude in a group becomes one of these; the one with the least squared error wins.
+# Candidates for the quantized value of largest magnitude; the one with the least squared error wins.
 INT4_EXTREMES = (-8.0, -8.5, -7.5, -9.0, -7.0, -9.5, -6.5)
 HALF_MAX = 65504.0
 FP8_MAX = 448.0  # of float8_e4m3fn
@@ -33,9 +33,7 @@ FP8_MAX = 448.0  # of float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class QuantBlock:
-    """values  that stand together in a file
-    size    bytes of them
-    """
+    """Values stored together in a file, and their bytes."""
 
     num_values: int
     num_bytes: int
@@ -65,14 +63,10 @@ def dequantize(blocks: QuantizedBlocks) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """Rounded values and what they are multiplied with; NaN as scale where a value was not finite.
+    """Rounded values and their scales. G groups a row: 1, or one for each 32 values, zero-padded."""
 
-    steps   float32 [N, G, K / G]: whole numbers, or those of float8_e4m3fn
-    scales  float32 [N, G]; G is 1, or for "int4" a group for each 32 values, the last one padded with zeros
-    """
-
-    quants: Tensor
-    scales: Tensor
+    quants: Tensor  # float32 [N, G, K / G]: integers, or values of float8_e4m3fn
+    scales: Tensor  # float32 [N, G]; NaN where a value was not finite
 
     def dequantize(self, columns: int) -> Tensor:
         """float32 [N, columns]"""
@@ -80,30 +74,26 @@ class QuantizedWeight:
 
 
 def quantize(weight: Tensor, weight_format: str) -> QuantizedWeight:
-    """`weight` [N, K] as "int8" or "fp8" (a scale for each row) or "int4" (for each 32 values)."""
-    return {"int8": _quantize_int8, "fp8": _quantize_fp8, "int4": _quantize_int4}[weight_format](
-        weight.to(torch.float32)
-    )
+    """`weight` [N, K] as "int8" or "fp8" (a scale for each row) or "int4" (a scale for each 32 values)."""
+    quantizers = {"int8": _quantize_int8, "fp8": _quantize_fp8, "int4": _quantize_int4}
+    return quantizers[weight_format](weight.to(torch.float32))
 
 
 def split_blocks(blocks: QuantizedBlocks) -> QuantizedWeight:
-    """The values and the scales of "q8_0" or "q4_0", which have no more to them; scales are float16."""
+    """Values and float16 scales of "q8_0" or "q4_0" blocks."""
     block = QUANT_BLOCKS[blocks.format]
     data = blocks.data.reshape(-1, block.num_bytes)
-    steps = (
-        data[:, 2:].view(torch.int8)
-        if blocks.format == "q8_0"
-        else _unpack_nibbles(data[:, 2:], 16).to(torch.int8) - 8
-    )
+    if blocks.format == "q8_0":
+        quants = data[:, 2:].view(torch.int8)
+    else:
+        quants = _unpack_nibbles(data[:, 2:], 16).to(torch.int8) - 8
     rows = blocks.data.shape[0]
-    return QuantizedWeight(
-        steps.to(torch.float32).reshape(rows, -1, block.num_values),
-        _read_float16(data[:, :2]).reshape(rows, -1),
-    )
+    quants = quants.to(torch.float32).reshape(rows, -1, block.num_values)
+    return QuantizedWeight(quants, _read_float16(data[:, :2]).reshape(rows, -1))
 
 
 def fake_quantize(weight: Tensor, weight_format: str) -> Tensor:
-    """The float32 [N, K] that `weight` [N, K] becomes as a kind of quantized()."""
+    """`weight` [N, K] after quantize(), as float32 [N, K]."""
     return quantize(weight, weight_format).dequantize(weight.shape[1])
 
 
@@ -114,14 +104,14 @@ def _quantize_int8(weight: Tensor) -> QuantizedWeight:
 
 def _quantize_fp8(weight: Tensor) -> QuantizedWeight:
     inverse, scales = _row_scales(weight, FP8_MAX)
-    steps = (weight * inverse).nan_to_num_(0.0).clamp_(-FP8_MAX, FP8_MAX)
-    return QuantizedWeight(steps.to(torch.float8_e4m3fn).to(torch.float32)[:, None], scales)
+    quants = (weight * inverse).nan_to_num_(0.0).clamp_(-FP8_MAX, FP8_MAX)
+    return QuantizedWeight(quants.to(torch.float8_e4m3fn).to(torch.float32)[:, None], scales)
 
 
 def _row_scales(weight: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
-    """What makes `end` of the largest magnitude in a row, and its inverse, both [N, 1]; NaN for a row that is not finite."""
+    """max_value / (a row's largest magnitude), and its inverse, both [N, 1]; NaN for a non-finite row."""
     largest = weight.abs().amax(1, keepdim=True)
-    # A number divided by a tensor would be its reciprocal times the number, rounded twice.
+    # Scalar / tensor would be computed as reciprocal times scalar, rounded twice.
     inverse = torch.where(largest < MIN_MAGNITUDE, 0.0, torch.full_like(largest, max_value) / largest)
     scales = torch.where(largest < MIN_MAGNITUDE, 0.0, largest / max_value)
     return inverse, torch.where(torch.isfinite(largest), scales, torch.nan)
@@ -134,34 +124,34 @@ def _quantize_int4(weight: Tensor) -> QuantizedWeight:
     peak = torch.where(-low >= high, low, high)
     best, scales = torch.zeros_like(groups), torch.zeros_like(peak)
     least = torch.full_like(peak, torch.inf)
-    for end in INT4_EXTREMES:
-        scale = (peak / end).clamp(-HALF_MAX, HALF_MAX).to(torch.float16).to(torch.float32)
-        steps, error = _round_groups(groups, scale)
+    for extreme in INT4_EXTREMES:
+        scale = (peak / extreme).clamp(-HALF_MAX, HALF_MAX).to(torch.float16).to(torch.float32)
+        quants, error = _round_groups(groups, scale)
         better = error < least
-        best, scales = torch.where(better, steps, best), torch.where(better, scale, scales)
+        best, scales = torch.where(better, quants, best), torch.where(better, scale, scales)
         least = torch.minimum(error, least)
     scales = torch.where(torch.isfinite(groups).all(1, keepdim=True), scales, torch.nan)
     return QuantizedWeight(best.reshape(weight.shape[0], -1, INT4_GROUP), scales.reshape(weight.shape[0], -1))
 
 
 def _round_groups(groups: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups [G, 32] as multiples of their scale [G, 1], and the squared error [G, 1], summed from the first value on."""
+    """Groups [G, 32] as multiples of their scale [G, 1], and squared error [G, 1], summed in order."""
     inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
-    steps = torch.round(groups * inverse).clamp(-8, 7)
-    squares = (groups - steps * scale).square().t().contiguous()
+    quants = torch.round(groups * inverse).clamp(-8, 7)
+    squares = (groups - quants * scale).square().t().contiguous()
     error = squares[0]
     for square in squares[1:]:
         error = error + square
-    return steps, error[:, None]
+    return quants, error[:, None]
 
 
 def _read_float16(data: Tensor) -> Tensor:
-    """uint8 [G, 2n] -> the float16 that stand there, as float32 [G, n]"""
+    """Little-endian float16 in uint8 [G, 2n] -> float32 [G, n]"""
     return data.contiguous().view(torch.float16).to(torch.float32)
 
 
 def _unpack_nibbles(data: Tensor, run: int) -> Tensor:
-    """uint8 [G, n] -> uint8 [G, 2n]: of each `run` bytes the low halves, then the high halves."""
+    """uint8 [G, n] -> uint8 [G, 2n]: the low nibbles of each `run` bytes, then their high nibbles."""
     runs = data.reshape(len(data), -1, 1, run)
     return torch.cat((runs & 15, runs >> 4), 2).reshape(len(data), -1)
 
@@ -187,7 +177,7 @@ def _dequantize_q5_0(data: Tensor) -> Tensor:
 
 
 def _unpack_k_scales(data: Tensor) -> tuple[Tensor, Tensor]:
-    """The first 16 bytes of a block of Q4_K or Q5_K -> what its eight parts are multiplied with, and what is then taken away."""
+    """First 16 bytes of Q4_K or Q5_K blocks -> scales and minimums of their eight groups."""
     d, d_min = torch.split(_read_float16(data[:, :4]), 1, 1)
     scale, minimum, rest = torch.split(data[:, 4:16], 4, 1)
     scales = torch.cat((scale & 63, rest & 15 | scale >> 6 << 4), 1)
@@ -196,7 +186,7 @@ def _unpack_k_scales(data: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale_k_quants(data: Tensor, values: Tensor) -> Tensor:
-    """values uint8 [G, 256] -> float32, by the scales and minimums of eight parts."""
+    """values uint8 [G, 256] -> float32, by the scales and minimums of eight groups."""
     scales, minimums = _unpack_k_scales(data)
     return scales[..., None] * values.reshape(-1, 8, 32) - minimums[..., None]
 

@@ -1,4 +1,4 @@
-"""Which backend computes, and why not another one."""
+"""Choice of the backend, and the reason where a faster one is unavailable."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from foreword.kernels.reference.backend import FastMathOps, ReferenceOps
 
 __all__ = ["BackendStatus", "list_backends", "native_unavailable_reason", "select_backend", "source_digest"]
 
-TRITON_OPS = (
-    "foreword.kernels.triton.backend",
-    "TritonOps",
-)  # imported where they are to be used: nothing else needs Triton
-TRITON_FAST_MATH_OPS = ("foreword.kernels.triton.fast_math", "TritonFastMath")
+# Modules imported on use: only GPUs need Triton.
+TRITON_OPS = ("foreword.kernels.triton.backend", "TritonOps")
+TRITON_FAST_MATH_OPS = ("foreword.kernels.triton.backend", "TritonFastMath")
 
 ISA_REQUIREMENTS = {
     "portable": "any processor",
     "avx2": "AVX2, FMA and F16C",
     "avx512": "AVX-512 with BW, DQ, VL, VNNI and BF16",
-    "amx": "what avx512 needs, AMX-BF16 and AMX-INT8",
+    "amx": "AVX-512 as above, AMX-BF16 and AMX-INT8",
 }
 
 
@@ -45,7 +43,7 @@ class NativeFastMath(NativeSampling, FastMathOps):
 
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
-    """One line of `foreword env`; `reason` says why it is not available, or what it is for."""
+    """One line of `foreword env`; `reason` says why it is unavailable, or its purpose."""
 
     name: str
     available: bool
@@ -59,7 +57,7 @@ def select_backend(
 
     threads  of the native kernels
     isa      "auto", an instruction set of the native kernels, or "reference" for torch
-    eager    on GPUs, launch kernels one by one instead of as graphs
+    eager    on GPUs, launch kernels one by one instead of in CUDA graphs
     Raises ConfigError for an instruction set that this processor lacks.
     """
     library, missing = load_library() if device == "cpu" else (None, "the native kernels are for the CPU")
@@ -72,7 +70,9 @@ def select_backend(
             f"cpu_isa {isa} has no effect {'with --fast-math' if fast_math else 'on ' + device}", "cpu_isa"
         )
     if device == "cuda" and triton_unavailable_reason() is None:
-        return _make_triton_ops(fast_math, eager)
+        module, name = TRITON_FAST_MATH_OPS if fast_math else TRITON_OPS
+        ops: Ops = getattr(importlib.import_module(module), name)(eager)
+        return ops
     if library is None:
         return FastMathOps() if fast_math else ReferenceOps()
     if fast_math:
@@ -80,23 +80,16 @@ def select_backend(
     return NativeReference(library, threads=threads) if isa == "reference" else CpuOps(isa, threads)
 
 
-def _make_triton_ops(fast_math: bool, eager: bool) -> Ops:
-    module, name = TRITON_FAST_MATH_OPS if fast_math else TRITON_OPS
-    ops: Ops = getattr(importlib.import_module(module), name)(eager)
-    return ops
-
-
 def native_unavailable_reason(device: str) -> str | None:
-    """Why torch computes, instead of kernels made for the device, although nobody asked for that; None if it does not."""
+    """Why torch computes instead of kernels for the device; None if the kernels are available."""
     if device == "cpu":
         return load_library()[1] or None
     reason = triton_unavailable_reason()
-    return reason and f"the reference computes, in torch, which is slower: {reason}"
+    return reason and f"the reference backend (torch) is used, which is slower: {reason}"
 
 
 def source_digest() -> str:
-    """Tells kernels apart that are compiled where they run, as `library_digest()` tells builds: another source may round
-    differently."""
+    """Digest of the sources of kernels compiled at run time: another source may round differently."""
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(Path(__file__).parent.glob("**/*.py")):
         digest.update(path.read_bytes())
@@ -106,32 +99,21 @@ def source_digest() -> str:
 def list_backends() -> list[BackendStatus]:
     """Every backend, the preferred ones first."""
     library, missing = load_library()
-    found, refused = current_gpu(), triton_unavailable_reason()
+    gpu, refused = current_gpu(), triton_unavailable_reason()
+    fast_math = "only with --fast-math: bits depend on the batch"
     return [
-        BackendStatus("triton", refused is None, refused or f"kernels for {found}"),
+        BackendStatus("triton", refused is None, refused or f"kernels for {gpu}"),
         *(
-            BackendStatus(
-                f"cpu-{isa}",
-                isa in supported_isas(),
-                missing or f"native kernels for {ISA_REQUIREMENTS[isa]}",
-            )
-            for isa in reversed(ISAS)
+            BackendStatus(f"cpu-{isa}", isa in supported_isas(), missing or f"native kernels for {needs}")
+            for isa, needs in reversed(ISA_REQUIREMENTS.items())
         ),
-        BackendStatus(
-            NativeReference.name, library is not None, missing or "torch on the CPU, sampling in C++"
-        ),
+        BackendStatus(NativeReference.name, library is not None, missing or "torch, sampling in C++"),
         BackendStatus(
             ReferenceOps.name,
             True,
-            "torch on any device" if found else "torch on the CPU (no CUDA device was found)",
+            "torch on any device" if gpu else "torch on the CPU (no CUDA device found)",
         ),
-        BackendStatus(
-            NativeFastMath.name,
-            library is not None,
-            missing or "only with --fast-math: bits depend on the batch",
-        ),
-        BackendStatus(
-            "triton-fast-math", refused is None, refused or "only with --fast-math: bits depend on the batch"
-        ),
-        BackendStatus(FastMathOps.name, True, "only with --fast-math: bits depend on the batch"),
+        BackendStatus(NativeFastMath.name, library is not None, missing or fast_math),
+        BackendStatus("triton-fast-math", refused is None, refused or fast_math),
+        BackendStatus(FastMathOps.name, True, fast_math),
     ]

@@ -1,4 +1,4 @@
-"""Blocks of KV memory: who holds them, which are free, and which can be found by their content."""
+"""KV blocks: reference counts, the free list, and the index from content hash to block."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """Blocks 1..num_blocks with reference counts; block 0 is scratch and never handed out.
+    """Reference-counted blocks 1..num_blocks; block 0 is scratch and never allocated.
 
-    A free block keeps its content, and can be found by its hash, until it is handed out again.
-    Free blocks are reused oldest first, those that cannot be found before all others.
-
-    num_free  blocks that allocate() can hand out
+    A free block keeps its content and its hash until it is allocated again. Blocks without a hash are
+    reused first, then the least recently freed.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -34,16 +32,14 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     def allocate(self) -> int:
-        """A block of its own, content undefined. The caller has checked num_free."""
+        """A block with one reference and undefined content; the caller has checked num_free."""
         block, _ = self._free.popitem(last=False)
-        digest = self._hash_of.pop(block, None)
-        if digest is not None:
-            del self._block_of[digest]
+        self.invalidate([block])
         self._ref_counts[block] = 1
         return block
 
     def acquire(self, digest: bytes) -> int | None:
-        """One more reference to the block that holds this content, or None."""
+        """Add a reference to the block with this content; None if no block has it."""
         block = self._block_of.get(digest)
         if block is None:
             return None
@@ -56,27 +52,27 @@ class BlockPool:
         return digest in self._block_of
 
     def is_free(self, digest: bytes) -> bool:
-        """Whether sharing this content would take a block from the free ones."""
+        """Whether acquiring this content takes a block off the free list."""
         return self._ref_counts[self._block_of[digest]] == 0
 
     def publish(self, block: int, digest: bytes) -> None:
-        """The block's content is complete and committed: it can be found from now on."""
+        """Index a block by its content, which is complete and committed."""
         assert self._ref_counts[block] > 0
         if digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
 
     def invalidate(self, blocks: Iterable[int]) -> None:
-        """Whatever these blocks hold, it can be found no more."""
+        """Drop these blocks from the content index."""
         for block in blocks:
             digest = self._hash_of.pop(block, None)
             if digest is not None:
                 del self._block_of[digest]
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give up one reference to each, the last block first: beginnings outlive their continuations."""
+        """Drop one reference to each block, the last first, so that prefixes stay cached longest."""
         for block in reversed(list(blocks)):
-            assert self._ref_counts[block] > 0, f"block {block} released twice"
+            assert self._ref_counts[block] > 0, f"block {block} was released twice"
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
                 self._free[block] = None
@@ -84,14 +80,13 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def check(self, holders: Iterable[Iterable[int]]) -> None:
-        """Assert that references are exactly those of the holders, and that nothing leaked."""
+        """Assert that the reference counts match the holders' block tables."""
         counts = [0] * (self.num_blocks + 1)
         for blocks in holders:
             for block in blocks:
                 counts[block] += 1
-        assert counts == self._ref_counts, "block references differ from their holders"
-        assert set(self._free) == {b for b in range(1, self.num_blocks + 1) if counts[b] == 0}, (
-            "free list is wrong"
-        )
+        assert counts == self._ref_counts, "reference counts differ from the block tables"
+        free = {block for block in range(1, self.num_blocks + 1) if counts[block] == 0}
+        assert set(self._free) == free, "the free list differs from the unreferenced blocks"
         assert all(self._hash_of[block] == digest for digest, block in self._block_of.items())
         assert len(self._hash_of) == len(self._block_of)

@@ -1,13 +1,11 @@
-"""Names for the content of full blocks: a chain of hashes over tokens, from the first block on.
-
-The prefix cache as the scheduler sees it: whose beginning can be shared, and who is just computing it.
-"""
+"""Prefix caching: full blocks are indexed by a hash chain over their tokens and images."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import takewhile
 
 from foreword.core.images import PromptImage
 from foreword.core.request import RequestState
@@ -16,99 +14,88 @@ from foreword.kv_cache.block_pool import BlockPool
 __all__ = ["PrefixCache", "extend_hashes"]
 
 DIGEST_BYTES = 16
-IMAGE_PERSON = b"pictures"  # a block with pictures has no name in common with any without
+IMAGE_PERSON = b"pictures"  # separates hashes of blocks with images from those without
 
 
 def extend_hashes(
     hashes: list[bytes],
     tokens: Sequence[int],
     block_size: int,
-    namespace: str,
+    cache_salt: str,
     images: Sequence[PromptImage] = (),
 ) -> None:
     """Append the hash of each full block of `tokens` that `hashes` does not cover yet.
 
-    A hash names a block's tokens and pictures, all before them, and the namespace (the tenant): equal
-    hashes mean equal KV. blake2b with 16 bytes: no two prompts can be made to collide.
+    A hash covers the block's tokens and images, all earlier ones and the cache salt: equal hashes mean
+    equal KV. blake2b, since callers choose the tokens and must not construct a collision.
     """
     for index in range(len(hashes), len(tokens) // block_size):
         start, end = index * block_size, (index + 1) * block_size
-        content = (hashes[-1] if hashes else namespace.encode()) + array("q", tokens[start:end]).tobytes()
-        seen = _image_content(images, start, end)
-        hashes.append(
-            blake2b(content + seen, digest_size=DIGEST_BYTES, person=IMAGE_PERSON if seen else b"").digest()
-        )
-
-
-def _image_content(images: Sequence[PromptImage], start: int, end: int) -> bytes:
-    """What is seen in a block: every picture that reaches into it, and where that begins, which tells the part."""
-    inside = [picture for picture in images if picture.start < end and picture.end > start]
-    return b"".join(picture.digest + array("q", [picture.start]).tobytes() for picture in inside)
+        content = (hashes[-1] if hashes else cache_salt.encode()) + array("q", tokens[start:end]).tobytes()
+        overlapping = [image for image in images if image.start < end and image.end > start]
+        # The start index says which part of the image lies in the block
+        shown = b"".join(image.digest + array("q", [image.start]).tobytes() for image in overlapping)
+        person = IMAGE_PERSON if shown else b""
+        hashes.append(blake2b(content + shown, digest_size=DIGEST_BYTES, person=person).digest())
 
 
 class PrefixCache:
-    """Blocks that are found by their content. Switched off, nobody finds any, and nothing is remembered."""
+    """Finds cached prefix blocks, and tracks the running request that computes each shareable block."""
 
     def __init__(self, pool: BlockPool, block_size: int, enabled: bool) -> None:
         self.enabled = enabled
         self._pool = pool
-        self._block_size = block_size
+        self.block_size = block_size
         self._computing: dict[bytes, RequestState] = {}
 
     @property
     def idle(self) -> bool:
-        """Nobody computes anything that others could share."""
+        """No running request computes a shareable block."""
         return not self._computing
 
     def is_enabled_for(self, state: RequestState) -> bool:
-        """Logprobs of a prompt, and their mean, want every row of it."""
+        """Prompt logprobs and mean pooling need every row of the prompt, so they find no blocks."""
         return self.enabled and state.params.prompt_logprobs is None and state.request.pooling != "mean"
 
     def hash_blocks(self, state: RequestState) -> None:
-        """Name the blocks that its tokens fill."""
+        """Update the hashes of the request's full blocks."""
         if self.enabled:
             request = state.request
-            extend_hashes(
-                state.block_hashes, state.tokens, self._block_size, request.cache_salt, request.images
-            )
+            hashes, tokens = state.block_hashes, state.tokens
+            extend_hashes(hashes, tokens, self.block_size, request.cache_salt, request.images)
 
     def match(self, state: RequestState) -> list[bytes]:
-        """Hashes of the leading blocks that the cache holds; never that of the last token."""
-        found: list[bytes] = []
-        if self.is_enabled_for(state):
-            for digest in self._shareable_hashes(state):
-                if not self._pool.contains(digest):
-                    break
-                found.append(digest)
-        return found
+        """Hashes of the leading cached blocks; never the last token's block, whose row must be computed."""
+        shareable = self._shareable_hashes(state) if self.is_enabled_for(state) else ()
+        return list(takewhile(self._pool.contains, shareable))
 
     def computing_request(self, state: RequestState) -> RequestState | None:
-        """The running request that is just computing the next block of this one's beginning.
+        """The running request that computes the first block this request misses.
 
-        Then it waits a step or two and shares the block: n choices compute their prompt once. Who wants tokens does not wait
-        for a vector, which may take its time.
+        Waiting for it shares the block: n choices compute their prompt once. A generation does not wait
+        for a pooling request, whose row budget is small.
         """
         if not self.is_enabled_for(state):
             return None
         index = len(self.match(state))
-        beginning = self._shareable_hashes(state)
-        owner = self._computing.get(beginning[index]) if index < len(beginning) else None
+        shareable = self._shareable_hashes(state)
+        owner = self._computing.get(shareable[index]) if index < len(shareable) else None
         return owner if owner is not None and (state.is_pooling or not owner.is_pooling) else None
 
     def attach(self, state: RequestState) -> int:
-        """Let a request that starts take what is there of its beginning; the rest is its to compute. Returns the blocks taken."""
-        shareable = self.match(state)
-        for digest in shareable:
+        """Acquire the cached prefix blocks of a starting request; returns their number."""
+        cached = self.match(state)
+        for digest in cached:
             block = self._pool.acquire(digest)
             assert block is not None
             state.blocks.append(block)
-        for digest in state.block_hashes[len(shareable) :]:
+        for digest in state.block_hashes[len(cached) :]:
             self._computing.setdefault(digest, state)
-        return len(shareable)
+        return len(cached)
 
     def publish(self, state: RequestState, num_computed_before: int) -> None:
-        """Make findable what the step completed; `before` it so many tokens were computed."""
-        size = self._block_size
+        """Index the blocks that were completed since `num_computed_before` tokens."""
+        size = self.block_size
         if not self.enabled or state.num_computed // size == num_computed_before // size:
             return
         self.hash_blocks(state)
@@ -118,18 +105,17 @@ class PrefixCache:
             self._end_computing(state, state.block_hashes[index])
 
     def forget(self, state: RequestState) -> None:
-        """The request computes nothing any more."""
+        """The request stops computing: waiting requests may compute its blocks."""
         for digest in state.block_hashes:
             self._end_computing(state, digest)
 
     def invalidate(self, state: RequestState) -> None:
-        """An error of ours ended the request: what its blocks hold may be the reason, so nobody else finds it."""
+        """Drop the blocks of a failed request from the index: their content may be wrong."""
         self._pool.invalidate(state.blocks)
 
     def _shareable_hashes(self, state: RequestState) -> list[bytes]:
-        return state.block_hashes[: (len(state.tokens) - 1) // self._block_size]
+        return state.block_hashes[: (len(state.tokens) - 1) // self.block_size]
 
     def _end_computing(self, state: RequestState, digest: bytes) -> None:
-        """The request computes this block no longer: it is done, or given up."""
         if self._computing.get(digest) is state:
             del self._computing[digest]

@@ -1,4 +1,4 @@
-"""The memory of the KV cache."""
+"""Device memory of the KV cache."""
 
 from __future__ import annotations
 
@@ -17,19 +17,14 @@ SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
 class KVStorage:
-    """K and V of every layer, in blocks. Block 0 is scratch: padding writes and reads there.
-
-    num_blocks  usable blocks; their ids are 1..num_blocks
-    layers      (heads, head dimension) of each layer
-    dtype       "float32", "bfloat16", "float16", "int8" or "fp8" (float8_e4m3fn)
-    """
+    """K and V of every layer in blocks 1..num_blocks; padding rows read and write block 0."""
 
     def __init__(
         self,
         num_blocks: int,
         block_size: int,
-        layers: Sequence[tuple[int, int]],
-        dtype: str,
+        layers: Sequence[tuple[int, int]],  # (heads, head dimension) of each layer
+        dtype: str,  # "float32", "bfloat16", "float16", "int8" or "fp8" (float8_e4m3fn)
         device: str = "cpu",
     ) -> None:
         assert num_blocks > 0 and block_size > 0
@@ -42,18 +37,15 @@ class KVStorage:
         self._layers = tuple(self._make_layer((slots, *shape), stored) for shape in layers)
 
     def layer(self, index: int) -> KVLayer:
-        """K and V of one layer."""
         return self._layers[index]
 
     @property
     def nbytes(self) -> int:
-        tensors = [
-            tensor for layer in self._layers for tensor in (layer.k, layer.v, layer.k_scale, layer.v_scale)
-        ]
+        tensors = (t for layer in self._layers for t in (layer.k, layer.v, layer.k_scale, layer.v_scale))
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def _make_layer(self, shape: tuple[int, int, int], dtype: torch.dtype) -> KVLayer:
-        """shape (S, Hk, D)"""
+        """shape  (S, Hk, D): slots, KV heads, head dimension"""
         k, v = self._zeros(shape, dtype), self._zeros(shape, dtype)
         if dtype not in SCALED_DTYPES:
             return KVLayer(k, v)

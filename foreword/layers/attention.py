@@ -16,19 +16,19 @@ __all__ = ["Attention", "AttentionConfig", "ForwardContext"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """heads Hq, kv_heads Hk, head_dim D; scores are (q . k) * scale, soft-capped if asked for."""
+    """Shape and score function of an attention layer."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
+    heads: int  # Hq
+    kv_heads: int  # Hk
+    head_dim: int  # D
+    scale: float  # scores are (q . k) * scale
     window: int | None = None
     softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What all layers of one kind share in one forward pass: `table`, `positions` and `axes` as in Ops.rope."""
+    """Inputs shared by all layers with one window; cos_sin and positions as in Ops.rope."""
 
     batch: Batch
     cos_sin: Tensor
@@ -38,7 +38,7 @@ class ForwardContext:
 
 
 class Attention:
-    """`qkv` is the three projections in one; `q_norm` and `k_norm` (over each head) come in pairs."""
+    """Fused qkv projection, norms of each q and k head (both or neither), RoPE, output projection."""
 
     def __init__(
         self,
@@ -59,8 +59,7 @@ class Attention:
     def __call__(
         self, x: Tensor, context: ForwardContext, cache: KVLayer, residual: Tensor | None = None
     ) -> Tensor:
-        """x [T, H] -> [T, H], added to `residual` [T, H] if given. K and V go to the cache first: rows of one step see each
-        other only there."""
+        """x [T, H] -> [T, H], plus `residual` [T, H]. Rows of a step attend through the cache."""
         config, batch = self._config, context.batch
         heads, all_heads = config.heads, config.heads + config.kv_heads
         qkv = self._qkv(x).view(x.shape[0], all_heads + config.kv_heads, config.head_dim)
@@ -70,7 +69,7 @@ class Attention:
         q = self._ops.rope_and_cache(
             q, k, v, context.cos_sin, context.positions, context.mrope_sections, cache, batch.slots
         )
-        seen = self._ops.attention(
+        attended = self._ops.attention(
             q, cache, batch, config.scale, config.window, config.softcap, context.attention_metadata
         )
-        return self._out(seen.flatten(1), residual)
+        return self._out(attended.flatten(1), residual)

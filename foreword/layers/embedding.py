@@ -11,7 +11,7 @@ __all__ = ["Embedding"]
 
 
 class Embedding:
-    """Rows of a packed weight [V, H] as `dtype`, times `scale` (rounded to that type, as Gemma was trained)."""
+    """Rows of a packed weight [V, H] as `dtype`, times `scale` rounded to `dtype` (as Gemma was trained)."""
 
     def __init__(self, ops: Ops, weight: PackedLinear, dtype: torch.dtype, scale: float = 1.0) -> None:
         self._ops = ops

@@ -1,4 +1,4 @@
-"""Linear layers; those that read the same input are fused into one."""
+"""Linear layers; projections of the same input are fused into one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Linear", "load_linear"]
 
 
 class Linear:
-    """y = x W^T + b, of x's data type unless another is named."""
+    """y = x W^T + b, of type `dtype` (default: of x)."""
 
     def __init__(self, ops: Ops, weight: PackedLinear, dtype: torch.dtype | None = None) -> None:
         self._ops = ops
@@ -22,11 +22,11 @@ class Linear:
         self._dtype = dtype
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        """x [T, K] -> [T, N], added to `add_to` [T, N] if given"""
+        """x [T, K] -> [T, N], plus `add_to` [T, N]"""
         return self._ops.linear(x, self._weight, self._dtype, add_to)
 
     def gated_act(self, x: Tensor, activation: str) -> Tensor:
-        """x [T, K] -> activation(first half of y) * second half [T, N / 2]"""
+        """x [T, K] -> activation(first half of y) * second half of y [T, N / 2]"""
         return self._ops.linear_gated_act(x, self._weight, activation)
 
 
@@ -38,13 +38,10 @@ def load_linear(
     out_features: Mapping[str, int],
     bias: bool = False,
 ) -> PackedLinear:
-    """The layers of these names and numbers of outputs as one, in this order; kind as in Ops.pack_linear."""
-    biases = (
-        torch.cat([weights.tensor(f"{name}.bias", size) for name, size in out_features.items()])
-        if bias
-        else None
-    )
-    with weights.weights(
-        {f"{name}.weight": size for name, size in out_features.items()}, in_features
-    ) as parts:
+    """Load and fuse the layers named in out_features (name -> rows), in order; see Ops.pack_linear."""
+    biases: Tensor | None = None
+    if bias:
+        biases = torch.cat([weights.tensor(f"{name}.bias", size) for name, size in out_features.items()])
+    num_rows = {f"{name}.weight": size for name, size in out_features.items()}
+    with weights.weights(num_rows, in_features) as parts:
         return ops.pack_linear(parts, weight_format, biases)

@@ -1,8 +1,8 @@
 """Rotary position embedding.
 
-Frequencies are fixed when the model is loaded, from the checkpoint and the longest context it will be
-used for; never from the current length, or a token's bits would depend on what comes after it. For
-`dynamic` and `longrope` beyond the original length this differs from transformers, on purpose.
+Frequencies are fixed at load, from the checkpoint and the longest context served. The current length does not
+enter, or a token's bits would depend on later tokens. So `dynamic` and `longrope` differ from transformers
+beyond the original length.
 """
 
 from __future__ import annotations
@@ -20,18 +20,13 @@ __all__ = ["ROPE_TYPES", "Rope", "RopeConfig", "rope_frequencies"]
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Names as in the checkpoint's `rope_parameters`; fields that `rope_type` does not use keep their defaults.
-
-    rotary_dim  values of each head that are rotated
-    axes        by which direction each angle turns, in models with M-RoPE
-    original    original_max_position_embeddings: the context before any scaling
-    """
+    """The checkpoint's `rope_parameters`; fields that `rope_type` does not use keep their defaults."""
 
     rope_type: str
     theta: float
-    rotary_dim: int
+    rotary_dim: int  # rotated values of each head
     factor: float = 1.0
-    original_max_position: int = 0
+    original_max_position: int = 0  # original_max_position_embeddings: the context before any scaling
     attention_factor: float | None = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -42,14 +37,11 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-    mrope_sections: MRopeSections | None = None
+    mrope_sections: MRopeSections | None = None  # axis of each angle, in models with M-RoPE
 
 
 class Rope:
-    """Cosines and sines of every position below `max_len`.
-
-    table  float32 [max_len, D_rot]: cosines of D_rot / 2 angles, then their sines
-    """
+    """cos_sin float32 [max_len, D_rot]: cosines of D_rot / 2 angles of each position, then their sines."""
 
     def __init__(self, config: RopeConfig, max_len: int, device: str) -> None:
         inverse, scale = rope_frequencies(config, max_len)
@@ -58,7 +50,7 @@ class Rope:
 
 
 def rope_frequencies(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
-    """Radians a position, float32 [D_rot / 2], and the factor that cosine and sine are scaled by."""
+    """Radians per position, float32 [D_rot / 2], and the scale of cosine and sine."""
     return ROPE_TYPES[config.rope_type](config, max_len)
 
 
@@ -84,7 +76,7 @@ def _dynamic(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
 
 
 def _llama3(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
-    """Long waves are stretched, short ones kept, those between interpolated (Llama 3.1)."""
+    """Stretch long wavelengths, keep short ones, interpolate between (Llama 3.1)."""
     plain = _inverse_frequencies(config.theta, config.rotary_dim)
     wavelength = 2 * math.pi / plain
     smooth = (config.original_max_position / wavelength - config.low_freq_factor) / (
@@ -133,7 +125,7 @@ def _yarn_scale(config: RopeConfig) -> float:
 
 
 def _longrope(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
-    """The long factors if the engine may go beyond the original context, else the short ones."""
+    """Long factors if the longest context exceeds the original one, else the short factors."""
     factors = config.long_factor if max_len > config.original_max_position else config.short_factor
     plain = _inverse_frequencies(config.theta, config.rotary_dim) / torch.tensor(factors, dtype=torch.float32)
     if config.attention_factor is not None:

@@ -1,4 +1,4 @@
-"""Where layers get their tensors from."""
+"""Source of the tensors of layers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ __all__ = ["Weights"]
 
 
 class Weights(Protocol):
-    """Tensors of a checkpoint, by the names that they have in Hugging Face's format."""
+    """Tensors of a checkpoint, by their names in Hugging Face's format."""
 
     @property
     def num_parameters(self) -> int:
-        """Values taken so far."""
+        """Parameters loaded so far."""
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """The tensor of this name, which must have this shape: float32, on the engine's device, in memory of its own."""
+        """The tensor of this name and shape: float32, on the engine's device, in its own memory."""
 
     def weights(
         self, out_features: Mapping[str, int], in_features: int
     ) -> AbstractContextManager[Sequence[Matrix]]:
-        """The matrices of these names and numbers of rows as they stand in the file, on the engine's device.
+        """The matrices named in out_features (name -> rows) in the file's format, on the engine's device.
 
-        They may lie in a mapped file, whose pages are given back at the end of the `with` block: what is kept must be
-        copied before.
+        They may lie in a mapped file that is released at the end of the `with` block: copy before.
         """
 
     def prefixed(self, prefix: str) -> Weights:
-        """The same tensors; names are to be completed by the prefix."""
+        """The same tensors; names are completed by the prefix."""

@@ -1,4 +1,4 @@
-"""The log lines about traffic. A figure that does not exist is left out; there is never a nan."""
+"""Log lines about traffic. Values that do not exist are omitted."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ __all__ = [
 logger = logging.getLogger("foreword.metrics")
 
 MAX_VALUE_CHARS = 80
+# Parameters with text of the request.
 REDACTED_PARAMS = frozenset({"bad_words", "dry_sequence_breakers", "prediction", "stop", "structured"})
 
 
 class LogInterval:
-    """Traffic since the last throughput line.
-
-    busy_s  seconds in which at least one request was open: idle time does not dilute a rate
-    """
+    """Traffic since the last throughput line."""
 
     __slots__ = (
         "busy_s",
@@ -46,7 +44,7 @@ class LogInterval:
     )
 
     def __init__(self) -> None:
-        self.busy_s = 0.0
+        self.busy_s = 0.0  # with at least one open request, so that idle time does not lower rates
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.embedding_tokens = 0
@@ -60,7 +58,7 @@ class LogInterval:
 
 
 def format_throughput(interval: LogInterval, stats: StepStats) -> str:
-    """Needs an interval with traffic."""
+    """The interval must have traffic."""
     parts = [
         f"Throughput: prompt {interval.prompt_tokens / interval.busy_s:.1f} tokens/s",
         f"generation {interval.generation_tokens / interval.busy_s:.1f} tokens/s",
@@ -77,29 +75,30 @@ def format_throughput(interval: LogInterval, stats: StepStats) -> str:
 
 
 def format_speculation(stats: SpecDecodeStats) -> str:
-    """Needs a tally that has drafted tokens."""
+    """The statistics must have drafted tokens."""
     rates = ", ".join(f"{rate:.3f}" for rate in stats.acceptance_per_position)
     return (
         f"SpecDecoding metrics: Mean acceptance length: {stats.mean_acceptance_len:.2f}, "
-        f"Draft acceptance rate: {stats.acceptance_rate:.1%}, System efficiency: {stats.system_efficiency:.1%}, "
+        f"Draft acceptance rate: {stats.acceptance_rate:.1%}, "
+        f"System efficiency: {stats.system_efficiency:.1%}, "
         f"Accepted: {stats.num_accepted} tokens, Drafted: {stats.num_drafted} tokens, "
         f"Per-position acceptance rate: {rates}"
     )
 
 
 def format_embedding(task: str, reason: str, num_inputs: int, num_tokens: int, seconds: float) -> str:
-    """How one request for vectors or scores went."""
+    """The log line of an embedding or ranking request."""
     return f"{task}: {reason}; {num_inputs} inputs, {num_tokens} tokens; times total {seconds * 1000:.1f} ms"
 
 
 class PromptChoices:
-    """The choices of one prompt: they arrive together, and have one log line when the last has ended."""
+    """Choices of one prompt: submitted together, logged together when the last has ended."""
 
     __slots__ = ("finished", "is_prompt_computed", "num_requested")
 
     def __init__(self) -> None:
         self.num_requested = 0
-        self.is_prompt_computed = False  # a first event came: the prompt is counted once for all choices
+        self.is_prompt_computed = False  # the prompt is counted once for all choices
         self.finished: list[tuple[RequestProgress, str]] = []
 
     @property
@@ -108,7 +107,7 @@ class PromptChoices:
 
 
 def format_request(name: str, choices: PromptChoices, now: float) -> str:
-    """How one request went: parameters and figures, never a word of the prompt or the answer."""
+    """The log line of a request: parameters and numbers, no text of prompt or output."""
     all_progress = [progress for progress, _ in choices.finished]
     first = min(all_progress, key=lambda progress: progress.request.id)
     generated = sum(progress.num_tokens for progress in all_progress)
@@ -123,20 +122,20 @@ def format_request(name: str, choices: PromptChoices, now: float) -> str:
 
 
 def format_repetition(request: Request, event: TokenEvent, repetition: Repetition) -> str:
-    """That an answer repeats itself, and what becomes of it; never what it repeats."""
-    fate = "it goes on" if event.finish_reason is None else f"it ended: {event.finish_reason}"
+    """The log line of a request with repetitive output, without its text."""
+    outcome = "continuing" if event.finish_reason is None else f"finished: {event.finish_reason}"
     return (
-        f"request {request.id} runs away: {event.index + repetition.num_tokens} tokens so far, and their end repeats a pattern "
-        f"of length {repetition.pattern_len}; {fate} (on_runaway {request.params.on_runaway})"
+        f"request {request.id}: repetitive output, pattern of {repetition.pattern_len} tokens after "
+        f"{event.index + repetition.num_tokens} tokens; {outcome} (on_runaway {request.params.on_runaway})"
     )
 
 
 def _format_prompt(progress: RequestProgress) -> str:
-    """How long the prompt is, and how much of it was seen; never what."""
-    request, pictures = progress.request, progress.request.images
-    count = f"{len(pictures)} picture{'s' * (len(pictures) > 1)}"
-    seen = f", {sum(picture.num_tokens for picture in pictures)} for {count}" if pictures else ""
-    return f"{len(request.prompt_ids)} prompt ({progress.num_cached} cached{seen})"
+    """Number of prompt tokens, cached tokens and image tokens."""
+    request, images = progress.request, progress.request.images
+    count = f"{len(images)} image{'s' * (len(images) > 1)}"
+    for_images = f", {sum(image.num_tokens for image in images)} for {count}" if images else ""
+    return f"{len(request.prompt_ids)} prompt ({progress.num_cached} cached{for_images})"
 
 
 def _format_prediction(progress: RequestProgress) -> str:
@@ -145,14 +144,12 @@ def _format_prediction(progress: RequestProgress) -> str:
 
 
 def _format_finish(choices: PromptChoices) -> str:
-    """How many choices were asked for and returned, and why they ended."""
+    """Finish reasons, and numbers of requested and returned choices."""
     reasons = Counter(reason for _, reason in choices.finished)
     returned = reasons["stop"] + reasons["length"] + reasons["repetition"]
-    listed = ", ".join(
-        f"{reason} {count}" if choices.num_requested > 1 else reason
-        for reason, count in sorted(reasons.items())
-    )
-    return f"{listed}; n {choices.num_requested} asked, {returned} returned"
+    is_single = choices.num_requested == 1
+    counted = ", ".join(reason if is_single else f"{reason} {n}" for reason, n in sorted(reasons.items()))
+    return f"{counted}; n {choices.num_requested} requested, {returned} returned"
 
 
 def _format_drafting(all_progress: Sequence[RequestProgress]) -> list[str]:
@@ -167,12 +164,9 @@ def _format_drafting(all_progress: Sequence[RequestProgress]) -> list[str]:
 def _format_params(progress: RequestProgress) -> str:
     request = progress.request
     changed = {**request.params.non_default_fields(), "seed": request.seed}
-    return " ".join(f"{name}={_redact(name, value)}" for name, value in changed.items())
-
-
-def _redact(name: str, value: object) -> str:
-    """Values that are text out of the request are not told."""
-    return "..." if name in REDACTED_PARAMS else _shorten(value)
+    return " ".join(
+        f"{name}={'...' if name in REDACTED_PARAMS else _shorten(value)}" for name, value in changed.items()
+    )
 
 
 def _format_times(progress: RequestProgress, now: float) -> str:

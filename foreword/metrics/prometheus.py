@@ -1,4 +1,4 @@
-"""The catalog as a Prometheus registry of its own: no global registry, no default collectors."""
+"""A private Prometheus registry of the catalog's metrics, without default collectors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INSTRUMENTS: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": 
 
 
 class MetricsRegistry:
-    """The metrics that exist in one server. A name outside the catalog is a KeyError."""
+    """The metrics of one server. An unknown name is a KeyError."""
 
     def __init__(self, speculative: bool, multimodal: bool = False) -> None:
         inner = CollectorRegistry()
@@ -47,12 +47,12 @@ class MetricsRegistry:
             instrument.observe(value)
 
     def init_series(self, name: str, labels: Iterable[str], *leading_labels: str) -> None:
-        """Let the series of these labels exist from the start, at zero; `before` are the labels before the last."""
+        """Create a series at zero for each value of the last label."""
         for label in labels:
             self._get_series(name, (*leading_labels, label))
 
     def render(self) -> bytes:
-        """The scrape, in Prometheus' text format."""
+        """Metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _get_series(self, name: str, labels: tuple[str, ...]) -> Any:
@@ -64,7 +64,7 @@ class MetricsRegistry:
 
 
 class _WithoutCreated(Collector):
-    """The families of a registry without the `_created` series, which no row of the catalog names."""
+    """A registry's families without the `_created` series, which are not in the catalog."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -76,7 +76,6 @@ class _WithoutCreated(Collector):
 
 
 def _build_metric(metric: Metric, registry: CollectorRegistry) -> Any:
-    more = {"buckets": metric.buckets} if metric.buckets else {}
-    return INSTRUMENTS[metric.metric_type](
-        PREFIX + metric.name, metric.help, metric.labels, registry=registry, **more
-    )
+    options = {"buckets": metric.buckets} if metric.buckets else {}
+    instrument = INSTRUMENTS[metric.metric_type]
+    return instrument(PREFIX + metric.name, metric.help, metric.labels, registry=registry, **options)

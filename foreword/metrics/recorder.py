@@ -1,4 +1,4 @@
-"""Counts what was delivered: the server reports, Prometheus, the log and each answer read."""
+"""Records events of requests and steps for Prometheus, the log, and the `metrics` object of responses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from foreword.core.outputs import GRAMMAR, DraftingStats, DraftResult, StepStats, TokenEvent
-from foreword.core.repetition import Repetition
 from foreword.core.request import Request
 from foreword.errors import ForewordError, safe_message
 from foreword.metrics import logging_stats as log
@@ -29,8 +28,8 @@ __all__ = ["MetricsRecorder"]
 
 Number = TypeVar("Number", int, float)
 
-DRAFT_STAGE = "draft"  # the stage that does not exist without drafters
-MAX_FINISHED_STATS = 4096  # ended requests whose figures may still be asked for
+DRAFT_STAGE = "draft"  # exists only with drafters
+MAX_FINISHED_STATS = 4096  # finished requests whose statistics are kept
 
 STEP_GAUGES = (
     "requests_running",
@@ -59,13 +58,12 @@ DRAFTER_METRICS = (
 
 
 class MetricsRecorder:
-    """The metrics of one server. Used from one thread; holds no global state.
+    """Metrics of one server. Not thread-safe; no global state.
 
-    drafters        names of those that may run; empty: nothing of speculation exists here
+    drafters        names of the drafters; without any, there are no speculation metrics
     log_interval_s  seconds between throughput lines; 0 for none
-    clock           monotonic seconds, the same clock as Request.arrival_s and Tokens.scheduled_s
-    pictures        the model sees pictures; else nothing of them exists here
-    stats_now       asked for the gauges; None: they are those of the last step
+    clock           monotonic seconds, as in Request.arrival_s and TokenEvent.scheduled_s
+    multimodal      whether there are image metrics
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class MetricsRecorder:
         self._drafters = drafters
         self._multimodal = multimodal
         self._log_interval_s = log_interval_s
-        self.get_stats: Callable[[], StepStats] | None = None
+        self.get_stats: Callable[[], StepStats] | None = None  # for gauges; None: those of the last step
         self._clock = clock
         self._live: dict[str, RequestProgress] = {}
         self._choices: dict[str, log.PromptChoices] = {}
@@ -93,35 +91,32 @@ class MetricsRecorder:
         self._init_series()
 
     def _init_series(self) -> None:
-        self._registry.init_series("requests_finished_total", FINISH_REASONS)
-        self._registry.init_series(
-            "step_seconds", [stage for stage in STEP_STAGES if stage != DRAFT_STAGE or self._drafters]
-        )
-        self._registry.init_series("engine_faults_total", FAULT_STAGES)
-        self._registry.init_series("requests_rejected_total", REJECT_REASONS)
+        init_series = self._registry.init_series
+        init_series("requests_finished_total", FINISH_REASONS)
+        init_series("step_seconds", [name for name in STEP_STAGES if name != DRAFT_STAGE or self._drafters])
+        init_series("engine_faults_total", FAULT_STAGES)
+        init_series("requests_rejected_total", REJECT_REASONS)
         for name in ("step_seconds", "engine_faults_total") if self._multimodal else ():
-            self._registry.init_series(name, (ENCODE_STAGE,))
-        for kind in EMBEDDING_TASKS:
-            self._registry.init_series("embedding_requests_total", EMBEDDING_FINISH_REASONS, kind)
+            init_series(name, (ENCODE_STAGE,))
+        for task in EMBEDDING_TASKS:
+            init_series("embedding_requests_total", EMBEDDING_FINISH_REASONS, task)
         for name in EMBEDDING_METRICS:
-            self._registry.init_series(name, EMBEDDING_TASKS)
+            init_series(name, EMBEDDING_TASKS)
         for name in DRAFTER_METRICS if self._drafters else ():
-            self._registry.init_series(name, [drafter for drafter in self._drafters if drafter != GRAMMAR])
-
-    # What happened to a request.
+            init_series(name, [drafter for drafter in self._drafters if drafter != GRAMMAR])
 
     def on_submit(self, request: Request) -> None:
-        """A choice was submitted. The choices of one prompt are "X-0", "X-1", ... and arrive before any of them ends."""
+        """A choice was submitted: "X-0", "X-1", ... of one prompt, all before any of them ends."""
         now = self._clock()
         self._count_busy(now)
         self._live[request.id] = RequestProgress(request, now)
         self._choices.setdefault(_prompt_id(request.id), log.PromptChoices()).num_requested += 1
 
     def on_tokens(self, request: Request, event: TokenEvent, now_s: float) -> None:
-        """Tokens reached the caller; `event` is what is left after the cut, its finish_reason ends the request."""
+        """Tokens were delivered. `event` is truncated by stop conditions; its finish_reason is final."""
         progress = self._live.get(request.id)
         if progress is None:
-            return  # aborted while the event was under way
+            return  # aborted before the event arrived
         self._count_prompt(request)
         gap_s = progress.record_tokens(event, now_s)
         if event.token_ids:
@@ -129,7 +124,8 @@ class MetricsRecorder:
         if event.draft is not None and event.draft.num_drafted:
             self._count_draft(event.draft, len(event.token_ids))
         if event.repetition is not None:
-            self._count_repetition(request, event, event.repetition)
+            self._registry.add("runaway_requests_total", 1)
+            log.logger.warning("%s", log.format_repetition(request, event, event.repetition))
         if event.finish_reason is not None:
             self._finish(progress, event.finish_reason, now_s)
 
@@ -141,32 +137,31 @@ class MetricsRecorder:
             self._finish(progress, "error", self._clock())
 
     def on_abort(self, request: Request) -> None:
-        """Nobody wanted the answer any more."""
+        """The request was aborted."""
         progress = self._live.get(request.id)
         if progress is not None:
             self._finish(progress, "abort", self._clock())
 
     def on_reject(self, reason: str) -> None:
-        """A request was refused; one of the catalog's REJECTIONS."""
+        """A request was rejected for one of REJECT_REASONS."""
         self._registry.add("requests_rejected_total", 1, reason)
 
     def live_requests(self) -> Sequence[RequestProgress]:
-        """The choices that are open."""
         return list(self._live.values())
 
     def on_response(self, num_choices: int) -> None:
-        """An answer with that many choices was sent."""
+        """A response with `num_choices` choices was sent."""
         self._registry.add("choices_returned_total", num_choices)
 
     def on_embedding_start(self) -> None:
-        """A request for vectors or scores was taken."""
+        """An embedding or ranking request was accepted."""
         self._count_busy(self._clock())
         self._num_embedding += 1
 
     def on_embedding_finish(
         self, task: str, reason: str, num_inputs: int, num_tokens: int, seconds: float
     ) -> None:
-        """kind and reason as in the catalog; texts and tokens count if all of them are done."""
+        """It ended; task and reason as in the catalog. Inputs and tokens count only if all are done."""
         self._count_busy(self._clock())
         self._num_embedding -= 1
         self._registry.add("embedding_requests_total", 1, task, reason)
@@ -178,89 +173,76 @@ class MetricsRecorder:
         log.logger.info("%s", log.format_embedding(task, reason, num_inputs, num_tokens, seconds))
 
     def answer_metrics(self, *request_ids: str) -> AnswerMetrics | None:
-        """Figures of a choice, or of several together, that are live or ended not long ago."""
-        figures = [found for found in map(self._choice_stats, request_ids) if found is not None]
-        return summarize_choices(figures) if figures else None
+        """Metrics of one or several choices that are live or finished recently."""
+        choices = [stats for stats in map(self._choice_stats, request_ids) if stats is not None]
+        return summarize_choices(choices) if choices else None
 
     def _choice_stats(self, request_id: str) -> ChoiceStats | None:
         if request_id in self._live:
             return self._live[request_id].snapshot(_prompt_id(request_id))
         return self._finished.get(request_id)
 
-    # What happened to the engine.
-
     def on_step(self, stats: StepStats) -> None:
-        """The engine after a step. The same step may be told twice; it counts once."""
+        """The engine finished a step. A step that is reported twice counts once."""
         if stats.step == self._stats.step:
             return
-        before = (
-            self._stats if stats.step > self._stats.step else StepStats()
-        )  # an engine started again counts from zero
+        is_restarted = stats.step < self._stats.step  # a restarted engine counts from zero
+        before = StepStats() if is_restarted else self._stats
         for name in (*STEP_COUNTERS, *(IMAGE_COUNTERS if self._multimodal else ())):
             self._registry.add(name, _delta(getattr(before, name), getattr(stats, name)))
         for stage, seconds in stats.stage_seconds.items():
             self._registry.observe("step_seconds", seconds, stage)
         for drafter, errors in stats.drafter_errors.items():
-            self._registry.add(
-                "spec_drafter_errors_total", _delta(before.drafter_errors.get(drafter, 0), errors), drafter
-            )
+            new_errors = _delta(before.drafter_errors.get(drafter, 0), errors)
+            self._registry.add("spec_drafter_errors_total", new_errors, drafter)
         for stage, faults in stats.faults.items():
             self._registry.add("engine_faults_total", _delta(before.faults.get(stage, 0), faults), stage)
         if self._drafters:
             self._count_decisions(before.drafting, stats.drafting)
-        self._interval.prefix_queries += _delta(
-            before.prefix_cache_queries_total, stats.prefix_cache_queries_total
-        )
-        self._interval.prefix_hits += _delta(before.prefix_cache_hits_total, stats.prefix_cache_hits_total)
+        interval = self._interval
+        interval.prefix_queries += _delta(before.prefix_cache_queries_total, stats.prefix_cache_queries_total)
+        interval.prefix_hits += _delta(before.prefix_cache_hits_total, stats.prefix_cache_hits_total)
         self._stats = stats
 
     def on_restart(self, reason: str) -> None:
-        """The engine died or hung, and is replaced: its successor counts from zero, and runs nothing yet."""
+        """The engine is restarted: the new one counts from zero."""
         self._registry.add("engine_restarts_total", 1)
         self._stats = StepStats()
 
     def _count_decisions(self, before: DraftingStats, now: DraftingStats) -> None:
-        """What was decided about drafts since the step before."""
+        """Count decisions on drafts since the last step."""
         for drafter, lengths in now.draft_length_counts.items():
-            known = before.draft_length_counts.get(drafter, {})
+            old_counts = before.draft_length_counts.get(drafter, {})
             for length, count in lengths.items():
-                if count != known.get(
-                    length
-                ):  # most are as they were, and looking a series up costs more than this
-                    self._registry.observe(
-                        "spec_draft_length", length, drafter, times=_delta(known.get(length, 0), count)
-                    )
+                if count != old_counts.get(length):  # cheaper than looking up the series: most are unchanged
+                    times = _delta(old_counts.get(length, 0), count)
+                    self._registry.observe("spec_draft_length", length, drafter, times=times)
         for reason, count in now.no_draft_counts.items():
-            self._registry.add(
-                "spec_no_draft_total", _delta(before.no_draft_counts.get(reason, 0), count), reason
-            )
+            new_count = _delta(before.no_draft_counts.get(reason, 0), count)
+            self._registry.add("spec_no_draft_total", new_count, reason)
         for name, seconds in DRAFTING_SECONDS.items():
             self._registry.add(name, _delta(getattr(before, seconds), getattr(now, seconds)))
 
-    # Who reads.
-
     def render(self) -> bytes:
-        """The scrape; its type is prometheus.CONTENT_TYPE."""
+        """The metrics as text of type prometheus.CONTENT_TYPE."""
         stats = self._stats if self.get_stats is None else self.get_stats()
         for name in STEP_GAUGES:
             self._registry.set(name, getattr(stats, name))
         return self._registry.render()
 
     def log_if_due(self, now: float | None = None) -> None:
-        """Write the periodic log lines if they are due; call it about once a second."""
+        """Log throughput if it is due; call it about once a second."""
         now = self._clock() if now is None else now
         if self._log_interval_s <= 0 or now - self._logged_s < self._log_interval_s:
             return
         self._count_busy(now)
         self._logged_s = now
-        if self._interval.has_traffic:
-            self._log_traffic()
-            self._interval = log.LogInterval()
-
-    def _log_traffic(self) -> None:
+        if not self._interval.has_traffic:
+            return
         log.logger.info("%s", log.format_throughput(self._interval, self._stats))
         if self._interval.spec_stats.num_drafted:
             log.logger.info("%s", log.format_speculation(self._interval.spec_stats))
+        self._interval = log.LogInterval()
 
     def _count_prompt(self, request: Request) -> None:
         choices = self._choices[_prompt_id(request.id)]
@@ -275,33 +257,28 @@ class MetricsRecorder:
         if gap_s is not None:
             self._registry.observe("inter_token_latency_seconds", gap_s / count, times=count)
             return
-        for name, span_s in (
-            ("time_to_first_token_seconds", progress.first_token_s),
-            ("request_queue_seconds", progress.queue_s),
-        ):
-            if span_s is not None:
-                self._registry.observe(name, span_s)
+        if progress.first_token_s is not None:
+            self._registry.observe("time_to_first_token_seconds", progress.first_token_s)
+        if progress.queue_s is not None:
+            self._registry.observe("request_queue_seconds", progress.queue_s)
 
-    def _count_repetition(self, request: Request, event: TokenEvent, repetition: Repetition) -> None:
-        self._registry.add("runaway_requests_total", 1)
-        log.logger.warning("%s", log.format_repetition(request, event, repetition))
-
-    def _count_draft(self, use: DraftResult, emitted: int) -> None:
-        accepted = min(use.num_accepted, emitted)
-        if use.is_forced:
-            self._registry.add("spec_forced_tokens_total", accepted)
+    def _count_draft(self, draft: DraftResult, num_emitted: int) -> None:
+        num_accepted = min(draft.num_accepted, num_emitted)
+        if draft.is_forced:
+            self._registry.add("spec_forced_tokens_total", num_accepted)
             return
-        tally = self._spec_stats[use.drafter]
-        tally.add(use.num_drafted, accepted, emitted)
-        self._interval.spec_stats.add(use.num_drafted, accepted, emitted)
-        self._registry.add("spec_drafts_total", 1, use.drafter)
-        self._registry.add("spec_draft_tokens_total", use.num_drafted, use.drafter)
-        self._registry.add("spec_accepted_tokens_total", accepted, use.drafter)
-        self._registry.add("spec_emitted_tokens_total", emitted, use.drafter)
-        self._count_positions("spec_draft_tokens_per_position_total", use.drafter, use.num_drafted)
-        self._count_positions("spec_accepted_tokens_per_position_total", use.drafter, accepted)
-        self._registry.set("spec_system_efficiency_ratio", _require(tally.system_efficiency), use.drafter)
-        self._registry.set("spec_acceptance_ratio", _require(tally.acceptance_rate), use.drafter)
+        stats = self._spec_stats[draft.drafter]
+        stats.add(draft.num_drafted, num_accepted, num_emitted)
+        self._interval.spec_stats.add(draft.num_drafted, num_accepted, num_emitted)
+        self._registry.add("spec_drafts_total", 1, draft.drafter)
+        self._registry.add("spec_draft_tokens_total", draft.num_drafted, draft.drafter)
+        self._registry.add("spec_accepted_tokens_total", num_accepted, draft.drafter)
+        self._registry.add("spec_emitted_tokens_total", num_emitted, draft.drafter)
+        self._count_positions("spec_draft_tokens_per_position_total", draft.drafter, draft.num_drafted)
+        self._count_positions("spec_accepted_tokens_per_position_total", draft.drafter, num_accepted)
+        assert stats.system_efficiency is not None and stats.acceptance_rate is not None
+        self._registry.set("spec_system_efficiency_ratio", stats.system_efficiency, draft.drafter)
+        self._registry.set("spec_acceptance_ratio", stats.acceptance_rate, draft.drafter)
 
     def _count_positions(self, name: str, drafter: str, length: int) -> None:
         for position in range(length):
@@ -319,7 +296,7 @@ class MetricsRecorder:
         self._log_choice(progress, reason, now)
 
     def _log_choice(self, progress: RequestProgress, reason: str, now: float) -> None:
-        """One line for all choices of a prompt, when the last has ended."""
+        """Log all choices of a prompt in one line, when the last has ended."""
         name = _prompt_id(progress.request.id)
         choices = self._choices[name]
         choices.finished.append((progress, reason))
@@ -335,15 +312,10 @@ class MetricsRecorder:
 
 
 def _prompt_id(request_id: str) -> str:
-    """ "X" of the choice "X-0"."""
+    """The prompt "X" of the choice "X-0"."""
     return request_id.rpartition("-")[0] or request_id
 
 
 def _delta(before: Number, after: Number) -> Number:
-    """Of a total, never negative: a counter that went back would be an error here, and cost the step its events."""
+    """Increase of a total. Never negative: Prometheus would raise, and the step's events would be lost."""
     return max(after - before, 0)
-
-
-def _require(ratio: float | None) -> float:
-    assert ratio is not None, "a ratio of nothing"
-    return ratio

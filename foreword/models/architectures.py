@@ -1,4 +1,4 @@
-"""Architectures of decoders by the name that checkpoints give them."""
+"""Decoder architectures by model_type."""
 
 from __future__ import annotations
 
@@ -32,16 +32,12 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
 
 
 def read_decoder(reader: ConfigReader, default: str | None = None) -> tuple[type[Decoder], DecoderConfig]:
-    """The decoder that a config describes, every option of it honoured.
-
-    default  its model_type where the config does not say
-    Raises CheckpointError.
-    """
+    """Read a decoder's config strictly; `default` is its model_type if missing. Raises CheckpointError."""
     model_type = reader.get("model_type", *([] if default is None else [default]))
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{reader.source}: model_type {model_type!r:.80} is not supported; known: {', '.join(sorted(ARCHITECTURES))}"
-        )
+        known = ", ".join(sorted(ARCHITECTURES))
+        problem = f"model_type {model_type!r:.80} is not supported"
+        raise CheckpointError(f"{reader.source}: {problem}; known: {known}")
     architecture = ARCHITECTURES[model_type]
     config = architecture.read_config(reader)
     reader.check_all_read()

@@ -1,4 +1,4 @@
-"""What the engine sees of a model."""
+"""Interfaces between the engine and models."""
 
 from __future__ import annotations
 
@@ -19,85 +19,68 @@ __all__ = ["KVCache", "Model", "Precision", "VisionEncoder"]
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How a model is held and computed; kinds of weights are those of Ops.pack_linear.
+    """Data type of activations and weight formats, as in Ops.pack_linear."""
 
-    dtype      of activations
-    linear     kind of the linear layers
-    embedding  kind of the embedding and the head
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # of activations
     linear_format: str
-    embedding_format: str
+    embedding_format: str  # of the embedding and the head
 
     @classmethod
     def from_dtypes(
         cls, dtype: str, weight_dtype: str | None = None, quantization: str | None = None
     ) -> Precision:
-        """weight_dtype is that of activations if None. Quantized to 4 bits, the embedding and the head have 8: they
-        decide which token comes out."""
+        """With quantization the embedding and the head are int8: their errors decide the token directly."""
         plain = weight_dtype or dtype
         return cls(getattr(torch, dtype), quantization or plain, "int8" if quantization else plain)
 
 
 class KVCache(Protocol):
-    """The KV cache as a model sees it."""
+    """The KV cache, by layer."""
 
     def layer(self, index: int) -> KVLayer:
         """K and V of one layer."""
 
 
 class VisionEncoder(Protocol):
-    """Sees one picture at a time: its features depend on nothing else.
+    """Encodes one image at a time, so that features depend on the image alone."""
 
-    width  values of a feature: H, or a multiple of it where features are also added behind the first layers
-    """
-
-    feature_size: int
+    feature_size: int  # H, or a multiple of it with DeepStack features
 
     def encode(self, image: PromptImage) -> Generator[int, None, Tensor]:
-        """Features [num_tokens, width] of one picture in the decoder's data type, on the engine's device.
+        """Features [num_tokens, feature_size] in the decoder's data type, on the engine's device.
 
-        It is run a piece at a time, between the steps of those that only wait for their next token: each yield tells the
-        multiply-adds since the last one, those of attention as many times as they take longer. A piece is a block of the
-        tower, or less where the picture is large.
+        It runs in pieces between decode steps. Each yield is the cost since the last one, in multiply-adds
+        of linear layers. A piece is a block of the encoder, or less for a large image.
         """
 
     def make_max_image(self, max_tokens: int) -> PromptImage:
-        """A black picture that takes as much memory to see as any of at most so many tokens, or as any at all where there are
-        none that have fewer."""
+        """The black image that takes most memory, of at most `max_tokens` tokens if there are any."""
 
 
 class Model(Protocol):
-    """A loaded model.
-
-    vocab_size  V: width of its logits
-    kv_layers   (heads, head dimension) of each layer's KV cache
-    tower       sees pictures, or None
-    directions  batches need rope_positions: it knows positions in several directions (M-RoPE)
-    """
+    """A loaded model."""
 
     ops: Ops
     info: ModelInfo
-    vocab_size: int
-    kv_layer_shapes: tuple[tuple[int, int], ...]
+    vocab_size: int  # V: width of the logits
+    kv_layer_shapes: tuple[tuple[int, int], ...]  # (heads, head dimension) of each layer's KV cache
     vision_encoder: VisionEncoder | None
 
     @property
-    def uses_mrope(self) -> bool: ...
+    def uses_mrope(self) -> bool:
+        """Whether batches need mrope_positions."""
 
     def set_max_model_len(self, max_model_len: int) -> None:
-        """Be ready for contexts of this length, as if loaded for it. Nothing is compiled yet."""
+        """Prepare for contexts of this length. Call it before anything is compiled."""
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
-        """Hidden states [T, H] of every row; K and V of every row are written to the cache."""
+        """Hidden states [T, H] of all rows; writes K and V of all rows to the cache."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> float32 [R, V]"""
 
     def compile_logits(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
-        """forward() and the logits of the sampled rows, float32 [R, V], as one function that is made once and kept.
-        A result is valid until the next call."""
+        """Compile forward() and the logits of sampled rows, float32 [R, V], valid until the next call."""
 
     def compile_hidden(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
-        """forward() and the hidden states of the sampled rows [R, H] instead of their logits; else like compiled()."""
+        """Compile forward() and the hidden states of sampled rows [R, H], valid until the next call."""

@@ -1,4 +1,4 @@
-"""Options that all architectures here call by the same names."""
+"""Config options that all decoder architectures share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
 }
 MAX_LAYERS = 1024
-MAX_HIDDEN_SIZE = 1 << 17  # values of a vector between two layers, or within one
+MAX_HIDDEN_SIZE = 1 << 17  # values of a vector between or within layers
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -35,12 +35,11 @@ def read_decoder_config(
     activation_key: str = "hidden_act",
     tie_word_embeddings: bool = False,
 ) -> DecoderConfig:
-    """The shape of a Llama-like checkpoint.
+    """Read the shape of a Llama-like decoder. Raises CheckpointError.
 
-    windows           one per layer, if any looks back less than all the way; or else
-    kinds             one per layer, if they also differ in their RoPE
-    head_dim, tied    where the config does not say
-    activation_key    name of the option that says which activation the MLP has
+    windows      one per layer, if any layer has a sliding window; or else
+    layer_types  one per layer, if they differ in RoPE too
+    head_dim, tie_word_embeddings  defaults
     """
     hidden, heads = config.get_int("hidden_size", high=MAX_HIDDEN_SIZE), config.get_int("num_attention_heads")
     kv_heads = config.get_int("num_key_value_heads", heads)
@@ -48,9 +47,8 @@ def read_decoder_config(
         raise config.error("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
     head_dim = read_head_dim(config, head_dim)
     if heads * head_dim > MAX_HIDDEN_SIZE:
-        raise config.error(
-            "num_attention_heads", f"{heads} times head_dim {head_dim} must be at most {MAX_HIDDEN_SIZE} here"
-        )
+        limit = f"{heads} times head_dim {head_dim} must be at most {MAX_HIDDEN_SIZE} here"
+        raise config.error("num_attention_heads", limit)
     positions = config.get_int("max_position_embeddings")
     if layer_types is None:
         rope = read_rope(config, head_dim, positions)
@@ -64,7 +62,7 @@ def read_decoder_config(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        context_length=min(scaled_context_length(kind.rope, positions) for kind in layer_types),
+        context_length=min(scaled_context_length(layer_type.rope, positions) for layer_type in layer_types),
         eps=config.get_float("rms_norm_eps", 1e-6),
         activation=config.get_choice(activation_key, ACTIVATIONS),
         layer_types=tuple(layer_types),
@@ -77,7 +75,7 @@ def read_decoder_config(
 
 
 def read_head_dim(config: ConfigReader, default: int | None = None) -> int:
-    """Size of one head: `head_dim`, or else the default, or else an equal share of hidden_size."""
+    """`head_dim`, or else the default, or else hidden_size / heads."""
     share = default or config.get_int("hidden_size") // config.get_int("num_attention_heads")
     return config.get_int("head_dim", share, high=MAX_HIDDEN_SIZE)
 
@@ -85,16 +83,15 @@ def read_head_dim(config: ConfigReader, default: int | None = None) -> int:
 def read_layer_windows(
     config: ConfigReader, window: int | None, is_sliding: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
-    """The window of each layer: as `layer_types` says, or else where `is_sliding(index)` holds."""
+    """The window of each layer: from `layer_types`, or else where `is_sliding(index)` holds."""
     num_layers = _read_num_layers(config)
-    types = config.get_strs("layer_types", num_layers) or tuple(
-        LAYER_TYPES[is_sliding(index)] for index in range(num_layers)
-    )
+    default = tuple(LAYER_TYPES[is_sliding(index)] for index in range(num_layers))
+    types = config.get_strs("layer_types", num_layers) or default
     for layer_type in types:
         if layer_type not in LAYER_TYPES:
-            raise config.error("layer_types", f"holds {layer_type!r}; known: {', '.join(LAYER_TYPES)}")
+            raise config.error("layer_types", f"has {layer_type!r}; known: {', '.join(LAYER_TYPES)}")
         if layer_type == "sliding_attention" and window is None:
-            raise config.error("layer_types", "holds sliding_attention, but there is no window")
+            raise config.error("layer_types", "has sliding_attention, but there is no window")
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in types)
 
 

@@ -1,4 +1,4 @@
-"""A strict reader of config.json: an option that the code does not honour is refused by name."""
+"""A strict reader of config.json: an option that is not supported is refused by name."""
 
 from __future__ import annotations
 
@@ -13,66 +13,24 @@ from foreword.errors import CheckpointError
 
 __all__ = ["ConfigReader", "read_json"]
 
-# Without influence on the forward pass: training, bookkeeping, and defaults of generate().
+# Options without effect on the forward pass: training, bookkeeping, and defaults of generate().
 IGNORED_KEYS = frozenset(
     (
-        "architectures",
-        "attention_dropout",
-        "attn_implementation",
-        "auto_map",
-        "bos_token_id",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "diversity_penalty",
-        "do_sample",
-        "dtype",
-        "early_stopping",
-        "embd_pdrop",
-        "encoder_no_repeat_ngram_size",
-        "eos_token_id",
-        "finetuning_task",
-        "hidden_dropout",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "length_penalty",
-        "max_length",
-        "max_sequence_length",
-        "min_length",
-        "model_type",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_labels",
-        "num_return_sequences",
-        "output_attentions",
-        "output_hidden_states",
-        "output_past",
-        "output_scores",
-        "pad_token_id",
-        "pretraining_tp",
-        "problem_type",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "resid_pdrop",
-        "return_dict",
-        "return_dict_in_generate",
-        "task_specific_params",
-        "temperature",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "torch_dtype",
-        "torchscript",
-        "transformers_version",
-        "typical_p",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_bfloat16",
-        "use_cache",
+        *("architectures", "attention_dropout", "attn_implementation", "auto_map", "bos_token_id"),
+        *("cache_implementation", "chunk_size_feed_forward", "diversity_penalty", "do_sample"),
+        *("dtype", "early_stopping", "embd_pdrop", "encoder_no_repeat_ngram_size", "eos_token_id"),
+        *("finetuning_task", "hidden_dropout", "id2label", "initializer_range", "label2id"),
+        *("length_penalty", "max_length", "max_sequence_length", "min_length", "model_type"),
+        *("no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels"),
+        *("num_return_sequences", "output_attentions", "output_hidden_states", "output_past"),
+        *("output_scores", "pad_token_id", "pretraining_tp", "problem_type", "remove_invalid_values"),
+        *("repetition_penalty", "resid_pdrop", "return_dict", "return_dict_in_generate"),
+        *("task_specific_params", "temperature", "tokenizer_class", "top_k", "top_p", "torch_dtype"),
+        *("torchscript", "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version"),
+        *("use_bfloat16", "use_cache"),
     )
 )
-# Defaults that old versions of transformers wrote out in nested configs: nothing else is honoured.
+# Defaults that old versions of transformers write to nested configs; other values are not supported.
 NOOP_VALUES: Mapping[str, Any] = MappingProxyType(
     {
         "add_cross_attention": False,
@@ -84,12 +42,12 @@ NOOP_VALUES: Mapping[str, Any] = MappingProxyType(
 )
 DTYPES = ("float32", "bfloat16", "float16")
 MISSING: Any = object()
-MAX_INT = 1 << 24  # whole number: more positions, tokens or values than any model has
-MIN_FLOAT, MAX_FLOAT = 1e-30, 1e30  # positive number: products of a few of these stay finite
+MAX_INT = 1 << 24  # above any model's positions, tokens or values
+MIN_FLOAT, MAX_FLOAT = 1e-30, 1e30  # products of a few such numbers stay finite
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint. Raises CheckpointError."""
+    """Read a JSON object. Raises CheckpointError."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -102,21 +60,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class ConfigReader:
-    """Options of one checkpoint. Whatever was not asked for by the time of `finish()` is refused.
-
-    source  what the error messages call it
-    """
+    """Options of one checkpoint. check_all_read() refuses options that were not read."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self._values = dict(values)
         self._read_keys: set[str] = set()
-        self.source = source
+        self.source = source  # name in errors
 
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
 
     def get(self, key: str, default: Any = MISSING) -> Any:
-        """The value as it stands; null counts as missing."""
+        """The raw value; null counts as missing."""
         self._read_keys.add(key)
         value = self._values.get(key)
         if value is not None:
@@ -134,15 +89,12 @@ class ConfigReader:
         return value
 
     def get_optional_int(self, key: str, default: int | None = None) -> int | None:
-        """A whole number, None where null stands, `absent` where nothing does."""
-        return (
-            self.get_int(key, default)
-            if key in self or self._uses_default(key, default)
-            else self.get(key, None)
-        )
+        """A whole number; None for null, the default if missing."""
+        is_null = key not in self and not self._uses_default(key, default)
+        return self.get(key, None) if is_null else self.get_int(key, default)
 
     def get_float(self, key: str, default: Any = MISSING) -> float:
-        """A positive number that can be computed with."""
+        """A positive number."""
         value = self.get(key, default)
         if not _is_number(value) or value <= 0:
             raise self._value_error(key, value, "a positive number")
@@ -151,12 +103,9 @@ class ConfigReader:
         return float(value)
 
     def get_optional_float(self, key: str, default: float | None = None) -> float | None:
-        """A positive number, None where null stands, `absent` where nothing does."""
-        return (
-            self.get_float(key, default)
-            if key in self or self._uses_default(key, default)
-            else self.get(key, None)
-        )
+        """A positive number; None for null, the default if missing."""
+        is_null = key not in self and not self._uses_default(key, default)
+        return self.get(key, None) if is_null else self.get_float(key, default)
 
     def get_bool(self, key: str, default: bool) -> bool:
         value = self.get(key, default)
@@ -165,39 +114,35 @@ class ConfigReader:
         return value
 
     def get_choice(self, key: str, allowed: Mapping[str, str], default: Any = MISSING) -> str:
-        """One of the names of `allowed`, as what we call it."""
+        """One of the keys of `allowed`, mapped to its value."""
         value = self.get(key, default)
         if not isinstance(value, str) or value not in allowed:
             raise self._value_error(key, value, f"one of {', '.join(allowed)}")
         return allowed[value]
 
     def get_strs(self, key: str, length: int) -> tuple[str, ...] | None:
-        """A list of so many texts, or None."""
+        """A list of `length` strings, or None."""
         value = self.get(key, None)
         if value is None:
             return None
-        if (
-            not isinstance(value, list)
-            or len(value) != length
-            or not all(isinstance(item, str) for item in value)
-        ):
+        is_list = isinstance(value, list) and len(value) == length
+        if not is_list or not all(isinstance(item, str) for item in value):
             raise self._value_error(key, value, f"a list of {length} names")
         return tuple(value)
 
     def get_floats(self, key: str, length: int) -> tuple[float, ...]:
-        """A list of so many positive numbers."""
+        """A list of `length` positive numbers."""
         value = self.get(key)
         if not isinstance(value, list) or len(value) != length or not all(map(_is_number, value)):
             raise self._value_error(key, value, f"a list of {length} numbers")
         for item in value:
             if not MIN_FLOAT <= item <= MAX_FLOAT:
-                raise self._value_error(
-                    key, item, f"a list of numbers between {MIN_FLOAT:g} and {MAX_FLOAT:g}"
-                )
+                expected = f"a list of numbers between {MIN_FLOAT:g} and {MAX_FLOAT:g}"
+                raise self._value_error(key, item, expected)
         return tuple(float(item) for item in value)
 
     def get_section(self, key: str) -> ConfigReader | None:
-        """A nested object, read as strictly; None if it is missing."""
+        """A reader of a nested object; None if it is missing."""
         value = self.get(key, None)
         if value is None:
             return None
@@ -206,21 +151,21 @@ class ConfigReader:
         return ConfigReader(value, f"{self.source}: {key}")
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigReader:
-        """The same options, and those of `defaults` that are not there."""
+        """The same options, with defaults for missing ones."""
         return ConfigReader({**defaults, **self._values}, self.source)
 
     def require_value(self, key: str, value: Any) -> None:
-        """The option must be missing or have the only value that is honoured."""
-        given = self.get(key, value)
-        if given != value:
-            raise self._value_error(key, given, json.dumps(value))
+        """The option must be missing or have this value, the only supported one."""
+        actual = self.get(key, value)
+        if actual != value:
+            raise self._value_error(key, actual, json.dumps(value))
 
     def ignore_repeats_of(self, other: ConfigReader) -> None:
-        """What stands in `other` with the same value need not be asked for here too."""
+        """Accept options that `other` has with the same value."""
         self._read_keys |= {key for key, value in self._values.items() if other._values.get(key) == value}
 
     def get_dtype(self) -> str:
-        """Data type that the weights are said to have."""
+        """Data type of the weights."""
         key = "dtype" if "dtype" in self else "torch_dtype"
         value = str(self.get(key, "float32")).removeprefix("torch.")
         if value not in DTYPES:
@@ -228,27 +173,18 @@ class ConfigReader:
         return value
 
     def check_all_read(self) -> None:
-        """Raises CheckpointError for options that nobody asked for, unless they are unset or without influence."""
+        """Raises CheckpointError for options that were not read, unless they are unset or without effect."""
         for key, value in self._values.items():
-            if (
-                key in self._read_keys
-                or key in IGNORED_KEYS
-                or key.startswith("_")
-                or value in (None, {}, [])
-            ):
+            if key in self._read_keys or key in IGNORED_KEYS or key.startswith("_"):
                 continue
-            if key in NOOP_VALUES and value == NOOP_VALUES[key]:
+            if value in (None, {}, []) or (key in NOOP_VALUES and value == NOOP_VALUES[key]):
                 continue
-            raise CheckpointError(
-                f"{self.source}: `{key}` = {_abbreviate(value)} is not supported for this architecture"
-            )
+            raise self.error(key, f"= {_abbreviate(value)} is not supported for this architecture")
 
     def error(self, key: str, reason: str) -> CheckpointError:
-        """An error about one option."""
         return CheckpointError(f"{self.source}: `{key}` {reason}")
 
     def _uses_default(self, key: str, default: object) -> bool:
-        """Nothing stands there, not even null, and there is a default."""
         return key not in self._values and default is not None
 
     def _value_error(self, key: str, value: Any, expected: str) -> CheckpointError:
@@ -256,12 +192,10 @@ class ConfigReader:
 
 
 def _is_number(value: Any) -> bool:
-    """Finite, and no bool. Whole numbers may be too long for a float."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and (isinstance(value, int) or math.isfinite(value))
-    )
+    """Whether the value is a finite number and no bool; large ints would overflow a float."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _abbreviate(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What all decoder-only models have in common: embedding, layers, final norm, head."""
+"""The common part of decoder-only models: embedding, layers, final norm, head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from foreword.config.resolve import ModelInfo
 from foreword.core.batch import Batch, ImageFeatures, KVLayer
-from foreword.executor.decode_loop import SupportsDecodeLoop
 from foreword.kernels.ops import DraftLoop, Ops
 from foreword.layers.attention import Attention, AttentionConfig, ForwardContext
 from foreword.layers.embedding import Embedding
@@ -29,24 +28,15 @@ __all__ = ["Decoder", "DecoderConfig", "DecoderLayer", "LayerBuilder", "LayerTyp
 
 @dataclass(frozen=True, slots=True)
 class LayerType:
-    """What tells layers apart: how far they look back (None: to the beginning), and how they know positions."""
+    """Attention window and RoPE of a layer."""
 
-    window: int | None
+    window: int | None  # tokens; None: full attention
     rope: RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Shape and options of a checkpoint.
-
-    context        positions it was made for
-    kinds          one per layer
-    tied           the head is the embedding
-    scale          of attention scores
-    norm_offset    added to every norm's weight
-    score_softcap  of attention scores, or None
-    logit_softcap  of the logits, or None
-    """
+    """Shape and options of a checkpoint."""
 
     architecture: str
     dtype: str
@@ -56,16 +46,16 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    context_length: int
+    context_length: int  # positions the model was trained for
     eps: float
     activation: str
-    layer_types: tuple[LayerType, ...]
+    layer_types: tuple[LayerType, ...]  # one per layer
     tie_word_embeddings: bool
     attn_scale: float
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    norm_offset: float = 0.0
+    norm_offset: float = 0.0  # added to norm weights
     embedding_scale: float = 1.0
     attn_softcap: float | None = None
     logit_softcap: float | None = None
@@ -79,7 +69,7 @@ class DecoderLayer(Protocol):
 
 
 class LayerBuilder:
-    """Builds the parts of one layer from its tensors, which keep the names they have in the checkpoint."""
+    """Builds the parts of one layer from tensors, by their names in the checkpoint."""
 
     def __init__(
         self, ops: Ops, config: DecoderConfig, precision: Precision, layer_type: LayerType, weights: Weights
@@ -94,14 +84,21 @@ class LayerBuilder:
         return self._norm(self._weights, name, self._config.hidden_size)
 
     def attention(self, name: str, fused: str | None = None, qk_norm: bool = False) -> Attention:
-        """`fused` names the projection that holds q, k and v; otherwise they stand apart."""
+        """`fused` names a projection with q, k and v; otherwise they are separate tensors."""
         config = self._config
         weights = self._weights.prefixed(f"{name}.")
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         outputs = {fused: q + 2 * kv} if fused else {"q_proj": q, "k_proj": kv, "v_proj": kv}
         return Attention(
             self.ops,
-            self._attention_config(),
+            AttentionConfig(
+                heads=config.num_heads,
+                kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                scale=config.attn_scale,
+                window=self._layer_type.window,
+                softcap=config.attn_softcap,
+            ),
             self._linear(weights, config.hidden_size, outputs, config.qkv_bias),
             self._linear(weights, q, {"o_proj": config.hidden_size}, config.out_bias),
             self._norm(weights, "q_norm", config.head_dim) if qk_norm else None,
@@ -109,39 +106,26 @@ class LayerBuilder:
         )
 
     def mlp(self, name: str, fused: str | None = None) -> MLP:
-        """`fused` names the projection that holds gate and up; otherwise they stand apart."""
+        """`fused` names a projection with gate and up; otherwise they are separate tensors."""
         config = self._config
         weights = self._weights.prefixed(f"{name}.")
         size = config.intermediate_size
         outputs = {fused: 2 * size} if fused else {"gate_proj": size, "up_proj": size}
         gate_up = self._linear(weights, config.hidden_size, outputs, config.mlp_bias)
         down = self._linear(weights, size, {"down_proj": config.hidden_size}, config.mlp_bias)
-        return MLP(self.ops, gate_up, down, config.activation)
+        return MLP(gate_up, down, config.activation)
 
     def _linear(self, weights: Weights, inputs: int, outputs: Mapping[str, int], bias: bool) -> Linear:
-        return Linear(
-            self.ops, load_linear(self.ops, weights, self._precision.linear_format, inputs, outputs, bias)
-        )
+        packed = load_linear(self.ops, weights, self._precision.linear_format, inputs, outputs, bias)
+        return Linear(self.ops, packed)
 
     def _norm(self, weights: Weights, name: str, size: int) -> RMSNorm:
-        return RMSNorm(
-            self.ops, weights.tensor(f"{name}.weight", size), self._config.eps, self._config.norm_offset
-        )
-
-    def _attention_config(self) -> AttentionConfig:
-        config = self._config
-        return AttentionConfig(
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.attn_scale,
-            window=self._layer_type.window,
-            softcap=config.attn_softcap,
-        )
+        weight = weights.tensor(f"{name}.weight", size)
+        return RMSNorm(self.ops, weight, self._config.eps, self._config.norm_offset)
 
 
 class Decoder(ABC):
-    """A decoder-only model. A subclass, one to an architecture, reads the config and builds the layers."""
+    """A decoder-only model. A subclass per architecture reads the config and builds the layers."""
 
     def __init__(
         self,
@@ -157,24 +141,20 @@ class Decoder(ABC):
         self.vocab_size = config.vocab_size
         self.kv_layer_shapes = ((config.num_kv_heads, config.head_dim),) * len(config.layer_types)
         body = weights.prefixed("model.")
-        embedding = load_linear(
-            ops, body, precision.embedding_format, config.hidden_size, {"embed_tokens": self.vocab_size}
-        )
+        hidden, weight_format = config.hidden_size, precision.embedding_format
+        embedding = load_linear(ops, body, weight_format, hidden, {"embed_tokens": self.vocab_size})
         self._embedding = Embedding(ops, embedding, precision.dtype, config.embedding_scale)
         self._layer_types = tuple(dict.fromkeys(config.layer_types))
-        self._layer_type_indexes = tuple(self._layer_types.index(kind) for kind in config.layer_types)
-        self._layers = [
-            self.build_layer(LayerBuilder(ops, config, precision, kind, body.prefixed(f"layers.{index}.")))
-            for index, kind in enumerate(config.layer_types)
-        ]
-        self._norm = RMSNorm(
-            ops, body.tensor("norm.weight", config.hidden_size), config.eps, config.norm_offset
-        )
+        self._layer_type_indexes = tuple(map(self._layer_types.index, config.layer_types))
+        self._layers = []
+        for index, layer_type in enumerate(config.layer_types):
+            layer_weights = body.prefixed(f"layers.{index}.")
+            builder = LayerBuilder(ops, config, precision, layer_type, layer_weights)
+            self._layers.append(self.build_layer(builder))
+        self._norm = RMSNorm(ops, body.tensor("norm.weight", hidden), config.eps, config.norm_offset)
         head = embedding
         if not config.tie_word_embeddings:
-            head = load_linear(
-                ops, weights, precision.embedding_format, config.hidden_size, {"lm_head": self.vocab_size}
-            )
+            head = load_linear(ops, weights, weight_format, hidden, {"lm_head": self.vocab_size})
         self._lm_head = Linear(ops, head, torch.float32)
         self._device = device
         self.set_max_model_len(max_model_len)
@@ -182,43 +162,39 @@ class Decoder(ABC):
         self.vision_encoder: VisionEncoder | None = None
 
     def set_max_model_len(self, max_model_len: int) -> None:
-        """Be ready for contexts of this length, as if loaded for it. Nothing is compiled yet."""
-        self._ropes = {
-            rope: Rope(rope, max_model_len, self._device)
-            for rope in {kind.rope for kind in self._layer_types}
-        }
+        """Prepare for contexts of this length. Call it before anything is compiled."""
+        ropes = {layer_type.rope for layer_type in self._layer_types}
+        self._ropes = {rope: Rope(rope, max_model_len, self._device) for rope in ropes}
 
     @classmethod
     @abstractmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
-        """What config.json says. Raises CheckpointError for what this architecture does not honour."""
+        """Read config.json. Raises CheckpointError for options that this architecture does not support."""
 
     @abstractmethod
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
-        """Hidden states [T, H] of every row; K and V of every row are written to the cache."""
+        """Hidden states [T, H] of all rows; writes K and V of all rows to the cache."""
         x = self._embedding(batch.token_ids)
-        if batch.image_features is not None:
-            self.ops.scatter_rows(
-                x, batch.image_features.rows, batch.image_features.values[:, : self.config.hidden_size]
-            )
-        shared = [self._forward_context(batch, kind) for kind in self._layer_types]
-        for index, (layer, kind) in enumerate(zip(self._layers, self._layer_type_indexes, strict=True)):
-            x = layer(x, shared[kind], kv_cache.layer(index))
-            if batch.image_features is not None:
-                self._add_deepstack(x, batch.image_features, index + 1)
+        features = batch.image_features
+        if features is not None:
+            self.ops.scatter_rows(x, features.rows, features.values[:, : self.config.hidden_size])
+        contexts = [self._forward_context(batch, layer_type) for layer_type in self._layer_types]
+        for index, (layer, type_index) in enumerate(zip(self._layers, self._layer_type_indexes, strict=True)):
+            x = layer(x, contexts[type_index], kv_cache.layer(index))
+            if features is not None:
+                self._add_deepstack(x, features, index + 1)
         return self._norm(x)
 
     def _add_deepstack(self, x: Tensor, features: ImageFeatures, layer_index: int) -> None:
-        """Behind the first layers more of what the tower saw is added, where it has more."""
+        """Add the vision encoder's features of inner blocks after the first layers (DeepStack)."""
         size = self.config.hidden_size
         values = features.values[:, layer_index * size : (layer_index + 1) * size]
         if values.shape[1]:
-            self.ops.scatter_rows(
-                x, features.rows, self.ops.add(self.ops.index_rows(x, features.rows), values.contiguous())
-            )
+            rows = self.ops.index_rows(x, features.rows)
+            self.ops.scatter_rows(x, features.rows, self.ops.add(rows, values.contiguous()))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> float32 [R, V]"""
@@ -227,7 +203,7 @@ class Decoder(ABC):
         return logits if cap is None else self.ops.softcap(logits, cap)
 
     def compile_logits(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
-        """Of a batch, the logits of its sampled rows, float32 [R, V], valid until the next call."""
+        """Compile forward() and the logits of sampled rows, float32 [R, V], valid until the next call."""
 
         def sampled_logits(batch: Batch) -> Tensor:
             return self.logits(self.ops.index_rows(self.forward(batch, kv_cache), batch.sample_rows))
@@ -235,7 +211,7 @@ class Decoder(ABC):
         return self._compile(sampled_logits)
 
     def compile_hidden(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
-        """Of a batch, the hidden states of its sampled rows behind the final norm [R, H], valid until the next call."""
+        """Compile forward() and the hidden states of sampled rows [R, H], valid until the next call."""
 
         def sampled_hidden(batch: Batch) -> Tensor:
             return self.ops.index_rows(self.forward(batch, kv_cache), batch.sample_rows)
@@ -243,34 +219,28 @@ class Decoder(ABC):
         return self._compile(sampled_hidden)
 
     def _compile(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        quick = self.ops.compile(forward)
-        if self.vision_encoder is None or isinstance(
-            quick, SupportsDecodeLoop
-        ):  # which takes batches with pictures as they are
-            return quick
-        return (
-            _ImageAwareDraftLoop(quick, forward)
-            if isinstance(quick, DraftLoop)
-            else _ImageAwareForward(quick, forward)
-        )
+        compiled = self.ops.compile(forward)
+        if self.vision_encoder is None or compiled is forward:
+            return compiled
+        if isinstance(compiled, DraftLoop):
+            return _ImageAwareDraftLoop(compiled, forward)
+        return _ImageAwareForward(compiled, forward)
 
     @property
     def uses_mrope(self) -> bool:
-        """It knows positions in several directions (M-RoPE)."""
-        return any(kind.rope.mrope_sections is not None for kind in self._layer_types)
+        """Whether batches need mrope_positions."""
+        return any(layer_type.rope.mrope_sections is not None for layer_type in self._layer_types)
 
     def _forward_context(self, batch: Batch, layer_type: LayerType) -> ForwardContext:
-        plan, axes = (
-            self.ops.build_attention_metadata(batch, layer_type.window),
-            layer_type.rope.mrope_sections,
-        )
-        positions = batch.positions if axes is None else batch.mrope_positions
-        assert positions is not None, "a batch without positions in several directions"
-        return ForwardContext(batch, self._ropes[layer_type.rope].cos_sin, plan, positions, axes)
+        metadata = self.ops.build_attention_metadata(batch, layer_type.window)
+        sections = layer_type.rope.mrope_sections
+        positions = batch.positions if sections is None else batch.mrope_positions
+        assert positions is not None, "batch without M-RoPE positions"
+        return ForwardContext(batch, self._ropes[layer_type.rope].cos_sin, metadata, positions, sections)
 
 
 class _ImageAwareForward:
-    """A batch with pictures, which is a prompt, goes operation by operation: what is compiled knows only tokens."""
+    """Runs a batch with images, which is a prompt, uncompiled: the compiled forward takes only tokens."""
 
     def __init__(self, compiled: Callable[[Batch], Tensor], forward: Callable[[Batch], Tensor]) -> None:
         self._compiled = compiled
@@ -281,7 +251,7 @@ class _ImageAwareForward:
 
 
 class _ImageAwareDraftLoop(_ImageAwareForward):
-    """Drafts are made behind pictures."""
+    """Keeps `draft` of the compiled forward: drafting needs no image features."""
 
     def __init__(self, compiled: DraftLoop, forward: Callable[[Batch], Tensor]) -> None:
         super().__init__(compiled, forward)
@@ -298,8 +268,6 @@ def _model_info(config: DecoderConfig, num_parameters: int) -> ModelInfo:
         vocab_size=config.vocab_size,
         kv_values_per_token=2 * len(config.layer_types) * config.num_kv_heads * config.head_dim,
         kv_vectors_per_token=2 * len(config.layer_types) * config.num_kv_heads,
-        embedding_parameters=config.vocab_size
-        * config.hidden_size
-        * (1 if config.tie_word_embeddings else 2),
+        embedding_parameters=config.vocab_size * config.hidden_size * (2 - config.tie_word_embeddings),
         activation_values_per_row=3 * config.hidden_size + max(3 * config.intermediate_size, 2 * projected),
     )

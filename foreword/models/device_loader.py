@@ -1,8 +1,6 @@
-"""From files to a device: threads read into one pinned buffer while the other is copied.
+"""Loads tensors from files to a device: threads read into one pinned buffer while the other is copied.
 
-A mapped file would be read page by page by the thread that copies, and copied once more into memory that the device can
-reach. Here the operating system reads straight into such memory, several pieces at a time, without Python in between, and
-is told what will be read next. The host holds the buffers and nothing else.
+A mapped file would be read page by page in the copying thread, and copied twice.
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 NUM_BUFFERS: Final = 2
 BUFFER_BYTES: Final = 32 << 20
-NUM_READERS: Final = 8  # threads: enough requests under way for a fast disk
-READAHEAD_BYTES: Final = 256 << 20  # bytes behind what was read last that the system is asked to fetch
+NUM_READERS: Final = 8  # threads: enough concurrent reads for a fast disk
+READAHEAD_BYTES: Final = 256 << 20  # after the last tensor, requested with posix_fadvise
 
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Bytes [start, start + size) of a file."""
+    """Bytes [start, start + num_bytes) of a file."""
 
     path: Path
     start: int
@@ -42,14 +40,10 @@ class FileSpan:
 
 
 class DeviceLoader:
-    """Tensors of files on a device, in the types that they have there.
+    """Tensors of files on a device. A context manager: its threads and buffers end with it.
 
-    pinned        None: pinned memory for devices other than the CPU, ordinary memory where that cannot be had
-    buffer_bytes  of each of the buffers
-
-    The copies are queued on the current stream of the device: what is computed there later sees them. Tensors come in the
-    order that they are asked for; one that is larger than a buffer goes in pieces. Raises CheckpointError, which names the
-    file, where it cannot be read or ends too early. It is a context manager: its threads and buffers end with it.
+    Copies are queued on the device's current stream. `pinned` defaults to True for GPUs.
+    Raises CheckpointError for a file that cannot be read or is truncated.
     """
 
     def __init__(
@@ -68,7 +62,7 @@ class DeviceLoader:
         self._readers = ThreadPoolExecutor(num_readers, "read")
         self._piece_bytes = -(-buffer_bytes // num_readers)
         self._files: dict[Path, int] = {}
-        self._readahead_end: dict[int, int] = {}  # of a file, up to where the system was asked to read last
+        self._readahead_end: dict[int, int] = {}  # by file: end of the last requested readahead
 
     def __enter__(self) -> DeviceLoader:
         return self
@@ -79,7 +73,7 @@ class DeviceLoader:
         self.close()
 
     def close(self) -> None:
-        """Wait for the last copies, and let go of threads, files and buffers. It may be called again."""
+        """Wait for pending copies and release threads, files and buffers. Idempotent."""
         self._readers.shutdown()
         for buffer in self._buffers:
             buffer.wait()
@@ -89,15 +83,15 @@ class DeviceLoader:
         self._files = {}
 
     def tensor(self, span: FileSpan, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """The values of a span as a tensor of this type and shape, which take exactly its bytes."""
+        """Load a span as a tensor; its bytes must match type and shape."""
         result = torch.empty(tuple(shape), dtype=dtype, device=self._device)
-        assert result.nbytes == span.num_bytes, "a span of another size than the tensor's"
+        assert result.nbytes == span.num_bytes, "span and tensor differ in size"
         if span.num_bytes:
             self._fill(result.view(-1).view(torch.uint8), span)
         return result
 
     def _fill(self, target: Tensor, span: FileSpan) -> None:
-        """target uint8 [span.size]"""
+        """target uint8 [span.num_bytes]"""
         file = self._open_file(span.path)
         self._readahead(file, span.start + span.num_bytes)
         done = 0
@@ -111,7 +105,7 @@ class DeviceLoader:
             done += size
 
     def _read(self, file: int, span: FileSpan, view: memoryview) -> None:
-        """Fill the beginning of `view` with a span, all readers at once."""
+        """Fill the beginning of `view` with a span, all readers in parallel."""
         pieces = [
             (span.start + first, view[first : min(first + self._piece_bytes, span.num_bytes)])
             for first in range(0, span.num_bytes, self._piece_bytes)
@@ -119,20 +113,21 @@ class DeviceLoader:
         try:
             _read_all(self._readers, file, pieces)
         except EOFError:
-            raise CheckpointError(
-                f"{span.path} is damaged or incomplete: it ends before byte {span.start + span.num_bytes}"
-            ) from None
+            end = span.start + span.num_bytes
+            raise CheckpointError(f"{span.path} is damaged: it ends before byte {end}") from None
         except OSError as error:
             raise CheckpointError(f"{span.path} cannot be read: {error.strerror or error}") from None
 
     def _readahead(self, file: int, end: int) -> None:
-        """Tensors mostly stand in files in the order that they are wanted in. Nothing is asked for twice: to find that it is
-        there takes time, too."""
-        asked = self._readahead_end.get(file, 0)
-        first = asked if end <= asked <= end + READAHEAD_BYTES else end
-        if end + READAHEAD_BYTES - first >= READAHEAD_BYTES // 2 and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file, first, end + READAHEAD_BYTES - first, os.POSIX_FADV_WILLNEED)
-            self._readahead_end[file] = end + READAHEAD_BYTES
+        """Prefetch the bytes after `end`: tensors are mostly loaded in file order.
+
+        No range is requested twice: even a cached range costs time.
+        """
+        requested, stop = self._readahead_end.get(file, 0), end + READAHEAD_BYTES
+        first = requested if end <= requested <= stop else end
+        if stop - first >= READAHEAD_BYTES // 2 and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, first, stop - first, os.POSIX_FADV_WILLNEED)
+            self._readahead_end[file] = stop
 
     def _open_file(self, path: Path) -> int:
         if path not in self._files:
@@ -144,7 +139,7 @@ class DeviceLoader:
 
 
 class _Buffer:
-    """Memory on the host, and when the last copy out of it is done."""
+    """Host memory, and the event of the last copy from it."""
 
     def __init__(self, num_bytes: int, pinned: bool) -> None:
         self.num_bytes = num_bytes
@@ -153,43 +148,41 @@ class _Buffer:
         self.view: memoryview = self._bytes.numpy().data
 
     def wait(self) -> None:
-        """Until its contents are not needed any more."""
+        """Wait until the last copy is done."""
         if self._copy_done is not None:
             self._copy_done.synchronize()
 
     def copy_to(self, target: Tensor) -> None:
-        """Queue the copy of as many bytes as `target`, uint8, has; out of ordinary memory it is done at once."""
+        """Copy the first bytes to `target` uint8; asynchronous from pinned memory."""
         target.copy_(self._bytes[: len(target)], non_blocking=self._copy_done is not None)
         if self._copy_done is not None:
             self._copy_done.record()
 
 
 def _allocate_buffer(num_bytes: int, pinned: bool) -> Tensor:
-    """uint8 [size]"""
+    """uint8 [num_bytes]"""
     if pinned:
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            logger.warning(
-                "weights are loaded through ordinary memory, which is slower: none can be pinned (%s)", reason
-            )
+            logger.warning("pinned memory is not available (%s), loading weights is slower", reason)
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _read_all(readers: Executor, file: int, pieces: Sequence[tuple[int, memoryview]]) -> None:
-    """Each piece (offset, where to) by whoever is free; returns, or raises the first error, when nobody reads any more."""
+    """Read the pieces (offset, target) in parallel; wait for all, then raise the first error."""
     if len(pieces) == 1:
         _read_piece(file, *pieces[0])
         return
-    under_way = [readers.submit(partial(_read_piece, file, *piece)) for piece in pieces]
-    errors = [error for one in under_way if (error := one.exception()) is not None]
+    reads = [readers.submit(partial(_read_piece, file, *piece)) for piece in pieces]
+    errors = [error for read in reads if (error := read.exception()) is not None]
     if errors:
         raise errors[0]
 
 
 def _read_piece(file: int, offset: int, view: memoryview) -> None:
-    """Fill `view`; the system may hand over less than it is asked for. Raises EOFError, OSError."""
+    """Fill `view`; one read may return less than requested. Raises EOFError, OSError."""
     done = 0
     while done < len(view):
         count = os.preadv(file, [view[done:]], offset + done)

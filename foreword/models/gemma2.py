@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and after each branch, soft caps, every other layer with a sliding window."""
+"""Gemma 2: norms before and after each branch, softcaps, a sliding window in every other layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUERY_PRE_ATTN_SCALAR = 256
 
 
 def apply_gemma_options(config: ConfigReader, base: DecoderConfig) -> DecoderConfig:
-    """What Gemma 2 and 3 add: norm weights that start from 1, a scaled embedding, their own score scale."""
+    """Options of Gemma 2 and 3: norm weights with offset 1, a scaled embedding, a score scale."""
     config.require_value("use_bidirectional_attention", False)
     return replace(
         base,
@@ -33,7 +33,7 @@ def apply_gemma_options(config: ConfigReader, base: DecoderConfig) -> DecoderCon
 
 
 class Gemma2Layer:
-    """Each branch: norm, attention or MLP, norm; then it is added to what it read."""
+    """Each branch: norm, attention or MLP, norm, residual."""
 
     def __init__(self, builder: LayerBuilder) -> None:
         self._add = builder.ops.add
@@ -51,7 +51,7 @@ class Gemma2Layer:
 
 
 class Gemma2(Decoder):
-    """Layers 0, 2, 4 ... look back `sliding_window` positions, the others to the beginning."""
+    """Layers 0, 2, 4 ... have a sliding window, the others full attention."""
 
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""Gemma 3, its text part: Gemma 2's layers with normed heads and two RoPEs, five local layers to a global one."""
+"""Gemma 3 (text): Gemma 2's layers with QK norm and two RoPEs; every sixth layer has full attention."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from foreword.models.rope import read_rope_section
 
 __all__ = ["Gemma3Text"]
 
-WINDOW_PERIOD = 6  # every sixth layer is global
+WINDOW_PERIOD = 6  # every n-th layer is global
 GLOBAL_THETA = 1_000_000.0
 LOCAL_THETA = 10_000.0
 
 
 class Gemma3Layer:
-    """Each branch: norm, attention or MLP, norm; then it is added to what it read."""
+    """Each branch: norm, attention or MLP, norm, residual."""
 
     def __init__(self, builder: LayerBuilder) -> None:
         self._add = builder.ops.add
@@ -41,7 +41,7 @@ class Gemma3Layer:
 
 
 class Gemma3Text(Decoder):
-    """Local layers have a window and a RoPE of their own; scaling applies to the global ones alone."""
+    """Local layers have a window and their own RoPE; RoPE scaling applies to global layers."""
 
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
@@ -73,16 +73,16 @@ class Gemma3Text(Decoder):
 
 
 def _read_ropes(config: ConfigReader) -> tuple[RopeConfig, RopeConfig]:
-    """For global and for local layers, in either layout of the config."""
+    """RoPE of global and of local layers, in either layout of the config."""
     head_dim, context = read_head_dim(config, HEAD_DIM), config.get_int("max_position_embeddings")
     nested = config.get_section("rope_parameters")
-    wide_theta = config.get_float("rope_theta", GLOBAL_THETA)
+    global_theta = config.get_float("rope_theta", GLOBAL_THETA)
     local_theta = config.get_float("rope_local_base_freq", LOCAL_THETA)
     empty = ConfigReader({}, config.source)
-    wide = (nested and nested.get_section("full_attention")) or config.get_section("rope_scaling") or empty
-    local = (nested and nested.get_section("sliding_attention")) or empty
+    scaling = config.get_section("rope_scaling")
+    global_section = (nested and nested.get_section("full_attention")) or scaling or empty
+    local_section = (nested and nested.get_section("sliding_attention")) or empty
     if nested is not None:
         nested.check_all_read()
-    return read_rope_section(wide, head_dim, context, wide_theta), read_rope_section(
-        local, head_dim, context, local_theta
-    )
+    global_rope = read_rope_section(global_section, head_dim, context, global_theta)
+    return global_rope, read_rope_section(local_section, head_dim, context, local_theta)

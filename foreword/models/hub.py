@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a directory, a GGUF file, or a model id of the Hugging Face hub. Does not import torch."""
+"""Resolves a model name to a directory, a GGUF file, or a hub download. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,28 +14,25 @@ DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.m
 
 
 def resolve_path(name_or_path: str) -> Path:
-    """The directory or file itself, or where the hub's cache holds (or now gets) a model id. Raises CheckpointError."""
+    """The directory or file itself, or the hub's cache directory of a model id. Raises CheckpointError."""
     path = Path(name_or_path).expanduser()
     if path.is_dir() or is_gguf(path):
         return path
     if path.exists():
-        raise CheckpointError(
-            f"{name_or_path} is a file, but not in GGUF format; other checkpoints are directories"
-        )
+        problem = "is a file, but not in GGUF format; other checkpoints are directories"
+        raise CheckpointError(f"{name_or_path} {problem}")
     if name_or_path.count("/") != 1 or name_or_path.startswith((".", "/", "~")) or name_or_path.endswith("/"):
         raise CheckpointError(f"there is no directory or file {name_or_path}")
     return _download(name_or_path)
 
 
 def _download(model_id: str) -> Path:
-    hub = importlib.import_module(
-        "huggingface_hub"
-    )  # slow to import, and of no use to those with a directory
+    hub = importlib.import_module("huggingface_hub")  # slow to import, and rarely needed
     try:
         return Path(hub.snapshot_download(model_id, allow_patterns=list(DOWNLOAD_PATTERNS)))
-    except Exception as error:  # its client lets errors of several libraries through
+    except Exception as error:  # the client raises errors of several libraries
         lines = str(error).splitlines() or [type(error).__name__]
         raise CheckpointError(
-            f"{model_id} is neither a directory nor to be had from the hub ({lines[0]}). Without a network, fetch it elsewhere "
-            f"with `hf download {model_id} --local-dir DIR` and give the directory instead"
+            f"{model_id} is neither a directory nor available from the hub ({lines[0]}). Without a network, "
+            f"download it elsewhere with `hf download {model_id} --local-dir DIR` and use the directory"
         ) from error

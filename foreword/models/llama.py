@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.x and what shares their shape."""
+"""Llama 2, 3, 3.x and models of their shape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Llama"]
 
 
 class LlamaLayer:
-    """Norm, attention, norm, gated MLP; each branch is added to what it read."""
+    """Norm, attention, norm, gated MLP, with a residual around each branch."""
 
     def __init__(self, builder: LayerBuilder) -> None:
         self._attention_norm = builder.norm("input_layernorm")
@@ -29,7 +29,7 @@ class LlamaLayer:
 
 
 class Llama(Decoder):
-    """RoPE of any type; biases on request."""
+    """RoPE of any type; biases if the config has them."""
 
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:

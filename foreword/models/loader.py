@@ -1,11 +1,12 @@
-"""From a checkpoint, a directory or a GGUF file, to a model."""
+"""Loads a model from a checkpoint directory or a GGUF file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -18,39 +19,57 @@ from foreword.models.base import Model, Precision
 from foreword.models.config import ConfigReader, read_json
 from foreword.models.decoder import Decoder, DecoderConfig
 from foreword.models.device_loader import DeviceLoader
-from foreword.models.dummy_weights import DummyWeights
 from foreword.models.gguf.config import read_hf_config
 from foreword.models.gguf.reader import GGUFFile, is_gguf, open_gguf, split_files
 from foreword.models.gguf.weights import GGUFWeights, check_tensor_types, read_rope_factors, with_memory_info
 from foreword.models.vision.base import PREPROCESSOR_FILE, PROCESSOR_FILE, VisionModel
-from foreword.models.vision.registry import VISION_MODELS
-from foreword.models.weights import FileWeights, HeadlessWeights, MetaOps, MetaWeights, MultipartWeights
+from foreword.models.vision.llava import Llava
+from foreword.models.vision.llava_next import LlavaNext
+from foreword.models.vision.qwen2_5_vl import Qwen25VL
+from foreword.models.vision.qwen2_vl import Qwen2VL
+from foreword.models.vision.qwen3_vl import Qwen3VL
+from foreword.models.weights import (
+    DummyWeights,
+    FileWeights,
+    HeadlessWeights,
+    MetaOps,
+    MetaWeights,
+    MultipartWeights,
+)
 
-__all__ = ["load_model", "read_model_info", "weight_files"]
+__all__ = ["VISION_MODELS", "load_model", "read_model_info", "weight_files"]
 
-EMBEDDING_TENSOR = "model.embed_tokens.weight"  # where it is missing, all names are those within the body: so embedders are saved
-INFO_MAX_MODEL_LEN = 1  # positions: tables by position are not what read_facts is after
+VISION_MODELS: Mapping[str, type[VisionModel]] = MappingProxyType(
+    {
+        "llava": Llava,
+        "llava_next": LlavaNext,
+        "qwen2_vl": Qwen2VL,
+        "qwen2_5_vl": Qwen25VL,
+        "qwen3_vl": Qwen3VL,
+    }
+)
+EMBEDDING_TENSOR = "model.embed_tokens.weight"  # missing in checkpoints that were saved without a head
+INFO_MAX_MODEL_LEN = 1  # positions: read_model_info() needs no RoPE tables
 
 
 def read_model_info(path: Path, gguf_dequantize: bool = False) -> ModelInfo:
-    """What config.json or a GGUF file's metadata tell, without reading weights. Raises CheckpointError."""
-    precision, counted = Precision.from_dtypes("float32"), MetaWeights()
+    """Read model information from config.json or GGUF metadata, not from weights. Raises CheckpointError."""
+    precision, weights = Precision.from_dtypes("float32"), MetaWeights()
     if not is_gguf(path):
-        return _build_model(_read_config(path), MetaOps(), precision, counted, "cpu", INFO_MAX_MODEL_LEN).info
+        return _build_model(_read_config(path), MetaOps(), precision, weights, "cpu", INFO_MAX_MODEL_LEN).info
     gguf = open_gguf(path)
     architecture, config = _read_gguf_config(gguf)
     check_tensor_types(gguf, gguf_dequantize)
-    return with_memory_info(
-        architecture(config, MetaOps(), precision, counted, "cpu", INFO_MAX_MODEL_LEN).info, gguf
-    )
+    model = architecture(config, MetaOps(), precision, weights, "cpu", INFO_MAX_MODEL_LEN)
+    return with_memory_info(model.info, gguf)
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files whose bytes decide what a model computes."""
+    """Files that determine the model's results: weights and configs."""
     if path.is_file():
         return split_files(path)
-    options = [path / "config.json", path / PREPROCESSOR_FILE, path / PROCESSOR_FILE]
-    return [*(file for file in options if file.is_file()), *sorted(path.glob("*.safetensors"))]
+    configs = [path / "config.json", path / PREPROCESSOR_FILE, path / PROCESSOR_FILE]
+    return [*(file for file in configs if file.is_file()), *sorted(path.glob("*.safetensors"))]
 
 
 def load_model(
@@ -63,63 +82,55 @@ def load_model(
     gguf_dequantize: bool = False,
     dummy: bool = False,
 ) -> Model:
-    """The model in `path`.
+    """Load the model in `path`.
 
-    max_model_len    longest context it will be used for
-    progress         gets bytes done and bytes in all
-    gguf_dequantize  take types of a GGUF file that have no kernels, as floats
-    dummy            make random weights; of the directory, config.json is read
+    progress         called with bytes done and bytes in total
+    gguf_dequantize  convert GGUF types without kernels to floats
+    dummy            random weights; only config.json is read
     Raises CheckpointError, which names the option, the tensor or the file.
     """
     if dummy:
         return _load_dummy_model(path, ops, precision, device, max_model_len)
-    with _open_device_loader(device) as staging:
+    with _open_device_loader(device) as device_loader:
         if is_gguf(path):
             gguf = open_gguf(path)
             architecture, config = _read_gguf_config(gguf)
-            weights = GGUFWeights(
-                gguf, (config.num_heads, config.num_kv_heads), gguf_dequantize, progress, staging
-            )
+            heads = config.num_heads, config.num_kv_heads
+            weights = GGUFWeights(gguf, heads, gguf_dequantize, progress, device_loader)
             model = architecture(config, ops, precision, weights, device, max_model_len)
             weights.check_all_read()
             return model
-        described = _read_config(path)
-        files = FileWeights(path, progress, staging)
-        named = _rename_weights(described, files)
-        model = _build_model(described, ops, precision, named, device, max_model_len)
-        files.check_all_read(ignored=_ignored_weights(described, named, files.names))
+        spec = _read_config(path)
+        files = FileWeights(path, progress, device_loader)
+        renamed = _rename_weights(spec, files)
+        model = _build_model(spec, ops, precision, renamed, device, max_model_len)
+        files.check_all_read(_ignored_weights(spec, renamed, files.names))
         return model
 
 
-@contextmanager
-def _open_device_loader(device: str) -> Iterator[DeviceLoader | None]:
-    """A CPU reads files where they are mapped."""
-    if device == "cpu":
-        yield None
-        return
-    with DeviceLoader(device) as staging:
-        yield staging
+def _open_device_loader(device: str) -> AbstractContextManager[DeviceLoader | None]:
+    """None for a CPU, which uses mapped files."""
+    return nullcontext() if device == "cpu" else DeviceLoader(device)
 
 
 def _load_dummy_model(path: Path, ops: Ops, precision: Precision, device: str, max_model_len: int) -> Model:
-    """The model of a config.json, with random weights."""
+    """The model of a config.json with random weights."""
     if is_gguf(path):
-        raise CheckpointError(
-            f"{path}: load_format dummy needs a directory with a config.json", "load_format"
-        )
-    described = _read_config(path)
-    weights = DummyWeights(device, getattr(torch, described.config.dtype))
-    return _build_model(described, ops, precision, weights, device, max_model_len)
+        problem = "load_format dummy needs a directory with a config.json"
+        raise CheckpointError(f"{path}: {problem}", "load_format")
+    spec = _read_config(path)
+    weights = DummyWeights(device, getattr(torch, spec.config.dtype))
+    return _build_model(spec, ops, precision, weights, device, max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
 class _ModelSpec:
-    """What config.json says; `vision` where the model sees pictures."""
+    """Contents of a config.json."""
 
     architecture: type[Decoder]
     config: DecoderConfig
-    vision: VisionModel | None = None
-    name: str = ""
+    vision: VisionModel | None = None  # of vision-language models
+    name: str = ""  # model_type of vision-language models
 
 
 def _build_model(
@@ -142,19 +153,19 @@ def _build_model(
 
 
 def _rename_weights(spec: _ModelSpec, files: FileWeights) -> Weights:
-    """Tensors by the names that models here ask for."""
+    """Weights by the names that our models use."""
     if spec.vision is not None:
         return MultipartWeights(files, files.names, spec.vision.WEIGHT_PREFIXES)
     return files if EMBEDDING_TENSOR in files.names else HeadlessWeights(files)
 
 
-def _ignored_weights(spec: _ModelSpec, weights: Weights, names: frozenset[str]) -> dict[str, str]:
-    """Tensors that nobody takes, and why."""
-    actual = weights.name_in_file if isinstance(weights, MultipartWeights) else str
-    ignored = {actual("lm_head.weight"): "a copy of the embedding"} if spec.config.tie_word_embeddings else {}
+def _ignored_weights(spec: _ModelSpec, weights: Weights, names: frozenset[str]) -> set[str]:
+    """Tensors that are not loaded: a tied head, and unused parts of the vision encoder."""
+    name_in_file = weights.name_in_file if isinstance(weights, MultipartWeights) else str
+    ignored = {name_in_file("lm_head.weight")} if spec.config.tie_word_embeddings else set()
     if spec.vision is not None:
-        unused = tuple(map(actual, spec.vision.ignored_prefixes))
-        ignored |= dict.fromkeys((name for name in names if name.startswith(unused)), "not read of a tower")
+        prefixes = tuple(map(name_in_file, spec.vision.ignored_prefixes))
+        ignored |= {name for name in names if name.startswith(prefixes)}
     return ignored
 
 
@@ -172,7 +183,7 @@ def _read_config(path: Path) -> _ModelSpec:
 
 
 def _read_gguf_config(gguf: GGUFFile) -> tuple[type[Decoder], DecoderConfig]:
-    """Norms stand in these files with what their architecture adds to them."""
+    """Norm weights in GGUF files include the architecture's offset."""
     options = read_hf_config(gguf, lambda name: read_rope_factors(gguf, name))
     architecture, config = _read_known_decoder(ConfigReader(options, str(gguf.path)))
     return architecture, replace(config, norm_offset=0.0)
@@ -182,12 +193,7 @@ def _read_known_decoder(reader: ConfigReader) -> tuple[type[Decoder], DecoderCon
     model_type = reader.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(sorted((*ARCHITECTURES, *VISION_MODELS)))
-        foreign = (
-            "; the code that `auto_map` names is not run: no code out of a checkpoint is"
-            if "auto_map" in reader
-            else ""
-        )
-        raise CheckpointError(
-            f"{reader.source}: model_type {model_type!r:.80} is not supported{foreign}; known: {known}"
-        )
+        remote = "; the code in `auto_map` is not run: no code of a checkpoint is"
+        problem = f"is not supported{remote if 'auto_map' in reader else ''}"
+        raise CheckpointError(f"{reader.source}: model_type {model_type!r:.80} {problem}; known: {known}")
     return read_decoder(reader)

@@ -1,4 +1,4 @@
-"""Mistral: Llama's layers; a sliding window in all of them, or in none."""
+"""Mistral: Llama's layers, with a sliding window in all or none of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from foreword.models.llama import LlamaLayer
 
 __all__ = ["Mistral"]
 
-WINDOW = 4096  # where the config does not say; null means none
+WINDOW = 4096  # default; null means no window
 
 
 class Mistral(Decoder):
-    """A row sees itself and the `sliding_window - 1` positions before it."""
+    """A row attends to itself and the `sliding_window - 1` positions before it."""
 
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""A file in memory whose pages come when they are read, and go when they are given back."""
+"""A memory-mapped file whose pages can be released after use."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["MappedFile"]
 
 
 class MappedFile:
-    """Raises CheckpointError if the file is missing or cannot be mapped. It must not change while it is in use."""
+    """Raises CheckpointError if the file cannot be mapped. The file must not change while it is in use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
-                # A private copy: torch warns of memory that cannot be written to.
+                # Copy on write, because torch warns of read-only memory.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except FileNotFoundError:
             raise CheckpointError(f"{path.parent}: the file {path.name} is missing") from None
@@ -31,7 +31,6 @@ class MappedFile:
 
     @property
     def num_bytes(self) -> int:
-        """In bytes."""
         return len(self._map)
 
     def read(self, start: int, num_bytes: int) -> bytes:
@@ -39,14 +38,14 @@ class MappedFile:
         return self._map[start : start + num_bytes]
 
     def tensor(self, dtype: torch.dtype, start: int, num_values: int) -> Tensor:
-        """[count] values from byte `start` on, where they stand in the file."""
+        """[num_values] from byte `start`, a view of the file."""
         assert start >= 0 and start + num_values * dtype.itemsize <= self.num_bytes
         if num_values == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=num_values, offset=start)
 
     def release(self, start: int, num_bytes: int) -> None:
-        """Give back the memory of these bytes; who reads them again pays again."""
+        """Release the memory of these bytes; a later read loads them again."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         if num_bytes and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, first, start + num_bytes - first)

@@ -1,4 +1,4 @@
-"""Phi-3: projections stored fused, a partial or long RoPE, perhaps a sliding window."""
+"""Phi-3: fused projections, partial or long RoPE, optional sliding window."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Phi3"]
 
 
 class Phi3Layer:
-    """Llama's layer; q, k, v and gate, up each lie in one tensor."""
+    """Llama's layer with fused tensors: q, k and v in one, gate and up in one."""
 
     def __init__(self, builder: LayerBuilder) -> None:
         self._attention_norm = builder.norm("input_layernorm")
@@ -29,7 +29,7 @@ class Phi3Layer:
 
 
 class Phi3(Decoder):
-    """Phi-3, 3.5 and 4-mini without images or mixtures."""
+    """Phi-3, 3.5 and 4-mini; no vision or mixture-of-experts variants."""
 
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama's layers with biases on q, k and v."""
+"""Qwen2 and Qwen2.5: Llama's layers with biases of q, k and v."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_WINDOW_LAYERS = 28
 
 
 def read_qwen_layer_windows(config: ConfigReader) -> tuple[int | None, ...]:
-    """The first `max_window_layers` layers see everything; those above a window, if windows are in use at all."""
+    """The first `max_window_layers` layers have full attention, the others a window if enabled."""
     window = config.get_optional_int("sliding_window", default=WINDOW)
     full_layers = config.get_int("max_window_layers", MAX_WINDOW_LAYERS, low=0)
     if not config.get_bool("use_sliding_window", False):
@@ -23,7 +23,7 @@ def read_qwen_layer_windows(config: ConfigReader) -> tuple[int | None, ...]:
 
 
 class Qwen2(Decoder):
-    """The config does not mention the biases; they are always there."""
+    """Biases are not in the config: every checkpoint has them."""
 
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""Qwen3: every head of q and k is normed before it is turned."""
+"""Qwen3: Llama's layers with QK norm before RoPE."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAD_DIM = 128
 
 
 class Qwen3Layer:
-    """Norm, attention with normed heads, norm, gated MLP; each branch is added to what it read."""
+    """Norm, attention with QK norm, norm, gated MLP, with a residual around each branch."""
 
     def __init__(self, builder: LayerBuilder) -> None:
         self._attention_norm = builder.norm("input_layernorm")
@@ -32,7 +32,7 @@ class Qwen3Layer:
 
 
 class Qwen3(Decoder):
-    """Heads of 128 unless the config says otherwise, whatever hidden_size is."""
+    """The default head size is 128 for any hidden_size."""
 
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:

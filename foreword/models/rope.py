@@ -1,4 +1,4 @@
-"""RoPE options of a checkpoint, in the layouts of transformers 4 and 5."""
+"""Reads RoPE options of config.json, in the layouts of transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -21,24 +21,20 @@ def read_rope(
     default_theta: float = 10000.0,
     mrope_sections: MRopeSections | None = None,
 ) -> RopeConfig:
-    """From `rope_parameters`, or from `rope_theta` and `rope_scaling` beside each other.
-
-    context  the checkpoint's max_position_embeddings
-    axes     of models with M-RoPE: theirs, where the checkpoint does not say how many angles each direction has
-    """
+    """Read `rope_parameters`, or `rope_theta` and `rope_scaling`; mrope_sections is M-RoPE's default."""
     theta = config.get_float("rope_theta", default_theta)
     share = config.get_float("partial_rotary_factor", 1.0)
     original = config.get_optional_int("original_max_position_embeddings")
     options = config.get_section("rope_parameters")
     older = config.get_section("rope_scaling")
-    table = options or older or ConfigReader({}, config.source)
-    own = None if mrope_sections is None else _read_mrope_sections(table, mrope_sections)
-    rope = read_rope_section(table, head_dim, context_length, theta, share, original)
-    if own is not None and sum(own.sections) != rope.rotary_dim // 2:
-        raise table.error(
-            "mrope_section", f"has {sum(own.sections)} angles, and a head has {rope.rotary_dim // 2}"
-        )
-    return replace(rope, mrope_sections=own)
+    section = options or older or ConfigReader({}, config.source)
+    if mrope_sections is not None:
+        mrope_sections = _read_mrope_sections(section, mrope_sections)
+    rope = read_rope_section(section, head_dim, context_length, theta, share, original)
+    if mrope_sections is not None and sum(mrope_sections.sections) != rope.rotary_dim // 2:
+        reason = f"has {sum(mrope_sections.sections)} angles, and a head has {rope.rotary_dim // 2}"
+        raise section.error("mrope_section", reason)
+    return replace(rope, mrope_sections=mrope_sections)
 
 
 def read_rope_section(
@@ -49,33 +45,25 @@ def read_rope_section(
     partial_rotary_factor: float = 1.0,
     original_max_position: int | None = None,
 ) -> RopeConfig:
-    """One table of RoPE options; `theta`, `share` and `original` hold where it does not say otherwise."""
-    rope_type = options.get_choice(
-        "rope_type" if "rope_type" in options else "type", ROPE_TYPE_NAMES, "default"
-    )
+    """Read one section of RoPE options; theta and the parameters after it are defaults."""
+    key = "rope_type" if "rope_type" in options else "type"
+    rope_type = options.get_choice(key, ROPE_TYPE_NAMES, "default")
     if options.get_choice("type", ROPE_TYPE_NAMES, rope_type) != rope_type:
-        raise options.error("type", f"must be rope_type, {rope_type}")
-    rope = RopeConfig(
-        rope_type, _read_theta(options, theta), _read_rotary_dim(options, head_dim, partial_rotary_factor)
-    )
-    original_max_position = original_max_position or options.get_int(
-        "original_max_position_embeddings", context_length
-    )
+        raise options.error("type", f"must be equal to rope_type, {rope_type}")
+    rotary_dim = _read_rotary_dim(options, head_dim, partial_rotary_factor)
+    rope = RopeConfig(rope_type, _read_theta(options, theta), rotary_dim)
+    if original_max_position is None:
+        original_max_position = options.get_int("original_max_position_embeddings", context_length)
     if rope_type in ("linear", "dynamic", "llama3", "yarn"):
-        rope = replace(
-            rope,
-            factor=options.get_float("factor"),
-            original_max_position=context_length if rope_type == "dynamic" else original_max_position,
-        )
+        original = context_length if rope_type == "dynamic" else original_max_position
+        rope = replace(rope, factor=options.get_float("factor"), original_max_position=original)
     if rope_type == "llama3":
         low, high = options.get_float("low_freq_factor"), options.get_float("high_freq_factor")
         if low == high:
             raise options.error("high_freq_factor", f"must not be low_freq_factor, {low}")
         rope = replace(rope, low_freq_factor=low, high_freq_factor=high)
     if rope_type == "dynamic" and rope.rotary_dim < 4:
-        raise options.error(
-            "rope_type", f"dynamic needs heads of at least 4 values that rotate, got {rope.rotary_dim}"
-        )
+        raise options.error("rope_type", f"dynamic needs at least 4 rotated values, got {rope.rotary_dim}")
     if rope_type == "yarn":
         rope = _with_yarn(rope, options)
     if rope_type == "longrope":
@@ -85,14 +73,11 @@ def read_rope_section(
 
 
 def _read_mrope_sections(options: ConfigReader, default: MRopeSections) -> MRopeSections:
-    """`mrope_section`; whether directions take turns is the architecture's affair, the file can only repeat it."""
+    """`mrope_section`. The architecture fixes whether axes are interleaved; the file can only repeat it."""
     options.require_value("mrope_interleaved", default.interleaved)
     sections = options.get("mrope_section", list(default.sections))
-    if (
-        not isinstance(sections, list)
-        or len(sections) != 3
-        or not all(type(item) is int and item >= 0 for item in sections)
-    ):
+    is_list = isinstance(sections, list) and len(sections) == 3
+    if not is_list or not all(type(size) is int and size >= 0 for size in sections):
         raise options.error("mrope_section", f"must be a list of 3 whole numbers, got {sections!r:.60}")
     time, row, column = sections
     return MRopeSections((time, row, column), default.interleaved)
@@ -141,7 +126,7 @@ def _with_longrope(
 
 
 def scaled_context_length(rope: RopeConfig, context_length: int) -> int:
-    """Positions that the model was made for: dynamic and yarn reach beyond max_position_embeddings."""
+    """Context length of the model: dynamic and yarn extend max_position_embeddings."""
     if rope.rope_type == "dynamic":
         return math.floor(context_length * rope.factor)
     if rope.rope_type == "yarn":

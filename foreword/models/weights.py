@@ -1,8 +1,9 @@
-"""Tensors of a checkpoint: from safetensors files, or only their shapes."""
+"""Tensors of a checkpoint: from safetensors files, random ones, or only their shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -17,16 +18,25 @@ from foreword.models.config import read_json
 from foreword.models.device_loader import DeviceLoader
 from foreword.models.safetensors import SafetensorsFile
 
-__all__ = ["FileWeights", "HeadlessWeights", "MetaOps", "MetaWeights", "MultipartWeights", "PrefixedWeights"]
+__all__ = [
+    "DummyWeights",
+    "FileWeights",
+    "HeadlessWeights",
+    "MetaOps",
+    "MetaWeights",
+    "MultipartWeights",
+    "PrefixedWeights",
+]
 
+DUMMY_VECTOR_STD = 0.02  # around 1 for norm weights, around 0 for biases
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
-DERIVED_SUFFIXES = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # buffers that old checkpoints hold
+DERIVED_SUFFIXES = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # buffers in old checkpoints
 
 
 class MetaOps(ReferenceOps):
-    """Builds models whose weights are CountedWeights, which nobody wants packed."""
+    """Builds models of MetaWeights: packing would copy tensors without data."""
 
     def pack_linear(
         self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None = None
@@ -35,32 +45,68 @@ class MetaOps(ReferenceOps):
 
 
 class MetaWeights:
-    """Tensors without memory: they tell how many parameters a model has."""
+    """Tensors without memory, to count a model's parameters."""
 
     def __init__(self) -> None:
         self.num_parameters = 0
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """A zero that looks as if it had this shape."""
+        """Zeros, expanded from one value."""
         tensor = torch.zeros(()).expand(shape)
         self.num_parameters += tensor.numel()
         return tensor
 
     @contextmanager
     def weights(self, out_features: Mapping[str, int], in_features: int) -> Iterator[Sequence[Matrix]]:
-        """See `take`."""
         yield [self.tensor(name, size, in_features) for name, size in out_features.items()]
 
     def prefixed(self, prefix: str) -> Weights:
-        """Names do not matter here."""
         return self
 
 
-class FileWeights:
-    """Tensors of a directory's safetensors files: on a CPU mapped into memory, else what `staging` brings to its device.
+class DummyWeights:
+    """Random tensors, see `layers.weights.Weights`; deterministic by name, shape, type and device.
 
-    progress  gets bytes done and bytes in all
-    Raises CheckpointError, here for missing or damaged files, in `take` for tensors, in `finish` for tensors left over.
+    A matrix [N, K] has standard deviation K^-1/2, so that activations stay finite through all layers.
+    """
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self._generator = torch.Generator(device)
+        self._device = device
+        self._dtype = dtype
+        self.num_parameters = 0
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """float32: about 1 for norm weights, about 0 for biases, else normal as a matrix."""
+        is_vector = len(shape) == 1
+        std = DUMMY_VECTOR_STD if is_vector else shape[-1] ** -0.5
+        values = self._normal(name, shape, torch.float32, std)
+        return values.add_(1.0) if is_vector and name.endswith("weight") else values
+
+    @contextmanager
+    def weights(self, out_features: Mapping[str, int], in_features: int) -> Iterator[Sequence[Matrix]]:
+        yield [
+            self._normal(name, (size, in_features), self._dtype, in_features**-0.5)
+            for name, size in out_features.items()
+        ]
+
+    def prefixed(self, prefix: str) -> Weights:
+        return PrefixedWeights(self, prefix)
+
+    def _normal(self, name: str, shape: Sequence[int], dtype: torch.dtype, std: float) -> Tensor:
+        seed = hashlib.blake2b(name.encode(), digest_size=7).digest()
+        self._generator.manual_seed(int.from_bytes(seed, "little"))
+        values = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        self.num_parameters += values.numel()
+        return values.normal_(0.0, std, generator=self._generator)
+
+
+class FileWeights:
+    """Tensors of safetensors files, mapped if there is no device loader.
+
+    `progress` gets bytes done and in total.
+
+    Raises CheckpointError for damaged files, missing tensors, wrong shapes, and tensors that are not read.
     """
 
     def __init__(
@@ -81,61 +127,47 @@ class FileWeights:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all tensors in the files."""
         return frozenset(self._file_by_name)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """The tensor of this name, which must have this shape, as float32."""
+        """float32 tensor of this shape, a copy."""
         tensor = self._read_tensor(name, shape).to(torch.float32, copy=True)
         self._release(name)
         return tensor
 
     @contextmanager
     def weights(self, out_features: Mapping[str, int], in_features: int) -> Iterator[Sequence[Matrix]]:
-        """The tensors as they stand in the file; their memory is given back at the end."""
+        """Matrices as they are in the file; their pages are released at the end."""
         yield [self._read_tensor(name, (size, in_features)) for name, size in out_features.items()]
         for name in out_features:
             self._release(name)
 
     def prefixed(self, prefix: str) -> Weights:
-        """Names below `prefix`."""
         return PrefixedWeights(self, prefix)
 
-    def check_all_read(self, ignored: Mapping[str, str] | None = None) -> None:
-        """Every tensor must have been taken, but for those that `ignore` names (with the reason)."""
-        left = sorted(
-            name
-            for name in self._file_by_name
-            if name not in self._read_names and not name.endswith(DERIVED_SUFFIXES)
-        )
-        left = [name for name in left if name not in (ignored or {})]
+    def check_all_read(self, ignored: Collection[str] = ()) -> None:
+        """Raises CheckpointError for tensors that were neither read nor ignored."""
+        left = self._file_by_name.keys() - self._read_names - set(ignored)
+        left = {name for name in left if not name.endswith(DERIVED_SUFFIXES)}
         if left:
-            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            raise CheckpointError(f"{self._path}: unexpected tensors: {', '.join(left[:3])}{more}")
+            raise unexpected_tensors_error(self._path, sorted(left))
         if self._progress is not None:
             self._progress(self._bytes_total, self._bytes_total)
 
     def _read_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor on the engine's device."""
-        tensor = self._lookup(name, shape)
-        return (
-            tensor
-            if self._device_loader is None
-            else self._device_loader.tensor(self._file_by_name[name].span(name), tensor.dtype, shape)
-        )
-
-    def _lookup(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor where it stands in its file; nothing of it is read."""
         if name not in self._file_by_name:
             raise CheckpointError(f"{self._path}: tensor `{name}` {list(shape)} is missing")
-        tensor = self._file_by_name[name].tensor(name)
+        file = self._file_by_name[name]
+        tensor = file.tensor(name)  # mapped, not yet read
         if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"{self._path}: tensor `{name}` is {list(tensor.shape)}, the config says {list(shape)}"
-            )
+            sizes = f"is {list(tensor.shape)}, the config says {list(shape)}"
+            raise CheckpointError(f"{self._path}: tensor `{name}` {sizes}")
         self._read_names.add(name)
         self.num_parameters += tensor.numel()
-        return tensor
+        if self._device_loader is None:
+            return tensor
+        return self._device_loader.tensor(file.span(name), tensor.dtype, shape)
 
     def _release(self, name: str) -> None:
         file = self._file_by_name[name]
@@ -146,7 +178,7 @@ class FileWeights:
 
 
 class PrefixedWeights:
-    """A view of other weights through a prefix."""
+    """Other weights, with a prefix before each name."""
 
     def __init__(self, weights: Weights, prefix: str) -> None:
         self._weights = weights
@@ -171,7 +203,7 @@ class PrefixedWeights:
 
 
 class HeadlessWeights(PrefixedWeights):
-    """Weights of a body that was saved without its head: what is `model.norm` elsewhere is `norm` there."""
+    """Weights of a checkpoint saved without its head: names lack `model.`."""
 
     def __init__(self, weights: Weights) -> None:
         super().__init__(weights, "")
@@ -181,18 +213,15 @@ class HeadlessWeights(PrefixedWeights):
 
 
 class MultipartWeights(PrefixedWeights):
-    """Weights of several parts, whose names begin differently in different files.
-
-    prefixes  beginning of a name as it is asked for -> what it may be in the files; the first that is there holds
-    """
+    """Weights whose prefixes differ between files; `prefixes` maps ours to those in files, by priority."""
 
     def __init__(
         self, weights: Weights, names: frozenset[str], prefixes: Mapping[str, Sequence[str]]
     ) -> None:
         super().__init__(weights, "")
         self._file_prefixes = {
-            asked: next((one for one in given if any(name.startswith(one) for name in names)), given[0])
-            for asked, given in prefixes.items()
+            ours: next((prefix for prefix in known if _has_prefix(names, prefix)), known[0])
+            for ours, known in prefixes.items()
         }
 
     def tensor(self, name: str, *shape: int) -> Tensor:
@@ -209,15 +238,24 @@ class MultipartWeights(PrefixedWeights):
         return PrefixedWeights(self._weights, self.name_in_file(prefix))
 
     def name_in_file(self, name: str) -> str:
-        """A name, or the beginning of one, as the files have it."""
-        for asked, actual in self._file_prefixes.items():
-            if name.startswith(asked):
-                return actual + name.removeprefix(asked)
+        """A name or prefix as it is in the files."""
+        for ours, actual in self._file_prefixes.items():
+            if name.startswith(ours):
+                return actual + name.removeprefix(ours)
         return name
 
 
+def unexpected_tensors_error(path: Path, names: Sequence[str]) -> CheckpointError:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return CheckpointError(f"{path}: unexpected tensors: {', '.join(names[:3])}{more}", "model")
+
+
+def _has_prefix(names: Iterable[str], prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in names)
+
+
 def _list_files(path: Path) -> list[str]:
-    """The safetensors files that make up the checkpoint."""
+    """Names of the checkpoint's safetensors files."""
     if (path / INDEX_FILE).is_file():
         weight_map = read_json(path / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -227,7 +265,6 @@ def _list_files(path: Path) -> list[str]:
         return [SINGLE_FILE]
     pickles = sorted(item.name for pattern in PICKLE_PATTERNS for item in path.glob(pattern))
     if pickles:
-        raise CheckpointError(
-            f"{path} holds pickled weights ({pickles[0]}), which can run code; convert them to safetensors"
-        )
+        problem = f"holds pickled weights ({pickles[0]}), which can run code"
+        raise CheckpointError(f"{path} {problem}; convert them to safetensors")
     raise CheckpointError(f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}")

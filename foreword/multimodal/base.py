@@ -1,4 +1,4 @@
-"""What a model wants of a picture before its tower sees it: the size, the cut, and how many tokens stand for it."""
+"""The interface of image processors, and the image transforms that all of them use."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from PIL.Image import Image
+from PIL.Image import Image, Resampling
 
 from foreword.core.images import PromptImage
 
-__all__ = ["ImageLayout", "ImageProcessor"]
+__all__ = ["ImageLayout", "ImageProcessor", "resize", "to_chw"]
 
 DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """What becomes of a picture of a certain size; the fields are those of `Picture`."""
+    """Shape of an image after preprocessing; the fields are those of `PromptImage`."""
 
     num_tokens: int
     grid: tuple[int, int, int]
@@ -27,47 +27,42 @@ class ImageLayout:
 
 @dataclass(frozen=True, slots=True)
 class ImageProcessor(ABC):
-    """Of one checkpoint.
+    """Preprocesses images for one checkpoint. A subclass reproduces a transformers processor bit by bit."""
 
-    placeholder       id of the token that stands for a picture in prompts
-    placeholder_text  how the chat template writes it
-    """
-
-    placeholder_id: int
+    placeholder_id: int  # token that represents an image in a prompt
     placeholder_text: str
 
     @abstractmethod
     def layout(self, height: int, width: int) -> ImageLayout:
-        """For a picture of this size."""
+        """The layout of an image of this size."""
 
     @property
     @abstractmethod
     def max_pixel_bytes(self) -> int:
-        """That the pixels of a picture take at most; a few more where a bound cannot be kept by whole patches."""
+        """Upper bound of an image's bytes; rounding to whole patches may exceed it slightly."""
 
     @abstractmethod
     def to_pixels(self, image: Image) -> bytes:
-        """Of an RGB image: uint8, in the shape that `layout` says, not normalized."""
+        """uint8 pixels of an RGB image in the shape of its layout, not normalized."""
 
     def preprocess(self, image: Image) -> PromptImage:
-        """For the prompt and the engine. `image` is RGB."""
+        """The prompt image of an RGB image."""
         return self.make_image((image.height, image.width), self.to_pixels(image))
 
     def make_image(self, size: tuple[int, int], pixels: bytes) -> PromptImage:
-        """From what `pixels` made of an image of `size` (height, width)."""
+        """The prompt image of `to_pixels` of an image of `size` (height, width)."""
         layout = self.layout(*size)
         assert len(pixels) == math.prod(layout.shape), "pixels do not fit their shape"
-        return PromptImage(
-            _hash_pixels(pixels, layout.shape, size),
-            layout.num_tokens,
-            layout.grid,
-            size,
-            layout.shape,
-            pixels,
-        )
+        digest = hashlib.blake2b(repr((layout.shape, size)).encode(), digest_size=DIGEST_BYTES)
+        digest.update(pixels)
+        return PromptImage(digest.digest(), layout.num_tokens, layout.grid, size, layout.shape, pixels)
 
 
-def _hash_pixels(pixels: bytes, shape: tuple[int, ...], size: tuple[int, int]) -> bytes:
-    sums = hashlib.blake2b(repr((shape, size)).encode(), digest_size=DIGEST_BYTES)
-    sums.update(pixels)
-    return sums.digest()
+def resize(image: Image, size: tuple[int, int], resample: Resampling) -> Image:
+    """`size` is (height, width)."""
+    return image.resize(size[::-1], resample)
+
+
+def to_chw(image: Image) -> bytes:
+    """uint8 [3, height, width]"""
+    return b"".join(band.tobytes() for band in image.split())

@@ -1,4 +1,4 @@
-"""From the bytes of a file to RGB. What happens here happens in a process that may fall: `media.worker`."""
+"""Decodes image files to RGB. Runs in the worker process of `multimodal.decode_pool`."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ FORMATS: Final = tuple(
         GifImagePlugin.GifImageFile,
     )
 )
-# Pillow imports these when it needs them, too late for a process that may open no file: JPEG with several pictures, EXIF.
+# Pillow imports these lazily, but a worker cannot open files: multi-picture JPEG, EXIF.
 PRELOADED_PLUGINS: Final = (MpoImagePlugin, TiffImagePlugin)
 MARKUP = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:!DOCTYPE|\?xml|!--|html|svg|head|body)", re.IGNORECASE)
-EXIF_ORIENTATION = 0x0112  # an EXIF tag
+EXIF_ORIENTATION = 0x0112  # EXIF tag
 ORIENTATION_TRANSPOSES: Final = {
     2: Transpose.FLIP_LEFT_RIGHT,
     3: Transpose.ROTATE_180,
@@ -48,15 +48,15 @@ ORIENTATION_TRANSPOSES: Final = {
     8: Transpose.ROTATE_90,
 }
 WHITE = (255, 255, 255, 255)
-STRIP_PIXELS = 1 << 20  # laid over white at a time
+STRIP_PIXELS = 1 << 20  # pixels composited at a time
 
 
 class ImageError(Exception):
-    """A file that no model sees, and why: for the caller's eyes."""
+    """The file is rejected; the text is the reason for the user."""
 
 
 def decode(data: bytes, max_pixels: int) -> Image.Image:
-    """The first frame as RGB, upright. Raises Refused. For one thread alone: Pillow has settings for all."""
+    """The first frame as upright RGB. Raises ImageError. Not thread-safe: Pillow's limit is global."""
     with _open_image(data, max_pixels) as image:
         image.load()
         _check_size(image.width, image.height, max_pixels)
@@ -64,14 +64,14 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def read_size(data: bytes, max_pixels: int) -> tuple[int, int]:
-    """(height, width) as the file's head says, which tells nothing of how it is turned. Raises Refused. For one thread, too."""
+    """(height, width) in the file's header, before EXIF rotation. Raises ImageError. Not thread-safe."""
     with _open_image(data, max_pixels) as image:
         return image.height, image.width
 
 
 @contextmanager
 def _open_image(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
-    """Not decoded yet. Whatever is raised until it is closed becomes Refused."""
+    """Opens an image without decoding it; all exceptions in the block become ImageError."""
     _check_webp_canvas(data, max_pixels)
     try:
         with _pillow_limits(max_pixels), Image.open(io.BytesIO(data), formats=FORMATS) as image:
@@ -82,16 +82,16 @@ def _open_image(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
     except UnidentifiedImageError:
         raise ImageError(_describe_unknown(data)) from None
     except Image.DecompressionBombError:
-        raise ImageError(f"its pixels are more than {max_pixels} (--max-image-pixels)") from None
+        raise ImageError(f"it has more than {max_pixels} pixels (--max-image-pixels)") from None
     except MemoryError:
         raise ImageError("it takes too much memory to decode") from None
-    except Exception as error:  # whatever the decoders of four formats make of a broken file
+    except Exception as error:  # decoders of broken files raise anything
         raise ImageError(f"it is truncated or broken: {str(error) or type(error).__name__:.200}") from None
 
 
 @contextmanager
 def _pillow_limits(max_pixels: int) -> Iterator[None]:
-    """Pillow looks at the size as soon as it knows one, and says nothing but by exceptions."""
+    """Set Pillow's limit of pixels, and silence its warnings."""
     before = Image.MAX_IMAGE_PIXELS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -105,35 +105,29 @@ def _pillow_limits(max_pixels: int) -> Iterator[None]:
 def _describe_unknown(data: bytes) -> str:
     if not data:
         return "it is empty"
-    what = (
-        "it is a text in HTML or XML (an SVG?)"
-        if MARKUP.match(data)
-        else "it is in another format, or broken"
-    )
-    return f"{what}; PNG, JPEG, WebP and GIF are supported"
+    reason = "it is HTML or XML (an SVG?)" if MARKUP.match(data) else "it is in another format, or broken"
+    return f"{reason}; PNG, JPEG, WebP and GIF are supported"
 
 
 def _check_size(width: int, height: int, max_pixels: int) -> None:
     if width * height > max_pixels:
         raise ImageError(f"it has {width} x {height} pixels, more than {max_pixels} (--max-image-pixels)")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-        raise ImageError(
-            f"at {width} x {height} pixels one side is more than {MAX_ASPECT_RATIO} times the other"
-        )
+        ratio = f"one side is more than {MAX_ASPECT_RATIO} times the other"
+        raise ImageError(f"it has {width} x {height} pixels: {ratio}")
 
 
 def _check_webp_canvas(data: bytes, max_pixels: int) -> None:
-    """Of an extended WebP file: its decoder takes memory for the canvas as soon as it is opened."""
+    """Check an extended WebP file before its decoder allocates the canvas at opening."""
     if data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X" and len(data) >= 30:
-        width, height = (int.from_bytes(data[at : at + 3], "little") + 1 for at in (24, 27))
+        width, height = (int.from_bytes(data[offset : offset + 3], "little") + 1 for offset in (24, 27))
         _check_size(width, height, max_pixels)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """As transformers' processors do it: what is transparent is laid over white.
+    """Convert to RGB like transformers, with a white background for transparent pixels.
 
-    16-bit grey is an exception: they clip it, so that all but the darkest is white; here the upper byte is taken, as everywhere
-    else in 16-bit files.
+    Exception: transformers clips 16-bit grey, so that almost all becomes white; here the upper byte is used.
     """
     if image.mode.startswith("I"):
         return image.point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
@@ -143,7 +137,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _composite_on_white(image: Image.Image) -> Image.Image:
-    """Strip by strip, because it takes several pictures of the same size."""
+    """Composite in strips, because it allocates several copies."""
     result = Image.new("RGB", image.size)
     step = max(1, STRIP_PIXELS // image.width)
     for top in range(0, image.height, step):
@@ -155,9 +149,9 @@ def _composite_on_white(image: Image.Image) -> Image.Image:
 
 
 def _apply_orientation(image: Image.Image, source: Image.Image) -> Image.Image:
-    """Turned as `source` says. Metadata that cannot be read says nothing."""
+    """Rotate by the EXIF orientation of `source`; unreadable metadata is ignored."""
     try:
-        turn = ORIENTATION_TRANSPOSES.get(source.getexif().get(EXIF_ORIENTATION, 1))
-    except Exception:  # EXIF may hold anything
+        transpose = ORIENTATION_TRANSPOSES.get(source.getexif().get(EXIF_ORIENTATION, 1))
+    except Exception:  # broken EXIF raises anything
         return image
-    return image if turn is None else image.transpose(turn)
+    return image if transpose is None else image.transpose(transpose)

@@ -1,9 +1,6 @@
-"""Files of pictures, from wherever the operator allows.
+"""Fetches image files: http(s) only from allowed hosts at public addresses, checked on each redirect.
 
-Files of pictures from http(s) URLs: only from hosts that the operator lists, at addresses in the open, hop by hop.
-
-A host's addresses are looked up once for each hop, all of them are checked, and the connection is made to one of those that were
-checked: what a name server says later changes nothing.
+Against DNS rebinding, a host is resolved once per hop, and the connection uses an address that was checked.
 """
 
 from __future__ import annotations
@@ -35,64 +32,58 @@ REDIRECT_STATUSES: Final = (301, 302, 303, 307, 308)
 HEADERS: Final = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "foreword"}
 MAX_PORT: Final = 65535
 DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+NO_KEEPALIVE: Final = httpx.Limits(max_keepalive_connections=0)  # hosts at one address share no connection
 
 
 async def download(client: httpx.AsyncClient, url: str, where: str, media_limits: MediaLimits) -> bytes:
-    """Raises InvalidRequest, which names the field `where`, the limit, and of the URL the host alone.
+    """Download a file. Raises InvalidRequest with the field, the limit and the host, but no more of the URL.
 
-    client  follows no redirects, keeps no connections, and asks no environment
+    `client` must not follow redirects, keep connections or read proxy variables.
     """
     try:
         async with asyncio.timeout(media_limits.timeout_s):
             for _ in range(limits.MAX_REDIRECTS + 1):
                 target = _parse_url(url, where, media_limits)
-                found = await _get(client, target, where, media_limits)
-                if isinstance(found, bytes):
-                    return found
-                url = str(target.join(found))
+                result = await _get(client, target, where, media_limits)
+                if isinstance(result, bytes):
+                    return result
+                url = str(target.join(result))
     except (TimeoutError, httpx.TimeoutException):
-        message = f"the picture did not arrive within {media_limits.timeout_s:g} s (--media-timeout)"
+        message = f"the image did not arrive within {media_limits.timeout_s:g} s (--media-timeout)"
     except ForewordError:
         raise
-    except Exception as error:  # whatever a foreign server makes of the client
-        message = f"the picture cannot be fetched: {type(error).__name__}"
+    except Exception as error:  # a foreign server can cause anything
+        message = f"the image cannot be fetched: {type(error).__name__}"
     else:
-        message = f"more than {limits.MAX_REDIRECTS} redirects on the way to the picture"
+        message = f"more than {limits.MAX_REDIRECTS} redirects"
     raise InvalidRequest(f"{where}: {message}", where)
 
 
 def _parse_url(url: str, where: str, media_limits: MediaLimits) -> httpx.URL:
-    """Of one hop, as far as its letters tell whether it is allowed."""
+    """Parses the URL of one hop and checks its host name."""
     try:
         target = httpx.URL(url)
     except (httpx.InvalidURL, ValueError):
         raise InvalidRequest(f"{where}: not a URL", where) from None
-    if (
-        target.scheme not in DEFAULT_PORTS
-        or not target.host
-        or target.userinfo
-        or not 0 < (target.port or 80) <= MAX_PORT
-    ):
-        raise InvalidRequest(
-            f"{where}: must be http://HOST/... or https://HOST/..., without a password, also after redirects",
-            where,
-        )
+    has_host = target.host and not target.userinfo and 0 < (target.port or 80) <= MAX_PORT
+    if target.scheme not in DEFAULT_PORTS or not has_host:
+        message = "must be http://HOST/... or https://HOST/..., without a password, also after redirects"
+        raise InvalidRequest(f"{where}: {message}", where)
     if not is_allowed(media_limits.allowed_hosts, _host_name(target)):
-        raise InvalidRequest(
-            f"{where}: pictures from {target.host:.253} are not allowed (--allowed-media-domains)", where
-        )
+        message = f"images from {target.host:.253} are not allowed (--allowed-media-domains)"
+        raise InvalidRequest(f"{where}: {message}", where)
     return target
 
 
 def _host_name(target: httpx.URL) -> str:
-    """Host in lower case, international names as they are looked up, without the dot that may end it."""
+    """The host in lower case and IDNA encoding, without a trailing dot."""
     return target.raw_host.decode("ascii").lower().removesuffix(".")
 
 
 async def _get(
     client: httpx.AsyncClient, target: httpx.URL, where: str, media_limits: MediaLimits
 ) -> bytes | str:
-    """The file, or where it is said to be. The first of its addresses that can be connected to is asked."""
+    """The file, or the target of a redirect. Tries the host's addresses until one connects."""
     addresses = await _resolve_addresses(target, where)
     for address in addresses[:-1]:
         try:
@@ -103,22 +94,18 @@ async def _get(
 
 
 async def _resolve_addresses(target: httpx.URL, where: str) -> list[str]:
-    """All of the host's, checked."""
+    """All addresses of the host. Raises InvalidRequest if one is not public."""
     name = _host_name(target)
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(
-            name,
-            target.port or DEFAULT_PORTS[target.scheme],
-            type=socket.SOCK_STREAM,
-            proto=socket.IPPROTO_TCP,
-        )
+        loop, port = asyncio.get_running_loop(), target.port or DEFAULT_PORTS[target.scheme]
+        entries = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
     except (OSError, UnicodeError):
-        raise InvalidRequest(f"{where}: the host {name:.253} is not known", where) from None
-    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+        raise InvalidRequest(f"{where}: unknown host {name:.253}", where) from None
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
     if not is_public(addresses) and not may_be_private(name):
         raise InvalidRequest(
-            f"{where}: the host {name:.253} has an address that is not public; such are allowed only where "
-            "--allowed-media-domains lists the address itself",
+            f"{where}: the host {name:.253} has an address that is not public; to allow a private address, "
+            "list the address itself in --allowed-media-domains",
             where,
         )
     return addresses
@@ -127,7 +114,7 @@ async def _resolve_addresses(target: httpx.URL, where: str) -> list[str]:
 async def _request(
     client: httpx.AsyncClient, target: httpx.URL, address: str, where: str, max_bytes: int
 ) -> bytes | str:
-    """One request to one address, in the host's name."""
+    """One request to one address, with the host's name in Host header and TLS."""
     request = client.build_request(
         "GET",
         target.copy_with(host=address),
@@ -140,7 +127,7 @@ async def _request(
         if response.status_code in REDIRECT_STATUSES and location is not None:
             return str(location)
         if response.status_code != httpx.codes.OK:
-            raise InvalidRequest(f"{where}: the server of the picture answered {response.status_code}", where)
+            raise InvalidRequest(f"{where}: the image's server answered {response.status_code}", where)
         return await _read_body(response, where, max_bytes)
     finally:
         await response.aclose()
@@ -156,13 +143,8 @@ async def _read_body(response: httpx.Response, where: str, max_bytes: int) -> by
     return bytes(body)
 
 
-NO_KEEPALIVE: Final = httpx.Limits(
-    max_keepalive_connections=0
-)  # two hosts at one address must not share a connection
-
-
 class Fetcher:
-    """May be used from any thread; each call blocks its own. Downloads run in a loop, begun with the first of them."""
+    """Fetches files of all schemes. Thread-safe; each call blocks its thread."""
 
     def __init__(self, media_limits: MediaLimits) -> None:
         self._limits = media_limits
@@ -171,7 +153,7 @@ class Fetcher:
         self._closed = False
 
     def fetch(self, source: ImageSource) -> bytes:
-        """The file. Raises InvalidRequest, which names the field and says why; ShuttingDown after `close`."""
+        """The file. Raises InvalidRequest, which names field and reason; ShuttingDown after `close`."""
         where, max_bytes = source.where, self._limits.max_bytes
         if source.url is None:
             assert source.data is not None
@@ -187,7 +169,7 @@ class Fetcher:
         raise InvalidRequest(f"{where}: must be a data:, http:, https: or file: URL", where)
 
     def close(self) -> None:
-        """Downloads are given up."""
+        """Cancel all downloads."""
         with self._lock:
             self._closed = True
             if self._download_loop is not None:
@@ -196,14 +178,14 @@ class Fetcher:
     def _get_download_loop(self) -> _DownloadLoop:
         with self._lock:
             if self._closed:
-                raise ShuttingDown("the server is about to end")
+                raise ShuttingDown("the server shuts down")
             if self._download_loop is None:
                 self._download_loop = _DownloadLoop(self._limits)
             return self._download_loop
 
 
 class _DownloadLoop:
-    """A thread with a loop, in which every download has its deadline, whatever it waits for."""
+    """A thread with an event loop, so that a deadline covers all waits of a download."""
 
     def __init__(self, media_limits: MediaLimits) -> None:
         self._limits = media_limits
@@ -217,14 +199,14 @@ class _DownloadLoop:
         try:
             return future.result()
         except CancelledError:
-            raise ShuttingDown("the server is about to end") from None
+            raise ShuttingDown("the server shuts down") from None
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
     async def _download(self, url: str, where: str) -> bytes:
-        """With a client of its own: no cookie of one request reaches another."""
+        """Uses a new client, so that requests share no cookies."""
         async with httpx.AsyncClient(
             verify=self._ssl_context, trust_env=False, timeout=self._limits.timeout_s, limits=NO_KEEPALIVE
         ) as client:
@@ -244,16 +226,11 @@ class _DownloadLoop:
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """One picture: either its address or its file.
+    """The source of one image: a URL or the bytes of its file."""
 
-    where  the field of the request that names it, for errors, such as messages[0].content[1].image_url.url
-    url    data:, http:, https: or file:
-    data   bytes of a PNG, JPEG, WebP or GIF file
-    """
-
-    where: str
-    url: str | None = field(default=None, repr=False)
-    data: bytes | None = field(default=None, repr=False)
+    where: str  # field of the request for errors, such as messages[0].content[1].image_url.url
+    url: str | None = field(default=None, repr=False)  # data:, http:, https: or file:
+    data: bytes | None = field(default=None, repr=False)  # PNG, JPEG, WebP or GIF
 
     def __post_init__(self) -> None:
-        assert (self.url is None) != (self.data is None), "an address or a file"
+        assert (self.url is None) != (self.data is None), "either url or data"

@@ -1,7 +1,4 @@
-"""Pictures of requests, from where they are to what the engine wants.
-
-Where a picture of a request is.
-"""
+"""Loads the images of requests: fetches files and preprocesses them."""
 
 from __future__ import annotations
 
@@ -17,34 +14,33 @@ __all__ = ["ImageLoader"]
 
 
 class ImageLoader:
-    """Of all requests for one model. May be used from any thread; each call blocks its own."""
+    """Loads images for one model. Thread-safe; each call blocks its thread."""
 
     def __init__(self, processor: ImageProcessor, limits: MediaLimits) -> None:
         self._fetcher = Fetcher(limits)
-        self._workers = ImageDecodePool(processor, limits)
+        self._decode_pool = ImageDecodePool(processor, limits)
 
     def load(self, sources: Sequence[ImageSource]) -> list[PromptImage]:
-        """In their order, one after the other: only one file of a request is held at a time.
+        """Load images one by one, so that one file of a request is in memory at a time.
 
-        Raises InvalidRequest, which names the field and says why; Overloaded if too many wait for a worker, RequestFailed if
-        there is none.
+        Raises InvalidRequest, which names the field and the reason; Overloaded if no worker is free in time;
+        RequestFailed if no worker starts; ShuttingDown after `close`.
         """
         return [self.preprocess(self.fetch(source), source.where) for source in sources]
 
     def fetch(self, source: ImageSource) -> bytes:
-        """The file, as it is. Raises as read()."""
+        """The bytes of the image's file. Raises as `load`."""
         return self._fetcher.fetch(source)
 
     def pixel_bytes(self, data: bytes, where: str) -> int:
-        """Bytes that the pixels of a file take, as its head says; a picture that is to be turned may take others. Raises as
-        read()."""
-        return self._workers.pixel_bytes(data, where)
+        """`ImageDecodePool.pixel_bytes`."""
+        return self._decode_pool.pixel_bytes(data, where)
 
     def preprocess(self, data: bytes, where: str) -> PromptImage:
-        """From the bytes of a file. Raises as read()."""
-        return self._workers.preprocess(data, where)
+        """`ImageDecodePool.preprocess`."""
+        return self._decode_pool.preprocess(data, where)
 
     def close(self) -> None:
-        """End what was started; calls that wait fail."""
+        """Stop downloads and workers; pending calls raise ShuttingDown."""
         self._fetcher.close()
-        self._workers.close()
+        self._decode_pool.close()

@@ -1,7 +1,4 @@
-"""The files of a checkpoint that say how pictures are prepared, read strictly: what is not honoured is refused by name.
-
-What LLaVA's processors must know of the tower: its side, its patches, and how many tokens come out.
-"""
+"""Reads the image preprocessing options of a checkpoint; unsupported options are errors."""
 
 from __future__ import annotations
 
@@ -26,44 +23,30 @@ __all__ = [
 ]
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
-MAX_VALUE = 1 << 24  # of sizes and pixels: more than any model takes
-# Without influence on the pixels of a single picture, or on what is made of them here; colours are normalized by the engine.
-IGNORED_OPTIONS = frozenset(
-    (
-        "_valid_processor_keys",
-        "aspect_ratio_setting",
-        "auto_map",
-        "data_format",
-        "default_to_square",
-        "device",
-        "disable_grouping",
-        "do_convert_rgb",
-        "feature_extractor_type",
-        "image_mean",
-        "image_processor_type",
-        "image_std",
-        "input_data_format",
-        "processor_class",
-        "rescale_factor",
-        "return_tensors",
-    )
+MAX_VALUE = 1 << 24  # sanity limit of sizes and pixels
+# Options without effect on the uint8 pixels of one image. The engine normalizes colours.
+IGNORED_OPTIONS = (
+    *("_valid_processor_keys", "aspect_ratio_setting", "auto_map", "data_format", "default_to_square"),
+    *("device", "disable_grouping", "do_convert_rgb", "feature_extractor_type", "image_mean"),
+    *("image_processor_type", "image_std", "input_data_format", "processor_class", "rescale_factor"),
+    "return_tensors",
 )
 PROCESSOR_TYPE = re.compile(
     r"(Clip|CLIP|Siglip|Llava|LlavaNext|Qwen2VL|Qwen2_5_VL|Qwen3VL)(ImageProcessor(Fast|Pil)?|FeatureExtractor)"
 )
-# (height, width), or the shorter side alone
+# (height, width), or the shortest edge
 ImageSize = tuple[int, int] | int
 
 
 def read_preprocessor_config(path: Path) -> PreprocessorReader:
-    """Of the checkpoint in `path`. Raises CheckpointError."""
+    """The options of the checkpoint in `path`. Raises CheckpointError."""
     if (path / PREPROCESSOR_FILE).is_file():
         return PreprocessorReader(read_json_object(path / PREPROCESSOR_FILE), str(path / PREPROCESSOR_FILE))
     file = path / "processor_config.json"
     values = read_json_object(file).get("image_processor") if file.is_file() else None
     if isinstance(values, dict):
         return PreprocessorReader(values, f"{file}: image_processor")
-    raise CheckpointError(f"{path} lacks {PREPROCESSOR_FILE}, which says how pictures are prepared", "model")
+    raise CheckpointError(f"{path} has no {PREPROCESSOR_FILE}, which configures the image processor", "model")
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
@@ -80,26 +63,24 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 class PreprocessorReader:
-    """Of one object in such a file. What nobody asked for by the time of `finish()` is refused; null counts as missing.
-
-    source  what errors call it
-    """
+    """Reads options strictly: `check_all_read` raises for unread options. A null value counts as missing."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        """`source` names the file in errors."""
         self._values = {key: value for key, value in values.items() if value is not None}
         self._read_keys: set[str] = set()
         self.source = source
 
     @property
     def processor_family(self) -> str:
-        """Whose options these are, such as CLIP, Siglip, Qwen2VL: what is left out depends on it. Empty: it is not said."""
+        """The processor family, such as CLIP or Siglip, which sets defaults; "" if not named."""
         name = self._values.get("image_processor_type", self._values.get("feature_extractor_type", ""))
         if name == "":
             return ""
-        found = PROCESSOR_TYPE.fullmatch(name) if isinstance(name, str) else None
-        if found is None:
+        match = PROCESSOR_TYPE.fullmatch(name) if isinstance(name, str) else None
+        if match is None:
             raise CheckpointError(f"{self.source}: image_processor_type {name!r:.80} is not known", "model")
-        return found[1]
+        return match[1]
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -117,12 +98,12 @@ class PreprocessorReader:
     def get_int(self, key: str, default: int | None = None, low: int = 1) -> int:
         value = self.get(key, default)
         if not is_int(value, low):
-            raise self.error(key, f"a whole number from {low} to {MAX_VALUE}")
+            raise self.error(key, f"an integer from {low} to {MAX_VALUE}")
         assert isinstance(value, int)
         return value
 
     def get_size(self, key: str, default: ImageSize) -> ImageSize:
-        """{"height", "width"} or {"shortest_edge"}; a number stands for the latter."""
+        """{"height", "width"}, {"shortest_edge"} or a number, which is the shortest edge."""
         value = self.get(key, default)
         if isinstance(value, Mapping):
             given = {name: item for name, item in value.items() if item is not None}
@@ -131,24 +112,24 @@ class PreprocessorReader:
             elif given.keys() == {"shortest_edge"}:
                 value = given["shortest_edge"]
         if not all(is_int(item) for item in (value if isinstance(value, tuple) else (value,))):
-            raise self.error(key, 'whole numbers: {"height": ..., "width": ...} or {"shortest_edge": ...}')
-        return value  # type: ignore[no-any-return]  # it is one of the two by now
+            raise self.error(key, 'integers: {"height": ..., "width": ...} or {"shortest_edge": ...}')
+        return value  # type: ignore[no-any-return]  # checked above
 
     def get_resample(self, default: Resampling = Resampling.BICUBIC) -> Resampling:
         value = self.get("resample", default.value)
         if not is_int(value, 0) or value > max(Resampling):
-            raise self.error("resample", f"a whole number from 0 to {max(Resampling).value}")
+            raise self.error("resample", f"an integer from 0 to {max(Resampling).value}")
         return Resampling(value)
 
     def check_normalization(self) -> None:
-        """Pixels are normalized as these options say, which can be left out by no option."""
+        """Raises CheckpointError if normalization is disabled: the engine always normalizes."""
         for key in ("do_rescale", "do_normalize"):
             if not self.get_bool(key, True):
                 raise CheckpointError(f"{self.source}: {key} false is not supported", "model")
 
     def check_all_read(self) -> None:
-        """Raises CheckpointError for the first option that was not asked for."""
-        for key in self._values.keys() - self._read_keys - IGNORED_OPTIONS:
+        """Raises CheckpointError for an option that was not read."""
+        for key in self._values.keys() - self._read_keys - set(IGNORED_OPTIONS):
             raise CheckpointError(f"{self.source}: {key} is not supported", "model")
 
     def error(self, key: str, expected: str) -> CheckpointError:
@@ -158,36 +139,33 @@ class PreprocessorReader:
 
 
 def is_int(value: object, low: int = 1) -> bool:
-    """A number of things, not true or false."""
+    """Whether a value is an integer from `low` to MAX_VALUE."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= MAX_VALUE
 
 
 CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
-DEFAULT_PATCH_SIZE = {CLIP: 32, SIGLIP: 16}  # where config.json does not say
+DEFAULT_PATCH_SIZE = {CLIP: 32, SIGLIP: 16}  # defaults of transformers
 DEFAULT_IMAGE_SIZE = 224
-NUM_CLASS_TOKENS = {CLIP: 1, SIGLIP: 0}  # the class token
+NUM_CLASS_TOKENS = {CLIP: 1, SIGLIP: 0}
 NUM_DROPPED_TOKENS = {"default": 1, "full": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class VisionTowerInfo:
-    """side   of the square that the tower takes, in pixels
-    grid      patches along it
-    num_more  tokens of a tile beside its patches
-    """
+    """Shape of the vision encoder's input."""
 
-    image_size: int
-    grid_size: int
-    num_extra_tokens: int
+    image_size: int  # side of a tile in pixels
+    grid_size: int  # side of a tile in patches
+    num_extra_tokens: int  # tokens of a tile besides its patches; may be negative
 
     @property
     def num_tokens(self) -> int:
-        """Of one tile."""
+        """Tokens of one tile."""
         return self.grid_size * self.grid_size + self.num_extra_tokens
 
 
 def read_tower_info(config: dict[str, Any]) -> VisionTowerInfo:
-    """From config.json. Raises CheckpointError."""
+    """Reads config.json. Raises CheckpointError."""
     vision = config.get("vision_config") or {}
     if not isinstance(vision, dict):
         raise CheckpointError(f"config.json: vision_config must be an object, got {vision!r:.80}", "model")
@@ -195,15 +173,13 @@ def read_tower_info(config: dict[str, Any]) -> VisionTowerInfo:
     strategy = str(config.get("vision_feature_select_strategy", "default"))
     if kind not in DEFAULT_PATCH_SIZE or strategy not in NUM_DROPPED_TOKENS:
         raise CheckpointError(
-            f"config.json: a {kind!r:.40} as tower with vision_feature_select_strategy {strategy!r:.40} is not supported",
+            f"config.json: the vision encoder {kind!r:.40} with "
+            f"vision_feature_select_strategy {strategy!r:.40} is not supported",
             "model",
         )
-    side, patch = (
-        vision.get("image_size", DEFAULT_IMAGE_SIZE),
-        vision.get("patch_size", DEFAULT_PATCH_SIZE[kind]),
-    )
+    side = vision.get("image_size", DEFAULT_IMAGE_SIZE)
+    patch = vision.get("patch_size", DEFAULT_PATCH_SIZE[kind])
     if not is_int(side) or not is_int(patch) or patch > side:
-        raise CheckpointError(
-            f"config.json: a tower of {side!r:.40} pixels in patches of {patch!r:.40} is impossible", "model"
-        )
+        message = f"patch_size must be at most image_size, got {patch!r:.40} and {side!r:.40}"
+        raise CheckpointError(f"config.json: {message}", "model")
     return VisionTowerInfo(side, side // patch, NUM_CLASS_TOKENS[kind] - NUM_DROPPED_TOKENS[strategy])

@@ -1,4 +1,4 @@
-"""Which model prepares its pictures how."""
+"""Selects and configures the image processor of a checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VIDEO_KEY = "video_token_id"
 
 
 def read_processor(path: Path) -> ImageProcessor | None:
-    """Of the checkpoint in the directory `path`; None: its model takes no pictures. Raises CheckpointError."""
+    """The image processor of a checkpoint directory; None for a text-only model. Raises CheckpointError."""
     file = path / "config.json"
     if not file.is_file():
         return None
@@ -53,7 +53,7 @@ def read_processor(path: Path) -> ImageProcessor | None:
 
 
 def read_placeholder_ids(path: Path) -> frozenset[int]:
-    """Ids that stand for pictures and videos in prompts, where read_processor() finds a processor. Raises CheckpointError."""
+    """Ids of the image and video placeholders of a multimodal model. Raises CheckpointError."""
     file = path / "config.json"
     config = read_json_object(file)
     video = config.get(VIDEO_KEY)
@@ -64,25 +64,19 @@ def _read_placeholder_id(config: dict[str, Any], file: Path) -> int:
     value = next((config[key] for key in PLACEHOLDER_KEYS if config.get(key) is not None), None)
     if not is_int(value, 0):
         raise CheckpointError(
-            f"{file}: image_token_id must be a whole number from 0 to {MAX_VALUE}, got {value!r:.40}", "model"
+            f"{file}: image_token_id must be an integer from 0 to {MAX_VALUE}, got {value!r:.40}", "model"
         )
     assert isinstance(value, int)
     return value
 
 
 def _read_placeholder_text(placeholder_id: int, path: Path) -> str:
-    """How tokenizer.json writes a token."""
+    """The text of a token in tokenizer.json."""
     file = path / "tokenizer.json"
-    tokenizer = read_json_object(file)
-    added = tokenizer.get("added_tokens")
+    added = read_json_object(file).get("added_tokens")
     for token in added if isinstance(added, list) else ():
-        if (
-            isinstance(token, dict)
-            and token.get("id") == placeholder_id
-            and isinstance(token.get("content"), str)
-        ):
-            return str(token["content"])
-    raise CheckpointError(
-        f"{file}: no added token has the id {placeholder_id}, which stands for a picture in config.json",
-        "model",
-    )
+        text = token.get("content") if isinstance(token, dict) and token.get("id") == placeholder_id else None
+        if isinstance(text, str):
+            return text
+    message = f"{file}: no added token has the id {placeholder_id}, the image token of config.json"
+    raise CheckpointError(message, "model")

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: pictures at about their own size, in whole patches that are merged by squares."""
+"""Image processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: native resolution, in whole merged patches."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import Any, Self
 from PIL.Image import Image, Resampling
 
 from foreword.errors import CheckpointError
-from foreword.multimodal.base import ImageLayout, ImageProcessor
+from foreword.multimodal.base import ImageLayout, ImageProcessor, resize, to_chw
 from foreword.multimodal.preprocessor_config import PreprocessorReader, is_int
-from foreword.multimodal.transforms import resize, to_chw
 
 __all__ = ["QwenVLProcessor"]
 
-TEMPORAL_PATCH_SIZE = 2  # a picture is a video of two equal ones, which the tower makes itself
-MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280  # where the file does not say
-SIZE_KEYS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # the other name, within `size`
+TEMPORAL_PATCH_SIZE = 2  # an image is a video of two equal frames; the vision encoder repeats it
+MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280  # defaults
+SIZE_KEYS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # option -> its name inside `size`
 
 
 @dataclass(frozen=True, slots=True)
 class QwenVLProcessor(ImageProcessor):
-    """factor  pixels that a token stands for, in each direction: patch_size * merge_size"""
+    """Reproduces transformers' Qwen2VLImageProcessor."""
 
-    factor: int
+    factor: int  # side of a token in pixels: patch_size * merge_size
     min_pixels: int
     max_pixels: int
     resample: Resampling
@@ -33,7 +32,7 @@ class QwenVLProcessor(ImageProcessor):
     def from_config(
         cls, placeholder_id: int, placeholder_text: str, config: dict[str, Any], options: PreprocessorReader
     ) -> Self:
-        """config  of the model"""
+        """`config` is the model's config.json."""
         patch, merge = options.get_int("patch_size", 14), options.get_int("merge_size", 2)
         frames = options.get_int("temporal_patch_size", TEMPORAL_PATCH_SIZE)
         _check_consistent(
@@ -46,9 +45,8 @@ class QwenVLProcessor(ImageProcessor):
 
     def layout(self, height: int, width: int) -> ImageLayout:
         rows, columns = self._token_grid(height, width)
-        return ImageLayout(
-            rows * columns, (1, rows, columns), (1, 3, rows * self.factor, columns * self.factor)
-        )
+        shape = (1, 3, rows * self.factor, columns * self.factor)
+        return ImageLayout(rows * columns, (1, rows, columns), shape)
 
     @property
     def max_pixel_bytes(self) -> int:
@@ -59,7 +57,7 @@ class QwenVLProcessor(ImageProcessor):
         return to_chw(resize(image, (rows * self.factor, columns * self.factor), self.resample))
 
     def _token_grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tokens: as near to the picture's size as the bounds of pixels allow."""
+        """(rows, columns) of tokens, nearest to the image's size within the limits of pixels."""
         factor = self.factor
         rows, columns = round(height / factor), round(width / factor)
         if rows * columns * factor**2 > self.max_pixels:
@@ -72,7 +70,7 @@ class QwenVLProcessor(ImageProcessor):
 
 
 def _read_pixel_limits(options: PreprocessorReader) -> tuple[int, int]:
-    """(min_pixels, max_pixels); they have two names and two places."""
+    """(min_pixels, max_pixels), under either of their names."""
     size = options.get("size", {})
     if not isinstance(size, dict) or not size.keys() <= {*SIZE_KEYS, *SIZE_KEYS.values()}:
         raise options.error("size", 'like {"shortest_edge": ..., "longest_edge": ...}, in pixels')
@@ -82,17 +80,16 @@ def _read_pixel_limits(options: PreprocessorReader) -> tuple[int, int]:
     )
     if not is_int(low) or not is_int(high) or low > high:
         raise CheckpointError(
-            f"{options.source}: pixels must be whole numbers, min {low!r:.40} to max {high!r:.40}", "model"
+            f"{options.source}: pixels must be integers, min {low!r:.40} to max {high!r:.40}", "model"
         )
     return low, high
 
 
 def _check_consistent(config: dict[str, Any], options: PreprocessorReader, expected: dict[str, int]) -> None:
-    """The file of the processor and the model's own must agree."""
+    """Raises CheckpointError if the processor's options contradict config.json."""
     vision = config.get("vision_config")
     for key, value in expected.items():
-        own = vision.get(key, value) if isinstance(vision, dict) else value
-        if own != value:
-            raise CheckpointError(
-                f"{options.source}: {key} is {value}, but {own!r:.40} in config.json", "model"
-            )
+        other = vision.get(key, value) if isinstance(vision, dict) else value
+        if other != value:
+            message = f"{options.source}: {key} is {value}, but {other!r:.40} in config.json"
+            raise CheckpointError(message, "model")

@@ -1,4 +1,4 @@
-"""Where a text repeats itself: what DRY penalties need, kept up token by token."""
+"""Incremental suffix matching for DRY penalties."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from foreword.core.params import MAX_REPEAT_LEN
 
 __all__ = ["SuffixRepeats"]
 
-INITIAL_CAPACITY = 1024
+INITIAL_CAPACITY = 1024  # tokens
 
 Ids = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
 
 
 class SuffixRepeats:
-    """For each place of a text, how many of the tokens before it are also the last tokens of the text.
+    """For each index of a text, how many tokens before it equal the last tokens of the text.
 
-    |<- ... a b c ->| d ... |<- a b c ->|     lengths[place of d] is 3: d would go on with the repeat
+    |<- ... a b c ->| d ... |<- a b c ->|     lengths[index of d] is 3: d would continue the repeat
                               end of text
 
-    A repeat counts as at most MAX_REPEAT tokens long, so that as many tokens are enough to know it.
-
-    breakers  token sequences; no repeat reaches back behind the end of one
+    Lengths are capped at MAX_REPEAT_LEN, so only that many new tokens are replayed after a gap.
     """
 
     __slots__ = (
@@ -39,6 +37,7 @@ class SuffixRepeats:
     )
 
     def __init__(self, breakers: Sequence[tuple[int, ...]] = ()) -> None:
+        """breakers  token sequences; no repeat extends over the end of one"""
         self._breaker_ids = frozenset(breaker[0] for breaker in breakers if len(breaker) == 1)
         self._breaker_sequences: dict[int, list[tuple[int, ...]]] = {}  # by their last token
         for breaker in breakers:
@@ -51,59 +50,53 @@ class SuffixRepeats:
         self._draft_lengths: Lengths = self._lengths
 
     def update(self, tokens: Sequence[int]) -> None:
-        """The text is now `tokens`, which begin with what it was."""
-        begin, end = self._num_tokens, len(tokens)
-        if begin == end:
+        """Extend the text to `tokens`, which begin with the text so far."""
+        start, end = self._num_tokens, len(tokens)
+        if start == end:
             return
         self._ensure_capacity(end)
-        self._ids[begin:end] = tokens[begin:]
-        for place in range(self._first_counted(begin, end), end):
-            self._extend(self._lengths, place)
+        self._ids[start:end] = tokens[start:]
+        for index in range(self._first_counted(start, end), end):
+            self._extend(self._lengths, index)
         self._num_tokens = end
         self._draft_ids, self._draft_lengths = (), self._lengths
 
     def find_continuations(self, draft: tuple[int, ...], min_length: int, window: int) -> tuple[Ids, Lengths]:
-        """Ids that would go on with a repeat of at least `allowed` of the last tokens of text and draft, with the longest.
+        """Ids that would continue a repeat of at least `min_length` last tokens, and the longest such length.
 
-        window  only so many last tokens are looked at; -1: all. Ids that are breakers are left out.
+        window  how many last tokens of text and draft are searched; -1: all. Breakers are left out.
         """
         self._set_draft(draft)
         end = self._num_tokens + len(draft)
         start = 0 if window < 0 else max(end - window, 0)
         lengths = self._draft_lengths[start + 1 : end]
-        places = np.flatnonzero(lengths >= min_length)
-        found = np.minimum(lengths[places], places + 1)  # those that begin before the window are cut
-        return self._longest_per_id(self._ids[start + 1 : end][places], found, min_length)
+        indices = np.flatnonzero(lengths >= min_length)
+        in_window = np.minimum(lengths[indices], indices + 1)
+        return self._longest_per_id(self._ids[start + 1 : end][indices], in_window, min_length)
 
-    def _first_counted(self, begin: int, end: int) -> int:
-        """The first of the places [begin, end) from which on it is enough to count."""
-        oldest = max(begin, end - MAX_REPEAT_LEN)
-        first = next(
-            (place + 1 for place in range(end - 1, oldest - 1, -1) if self._ends_breaker(place)), oldest
-        )
-        if first > begin:
+    def _first_counted(self, start: int, end: int) -> int:
+        """The first index of [start, end) that affects the lengths at `end`; earlier ones need no replay."""
+        oldest = max(start, end - MAX_REPEAT_LEN)
+        after_breakers = (index + 1 for index in range(end - 1, oldest - 1, -1) if self._ends_breaker(index))
+        first = next(after_breakers, oldest)
+        if first > start:
             self._lengths[: first + 1] = 0
         return first
 
     def _longest_per_id(
         self, ids: Ids, lengths: npt.NDArray[np.int64], min_length: int
     ) -> tuple[Ids, Lengths]:
-        keys = np.sort((ids * (MAX_REPEAT_LEN + 1) + lengths)[lengths >= min_length])
-        keys = keys[
-            np.append(keys[1:] // (MAX_REPEAT_LEN + 1) != keys[:-1] // (MAX_REPEAT_LEN + 1), True)[
-                : len(keys)
-            ]
-        ]
-        ids, found = np.divmod(keys, MAX_REPEAT_LEN + 1)
+        base = MAX_REPEAT_LEN + 1
+        keys = np.sort((ids * base + lengths)[lengths >= min_length])
+        is_last_of_id = np.append(keys[1:] // base != keys[:-1] // base, True)[: len(keys)]
+        ids, longest = np.divmod(keys[is_last_of_id], base)
         if self._breaker_ids:
-            kept = np.fromiter(
-                (token_id not in self._breaker_ids for token_id in ids.tolist()), np.bool_, len(ids)
-            )
-            ids, found = ids[kept], found[kept]
-        return ids, found.astype(np.int32)
+            kept = np.array([token_id not in self._breaker_ids for token_id in ids.tolist()], np.bool_)
+            ids, longest = ids[kept], longest[kept]
+        return ids, longest.astype(np.int32)
 
     def _set_draft(self, draft: tuple[int, ...]) -> None:
-        """Set what is behind the text; the drafts of a step mostly go on from each other."""
+        """Append `draft` to the text for the next query. The drafts of a step mostly extend each other."""
         if not draft:
             self._draft_ids, self._draft_lengths = (), self._lengths
         if draft == self._draft_ids:
@@ -115,12 +108,12 @@ class SuffixRepeats:
         base = self._draft_lengths if known else self._lengths
         lengths[: self._num_tokens + known] = base[: self._num_tokens + known]
         self._ids[self._num_tokens : end] = draft
-        for place in range(self._num_tokens + known, end):
-            self._extend(lengths, place)
+        for index in range(self._num_tokens + known, end):
+            self._extend(lengths, index)
         self._draft_ids, self._draft_lengths = draft, lengths
 
     def _extend(self, lengths: Lengths, end: int) -> None:
-        """The text of `end` tokens gets one more, which is in `ids` already."""
+        """Append the token at `_ids[end]` to the text of `end` tokens."""
         if self._ends_breaker(end):
             lengths[: end + 1] = 0
             return
@@ -128,19 +121,16 @@ class SuffixRepeats:
         lengths[1 : end + 1] = np.where(self._ids[:end] == self._ids[end], longer, 0)
         lengths[0] = 0
 
-    def _ends_breaker(self, place: int) -> bool:
-        """A breaker ends with the token there."""
-        token_id = int(self._ids[place])
-        sequences = self._breaker_sequences.get(token_id, ())
+    def _ends_breaker(self, index: int) -> bool:
+        """Whether a breaker ends with the token at `index`."""
+        token_id, end = int(self._ids[index]), index + 1
         return token_id in self._breaker_ids or any(
-            self._ends_with(sequence, place + 1) for sequence in sequences
+            len(sequence) <= end and tuple(self._ids[end - len(sequence) : end].tolist()) == sequence
+            for sequence in self._breaker_sequences.get(token_id, ())
         )
-
-    def _ends_with(self, sequence: tuple[int, ...], end: int) -> bool:
-        return len(sequence) <= end and tuple(self._ids[end - len(sequence) : end].tolist()) == sequence
 
     def _ensure_capacity(self, size: int) -> None:
         if size + 1 > len(self._ids):
-            room = 2 * (size + 1)
-            self._ids = np.concatenate((self._ids, np.zeros(room - len(self._ids), np.int64)))
-            self._lengths = np.concatenate((self._lengths, np.zeros(room - len(self._lengths), np.int32)))
+            added = 2 * (size + 1) - len(self._ids)
+            self._ids = np.concatenate((self._ids, np.zeros(added, np.int64)))
+            self._lengths = np.concatenate((self._lengths, np.zeros(added, np.int32)))

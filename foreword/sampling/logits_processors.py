@@ -1,9 +1,7 @@
-"""What becomes of a row of logits before its token is taken: an ordered pipeline, one class a step.
+"""The pipeline of logits processors: masks, biases, penalties and filters that run before sampling.
 
-A step sees only rows that asked for it, in place, and every row by itself: what it computes are single
-float32 values, so that a row comes out the same alone and among others.
-
-What steps must know of their rows goes to the device before any of them runs, all at once: nothing waits in between.
+A processor changes only rows that requested it, each independently, so results do not depend on the batch.
+The parameters of all processors are uploaded at once before the first runs, so the device never waits.
 """
 
 from __future__ import annotations
@@ -20,39 +18,39 @@ from torch import Tensor
 from foreword.core.batch import Arrays, SampleRow
 from foreword.core.request import Request
 from foreword.kernels.ops import DraftSamplingParams, Ops
-from foreword.sampling.penalties import WORD_BITS, Floats, Ids
+from foreword.sampling.penalties import WORD_BITS, Floats, Ids, get_penalty_state
 
 __all__ = [
+    "MASKING_PROCESSORS",
     "PIPELINE",
     "LogitsProcessor",
     "active_processors",
     "draft_sampling_params",
     "find_runs",
     "masking_fields",
-    "may_mask_all",
     "only_filters",
     "rng_keys",
 ]
 
 Rows = Sequence[SampleRow]
-ALL_BITS = -1
+ALL_BITS = -1  # int32 mask word that allows 32 ids
 
 
 class LogitsProcessor(Protocol):
-    """One step of the pipeline: first the host tells what it takes, for all steps of all rows; then the device does it."""
+    """One step of the pipeline: gather() on the host for all rows, then apply() on the device."""
 
     def is_active(self, request: Request) -> bool:
-        """Whether the request asked for it."""
+        """Whether the request uses the processor."""
 
     def gather(self, rows: Rows, vocab_size: int) -> Arrays | None:
-        """What apply() must know of rows that asked for the step; None: it leaves each of them as it is."""
+        """Parameters of rows whose requests use the processor; None: no row changes."""
 
     def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
-        """Change logits float32 [n, V], in place; `gathered` of these n rows, on their device."""
+        """Change logits float32 [n, V] in place; `gathered` are the uploaded parameters of these rows."""
 
 
 class GrammarMask:
-    """Only what `structured` lets follow; rows that it leaves free are untouched."""
+    """Only ids that `structured` allows; unconstrained rows stay as they are."""
 
     def is_active(self, request: Request) -> bool:
         return request.params.structured is not None
@@ -63,7 +61,7 @@ class GrammarMask:
             return None
         words = np.full((len(rows), -(-vocab_size // WORD_BITS)), ALL_BITS, np.int32)
         for line, mask in zip(words, masks, strict=True):
-            if mask is not None:  # an id beyond it may not follow
+            if mask is not None:  # ids outside of the mask are not allowed
                 known = min(len(mask), len(line))
                 line[:known], line[known:] = mask.numpy()[:known], 0
         return (words,)
@@ -79,45 +77,45 @@ class AllowedIds:
         return request.params.allowed_token_ids is not None
 
     def gather(self, rows: Rows, vocab_size: int) -> Arrays:
-        return (np.stack([row.penalty_state.allowed_mask(vocab_size).numpy() for row in rows]),)
+        return (np.stack([get_penalty_state(row.state).allowed_mask(vocab_size).numpy() for row in rows]),)
 
     def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
         ops.apply_mask(logits, *gathered)
 
 
 class LogitsBiasBase(ABC):
-    """Amounts are added to the logits of some ids. -inf masks one; a broken value, NaN or +inf, stays broken."""
+    """Adds a bias to the logits of some ids; -inf masks an id. NaN and +inf logits stay non-finite."""
 
     def gather(self, rows: Rows, vocab_size: int) -> Arrays | None:
-        found = [self.amounts(row) for row in rows]
-        starts, ids = _flatten([own for own, _ in found])
-        return (starts, ids, np.concatenate([own for _, own in found])) if len(ids) else None
+        biases = [self.biases(row) for row in rows]
+        starts, ids = _flatten([row_ids for row_ids, _ in biases])
+        return (starts, ids, np.concatenate([values for _, values in biases])) if len(ids) else None
 
     def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
         ops.add_bias(logits, *gathered)
 
     @abstractmethod
-    def amounts(self, row: SampleRow) -> tuple[Ids, Floats]:
-        """Ids, none twice, and what is added to them."""
+    def biases(self, row: SampleRow) -> tuple[Ids, Floats]:
+        """Distinct ids and their biases."""
 
 
 class LogitBias(LogitsBiasBase):
-    """`logit_bias` is added."""
+    """Adds `logit_bias`."""
 
     def is_active(self, request: Request) -> bool:
         return bool(request.params.logit_bias)
 
-    def amounts(self, row: SampleRow) -> tuple[Ids, Floats]:
-        return row.penalty_state.logit_bias()
+    def biases(self, row: SampleRow) -> tuple[Ids, Floats]:
+        return get_penalty_state(row.state).logit_bias()
 
 
 class BadWords(LogitsBiasBase):
-    """The last id of a bad word is masked where the history ends with its other ids."""
+    """Masks the last id of a bad word if the history ends with its other ids."""
 
     def is_active(self, request: Request) -> bool:
         return bool(request.bad_words_ids)
 
-    def amounts(self, row: SampleRow) -> tuple[Ids, Floats]:
+    def biases(self, row: SampleRow) -> tuple[Ids, Floats]:
         words = row.state.request.bad_words_ids
         recent = row.last_tokens(max(map(len, words)) - 1)
         return _mask_ids(
@@ -130,58 +128,58 @@ class BadWords(LogitsBiasBase):
 
 
 class MinTokens(LogitsBiasBase):
-    """Nothing that would end the answer before `min_tokens` tokens, unless its grammar lets nothing else follow."""
+    """Masks stop ids before `min_tokens` output tokens, unless the grammar allows nothing else."""
 
     def is_active(self, request: Request) -> bool:
         return request.params.min_tokens > 0
 
-    def amounts(self, row: SampleRow) -> tuple[Ids, Floats]:
-        if row.num_output >= row.state.params.min_tokens or (
-            row.grammar is not None and row.grammar.must_end(row.draft)
-        ):
+    def biases(self, row: SampleRow) -> tuple[Ids, Floats]:
+        must_end = row.grammar is not None and row.grammar.must_end(row.draft)
+        if must_end or row.num_output >= row.state.params.min_tokens:
             return _mask_ids(())
         return _mask_ids({*row.state.request.eos_token_ids, *row.state.params.stop_token_ids})
 
 
 class RepetitionPenalty:
-    """Ids of prompt and output: positive logits are divided by the penalty, negative ones multiplied."""
+    """Divides positive logits of ids in prompt and output by the penalty, and multiplies negative ones."""
 
     def is_active(self, request: Request) -> bool:
         return request.params.repetition_penalty != 1.0
 
     def gather(self, rows: Rows, vocab_size: int) -> Arrays:
         penalties = np.array([row.state.params.repetition_penalty for row in rows], np.float32)
-        return (*_flatten([row.seen_ids() for row in rows]), penalties)
+        seen = [get_penalty_state(row.state).seen_ids(row.state.tokens, row.draft) for row in rows]
+        return (*_flatten(seen), penalties)
 
     def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
         ops.apply_repetition_penalty(logits, *gathered)
 
 
 class CountPenalties(LogitsBiasBase):
-    """`presence_penalty` once and `frequency_penalty` times its count off each id of the output."""
+    """Subtracts `presence_penalty` and count times `frequency_penalty` from each id of the output."""
 
     def is_active(self, request: Request) -> bool:
         return request.params.presence_penalty != 0.0 or request.params.frequency_penalty != 0.0
 
-    def amounts(self, row: SampleRow) -> tuple[Ids, Floats]:
-        ids, counts = row.output_counts()
+    def biases(self, row: SampleRow) -> tuple[Ids, Floats]:
+        ids, counts = get_penalty_state(row.state).output_counts(row.state.tokens, row.draft)
         penalties = row.state.params.presence_penalty + row.state.params.frequency_penalty * counts
         return ids, -penalties.astype(np.float32)
 
 
 class Dry(LogitsBiasBase):
-    """An id that would go on with a repeat of the last tokens costs `dry_multiplier * dry_base ** (length - allowed length)`."""
+    """Subtracts `dry_multiplier * dry_base ** (length - allowed length)` from ids that continue a repeat."""
 
     def is_active(self, request: Request) -> bool:
         return request.params.uses_dry
 
-    def amounts(self, row: SampleRow) -> tuple[Ids, Floats]:
-        ids, penalties = row.dry_penalties()
+    def biases(self, row: SampleRow) -> tuple[Ids, Floats]:
+        ids, penalties = get_penalty_state(row.state).dry_penalties(row.state.tokens, row.draft)
         return ids, -penalties
 
 
 class TopNSigma:
-    """Only what is at most `top_n_sigma` standard deviations below the likeliest. The temperature scales both."""
+    """Keeps logits at most `top_n_sigma` standard deviations below the maximum, at any temperature."""
 
     def is_active(self, request: Request) -> bool:
         return not request.params.greedy and request.params.top_n_sigma > 0.0
@@ -194,7 +192,7 @@ class TopNSigma:
 
 
 class Temperature:
-    """Logits are divided by the temperature, once."""
+    """Divides the logits by the temperature."""
 
     def is_active(self, request: Request) -> bool:
         return not request.params.greedy and request.params.temperature != 1.0
@@ -218,7 +216,7 @@ class TopK:
 
 
 class TypicalP:
-    """The tokens whose surprise is nearest to the expected one, up to this probability."""
+    """Keeps the ids whose surprisal is closest to the entropy, up to a total probability of `typical_p`."""
 
     def is_active(self, request: Request) -> bool:
         return not request.params.greedy and request.params.typical_p < 1.0
@@ -253,24 +251,21 @@ class MinP:
 
 
 class Xtc:
-    """With `xtc_probability`, all but the least likely of the tokens of at least `xtc_threshold` are excluded."""
+    """With `xtc_probability`, excludes all ids above `xtc_threshold` except the least likely of them."""
 
     def is_active(self, request: Request) -> bool:
         return not request.params.greedy and request.params.xtc_probability > 0.0
 
     def gather(self, rows: Rows, vocab_size: int) -> Arrays:
-        chances = np.array([row.state.params.xtc_probability for row in rows], np.float64)
-        return (
-            *rng_keys(rows),
-            chances,
-            np.array([row.state.params.xtc_threshold for row in rows], np.float64),
-        )
+        probabilities = np.array([row.state.params.xtc_probability for row in rows], np.float64)
+        thresholds = np.array([row.state.params.xtc_threshold for row in rows], np.float64)
+        return (*rng_keys(rows), probabilities, thresholds)
 
     def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
         ops.apply_xtc(logits, *gathered)
 
 
-# As in llama.cpp, but that the temperature comes before the filters, as in vLLM.
+# The order of llama.cpp, with the temperature before the filters as in vLLM.
 PIPELINE: tuple[LogitsProcessor, ...] = (
     GrammarMask(),
     AllowedIds(),
@@ -290,29 +285,7 @@ PIPELINE: tuple[LogitsProcessor, ...] = (
 )
 
 
-def may_mask_all(processors: Sequence[LogitsProcessor]) -> bool:
-    """Whether these steps could leave no token."""
-    return any(type(step) in MASKING_PROCESSORS for step in processors)
-
-
-def masking_fields(request: Request) -> tuple[str, ...]:
-    """What in a request masks tokens, as its caller calls it."""
-    structured = request.params.structured
-    names = (MASKING_PROCESSORS.get(type(step)) for step in active_processors(request))
-    return tuple(structured.field if structured and name == "structured" else name for name in names if name)
-
-
-def find_runs(selected: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """(line, end) of the longest runs of wanted rows."""
-    line = 0
-    for end in range(len(selected) + 1):
-        if end == len(selected) or not selected[end]:
-            if line < end:
-                yield line, end
-            line = end + 1
-
-
-# Steps that may leave no token, and the parameters they follow; every other step leaves some of what it gets.
+# Processors that may mask every id, and their parameters; the others always keep some id.
 MASKING_PROCESSORS: Mapping[type, str] = MappingProxyType(
     {
         GrammarMask: "structured",
@@ -321,22 +294,28 @@ MASKING_PROCESSORS: Mapping[type, str] = MappingProxyType(
         MinTokens: "min_tokens",
     }
 )
-
 FILTER_PROCESSORS = (Temperature, TopK, TopP, MinP)
 
 
 def active_processors(request: Request) -> tuple[LogitsProcessor, ...]:
-    """The steps that a request asked for, in order."""
+    """The processors that a request uses, in order."""
     return tuple(step for step in PIPELINE if step.is_active(request))
 
 
+def masking_fields(request: Request) -> tuple[str, ...]:
+    """Request fields that mask tokens, by the names the caller uses."""
+    structured = request.params.structured
+    names = (MASKING_PROCESSORS.get(type(step)) for step in active_processors(request))
+    return tuple(structured.field if structured and name == "structured" else name for name in names if name)
+
+
 def only_filters(request: Request) -> bool:
-    """Temperature and filters are all of its sampling: no row depends on anything but its logits, its seed and its place."""
+    """Whether sampling needs only logits, seed and position: temperature and filters, no history."""
     return all(type(step) in FILTER_PROCESSORS for step in active_processors(request))
 
 
 def draft_sampling_params(request: Request, vocab_size: int) -> DraftSamplingParams:
-    """How a request that is_plain() samples of rows with so many ids."""
+    """Sampling parameters of a request with only_filters(), for rows of `vocab_size` ids."""
     params = request.params
     top_k = min(params.top_k, vocab_size)
     return DraftSamplingParams(
@@ -344,8 +323,18 @@ def draft_sampling_params(request: Request, vocab_size: int) -> DraftSamplingPar
     )
 
 
+def find_runs(selected: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """(start, end) of each maximal run of selected rows."""
+    start = 0
+    for end in range(len(selected) + 1):
+        if end == len(selected) or not selected[end]:
+            if start < end:
+                yield start, end
+            start = end + 1
+
+
 def rng_keys(rows: Rows) -> tuple[Ids, Ids]:
-    """What the noise of rows is keyed by: seeds int64 [R] (their bits), positions int64 [R]."""
+    """Keys of the rows' noise: bits of the seeds int64 [R], positions int64 [R]."""
     seeds = np.array([row.state.request.seed for row in rows], np.uint64).view(np.int64)
     return seeds, np.array([row.position for row in rows], np.int64)
 
@@ -355,6 +344,6 @@ def _mask_ids(ids: Collection[int]) -> tuple[Ids, Floats]:
 
 
 def _flatten(ids_by_row: Sequence[Ids]) -> tuple[Ids, Ids]:
-    """Where the ids of each row begin, int64 [R+1], and those of all rows in one int64 [N]."""
+    """Start of each row's ids, int64 [R+1], and the ids of all rows, int64 [N]."""
     starts = np.array(list(accumulate(map(len, ids_by_row), initial=0)), np.int64)
     return starts, ids_by_row[0] if len(ids_by_row) == 1 else np.concatenate(ids_by_row)

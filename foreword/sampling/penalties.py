@@ -1,4 +1,4 @@
-"""What sampling keeps of a request between steps, so that a step costs what is new and not what is there."""
+"""Token counts and repeats of a request, kept between steps so that a step costs only its new tokens."""
 
 from __future__ import annotations
 
@@ -11,40 +11,47 @@ import torch
 from torch import Tensor
 
 from foreword.core.params import MAX_REPEAT_LEN
-from foreword.core.request import Request
+from foreword.core.request import Request, RequestState
 from foreword.sampling.dry import SuffixRepeats
 
-__all__ = ["PenaltyState", "TokenCounts"]
+__all__ = ["PenaltyState", "TokenCounts", "get_penalty_state"]
 
-WORD_BITS = 32
-INITIAL_CAPACITY = 256
-MAX_PENALTY = 1e30  # finite after any temperature: a penalty masks nothing
+WORD_BITS = 32  # of a mask word
+INITIAL_CAPACITY = 256  # distinct ids
+MAX_PENALTY = 1e30  # finite after any temperature: a penalty never masks a token
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 
+def get_penalty_state(state: RequestState) -> PenaltyState:
+    """The request's penalty state, shared by all its rows. Resetting `state.penalty_state` rebuilds it."""
+    if not isinstance(state.penalty_state, PenaltyState):
+        state.penalty_state = PenaltyState(state.request)
+    return state.penalty_state
+
+
 class TokenCounts:
-    """How often each id stands in a text from place `begin` on; ids in order of first appearance."""
+    """Count of each id from index `start` of a text on; ids in order of first appearance."""
 
     __slots__ = ("_counts", "_ids", "_index_of", "_num_counted")
 
-    def __init__(self, begin: int = 0) -> None:
-        self._num_counted = begin
+    def __init__(self, start: int = 0) -> None:
+        self._num_counted = start
         self._index_of: dict[int, int] = {}
         self._ids: Ids = np.zeros(INITIAL_CAPACITY, np.int64)
         self._counts: Ids = np.zeros(INITIAL_CAPACITY, np.int64)
 
     def update(self, tokens: Sequence[int]) -> None:
-        """The text is now `tokens`, which begin with what it was."""
+        """Extend the text to `tokens`, which begin with the text so far."""
         for token_id, count in Counter(tokens[self._num_counted :]).items():
-            place = self._index_of.setdefault(token_id, len(self._index_of))
-            if place == len(self._ids):
+            index = self._index_of.setdefault(token_id, len(self._index_of))
+            if index == len(self._ids):
                 self._ids, self._counts = (
                     np.concatenate((old, np.zeros_like(old))) for old in (self._ids, self._counts)
                 )
-            self._ids[place] = token_id
-            self._counts[place] += count
+            self._ids[index] = token_id
+            self._counts[index] += count
         self._num_counted = len(tokens)
 
     def counts(self, draft: Sequence[int]) -> tuple[Ids, Ids]:
@@ -53,17 +60,17 @@ class TokenCounts:
         ids, counts = self._ids[:size], self._counts[:size]
         if not draft:
             return ids, counts
-        drafted = Counter(draft)
-        new = [token_id for token_id in drafted if token_id not in self._index_of]
+        draft_counts = Counter(draft)
+        new = [token_id for token_id in draft_counts if token_id not in self._index_of]
         ids, counts = np.append(ids, np.array(new, np.int64)), np.append(counts, np.zeros(len(new), np.int64))
-        places = {token_id: size + i for i, token_id in enumerate(new)}
-        for token_id, count in drafted.items():
-            counts[self._index_of.get(token_id, places.get(token_id, 0))] += count
+        new_index = {token_id: size + i for i, token_id in enumerate(new)}
+        for token_id, count in draft_counts.items():
+            counts[self._index_of.get(token_id, new_index.get(token_id, 0))] += count
         return ids, counts
 
 
 class PenaltyState:
-    """One request's; each part is made when it is first asked for, and follows the text from then on."""
+    """Penalties and biases of one request; each part is built on first use, then updated."""
 
     __slots__ = (
         "_all_counts",
@@ -85,17 +92,17 @@ class PenaltyState:
         self._logit_bias: tuple[Ids, Floats] | None = None
 
     def seen_ids(self, tokens: Sequence[int], draft: Sequence[int]) -> Ids:
-        """Every id of prompt, output and draft, once."""
+        """Distinct ids of prompt, output and draft."""
         self._all_counts.update(tokens)
         return self._all_counts.counts(draft)[0]
 
     def output_counts(self, tokens: Sequence[int], draft: Sequence[int]) -> tuple[Ids, Ids]:
-        """Ids of output and draft, and how often each stands there."""
+        """Distinct ids of output and draft, and their counts."""
         self._output_counts.update(tokens)
         return self._output_counts.counts(draft)
 
     def dry_penalties(self, tokens: Sequence[int], draft: tuple[int, ...]) -> tuple[Ids, Floats]:
-        """Ids that would go on with a repeat, and what that takes off their logits."""
+        """Ids that would continue a repeat, and the penalties subtracted from their logits."""
         params = self._request.params
         if self._suffix_repeats is None or self._dry_table is None:
             self._suffix_repeats = SuffixRepeats(self._request.dry_breakers)
@@ -109,33 +116,27 @@ class PenaltyState:
     def allowed_mask(self, vocab_size: int) -> Tensor:
         """`allowed_token_ids` as bits: int32 [ceil(V / 32)], bit i % 32 of word i // 32 for id i.
 
-        A draft model may have another vocabulary than the target.
+        Kept by vocabulary size: a draft model may have another than the target.
         """
-        words = self._allowed_masks.get(vocab_size)
-        if words is None:
-            words = self._allowed_masks[vocab_size] = _id_bitmask(
-                self._request.params.allowed_token_ids or (), vocab_size
-            )
-        return words
+        mask = self._allowed_masks.get(vocab_size)
+        if mask is None:
+            ids = np.array(self._request.params.allowed_token_ids or (), np.int64)
+            ids = np.unique(ids[ids < vocab_size])
+            words = np.zeros(-(-vocab_size // WORD_BITS), np.uint32)
+            np.bitwise_or.at(words, ids // WORD_BITS, np.uint32(1) << (ids % WORD_BITS).astype(np.uint32))
+            mask = self._allowed_masks[vocab_size] = torch.from_numpy(words.view(np.int32))
+        return mask
 
     def logit_bias(self) -> tuple[Ids, Floats]:
-        """`logit_bias`: ids, and what is added to their logits."""
+        """Ids of `logit_bias` and their biases."""
         if self._logit_bias is None:
             biases = self._request.params.logit_bias
             self._logit_bias = np.array(list(biases), np.int64), np.array(list(biases.values()), np.float32)
         return self._logit_bias
 
 
-def _id_bitmask(token_ids: Sequence[int], vocab_size: int) -> Tensor:
-    ids = np.array(token_ids, np.int64)
-    ids = np.unique(ids[ids < vocab_size])
-    words = np.zeros(-(-vocab_size // WORD_BITS), np.uint32)
-    np.bitwise_or.at(words, ids // WORD_BITS, np.uint32(1) << (ids % WORD_BITS).astype(np.uint32))
-    return torch.from_numpy(words.view(np.int32))
-
-
 def _dry_penalty_table(multiplier: float, base: float) -> Floats:
-    """By how many tokens a repeat is longer than allowed."""
+    """DRY penalty by the number of tokens that a repeat exceeds the allowed length."""
     penalties = [multiplier]
     for _ in range(MAX_REPEAT_LEN):
         penalties.append(min(penalties[-1] * base, MAX_PENALTY))

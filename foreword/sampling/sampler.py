@@ -1,4 +1,4 @@
-"""From rows of logits to tokens: log-probabilities, the pipeline, keyed noise."""
+"""Sampling rows of logits: log-probabilities, the processor pipeline, and sampling with keyed noise."""
 
 from __future__ import annotations
 
@@ -12,51 +12,47 @@ from torch import Tensor
 
 from foreword.core.batch import Arrays, SampleRow, upload
 from foreword.core.outputs import TokenLogprob
+from foreword.core.params import SamplingParams
 from foreword.core.request import RequestState
-from foreword.executor.decode_slots import hash_logits
 from foreword.kernels.ops import Ops
+from foreword.kernels.reference.sampling import hash_logits
 from foreword.sampling.logits_processors import (
+    MASKING_PROCESSORS,
     PIPELINE,
     LogitsProcessor,
     active_processors,
     find_runs,
-    may_mask_all,
     rng_keys,
 )
 
 __all__ = ["ALL_MASKED", "NON_FINITE", "Sampler", "SamplerOutput"]
 
-NON_FINITE = -1  # in place of a token: the logits are not finite
-ALL_MASKED = -2  # in place of a token: what the request asks for masks every one
-NUM_PROBED_IDS = 64  # ids that nearly always tell whether a row holds any value
+NON_FINITE = -1  # instead of a token id: the logits are not finite
+ALL_MASKED = -2  # instead of a token id: the request's own parameters mask every id
+NUM_PROBED_IDS = 64  # ids checked first for a finite logit
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """What R rows yielded.
+    """Result of sampling R rows."""
 
-    token_ids  BROKEN or NOTHING_LEGAL where there is none
-    logprobs   None for rows that did not ask, or have no token
-    hashes     64-bit hashes of the raw logits in test mode, else empty
-    """
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprob | None]
-    logits_hashes: list[int]
+    token_ids: list[int]  # or NON_FINITE or ALL_MASKED
+    logprobs: list[TokenLogprob | None]  # None if not requested, or without a token
+    logits_hashes: list[int]  # 64-bit hashes of the raw logits in test mode, else empty
 
 
 @dataclass(frozen=True, slots=True)
 class _RawLogits:
-    """Rows before the pipeline: logits [n, V], log of their sum float32 [n], likeliest ids int64 [n, k]."""
+    """Rows before the pipeline."""
 
-    logits: Tensor
-    log_sum_exp: Tensor
-    top_ids: Tensor
+    logits: Tensor  # [n, V]
+    log_sum_exp: Tensor  # float32 [n]
+    top_ids: Tensor  # int64 [n, k], most likely first
 
 
 @dataclass(frozen=True, slots=True)
 class _ProcessorCall:
-    """A step for the rows from `line` to `end`, and what it must know of them."""
+    """One processor for the rows from `start` to `end`, with their parameters."""
 
     processor: LogitsProcessor
     start: int
@@ -65,24 +61,17 @@ class _ProcessorCall:
 
 
 class Sampler:
-    """Samples rows; holds no state of any request.
-
-    unused_ids  ids below vocab_size that no token has; they are never sampled, and not part of any distribution
-    """
+    """Samples rows; each row's result depends on nothing but the row."""
 
     def __init__(
         self, ops: Ops, vocab_size: int, never_sampled_ids: Sequence[int], test_mode: bool = False
     ) -> None:
+        """never_sampled_ids  ids below vocab_size without a token; no distribution includes them"""
         self._ops = ops
         self._vocab_size = vocab_size
         self._never_sampled_ids = torch.tensor(sorted(never_sampled_ids), dtype=torch.int64)
-        self._test_mode = test_mode
+        self.with_hashes = test_mode
         self._processor_cache: dict[RequestState, tuple[LogitsProcessor, ...]] = {}
-
-    @property
-    def with_hashes(self) -> bool:
-        """Whether rows are hashed, as in test mode."""
-        return self._test_mode
 
     @property
     def never_sampled_ids(self) -> Tensor:
@@ -90,76 +79,68 @@ class Sampler:
         return self._never_sampled_ids
 
     def __call__(self, logits: Tensor, rows: Sequence[SampleRow], logprobs: bool = True) -> SamplerOutput:
-        """Sample logits float32 [R, V], which are overwritten; rows[r] says what line r is for.
+        """Sample logits float32 [R, V], which are overwritten.
 
-        logprobs=False leaves log-probabilities out even where requests ask for them. Where nobody gets any, the host waits for
-        the device once: for the ids.
+        logprobs=False skips requested log-probabilities. Without any, the host waits for the device once.
         """
         assert logits.shape == (len(rows), self._vocab_size)
         if not rows:
             return SamplerOutput([], [], [])
-        wanted = self._processors_of(rows)
+        processors = self._processors_of(rows)
         params = [row.state.params for row in rows]
-        asked = [r for r, one in enumerate(params) if one.logprobs is not None] if logprobs else []
-        limited = [r for r, steps in enumerate(wanted) if may_mask_all(steps)]
-        tasks = _processor_calls(wanted, rows, self._vocab_size)
-        greedy = np.array([one.greedy for one in params], np.bool_)
+        scored = [r for r, p in enumerate(params) if p.logprobs is not None] if logprobs else []
+        maskable = [
+            r for r, steps in enumerate(processors) if any(type(s) in MASKING_PROCESSORS for s in steps)
+        ]
+        calls = _processor_calls(processors, rows, self._vocab_size)
         arrays = [
             *rng_keys(rows),
-            greedy,
-            np.array(asked, np.int64),
-            *(array for task in tasks for array in task.gathered),
+            np.array([p.greedy for p in params], np.bool_),
+            np.array(scored, np.int64),
+            *(array for call in calls for array in call.gathered),
         ]
-        seeds, positions, greedy_rows, asked_rows, *gathered = upload(arrays, logits.device)
+        seeds, positions, greedy_rows, scored_rows, *gathered = upload(arrays, logits.device)
 
-        hashes = [hash_logits(line) for line in logits] if self._test_mode else []
+        hashes = [hash_logits(line) for line in logits] if self.with_hashes else []
         self._mask_never_sampled(logits)
-        wishes = [params[r] for r in asked]
-        raw = (
-            self._keep_raw(logits.index_select(0, asked_rows), max(one.logprobs or 0 for one in wishes))
-            if asked
-            else None
-        )
-        peaks = _max_logits(logits, limited) if limited else None
-        for task in tasks:
-            count = len(task.gathered)
-            task.processor.apply(self._ops, logits[task.start : task.end], *gathered[:count])
+        raw = None
+        if scored:
+            num_top = max(params[r].logprobs or 0 for r in scored)
+            raw = self._keep_raw(logits.index_select(0, scored_rows), num_top)
+        peaks = _max_logits(logits, maskable) if maskable else None
+        for call in calls:
+            count = len(call.gathered)
+            call.processor.apply(self._ops, logits[call.start : call.end], *gathered[:count])
             gathered = gathered[count:]
         sampled = self._ops.sample(logits, seeds, positions, greedy_rows)
-        found: list[TokenLogprob | None] = [None] * len(rows)
+        row_logprobs: list[TokenLogprob | None] = [None] * len(rows)
         if raw is not None:
-            scored = self._compute_logprobs(raw, sampled[asked_rows], [one.logprobs or 0 for one in wishes])
-            chosen = _requested_logprobs(raw, [one.logprob_token_ids for one in wishes])
-            for r, logprob, scores in zip(asked, scored, chosen, strict=True):
-                if logprob.token_id >= 0:
-                    found[r] = replace(logprob, requested=scores) if scores else logprob
+            results = self._sampled_logprobs(raw, sampled[scored_rows], [params[r] for r in scored])
+            for r, result in zip(scored, results, strict=True):
+                row_logprobs[r] = result
         token_ids: list[int] = sampled.tolist()
         if peaks is not None and min(token_ids) == NON_FINITE:
-            for r in limited:
-                if (
-                    token_ids[r] == NON_FINITE
-                    and float(peaks[r]) > -torch.inf
-                    and float(logits[r].amax()) == -torch.inf
-                ):
+            for r in maskable:
+                was_finite = token_ids[r] == NON_FINITE and float(peaks[r]) > -torch.inf
+                if was_finite and float(logits[r].amax()) == -torch.inf:
                     token_ids[r] = ALL_MASKED
-        return SamplerOutput(token_ids, found, hashes)
+        return SamplerOutput(token_ids, row_logprobs, hashes)
 
     def prompt_logprobs(
         self, logits: Tensor, target_ids: Sequence[int], num_logprobs: int
     ) -> list[TokenLogprob]:
-        """Log-probabilities of the tokens targets[r] that follow logits [R, V], and of the `num` likeliest."""
+        """Log-probabilities of target_ids[r] after logits [R, V], with the `num_logprobs` most likely ids."""
         self._mask_never_sampled(logits)
         (token_ids,) = upload([np.array(target_ids, np.int64)], logits.device)
-        return self._compute_logprobs(
-            self._keep_raw(logits, num_logprobs), token_ids, [num_logprobs] * len(target_ids)
-        )
+        raw = self._keep_raw(logits, num_logprobs)
+        return self._compute_logprobs(raw, token_ids, [num_logprobs] * len(target_ids))
 
     def _processors_of(self, rows: Sequence[SampleRow]) -> list[tuple[LogitsProcessor, ...]]:
-        """The steps of each row. Those of requests that were sampled last are known."""
-        before, self._processor_cache = self._processor_cache, {}
+        """Processors of each row, cached for the requests of the last call."""
+        previous, self._processor_cache = self._processor_cache, {}
         for state in (row.state for row in rows):
             if state not in self._processor_cache:
-                steps = before.get(state)
+                steps = previous.get(state)
                 self._processor_cache[state] = active_processors(state.request) if steps is None else steps
         return [self._processor_cache[row.state] for row in rows]
 
@@ -169,75 +150,83 @@ class Sampler:
             logits.index_fill_(1, self._never_sampled_ids, -torch.inf)
 
     def _keep_raw(self, logits: Tensor, num_top: int) -> _RawLogits:
-        return _RawLogits(
-            logits, self._ops.log_sum_exp(logits), self._ops.top_ids(logits, min(num_top, self._vocab_size))
-        )
+        top_ids = self._ops.top_ids(logits, min(num_top, self._vocab_size))
+        return _RawLogits(logits, self._ops.log_sum_exp(logits), top_ids)
+
+    def _sampled_logprobs(
+        self, raw: _RawLogits, token_ids: Tensor, params: Sequence[SamplingParams]
+    ) -> list[TokenLogprob | None]:
+        """Log-probabilities of the sampled ids, int64 [n], and of `logprob_token_ids`."""
+        logprobs = self._compute_logprobs(raw, token_ids, [p.logprobs or 0 for p in params])
+        requested = _requested_logprobs(raw, [p.logprob_token_ids for p in params])
+        return [
+            replace(logprob, requested=scores) if logprob.token_id >= 0 else None
+            for logprob, scores in zip(logprobs, requested, strict=True)
+        ]
 
     def _compute_logprobs(
         self, raw: _RawLogits, token_ids: Tensor, num_top: Sequence[int]
     ) -> list[TokenLogprob]:
-        """Log-probabilities of one id a row, int64 [n] (any id where it is -1), with the nums[r] likeliest."""
+        """Log-probabilities of one id per row, int64 [n], with the num_top[r] most likely ids."""
         chosen = token_ids.clamp(min=0)[:, None]
         value = raw.logits.gather(1, chosen)
-        log_sum = raw.log_sum_exp[:, None]
-        whole = torch.cat((token_ids[:, None], _ranks(raw.logits, value, chosen), raw.top_ids), 1)
-        scores = torch.cat((value, raw.logits.gather(1, raw.top_ids)), 1) - log_sum
-        width = whole.shape[1]
-        found = torch.cat((whole.double(), scores.double()), 1).tolist()  # exact, and read at once
-        lines = [([int(value) for value in line[:width]], line[width:]) for line in found]
+        ids = torch.cat((token_ids[:, None], _ranks(raw.logits, value, chosen), raw.top_ids), 1)
+        scores = torch.cat((value, raw.logits.gather(1, raw.top_ids)), 1) - raw.log_sum_exp[:, None]
+        width = ids.shape[1]
+        table = torch.cat((ids.double(), scores.double()), 1).tolist()  # float64 is exact here; one transfer
+        lines = [([int(value) for value in line[:width]], line[width:]) for line in table]
         return [
-            TokenLogprob(token_id, own, rank, tuple(zip(top_ids[:num], top[:num], strict=True)))
-            for ((token_id, rank, *top_ids), (own, *top)), num in zip(lines, num_top, strict=True)
+            TokenLogprob(token_id, logprob, rank, tuple(zip(top_ids[:num], top[:num], strict=True)))
+            for ((token_id, rank, *top_ids), (logprob, *top)), num in zip(lines, num_top, strict=True)
         ]
 
 
 def _requested_logprobs(
     raw: _RawLogits, requested_ids: Sequence[Sequence[int]]
 ) -> list[tuple[tuple[int, float], ...]]:
-    """(id, logprob) of ids[r] in row r. An id beyond the vocabulary is as unlikely as can be."""
+    """(id, logprob) of requested_ids[r] in row r; -inf for an id outside of the vocabulary."""
     if not any(requested_ids):
         return [()] * len(requested_ids)
     width = max(map(len, requested_ids))
-    (columns,) = upload(
-        [np.array([[*own, *[0] * (width - len(own))] for own in requested_ids], np.int64)], raw.logits.device
-    )
+    padded = [[*ids, *[0] * (width - len(ids))] for ids in requested_ids]
+    (columns,) = upload([np.array(padded, np.int64)], raw.logits.device)
     known = columns < raw.logits.shape[1]
     values = raw.logits.gather(1, torch.where(known, columns, 0)) - raw.log_sum_exp[:, None]
     scores = torch.where(known, values, -torch.inf).tolist()
-    return [tuple(zip(own, line, strict=False)) for own, line in zip(requested_ids, scores, strict=True)]
+    return [tuple(zip(ids, line, strict=False)) for ids, line in zip(requested_ids, scores, strict=True)]
 
 
 def _processor_calls(
     processors: Sequence[tuple[LogitsProcessor, ...]], rows: Sequence[SampleRow], vocab_size: int
 ) -> list[_ProcessorCall]:
-    """What is to be done, in the pipeline's order, for consecutive rows that asked for it."""
-    asked = set(chain.from_iterable(set(processors)))
-    tasks: list[_ProcessorCall] = []
+    """The calls of each processor, in pipeline order, for consecutive rows that use it."""
+    used = set(chain.from_iterable(set(processors)))
+    calls: list[_ProcessorCall] = []
     for step in PIPELINE:
-        if step in asked:
-            for line, end in find_runs([step in steps for steps in processors]):
-                gathered = step.gather(rows[line:end], vocab_size)
+        if step in used:
+            for start, end in find_runs([step in steps for steps in processors]):
+                gathered = step.gather(rows[start:end], vocab_size)
                 if gathered is not None:
-                    tasks.append(_ProcessorCall(step, line, end, gathered))
-    return tasks
+                    calls.append(_ProcessorCall(step, start, end, gathered))
+    return calls
 
 
 def _max_logits(logits: Tensor, row_indices: Sequence[int]) -> Tensor:
-    """float32 [R]: -inf of those of the lines that are -inf throughout; of the others, any value of theirs or NaN.
+    """float32 [R]: -inf for those of the rows that are -inf throughout, else any larger logit or NaN.
 
-    On a CPU a few ids nearly always tell it. A GPU has looked at all of them before the host has looked at a few.
+    On a CPU a few ids nearly always suffice. On a GPU all ids are cheaper than a host decision.
     """
     if logits.device.type != "cpu":
         return logits.amax(dim=1)
     peaks = logits[:, :NUM_PROBED_IDS].amax(dim=1)
-    for line, peak in enumerate(peaks.tolist()):
-        if peak == -torch.inf and line in row_indices:
-            peaks[line] = logits[line].amax()
+    for r, peak in enumerate(peaks.tolist()):
+        if peak == -torch.inf and r in row_indices:
+            peaks[r] = logits[r].amax()
     return peaks
 
 
 def _ranks(logits: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
-    """int64 [n, 1]: 1 + how many ids come before the chosen one by (value descending, id ascending)."""
+    """int64 [n, 1]: 1 + how many ids precede the chosen one by (value descending, id ascending)."""
     ids = torch.arange(logits.shape[1], device=logits.device)
     before = (logits > value) | ((logits == value) & (ids < chosen))
     return 1 + before.sum(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Verification is sampling: a drafted token is accepted if the target sampled the same."""
+"""Verification is sampling: a draft token is accepted if the target sampled the same."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["verify"]
 
 
 def verify(sampled: Sequence[int], draft: Sequence[int]) -> int:
-    """How many drafted tokens the target itself sampled.
+    """Number of draft tokens that the target itself sampled.
 
-    sampled  1 + d ids of the target; sampled[j] follows draft[:j]
+    sampled  1 + d ids; sampled[j] follows draft[:j]
     draft    d ids
     Returns a = 0..d; the request emits sampled[: a + 1].
     """
     assert len(sampled) == len(draft) + 1
-    for accepted, (guess, token_id) in enumerate(zip(draft, sampled, strict=False)):
-        if guess != token_id:
-            return accepted
+    for num_accepted, (draft_id, token_id) in enumerate(zip(draft, sampled, strict=False)):
+        if draft_id != token_id:
+            return num_accepted
     return len(draft)

@@ -1,7 +1,4 @@
-"""How much may be open at once: requests, and the tokens of their prompts. Who comes beyond that is told when to come again.
-
-Refusing at the door, before anything is read, what could not be served now; and telling limited keys what they have left.
-"""
+"""Bounds on open requests and on their prompt tokens, with an estimated Retry-After for refused requests."""
 
 from __future__ import annotations
 
@@ -20,12 +17,13 @@ from foreword.server.errors import error_response
 
 __all__ = ["Admission", "AdmissionMiddleware", "AdmissionTicket", "DrainRateEstimator"]
 
-RATE_WINDOW_S = 15.0  # what was freed longer ago than this says little of what will be
+RATE_WINDOW_S = 15.0  # time constant of the drain rate
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+NO_ENGINE_PATHS = frozenset({"/tokenize", "/detokenize"})  # paths that need no engine slot
 
 
 class DrainRateEstimator:
-    """How fast something becomes free, over the last seconds in which any of it was taken."""
+    """How fast a resource is freed: a moving average over the time in which it was in use."""
 
     __slots__ = ("_busy_s", "_freed", "_promised_until_s", "_updated_s")
 
@@ -36,18 +34,18 @@ class DrainRateEstimator:
         self._promised_until_s = now
 
     def advance(self, now: float, busy: bool) -> None:
-        """Up to now any was taken, or none: idle time says nothing of the speed."""
+        """Account for the time up to `now`; idle time does not change the rate."""
         if busy:
-            kept = math.exp((self._updated_s - now) / RATE_WINDOW_S)
-            self._freed *= kept
-            self._busy_s = self._busy_s * kept + RATE_WINDOW_S * (1 - kept)
+            decay = math.exp((self._updated_s - now) / RATE_WINDOW_S)
+            self._freed *= decay
+            self._busy_s = self._busy_s * decay + RATE_WINDOW_S * (1 - decay)
         self._updated_s = now
 
     def record_freed(self, amount: int) -> None:
         self._freed += amount
 
     def retry_after_s(self, amount: int, now: float) -> float:
-        """Seconds after which so much should be free, for one who comes behind all that were told so before."""
+        """Estimated seconds until `amount` is free, after all earlier estimates."""
         if not self._freed or not self._busy_s:
             return MIN_RETRY_S
         free_s = max(self._promised_until_s, now) + amount * self._busy_s / self._freed
@@ -56,29 +54,13 @@ class DrainRateEstimator:
 
 
 class Admission:
-    """Counts what is open against two limits, and against those of each key.
-
-    open         engine requests, one for each choice, and texts to embed or pairs to score
-    open_tokens  of their prompts
-    on_refusal   is told why: one of the catalog's REJECTIONS
-    """
-
-    __slots__ = (
-        "_clock",
-        "_max_requests",
-        "_max_tokens",
-        "_on_refusal",
-        "_request_rate",
-        "_token_rate",
-        "num_open",
-        "num_open_tokens",
-    )
+    """Bounds open requests and prompt tokens, over all keys and per key."""
 
     def __init__(
         self,
         max_requests: int,
         max_tokens: int,
-        on_refusal: Callable[[str], None],
+        on_refusal: Callable[[str], None],  # called with one of the catalog's REJECTIONS
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_requests = max_requests
@@ -87,32 +69,26 @@ class Admission:
         self._clock = clock
         self._request_rate = DrainRateEstimator(clock())
         self._token_rate = DrainRateEstimator(clock())
-        self.num_open = 0
-        self.num_open_tokens = 0
+        self.num_open = 0  # choices, texts to embed and pairs to score
+        self.num_open_tokens = 0  # prompt tokens of those
 
     def check(self, count: int, meter: UsageMeter) -> None:
-        """Refuse what needs no reading of the prompt to be refused.
+        """Refuse `count` choices before their prompt is tokenized.
 
-        Raises InvalidRequest for more choices than could ever be open, Overloaded for more than can be now, RateLimited for
-        more than this caller may have.
+        Raises InvalidRequest above the limit, Overloaded above its free part, RateLimited above the key's.
         """
         if count > self._max_requests:
             raise InvalidRequest(
                 f"prompts times n is {count}; this server takes at most {self._max_requests} at once", "n"
             )
         if self.num_open + count > self._max_requests:
-            wait_s = self._retry_after_s(self._request_rate, count)
-            self._on_refusal("queue")
-            raise Overloaded(
-                f"{self.num_open} requests are open of at most {self._max_requests}; {_retry_hint(wait_s)}",
-                None,
-                wait_s,
-            )
+            state = f"{self.num_open} requests are open of at most {self._max_requests}"
+            raise self._overloaded("queue", state, self._request_rate, count)
         meter.check_concurrency(count, MIN_RETRY_S)
 
     @contextmanager
     def reserve(self, count: int, meter: UsageMeter) -> Iterator[None]:
-        """Room for so many choices while their prompt is read, which may take long. They take() their own behind it.
+        """Hold `count` choices while their prompt and images are read; admit() comes after it.
 
         Raises as check().
         """
@@ -130,15 +106,22 @@ class Admission:
     def admit(
         self, count: int, tokens: int, meter: UsageMeter, charged_tokens: int | None = None
     ) -> AdmissionTicket:
-        """Let in so many choices; the caller gives the ticket back, whatever happens.
+        """Open `count` choices with `tokens` prompt tokens in all; the caller must release the ticket.
 
-        tokens       of their prompts, each choice for itself
-        read_tokens  what `meter` is charged: a prompt counts once, however many choices it has; None: all
-        Raises what check() does, and the same for the tokens.
+        `charged_tokens` are charged to the key (default: all): choices of one prompt are charged once.
+        Raises as check(), and the same errors for tokens.
         """
         self.check(count, meter)
         meter.check_tokens()
-        self._check_tokens(tokens)
+        if tokens > self._max_tokens:
+            raise InvalidRequest(
+                f"the prompts of all choices hold {tokens} tokens; "
+                f"this server takes at most {self._max_tokens} at once",
+                "prompt",
+            )
+        if self.num_open_tokens + tokens > self._max_tokens:
+            state = f"open prompts hold {self.num_open_tokens} tokens of at most {self._max_tokens}"
+            raise self._overloaded("queue_tokens", state, self._token_rate, tokens)
         self._advance()
         self.num_open += count
         self.num_open_tokens += tokens
@@ -146,24 +129,11 @@ class Admission:
         meter.charge(tokens if charged_tokens is None else charged_tokens)
         return AdmissionTicket(self, count, tokens, meter)
 
-    def _check_tokens(self, tokens: int) -> None:
-        if tokens > self._max_tokens:
-            raise InvalidRequest(
-                f"the prompts of all choices hold {tokens} tokens; this server takes at most {self._max_tokens} at once",
-                "prompt",
-            )
-        if self.num_open_tokens + tokens > self._max_tokens:
-            wait_s = self._retry_after_s(self._token_rate, tokens)
-            self._on_refusal("queue_tokens")
-            raise Overloaded(
-                f"the prompts that are open hold {self.num_open_tokens} tokens of at most {self._max_tokens}; {_retry_hint(wait_s)}",
-                None,
-                wait_s,
-            )
-
-    def _retry_after_s(self, drain_rate: DrainRateEstimator, amount: int) -> float:
+    def _overloaded(self, reason: str, state: str, drain_rate: DrainRateEstimator, amount: int) -> Overloaded:
         self._advance()
-        return drain_rate.retry_after_s(amount, self._clock())
+        wait_s = drain_rate.retry_after_s(amount, self._clock())
+        self._on_refusal(reason)
+        return Overloaded(f"{state}; try again in {math.ceil(wait_s)} s", None, wait_s)
 
     def _advance(self) -> None:
         now, busy = self._clock(), self.num_open > 0
@@ -176,11 +146,11 @@ class Admission:
         self._token_rate.record_freed(tokens)
         self.num_open -= count
         self.num_open_tokens -= tokens
-        assert self.num_open >= 0 <= self.num_open_tokens, "a place was given back twice"
+        assert self.num_open >= 0 <= self.num_open_tokens, "admission: a choice was released twice"
 
 
 class AdmissionTicket:
-    """The places of one HTTP request, until they are given back."""
+    """The admitted choices of one HTTP request, until release()."""
 
     __slots__ = ("_admission", "_count", "_meter", "_tokens")
 
@@ -191,28 +161,20 @@ class AdmissionTicket:
         self._meter = meter
 
     def charge_generated(self, num_tokens: int) -> None:
-        """Tokens of an answer reached the caller."""
         self._meter.charge(generated_tokens=num_tokens)
 
     def release(self) -> None:
-        """Give the places back; doing so twice is allowed."""
+        """Free the choices and tokens; may be called twice."""
         if self._admission is None:
             return
         self._admission._release(self._count, self._tokens)
         self._admission = None
         self._meter.open -= self._count
-        assert self._meter.open >= 0, "a choice ended twice"
-
-
-def _retry_hint(wait_s: float) -> str:
-    return f"try again in {math.ceil(wait_s)} s"
-
-
-NO_ENGINE_PATHS = frozenset({"/tokenize", "/detokenize"})  # the engine is not asked
+        assert self._meter.open >= 0, "meter: a choice was released twice"
 
 
 class AdmissionMiddleware:
-    """Counts every POST but those of operators: each costs something. Refused here, one costs next to nothing."""
+    """Refuses a POST before its body is read, where that is cheapest; counts all but operators' POSTs."""
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app
@@ -222,25 +184,24 @@ class AdmissionMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].startswith("/admin/"):
             return await self._app(scope, receive, send)
         access: KeyPermissions | None = scope.get("state", {}).get("access")
-        if access is None:  # a path that is open to everybody, and takes no POST
+        if access is None:  # a public path, which takes no POST
             return await self._app(scope, receive, send)
+        send = _with_rate_limit_headers(send, access.meter)
         try:
             if scope["path"] not in NO_ENGINE_PATHS:
                 self._admission.check(1, access.meter)
             access.meter.check_request()
         except ForewordError as error:
-            return await error_response(error)(scope, receive, _with_rate_limit_headers(send, access.meter))
-        await self._app(scope, receive, _with_rate_limit_headers(send, access.meter))
+            return await error_response(error)(scope, receive, send)
+        await self._app(scope, receive, send)
 
 
 def _with_rate_limit_headers(send: Send, meter: UsageMeter) -> Send:
-    """`send`, with what is left of the key's limits in the head of the answer."""
-
-    async def send_telling(message: Message) -> None:
+    async def send_with_limits(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             for name, value in meter.headers().items():
                 headers[name] = value
         await send(message)
 
-    return send_telling
+    return send_with_limits

@@ -1,4 +1,4 @@
-"""The HTTP application: one served model behind OpenAI's API."""
+"""The HTTP applications: OpenAI's API of one served model, and a placeholder while the model loads."""
 
 from __future__ import annotations
 
@@ -8,53 +8,40 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foreword.config.options import Config, parse_bytes
 from foreword.core.outputs import StepStats
 from foreword.embedding.client import EncoderClient
 from foreword.embedding.sentence_transformers import DECODER_POOLING, PoolingConfig
 from foreword.engine_client.client import EngineClient
+from foreword.errors import EngineDead
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.multimodal.base import ImageProcessor
 from foreword.server.admission import Admission, AdmissionMiddleware
 from foreword.server.auth.keys import AuthenticationMiddleware, Keyring
 from foreword.server.context import ServerContext
-from foreword.server.errors import add_error_handlers
+from foreword.server.errors import add_error_handlers, error_response
 from foreword.server.image_intake import ImageIntake, ImageMemory
-from foreword.server.lifecycle import DrainMiddleware, DrainState, EngineProbe, Health
+from foreword.server.lifecycle import RETRY_AFTER_S, DrainMiddleware, DrainState, EngineProbe, Health
 from foreword.server.middleware import BodyLimitMiddleware, RequestIdMiddleware, ServerErrorMiddleware
-from foreword.server.routes import (
-    admin,
-    chat,
-    completions,
-    docs,
-    embeddings,
-    health,
-    metrics,
-    models,
-    rerank,
-    score,
-    tokenize,
-)
+from foreword.server.routes import admin, chat, completions, embeddings, health, info, ranking, tokenize
 from foreword.tokenizer.input_processor import ChatInputProcessor, open_image_loader
 from foreword.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["create_app"]
+__all__ = ["SwappableApp", "create_app", "loading_app"]
 
-ROUTES = (chat, completions, embeddings, rerank, score, models, tokenize, health, metrics, docs, admin)
-TICK_S = 1.0
+ROUTES = (chat, completions, embeddings, ranking, tokenize, health, info, admin)
+ALL_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+TICK_S = 1.0  # period of log lines and of checks of the key file
 MB = 1_000_000
 EXPOSED_HEADERS = (
     "X-Request-Id",
     "Retry-After",
-    *(
-        f"x-ratelimit-{what}-{of}"
-        for what in ("limit", "remaining", "reset")
-        for of in ("requests", "tokens")
-    ),
+    *(f"x-ratelimit-{a}-{b}" for a in ("limit", "remaining", "reset") for b in ("requests", "tokens")),
 )
 
 
@@ -67,14 +54,14 @@ def create_app(
     encoder: EncoderClient | None = None,
     pooling_config: PoolingConfig = DECODER_POOLING,
     drain: DrainState | None = None,
-    processor: ImageProcessor | None = None,
+    processor: ImageProcessor | None = None,  # None: the model takes no images
 ) -> FastAPI:
-    """The application; starting and closing the clients is the caller's, and so is its end (`drain`).
+    """The application. The caller starts and closes the clients, and drains the server.
 
-    processor  of pictures, where the model takes some
-    Raises CheckpointError for a broken chat template, ConfigError for impossible limits of pictures.
+    Raises CheckpointError for an invalid chat template, ConfigError for impossible image limits.
     """
     drain = drain or DrainState()
+    key_file = Path(config.api_key_file) if config.api_key_file else None
     server = ServerContext(
         config=config,
         client=client,
@@ -82,7 +69,7 @@ def create_app(
         chat_processor=ChatInputProcessor(tokenizer, processor, config.max_images),
         recorder=recorder,
         admission=Admission(config.max_waiting, config.max_waiting_tokens, recorder.on_reject),
-        keyring=_make_keyring(config, recorder),
+        keyring=Keyring(config.api_key, key_file, config.share_prefix_cache, recorder.on_reject),
         model_name=model_name,
         created=int(time.time()),
         grammar_checker=GrammarChecker(tokenizer.vocabulary),
@@ -92,11 +79,11 @@ def create_app(
     )
     probe = EngineProbe(client, server.probe_request, config.health_probe)
 
-    def stepped(stats: StepStats) -> None:
+    def on_step(stats: StepStats) -> None:
         recorder.on_step(stats)
         probe.on_step()
 
-    client.on_step = stepped
+    client.on_step = on_step
     client.on_restart = recorder.on_restart
     recorder.get_stats = lambda: client.stats
     app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, lifespan=_lifespan)
@@ -109,23 +96,18 @@ def create_app(
     return app
 
 
-def _make_keyring(config: Config, recorder: MetricsRecorder) -> Keyring:
-    path = Path(config.api_key_file) if config.api_key_file else None
-    return Keyring(config.api_key, path, config.share_prefix_cache, recorder.on_reject)
-
-
 def _make_image_intake(config: Config, processor: ImageProcessor, recorder: MetricsRecorder) -> ImageIntake:
     memory = ImageMemory(parse_bytes("image_memory", config.image_memory), recorder.on_reject)
     return ImageIntake(open_image_loader(config, processor), memory, config.max_waiting, recorder.on_reject)
 
 
 def _add_middleware(app: FastAPI, server: ServerContext, drain: DrainState) -> None:
-    """The last added is the outermost."""
-    config = server.config
-    app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_mb * MB, trimmer=server.trimmer)
+    """The middleware added last is the outermost."""
+    config, on_refusal = server.config, server.recorder.on_reject
+    app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_mb * MB)
     app.add_middleware(AdmissionMiddleware, admission=server.admission)
-    app.add_middleware(AuthenticationMiddleware, keys=server.keyring, on_refusal=server.recorder.on_reject)
-    app.add_middleware(DrainMiddleware, drain=drain, on_refusal=server.recorder.on_reject)
+    app.add_middleware(AuthenticationMiddleware, keys=server.keyring, on_refusal=on_refusal)
+    app.add_middleware(DrainMiddleware, drain=drain, on_refusal=on_refusal)
     app.add_middleware(ServerErrorMiddleware)
     origins = [origin.strip() for origin in config.cors_origins.split(",") if origin.strip()]
     if origins:
@@ -142,21 +124,47 @@ def _add_middleware(app: FastAPI, server: ServerContext, drain: DrainState) -> N
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     server: ServerContext = app.state.server
-    ticking = asyncio.create_task(_tick(server))
+    ticker = asyncio.create_task(_tick(server))
     try:
         yield
     finally:
-        ticking.cancel()
-        await asyncio.gather(ticking, return_exceptions=True)
+        ticker.cancel()
+        await asyncio.gather(ticker, return_exceptions=True)
         await asyncio.to_thread(server.grammar_checker.close)
         if server.image_intake is not None:
             await asyncio.to_thread(server.image_intake.close)
 
 
 async def _tick(server: ServerContext) -> None:
-    """Lets the recorder write its periodic log lines, looks whether the keys have changed, and gives memory back."""
+    """Write periodic log lines, and reload a changed key file."""
     while True:
         await asyncio.sleep(TICK_S)
         server.recorder.log_if_due()
         await server.keyring.refresh()
-        await server.trimmer.trim()
+
+
+class SwappableApp:
+    """Forwards to `app`, which is replaced once the model is loaded."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+
+def loading_app(state: Health) -> FastAPI:
+    """The application until the engine is ready: progress in /health, 503 for every other route."""
+    app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.health = state
+    app.include_router(health.router)
+    app.add_api_route("/{path:path}", _still_loading, methods=ALL_METHODS)
+    add_error_handlers(app)
+    app.add_middleware(RequestIdMiddleware)
+    return app
+
+
+async def _still_loading(request: Request) -> Response:
+    error = EngineDead("the model is still loading; see /health")
+    error.retry_after_s = RETRY_AFTER_S
+    return error_response(error)

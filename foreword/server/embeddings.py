@@ -1,7 +1,4 @@
-"""Texts become vectors and scores: in the served decoder, or in the encoder beside it.
-
-Vectors out of the generating engine, a few requests at a time.
-"""
+"""Embeddings and scores of texts, by the generating model or by the encoder process."""
 
 from __future__ import annotations
 
@@ -23,11 +20,10 @@ from foreword.embedding.vectors import cosine, normalize_embedding
 from foreword.engine_client.client import EngineClient
 from foreword.errors import DeadlineExceeded, EngineDead, Overloaded, RequestFailed, Unsupported
 from foreword.server.auth.keys import KeyPermissions, RequestContext
-from foreword.server.context import ServerContext, offload_if_large
-from foreword.server.disconnect import cancel_on_disconnect
+from foreword.server.context import ServerContext
 from foreword.server.errors import rename_field
-from foreword.server.protocol.embeddings import EmbeddingInput
-from foreword.server.protocol.ranking import RankingBody
+from foreword.server.http import cancel_on_disconnect
+from foreword.server.protocol.base import TextOrIds
 from foreword.tokenizer.input_processor import check_input, make_embedding_requests
 
 __all__ = [
@@ -37,37 +33,37 @@ __all__ = [
     "TokenizeOptions",
     "get_embedder",
     "get_scorer",
-    "score_pairs",
     "tokenize_inputs",
     "with_metrics",
 ]
 
-PREFETCH_STEPS = 2
+T = TypeVar("T")
+PREFETCH_STEPS = 2  # engine steps' worth of tokens submitted at once
 
 
 class EngineEmbedder:
-    """Feeds one caller's prompts to the engine: enough to keep it busy, and no more.
-
-    queue_timeout_s  that each may wait for its first step; 0 for no limit
-
-    Whoever comes next waits for what the engine has by then, be it a batch of thousands that it came behind.
-    """
+    """Submits one caller's texts a few steps ahead, so that a large batch hardly delays other requests."""
 
     def __init__(self, client: EngineClient, resolved: ResolvedConfig, queue_timeout_s: float) -> None:
         self._client = client
-        self._queue_timeout_s = queue_timeout_s
+        self._queue_timeout_s = queue_timeout_s  # for the first step of each text; 0: no limit
         self._max_tokens = PREFETCH_STEPS * resolved.max_num_batched_tokens
         self._max_requests = max(resolved.max_num_seqs // 2, 1)
-        self._inflight: dict[asyncio.Task[bytes], int] = {}
+        self._inflight: dict[asyncio.Task[bytes], int] = {}  # tokens by task
 
     async def embed(self, requests: Sequence[Request]) -> list[bytes]:
-        """One for each, in order. Raises the first error; then, or cancelled, nothing is left with the engine."""
+        """Vectors in order. After an error, which it raises, or a cancel, the engine holds none of them."""
         tasks: list[asyncio.Task[bytes]] = []
         try:
             for request in requests:
-                await self._wait_room(len(request.prompt_ids))
+                num_tokens = len(request.prompt_ids)
+                while self._inflight and (
+                    len(self._inflight) >= self._max_requests
+                    or sum(self._inflight.values()) + num_tokens > self._max_tokens
+                ):
+                    await self._wait_any()
                 tasks.append(asyncio.create_task(self._embed_one(request)))
-                self._inflight[tasks[-1]] = len(request.prompt_ids)
+                self._inflight[tasks[-1]] = num_tokens
             while self._inflight:
                 await self._wait_any()
             return [task.result() for task in tasks]
@@ -76,15 +72,8 @@ class EngineEmbedder:
                 task.cancel()
             await asyncio.gather(*self._inflight, return_exceptions=True)
 
-    async def _wait_room(self, num_tokens: int) -> None:
-        while self._inflight and (
-            len(self._inflight) >= self._max_requests
-            or sum(self._inflight.values()) + num_tokens > self._max_tokens
-        ):
-            await self._wait_any()
-
     async def _wait_any(self) -> None:
-        """Wait until one is done. Raises its error."""
+        """Wait until a text is done. Raises its error."""
         done, _ = await asyncio.wait(self._inflight, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             del self._inflight[task]
@@ -92,7 +81,7 @@ class EngineEmbedder:
             task.result()
 
     async def _embed_one(self, request: Request) -> bytes:
-        if self._queue_timeout_s:  # from now: until here it waited for others of its own
+        if self._queue_timeout_s:  # from now: until here it waited for texts of its own batch
             request = replace(request, queue_deadline_s=time.monotonic() + self._queue_timeout_s)
         async for event in self._client.submit(request):
             if isinstance(event, ErrorEvent):
@@ -102,32 +91,18 @@ class EngineEmbedder:
         raise RequestFailed("the engine ended the request without a vector")
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, slots=True)
 class TokenizeOptions:
-    """How texts become token ids.
-
-    max_tokens   longer ones are cut, -1: to what the model takes; None: they are refused
-    prompt_name  purpose whose text stands in front, where the checkpoint knows any
-    """
-
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # truncate to this, -1: to the model's limit; None: refuse longer texts
     add_special_tokens: bool = True
-    prompt_name: str | None = None
+    prompt_name: str | None = None  # one of the checkpoint's named prefixes
 
 
 class Embedder(Protocol):
-    """A model that turns texts into vectors.
+    """A model that embeds texts."""
 
-    name        in the API
-    max_tokens  longest input
-    vocab_size  ids are below
-    """
-
-    name: str
-    max_tokens: int
+    name: str  # in the API
+    max_tokens: int  # of one input
     vocab_size: int
 
     def tokenize(self, text: str, options: TokenizeOptions) -> list[int]:
@@ -136,39 +111,39 @@ class Embedder(Protocol):
     async def embed(
         self, inputs: Sequence[Sequence[int]], pooling: str | None, context: RequestContext
     ) -> list[bytes]:
-        """float32 [H] of each, not normalized; a caller that is cancelled leaves nothing behind."""
+        """float32 [H] per input, not normalized; a cancel frees everything."""
 
 
 def get_embedder(server: ServerContext, name: str | None, permissions: KeyPermissions) -> Embedder:
-    """The model that `name` means: of None the encoder, if it embeds, or else the decoder.
+    """The embedder called `name`; of None the encoder, or the generating model if no encoder embeds.
 
-    Raises ModelNotFound, Forbidden, or Unsupported where it does not embed.
+    Raises ModelNotFound, Forbidden, and Unsupported for a ranker.
     """
-    encoder = server.encoder
+    encoder = None if server.encoder is None else _get_info(server.encoder)
     if (
         encoder is None
-        or name not in (None, _get_info(encoder).name)
-        or (name is None and _get_info(encoder).task == "rank")
+        or server.encoder is None
+        or name not in (None, encoder.name)
+        or (name is None and encoder.task == "rank")
     ):
         server.check_model(name, permissions)
         return DecoderEmbedder(server)
-    if _get_info(encoder).task == "rank":
+    if encoder.task == "rank":
         raise Unsupported(f"{name} ranks pairs of texts; it has no embeddings", "model")
-    server.check_access(_get_info(encoder).name, permissions)
-    return EncoderEmbedder(encoder)
+    server.check_access(encoder.name, permissions)
+    return EncoderEmbedder(server.encoder)
 
 
 class DecoderEmbedder:
-    """The generating model."""
+    """Embeddings of the generating model."""
 
     def __init__(self, server: ServerContext) -> None:
         self._server = server
         self._resolved = server.info().resolved
         self._pooling_config = server.pooling_config
         self.name = server.model_name
-        self.max_tokens = min(
-            self._resolved.max_model_len, self._pooling_config.max_tokens or self._resolved.max_model_len
-        )
+        max_model_len = self._resolved.max_model_len
+        self.max_tokens = min(max_model_len, self._pooling_config.max_tokens or max_model_len)
         self.vocab_size = min(server.info().vocab_size, server.tokenizer.vocab_size)
 
     def tokenize(self, text: str, options: TokenizeOptions) -> list[int]:
@@ -179,26 +154,26 @@ class DecoderEmbedder:
     async def embed(
         self, inputs: Sequence[Sequence[int]], pooling: str | None, context: RequestContext
     ) -> list[bytes]:
+        server = self._server
         requests = make_embedding_requests(
             inputs,
             pooling or self._pooling_config.pooling,
             f"embd-{uuid.uuid4().hex}",
             context.cache_salt,
             context.priority,
-            self._server.chat_processor.placeholder_id,
+            server.chat_processor.placeholder_id,
         )
-        accounted = [replace(request, fairness_key=context.fairness_key) for request in requests]
+        requests = [replace(request, fairness_key=context.fairness_key) for request in requests]
         try:
-            return await EngineEmbedder(
-                self._server.client, self._resolved, self._server.config.queue_timeout
-            ).embed(accounted)
+            embedder = EngineEmbedder(server.client, self._resolved, server.config.queue_timeout)
+            return await embedder.embed(requests)
         except Overloaded:
-            self._server.recorder.on_reject("queue_timeout")
+            server.recorder.on_reject("queue_timeout")
             raise
 
 
 class EncoderEmbedder:
-    """The encoder in its own process."""
+    """Embeddings of the encoder process."""
 
     def __init__(self, encoder: EncoderClient) -> None:
         info = _get_info(encoder)
@@ -221,10 +196,10 @@ class EncoderEmbedder:
 
 
 def tokenize_inputs(
-    embedder: Embedder, texts: Mapping[str, EmbeddingInput], options: TokenizeOptions
+    embedder: Embedder, texts: Mapping[str, TextOrIds], options: TokenizeOptions
 ) -> list[list[int]]:
-    """Token ids of each, by the name that errors call it. Raises InvalidRequest."""
-    found: list[list[int]] = []
+    """Token ids per input; the keys are field names for errors. Raises InvalidRequest."""
+    inputs: list[list[int]] = []
     for name, text in texts.items():
         if isinstance(text, str):
             with rename_field({"prompt": name}):
@@ -232,33 +207,27 @@ def tokenize_inputs(
         else:
             ids = list(text[: embedder.max_tokens if options.max_tokens == -1 else options.max_tokens])
         check_input(name, ids, embedder.max_tokens, embedder.vocab_size)
-        found.append(ids)
-    return found
-
-
-# Scores
+        inputs.append(ids)
+    return inputs
 
 
 class Scorer(Protocol):
-    """Scores pairs of texts by one model: read() them first, which takes time, and then score().
+    """Scores pairs of texts: tokenize() first, which may be slow, then score()."""
 
-    num_tokens  that were read
-    """
-
-    name: str
-    num_tokens: int
+    name: str  # in the API
+    num_tokens: int  # of all texts
 
     def tokenize(
         self, pairs: Sequence[tuple[str, str]], names: Sequence[tuple[str, str]], max_tokens: int | None
     ) -> None:
-        """Raises InvalidRequest, which calls a text by its name."""
+        """`names` are the texts' fields, for errors. Raises InvalidRequest."""
 
     async def score(self, context: RequestContext) -> list[float]:
-        """Of each pair."""
+        """One score per pair."""
 
 
 def get_scorer(server: ServerContext, name: str | None, permissions: KeyPermissions) -> Scorer:
-    """The ranker, or an embedder, whose vectors are compared: of None the encoder, if there is one, or else the decoder.
+    """The ranker called `name`, or an embedder with cosine similarity; of None the encoder, if there is one.
 
     Raises ModelNotFound, Forbidden.
     """
@@ -270,22 +239,22 @@ def get_scorer(server: ServerContext, name: str | None, permissions: KeyPermissi
 
 
 class CrossEncoderScorer:
-    """A ranker reads both texts of a pair at once."""
+    """A ranker that reads both texts of a pair at once."""
 
     def __init__(self, encoder: EncoderClient) -> None:
         self._encoder = encoder
         self._info = _get_info(encoder)
-        self._pairs: list[tuple[list[int], list[int]]] = []
+        self._pairs: list[tuple[list[int], list[int]]] = []  # token ids and token types
         self.name = self._info.name
         self.num_tokens = 0
 
     def tokenize(
         self, pairs: Sequence[tuple[str, str]], names: Sequence[tuple[str, str]], max_tokens: int | None
     ) -> None:
-        texts = _get_tokenizer(self._encoder)
+        tokenizer = _get_tokenizer(self._encoder)
         for (first, second), (_, name) in zip(pairs, names, strict=True):
             with rename_field({"prompt": name}):
-                ids, types = texts.encode_pair(first, second, max_tokens=max_tokens)
+                ids, types = tokenizer.encode_pair(first, second, max_tokens=max_tokens)
             check_input(name, ids, self._info.max_tokens, self._info.vocab_size)
             self._pairs.append((ids, types))
         self.num_tokens = sum(len(ids) for ids, _ in self._pairs)
@@ -295,7 +264,7 @@ class CrossEncoderScorer:
 
 
 class CosineScorer:
-    """An embedder reads each text once."""
+    """Cosine similarity of embeddings; each distinct text is embedded once."""
 
     def __init__(self, embedder: Embedder) -> None:
         self._embedder = embedder
@@ -307,28 +276,23 @@ class CosineScorer:
     def tokenize(
         self, pairs: Sequence[tuple[str, str]], names: Sequence[tuple[str, str]], max_tokens: int | None
     ) -> None:
-        named = {
-            text: name
-            for pair, both in zip(pairs, names, strict=True)
-            for text, name in zip(pair, both, strict=True)
-        }
-        place = {text: index for index, text in enumerate(named)}
-        self._inputs = tokenize_inputs(
-            self._embedder, {name: text for text, name in named.items()}, TokenizeOptions(max_tokens)
-        )
-        self._pair_indices = [(place[first], place[second]) for first, second in pairs]
+        name_of: dict[str, str] = {}
+        for pair, pair_names in zip(pairs, names, strict=True):
+            name_of.update(zip(pair, pair_names, strict=True))
+        index_of = {text: index for index, text in enumerate(name_of)}
+        texts = {name: text for text, name in name_of.items()}
+        self._inputs = tokenize_inputs(self._embedder, texts, TokenizeOptions(max_tokens))
+        self._pair_indices = [(index_of[first], index_of[second]) for first, second in pairs]
         self.num_tokens = sum(map(len, self._inputs))
 
     async def score(self, context: RequestContext) -> list[float]:
         vectors = await self._embedder.embed(self._inputs, None, context)
-        return await asyncio.to_thread(self._cosine_scores, vectors)
 
-    def _cosine_scores(self, vectors: Sequence[bytes]) -> list[float]:
-        units: list[array[float]] = [normalize_embedding(vector) for vector in vectors]
-        return [cosine(units[first], units[second]) for first, second in self._pair_indices]
+        def cosines() -> list[float]:
+            units: list[array[float]] = [normalize_embedding(vector) for vector in vectors]
+            return [cosine(units[first], units[second]) for first, second in self._pair_indices]
 
-
-# What surrounds all of it
+        return await asyncio.to_thread(cosines)
 
 
 async def with_metrics(
@@ -340,10 +304,13 @@ async def with_metrics(
     num_tokens: int,
     work: Callable[[], Coroutine[Any, Any, T]],
 ) -> T | None:
-    """What `work` yields; None, and everything freed, if the client went away. Raises Overloaded, DeadlineExceeded."""
+    """The result of `work`, admitted and recorded; None, with everything freed, after a disconnect.
+
+    Raises Overloaded, DeadlineExceeded.
+    """
     ticket = server.admission.admit(num_inputs, num_tokens, context.meter)
     server.recorder.on_embedding_start()
-    reason, started = "error", time.monotonic()
+    reason, started_s = "error", time.monotonic()
     try:
         async with asyncio.timeout(context.timeout_s):
             result = await cancel_on_disconnect(request.receive, work())
@@ -356,25 +323,8 @@ async def with_metrics(
         raise DeadlineExceeded(f"the request took longer than {context.timeout_s:g} seconds") from None
     finally:
         ticket.release()
-        server.recorder.on_embedding_finish(task, reason, num_inputs, num_tokens, time.monotonic() - started)
-
-
-async def score_pairs(
-    server: ServerContext,
-    request: HTTPRequest,
-    permissions: KeyPermissions,
-    scorer: Scorer,
-    pairs: Sequence[tuple[str, str]],
-    names: Sequence[tuple[str, str]],
-    body: RankingBody,
-) -> list[float] | None:
-    """Of each pair, whose texts are called `names`; None if the client went away. Raises InvalidRequest, Overloaded."""
-    caller = server.request_context(permissions, body.priority)
-    server.admission.check(len(pairs), caller.meter)
-    await offload_if_large(request, lambda: scorer.tokenize(pairs, names, body.truncate_prompt_tokens))
-    return await with_metrics(
-        server, request, caller, "rank", len(pairs), scorer.num_tokens, lambda: scorer.score(caller)
-    )
+        elapsed_s = time.monotonic() - started_s
+        server.recorder.on_embedding_finish(task, reason, num_inputs, num_tokens, elapsed_s)
 
 
 def _get_info(encoder: EncoderClient) -> EncoderInfo:
@@ -384,5 +334,5 @@ def _get_info(encoder: EncoderClient) -> EncoderInfo:
 
 
 def _get_tokenizer(encoder: EncoderClient) -> EncoderTokenizer:
-    assert encoder.tokenizer is not None, "an encoder that has facts and no tokenizer"
+    assert encoder.tokenizer is not None, "an encoder with info has a tokenizer"
     return encoder.tokenizer

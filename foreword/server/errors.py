@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them, whatever went wrong and wherever."""
+"""Exceptions become OpenAI's error envelope, with the status and headers that clients act on."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from foreword.errors import ForewordError, InvalidRequest, Unauthorized, safe_message
-from foreword.server.disconnect import CLIENT_CLOSED
-from foreword.server.json_response import JSONResponse
+from foreword.server.http import CLIENT_CLOSED, JSONResponse
 
 __all__ = ["add_error_handlers", "error_body", "error_headers", "error_response", "rename_field"]
 
 logger = logging.getLogger("foreword.serve")
-MAX_SHOWN_CHARS = 80  # characters of an offending value
+MAX_SHOWN_CHARS = 80  # characters of an invalid value in a message
 
 
 def error_body(error: ForewordError) -> dict[str, Any]:
-    """`{"error": {...}}` of one error."""
+    """`{"error": {...}}`"""
     return {
         "error": {"message": str(error), "type": error.error_type, "param": error.param, "code": error.code}
     }
@@ -35,7 +34,7 @@ def error_response(error: ForewordError) -> Response:
 
 
 def error_headers(error: ForewordError) -> dict[str, str]:
-    """What a client that tries again must know: with which credentials, and after how many whole seconds."""
+    """WWW-Authenticate and Retry-After (whole seconds), where they apply."""
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(math.ceil(error.retry_after_s), 1))
@@ -44,15 +43,15 @@ def error_headers(error: ForewordError) -> dict[str, str]:
 
 @contextmanager
 def rename_field(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors name the field as this route knows it: `names` maps the inner name to the outer."""
+    """Rename the field in errors: `names` maps the engine's name to the route's."""
     try:
         yield
     except InvalidRequest as error:
         if error.param is None or error.param not in names:
             raise
         rest = error.message.removeprefix(error.param)
-        outer = names[error.param]
-        raise type(error)(error.message if rest == error.message else outer + rest, outer) from None
+        name = names[error.param]
+        raise type(error)(error.message if rest == error.message else name + rest, name) from None
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -79,7 +78,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """What the framework raises: 404, 405, and bodies that cannot be read."""
+    """The framework's own errors: 404, 405, and unreadable bodies."""
     assert isinstance(error, HTTPException)
     message, code = {
         404: (f"there is no route {request.method} {request.url.path}", "not_found"),
@@ -90,7 +89,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
-    """The first field that is wrong, with all that is said about it."""
+    """The first invalid field, with every reason pydantic gives for it."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(
@@ -103,24 +102,25 @@ def _invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
         return InvalidRequest(f"unknown field {path!r}", path)
     if first["type"] == "missing":
         return InvalidRequest(f"{path} is required", path)
+    messages = (error["msg"] for error in errors if _field_path(error["loc"]) == path)
     reasons = dict.fromkeys(
-        _reason_text(error["msg"]) for error in errors if _field_path(error["loc"]) == path
+        text.replace("Input should be", "must be").replace("Value error, ", "") for text in messages
     )
-    return InvalidRequest(f"{path} {' or '.join(reasons)}, got {_shorten(first['input'])}", path)
+    value = repr(first["input"])
+    shown = value if len(value) <= MAX_SHOWN_CHARS else value[:MAX_SHOWN_CHARS] + "..."
+    return InvalidRequest(f"{path} {' or '.join(reasons)}, got {shown}", path)
 
 
 def _innermost_error(errors: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], str]:
-    """The error deepest within the first field that is wrong: of a text or a list, the item of the list that was given."""
+    """The deepest error inside the first invalid field: of a union of text and list, the list's item."""
     paths = [_field_path(error["loc"]) or "" for error in errors]
-    inside = (f"{paths[0]}.", f"{paths[0]}[")
-    place = max(
-        range(len(paths)), key=lambda place: len(paths[place]) if paths[place].startswith(inside) else 0
-    )
-    return (errors[place], paths[place]) if paths[place].startswith(inside) else (errors[0], paths[0])
+    inner = (f"{paths[0]}.", f"{paths[0]}[")
+    index = max(range(len(paths)), key=lambda i: len(paths[i]) if paths[i].startswith(inner) else 0)
+    return (errors[index], paths[index]) if paths[index].startswith(inner) else (errors[0], paths[0])
 
 
 def _field_path(location: Sequence[str | int]) -> str | None:
-    """("body", "messages", 0, "role") becomes "messages[0].role"; names of types, which unions add, are left out."""
+    """("body", "messages", 0, "role") -> "messages[0].role"; type names of unions are left out."""
     path = ""
     for part in location[1:]:
         if isinstance(part, int):
@@ -128,12 +128,3 @@ def _field_path(location: Sequence[str | int]) -> str | None:
         elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
             path += f".{part}" if path else part
     return path or None
-
-
-def _reason_text(message: str) -> str:
-    return message.replace("Input should be", "must be").replace("Value error, ", "")
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."

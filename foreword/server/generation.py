@@ -1,63 +1,45 @@
-"""The choices of one HTTP request while the engine works on them."""
+"""The choices of one HTTP request: submit them, queue their deltas, and free everything at the end."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from foreword.core.outputs import ErrorEvent, Event, TokenEvent, truncate
+from foreword.core.outputs import ErrorEvent, Event, TokenEvent, merge, truncate
 from foreword.core.request import Request
 from foreword.errors import ForewordError, Overloaded, RequestFailed
 from foreword.metrics.spec_stats import SpecDecodeStats
 from foreword.server.admission import AdmissionTicket
 from foreword.server.auth.rate_limit import UsageMeter
 from foreword.server.context import ServerContext
-from foreword.server.delta_queue import DeltaQueue
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
 
-__all__ = ["Generation"]
+__all__ = ["DeltaQueue", "Generation"]
 
 logger = logging.getLogger("foreword.serve")
+MERGE_AFTER = 64  # queued deltas of one choice that are then merged into one
 
 
 class Generation:
-    """Submits requests, merges their events, and frees everything when it is closed.
-
-    requests     one per choice; choice i is `answers[i]`
-    prompt_only  the answers are wanted with no token: only the prompt is scored
-    predicted    what the drafts out of the caller's prediction were worth, of all choices together
-    held         what is given back when it is closed
-    """
-
-    __slots__ = (
-        "_delta_queue",
-        "_failed",
-        "_meter",
-        "_prompt_only",
-        "_resources",
-        "_server",
-        "_tasks",
-        "_ticket",
-        "outputs",
-        "prediction_stats",
-    )
+    """Submits one engine request per choice, merges their events, and frees everything on close()."""
 
     def __init__(
         self,
         server: ServerContext,
         requests: Sequence[Request],
-        prompt_only: bool = False,
+        prompt_only: bool = False,  # score the prompt and return no token
         meter: UsageMeter | None = None,
-        resources: ExitStack | None = None,
+        resources: ExitStack | None = None,  # released on close()
     ) -> None:
-        self.outputs = [
-            ChoiceOutput(server.tokenizer, request) for request in _only_first_may_expire(requests)
-        ]
-        self.prediction_stats = SpecDecodeStats()
+        # Only the first choice may time out in the queue: once it runs, the others wait for it alone.
+        waiting = [requests[0], *(replace(request, queue_deadline_s=None) for request in requests[1:])]
+        self.outputs = [ChoiceOutput(server.tokenizer, request) for request in waiting]
+        self.prediction_stats = SpecDecodeStats()  # drafts from the caller's prediction, over all choices
         self._server = server
         self._prompt_only = prompt_only
         self._delta_queue = DeltaQueue()
@@ -68,29 +50,28 @@ class Generation:
         self._resources = resources or ExitStack()
 
     def start(self) -> None:
-        """Submit everything. Raises Overloaded, or EngineDead; then nothing is left behind."""
+        """Submit every choice. Raises Overloaded or EngineDead, with nothing left open."""
         try:
             self._server.info()
             self._ticket = self._admit()
-            for index, answer in enumerate(self.outputs):
-                events = self._server.client.submit(answer.request)
-                self._server.recorder.on_submit(answer.request)
-                self._server.generations[answer.request.id] = self
-                self._tasks.append(asyncio.create_task(self._consume_events(index, answer, events)))
+            for index, output in enumerate(self.outputs):
+                events = self._server.client.submit(output.request)
+                self._server.recorder.on_submit(output.request)
+                self._server.generations[output.request.id] = self
+                self._tasks.append(asyncio.create_task(self._consume_events(index, output, events)))
         except BaseException:
             self.close()
             raise
 
     def _admit(self) -> AdmissionTicket:
-        requests = [answer.request for answer in self.outputs]
-        read = {
-            request.id.rpartition("-")[0]: len(request.prompt_ids) for request in requests
-        }  # choices "X-0", "X-1" share one
+        requests = [output.request for output in self.outputs]
+        # The choices "X-0" and "X-1" share one prompt, which is charged once.
+        charged = {request.id.rpartition("-")[0]: len(request.prompt_ids) for request in requests}
         tokens = sum(len(request.prompt_ids) for request in requests)
-        return self._server.admission.admit(len(requests), tokens, self._meter, sum(read.values()))
+        return self._server.admission.admit(len(requests), tokens, self._meter, sum(charged.values()))
 
     async def deltas(self) -> AsyncIterator[tuple[int, OutputDelta | ForewordError]]:
-        """(choice, what is new) as it comes, until each choice has ended with a finish reason or an error."""
+        """(choice index, delta) until each choice has a finish reason or an error."""
         running = len(self.outputs)
         while running:
             index, item = await self._delta_queue.get()
@@ -98,13 +79,13 @@ class Generation:
             yield index, item
 
     async def collect(self) -> None:
-        """Wait for all answers. Raises the first error: fewer choices than asked for are none."""
+        """Wait for all choices. Raises the first error: an incomplete set of choices is never returned."""
         async for _, item in self.deltas():
             if isinstance(item, ForewordError):
                 raise item
 
     def close(self) -> None:
-        """Free at once whatever still runs; closing twice is allowed."""
+        """Abort running choices and free everything; may be called twice."""
         self._resources.close()
         if self._ticket is None:
             return
@@ -112,24 +93,24 @@ class Generation:
         self._ticket = None
         for task in self._tasks:
             task.cancel()
-        for answer in self.outputs:
-            self._server.generations.pop(answer.request.id, None)
-            if not answer.finished and answer.request.id not in self._failed:
-                self._server.client.abort(answer.request.id)
-                self._server.recorder.on_abort(answer.request)
+        for output in self.outputs:
+            self._server.generations.pop(output.request.id, None)
+            if not output.finished and output.request.id not in self._failed:
+                self._server.client.abort(output.request.id)
+                self._server.recorder.on_abort(output.request)
 
     def abort(self, request_id: str, error: ForewordError) -> None:
-        """End one choice with an error, of which its caller is told; one that has ended stays as it is."""
-        index = next(index for index, answer in enumerate(self.outputs) if answer.request.id == request_id)
-        answer = self.outputs[index]
-        if answer.finished or request_id in self._failed:
+        """End one choice with an error for its caller; a finished choice stays as it is."""
+        index = next(i for i, output in enumerate(self.outputs) if output.request.id == request_id)
+        output = self.outputs[index]
+        if output.finished or request_id in self._failed:
             return
         self._tasks[index].cancel()
         self._server.client.abort(request_id)
-        self._fail(index, answer.request, error)
+        self._fail(index, output.request, error)
 
     async def _consume_events(self, index: int, output: ChoiceOutput, events: AsyncIterator[Event]) -> None:
-        """Hand on the events of one choice; whatever happens, its last item ends it."""
+        """Queue the deltas of one choice; the last item always ends it."""
         request = output.request
         try:
             async for event in events:
@@ -156,23 +137,21 @@ class Generation:
         if delta.hit_stop_string or self._prompt_only:
             self._server.client.finish(output.request.id, output.num_tokens)
         self._server.recorder.on_tokens(output.request, delta.event, time.monotonic())
+        num_tokens = len(delta.event.token_ids)
         if self._ticket is not None:
-            self._ticket.charge_generated(len(delta.event.token_ids))
-        self._count_prediction(delta.event)
+            self._ticket.charge_generated(num_tokens)
+        draft = delta.event.draft
+        if draft is not None and draft.drafter == "prediction":
+            self.prediction_stats.add(draft.num_drafted, draft.num_accepted, num_tokens)
         return delta
 
-    def _count_prediction(self, event: TokenEvent) -> None:
-        use = event.draft
-        if use is not None and use.drafter == "prediction":
-            self.prediction_stats.add(use.num_drafted, use.num_accepted, len(event.token_ids))
-
     def _on_queue_timeout(self, index: int, request: Request, error: Overloaded) -> None:
-        """It waited too long for its first step, and all that came with it."""
+        """Fail every choice that has no token yet: they all waited in the same queue."""
         self._server.recorder.on_reject("queue_timeout")
         self._fail(index, request, error)
-        for answer in self.outputs:
-            if not answer.token_ids:
-                self.abort(answer.request.id, error)
+        for output in self.outputs:
+            if not output.token_ids:
+                self.abort(output.request.id, error)
 
     def _fail(self, index: int, request: Request, error: ForewordError) -> None:
         self._failed.add(request.id)
@@ -180,6 +159,67 @@ class Generation:
         self._delta_queue.put(index, error)
 
 
-def _only_first_may_expire(requests: Sequence[Request]) -> list[Request]:
-    """Only the first may be late to begin: once it runs, the others wait for nobody but their own."""
-    return [requests[0], *(replace(request, queue_deadline_s=None) for request in requests[1:])]
+class DeltaQueue:
+    """Round-robin queue of deltas by choice.
+
+    Old deltas are merged: unmerged they take about 1 KB a token, which a slow reader would accumulate.
+    """
+
+    __slots__ = ("_not_empty", "_queues")
+
+    def __init__(self) -> None:
+        self._queues: dict[int, _ChoiceQueue] = {}  # non-empty queues by choice; the first is served next
+        self._not_empty = asyncio.Event()
+
+    def __len__(self) -> int:
+        return sum(len(queue.items) for queue in self._queues.values())
+
+    def put(self, index: int, item: OutputDelta | ForewordError) -> None:
+        """Append to choice `index`; an error is its last item."""
+        self._queues.setdefault(index, _ChoiceQueue()).put(item)
+        self._not_empty.set()
+
+    async def get(self) -> tuple[int, OutputDelta | ForewordError]:
+        """Wait for the next (choice index, item)."""
+        while not self._queues:
+            self._not_empty.clear()
+            await self._not_empty.wait()
+        index = next(iter(self._queues))
+        queue = self._queues.pop(index)
+        item = queue.items.popleft()
+        queue.num_unmerged = min(queue.num_unmerged, len(queue.items))
+        if queue.items:
+            self._queues[index] = queue
+        return index, item
+
+
+class _ChoiceQueue:
+    """Queued deltas of one choice; each is merged at most once, so that merging stays cheap."""
+
+    __slots__ = ("items", "num_unmerged")
+
+    def __init__(self) -> None:
+        self.items: deque[OutputDelta | ForewordError] = deque()
+        self.num_unmerged = 0  # items at the end that were never merged
+
+    def put(self, item: OutputDelta | ForewordError) -> None:
+        self.items.append(item)
+        self.num_unmerged += 1
+        if self.num_unmerged == MERGE_AFTER and isinstance(item, OutputDelta):
+            tail = [self.items.pop() for _ in range(MERGE_AFTER)][::-1]
+            self.items.append(_merge_deltas([delta for delta in tail if isinstance(delta, OutputDelta)]))
+            self.num_unmerged = 0
+
+
+def _merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
+    """Consecutive deltas of one choice as one delta."""
+    last = deltas[-1]
+    return OutputDelta(
+        "".join(delta.text for delta in deltas),
+        merge([delta.event for delta in deltas]),
+        last.finish_reason,
+        last.stop_reason,
+        last.hit_stop_string,
+        tuple(token for delta in deltas for token in delta.logprobs),
+        tuple(piece for delta in deltas for piece in delta.pieces),
+    )

@@ -1,4 +1,4 @@
-"""Connections whose clients cannot make the server wait: for their requests, or until they take their answers."""
+"""uvicorn with bounded connections: a slow client cannot hold a connection or an engine slot for ever."""
 
 from __future__ import annotations
 
@@ -20,37 +20,30 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from foreword.config.options import Config
 from foreword.errors import DeadlineExceeded, ForewordError, InvalidRequest, Overloaded
 from foreword.server.errors import error_body, error_headers
-from foreword.server.json_response import json_bytes
+from foreword.server.http import json_bytes
 
 __all__ = ["ConnectionLimits", "TimeoutH11Protocol", "uvicorn_config"]
 
 MAX_HEADER_BYTES = 32 * 1024  # of a request line and its headers
-SEND_BUFFER_BYTES = 256 * 1024  # of the kernel: what it takes for a client that reads nothing is not noticed
-BODY_TIMEOUT_FACTOR = 10  # a body that trickles may take so many times the time of one that stands still
-SHUTDOWN_GRACE_S = 1  # after the end of all answers, for connections to close
-UNSENT_IOCTL = (
-    termios.TIOCOUTQ if sys.platform == "linux" else 0
-)  # asks a socket how many bytes its peer has not taken
+SEND_BUFFER_BYTES = 256 * 1024  # kernel buffer per connection, which a client that does not read fills
+BODY_TIMEOUT_FACTOR = 10  # limit on a whole body, in client timeouts
+SHUTDOWN_GRACE_S = 1  # for connections to close after the last answer
+UNSENT_IOCTL = termios.TIOCOUTQ if sys.platform == "linux" else 0  # bytes that the peer has not acknowledged
 STATUS_PHRASES = {400: "Bad Request", 408: "Request Timeout", 429: "Too Many Requests"}
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What one client, and all of them, may take.
-
-    client_timeout_s  to send a request's head; between two parts of its body; to take a part of an answer
-    """
-
     max_connections: int
-    client_timeout_s: float
+    client_timeout_s: float  # for a request's head, between parts of a body, and to read part of an answer
 
 
 def uvicorn_config(app: ASGIApp, config: Config) -> uvicorn.Config:
-    """uvicorn with bounded connections, and without log lines of its own."""
-    bounds = ConnectionLimits(config.max_connections, config.client_timeout)
+    """uvicorn with bounded connections and without its own log lines."""
+    limits = ConnectionLimits(config.max_connections, config.client_timeout)
     return uvicorn.Config(
         app,
-        http=functools.partial(TimeoutH11Protocol, limits=bounds),  # type: ignore[arg-type]
+        http=functools.partial(TimeoutH11Protocol, limits=limits),  # type: ignore[arg-type]
         ws="none",
         log_config=None,
         access_log=False,
@@ -62,26 +55,30 @@ def uvicorn_config(app: ASGIApp, config: Config) -> uvicorn.Config:
 
 
 class TimeoutH11Protocol(H11Protocol):
-    """One client. What breaks the protocol or a bound ends the connection, and with it the request that it waits for."""
+    """One connection. A protocol error or an exceeded limit closes it and cancels its request.
+
+    uvicorn bounds neither the time of a request's head and body nor the number of connections before accept.
+    """
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = _StrictH11(h11.SERVER, MAX_HEADER_BYTES)
-        self.access_log = False  # whatever is configured: a path may hold a key
+        self.access_log = False  # in any configuration: a path may hold a key
         self._limits = limits
-        self._awaited_part = ""  # what the client is about to send: "head", "body" or nothing
-        self._deadline_s = math.inf  # when it must have gone on, by the loop's clock
-        self._total_deadline_s = math.inf  # when it must have sent all of it
+        self._awaited_part = ""  # sent next by the client: "head", "body" or ""
+        self._deadline_s = math.inf  # loop time, for the next part
+        self._total_deadline_s = math.inf  # loop time, for the whole head or body
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._limits.max_connections:
+        limits = self._limits
+        if len(self.connections) > limits.max_connections:
             return self._close_with_error(
-                Overloaded(f"{self._limits.max_connections} connections are open, which is all that may be")
+                Overloaded(f"{limits.max_connections} connections are open, which is the limit")
             )
-        _enable_keepalive(transport.get_extra_info("socket"), self._limits.client_timeout_s)
+        _set_socket_options(transport.get_extra_info("socket"), limits.client_timeout_s)
         self._arm("head")
         self._check_timeout()
 
@@ -93,14 +90,14 @@ class TimeoutH11Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._arm(self._awaiting())
+        self._arm(self._next_part())
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._arm(self._awaiting())
+        self._arm(self._next_part())
 
     def pause_writing(self) -> None:
-        """The client takes nothing any more, and the kernel no more for it."""
+        """The send buffer is full: close the connection if the client reads nothing for a timeout."""
         super().pause_writing()
         self._watch_write()
 
@@ -110,57 +107,9 @@ class TimeoutH11Protocol(H11Protocol):
             self._write_timer.cancel()
             self._write_timer = None
 
-    def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is told so, and cut off."""
-        self._close_with_error(
-            InvalidRequest(
-                "this is no HTTP/1.1 request that the server understands, or its headers are too long"
-            )
-        )
-
-    def _should_upgrade(self) -> bool:
-        """Never: what asks for another protocol is answered in this one."""
-        return False
-
-    def _awaiting(self) -> str:
-        state = self.conn.their_state
-        if state is h11.SEND_BODY:
-            return "body"
-        begun = self.cycle is None or bool(self.conn.trailing_data[0])
-        return "head" if state is h11.IDLE and begun else ""
-
-    def _arm(self, part: str) -> None:
-        """Set the time by which the client must have gone on. A head has no parts: it must be whole by then."""
-        now, wait_s = self.loop.time(), self._limits.client_timeout_s
-        if not part:
-            self._deadline_s = self._total_deadline_s = math.inf
-        elif part != self._awaited_part:
-            self._total_deadline_s = now + wait_s * (BODY_TIMEOUT_FACTOR if part == "body" else 1)
-        if part and (part != self._awaited_part or part == "body"):
-            self._deadline_s = min(now + wait_s, self._total_deadline_s)
-        self._awaited_part = part
-
-    def _check_timeout(self) -> None:
-        """Now and then: one timer a connection is enough, since it need not be exact."""
-        now, wait_s = self.loop.time(), self._limits.client_timeout_s
-        if self.flow.read_paused and self._awaited_part == "body":
-            self._deadline_s = now + wait_s  # it is the server that does not read
-        if now >= self._deadline_s:
-            return self._close_with_error(
-                DeadlineExceeded(f"the request was not sent within {wait_s:g} s")
-                if self._has_partial_request()
-                else None
-            )
-        self._timer = self.loop.call_at(min(self._deadline_s, now + wait_s), self._check_timeout)
-
-    def _has_partial_request(self) -> bool:
-        return self._awaited_part == "body" or bool(self.conn.trailing_data[0])
-
     def _watch_write(self) -> None:
-        """As long as it takes a little in each time it is slow, and not gone."""
-        self._write_timer = self.loop.call_later(
-            self._limits.client_timeout_s, self._check_write, self._unsent_bytes()
-        )
+        timeout_s = self._limits.client_timeout_s
+        self._write_timer = self.loop.call_later(timeout_s, self._check_write, self._unsent_bytes())
 
     def _check_write(self, unsent_before: int) -> None:
         if self._unsent_bytes() < unsent_before:
@@ -169,16 +118,61 @@ class TimeoutH11Protocol(H11Protocol):
             self.transport.abort()
 
     def _unsent_bytes(self) -> int:
-        """Bytes of answers that the client has not taken, as far as the system tells. None are added while it stalls."""
-        waiting: int = self.transport.get_write_buffer_size()
-        return waiting + _kernel_unsent_bytes(self.transport.get_extra_info("socket"))
+        """Bytes that the client has not acknowledged.
+
+        The kernel's queue counts: a slow reader must empty a third of it before the transport writes again.
+        TCP_USER_TIMEOUT does not work: it resets slow readers with a window below one of our segments.
+        """
+        unsent: int = self.transport.get_write_buffer_size()
+        if UNSENT_IOCTL:
+            file = self.transport.get_extra_info("socket").fileno()
+            unsent += int.from_bytes(fcntl.ioctl(file, UNSENT_IOCTL, bytes(4)), sys.byteorder)
+        return unsent
+
+    def send_400_response(self, msg: str) -> None:
+        self._close_with_error(
+            InvalidRequest("this is not a valid HTTP/1.1 request, or its headers are too long")
+        )
+
+    def _should_upgrade(self) -> bool:
+        """Never: an upgrade request is answered in HTTP/1.1."""
+        return False
+
+    def _next_part(self) -> str:
+        state = self.conn.their_state
+        if state is h11.SEND_BODY:
+            return "body"
+        idle = self.cycle is None or bool(self.conn.trailing_data[0])
+        return "head" if state is h11.IDLE and idle else ""
+
+    def _arm(self, part: str) -> None:
+        """Set the deadlines of the next part; only a body's deadline moves with each piece received."""
+        now, timeout_s = self.loop.time(), self._limits.client_timeout_s
+        if not part:
+            self._deadline_s = self._total_deadline_s = math.inf
+        elif part != self._awaited_part:
+            self._total_deadline_s = now + timeout_s * (BODY_TIMEOUT_FACTOR if part == "body" else 1)
+        if part and (part != self._awaited_part or part == "body"):
+            self._deadline_s = min(now + timeout_s, self._total_deadline_s)
+        self._awaited_part = part
+
+    def _check_timeout(self) -> None:
+        """Runs about once per client timeout: one timer a connection, which need not be exact."""
+        now, timeout_s = self.loop.time(), self._limits.client_timeout_s
+        if self.flow.read_paused and self._awaited_part == "body":
+            self._deadline_s = now + timeout_s  # the server, not the client, has paused
+        if now >= self._deadline_s:
+            has_partial_request = self._awaited_part == "body" or bool(self.conn.trailing_data[0])
+            error = DeadlineExceeded(f"the request was not sent within {timeout_s:g} s")
+            return self._close_with_error(error if has_partial_request else None)
+        self._timer = self.loop.call_at(min(self._deadline_s, now + timeout_s), self._check_timeout)
 
     def _close_with_error(self, error: ForewordError | None) -> None:
-        """Say why, unless an answer has begun, and close; whoever works on a request finds its client gone."""
+        """Send the error unless a response has started, close, and disconnect the running request."""
         if self.transport.is_closing():
             return
-        begun = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
-        if error is not None and not begun:
+        started = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if error is not None and not started:
             self.transport.write(_error_response_bytes(error))
         if self.cycle is not None:
             self.cycle.disconnected = True
@@ -187,19 +181,19 @@ class TimeoutH11Protocol(H11Protocol):
 
 
 class _StrictH11(h11.Connection):
-    """Refuses a body whose length is told in two ways: a proxy in front may believe the other, and miss a request in it."""
+    """Refuses a body with both length headers: a proxy in front may read the other (request smuggling)."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         event = super().next_event()
-        if isinstance(event, h11.Request) and {b"content-length", b"transfer-encoding"} <= {
-            name for name, _ in event.headers
-        }:
-            raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if {b"content-length", b"transfer-encoding"} <= names:
+                raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
         return event
 
 
 def _error_response_bytes(error: ForewordError) -> bytes:
-    """A whole response, for where no request was read."""
+    """A whole response, for a connection on which no request was parsed."""
     body = json_bytes(error_body(error))
     headers = {
         "Content-Type": "application/json",
@@ -207,24 +201,13 @@ def _error_response_bytes(error: ForewordError) -> bytes:
         "Connection": "close",
         **error_headers(error),
     }
-    lines = [
-        f"HTTP/1.1 {error.status} {STATUS_PHRASES[error.status]}",
-        *(f"{name}: {value}" for name, value in headers.items()),
-        "",
-        "",
-    ]
-    return "\r\n".join(lines).encode() + body
+    head = f"HTTP/1.1 {error.status} {STATUS_PHRASES[error.status]}\r\n"
+    head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"{head}\r\n".encode() + body
 
 
-def _kernel_unsent_bytes(client: socket.socket) -> int:
-    """Bytes that were handed to the system, and that its peer has not confirmed; 0 where the system does not tell."""
-    if not UNSENT_IOCTL:
-        return 0
-    return int.from_bytes(fcntl.ioctl(client.fileno(), UNSENT_IOCTL, bytes(4)), sys.byteorder)
-
-
-def _enable_keepalive(client: socket.socket, timeout_s: float) -> None:
-    """Notice a client that vanished without a word while its answer is computed; buffer little for one that is slow."""
+def _set_socket_options(client: socket.socket, timeout_s: float) -> None:
+    """Notice a client that vanished while its answer is computed; buffer little for a slow reader."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):

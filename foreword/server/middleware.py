@@ -1,4 +1,4 @@
-"""What surrounds every route: request ids, the limit of a body, and the last resort."""
+"""ASGI middleware of every route: request ids, unexpected exceptions, and the limit on bodies."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foreword.errors import ForewordError, Overloaded, PayloadTooLarge, RequestFailed
 from foreword.server.errors import error_response
-from foreword.server.malloc_trim import MallocTrimmer
 
 __all__ = ["BodyLimitMiddleware", "RequestIdMiddleware", "ServerErrorMiddleware", "release_body"]
 
 logger = logging.getLogger("foreword.serve")
 REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
-MAX_BODIES_IN_MEMORY = 16  # of the largest size may be in memory at once
+MAX_BODIES_IN_MEMORY = 16  # bodies of the largest size held at once
 RETRY_AFTER_S = 1.0
-BODIES_FULL_MESSAGE = "the bodies of other requests fill the memory that there is for them; try again later"
-REJECTED_BODY_TIMEOUT_S = 10.0  # how long a client may go on sending what was refused
+REJECTED_BODY_TIMEOUT_S = 10.0  # for a client to finish sending a refused body
 
 
 class RequestIdMiddleware:
-    """Every response has an X-Request-Id: the caller's, or a new one."""
+    """Adds an X-Request-Id to every response: the client's, or a new one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -49,7 +47,7 @@ class RequestIdMiddleware:
 
 
 class ServerErrorMiddleware:
-    """An exception that nobody expected is logged and answered with a 500 in the envelope."""
+    """Logs an unexpected exception and answers 500 in the error envelope."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -57,13 +55,13 @@ class ServerErrorMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
-        async def send_noting(message: Message) -> None:
+        async def send_tracked(message: Message) -> None:
             nonlocal started
             started = True
             await send(message)
 
         try:
-            await self._app(scope, receive, send_noting)
+            await self._app(scope, receive, send_tracked)
         except Exception:
             if scope["type"] != "http" or started:
                 raise
@@ -72,17 +70,15 @@ class ServerErrorMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Reads the body before anyone else does, and refuses it while reading if it grows too large.
+    """Reads the whole body first, and refuses it as soon as it, or the sum of all bodies, is too large.
 
-    held  bytes of all bodies that are being read or worked on
-    heap  is told of those that are gone
+    No proxy does this for us: chunked bodies declare no length, and the sum of all bodies is ours to bound.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, trimmer: MallocTrimmer) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
-        self._trimmer = trimmer
-        self.held_bytes = 0
+        self.held_bytes = 0  # of all bodies in memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
@@ -98,23 +94,25 @@ class BodyLimitMiddleware:
                     self._release(body)
                     return await self._reject(error, receive, send, body.has_more)
             if body.complete:
-                scope.setdefault("state", {}).update(
-                    body_bytes=body.size, forget_body=partial(self._release, body)
-                )
+                state = scope.setdefault("state", {})
+                state.update(body_bytes=body.size, forget_body=partial(self._release, body))
                 await self._app(scope, body.replay, send)
         finally:
             self._release(body)
 
     def _release(self, body: _Body) -> None:
-        num_bytes = body.release()
-        self.held_bytes -= num_bytes
-        self._trimmer.add_freed(num_bytes)
+        self.held_bytes -= body.release()
 
     def _size_error(self, size: int) -> ForewordError | None:
         if size > self._max_bytes:
             return self._too_large()
-        full = self.held_bytes > MAX_BODIES_IN_MEMORY * self._max_bytes
-        return Overloaded(BODIES_FULL_MESSAGE, retry_after_s=RETRY_AFTER_S) if full else None
+        limit = MAX_BODIES_IN_MEMORY * self._max_bytes
+        if self.held_bytes <= limit:
+            return None
+        return Overloaded(
+            f"the bodies of open requests fill their {limit} bytes of memory; try again later",
+            retry_after_s=RETRY_AFTER_S,
+        )
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"the body is larger than {self._max_bytes} bytes")
@@ -122,7 +120,7 @@ class BodyLimitMiddleware:
     async def _reject(
         self, error: ForewordError, receive: Receive, send: Send, has_more: bool = True
     ) -> None:
-        """Answer at once, then let the client finish: closing on unread data would lose the answer."""
+        """Answer at once, then read the rest: closing on unread data would lose the answer."""
         response = error_response(error)
         response.headers["Connection"] = "close"
         await send(
@@ -138,17 +136,14 @@ class BodyLimitMiddleware:
 
 
 def release_body(request: Request) -> None:
-    """Nobody needs it any more: a large one is not kept, nor counted, while its answer is waited for."""
+    """Free and uncount a large body while its answer is computed."""
     request.state.forget_body()
-    for name in ("_body", "_json"):  # where the framework keeps it for as long as the request lasts
+    for name in ("_body", "_json"):  # starlette's copies, which live as long as the request
         vars(request).pop(name, None)
 
 
 class _Body:
-    """A request's body, part by part, and afterwards once more as a whole.
-
-    more  there are parts to come
-    """
+    """A request's body, read in parts and then replayed in one."""
 
     __slots__ = ("_parts", "_receive", "complete", "has_more", "size")
 
@@ -160,7 +155,7 @@ class _Body:
         self.complete = False
 
     async def read(self) -> AsyncIterator[int]:
-        """Bytes of each part; it is complete then, unless the client went away."""
+        """Yields the size of each part; `complete` is then set, unless the client disconnected."""
         assert self._parts is not None
         while self.has_more:
             message = await self._receive()
@@ -173,12 +168,12 @@ class _Body:
         self.complete = True
 
     def release(self) -> int:
-        """Nobody wants it; returns its size so far."""
+        """Free the body; returns the freed bytes."""
         size, self.size, self._parts = self.size, 0, None
         return size
 
     async def replay(self) -> Message:
-        """A `receive` that gives the whole body once and then listens on."""
+        """A `receive` that returns the whole body once, then the client's later messages."""
         if self._parts is None:
             return await self._receive()
         body, self._parts = b"".join(self._parts), None

@@ -1,11 +1,4 @@
-"""How answers are written: what chat and completions have in common.
-
-Log-probabilities in the three shapes in which clients know them.
-
-Bodies of /v1/chat/completions.
-
-Bodies of /v1/completions.
-"""
+"""Bodies of chat and completion responses, whole and streamed, with the three formats of logprobs."""
 
 from __future__ import annotations
 
@@ -28,30 +21,23 @@ __all__ = [
     "ResponseBuilder",
     "ResponseHeader",
     "ResponseOptions",
-    "chat_logprobs",
-    "completion_logprobs",
-    "prompt_logprobs",
-    "prompt_tokens",
 ]
 
 MIN_LOGPROB = -9999.0  # JSON has no minus infinity
+CompletionToken = tuple[str, int, TokenLogprob | None]  # text, offset, logprob
 
 
-def chat_logprobs(tokens: Iterable[TokenLogprobText], tokenizer: Tokenizer) -> dict[str, Any]:
+def _chat_logprobs(tokens: Iterable[TokenLogprobText], tokenizer: Tokenizer) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
-    return {"content": [_chat_token(token, tokenizer) for token in tokens], "refusal": None}
+    content = []
+    for token in tokens:
+        top = [_chat_entry(tokenizer.token_bytes(id_), value) for id_, value in _top_logprobs(token.logprob)]
+        content.append({**_chat_entry(token.raw, token.logprob.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
 
 
-def _chat_token(token: TokenLogprobText, tokenizer: Tokenizer) -> dict[str, Any]:
-    top = [
-        _chat_entry(tokenizer.token_bytes(token_id), logprob)
-        for token_id, logprob in _top_and_requested(token.logprob)
-    ]
-    return {**_chat_entry(token.raw, token.logprob.logprob), "top_logprobs": top}
-
-
-def _top_and_requested(token: TokenLogprob) -> Iterable[tuple[int, float]]:
-    """The likeliest, and those of the ids that were asked for by themselves."""
+def _top_logprobs(token: TokenLogprob) -> Iterable[tuple[int, float]]:
+    """The likeliest token ids, and those of `logprob_token_ids`."""
     return (dict(token.top) | dict(token.requested)).items()
 
 
@@ -59,45 +45,38 @@ def _chat_entry(raw: bytes, logprob: float) -> dict[str, Any]:
     return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, MIN_LOGPROB), "bytes": list(raw)}
 
 
-def completion_logprobs(
-    tokens: Sequence[tuple[str, int, TokenLogprob | None]], tokenizer: Tokenizer, base_offset: int = 0
+def _completion_logprobs(
+    tokens: Sequence[CompletionToken], tokenizer: Tokenizer, base_offset: int = 0
 ) -> dict[str, Any]:
-    """`logprobs` of a completion's choice, from (text, offset, logprob).
-
-    The first token of a prompt has no logprob. `shift` is added to the offsets.
-    """
+    """`logprobs` of a completion's choice; the first token of a prompt has none."""
     return {
         "tokens": [text for text, _, _ in tokens],
         "token_logprobs": [
-            None if found is None else max(found.logprob, MIN_LOGPROB) for _, _, found in tokens
+            None if logprob is None else max(logprob.logprob, MIN_LOGPROB) for _, _, logprob in tokens
         ],
         "top_logprobs": [
-            None if found is None else _top_logprobs(text, found, tokenizer) for text, _, found in tokens
+            None if logprob is None else _top_by_text(text, logprob, tokenizer) for text, _, logprob in tokens
         ],
         "text_offset": [base_offset + offset for _, offset, _ in tokens],
     }
 
 
-def _top_logprobs(text: str, token: TokenLogprob, tokenizer: Tokenizer) -> dict[str, float]:
-    """Logprobs by text, the token itself among them; of tokens with the same text the likeliest counts."""
+def _top_by_text(text: str, token: TokenLogprob, tokenizer: Tokenizer) -> dict[str, float]:
+    """Logprobs by text, with the token itself; of tokens with equal text the likeliest counts."""
     top: dict[str, float] = {}
-    for token_id, logprob in _top_and_requested(token):
+    for token_id, logprob in _top_logprobs(token):
         top.setdefault(tokenizer.token_text(token_id), max(logprob, MIN_LOGPROB))
     top.setdefault(text, max(token.logprob, MIN_LOGPROB))
     return top
 
 
-def prompt_logprobs(
-    prompt: Sequence[TokenLogprob | None], tokenizer: Tokenizer
-) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs` as vLLM gives them: by token id, None for the first token."""
-    return [None if found is None else _prompt_entry(found, tokenizer) for found in prompt]
-
-
-def _prompt_entry(token: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
-    ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(token.top, 1)]
+def _prompt_logprobs(token: TokenLogprob | None, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """One entry of vLLM's `prompt_logprobs`: by token id; None for the first token."""
+    if token is None:
+        return None
     entries = {token.token_id: (token.logprob, token.rank)}
-    entries |= {token_id: (logprob, rank) for token_id, logprob, rank in ranked if token_id != token.token_id}
+    for rank, (token_id, logprob) in enumerate(token.top, 1):
+        entries.setdefault(token_id, (logprob, rank))
     return {
         str(token_id): {
             "logprob": max(logprob, MIN_LOGPROB),
@@ -108,12 +87,12 @@ def _prompt_entry(token: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def prompt_tokens(
+def _prompt_tokens(
     prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer
-) -> list[tuple[str, int, TokenLogprob | None]]:
-    """The tokens of an echoed prompt: (text, offset, logprob)."""
+) -> list[CompletionToken]:
+    """The tokens of an echoed prompt."""
     detokenizer, offset = Detokenizer(tokenizer, at_start=True), 0
-    tokens: list[tuple[str, int, TokenLogprob | None]] = []
+    tokens: list[CompletionToken] = []
     for token_id, logprob in zip(prompt_ids, logprobs, strict=True):
         tokens.append((tokenizer.token_text(token_id), offset, logprob))
         offset += len(detokenizer.feed(token_id))
@@ -122,42 +101,32 @@ def prompt_tokens(
 
 @dataclass(frozen=True, slots=True)
 class ResponseHeader:
-    """What every chunk of an answer repeats.
-
-    seed  of the first choice; with it the same request gives the same answer again
-    """
+    """Fields that every chunk repeats."""
 
     id: str
     created: int
     model: str
     system_fingerprint: str
-    seed: int
+    seed: int  # of the first choice; the same request with it gives the same answer
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """What the caller asked to be told beside the text.
-
-    usage       a chunk of usage at the end of a stream
-    prediction  usage tells what became of it
-    """
+    """Optional fields that the request asks for."""
 
     logprobs: bool = False
     prompt_logprobs: bool = False
     metrics: bool = False
     token_ids: bool = False
-    usage: bool = False
-    prediction: bool = False
+    usage: bool = False  # a last chunk with usage, in a stream
+    prediction: bool = False  # accepted and rejected prediction tokens, in usage
 
 
 class ResponseBuilder(ABC):
-    """Builds response bodies. Choices stand in order of prompt, `per_prompt` for each.
+    """Builds response bodies. Choices are in prompt order, `choices_per_prompt` for each."""
 
-    kind, chunk_kind  `object` of a whole answer and of a chunk
-    """
-
-    object_type: ClassVar[str]
-    chunk_object_type: ClassVar[str]
+    object_type: ClassVar[str]  # `object` of a whole response
+    chunk_object_type: ClassVar[str]  # `object` of a chunk
 
     def __init__(
         self,
@@ -173,28 +142,28 @@ class ResponseBuilder(ABC):
         self.options = options
         self.choices_per_prompt = choices_per_prompt
         self._header = header
-        self._num_running = len(self.outputs)  # choices whose last chunk was not written yet
+        self._num_running = len(self.outputs)  # choices whose last chunk is not written
         self._started: set[int] = set()
-        self._accepted_drafts: Counter[int] = Counter()  # by choice, not yet told
+        self._accepted_drafts: Counter[int] = Counter()  # by choice, not yet in a chunk
 
     @abstractmethod
     def full_choice(self, index: int, output: ChoiceOutput) -> dict[str, Any]:
-        """What is the endpoint's own in a choice of a whole answer."""
+        """The fields of this endpoint in a choice of a whole response."""
 
     @abstractmethod
     def chunk_choice(self, index: int, delta: OutputDelta, is_first: bool) -> dict[str, Any]:
-        """What is the endpoint's own in a choice of a chunk; `first` of this choice."""
+        """The fields of this endpoint in a choice of a chunk."""
 
     def first_chunks(self) -> Iterable[dict[str, Any]]:
-        """Chunks before anything was generated."""
+        """Chunks before the first token."""
         return ()
 
     def returned_choices(self) -> Sequence[int]:
-        """The answers that are returned, in order."""
+        """Indices of the returned choices, in order."""
         return range(len(self.outputs))
 
     def full(self) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """The body of a whole response."""
         choices = [
             {**self._full_choice(i, self.outputs[i]), "index": index}
             for index, i in enumerate(self.returned_choices())
@@ -207,67 +176,52 @@ class ResponseBuilder(ABC):
         }
 
     def chunk(self, index: int, delta: OutputDelta) -> dict[str, Any] | None:
-        """The chunk of one delta, or None if it holds nothing for the caller."""
-        first = index not in self._started
+        """The chunk of one delta, or None if it is empty for this request."""
+        is_first = index not in self._started
         self._accepted_drafts[index] += delta.event.draft.num_accepted if delta.event.draft else 0
-        carries = (
-            delta.text
-            or delta.finish_reason
-            or (delta.event.token_ids and (self.options.logprobs or self.options.token_ids))
-        )
-        if not carries:
+        needs_ids = self.options.logprobs or self.options.token_ids
+        if not (delta.text or delta.finish_reason or (delta.event.token_ids and needs_ids)):
             return None
         self._started.add(index)
         choice = {
             "index": index,
-            **self.chunk_choice(index, delta, first),
+            **self.chunk_choice(index, delta, is_first),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
-            **self._chunk_extras(index, delta, first),
+            **self._chunk_extras(index, delta, is_first),
         }
         return {**self.make_chunk(choice), **self._final_metrics(delta)}
 
     def usage_chunk(self) -> dict[str, Any] | None:
-        """The last chunk, if it was asked for: usage and no choices."""
-        return (
-            {**self.header(self.chunk_object_type), "choices": [], "usage": self.usage()}
-            if self.options.usage
-            else None
-        )
+        """The last chunk, with usage and no choices, if the request asks for it."""
+        if not self.options.usage:
+            return None
+        return {**self.header(self.chunk_object_type), "choices": [], "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """What was delivered. A prompt counts once, however many choices it has; drafted tokens count nowhere else."""
+        """Delivered tokens. A prompt counts once for all its choices; rejected draft tokens do not count."""
         firsts = self.outputs[:: self.choices_per_prompt]
-        prompt = sum(len(answer.request.prompt_ids) for answer in firsts)
-        completion = sum(answer.num_tokens for answer in self.outputs)
-        cached = sum(answer.num_cached for answer in firsts)
-        return {
+        prompt = sum(len(output.request.prompt_ids) for output in firsts)
+        completion = sum(output.num_tokens for output in self.outputs)
+        prompt_details = {"cached_tokens": sum(output.num_cached for output in firsts)}
+        if images := [image for output in firsts for image in output.request.images]:
+            prompt_details["image_tokens"] = sum(image.num_tokens for image in images)
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached, **self._image_usage(firsts)},
-            **self._prediction_usage(),
+            "prompt_tokens_details": prompt_details,
         }
-
-    def _image_usage(self, first_outputs: Sequence[ChoiceOutput]) -> dict[str, int]:
-        """How many of the prompts' tokens stand for pictures, where there are some."""
-        pictures = [picture for answer in first_outputs for picture in answer.request.images]
-        return {"image_tokens": sum(picture.num_tokens for picture in pictures)} if pictures else {}
-
-    def _prediction_usage(self) -> dict[str, Any]:
-        """What became of the drafts out of the caller's prediction, if there was one."""
-        if not self.options.prediction:
-            return {}
-        accepted, drafted = self._prediction_stats.num_accepted, self._prediction_stats.num_drafted
-        return {
-            "completion_tokens_details": {
+        if self.options.prediction:
+            accepted, drafted = self._prediction_stats.num_accepted, self._prediction_stats.num_drafted
+            usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
             }
-        }
+        return usage
 
     def record_returned(self, num_choices: int) -> None:
-        """So many choices were sent to their ends."""
+        """Count choices that were sent completely."""
         self.server.recorder.on_response(num_choices)
 
     def header(self, object_type: str) -> dict[str, Any]:
@@ -296,7 +250,9 @@ class ResponseBuilder(ABC):
         if self.options.token_ids:
             choice |= {"prompt_token_ids": list(output.request.prompt_ids), "token_ids": output.token_ids}
         if self.options.prompt_logprobs:
-            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self.server.tokenizer)
+            choice["prompt_logprobs"] = [
+                _prompt_logprobs(token, self.server.tokenizer) for token in output.prompt_logprobs
+            ]
         return choice
 
     def _chunk_extras(self, index: int, delta: OutputDelta, is_first: bool) -> dict[str, Any]:
@@ -311,14 +267,14 @@ class ResponseBuilder(ABC):
         return extras
 
     def _metrics(self, *outputs: ChoiceOutput) -> dict[str, Any]:
-        """Figures of one choice, or of several together."""
+        """`metrics` of these choices together."""
         if not self.options.metrics:
             return {}
-        found = self.server.recorder.answer_metrics(*(answer.request.id for answer in outputs))
-        return {} if found is None else {"metrics": found.as_dict()}
+        metrics = self.server.recorder.answer_metrics(*(output.request.id for output in outputs))
+        return {} if metrics is None else {"metrics": metrics.as_dict()}
 
     def _final_metrics(self, delta: OutputDelta) -> dict[str, Any]:
-        """In a stream the figures of all choices stand beside the end of the last."""
+        """Metrics of all choices, in the chunk that ends the last of them."""
         self._num_running -= delta.finish_reason is not None
         return self._metrics(*self.outputs) if delta.finish_reason and not self._num_running else {}
 
@@ -333,23 +289,18 @@ class ChatResponseBuilder(ResponseBuilder):
             yield self.make_chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 
     def full_choice(self, index: int, output: ChoiceOutput) -> dict[str, Any]:
-        logprobs = chat_logprobs(output.logprobs, self.server.tokenizer) if self.options.logprobs else None
+        logprobs = _chat_logprobs(output.logprobs, self.server.tokenizer) if self.options.logprobs else None
         return {
             "message": {"role": "assistant", "content": output.text, "refusal": None},
             "logprobs": logprobs,
         }
 
     def chunk_choice(self, index: int, delta: OutputDelta, is_first: bool) -> dict[str, Any]:
-        logprobs = chat_logprobs(delta.logprobs, self.server.tokenizer) if self.options.logprobs else None
+        logprobs = _chat_logprobs(delta.logprobs, self.server.tokenizer) if self.options.logprobs else None
         return {"delta": {"content": delta.text} if delta.text else {}, "logprobs": logprobs}
 
 
 class CompletionResponseBuilder(ResponseBuilder):
-    """Of `per_prompt` answers to a prompt the `returned` likeliest are returned.
-
-    echo  the text of each prompt, to stand before its answers; None where it was not asked for
-    """
-
     object_type: ClassVar[str] = "text_completion"
     chunk_object_type: ClassVar[str] = "text_completion"
 
@@ -360,26 +311,25 @@ class CompletionResponseBuilder(ResponseBuilder):
         choices_per_prompt: int,
         header: ResponseHeader,
         options: ResponseOptions,
-        echo: Sequence[str] | None,
-        num_returned: int,
+        echo: Sequence[str] | None,  # text of each prompt, if it is echoed
+        num_returned: int,  # best choices returned per prompt
     ) -> None:
         super().__init__(server, generation, choices_per_prompt, header, options)
         self._num_returned = num_returned
         self._echo = None if echo is None else [text for text in echo for _ in range(choices_per_prompt)]
 
     def returned_choices(self) -> Sequence[int]:
-        """For each prompt the best by mean log-probability, the best first where not all are returned.
-
-        What was ended as a repetition comes last: nothing is likelier than a loop that has begun.
-        """
-        if self._num_returned == self.choices_per_prompt:
+        """The best choices of each prompt by mean logprob, best first unless all are returned."""
+        count = self.choices_per_prompt
+        if self._num_returned == count:
             return super().returned_choices()
-        groups = [
-            range(first, first + self.choices_per_prompt)
-            for first in range(0, len(self.outputs), self.choices_per_prompt)
-        ]
-        ranked = [sorted(group, key=lambda i: _rank_key(self.outputs[i]), reverse=True) for group in groups]
-        return [i for group in ranked for i in group[: self._num_returned]]
+        returned: list[int] = []
+        for first in range(0, len(self.outputs), count):
+            ranked = sorted(
+                range(first, first + count), key=lambda i: _rank_key(self.outputs[i]), reverse=True
+            )
+            returned += ranked[: self._num_returned]
+        return returned
 
     def full_choice(self, index: int, output: ChoiceOutput) -> dict[str, Any]:
         return {
@@ -400,21 +350,22 @@ class CompletionResponseBuilder(ResponseBuilder):
     def _logprobs(
         self, index: int, output_tokens: Sequence[TokenLogprobText], prompt: bool
     ) -> dict[str, Any] | None:
-        """Of the answer's tokens; with `prompt` and echo, those of the prompt before them."""
+        """Logprobs of the output tokens; with `prompt` and echo, after those of the prompt."""
         if not self.options.logprobs:
             return None
-        tokenizer, shift = self.server.tokenizer, len(self._prefix(index))
-        body = completion_logprobs(
-            [(token.text, token.offset, token.logprob) for token in output_tokens], tokenizer, shift
-        )
+        tokenizer = self.server.tokenizer
+        tokens = [(token.text, token.offset, token.logprob) for token in output_tokens]
+        logprobs = _completion_logprobs(tokens, tokenizer, len(self._prefix(index)))
         if self._echo is None or not prompt:
-            return body
-        answer = self.outputs[index]
-        tokens = prompt_tokens(answer.request.prompt_ids, answer.prompt_logprobs, tokenizer)
-        return {key: values + body[key] for key, values in completion_logprobs(tokens, tokenizer).items()}
+            return logprobs
+        output = self.outputs[index]
+        echoed = _prompt_tokens(output.request.prompt_ids, output.prompt_logprobs, tokenizer)
+        return {
+            key: values + logprobs[key] for key, values in _completion_logprobs(echoed, tokenizer).items()
+        }
 
 
 def _rank_key(output: ChoiceOutput) -> tuple[bool, float]:
-    """Whether it came to an end of its own, and its mean log-probability; that is 0 for an answer without a token."""
+    """Mean logprob, 0 without a token. An answer ended as a repetition ranks last, since loops are likely."""
     mean = sum(token.logprob.logprob for token in output.logprobs) / max(len(output.logprobs), 1)
     return output.finish_reason != "repetition", mean

@@ -1,19 +1,12 @@
-"""Server-sent events, and noticing that nobody listens any more.
-
-From engine requests to an HTTP response, streamed or whole.
-
-Work that is for nobody once its client is gone.
-
-JSON as it leaves the server: compact, UTF-8, and never a NaN.
-"""
+"""From engine requests to an HTTP response: server-sent events, or one JSON body."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
@@ -21,107 +14,19 @@ from starlette.types import Receive, Scope, Send
 from foreword.core.params import SamplingParams
 from foreword.errors import ForewordError
 from foreword.server.context import ServerContext
-from foreword.server.disconnect import CLIENT_CLOSED, cancel_on_disconnect
 from foreword.server.errors import error_body, error_response
 from foreword.server.generation import Generation
-from foreword.server.json_response import JSONResponse, json_bytes
+from foreword.server.http import CLIENT_CLOSED, JSONResponse, cancel_on_disconnect, json_bytes
 from foreword.server.protocol.sampling import SamplingBody
 from foreword.server.responses import ResponseBuilder, ResponseHeader, ResponseOptions
 
-__all__ = [
-    "SSEResponse",
-    "final_error_event",
-    "respond",
-    "response_header",
-    "response_options",
-]
-
-T = TypeVar("T")
-
+__all__ = ["SSEResponse", "final_error_event", "respond", "response_header", "response_options"]
 
 DONE_EVENT = b"data: [DONE]\n\n"
 
 
-class SSEResponse(Response):
-    """Streams a generation as `data:` lines; a client that goes away frees it at once.
-
-    The head waits for the first token: what fails before it is answered with its own status.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, generation: Generation, builder: ResponseBuilder) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._generation = generation
-        self._builder = builder
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await cancel_on_disconnect(receive, self._send_all(scope, receive, send))
-        finally:
-            self._generation.close()
-
-    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with aclosing(_events(self._generation, self._builder)) as lines:
-                await self._send_events(lines, send)
-        except ForewordError as error:
-            await error_response(error)(scope, receive, send)
-
-    async def _send_events(self, events: AsyncIterator[bytes], send: Send) -> None:
-        line = await anext(events)
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": line, "more_body": True})
-        async for line in events:
-            await send({"type": "http.response.body", "body": line, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _events(generation: Generation, builder: ResponseBuilder) -> AsyncGenerator[bytes, None]:
-    """Errors come last: clients stop reading at one, and the other choices are to be heard to their end.
-
-    Raises the first error if no choice has said anything; then no line came before it.
-    """
-    errors: list[ForewordError] = []
-    opened = False
-    async for index, item in generation.deltas():
-        if isinstance(item, ForewordError):
-            errors.append(item)
-            continue
-        if not opened:
-            opened = True
-            for opening in builder.first_chunks():
-                yield _event(opening)
-        if (chunk := builder.chunk(index, item)) is not None:
-            yield _event(chunk)
-        if item.finish_reason is not None:
-            builder.record_returned(1)  # whoever left before did not get it
-    if not opened:
-        raise errors[0]
-    for line in _final_events(builder, errors):
-        yield line
-    yield DONE_EVENT
-
-
-def _final_events(builder: ResponseBuilder, errors: Sequence[ForewordError]) -> Iterator[bytes]:
-    for error in errors:
-        yield _event(error_body(error))
-    if not errors and (usage := builder.usage_chunk()) is not None:
-        yield _event(usage)
-
-
-def final_error_event(error: ForewordError) -> bytes:
-    """How a stream ends that was cut off."""
-    return _event(error_body(error)) + DONE_EVENT
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + json_bytes(value) + b"\n\n"
-
-
 def response_header(server: ServerContext, prefix: str, params: SamplingParams) -> ResponseHeader:
-    assert params.seed is not None, "parameters that nobody settled"
+    assert params.seed is not None, "the seed must be resolved first"
     return ResponseHeader(
         id=f"{prefix}-{uuid.uuid4().hex}",
         created=int(time.time()),
@@ -143,13 +48,84 @@ def response_options(body: SamplingBody, params: SamplingParams) -> ResponseOpti
 
 
 def respond(generation: Generation, builder: ResponseBuilder, stream: bool) -> Response:
-    """Start the engine's work; what can be refused has been refused before, or is now."""
+    """Submit the requests and return the response. Raises Overloaded, EngineDead."""
     generation.start()
     return SSEResponse(generation, builder) if stream else FullResponse(generation, builder)
 
 
+class SSEResponse(Response):
+    """Streams a generation as `data:` events; a disconnect frees it at once.
+
+    The headers wait for the first token, so that an earlier error is answered with its own status.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, builder: ResponseBuilder) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._generation = generation
+        self._builder = builder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await cancel_on_disconnect(receive, self._send_all(scope, receive, send))
+        finally:
+            self._generation.close()
+
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        try:
+            async with aclosing(_events(self._generation, self._builder)) as events:
+                event = await anext(events)
+                await send(start)
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except ForewordError as error:
+            await error_response(error)(scope, receive, send)
+
+
+async def _events(generation: Generation, builder: ResponseBuilder) -> AsyncGenerator[bytes, None]:
+    """Events of all choices. Errors come last, because clients stop reading at the first error.
+
+    Raises the first error, before any event, if no choice has a token.
+    """
+    errors: list[ForewordError] = []
+    started = False
+    async for index, item in generation.deltas():
+        if isinstance(item, ForewordError):
+            errors.append(item)
+            continue
+        if not started:
+            started = True
+            for first_chunk in builder.first_chunks():
+                yield _event(first_chunk)
+        if (chunk := builder.chunk(index, item)) is not None:
+            yield _event(chunk)
+        if item.finish_reason is not None:
+            builder.record_returned(1)  # after the yield: a client that disconnected did not get it
+    if not started:
+        raise errors[0]
+    for error in errors:
+        yield _event(error_body(error))
+    if not errors and (usage := builder.usage_chunk()) is not None:
+        yield _event(usage)
+    yield DONE_EVENT
+
+
+def final_error_event(error: ForewordError) -> bytes:
+    """The last events of a stream that the server cuts off."""
+    return _event(error_body(error)) + DONE_EVENT
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + json_bytes(value) + b"\n\n"
+
+
 class FullResponse(Response):
-    """An answer in one piece. It is waited for when its route is over: of what was sent nothing is kept so long."""
+    """All choices in one JSON body. It waits after its route has returned, which frees the request's body."""
 
     def __init__(self, generation: Generation, builder: ResponseBuilder) -> None:
         super().__init__()
@@ -158,14 +134,13 @@ class FullResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await cancel_on_disconnect(receive, _collect_body(self._generation, self._builder))
+            body = await cancel_on_disconnect(receive, self._collect_body())
         finally:
             self._generation.close()
         response = Response(status_code=CLIENT_CLOSED) if body is None else JSONResponse(body)
         await response(scope, receive, send)
 
-
-async def _collect_body(generation: Generation, builder: ResponseBuilder) -> dict[str, Any]:
-    await generation.collect()
-    builder.record_returned(len(builder.returned_choices()))
-    return builder.full()
+    async def _collect_body(self) -> dict[str, Any]:
+        await self._generation.collect()
+        self._builder.record_returned(len(self._builder.returned_choices()))
+        return self._builder.full()

@@ -1,4 +1,4 @@
-"""The contract of a drafter."""
+"""The interfaces of drafters."""
 
 from __future__ import annotations
 
@@ -15,31 +15,23 @@ __all__ = ["DeviceDrafter", "DraftRequest", "Drafter", "ModelBasedDrafter"]
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """A request that wants a draft: what may follow state.tokens.
-
-    max_tokens  longest draft that is of use
-    worth       a drafter that pays for each token may stop once the product of its confidences is below this
-    """
+    """A request for a draft: a continuation of state.tokens."""
 
     state: RequestState
-    max_tokens: int = 0
-    min_prob: float = 0.0
+    max_tokens: int = 0  # longest useful draft
+    min_prob: float = 0.0  # a model-based drafter stops once the product of its confidences is lower
 
     @property
     def num_tokens(self) -> int:
-        """Number of known tokens: the absolute index of the first one to guess."""
+        """Number of known tokens: the index of the first draft token."""
         return len(self.state.tokens)
-
-    def tokens_from(self, index: int) -> list[int]:
-        """Known tokens from an absolute index on."""
-        return self.state.tokens[index:]
 
 
 class Drafter(Protocol):
-    """Guesses what comes next. A guess is advisory: it may be wrong, short or missing.
+    """Proposes continuations. A draft may be wrong, short or missing; it never changes the output.
 
-    An exception drops the draft, is counted, and never reaches the request. State is kept by
-    request id, between start() and finish(); a request may be skipped for any number of steps.
+    An exception drops the draft and is counted. State is kept by request id between start() and finish();
+    a request may be skipped for any number of steps.
     """
 
     name: str
@@ -48,52 +40,53 @@ class Drafter(Protocol):
         """A request begins."""
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
-        """A request is over: forget it. Called once for every start().
+        """Forget a request. Called once for every start().
 
-        output  all that was delivered of an answer that ended by itself, to learn from; empty for one that was given up
+        output  delivered tokens of a completed request, to learn from; empty for an aborted one
         """
 
     def check(self, live: Container[str]) -> None:
-        """Assert that state is kept of `live` requests alone, and that nothing leaked."""
+        """Assert that only `live` requests have state."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        """One draft for each ask, of at most its max_tokens; None where there is nothing to guess from."""
+        """One draft of at most max_tokens for each request, or None."""
 
 
 @runtime_checkable
 class ModelBasedDrafter(Drafter, Protocol):
-    """A drafter that runs a model: each token costs a forward pass, so it is asked only where that pays."""
+    """A drafter that runs a model: each token costs a forward pass, so it runs only where that pays."""
 
     def num_pending_rows(self, request: DraftRequest) -> int:
-        """Rows that its model must compute for this ask before it has a first guess, at least 1; or 0: it was asked before,
-        and is still kept from guessing by what others do for it."""
+        """Rows to compute before the first draft token, at least 1; 0: images are not encoded yet."""
 
     def pass_seconds(self, num_rows: int, num_sampled: int) -> float:
-        """Time one pass over `rows` rows, of which `sampled` are sampled, without touching any request's state."""
+        """Time one pass over `num_rows` rows, `num_sampled` of them sampled, without changing state."""
 
 
 @runtime_checkable
 class DeviceDrafter(ModelBasedDrafter, Protocol):
-    """A drafter whose model can draft in rounds (executor/decode_loop.py), which write to its cache while they run.
+    """A drafter whose model can draft in the device decode loop (executor/decode_loop.py).
 
-    What is lent stays in its books: a request that is over gives its blocks back at once, as ever. Rounds that are under way
-    may still write to them, before any work that is launched later and could have got them.
-
-    ahead  drafts in rounds; None: this backend, or this model, cannot
+    A request that ends still releases its blocks at once: steps in flight may write them, but only before any
+    later work that could reuse them.
     """
 
-    decode_loop_forward: SupportsDecodeLoop | None
+    decode_loop_forward: SupportsDecodeLoop | None  # None: the backend or model has no device loop
 
     def acquire_device(self, states: Sequence[RequestState], num_tokens: int) -> bool:
-        """Whether all of these can be drafted for in rounds: there is KV for all but their last two tokens, and now there are
-        slots for `num_tokens` more. False: one of them is too far behind, does not fit, or is not read from its beginning."""
+        """Reserve `num_tokens` more slots for device drafting, if only the last two tokens of each lack KV.
+
+        False: a request is too far behind, does not fit, or is not read from its beginning.
+        """
 
     def reserve_device(self, states: Sequence[RequestState], num_tokens: int) -> bool:
-        """Slots for `num_tokens` behind the known tokens of each; False if there are too few, or if one would come to the end of
-        what either model can read. Nobody gives way for it."""
+        """Reserve slots for `num_tokens` after the known tokens of each request, without evicting any.
+
+        False: too few blocks, or a request would exceed the context of either model.
+        """
 
     def device_blocks(self, state: RequestState) -> Sequence[int]:
-        """The block table of a request that is lent."""
+        """The block table of an acquired request."""
 
     def release_device(self, state: RequestState, num_computed: int) -> None:
-        """A request is drafted for in rounds no more; its cache holds KV of its first `known` tokens."""
+        """End device drafting; the cache holds KV of the first `num_computed` tokens."""

@@ -1,4 +1,4 @@
-"""All drafters of an engine behind one door: who is asked, what is verified, and what if one fails."""
+"""Runs all drafters of an engine, lets the policy choose what is verified, and isolates their errors."""
 
 from __future__ import annotations
 
@@ -22,15 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class Proposer:
-    """Asks the drafters for each request that goes on, and lets the policy decide what is verified.
+    """Collects drafts for decoding requests, and the policy's choice among them.
 
-    drafters  those that only look things up
-    never     ids that are never sampled, so that no draft goes beyond one
-    passes    those that run a model; they are asked after the others, and only where the policy wants it
-    timings   what the policy was told of this machine, if it was
-    errors    exceptions caught, by drafter, and by "policy"
-    resting   nobody was asked for this step, or it was one of rounds: its measure is of no interest
-    lender    the drafter that guesses in rounds, if there is one
+    Model-based drafters run after the others, and only where the policy plans it.
     """
 
     def __init__(
@@ -44,45 +38,42 @@ class Proposer:
         self.drafters = tuple(drafters)
         self.model_drafters = tuple(model_drafters)
         self.vocab_size = vocab_size
-        self.never_sampled_ids = never_sampled_ids
+        self.never_sampled_ids = never_sampled_ids  # a draft ends before one
         self.policy = policy
-        self.timings: MeasuredCosts | None = None
-        self.errors: Counter[str] = Counter()
+        self.timings: MeasuredCosts | None = None  # measured costs that the policy uses
+        self.errors: Counter[str] = Counter()  # exceptions caught, by drafter, and of "policy"
+        self.is_skipping = False  # no drafter ran for this step, or it was a device step: no cost sample
+        devices = (
+            d for d in model_drafters if isinstance(d, DeviceDrafter) and d.decode_loop_forward is not None
+        )
+        self.device_drafter = next(devices, None)
         self._request_drafters: dict[str, tuple[Drafter, ...]] = {}
         self._unscored_drafts: dict[str, tuple[int, list[Draft]]] = {}
-        self.is_skipping = False
-        self.device_drafter = next(
-            (
-                one
-                for one in model_drafters
-                if isinstance(one, DeviceDrafter) and one.decode_loop_forward is not None
-            ),
-            None,
-        )
         self._steps_to_skip = 0
-        self._num_skipped_steps = self._num_skipped_requests = (
-            0  # steps of a rest so far, and how often in them a request was not asked
-        )
+        self._num_skipped_steps = 0
+        self._num_skipped_requests = 0  # summed over the skipped steps
         self._stats: DraftingStats | None = None
 
     @property
     def is_disabled(self) -> bool:
-        """No drafter runs: a step has nothing to do here."""
+        """There is no drafter."""
         return not self.drafters and not self.model_drafters
 
     def start(self, state: RequestState) -> None:
-        """A request begins; a drafter that cannot start it is not asked about it again."""
+        """A request begins. A drafter whose start() fails is not used for it."""
         self._steps_to_skip = 0
+        method, drafters = state.params.speculation.method, (*self.drafters, *self.model_drafters)
         self._request_drafters[state.id] = tuple(
             drafter
-            for drafter in self._allowed_drafters(state)
-            if self._catch(drafter.name, lambda d=drafter: d.start(state) or True)  # type: ignore[misc]
+            for drafter in drafters
+            if method in ("auto", drafter.name)
+            and self._catch(drafter.name, lambda d=drafter: d.start(state) or True)  # type: ignore[misc]
         )
-        if self._request_drafters[state.id]:  # the policy meets the others in the steps that serve them
+        if self._request_drafters[state.id]:  # the policy sees other requests in record_step()
             self._catch("policy", lambda: self.policy.start(state))
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
-        """A request is over; `output` is what was delivered of an answer that ended by itself."""
+        """A request ends; `output` are the delivered tokens of a completed one."""
         drafters = self._request_drafters.pop(request_id, ())
         self._unscored_drafts.pop(request_id, None)
         for drafter in drafters:
@@ -91,11 +82,9 @@ class Proposer:
             self._catch("policy", lambda: self.policy.finish(request_id))
 
     def disable_draft_model(self, request_id: str) -> None:
-        """No model can be asked about a request any more: its pictures cannot be shown to it."""
+        """Stop model-based drafting for a request: its images cannot be encoded."""
         drafters = self._request_drafters[request_id]
-        self._request_drafters[request_id] = tuple(
-            drafter for drafter in drafters if drafter not in self.model_drafters
-        )
+        self._request_drafters[request_id] = tuple(d for d in drafters if d not in self.model_drafters)
         for model in (drafter for drafter in drafters if drafter in self.model_drafters):
             self.errors[model.name] += 1
             self._catch(model.name, lambda m=model: m.finish(request_id))  # type: ignore[misc]
@@ -103,197 +92,150 @@ class Proposer:
     def propose(
         self, states: Sequence[RequestState], load: PrefillLoad = NO_PREFILL
     ) -> tuple[Draft | None, ...]:
-        """What the next step shall verify of each request that has one token left to compute; None for nothing."""
-        nothing: tuple[Draft | None, ...] = (None,) * len(states)
-        self.is_skipping = bool(states) and (
-            self._steps_to_skip > 0 or not any(self._request_drafters[state.id] for state in states)
-        )
+        """The draft that the next step verifies, or None, for each decoding request."""
+        no_drafts: tuple[Draft | None, ...] = (None,) * len(states)
+        can_draft = any(self._request_drafters[state.id] for state in states)
+        self.is_skipping = bool(states) and (self._steps_to_skip > 0 or not can_draft)
         if not states:
-            return nothing  # a step of prompts alone is in the books, also in a rest
+            return no_drafts  # a prefill step is recorded even while steps are skipped
         if self.is_skipping:
-            self._skip_step(states)
-            return nothing
+            if self._steps_to_skip:
+                self._steps_to_skip -= 1
+                self._num_skipped_steps += 1
+                self._num_skipped_requests += sum(bool(self._request_drafters[s.id]) for s in states)
+            return no_drafts
         self._stats = None
         if self._num_skipped_steps:
-            self._catch(
-                "policy",
-                lambda: self.policy.record_skipped(self._num_skipped_steps, self._num_skipped_requests),
-            )
+            skipped = self._num_skipped_steps, self._num_skipped_requests
+            self._catch("policy", lambda: self.policy.record_skipped(*skipped))
             self._num_skipped_steps = self._num_skipped_requests = 0
-        drafts = self._catch("policy", lambda: self._propose(states, load)) or nothing
+        drafts = self._catch("policy", lambda: self._propose(states, load)) or no_drafts
         self._steps_to_skip = self._catch("policy", self.policy.num_steps_to_skip) or 0
         return drafts
 
-    def _skip_step(self, states: Sequence[RequestState]) -> None:
-        """A step in which nobody is asked: of a rest, or because none of its requests may be drafted for."""
-        if self._steps_to_skip:
-            self._steps_to_skip -= 1
-            self._num_skipped_steps += 1
-            self._num_skipped_requests += sum(bool(self._request_drafters[state.id]) for state in states)
-
     def fixed_draft_len(self, states: Sequence[RequestState], num_steps: int = 1) -> int | None:
-        """What so many steps from the next one on verify of each of these, whatever comes out of them: 0, nothing, for nobody
-        is asked; or so many guesses of the lender. None: that is decided step by step."""
-        if self._steps_to_skip >= num_steps or not any(self._request_drafters[state.id] for state in states):
+        """Draft length fixed for the next `num_steps` steps: 0 (no drafting) or k from the device drafter.
+
+        None: decided per step.
+        """
+        drafters = [self._request_drafters[state.id] for state in states]
+        if self._steps_to_skip >= num_steps or not any(drafters):
             return 0
-        if self._steps_to_skip or any(
-            self._request_drafters[state.id] != (self.device_drafter,) for state in states
-        ):
+        if self._steps_to_skip or any(each != (self.device_drafter,) for each in drafters):
             return None
-        return (
-            self._catch(
-                "policy", lambda: self.policy.fixed_draft_len([DraftRequest(state) for state in states])
-            )
-            or None
-        )
-
-    def acquire_device(self, states: Sequence[RequestState], num_tokens: int) -> bool:
-        """See Lender.lend(); an error is counted, and the answer is no."""
-        lender = self._device_drafter
-        return self._catch(lender.name, lambda: lender.acquire_device(states, num_tokens)) or False
-
-    def reserve_device(self, states: Sequence[RequestState], num_tokens: int) -> bool:
-        """See Lender.extend(), and lend()."""
-        lender = self._device_drafter
-        return self._catch(lender.name, lambda: lender.reserve_device(states, num_tokens)) or False
-
-    def device_blocks(self, state: RequestState) -> Sequence[int]:
-        """The block table of a request in the lender's cache."""
-        return self._device_drafter.device_blocks(state)
-
-    def release_device(self, state: RequestState, num_computed: int) -> None:
-        """See Lender.take_back()."""
-        lender = self._device_drafter
-        self._catch(lender.name, lambda: lender.release_device(state, num_computed))
+        requests = [DraftRequest(state) for state in states]
+        return self._catch("policy", lambda: self.policy.fixed_draft_len(requests)) or None
 
     def record_verified(self, drafts: Sequence[tuple[RequestState, Draft, Sequence[int]]]) -> None:
-        """Drafts that rounds made and verified, each with what the text went on with."""
+        """Drafts that the device loop made and verified, each with the output since it began."""
         self.is_skipping, self._stats = True, None
-        offers = [Proposal(DraftRequest(state, len(draft.token_ids)), [draft]) for state, draft, _ in drafts]
-        self._catch("policy", lambda: self.policy.select(offers, NO_PREFILL))
-        for state, draft, run in drafts:
-            self._catch("policy", lambda s=state, d=draft, r=run: self.policy.record_acceptance(s, d, r))  # type: ignore[misc]
-
-    @property
-    def _device_drafter(self) -> DeviceDrafter:
-        assert self.device_drafter is not None
-        return self.device_drafter
+        proposals = [Proposal(DraftRequest(s, len(draft.token_ids)), [draft]) for s, draft, _ in drafts]
+        self._catch("policy", lambda: self.policy.select(proposals, NO_PREFILL))
+        for state, draft, output in drafts:
+            self._catch("policy", lambda s=state, d=draft, o=output: self.policy.record_acceptance(s, d, o))  # type: ignore[misc]
 
     def record_step(self, step_record: StepRecord) -> None:
         """A step is over."""
         self._catch("policy", lambda: self.policy.record_step(step_record))
 
     def enable_overlap(self) -> None:
-        """See Policy.expect_ahead()."""
+        """See Policy.enable_overlap()."""
         self._catch("policy", self.policy.enable_overlap)
 
     def record_overlap_step(self, step_record: StepRecord) -> None:
-        """A step of a rest was computed ahead."""
+        """See Policy.record_overlap_step()."""
         self._catch("policy", lambda: self.policy.record_overlap_step(step_record))
 
     def stats(self) -> DraftingStats:
-        """What was decided so far; the same object while nobody is asked."""
+        """Totals since the engine started; the same object until the next decision."""
         if self._stats is None:
             self._stats = self._catch("policy", self.policy.stats) or DraftingStats()
         return self._stats
 
     def check(self) -> None:
-        """Assert that drafters keep state of live requests alone."""
+        """Assert that drafters keep state of live requests only."""
         assert all(request_id in self._request_drafters for request_id in self._unscored_drafts)
         for drafter in (*self.drafters, *self.model_drafters):
             drafter.check(self._request_drafters)
 
     def _propose(self, states: Sequence[RequestState], load: PrefillLoad) -> tuple[Draft | None, ...]:
-        offers = self._make_proposals(states)
+        by_index = self._make_proposals(states)
+        proposals = list(by_index.values())
         for drafter in self.drafters:
-            self._collect_drafts(
-                drafter,
-                [
-                    offer
-                    for offer in offers.values()
-                    if drafter in self._request_drafters[offer.request.state.id]
-                ],
-            )
+            self._collect_drafts(drafter, self._proposals_for(drafter, proposals))
         for model in self.model_drafters:
-            self._collect_drafts(model, self._select_for_model(model, offers, load))
-        listed = list(offers.values())
-        chosen: list[Draft | None] = [None] * len(states)
-        for index, offer, draft in zip(offers, listed, self.policy.select(listed, load), strict=True):
-            chosen[index] = draft
-            if offer.drafts:
-                self._unscored_drafts[offer.request.state.id] = offer.request.num_tokens, offer.drafts
-        return tuple(chosen)
+            self._collect_drafts(model, self._select_for_model(model, proposals, load))
+        selected: list[Draft | None] = [None] * len(states)
+        for index, draft in zip(by_index, self.policy.select(proposals, load), strict=True):
+            selected[index] = draft
+        for proposal in proposals:
+            if proposal.drafts:
+                self._unscored_drafts[proposal.request.state.id] = (
+                    proposal.request.num_tokens,
+                    proposal.drafts,
+                )
+        return tuple(selected)
 
     def _make_proposals(self, states: Sequence[RequestState]) -> dict[int, Proposal]:
-        """Those that may draft now, by index, each with the longest draft of use; what was offered before is scored."""
-        offers: dict[int, Proposal] = {}
+        """Empty proposals of the requests that may draft now, by index. Scores their last drafts first."""
+        proposals: dict[int, Proposal] = {}
         for index, state in enumerate(states):
             if not self._request_drafters[state.id]:
                 continue
-            begin, drafts = self._unscored_drafts.pop(state.id, (0, ()))
+            start, drafts = self._unscored_drafts.pop(state.id, (0, ()))
             for draft in drafts:
-                self.policy.record_acceptance(state, draft, state.tokens[begin:])
-            length = min(
-                self.policy.max_draft_len(DraftRequest(state)), state.max_len - len(state.tokens) - 1
-            )
+                self.policy.record_acceptance(state, draft, state.tokens[start:])
+            room = state.max_len - len(state.tokens) - 1
+            length = min(self.policy.max_draft_len(DraftRequest(state)), room)
             if length > 0:
-                offers[index] = Proposal(DraftRequest(state, length))
-        return offers
+                proposals[index] = Proposal(DraftRequest(state, length))
+        return proposals
+
+    def _proposals_for(self, drafter: Drafter, proposals: Sequence[Proposal]) -> list[Proposal]:
+        return [p for p in proposals if drafter in self._request_drafters[p.request.state.id]]
 
     def _select_for_model(
-        self, model: ModelBasedDrafter, proposals: dict[int, Proposal], load: PrefillLoad
+        self, model: ModelBasedDrafter, proposals: Sequence[Proposal], load: PrefillLoad
     ) -> list[Proposal]:
-        """The offers that `model` shall add to, asked for as much as the policy says."""
-        mine = [
-            offer for offer in proposals.values() if model in self._request_drafters[offer.request.state.id]
-        ]
-        counted = (
-            self._catch(model.name, lambda: [model.num_pending_rows(offer.request) for offer in mine]) or []
-        )
-        able = [offer for offer, backlog in zip(mine, counted, strict=False) if backlog]
-        backlogs = [backlog for backlog in counted if backlog]
-        if not able:
+        """The proposals for which the policy runs `model`, with its bounds in their requests."""
+        allowed = self._proposals_for(model, proposals)
+        pending = self._catch(model.name, lambda: [model.num_pending_rows(p.request) for p in allowed]) or []
+        ready = [proposal for proposal, rows in zip(allowed, pending, strict=False) if rows]
+        if not ready:
             return []
-        wanted: list[Proposal] = []
-        for offer, (length, worth) in zip(
-            able, self.policy.plan_draft_model(able, load, model.name, backlogs), strict=True
-        ):
+        plans = self.policy.plan_draft_model(ready, load, model.name, [rows for rows in pending if rows])
+        selected: list[Proposal] = []
+        for proposal, (length, min_prob) in zip(ready, plans, strict=True):
             if length > 0:
-                ask = offer.request
-                offer.request = DraftRequest(ask.state, min(length, ask.max_tokens), worth)
-                wanted.append(offer)
-        return wanted
+                request = proposal.request
+                proposal.request = DraftRequest(request.state, min(length, request.max_tokens), min_prob)
+                selected.append(proposal)
+        return selected
 
     def _collect_drafts(self, drafter: Drafter, proposals: Sequence[Proposal]) -> None:
-        """Add to the offers what one drafter says."""
+        """Add the drafts of one drafter to the proposals."""
         if not proposals:
             return
-        asks = [offer.request for offer in proposals]
-        found = self._catch(drafter.name, lambda: self._call_drafter(drafter, asks))
-        for offer, draft in zip(proposals, found or (), strict=False):
-            if draft is not None:
-                offer.drafts.append(draft)
 
-    def _call_drafter(self, drafter: Drafter, requests: list[DraftRequest]) -> list[Draft | None]:
-        """What one drafter says, up to the first id that cannot be right. Raises whatever is wrong with it."""
-        drafts = drafter.propose(requests)
-        return [
-            self._truncate_to_legal(ask, drafter, draft) for ask, draft in zip(requests, drafts, strict=True)
-        ]
+        def call() -> list[Draft | None]:
+            requests = [proposal.request for proposal in proposals]
+            drafts = drafter.propose(requests)
+            return [self._truncate_to_legal(r, drafter, d) for r, d in zip(requests, drafts, strict=True)]
+
+        for proposal, draft in zip(proposals, self._catch(drafter.name, call) or (), strict=False):
+            if draft is not None:
+                proposal.drafts.append(draft)
 
     def _truncate_to_legal(
         self, request: DraftRequest, drafter: Drafter, draft: Draft | None
     ) -> Draft | None:
-        """The draft up to its first id that is never sampled or that the grammar refuses, and not longer than asked for."""
+        """The draft up to its first id that is never sampled or refused by the grammar."""
         if draft is None:
             return None
         length = min(len(draft.token_ids), request.max_tokens)
         for index, token_id in enumerate(draft.token_ids[:length]):
-            if (
-                type(token_id) is not int
-                or not 0 <= token_id < self.vocab_size
-                or token_id in self.never_sampled_ids
-            ):
+            is_id = type(token_id) is int and 0 <= token_id < self.vocab_size
+            if not is_id or token_id in self.never_sampled_ids:
                 length = index
                 break
         if request.state.grammar is not None:
@@ -302,21 +244,12 @@ class Proposer:
             return draft
         return Draft(draft.token_ids[:length], drafter.name, draft.confidence[:length]) if length else None
 
-    def _allowed_drafters(self, state: RequestState) -> tuple[Drafter, ...]:
-        """The drafters that the request lets guess for it."""
-        method, drafters = state.params.speculation.method, (*self.drafters, *self.model_drafters)
-        if method == "auto":
-            return drafters
-        return tuple(drafter for drafter in drafters if drafter.name == method)
-
     def _catch(self, name: str, call: Callable[[], Result]) -> Result | None:
         try:
             return call()
         except Exception:
             self.errors[name] += 1
             count = self.errors[name]
-            if count & (count - 1) == 0:  # 1, 2, 4, ...: what fails in every step would flood the log
-                logger.exception(
-                    "drafter %s failed, %d times so far; its drafts of these steps are dropped", name, count
-                )
+            if count & (count - 1) == 0:  # 1, 2, 4, ...: an error in every step must not flood the log
+                logger.exception("drafter %s failed, %d times so far; its drafts are dropped", name, count)
             return None

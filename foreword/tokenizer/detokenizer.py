@@ -1,4 +1,4 @@
-"""Token ids to text as they come, whole characters only."""
+"""Streaming detokenization: token ids to whole characters."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ __all__ = ["Detokenizer"]
 
 
 class Detokenizer:
-    """The text of a growing answer.
+    """Decodes a growing answer, each byte once.
 
-    The pieces of `feed` and the end of `flush` concatenate to `tokenizer.decode` of all ids. A character
-    whose bytes are spread over several tokens comes with the last of them; each byte is decoded once.
-
-    at_start  the ids begin a text, so that a tokenizer's leading space is dropped, as `decode` does;
-              an answer continues its prompt and keeps it
+    The results of `feed` and `flush` concatenate to `tokenizer.decode` of all ids. A character of several
+    tokens comes with the last of them.
     """
 
     __slots__ = ("_decoder", "_skip_special", "_strip", "_tokenizer")
@@ -24,13 +21,14 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, at_start: bool = False
     ) -> None:
+        """at_start: drop the leading space of a text, as `decode` does; an answer continues its prompt."""
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._strip = at_start and tokenizer.strips_leading_space
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
-        """The characters that this token completes."""
+        """Characters that this token completes."""
         if self._skip_special and self._tokenizer.is_special(token_id):
             return ""
         raw = self._tokenizer.token_bytes(token_id)
@@ -40,5 +38,5 @@ class Detokenizer:
         return self._decoder.decode(raw)
 
     def flush(self) -> str:
-        """What an unfinished character at the end becomes: U+FFFD, or nothing."""
+        """U+FFFD for an unfinished character at the end, or an empty text."""
         return self._decoder.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""What a checkpoint directory says about its tokenizer, beside tokenizer.json."""
+"""The files of a checkpoint that complement tokenizer.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
     "read_tokenizer_files",
 ]
 
-MAX_TOKENS = 1 << 24  # more than any vocabulary has
+MAX_TOKENS = 1 << 24  # ids of a vocabulary
 TOKEN_ID_PATTERN = re.compile(r"[0-9]{1,8}")
 ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 SPECIAL_TOKEN_NAMES = (
@@ -36,24 +36,17 @@ SPECIAL_TOKEN_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The facts of the files around tokenizer.json, as plain values.
+    """Contents of the files, as plain values."""
 
-    special_tokens  text by name (`bos_token`, ...)
-    extra_special   texts of special tokens without a name
-    added_tokens    `added_tokens_decoder` of tokenizer_config.json: properties by id
-    eos_ids         end-of-sequence ids that the model's own configuration names
-    chat_template   Jinja source, or None
-    """
-
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
-    extra_special_tokens: tuple[str, ...] = ()
-    added_tokens: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    eos_token_ids: tuple[int, ...] = ()
-    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # text by name (`bos_token`, ...)
+    extra_special_tokens: tuple[str, ...] = ()  # special tokens without a name
+    added_tokens: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # `added_tokens_decoder`
+    eos_token_ids: tuple[int, ...] = ()  # of the model's configuration
+    chat_template: str | None = None  # Jinja source
 
 
 def read_tokenizer_files(path: Path) -> TokenizerFiles:
-    """Read what stands beside tokenizer.json in `path`; every file may be missing. Raises CheckpointError."""
+    """Read the files in directory `path`; each may be missing. Raises CheckpointError."""
     config = _read_json(path / "tokenizer_config.json")
     special = _read_json(path / "special_tokens_map.json") | config
     named = {
@@ -96,12 +89,12 @@ def _token_text(value: object) -> str | None:
 
 
 def is_utf8_encodable(text: str) -> bool:
-    """Whether UTF-8 can spell it; half of a surrogate pair it cannot."""
+    """Whether the text has no lone surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _read_extra_special_tokens(special: Mapping[str, Any]) -> tuple[str, ...]:
-    """Unnamed special tokens: a list, or a mapping of names that no template asks for."""
+    """Special tokens in a list, or in a mapping whose names no template uses."""
     texts: list[str] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
         values = special.get(key)
@@ -115,15 +108,14 @@ def _read_extra_special_tokens(special: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _read_added_tokens(path: Path, config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-    """`added_tokens_decoder`, whose properties are a text and flags."""
-    given = config.get("added_tokens_decoder") or {}
-    if isinstance(given, Mapping) and all(
-        TOKEN_ID_PATTERN.fullmatch(key) and _is_token(value) for key, value in given.items()
+    """`added_tokens_decoder`: text and flags by id."""
+    added = config.get("added_tokens_decoder") or {}
+    if isinstance(added, Mapping) and all(
+        TOKEN_ID_PATTERN.fullmatch(key) and _is_token(value) for key, value in added.items()
     ):
-        return {int(key): value for key, value in given.items()}
-    raise CheckpointError(
-        f"{path / 'tokenizer_config.json'}: added_tokens_decoder must hold a token for each id, got {given!r:.80}"
-    )
+        return {int(key): value for key, value in added.items()}
+    file = path / "tokenizer_config.json"
+    raise CheckpointError(f"{file}: added_tokens_decoder must hold a token per id, got {added!r:.80}")
 
 
 def _is_token(value: object) -> bool:
@@ -135,7 +127,7 @@ def _is_token(value: object) -> bool:
 
 
 def _read_eos_token_ids(path: Path) -> tuple[int, ...]:
-    """generation_config.json knows best: chat models end turns with tokens that are not the tokenizer's eos."""
+    """generation_config.json comes first: a chat model's end of turn may not be the tokenizer's EOS."""
     for name in ("generation_config.json", "config.json"):
         value = _read_json(path / name).get("eos_token_id")
         if value is None:

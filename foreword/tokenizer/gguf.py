@@ -1,15 +1,8 @@
-"""The tokenizer of a GGUF file, from its metadata.
+"""The tokenizer of a GGUF file, built from its metadata.
 
-The vocabulary in a GGUF file's metadata. What reads the file hands the metadata over as plain values.
-
-Byte-level BPE from a GGUF file: `tokenizer.ggml.model` gpt2.
-
-How text is split before the merges is told by a name alone; here it means what the tokenizer.json of that family says.
-
-SentencePiece's BPE from a GGUF file: `tokenizer.ggml.model` llama.
-
-The file has a score for each token and no merges. SentencePiece joins the two neighbours whose token has the highest
-score; the merges that say the same are all ways to cut a token in two tokens, ordered by its score.
+`tokenizer.ggml.model` gpt2 is byte-level BPE. The file only names its pre-tokenizer; the regular expressions
+here are those of the family's tokenizer.json. `llama` is SentencePiece's BPE, with scores and no merges: the
+merges are all splits of a token into two tokens, ordered by the token's score.
 """
 
 from __future__ import annotations
@@ -26,32 +19,59 @@ from foreword.errors import CheckpointError
 from foreword.tokenizer.files import TokenizerFiles
 from foreword.tokenizer.tokenizer import Tokenizer
 
-__all__ = [
-    "BYTE",
-    "CONTROL",
-    "NORMAL",
-    "SPACE",
-    "UNKNOWN",
-    "USER_DEFINED",
-    "GGUFVocab",
-    "TokenizerMetadata",
-    "build_byte_level_backend",
-    "build_gguf_tokenizer",
-    "build_sentencepiece_backend",
-    "is_space_run",
-    "prepends_bos",
-]
+__all__ = ["build_gguf_tokenizer"]
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 KEY_PREFIX = "tokenizer.ggml."
+SPACE = "▁"
+TOKENIZER_MODELS = ("gpt2", "llama")
+SPECIAL_TOKEN_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "bos_token": "bos_token_id",
+        "eos_token": "eos_token_id",
+        "unk_token": "unknown_token_id",
+        "sep_token": "seperator_token_id",  # sic
+        "pad_token": "padding_token_id",
+        "cls_token": "cls_token_id",
+        "mask_token": "mask_token_id",
+    }
+)
+END_TOKEN_KEYS = ("eot_token_id", "eom_token_id")
+# Control tokens that end an answer in every vocabulary: most files name only one of theirs.
+END_TOKENS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<EOT>",
+    "<｜end▁of▁sentence｜>",
+)
+AMBIGUOUS_TOKENS = ("<EOT>",)
+# Never plain text, although some files mark them as normal or user-defined; llama.cpp overrides them too.
+KNOWN_CONTROL_TOKENS = frozenset(
+    (
+        *END_TOKENS,
+        "<|im_start|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|begin_of_text|>",
+        "<start_of_turn>",
+    )
+).difference(AMBIGUOUS_TOKENS)
+CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
+RSTRIP_ARCHITECTURE = "phi3"  # its control tokens strip the spaces after them; there is no key for it
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerMetadata:
-    """Values by key, below `tokenizer.ggml.`; `source` is what error messages call the file."""
+    """Values below `tokenizer.ggml.`; the get methods raise CheckpointError."""
 
     values: Mapping[str, Any]
-    source: str
+    source: str  # name of the file, for errors
 
     def get_str(self, key: str) -> str:
         value = self.get_optional(key, str)
@@ -60,7 +80,7 @@ class TokenizerMetadata:
         return str(value)
 
     def get_optional(self, key: str, expected_type: type) -> Any:
-        """The value, None where there is none."""
+        """The value, or None if it is missing."""
         value = self.values.get(KEY_PREFIX + key)
         if value is not None and type(value) is not expected_type:
             raise self.error(key, f"must be of type {expected_type.__name__}, got {value!r:.60}")
@@ -91,7 +111,7 @@ class TokenizerMetadata:
         return value
 
     def require_value(self, key: str, allowed: Any) -> None:
-        """The key must be missing or have a value that asks for nothing."""
+        """Refuse a value other than `allowed`, the default."""
         value = self.values.get(KEY_PREFIX + key)
         if value not in (None, allowed):
             raise self.error(key, f"{value!r:.60} is not supported")
@@ -102,19 +122,16 @@ class TokenizerMetadata:
 
 @dataclass(frozen=True, slots=True)
 class GGUFVocab:
-    """Tokens by id, the unused ones left out.
-
-    size  ids of the file, used or not
-    """
+    """The tokens of a file, without unused ones."""
 
     ids: Mapping[str, int]
-    token_types: Sequence[float]
-    scores: Sequence[float] | None
-    size: int
+    token_types: Sequence[float]  # by id
+    scores: Sequence[float] | None  # by id
+    size: int  # with unused ids
 
     @classmethod
     def from_metadata(cls, metadata: TokenizerMetadata) -> GGUFVocab:
-        """Raises CheckpointError for lists of unequal lengths and for a token that is there twice."""
+        """Raises CheckpointError for lists of unequal lengths and duplicate tokens."""
         tokens = metadata.get_strs("tokens")
         types = metadata.get_floats("token_type", len(tokens)) or [NORMAL] * len(tokens)
         used = [(token, index) for index, token in enumerate(tokens) if types[index] != UNUSED]
@@ -125,28 +142,19 @@ class GGUFVocab:
         return cls(ids, types, metadata.get_floats("scores", len(tokens)), len(tokens))
 
     def tokens_of_type(self, *token_types: int) -> list[str]:
-        """Tokens by id."""
         return [token for token, index in self.ids.items() if self.token_types[index] in token_types]
 
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizerConfig:
-    """What a name in `tokenizer.ggml.pre` stands for.
+    """The meaning of a name in `tokenizer.ggml.pre`."""
 
-    patterns       each splits what the ones before it left whole; matches stand alone
-    gpt2_pattern   then that of GPT-2
-    digits         each digit stands alone
-    nfc            text is normalized first
-    ignore_merges  a piece that is a token as a whole is that token, even if no merges lead there
-    add_bos        where `add_bos_token` does not say
-    """
-
-    patterns: tuple[str, ...] = ()
-    gpt2_pattern: bool = False
-    split_digits: bool = False
-    nfc: bool = False
-    ignore_merges: bool = False
-    add_bos: bool = False
+    patterns: tuple[str, ...] = ()  # matches are pieces; each pattern splits the pieces of those before it
+    gpt2_pattern: bool = False  # then GPT-2's pattern
+    split_digits: bool = False  # each digit is a piece
+    nfc: bool = False  # normalize first
+    ignore_merges: bool = False  # a piece that is a token needs no merges
+    add_bos: bool = False  # default of `add_bos_token`
 
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -158,15 +166,18 @@ UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 LEADING_CHAR = r"[^\r\n\p{L}\p{N}]?"
 CL100K = rf"{CONTRACTIONS}|{WORD}|\p{{N}}{{1,3}}|{PUNCTUATION}|{SPACES}"
 QWEN = rf"{CONTRACTIONS}|{WORD}|\p{{N}}|{PUNCTUATION}|{SPACES}"
-O200K = rf"{LEADING_CHAR}{UPPER}*{LOWER}+{CONTRACTIONS}?|{LEADING_CHAR}{UPPER}+{LOWER}*{CONTRACTIONS}?|\p{{N}}{{1,3}}|{PUNCTUATION_OR_SLASH}|{SPACES}"
+O200K = (
+    rf"{LEADING_CHAR}{UPPER}*{LOWER}+{CONTRACTIONS}?|{LEADING_CHAR}{UPPER}+{LOWER}*{CONTRACTIONS}?|"
+    rf"\p{{N}}{{1,3}}|{PUNCTUATION_OR_SLASH}|{SPACES}"
+)
 TEKKEN = (
     rf"{LEADING_CHAR}{UPPER}*{LOWER}+|{LEADING_CHAR}{UPPER}+{LOWER}*|\p{{N}}|{PUNCTUATION_OR_SLASH}|{SPACES}"
 )
 DEEPSEEK_V3 = (
     r"\p{N}{1,3}",
     "[一-龥぀-ゟ゠-ヿ]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
-    + SPACES,
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"
+    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + SPACES,
 )
 DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")
 LLAMA3 = PreTokenizerConfig((CL100K,), ignore_merges=True, add_bos=True)
@@ -193,23 +204,20 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizerConfig] = MappingProxyType(
 )
 
 
-def prepends_bos(metadata: TokenizerMetadata) -> bool:
-    """Whether a text begins with the BOS token where `add_bos_token` does not say."""
-    return _read_pre_tokenizer(metadata).add_bos
-
-
 def build_byte_level_backend(metadata: TokenizerMetadata, vocabulary: GGUFVocab) -> tokenizers.Tokenizer:
-    """Without post-processor and added tokens. Raises CheckpointError for a splitting that is not known."""
-    splitting = _read_pre_tokenizer(metadata)
+    """Without post-processor and added tokens. Raises CheckpointError."""
+    pre_tokenizer = _read_pre_tokenizer(metadata)
     merges = [_parse_merge(merge, metadata) for merge in metadata.get_strs("merges")]
     try:
-        model = models.BPE(vocab=dict(vocabulary.ids), merges=merges, ignore_merges=splitting.ignore_merges)
+        model = models.BPE(
+            vocab=dict(vocabulary.ids), merges=merges, ignore_merges=pre_tokenizer.ignore_merges
+        )
     except Exception as error:  # the library raises bare Exception
         raise metadata.error("merges", f"do not fit the tokens: {error}") from None
     backend = tokenizers.Tokenizer(model)
-    if splitting.nfc:
+    if pre_tokenizer.nfc:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = _build_pre_tokenizer(splitting)
+    backend.pre_tokenizer = _build_pre_tokenizer(pre_tokenizer)
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -226,7 +234,7 @@ def _read_pre_tokenizer(metadata: TokenizerMetadata) -> PreTokenizerConfig:
 def _parse_merge(merge: str, metadata: TokenizerMetadata) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not space or not left or not right:
-        raise metadata.error("merges", f"holds {merge!r:.60}, which is no pair")
+        raise metadata.error("merges", f"holds {merge!r:.60}, which is not a pair of tokens")
     return left, right
 
 
@@ -238,9 +246,6 @@ def _build_pre_tokenizer(config: PreTokenizerConfig) -> pre_tokenizers.PreTokeni
         steps.append(pre_tokenizers.Digits(individual_digits=True))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=config.gpt2_pattern))
     return pre_tokenizers.Sequence(steps)
-
-
-SPACE = "▁"
 
 
 def build_sentencepiece_backend(metadata: TokenizerMetadata, vocabulary: GGUFVocab) -> tokenizers.Tokenizer:
@@ -268,31 +273,31 @@ def build_sentencepiece_backend(metadata: TokenizerMetadata, vocabulary: GGUFVoc
 
 
 def is_space_run(token: str) -> bool:
-    """Whether a token is a run of spaces, as such or as ▁."""
+    """Whether a token consists of spaces or ▁ only."""
     return not token.strip(" " + SPACE)
 
 
 def _normalize_spaces(token: str, token_type: float) -> str:
-    """Converters write the spaces of some user-defined tokens as spaces."""
+    """Some converters write user-defined tokens of spaces with spaces instead of ▁."""
     return token.replace(" ", SPACE) if token_type == USER_DEFINED and is_space_run(token) else token
 
 
 def _merge_scores(
     metadata: TokenizerMetadata, vocabulary: GGUFVocab, ids: Mapping[str, int]
 ) -> dict[str, float]:
-    """Of the tokens that merges lead to. User-defined ones come before all others, longest first.
+    """Scores of the tokens that result from merges; user-defined ones come first, the longest first.
 
-    Where all scores are equal the converter did not know them, and tokens stand in their order.
+    If all scores are equal, the converter did not know them: the order of ids counts.
     """
     if vocabulary.scores is None:
         raise metadata.error("scores", "is missing")
     kinds, scores = vocabulary.token_types, vocabulary.scores
     normal = [index for index in ids.values() if kinds[index] == NORMAL]
     known = len({scores[index] for index in normal}) > 1
-    found = {
+    by_token = {
         token: scores[index] if known else -index for token, index in ids.items() if kinds[index] == NORMAL
     }
-    return found | {
+    return by_token | {
         token: float("inf")
         for token, index in ids.items()
         if kinds[index] == USER_DEFINED and is_space_run(token)
@@ -300,13 +305,13 @@ def _merge_scores(
 
 
 def _build_merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Of equal scores the longer left part comes first, as where transformers reads SentencePiece's own files."""
+    """By score; of equal scores the longer left part first, as transformers converts SentencePiece files."""
     cuts = sorted(_iter_splits(scores), key=lambda cut: (cut[0], cut[1], cut[2]), reverse=True)
     return [(left, right) for *_, left, right in cuts]
 
 
 def _iter_splits(scores: Mapping[str, float]) -> Iterator[tuple[float, int, int, str, str]]:
-    """Score, length left and right, and the two parts, for each way to cut a token into two."""
+    """(score, length left, length right, left, right) of each split of a token into two tokens."""
     for token, score in scores.items():
         length = len(token)
         for cut in range(1, length):
@@ -317,59 +322,16 @@ def _iter_splits(scores: Mapping[str, float]) -> Iterator[tuple[float, int, int,
                     yield score, cut, length - cut, left, right
 
 
-TOKENIZER_MODELS = ("gpt2", "llama")
-SPECIAL_TOKEN_KEYS: Mapping[str, str] = MappingProxyType(
-    {
-        "bos_token": "bos_token_id",
-        "eos_token": "eos_token_id",
-        "unk_token": "unknown_token_id",
-        "sep_token": "seperator_token_id",  # so misspelt by the format
-        "pad_token": "padding_token_id",
-        "cls_token": "cls_token_id",
-        "mask_token": "mask_token_id",
-    }
-)
-END_TOKEN_KEYS = ("eot_token_id", "eom_token_id")
-# Control tokens that end an answer wherever they are part of a vocabulary: most files name only one of theirs.
-END_TOKENS = (
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<end_of_turn>",
-    "<end_of_utterance>",
-    "<EOT>",
-    "<｜end▁of▁sentence｜>",
-)
-# Tokens that no text means otherwise. Some files call them normal, or user-defined; llama.cpp overrides that too.
-AMBIGUOUS_TOKENS = ("<EOT>",)
-KNOWN_CONTROL_TOKENS = frozenset(
-    (
-        *END_TOKENS,
-        "<|im_start|>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "<|begin_of_text|>",
-        "<start_of_turn>",
-    )
-).difference(AMBIGUOUS_TOKENS)
-CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
-RSTRIP_ARCHITECTURE = "phi3"  # its control tokens swallow the spaces after them, of which no key tells
-
-
 def build_gguf_tokenizer(values: Mapping[str, Any], source: str) -> Tokenizer:
-    """The tokenizer that a file's metadata describes.
-
-    source  what error messages call the file
-    Raises CheckpointError, which names the key.
-    """
+    """The tokenizer of a file's metadata; `source` names the file. Raises CheckpointError with the key."""
     metadata = TokenizerMetadata(values, source)
     model = metadata.get_str("model")
     if model not in TOKENIZER_MODELS:
         raise metadata.error("model", f"{model!r:.60} is not supported; known: {', '.join(TOKENIZER_MODELS)}")
-    _reject_unsupported(metadata)
+    metadata.require_value("normalizer.lowercase", False)
+    metadata.require_value("normalizer.strip_accents", False)
+    metadata.require_value("add_sep_token", False)
+    metadata.require_value("suppress_tokens", [])
     vocabulary = _with_control_tokens(GGUFVocab.from_metadata(metadata))
     backend = (build_byte_level_backend if model == "gpt2" else build_sentencepiece_backend)(
         metadata, vocabulary
@@ -385,7 +347,9 @@ def build_gguf_tokenizer(values: Mapping[str, Any], source: str) -> Tokenizer:
         for name, index in named.items()
         if (token := backend.id_to_token(index or 0)) and index is not None
     }
-    _set_post_processor(backend, metadata, special, add_bos=model == "llama" or prepends_bos(metadata))
+    _set_post_processor(
+        backend, metadata, special, add_bos=model == "llama" or _read_pre_tokenizer(metadata).add_bos
+    )
     ends = _find_end_token_ids(metadata, vocabulary, named["eos_token"])
     return Tokenizer(
         backend,
@@ -395,15 +359,8 @@ def build_gguf_tokenizer(values: Mapping[str, Any], source: str) -> Tokenizer:
     )
 
 
-def _reject_unsupported(metadata: TokenizerMetadata) -> None:
-    metadata.require_value("normalizer.lowercase", False)
-    metadata.require_value("normalizer.strip_accents", False)
-    metadata.require_value("add_sep_token", False)
-    metadata.require_value("suppress_tokens", [])
-
-
 def _with_control_tokens(vocabulary: GGUFVocab) -> GGUFVocab:
-    """Tokens that look like control tokens are: a prompt's are found, and those that end a turn end an answer."""
+    """Mark known control tokens as such: prompts contain them, and some end an answer."""
     types = list(vocabulary.token_types)
     for token in KNOWN_CONTROL_TOKENS & vocabulary.ids.keys():
         if types[vocabulary.ids[token]] in (NORMAL, USER_DEFINED):
@@ -412,20 +369,20 @@ def _with_control_tokens(vocabulary: GGUFVocab) -> GGUFVocab:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: GGUFVocab, strip: bool) -> None:
-    """Tokens that are found in a text before anything else happens to it."""
+    """Add the tokens that are matched before normalization and BPE."""
     control = vocabulary.tokens_of_type(CONTROL, UNKNOWN)
-    own = [token for token in vocabulary.tokens_of_type(USER_DEFINED) if not is_space_run(token)]
+    user_defined = [token for token in vocabulary.tokens_of_type(USER_DEFINED) if not is_space_run(token)]
     stripped = {token for token in control if strip and token.startswith("<|") and token != "<|endoftext|>"}
     backend.add_special_tokens(
         [AddedToken(token, special=True, normalized=False, rstrip=token in stripped) for token in control]
     )
-    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in own])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in user_defined])
 
 
 def _set_post_processor(
     backend: tokenizers.Tokenizer, metadata: TokenizerMetadata, special: Mapping[str, str], add_bos: bool
 ) -> None:
-    """What a text gets in front and behind."""
+    """Set the tokens added before and after a text."""
     wanted = {
         "bos_token": metadata.get_bool("add_bos_token", add_bos),
         "eos_token": metadata.get_bool("add_eos_token", False),
@@ -444,7 +401,7 @@ def _set_post_processor(
 def _find_end_token_ids(
     metadata: TokenizerMetadata, vocabulary: GGUFVocab, eos: int | None
 ) -> tuple[int, ...]:
-    """Ids that end an answer, that of the EOS token first."""
+    """Ids that end an answer, EOS first."""
     named = [eos, *(metadata.get_token_id(key, vocabulary.size) for key in END_TOKEN_KEYS)]
     known = [vocabulary.ids.get(token) for token in END_TOKENS]
     control = [index for index in known if index is not None and vocabulary.token_types[index] == CONTROL]

@@ -1,9 +1,4 @@
-"""A prompt and its parameters become the engine's requests, one for each choice.
-
-Texts become the engine's requests for vectors.
-
-Conversations become prompts: their texts by the chat template, their pictures in the places that it made for them.
-"""
+"""Input processing: conversations and prompts become the engine's requests, one for each choice."""
 
 from __future__ import annotations
 
@@ -47,22 +42,20 @@ __all__ = [
     "resolve_seed",
 ]
 
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+NO_SAMPLING_PARAMS = SamplingParams()
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What holds for parameters that say nothing themselves.
+    """Defaults for unset sampling parameters."""
 
-    seed        None: a random one
-    max_tokens  0: up to the end of the context
-    on_runaway  None: nobody looks whether the answer repeats itself
-    """
-
-    seed: int | None = None
-    max_tokens: int = 0
-    on_runaway: str | None = None
+    seed: int | None = None  # None: random
+    max_tokens: int = 0  # 0: up to the end of the context
+    on_runaway: str | None = None  # None: repetition is not detected
 
     def apply(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with the defaults where they are silent; min_tokens are granted. Their seed is not touched."""
+        """Fill in max_tokens, at least min_tokens, and on_runaway; the seed is left alone."""
         if params.max_tokens is None and self.max_tokens:
             params = replace(params, max_tokens=max(self.max_tokens, params.min_tokens))
         return params if params.on_runaway is not None else replace(params, on_runaway=self.on_runaway)
@@ -83,14 +76,13 @@ def make_requests(
 ) -> list[Request]:
     """The `params.n` requests of one prompt: ids "X-0", "X-1", ..., seeds s, s + 1, ... mod 2^64.
 
-    prompt_ids  cut to its end where `truncate_prompt_tokens` says so; a default of max_tokens takes no room from it
-    vocab_size  of the model, which may lie below or above the tokenizer's
-    pictures    where they stand in the prompt; every choice has the same
-    placeholder the id that stands for a token of a picture; None: the model takes none
+    prompt_ids      truncated by `truncate_prompt_tokens`; a default max_tokens does not reduce its room
+    vocab_size      of the model; may differ from the tokenizer's
+    images          with their positions in the prompt, shared by all choices
+    image_token_id  placeholder of image tokens; None: the model takes no images
 
-    Raises ContextLengthExceeded for a prompt that leaves no room for an answer, InvalidRequest for
-    an empty prompt, for ids outside the vocabulary or of pictures that are not there, and for a
-    prediction longer than the context.
+    Raises ContextLengthExceeded for a prompt without room for an answer, InvalidRequest for an empty prompt,
+    ids outside the vocabulary, placeholders without an image, and a prediction longer than the context.
     """
     _check_images(prompt_ids, params, images, image_token_id, tokenizer)
     prompt = _truncate_prompt(tuple(prompt_ids), params, max_model_len)
@@ -101,8 +93,8 @@ def make_requests(
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), limit)
     _check_ids("stop_token_ids", params.stop_token_ids, limit)
     _check_ids("logprob_token_ids", params.logprob_token_ids, limit)
-    seed, filled = resolve_seed(params.seed, defaults.seed), defaults.apply(params)
-    banned, now = encode_bad_words(params.bad_words, tokenizer), time.monotonic()
+    seed, now, filled = resolve_seed(params.seed, defaults.seed), time.monotonic(), defaults.apply(params)
+    bad_words = encode_bad_words(params.bad_words, tokenizer)
     breakers = encode_dry_breakers(params.dry_sequence_breakers, tokenizer) if params.uses_dry else ()
     predicted = encode_prediction(params.prediction, tokenizer, max_model_len)
     reasoning_end = encode_reasoning_end(params.structured.after, tokenizer) if params.structured else ()
@@ -113,7 +105,7 @@ def make_requests(
             params=filled.for_choice(index, seed),
             seed=(seed + index) & SEED_MASK,
             eos_token_ids=tokenizer.eos_token_ids,
-            bad_words_ids=banned,
+            bad_words_ids=bad_words,
             dry_breakers=breakers,
             priority=priority,
             cache_salt=cache_salt,
@@ -127,16 +119,16 @@ def make_requests(
 
 
 def resolve_seed(seed: int | None, default: int | None = None) -> int:
-    """The seed of the first choice: as asked for, the server's, or a random one."""
+    """Seed of the first choice: the request's, the default, or a random one."""
     chosen = default if seed is None else seed
     return secrets.randbits(64) if chosen is None else chosen & SEED_MASK
 
 
 def encode_bad_words(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token sequences that spell a bad word at the beginning of a text, or after a space.
+    """Token sequences of bad words at the start of a text and after a space.
 
-    The form after a space counts only where it is as long and begins with another token: otherwise the
-    space is a token of its own, and banning that sequence would ban nothing new.
+    The form after a space counts only if it is as long and begins with another token. Otherwise the space is
+    a token of its own, and the ban is complete already.
     """
     banned: list[tuple[int, ...]] = []
     for word in words:
@@ -151,37 +143,39 @@ def encode_bad_words(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[
 
 
 def encode_reasoning_end(text: str | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token sequences that spell the end of the reasoning, also where whitespace beside it is part of its tokens.
+    """Token sequences of the text that ends the reasoning, also merged with whitespace around it.
 
-    A text that is a token of its own has one; one that is not may still be missed behind a mark it merges with.
+    A text that is one token has one sequence; other texts may be missed if they merge with punctuation.
     """
-    found: list[tuple[int, ...]] = []
-    for before, behind in product(("", " ", "\n", "\n\n"), ("", "\n", "\n\n")) if text else ():
+    sequences: list[tuple[int, ...]] = []
+    for before, after in product(("", " ", "\n", "\n\n"), ("", "\n", "\n\n")) if text else ():
         try:
-            ids = tuple(tokenizer.encode(f"{before}{text}{behind}", add_special_tokens=False))
+            ids = tuple(tokenizer.encode(f"{before}{text}{after}", add_special_tokens=False))
         except InvalidRequest as error:
             field = "structured_outputs.after"
             raise InvalidRequest(field + error.message.removeprefix("prompt"), field) from None
-        if not any(known == ids[i : i + len(known)] for known in found for i in range(len(ids))):
-            found.append(ids)
-    return tuple(found)
+        if not any(known == ids[i : i + len(known)] for known in sequences for i in range(len(ids))):
+            sequences.append(ids)
+    return tuple(sequences)
 
 
 def encode_dry_breakers(texts: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token sequences with which a repeat ends: tokens that have one of the texts in them, and those that end with the
-    beginning of one, followed by the tokens of its rest."""
-    spelling = tokenizer.token_search()
-    found: list[tuple[int, ...]] = []
+    """Token sequences that end a repeat for DRY sampling.
+
+    Tokens that contain one of the texts, and tokens that end with a prefix of it plus the tokens of the rest.
+    """
+    search = tokenizer.token_search()
+    sequences: list[tuple[int, ...]] = []
     for text in texts:
-        found += [(token_id,) for token_id in spelling.containing(text.encode())]
+        sequences += [(token_id,) for token_id in search.containing(text.encode())]
         for cut in range(1, len(text)):
             rest = tokenizer.encode(text[cut:], add_special_tokens=False)
-            found += [(token_id, *rest) for token_id in spelling.ending_with(text[:cut].encode())]
-    return tuple(dict.fromkeys(found))
+            sequences += [(token_id, *rest) for token_id in search.ending_with(text[:cut].encode())]
+    return tuple(dict.fromkeys(sequences))
 
 
 def encode_prediction(text: str | None, tokenizer: Tokenizer, max_model_len: int) -> tuple[int, ...]:
-    """The tokens of the answer that the caller expects; none without one."""
+    """Tokens of the predicted output; () without one."""
     if not text:
         return ()
     try:
@@ -190,14 +184,14 @@ def encode_prediction(text: str | None, tokenizer: Tokenizer, max_model_len: int
         raise InvalidRequest("prediction" + error.message.removeprefix("prompt"), "prediction") from None
     if len(ids) > max_model_len:
         raise InvalidRequest(
-            f"the prediction has {len(ids)} tokens; the context is {max_model_len} tokens long, and no answer is longer",
+            f"the prediction has {len(ids)} tokens; an answer has at most {max_model_len} (--max-model-len)",
             "prediction",
         )
     return tuple(ids)
 
 
 def _truncate_prompt(prompt: tuple[int, ...], params: SamplingParams, max_model_len: int) -> tuple[int, ...]:
-    """Its last `truncate_prompt_tokens`, or with -1 what leaves room for max_tokens in the context."""
+    """The last `truncate_prompt_tokens`; with -1, room for max_tokens is left in the context."""
     wanted = params.truncate_prompt_tokens
     if wanted is None:
         return prompt
@@ -213,14 +207,14 @@ def _check_images(
 ) -> None:
     if images and params.truncate_prompt_tokens is not None:
         raise InvalidRequest(
-            "truncate_prompt_tokens must be left out where there are pictures: one that is cut is none",
-            "truncate_prompt_tokens",
+            "truncate_prompt_tokens cannot be used with images: it could cut one", "truncate_prompt_tokens"
         )
-    expected = sum(picture.num_tokens for picture in images)
+    expected = sum(image.num_tokens for image in images)
     if image_token_id is not None and prompt_ids.count(image_token_id) != expected:
+        token = tokenizer.id_to_token(image_token_id)
         raise InvalidRequest(
-            f"prompt has the token {image_token_id} ({tokenizer.id_to_token(image_token_id)!r}) in it, which stands for a picture; "
-            "pictures are sent as parts of the messages of a chat",
+            f"prompt contains token {image_token_id} ({token!r}), which represents an image; "
+            "send images as parts of chat messages",
             "prompt",
         )
 
@@ -229,10 +223,12 @@ def _check_length(length: int, max_model_len: int, images: Sequence[PromptImage]
     if length == 0:
         raise InvalidRequest("the prompt is empty: it must hold at least one token", "prompt")
     if length >= max_model_len:
-        seen = sum(picture.num_tokens for picture in images)
-        of_these = f", {seen} of them for {len(images)} picture{'s' * (len(images) > 1)}" if images else ""
+        num_image_tokens = sum(image.num_tokens for image in images)
+        of_images = (
+            f", {num_image_tokens} of them for {len(images)} image{'s'[: len(images) - 1]}" if images else ""
+        )
         raise ContextLengthExceeded(
-            f"the prompt has {length} tokens{of_these}; the context is {max_model_len} tokens long, "
+            f"the prompt has {length} tokens{of_images}; the context is {max_model_len} tokens long, "
             f"so a prompt may have at most {max_model_len - 1}",
             "prompt",
         )
@@ -248,9 +244,6 @@ def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
             )
 
 
-NO_SAMPLING_PARAMS = SamplingParams()
-
-
 def make_embedding_requests(
     inputs: Sequence[Sequence[int]],
     pooling: str,
@@ -259,11 +252,10 @@ def make_embedding_requests(
     priority: int = 0,
     image_token_id: int | None = None,
 ) -> list[Request]:
-    """One for each input, which check_input() has seen: ids "X-0", "X-1", ...
+    """One request per input, after check_input(): ids "X-0", "X-1", ... Raises InvalidRequest.
 
-    pooling      one of POOLINGS
-    placeholder  the id that stands for pictures, of which there are none here
-    Raises InvalidRequest.
+    pooling         one of POOLING_TYPES
+    image_token_id  placeholder of images, which are not supported here
     """
     if pooling not in POOLING_TYPES:
         raise InvalidRequest(
@@ -272,7 +264,7 @@ def make_embedding_requests(
     for index, ids in enumerate(inputs):
         if image_token_id is not None and image_token_id in ids:
             raise InvalidRequest(
-                f"input[{index}] has the token {image_token_id} in it, which stands for a picture", "input"
+                f"input[{index}] contains token {image_token_id}, which represents an image", "input"
             )
     now = time.monotonic()
     return [
@@ -291,12 +283,12 @@ def make_embedding_requests(
 
 
 def check_input(name: str, ids: Sequence[int], max_tokens: int, vocab_size: int) -> None:
-    """Raises ContextLengthExceeded, or InvalidRequest, which call the input by its name."""
+    """Raises ContextLengthExceeded or InvalidRequest, which name the input."""
     if not ids:
         raise InvalidRequest(f"{name} has no tokens", name)
     if len(ids) > max_tokens:
         raise ContextLengthExceeded(
-            f"{name} has {len(ids)} tokens; the model takes at most {max_tokens} (truncate_prompt_tokens cuts longer ones)",
+            f"{name} has {len(ids)} tokens; the model takes at most {max_tokens} (truncate_prompt_tokens)",
             name,
         )
     for token_id in ids:
@@ -304,51 +296,44 @@ def check_input(name: str, ids: Sequence[int], max_tokens: int, vocab_size: int)
             raise InvalidRequest(f"{name} holds {token_id!r:.40}; token ids are 0 to {vocab_size - 1}", name)
 
 
-PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
-
-
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and the pictures that their placeholders stand for."""
+    """Token ids, and the images of their placeholders."""
 
     token_ids: tuple[int, ...]
     images: tuple[PromptImage, ...] = ()
 
 
 class ChatInputProcessor:
-    """Of one model.
-
-    template     may be slow: others should not wait for ids()
-    placeholder  id that stands for a token of a picture; None: the model takes none
-    max_images   that one conversation may hold
-    """
+    """Turns conversations into prompts of one model."""
 
     def __init__(self, tokenizer: Tokenizer, processor: ImageProcessor | None, max_images: int) -> None:
-        """Raises CheckpointError for a broken chat template."""
-        self.template = ChatTemplate.from_tokenizer(
-            tokenizer, None if processor is None else processor.placeholder_text
-        )
-        self.placeholder_id = None if processor is None else processor.placeholder_id
-        self.max_images = max_images
+        """max_images limits one conversation. Raises CheckpointError for a broken chat template."""
         text = None if processor is None else processor.placeholder_text
-        self._placeholder_hint = f"; {text!r} stands for a picture wherever it is written, also where several parts of a text make it up"
+        self.template = ChatTemplate.from_tokenizer(tokenizer, text)
+        self.placeholder_id = None if processor is None else processor.placeholder_id  # of an image token
+        self.max_images = max_images
+        self._placeholder_hint = f"; {text!r} represents an image, also if several parts of a text form it"
         self._tokenizer = tokenizer
 
     def split_images(
         self, messages: Sequence[Mapping[str, Any]], local: bool = False
     ) -> tuple[Sequence[Mapping[str, Any]], list[ImagePart]]:
-        """Messages for ids(), and the pictures of them; `local` as in take_pictures(). Raises InvalidRequest."""
+        """Messages for render_ids(), and their images. Raises InvalidRequest.
+
+        local  as allow_local of extract_images()
+        """
         if self.placeholder_id is None:
-            return messages, []  # the template refuses those that there are
+            return messages, []  # render() refuses images
         bare, parts = extract_images(messages, local)
         self.check_num_images(len(parts), "messages")
         return bare, parts
 
     def check_num_images(self, num_images: int, where: str) -> None:
-        """Raises InvalidRequest for too many pictures."""
+        """Raises InvalidRequest for too many images."""
         if num_images > self.max_images:
             raise InvalidRequest(
-                f"{where} hold {num_images} pictures, of at most {self.max_images} (--max-images)", where
+                f"{where} hold {num_images} images, of at most {self.max_images} (--max-images)", where
             )
 
     def render_ids(
@@ -358,35 +343,38 @@ class ChatInputProcessor:
         num_images: int,
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """Token ids with one placeholder for each picture; `rendering` goes to the template, which writes special tokens
-        itself. Raises InvalidRequest."""
+        """Token ids with one placeholder for each image. Raises InvalidRequest.
+
+        template_kwargs     of ChatTemplate.render()
+        add_special_tokens  False: templates write special tokens themselves
+        """
         ids = self._tokenizer.encode(self.template.render(messages, **template_kwargs), add_special_tokens)
         return self.check_placeholders(ids, num_images, "messages", "the chat template")
 
     def check_placeholders(
         self, ids: list[int], num_images: int, where: str, written_by: str = ""
     ) -> list[int]:
-        """The ids, if they have a place for each picture. Raises InvalidRequest."""
+        """Returns `ids` if they have one placeholder for each image. Raises InvalidRequest."""
         if self.placeholder_id is None and num_images:
-            raise Unsupported(f"{where}: this model takes no pictures", where)
-        places = 0 if self.placeholder_id is None else ids.count(self.placeholder_id)
-        if places != num_images:
-            written_by, why = (written_by, "") if places < num_images else ("", self._placeholder_hint)
+            raise Unsupported(f"{where}: this model takes no images", where)
+        count = 0 if self.placeholder_id is None else ids.count(self.placeholder_id)
+        if count != num_images:
+            source, hint = (written_by, "") if count < num_images else ("", self._placeholder_hint)
             raise InvalidRequest(
-                f"{where}: {written_by or 'the prompt'} has places for {places} pictures, and there are {num_images}{why}",
+                f"{where}: {source or 'the prompt'} has places for {count} images, got {num_images}{hint}",
                 where,
             )
         return ids
 
     def insert_images(self, ids: Sequence[int], images: Sequence[PromptImage] = ()) -> Prompt:
-        """The prompt of ids that have a place for each picture."""
+        """The prompt, with each placeholder expanded to the tokens of its image."""
         if self.placeholder_id is None or not images:
             return Prompt(tuple(ids))
         return Prompt(*expand_placeholders(ids, self.placeholder_id, images))
 
 
 def open_image_loader(config: Config, processor: ImageProcessor) -> ImageLoader:
-    """What reads pictures, within the limits of `config`; the caller closes it. Raises ConfigError."""
+    """The image loader with the limits of `config`; the caller closes it. Raises ConfigError."""
     limits = MediaLimits.from_options(
         config.max_image_mb,
         config.max_image_pixels,
@@ -398,21 +386,21 @@ def open_image_loader(config: Config, processor: ImageProcessor) -> ImageLoader:
 
 
 def image_source(part: ImagePart) -> ImageSource:
-    """Where to read a picture. Raises InvalidRequest for what is none."""
+    """The source of an image. Raises InvalidRequest."""
     if part.url is not None:
         return ImageSource(part.field_name, url=part.url)
     return ImageSource(part.field_name, data=_read_image_file(part.image, part.field_name))
 
 
 def _read_image_file(image: object, where: str) -> bytes:
-    """A picture's file, of what a caller in this process gives."""
+    """The file of an image from a Python caller."""
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
     if isinstance(image, Image):
         return _encode_png(image)
     if not isinstance(image, str | Path):
         raise InvalidRequest(
-            f"{where} must be a path, the bytes of a file, or a PIL.Image, got {type(image).__name__}: {image!r:.80}",
+            f"{where} must be a path, file bytes or PIL.Image, got {type(image).__name__}: {image!r:.80}",
             where,
         )
     try:
@@ -423,8 +411,8 @@ def _read_image_file(image: object, where: str) -> bytes:
 
 
 def _encode_png(image: Image) -> bytes:
-    """As its caller sees it: an orientation that its file asked for is not applied again."""
-    kept = image if image.mode in PNG_MODES else image.convert("RGB")
+    """A PNG without EXIF: an orientation in it would be applied twice."""
+    converted = image if image.mode in PNG_MODES else image.convert("RGB")
     file = BytesIO()
-    kept.save(file, "PNG", exif=b"", compress_level=1)
+    converted.save(file, "PNG", exif=b"", compress_level=1)
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""One choice of an answer: token events in, text out, cut where a stop string ends it."""
+"""Output of one choice: token events in, text deltas out, cut at stop strings."""
 
 from __future__ import annotations
 
@@ -16,43 +16,29 @@ __all__ = ["ChoiceOutput", "OutputDelta", "TokenLogprobText"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobText:
-    """A token with its log-probabilities, as a caller wants to see it.
+    """A token with its log-probabilities, for API responses."""
 
-    text    of the token alone, U+FFFD for part of a character
-    raw     its bytes
-    offset  where it begins in the answer's text
-    """
-
-    text: str
+    text: str  # of the token alone, U+FFFD for part of a character
     raw: bytes
-    offset: int
+    offset: int  # in the answer's text
     logprob: TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What one event adds to an answer.
+    """The part of an answer that one event adds."""
 
-    text           characters that are certain now
-    event          the event after the cut: what counts as delivered
-    finish_reason  "stop", "length" or "repetition" if the answer ends here
-    stop_reason    the stop string, or the id out of `stop_token_ids`, that ended it
-    stopped        a stop string ended it: the engine must be told, `client.finish(id, answer.num_tokens)`
-    logprobs       one per token of the event if asked for
-    pieces         `text` again, by token: (text, whether a drafter had guessed the token)
-    """
-
-    text: str
-    event: TokenEvent
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    hit_stop_string: bool = False
-    logprobs: tuple[TokenLogprobText, ...] = ()
-    pieces: tuple[tuple[str, bool], ...] = ()
+    text: str  # released by the stop string search
+    event: TokenEvent  # after the cut
+    finish_reason: str | None = None  # "stop", "length" or "repetition" at the end of the answer
+    stop_reason: str | int | None = None  # the stop string or the id of `stop_token_ids`
+    hit_stop_string: bool = False  # the caller must call client.finish(request_id, answer.num_tokens)
+    logprobs: tuple[TokenLogprobText, ...] = ()  # one per token, if requested
+    pieces: tuple[tuple[str, bool], ...] = ()  # `text` by token, and whether it was drafted
 
 
 class ChoiceOutput:
-    """A growing answer. Feed it the engine's events in order until it is finished."""
+    """A growing answer; takes the engine's events in order until it is finished."""
 
     __slots__ = (
         "_detokenizer",
@@ -83,7 +69,7 @@ class ChoiceOutput:
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
         self._text_parts: list[str] = []
-        self._length = 0  # characters of all tokens so far, those held back included
+        self._length = 0  # characters so far, including held-back ones
         self._pending: deque[tuple[str, bool]] = deque()  # held-back text by token
 
     @property
@@ -99,9 +85,9 @@ class ChoiceOutput:
         return self.finish_reason is not None
 
     def feed(self, event: TokenEvent) -> OutputDelta:
-        """Take the next event; tokens behind a stop string never happened."""
-        assert not self.finished, "an event after the end"
-        assert event.index == self.num_tokens, "a gap between events"
+        """Take the next event; tokens after a stop string are dropped."""
+        assert not self.finished, "event after the end"
+        assert event.index == self.num_tokens, "gap between events"
         text, offsets, stop = self._detokenize(event)
         if stop is not None:
             event = truncate(event, len(offsets), "stop")
@@ -112,7 +98,7 @@ class ChoiceOutput:
         return self._append(text, event, offsets, stop is not None)
 
     def _detokenize(self, event: TokenEvent) -> tuple[str, list[int], str | None]:
-        """Text that became certain, the offset of each token kept, and the stop string found in the last of them."""
+        """(released text, offset of each kept token, stop string that ends in the last one)"""
         released: list[str] = []
         offsets: list[int] = []
         accepted = event.draft.num_accepted if event.draft else 0
@@ -129,7 +115,7 @@ class ChoiceOutput:
         return "".join(released), offsets, None
 
     def _is_stop_token_hidden(self, event: TokenEvent, i: int) -> bool:
-        """The token that ended the answer is counted, but its text is shown only on request."""
+        """The token that ended the answer is counted; its text is output only on request."""
         if event.stop_id is None or i < len(event.token_ids) - 1:
             return False
         params = self.request.params
@@ -141,12 +127,9 @@ class ChoiceOutput:
         return self._stops.flush() + rest
 
     def _append(self, text: str, event: TokenEvent, offsets: list[int], hit_stop_string: bool) -> OutputDelta:
-        shown = tuple(
-            self._format_logprob(token, offset)
-            for token, offset in zip(event.logprobs, offsets, strict=False)
-        )
+        logprobs = tuple(map(self._format_logprob, event.logprobs, offsets))
         self.token_ids.extend(event.token_ids)
-        self.logprobs.extend(shown)
+        self.logprobs.extend(logprobs)
         self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
         self.num_cached = max(self.num_cached, event.num_cached)
         self.finish_reason = event.finish_reason
@@ -157,7 +140,7 @@ class ChoiceOutput:
             event.finish_reason,
             self.stop_reason,
             hit_stop_string,
-            shown,
+            logprobs,
             self._take_pieces(len(text)),
         )
 
@@ -166,13 +149,13 @@ class ChoiceOutput:
         return TokenLogprobText(raw.decode("utf-8", "replace"), raw, offset, token)
 
     def _take_pieces(self, length: int) -> tuple[tuple[str, bool], ...]:
-        """The next `length` characters of the pending pieces."""
+        """Remove `length` characters from the pending pieces."""
         taken: list[tuple[str, bool]] = []
         while length > 0:
-            piece, guessed = self._pending.popleft()
+            piece, was_drafted = self._pending.popleft()
             if len(piece) > length:
-                self._pending.appendleft((piece[length:], guessed))
+                self._pending.appendleft((piece[length:], was_drafted))
             if piece:
-                taken.append((piece[:length], guessed))
+                taken.append((piece[:length], was_drafted))
             length -= len(piece)
         return tuple(taken)

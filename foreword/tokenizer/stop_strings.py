@@ -1,4 +1,4 @@
-"""Stop strings over text that comes in pieces."""
+"""Streaming search for stop strings."""
 
 from __future__ import annotations
 
@@ -6,50 +6,45 @@ __all__ = ["StopStrings"]
 
 
 class StopStrings:
-    """Looks for stop strings and holds back only what may still become one.
+    """Finds stop strings in a stream and holds back only a possible beginning of one.
 
-    The stop string that ends first wins, of several that end at the same character the longest. Each
-    character costs constant time (Knuth, Morris and Pratt), whatever the text before it.
-
-    include  the stop string is part of the text, so that nothing needs to be held back
+    The stop string that ends first wins; of several that end at the same character, the longest. Each
+    character costs amortized constant time (Knuth, Morris and Pratt).
     """
 
     __slots__ = ("_held", "_include", "_patterns")
 
     def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
+        """include: the stop string stays in the text, so nothing is held back."""
         self._patterns = [_Pattern(stop) for stop in sorted(set(stops), key=len, reverse=True)]
         self._include = include
         self._held = ""
 
     def feed(self, text: str, search: bool = True) -> tuple[str, str | None]:
-        """Text that is certain now, and the stop string that ended it; nothing may be fed after one.
+        """(released text, stop string found or None); feed nothing after a stop string.
 
-        With `search` off a stop string that ends within `text` does not count.
+        search  False: ignore stop strings that end within `text`
         """
         if not self._patterns:
             return text, None
         known = self._held + text
         for end, char in enumerate(text, len(self._held) + 1):
-            stop = self._advance(char)
-            if stop is not None and search:
+            complete = [pattern.text for pattern in self._patterns if pattern.advance(char)]
+            if complete and search:
                 self._held = ""
-                return known[: end if self._include else end - len(stop)], stop
+                return known[: end if self._include else end - len(complete[0])], complete[0]
         held = 0 if self._include else max(pattern.matched for pattern in self._patterns)
         self._held = known[len(known) - held :]
         return known[: len(known) - held], None
 
     def flush(self) -> str:
-        """What was held back, now that nothing follows."""
+        """The held-back text, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, char: str) -> str | None:
-        complete = [pattern.text for pattern in self._patterns if pattern.advance(char)]
-        return complete[0] if complete else None
-
 
 class _Pattern:
-    """One stop string, and how many of its characters the text ends with."""
+    """A stop string; `matched`: length of its prefix that the stream ends with."""
 
     __slots__ = ("_borders", "matched", "text")
 
@@ -59,7 +54,7 @@ class _Pattern:
         self._borders = _borders(text)
 
     def advance(self, char: str) -> bool:
-        """Take one character; True if the string is complete (it may begin anew within itself)."""
+        """Take one character; True if the stop string is complete. It may overlap with itself."""
         while self.matched and self.text[self.matched] != char:
             self.matched = self._borders[self.matched]
         self.matched += self.text[self.matched] == char

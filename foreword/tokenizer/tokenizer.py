@@ -1,12 +1,8 @@
 """Text to token ids and back, as `transformers` does it, without transformers.
 
-What bytes a token stands for, read from the `decoder` of a tokenizer.json.
-
-Two families cover every generating model in use: byte-level BPE, whose tokens spell bytes in a
-printable alphabet, and SentencePiece, whose tokens are text with "▁" for a space and "<0xE4>" for a
-byte. With bytes known token by token, decoding is concatenation: nothing is ever decoded twice.
-
-Which tokens have a text in them.
+Two families cover every generative model in use: byte-level BPE, whose tokens spell bytes in a printable
+alphabet, and SentencePiece, whose tokens are text with "▁" for a space and "<0xE4>" for a byte. The bytes of
+each token are known, so decoding is concatenation.
 """
 
 from __future__ import annotations
@@ -32,10 +28,13 @@ from foreword.tokenizer.files import ADDED_TOKEN_FLAGS, MAX_TOKENS, TokenizerFil
 __all__ = ["ByteDecoder", "TokenSearch", "Tokenizer", "parse_decoder", "translate_errors"]
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+PANIC_TYPE_NAME = "PanicException"  # of Rust libraries: a BaseException that cannot be imported
+PROBE_TEXT = "a \ue000"  # a private-use character: the unknown token
+MAX_CACHED = 256  # texts of TokenSearch
 
 
 def _build_byte_alphabet() -> Mapping[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for the characters from 256 on."""
+    """GPT-2's alphabet: printable Latin-1 is unchanged, other bytes are characters from 256 on."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in plain]
     return MappingProxyType({chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)})
@@ -46,21 +45,15 @@ BYTE_ALPHABET = _build_byte_alphabet()
 
 @dataclass(frozen=True, slots=True)
 class ByteDecoder:
-    """How one tokenizer turns tokens into bytes.
+    """Turns tokens into bytes, as the `decoder` of a tokenizer.json does."""
 
-    byte_level     tokens are spelled in the byte alphabet
-    space          the character that stands for a space, or ""
-    byte_fallback  "<0xE4>" is a byte
-    strip_start    one space at the very beginning of a text belongs to no word and is dropped
-    """
-
-    byte_level: bool = False
-    space: str = ""
-    byte_fallback: bool = False
-    strip_leading_space: bool = False
+    byte_level: bool = False  # tokens use the byte alphabet
+    space: str = ""  # character for a space
+    byte_fallback: bool = False  # "<0xE4>" is a byte
+    strip_leading_space: bool = False  # drop one space at the start of a text
 
     def token_bytes(self, token: str) -> bytes:
-        """The bytes of one token. An added token outside the byte alphabet stands for its own text."""
+        """The bytes of one token; an added token outside the byte alphabet is plain text."""
         if self.byte_level:
             spelled = [BYTE_ALPHABET.get(char) for char in token]
             return token.encode() if None in spelled else bytes(byte for byte in spelled if byte is not None)
@@ -70,7 +63,7 @@ class ByteDecoder:
 
 
 def parse_decoder(decoder: Mapping[str, Any] | None) -> ByteDecoder:
-    """Read `decoder` of a tokenizer.json. Raises CheckpointError for one that is not known."""
+    """Parse the `decoder` of a tokenizer.json. Raises CheckpointError if it is not supported."""
     decoding = ByteDecoder()
     for step in _flatten_steps(decoder):
         decoding = _apply_step(decoding, step)
@@ -79,9 +72,7 @@ def parse_decoder(decoder: Mapping[str, Any] | None) -> ByteDecoder:
 
 def _flatten_steps(decoder: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
     if decoder is None:
-        raise CheckpointError(
-            "tokenizer.json has no decoder: how its tokens join into text is not known", "decoder"
-        )
+        raise CheckpointError("tokenizer.json has no decoder, which is needed to detokenize", "decoder")
     if decoder.get("type") == "Sequence":
         return [step for inner in decoder["decoders"] for step in _flatten_steps(inner)]
     return [decoder]
@@ -105,31 +96,24 @@ def _apply_step(byte_decoder: ByteDecoder, step: Mapping[str, Any]) -> ByteDecod
     raise CheckpointError(f"tokenizer.json: decoder {dict(step)!r} is not supported", "decoder")
 
 
-MAX_CACHED = 256  # texts; most callers ask for the same few
-
-
 class TokenSearch:
-    """All tokens of a vocabulary, laid end to end, so that one search goes through them all.
-
-    tokens  bytes of each id
-    """
+    """Substring search over all tokens of a vocabulary, in one concatenated text."""
 
     __slots__ = ("_cache", "_starts", "_text")
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
+        """tokens: the bytes of each id"""
         self._text = b"".join(tokens)
         self._starts = list(accumulate(map(len, tokens), initial=0))
         self._cache: dict[bytes, tuple[int, ...]] = {}
 
     def containing(self, part: bytes) -> tuple[int, ...]:
-        """Ids of the tokens that have `part` in them, ascending."""
-        found = self._cache.get(part)
-        if found is None:
-            found = tuple(self._search(part))
+        """Ids of the tokens that contain `part`, ascending."""
+        if part not in self._cache:
             if len(self._cache) >= MAX_CACHED:
                 self._cache.clear()
-            self._cache[part] = found
-        return found
+            self._cache[part] = tuple(self._search(part))
+        return self._cache[part]
 
     def ending_with(self, part: bytes) -> Iterator[int]:
         """Ids of the tokens that end with `part`, ascending."""
@@ -138,30 +122,18 @@ class TokenSearch:
                 yield token_id
 
     def _search(self, part: bytes) -> Iterator[int]:
-        place = self._text.find(part)
-        while place >= 0:
-            token_id = bisect_right(self._starts, place) - 1
+        index = self._text.find(part)
+        while index >= 0:
+            token_id = bisect_right(self._starts, index) - 1
             end = self._starts[token_id + 1]
-            if place + len(part) <= end:
+            if index + len(part) <= end:
                 yield token_id
-                place = end - 1
-            place = self._text.find(part, place + 1)
-
-
-PROBE_TEXT = "a \ue000"  # the second character is nobody's
-PANIC_TYPE_NAME = (
-    "PanicException"  # of libraries written in Rust: no Exception, and without a module to import it from
-)
+                index = end - 1
+            index = self._text.find(part, index + 1)
 
 
 class Tokenizer:
-    """A tokenizer.json and what the files beside it say.
-
-    vocab_size      one more than the highest id (a model's vocabulary may be padded beyond it)
-    eos_token_ids   ids that end an answer
-    special_tokens  text by name (`bos_token`, ...), as chat templates want it
-    chat_template   Jinja source, or None
-    """
+    """The tokenizer of a checkpoint. Thread-safe."""
 
     __slots__ = (
         "_backend",
@@ -178,71 +150,71 @@ class Tokenizer:
     def __init__(
         self, backend: tokenizers.Tokenizer, files: TokenizerFiles | None = None, can_decode: bool = True
     ) -> None:
-        """decodes  False: only to encode; then the way back need not be known"""
+        """can_decode: False for a tokenizer that only encodes, whose decoder may be unsupported"""
         files = files or TokenizerFiles()
         backend.no_truncation()
         backend.no_padding()
         _add_tokens(backend, files)
         self._backend = backend
-        # Only the decoder is wanted: without its vocabulary the description is short.
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else None
         self._byte_decoder = parse_decoder(decoder) if can_decode else ByteDecoder()
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes_by_id: dict[int, bytes] = {}
         self._token_search: TokenSearch | None = None
+        # Highest id + 1; a model's vocabulary may be padded beyond it.
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if self.vocab_size > MAX_TOKENS:
             raise CheckpointError(
-                f"the tokenizer has a token with the id {self.vocab_size - 1}; {MAX_TOKENS} are possible",
+                f"the tokenizer has a token with id {self.vocab_size - 1}; ids are below {MAX_TOKENS}",
                 "model",
             )
-        self.special_tokens = dict(files.special_tokens)
-        self.chat_template = files.chat_template
-        self.eos_token_ids = self._find_eos_token_ids(files)
+        self.special_tokens = dict(files.special_tokens)  # text by name (`bos_token`, ...)
+        self.chat_template = files.chat_template  # Jinja source
+        eos_ids = list(files.eos_token_ids)
+        named = self.token_to_id(files.special_tokens.get("eos_token", ""))
+        if named is not None and named not in eos_ids:
+            eos_ids.append(named)
+        self.eos_token_ids = tuple(eos_ids)  # ids that end an answer
 
     @classmethod
     def from_directory(cls, path: str | Path, can_decode: bool = True) -> Tokenizer:
-        """Load from a checkpoint directory. Raises CheckpointError where it has no usable tokenizer.json."""
+        """Load from a checkpoint directory. Raises CheckpointError without a usable tokenizer.json."""
         file = Path(path) / "tokenizer.json"
         if not file.is_file():
             raise CheckpointError(
-                f"{path} has no tokenizer.json; transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) "
-                "writes one from older formats",
+                f"{path} has no tokenizer.json; AutoTokenizer.from_pretrained(...).save_pretrained(...) "
+                "of transformers writes one from older formats",
                 "model",
             )
         with translate_errors(lambda why: CheckpointError(f"{file} cannot be read: {why}", "model")):
             backend = tokenizers.Tokenizer.from_file(str(file))
-            backend.encode(PROBE_TEXT)  # a vocabulary without its unknown token is noticed only then
+            backend.encode(PROBE_TEXT)  # fails if the unknown token is missing
         return cls(backend, read_tokenizer_files(Path(path)), can_decode)
 
     @property
     def strips_leading_space(self) -> bool:
-        """Whether a space at the very beginning of a text is dropped by `decode`."""
+        """Whether `decode` drops a space at the start of a text."""
         return self._byte_decoder.strip_leading_space
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`; special tokens written in it become their ids.
+        """Ids of `text`; special tokens in it become their ids. Releases the GIL.
 
-        add_special_tokens  put around it what tokenizer.json's post-processor says (as transformers 5 does;
-                            `add_bos_token` of tokenizer_config.json does not count beside it)
-
-        Safe in a thread, and lets others run meanwhile.
+        add_special_tokens  apply tokenizer.json's post-processor; as in transformers 5, `add_bos_token` of
+                            tokenizer_config.json is ignored
         """
         _check_unicode(text)
-        # Of the two, encode_batch is the one that releases the interpreter's lock.
-        with translate_errors(_encode_error):
+        with translate_errors(_encode_error):  # encode_batch releases the GIL, encode does not
             ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def encode_truncated(
         self, text: str, pair: str | None, max_tokens: int | None, add_special_tokens: bool = True
     ) -> tuple[list[int], list[int]]:
-        """Ids and type ids of a text, or of a pair of texts, as encoders want them.
+        """Ids and type ids of a text or a pair of texts, for encoder models.
 
-        max_tokens  cut at the end to so many, special tokens not among what is cut; of a pair the longer text first
-
-        Safe in a thread, as `encode`. Raises InvalidRequest, also where special tokens alone are too many.
+        max_tokens  limit with special tokens, which are kept; of a pair, the longer text is cut first
+        Raises InvalidRequest, also if special tokens alone exceed the limit.
         """
         for part in (text, pair or ""):
             _check_unicode(part)
@@ -250,7 +222,7 @@ class Tokenizer:
             return self._encode_truncated(text, pair, max_tokens, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`. Bytes that are no UTF-8 become U+FFFD; ids that no token has are skipped."""
+        """Text of `ids`. Invalid UTF-8 becomes U+FFFD; unassigned ids are skipped."""
         raw = b"".join(
             self.token_bytes(i) for i in ids if not (skip_special_tokens and i in self._special_ids)
         )
@@ -259,7 +231,7 @@ class Tokenizer:
         return raw.decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token; empty if no token has the id."""
+        """The bytes of one token; empty for an unassigned id."""
         known = self._bytes_by_id.get(token_id)
         if known is None:
             token = self._backend.id_to_token(token_id)
@@ -269,16 +241,16 @@ class Tokenizer:
         return known
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token alone, U+FFFD for what is only part of a character."""
+        """The text of one token, U+FFFD for part of a character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it, or None."""
+        """The token in the vocabulary's spelling, or None."""
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary spells it, or None."""
+        """The id of a token in the vocabulary's spelling, or None."""
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
@@ -286,42 +258,42 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def vocabulary(self) -> Vocabulary:
-        """What every token spells."""
+        """The bytes of all tokens."""
         tokens = tuple(self.token_bytes(token_id) for token_id in range(self.vocab_size))
         return Vocabulary(tokens, tuple(sorted(self._special_ids)), self.eos_token_ids)
 
     def token_search(self) -> TokenSearch:
-        """To find the tokens that have a text in them; made once."""
+        """Substring search over the tokens; cached."""
         if self._token_search is None:
             self._token_search = TokenSearch(self.vocabulary().tokens)
         return self._token_search
 
     def unassigned_ids(self, model_vocab_size: int) -> tuple[int, ...]:
-        """Ids below the model's vocabulary that no token has: rows of padding, never to be sampled."""
+        """Ids of the model's vocabulary without a token: padding, never sampled."""
         used = set(self._backend.get_vocab(with_added_tokens=True).values())
         return tuple(token_id for token_id in range(model_vocab_size) if token_id not in used)
 
     def diff(self, other: Tokenizer, allow_extra_special: bool = False) -> str | None:
-        """The first id that means something else in `other`, in words; None if the tokenizers agree.
+        """The first id with another token in `other`, as text; None if the vocabularies are equal.
 
-        What is a special token may differ: a GGUF file calls some so that tokenizer.json does not.
-        extra_special  special tokens for which `other` has none are no difference
+        Whether a token is special may differ: GGUF files mark more of them than tokenizer.json.
+        allow_extra_special  ignore special tokens that `other` lacks
         """
         for token_id in range(max(self.vocab_size, other.vocab_size)):
             here, there = self.id_to_token(token_id), other.id_to_token(token_id)
             if here != there and not (allow_extra_special and there is None and self.is_special(token_id)):
-                return f"id {token_id} is {_describe_token(here)} in the one and {_describe_token(there)} in the other"
+                first, second = ("no token" if token is None else repr(token) for token in (here, there))
+                return f"id {token_id} is {first} in the one and {second} in the other"
         return None
 
     def _encode_truncated(
         self, text: str, pair: str | None, max_tokens: int | None, add_special_tokens: bool
     ) -> tuple[list[int], list[int]]:
-        """See `encode_cut`."""
-        whole = self._backend.encode_batch(
+        encoded = self._backend.encode_batch(
             [text if pair is None else (text, pair)], add_special_tokens=add_special_tokens
         )[0]
-        if max_tokens is None or len(whole.ids) <= max_tokens:
-            return whole.ids, whole.type_ids
+        if max_tokens is None or len(encoded.ids) <= max_tokens:
+            return encoded.ids, encoded.type_ids
         encodings = self._backend.encode_batch(
             [text] if pair is None else [text, pair], add_special_tokens=False
         )
@@ -339,17 +311,10 @@ class Tokenizer:
         )
         return cut.ids, cut.type_ids
 
-    def _find_eos_token_ids(self, files: TokenizerFiles) -> tuple[int, ...]:
-        ids = list(files.eos_token_ids)
-        named = self.token_to_id(files.special_tokens.get("eos_token", ""))
-        if named is not None and named not in ids:
-            ids.append(named)
-        return tuple(ids)
-
 
 @contextmanager
 def translate_errors(make_error: Callable[[str], ForewordError]) -> Iterator[None]:
-    """What the tokenizers library raises, a bare Exception or a panic, becomes what `as_ours` makes of its words."""
+    """Turn an Exception or panic of the tokenizers library into make_error(its message)."""
     try:
         yield
     except ForewordError:
@@ -361,7 +326,7 @@ def translate_errors(make_error: Callable[[str], ForewordError]) -> Iterator[Non
 
 
 def _encode_error(_: str) -> ForewordError:
-    """What the library says may quote the text, and this error is logged."""
+    """Without the library's message, which may quote the text: this error is logged."""
     return RequestFailed("the tokenizer fails on this text")
 
 
@@ -375,7 +340,7 @@ def _check_unicode(text: str) -> None:
 
 
 def _truncated_lengths(lengths: Sequence[int], max_tokens: int) -> list[int]:
-    """What is left of one or two texts that do not fit into `room` tokens: the shorter one stays whole if half is enough."""
+    """Lengths of one or two texts in `max_tokens`: a shorter one of up to half of them is not cut."""
     if len(lengths) == 1:
         return [max_tokens]
     short = min(lengths)
@@ -386,12 +351,8 @@ def _truncated_lengths(lengths: Sequence[int], max_tokens: int) -> list[int]:
     return [short, long] if lengths[0] <= lengths[1] else [long, short]
 
 
-def _describe_token(token: str | None) -> str:
-    return "no token" if token is None else repr(token)
-
-
 def _add_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-    """Add what tokenizer_config.json knows and tokenizer.json lacks, in the order in which transformers does."""
+    """Add tokens that only tokenizer_config.json has, in the order of transformers."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     named = set(files.special_tokens.values())
     for _, properties in sorted(files.added_tokens.items()):

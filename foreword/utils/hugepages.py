@@ -1,4 +1,4 @@
-"""Memory for what is large and stays: weights and the KV cache."""
+"""Huge pages for weights and the KV cache."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ ALIGNMENT = 64
 
 
 class HugePages:
-    """Zeros that are given out piece by piece; a chunk is freed when its last piece goes.
+    """Allocates zeroed tensors from chunks of huge pages, which spare TLB misses.
 
-    A processor remembers the addresses of few pages, so what is read all over should lie in large ones. One of them
-    serves many small pieces; those that nobody touched take no memory.
+    A chunk is freed with its last tensor; untouched pages take no memory.
     """
 
     def __init__(self) -> None:
@@ -35,10 +34,9 @@ class HugePages:
 
 def _map_zeros(num_bytes: int) -> Tensor:
     """uint8 zeros, aligned to a huge page."""
-    memory = mmap.mmap(
-        -1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )  # shared memory has none
+    # Private, since shared memory has no transparent huge pages.
+    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return whole[-whole.data_ptr() % HUGE_PAGE_BYTES :][:num_bytes]
+    data = torch.frombuffer(memory, dtype=torch.uint8)
+    return data[-data.data_ptr() % HUGE_PAGE_BYTES :][:num_bytes]

@@ -1,4 +1,4 @@
-"""Log lines that quote nobody: a traceback tells where it went wrong, and not with what."""
+"""Log setup: tracebacks without exception messages, which may quote requests."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from typing import TypeAlias
 
 __all__ = ["RedactingFormatter", "set_up_logging"]
 
-ExcInfo: TypeAlias = (
-    tuple[type[BaseException], BaseException, TracebackType | None]
-    | tuple[None, None, None]  # as of sys.exc_info()
-)
+# As of sys.exc_info().
+ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
 class RedactingFormatter(logging.Formatter):
-    """Leaves out what exceptions say: it may quote a prompt, an answer or a key."""
+    """Omits exception messages: they may quote a prompt, an answer or a key."""
 
     def format(self, record: logging.LogRecord) -> str:
-        record.exc_text = None  # another handler's, which may say more; nor is ours for others
+        record.exc_text = None  # cached by another handler, unredacted
         text = super().format(record)
         record.exc_text = None
         return text
 
     def formatException(self, ei: ExcInfo) -> str:
         lines = [
-            "Traceback (what the errors say is left out: it may quote requests; --log-level debug shows it):\n"
+            "Traceback (error messages are omitted, they may quote requests; --log-level debug shows them):\n"
         ]
         error = ei[1]
         while error is not None:
@@ -38,7 +36,7 @@ class RedactingFormatter(logging.Formatter):
 
 
 def set_up_logging(level: str, line_format: str) -> None:
-    """Lines of that form on stderr; on level debug whatever helps, below it nothing that requests or answers say."""
+    """Log to stderr; only level debug shows exception messages."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         logging.Formatter(line_format) if level.lower() == "debug" else RedactingFormatter(line_format)

@@ -1,4 +1,4 @@
-"""The benchmarks end to end on a tiny model: a table, one JSON line, equal answers. Never a figure that is too good."""
+"""`foreword bench latency|throughput|serve` on a tiny model: a table, one JSON line, equal answers."""
 
 import json
 import math
@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from foreword.bench import latency as bench_startup
-from foreword.bench import latency as bench_step
+from foreword.bench import latency
 from foreword.bench.common import PromptExample
 from foreword.bench.latency import ModeSamples, figures_by_category
 from foreword.cli.main import main
@@ -18,24 +17,14 @@ PROMPTS = [{"kind": "a", "prompt": "the thing in the thing"}, {"kind": "b", "pro
 
 
 @pytest.fixture(scope="module")
-def common(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags for a model that costs nothing."""
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of a tiny model and a short run."""
     folder = tmp_path_factory.mktemp("bench")
     model = write_checkpoint(folder / "tiny")
     prompts = folder / "prompts.jsonl"
     prompts.write_text("\n".join(map(json.dumps, PROMPTS)))
-    return [
-        "--model",
-        str(model),
-        "--prompts",
-        str(prompts),
-        "--max-tokens",
-        "6",
-        "--rounds",
-        "1",
-        "--kv-cache-memory",
-        "8000tokens",
-    ]
+    sizes = ["--max-tokens", "6", "--rounds", "1", "--kv-cache-memory", "8000tokens"]
+    return ["--model", str(model), "--prompts", str(prompts), *sizes]
 
 
 def bench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
@@ -45,13 +34,12 @@ def bench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[st
     return code, json.loads(lines[-1], parse_constant=pytest.fail)
 
 
-def test_latency(
-    common: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_bench_latency_gives_equal_answers_and_overhead(
+    flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_step, "STEPS", 3)
-    code, result = bench(capsys, "latency", "--skip-startup", *common)
-    assert code == 0
-    assert result["equal"] is True
+    monkeypatch.setattr(latency, "STEPS", 3)
+    code, result = bench(capsys, "latency", "--skip-startup", *flags)
+    assert (code, result["equal"]) == (0, True)
     assert set(result["kinds"]) == {"a", "b"}
     assert set(result["kinds"]["a"]) == {"off", "auto"}
     assert result["kinds"]["a"]["off"]["ratio"] == 1.0
@@ -60,52 +48,41 @@ def test_latency(
     assert result["step_overhead_us"]["64"]["total"] > 0
 
 
-def test_throughput(common: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    code, result = bench(capsys, "throughput", "--num-requests", "6", "--concurrency", "3", *common)
-    assert code == 0
-    assert result["equal"] is True
+def test_bench_throughput_gives_equal_answers(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, result = bench(capsys, "throughput", "--num-requests", "6", "--concurrency", "3", *flags)
+    assert (code, result["equal"]) == (0, True)
     assert set(result["modes"]) == {"off", "auto"}
     assert 0 < result["tokens"] <= 36
 
 
-def test_serve(common: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    code, result = bench(capsys, "serve", "--num-requests", "6", "--concurrency", "3", *common)
-    assert code == 0
-    assert (result["answered_all"], result["equal"]) == (True, True)
+def test_bench_serve_gives_equal_answers(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, result = bench(capsys, "serve", "--num-requests", "6", "--concurrency", "3", *flags)
+    assert (code, result["answered_all"], result["equal"]) == (0, True, True)
     assert result["modes"]["auto"]["e2e_ms"]["p50"] > 0
 
 
-def test_start_up(common: list[str]) -> None:
-    spans = bench_startup.measure_startup_s(Config(model=common[1], kv_cache_memory="8000tokens"))
-    assert spans["total"] == pytest.approx(spans["until ready"] + spans["first token"])
-    assert 0 <= spans["engine: weights"] < spans["until ready"]
+def test_startup_stages_add_up(flags: list[str]) -> None:
+    seconds = latency.measure_startup_s(Config(model=flags[1], kv_cache_memory="8000tokens"))
+    assert seconds["total"] == pytest.approx(seconds["until ready"] + seconds["first token"])
+    assert 0 <= seconds["engine: weights"] < seconds["until ready"]
 
 
-def test_figures_by_kind_are_of_the_same_prompts() -> None:
-    plain, fast = (
-        ModeSamples(seconds=[2.0, 4.0], tokens=12),
-        ModeSamples(seconds=[1.0, 2.0], tokens=12, drafted=8, accepted=6.0),
-    )
-    fast.verify_steps, fast.emitted = 4, 10.0
+def test_latency_ratio_compares_the_same_prompts() -> None:
+    plain = ModeSamples(seconds=[2.0, 4.0], tokens=12)
+    fast = ModeSamples([1.0, 2.0], tokens=12, drafted=8, accepted=6.0, verify_steps=4, emitted=10.0)
+    drafts = {"acceptance": 0.75, "mean_acceptance_length": 2.5}
     assert figures_by_category({"edit": {"off": plain, "ngram": fast}}, ("off", "ngram")) == {
         "edit": {
             "off": {"tokens_per_second": 2.0, "ratio": 1.0},
-            "ngram": {
-                "tokens_per_second": 4.0,
-                "ratio": 2.0,
-                "acceptance": 0.75,
-                "mean_acceptance_length": 2.5,
-            },
+            "ngram": {"tokens_per_second": 4.0, "ratio": 2.0, **drafts},
         }
     }
 
 
-def test_step_overhead_leaves_the_forward_pass_out(
-    common: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_step, "STEPS", 3)
-    config = Config(model=common[1], kv_cache_memory="8000tokens")
-    spans = bench_step.measure_step_overhead(config, [PromptExample("a", "the thing")], 2)
-    assert "forward" not in spans
-    assert all(math.isfinite(span) and span >= 0 for span in spans.values())
-    assert spans["total"] >= max(span for stage, span in spans.items() if stage != "total") / 2
+def test_step_overhead_excludes_the_forward_pass(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "STEPS", 3)
+    config = Config(model=flags[1], kv_cache_memory="8000tokens")
+    stages = latency.measure_step_overhead(config, [PromptExample("a", "the thing")], 2)
+    assert "forward" not in stages
+    assert all(math.isfinite(us) and us >= 0 for us in stages.values())
+    assert stages["total"] >= max(us for stage, us in stages.items() if stage != "total") / 2

@@ -1,4 +1,4 @@
-"""The load generator against a server that is made up: what it counts, and what it does not forgive."""
+"""The load generator of `foreword bench serve` against a fake server."""
 
 import argparse
 import asyncio
@@ -20,23 +20,24 @@ def chunk(text: str = "", reason: str | None = None, usage: int | None = None) -
 
 
 def sse(*chunks: dict[str, Any]) -> httpx.Response:
-    return httpx.Response(
-        200, text="".join(f"data: {json.dumps(one)}\n\n" for one in chunks) + "data: [DONE]\n\n"
-    )
+    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+    return httpx.Response(200, text="".join(lines) + "data: [DONE]\n\n")
 
 
-async def one_call(response: httpx.Response) -> ClientResult:
-    async with httpx.AsyncClient(
-        base_url="http://box", transport=httpx.MockTransport(lambda _: response)
-    ) as http:
+def client(handler: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url="http://box", transport=httpx.MockTransport(handler))
+
+
+async def send_one(response: httpx.Response) -> ClientResult:
+    async with client(lambda _: response) as http:
         return (await measure_repetition(http, [BODY], 1)).results[0]
 
 
-async def test_a_full_answer() -> None:
-    call = await one_call(sse(chunk("ab"), chunk("c"), chunk(reason="stop"), chunk(usage=5)))
-    assert (call.text, call.num_tokens, call.error) == ("abc", 5, None)
-    assert call.ttft_s is not None and len(call.inter_token_s) == 1
-    assert 0 < call.ttft_s <= call.total_s
+async def test_complete_answer_is_counted() -> None:
+    result = await send_one(sse(chunk("ab"), chunk("c"), chunk(reason="stop"), chunk(usage=5)))
+    assert (result.text, result.num_tokens, result.error) == ("abc", 5, None)
+    assert result.ttft_s is not None and len(result.inter_token_s) == 1
+    assert 0 < result.ttft_s <= result.total_s
 
 
 @pytest.mark.parametrize(
@@ -47,38 +48,36 @@ async def test_a_full_answer() -> None:
         (sse({"error": {"message": "engine died"}}), "engine died"),
     ],
 )
-async def test_what_is_not_an_answer(response: httpx.Response, part: str) -> None:
-    assert part in str((await one_call(response)).error)
+async def test_incomplete_answer_is_an_error(response: httpx.Response, part: str) -> None:
+    assert part in str((await send_one(response)).error)
 
 
-async def test_no_more_at_once_than_asked_for() -> None:
-    open_now, most = 0, 0
+async def test_concurrency_is_bounded() -> None:
+    running, most = 0, 0
 
     async def handler(request: httpx.Request) -> httpx.Response:
-        nonlocal open_now, most
-        open_now += 1
-        most = max(most, open_now)
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
         await asyncio.sleep(0.001)
-        open_now -= 1
+        running -= 1
         return sse(chunk("a", "stop"))
 
-    async with httpx.AsyncClient(base_url="http://box", transport=httpx.MockTransport(handler)) as http:
-        got = await measure_repetition(http, [BODY] * 9, 3)
-    assert len(got.results) == 9
-    assert most == 3
+    async with client(handler) as http:
+        repetition = await measure_repetition(http, [BODY] * 9, 3)
+    assert (len(repetition.results), most) == (9, 3)
 
 
-def round_of(*texts: str, seconds: float = 1.0, error: str | None = None) -> ServeRepetition:
+def repetition_of(*texts: str, seconds: float = 1.0, error: str | None = None) -> ServeRepetition:
     return ServeRepetition(tuple(ClientResult(text, 10, 0.1, [0.01], 0.5, error) for text in texts), seconds)
 
 
-def test_summary() -> None:
-    got = summary({"off": [round_of("a", "b", seconds=2.0)], "auto": [round_of("a", "b", seconds=1.0)]}, ARGS)
-    assert (got["answered_all"], got["equal"], got["throughput_ratio"]) == (True, True, 2.0)
-    assert got["modes"]["auto"]["tokens_per_second"] == 20.0
-    assert got["modes"]["off"]["ttft_ms"] == {"p50": 100.0, "p90": 100.0, "p99": 100.0}
-
-
-def test_a_different_text_or_a_missing_answer_is_noticed() -> None:
-    assert not summary({"off": [round_of("a", "b")], "auto": [round_of("a", "c")]}, ARGS)["equal"]
-    assert not summary({"off": [round_of("a")], "auto": [round_of("a", error="503")]}, ARGS)["answered_all"]
+def test_summary_compares_throughput_and_texts() -> None:
+    plain, fast = repetition_of("a", "b", seconds=2.0), repetition_of("a", "b", seconds=1.0)
+    result = summary({"off": [plain], "auto": [fast]}, ARGS)
+    assert (result["answered_all"], result["equal"], result["throughput_ratio"]) == (True, True, 2.0)
+    assert result["modes"]["auto"]["tokens_per_second"] == 20.0
+    assert result["modes"]["off"]["ttft_ms"] == {"p50": 100.0, "p90": 100.0, "p99": 100.0}
+    assert not summary({"off": [plain], "auto": [repetition_of("a", "c")]}, ARGS)["equal"]
+    failed = repetition_of("a", "b", error="503")
+    assert not summary({"off": [plain], "auto": [failed]}, ARGS)["answered_all"]

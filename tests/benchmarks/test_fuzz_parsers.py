@@ -1,4 +1,4 @@
-"""Some hundred inputs for each parser; and that what a parser must not do is found, made short and told."""
+"""Some hundred inputs for each parser, and the detection of every kind of finding."""
 
 import json
 import os
@@ -28,7 +28,7 @@ INPUTS = 120
 
 
 @pytest.mark.parametrize("name", sorted(set(TARGETS) - {SLOW}))
-def test_nothing_but_success_or_refusal(name: str, tmp_path: Path) -> None:
+def test_parser_accepts_or_refuses_every_input(name: str, tmp_path: Path) -> None:
     target = TARGETS[name]()
     report, lines = fuzz(target, INPUTS, 7, tmp_path)
     target.close()
@@ -44,21 +44,21 @@ def found(run: Callable[[bytes, Path], None], tmp_path: Path) -> dict[str, bytes
     return fuzz(planted(run), 400, 1, tmp_path)[0].findings
 
 
-def test_a_refusal_is_none(tmp_path: Path) -> None:
+def test_refusal_is_no_finding(tmp_path: Path) -> None:
     def run(data: bytes, folder: Path) -> None:
         raise CheckpointError("in words")
 
     assert found(run, tmp_path) == {}
 
 
-def test_a_refusal_without_words_is_one(tmp_path: Path) -> None:
+def test_refusal_without_a_message_is_a_finding(tmp_path: Path) -> None:
     def run(data: bytes, folder: Path) -> None:
         raise CheckpointError("")
 
-    assert list(found(run, tmp_path)) == ["CheckpointError without words"]
+    assert list(found(run, tmp_path)) == ["CheckpointError without a message"]
 
 
-def test_another_error_is_found_and_its_input_made_short(tmp_path: Path) -> None:
+def test_undocumented_error_is_found_and_shortened(tmp_path: Path) -> None:
     def run(data: bytes, folder: Path) -> None:
         if b"(" in data:
             raise KeyError("x")
@@ -67,14 +67,14 @@ def test_another_error_is_found_and_its_input_made_short(tmp_path: Path) -> None
     assert [what.partition(" at")[0] for what in findings] == ["KeyError"] and [*findings.values()] == [b"("]
 
 
-def test_an_error_that_nobody_catches_is_found(tmp_path: Path) -> None:
+def test_base_exception_is_a_finding(tmp_path: Path) -> None:
     def run(data: bytes, folder: Path) -> None:
         raise SystemExit(3)
 
     assert next(iter(found(run, tmp_path))).startswith("SystemExit")
 
 
-def test_what_does_not_end_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_input_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(data: bytes, folder: Path) -> None:
         while data == b"a":
             pass
@@ -83,7 +83,7 @@ def test_what_does_not_end_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert next(iter(found(run, tmp_path))).startswith("more than")
 
 
-def test_new_lines_are_kept(tmp_path: Path) -> None:
+def test_inputs_that_reach_new_lines_are_kept(tmp_path: Path) -> None:
     def run(data: bytes, folder: Path) -> None:
         if b"\x00" in data:
             CheckpointError("x")  # a line of errors.py
@@ -92,9 +92,7 @@ def test_new_lines_are_kept(tmp_path: Path) -> None:
     assert report.kept == 1 and lines.seen
 
 
-def test_a_process_that_ends_is_a_finding_with_its_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crashed_process_is_a_finding_with_its_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(
         "import os, sys\n"
@@ -109,13 +107,13 @@ def test_a_process_that_ends_is_a_finding_with_its_input(
     assert (tmp_path / "found" / "any-0").read_bytes() == b"("
 
 
-def test_memory_that_grows_is_told() -> None:
+def test_growing_memory_is_a_finding() -> None:
     assert ParserTally(memory=(100 << 20, 200 << 20, 201 << 20)).growth == 1.0, "little"
     assert ParserTally(memory=(100 << 20, 200 << 20, 300 << 20)).growth == 1.5
 
 
 @pytest.mark.parametrize("change", [change_bytes, change_json, change_lines, change_safetensors])
-def test_changes_of_anything(change: Callable[[Random, bytes, bytes], bytes]) -> None:
+def test_mutations_accept_any_input(change: Callable[[Random, bytes, bytes], bytes]) -> None:
     random, inputs = (
         Random(3),
         [b"", b"{", b"[]", b'{"a": [1, {"b": null}]}', b"x\n{}", (2).to_bytes(8, "little") + b"{}ab"],
@@ -126,7 +124,7 @@ def test_changes_of_anything(change: Callable[[Random, bytes, bytes], bytes]) ->
         inputs.append(data[:200])
 
 
-def test_changed_json_is_json_most_of_the_time() -> None:
+def test_mutated_json_is_mostly_valid() -> None:
     random, sound, taken = Random(5), b'{"a": [1, {"b": null}], "c": "d"}', 0
     for _ in range(500):
         try:
@@ -137,7 +135,7 @@ def test_changed_json_is_json_most_of_the_time() -> None:
     assert 300 < taken < 500
 
 
-def test_shrinking_ends_with_the_time() -> None:
+def test_shrink_stops_at_its_time_limit() -> None:
     def fails(data: bytes) -> bool:
         time.sleep(0.01)
         return True

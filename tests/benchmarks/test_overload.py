@@ -1,4 +1,4 @@
-"""What the overload bench demands, on findings that are made up; and its clients against a server that is made up."""
+"""Verdicts of the overload benchmark on fake findings; its clients against a fake server."""
 
 import asyncio
 from collections import Counter
@@ -27,7 +27,7 @@ def good() -> OverloadFindings:
     )
 
 
-def test_all_is_well() -> None:
+def test_good_findings_pass_every_verdict() -> None:
     assert all(holds for holds, _ in verdicts(good(), 10, 10.0, 10.0).values())
 
 
@@ -42,14 +42,14 @@ def test_all_is_well() -> None:
         ("memory flat", {"readings": [SoakReading(size, 0, 0) for size in (50, 90, 100, 100, 106, 107)]}),
     ],
 )
-def test_what_fails(name: str, changed: dict[str, object]) -> None:
+def test_bad_figure_fails_its_verdict(name: str, changed: dict[str, object]) -> None:
     found = good()
     for key, value in changed.items():
         setattr(found, key, value)
     assert [check for check, (holds, _) in verdicts(found, 10, 10.0, 10.0).items() if not holds] == [name]
 
 
-def test_memory_of_this_process() -> None:
+def test_proportional_bytes_of_this_process() -> None:
     assert proportional_bytes(1 << 30) == 0
 
 
@@ -71,7 +71,7 @@ def streamed(*pieces: bytes) -> bytes:
 
 
 async def asked(*replies: bytes) -> OverloadFindings:
-    """What a client finds that gets these replies in turn, each for one request."""
+    """Findings of a client that gets these replies in turn, one for each request."""
     left = list(replies)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -100,12 +100,12 @@ async def asked(*replies: bytes) -> OverloadFindings:
 EVENT = b'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": %s}]}\n\n'
 
 
-async def test_a_stream_is_answered() -> None:
+async def test_complete_stream_is_answered() -> None:
     found = await asked(streamed(EVENT % b"null", EVENT % b'"stop"'), streamed(EVENT % b'"length"'))
     assert (found.answered, found.refused, len(found.first_s)) == (2, 0, 2) and not sum(found.wrong.values())
 
 
-async def test_a_refusal_says_when_to_come_again() -> None:
+async def test_refusal_has_retry_after() -> None:
     found = await asked(
         response("429 Too Many", b"{}", "Retry-After: 1\r\n"), response("429 Too Many", b"{}")
     )
@@ -122,12 +122,12 @@ async def test_a_refusal_says_when_to_come_again() -> None:
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "ValueError"),
     ],
 )
-async def test_what_is_wrong(reply: bytes, complaint: str) -> None:
+async def test_invalid_reply_is_a_failure(reply: bytes, complaint: str) -> None:
     found = await asked(reply)
     assert found.answered == 0 and any(complaint in what for what in found.wrong)
 
 
-async def test_nobody_there() -> None:
+async def test_unreachable_server_is_a_failure() -> None:
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     server.close()

@@ -1,4 +1,4 @@
-"""The parts of benchmarks/peers.py that need no other engine: they must not rot between two runs of it."""
+"""Parts of benchmarks/peers.py that need no other engine."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ serve(Echo())
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package, for a script in another folder, also where it is not installed."""
+    """PYTHONPATH of the package, for a script in another folder."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
@@ -56,7 +56,7 @@ def foreword(checkpoint: Path, log: Path) -> Iterator[Worker]:
     worker.close()
 
 
-def test_the_script_starts() -> None:
+def test_peers_script_starts() -> None:
     done = subprocess.run(
         [sys.executable, SCRIPTS / "peers.py", "--help"], capture_output=True, text=True, timeout=60
     )
@@ -64,7 +64,7 @@ def test_the_script_starts() -> None:
     assert "llama.cpp" in done.stdout
 
 
-def test_answers_of_a_random_checkpoint_have_the_length_asked_for(checkpoint: Path) -> None:
+def test_random_checkpoint_answers_have_the_requested_length(checkpoint: Path) -> None:
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=20)
     llm = LLM(str(checkpoint), threads=1, kv_cache_memory="1000tokens")
     (answer,) = llm.generate(["some text"], params)
@@ -72,17 +72,17 @@ def test_answers_of_a_random_checkpoint_have_the_length_asked_for(checkpoint: Pa
     assert llm.tokenizer.vocab_size == MODELS["tiny"].vocab
 
 
-def test_weights_of_the_layers() -> None:
+def test_layer_weights_exclude_the_embedding() -> None:
     assert MODELS["qwen2.5-0.5b"].layer_weights() == 24 * (896 * (896 + 2 * 128) + 896 * 896 + 3 * 896 * 4864)
 
 
-def test_a_checkpoint_that_is_there_is_left_alone(checkpoint: Path) -> None:
+def test_existing_checkpoint_is_kept(checkpoint: Path) -> None:
     before = (checkpoint / "model.safetensors").stat().st_mtime_ns
     write_checkpoint(MODELS["tiny"], checkpoint)
     assert (checkpoint / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_a_worker_answers_whatever_its_libraries_print(tmp_path: Path, log: Path) -> None:
+def test_worker_answers_despite_library_output(tmp_path: Path, log: Path) -> None:
     script = tmp_path / "echo.py"
     script.write_text(ECHO)
     worker = Worker(sys.executable, script, log)
@@ -95,7 +95,7 @@ def test_a_worker_answers_whatever_its_libraries_print(tmp_path: Path, log: Path
     assert "what a library prints" in log.read_text()
 
 
-def test_foreword_is_measured(foreword: Worker) -> None:
+def test_foreword_peer_is_measured(foreword: Worker) -> None:
     decoded = foreword("decode", prompt=[1, 2, 3], tokens=4)
     assert 0 < decoded["forward"] < decoded["seconds"]
     assert foreword("prompt", ids=list(range(40)))["seconds"] > 0

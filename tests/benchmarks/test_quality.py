@@ -1,4 +1,4 @@
-"""benchmarks/quality.py end to end, with few samples."""
+"""benchmarks/quality.py end to end with few samples."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ import torch
 from benchmarks import quality
 
 
-def test_figures_of_every_mode(
+def test_quality_reports_every_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
@@ -25,7 +25,7 @@ def test_figures_of_every_mode(
         "reference",
     ]
     monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(quality, "POOLING_MODES", (quality.FLOAT32_MODE, quality.MODES[1], quality.MODES[-1]))
+    monkeypatch.setattr(quality, "MODES", (quality.FLOAT32_MODE, quality.MODES[1], quality.MODES[-1]))
     monkeypatch.setattr(quality.corpus, "KINDS", {"faq": quality.corpus.KINDS["faq"]})
     assert quality.main() == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -34,7 +34,7 @@ def test_figures_of_every_mode(
     assert result["logits"]["bfloat16"]["relative_rms"] < 0.02 < result["logits"]["int4"]["relative_rms"]
 
 
-def test_errors_are_relative_to_the_spread() -> None:
+def test_logit_errors_are_relative_to_the_spread() -> None:
     exact = torch.tensor([[1.0, 3.0], [2.0, 0.0]], dtype=torch.double)
     shifted = quality._error(exact + 1, exact)
     assert shifted["relative_rms"] == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""What the soak demands, on readings that are made up; its traffic; and that both scripts start."""
+"""Verdicts of the soak benchmark on fake readings, its traffic, and the start of the scripts."""
 
 import itertools
 import os
@@ -36,7 +36,7 @@ def good() -> SoakFindings:
     return SoakFindings(answered=9, compared=3, readings=readings([50, 90, 100, 100, 100, 101], [0.5] * 6))
 
 
-def test_all_is_well() -> None:
+def test_good_findings_pass_every_verdict() -> None:
     assert all(holds for holds, _ in verdicts(good()).values())
 
 
@@ -51,19 +51,19 @@ def test_all_is_well() -> None:
         ("acceptance not decaying", {"readings": [SoakReading(100, 0, 0)] * 6}),
     ],
 )
-def test_what_fails(name: str, changed: dict[str, object]) -> None:
+def test_bad_figure_fails_its_verdict(name: str, changed: dict[str, object]) -> None:
     found = good()
     for key, value in changed.items():
         setattr(found, key, found.errors + type(found.errors)(value) if key == "errors" else value)
     assert [check for check, (holds, _) in verdicts(found).items() if not holds] == [name]
 
 
-def test_too_short_is_not_flat() -> None:
+def test_short_run_has_no_memory_verdict() -> None:
     assert memory_growth([]) is None and acceptance_change([]) is None
     assert not verdicts(SoakFindings(answered=1, compared=1))["memory flat"][0]
 
 
-def test_memory_of_a_process_and_all_below_it() -> None:
+def test_resident_bytes_include_child_processes() -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
         while resident_bytes(child.pid) < 12 << 20:
@@ -89,7 +89,7 @@ def test_traffic_is_mixed() -> None:
 
 
 @pytest.mark.parametrize("script", ["soak.py", "speculate_peers.py"])
-def test_the_scripts_start(script: str) -> None:
+def test_benchmark_scripts_start(script: str) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / script, "--help"], capture_output=True, timeout=60, env=environ

@@ -1,4 +1,4 @@
-"""The bench of conforming answers, in small."""
+"""benchmarks/structured.py with few schemas."""
 
 import json
 
@@ -7,8 +7,8 @@ import pytest
 from benchmarks import structured
 
 
-def test_a_few_schemas(capsys: pytest.CaptureFixture[str]) -> None:
-    """Which of them the demo can end depends on its weights, and on the instruction set."""
+def test_structured_answers_conform(capsys: pytest.CaptureFixture[str]) -> None:
+    """The number of finished answers depends on the demo and on the instruction set."""
     code = structured.main(["--schemas", "4", "--tokens", "600"])
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     on, off = ((tally["finished"], tally["conforming"]) for tally in figures["tallies"])
@@ -16,7 +16,7 @@ def test_a_few_schemas(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == (0 if on[0] == 4 else 1)
 
 
-def test_what_does_not_conform_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nonconforming_answer_fails(capsys: pytest.CaptureFixture[str]) -> None:
     schema = {"title": "t", "type": "integer", "maximum": 5}
     assert structured.conforms(schema, "5")
     assert not structured.conforms(schema, "6") and not structured.conforms(schema, "5.")

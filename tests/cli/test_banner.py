@@ -1,4 +1,4 @@
-"""What a server says of itself."""
+"""Lines that `foreword serve` prints at start."""
 
 import json
 import shlex
@@ -25,18 +25,20 @@ RESOLVED = ResolvedConfig(
     device="cpu", dtype="bfloat16", weight_dtype="bfloat16", quantization=None, weight_format="bfloat16",
     kv_cache_dtype="bfloat16", cpu_isa="auto",
     threads=2, max_model_len=1024, max_num_seqs=64, max_num_batched_tokens=512, block_size=16,
-    num_blocks=256, kv_bytes=3 << 20, weight_bytes=9 << 20, prefix_caching=True, drafters=("ngram",), num_speculative_tokens=4,
+    num_blocks=256, kv_bytes=3 << 20, weight_bytes=9 << 20, prefix_caching=True,
+    drafters=("ngram",), num_speculative_tokens=4,
     draft_length="fixed", suffix_corpus_bytes=0, image_cache_bytes=0,
     prompt_lookup_min=2, prompt_lookup_max=4, fast_math=False, test_mode=False,
 )  # fmt: skip
 INFO = EngineInfo(
-    architecture="llama", parameters=4_800_000, vocab_size=2000, resolved=RESOLVED, fingerprint="fw_1", backend="reference",
+    architecture="llama", parameters=4_800_000, vocab_size=2000, resolved=RESOLVED,
+    fingerprint="fw_1", backend="reference",
     load_seconds={"import": 1.5, "weights": 0.25}, warnings=("mind the gap",),
 )  # fmt: skip
 URL = "http://127.0.0.1:8000"
 
 
-def test_the_curl_line_is_one_command_with_valid_json() -> None:
+def test_curl_line_is_one_command_with_valid_json() -> None:
     words = shlex.split(curl_line(URL, "it's a model", needs_key=False))
     assert words[:2] == ["curl", f"{URL}/v1/chat/completions"]
     body = json.loads(words[words.index("-d") + 1])
@@ -44,15 +46,16 @@ def test_the_curl_line_is_one_command_with_valid_json() -> None:
     assert body["messages"][0]["role"] == "user"
 
 
-def test_the_key_is_never_printed() -> None:
+def test_curl_line_never_prints_the_key() -> None:
     lines = banner_lines(Config(api_key="hush"), INFO, "demo", URL, 2.0)
     assert not any("hush" in line for line in lines)
     assert any("Authorization: Bearer $FOREWORD_API_KEY" in line for line in lines)
 
 
-def test_drafters_bound_and_the_way_out() -> None:
+def test_speculation_line_names_drafters_length_and_flag() -> None:
     assert speculation_line(INFO) == (
-        "speculation: ngram; whenever there is a guess, up to 4 tokens a request and step; turn off with --speculate off"
+        "speculation: ngram; whenever there is a guess, up to 4 tokens a request and step; "
+        "turn off with --speculate off"
     )
     several = replace(
         RESOLVED,
@@ -70,11 +73,11 @@ def test_drafters_bound_and_the_way_out() -> None:
     assert speculation_line(off) == "speculation: off; turn on with --speculate auto"
 
 
-def test_all_of_it() -> None:
+def test_banner_lines() -> None:
     lines = banner_lines(Config(), INFO, "demo", URL, 2.0)
     assert (
-        lines[0]
-        == "loaded: demo (llama, 4.8 M parameters, reference) in 2.00 s (start 0.25 s, import 1.50 s, weights 0.25 s)"
+        lines[0] == "loaded: demo (llama, 4.8 M parameters, reference) in 2.00 s "
+        "(start 0.25 s, import 1.50 s, weights 0.25 s)"
     )
     assert lines[1].startswith(
         "memory: weights 9.0 MiB in bfloat16, KV cache 3.0 MiB in bfloat16 for 4096 tokens; context 1024"
@@ -83,7 +86,7 @@ def test_all_of_it() -> None:
     assert lines[-1] == "warning: mind the gap"
 
 
-def test_stages_can_be_read_back() -> None:
+def test_loading_line_is_parsed() -> None:
     assert parse_loading_line(loading_line("demo", INFO, 2.0)) == {
         "start": 0.25,
         "import": 1.5,
@@ -96,7 +99,7 @@ def test_stages_can_be_read_back() -> None:
     ("host", "url"),
     [("127.0.0.1", URL), ("0.0.0.0", URL), ("::", "http://[::1]:8000"), ("box", "http://box:8000")],
 )
-def test_address(host: str, url: str) -> None:
+def test_local_url(host: str, url: str) -> None:
     assert local_url(host, 8000) == url
 
 
@@ -112,12 +115,12 @@ def test_model_name() -> None:
     ("host", "key", "warned"),
     [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("127.0.0.1", None, False), ("10.0.0.5", None, True)],
 )
-def test_an_open_door_is_said(host: str, key: str | None, warned: bool) -> None:
+def test_open_server_warns(host: str, key: str | None, warned: bool) -> None:
     lines = banner_lines(Config(host=host, api_key=key), INFO, "demo", URL, 2.0)
     assert any("--api-key" in line for line in lines) == warned
 
 
-def test_a_gpu_is_told_with_its_graphs() -> None:
+def test_device_line_names_gpu_and_graphs() -> None:
     seconds = {"weights": 4.0, "memory": 1.0, "graphs": 3.25}
     info = replace(
         INFO,

@@ -1,4 +1,4 @@
-"""A conversation without a terminal: what is sent, what is kept, what is shown."""
+"""`foreword chat` without a terminal: messages sent, kept and shown."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -19,17 +19,17 @@ PARAMS = SamplingParams()
 
 
 class Echo:
-    """Answers with the number of messages and the last one's text; the second word counts as guessed."""
+    """Answers with the number and the last text of the messages; the second word is a draft token."""
 
     name = "echo"
     speculation: str | None = "speculation: echo"
 
     def __init__(self) -> None:
-        self.asked: list[list[Message]] = []
+        self.prompts: list[list[Message]] = []
 
     def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[ChatPiece]:
         assert not isinstance(prompt, str)
-        self.asked.append(list(prompt))
+        self.prompts.append(list(prompt))
         if prompt[-1]["content"] == "long":
             raise ContextLengthExceeded("too long")
         yield ChatPiece(f"{len(prompt)} ")
@@ -52,10 +52,10 @@ def talk(
     return out.getvalue(), source
 
 
-def test_every_turn_carries_the_conversation() -> None:
+def test_each_turn_sends_the_conversation() -> None:
     shown, source = talk("one\n", "two\n")
     assert shown == "1 one\n3 two\n"
-    assert source.asked[1] == [
+    assert source.prompts[1] == [
         {"role": "user", "content": "one"},
         {"role": "assistant", "content": "1 one"},
         {"role": "user", "content": "two"},
@@ -67,10 +67,10 @@ def test_exit_empty_lines_and_clear() -> None:
         "one", "", "/clear", "two", "/exit", "three", system=[{"role": "system", "content": "s"}]
     )
     assert shown == "2 one\n2 two\n"
-    assert len(source.asked) == 2
+    assert len(source.prompts) == 2
 
 
-def test_pictures_are_shown_with_the_next_line(tmp_path: Path) -> None:
+def test_images_go_with_the_next_line(tmp_path: Path) -> None:
     (tmp_path / "a b.png").write_bytes(png())
     shown, source = talk(
         f"/image {tmp_path / 'a b.png'}",
@@ -81,42 +81,42 @@ def test_pictures_are_shown_with_the_next_line(tmp_path: Path) -> None:
         "three",
         images=[str(tmp_path / "a b.png")],
     )
-    first = source.asked[0][0]["content"]
+    first = source.prompts[0][0]["content"]
     assert [part["type"] for part in first] == ["image_url", "image_url", "text"] and first[2][
         "text"
     ] == "one"
-    assert source.asked[1][0]["content"] == first and source.asked[1][2]["content"] == "two"
+    assert source.prompts[1][0]["content"] == first and source.prompts[1][2]["content"] == "two"
     assert "--image nowhere.png: No such file or directory" in shown
-    assert [message["content"] for message in source.asked[2] if message["role"] == "user"] == [
+    assert [message["content"] for message in source.prompts[2] if message["role"] == "user"] == [
         first,
         "two",
         "three",
     ]
 
 
-def test_a_line_that_cannot_be_answered_is_forgotten() -> None:
+def test_failed_line_is_dropped() -> None:
     shown, source = talk("long", "one")
     assert shown == "too long (/clear starts anew)\n1 one\n"
-    assert source.asked[1] == [{"role": "user", "content": "one"}]
+    assert source.prompts[1] == [{"role": "user", "content": "one"}]
 
 
-def test_an_answer_that_was_ended_as_a_runaway_is_told() -> None:
+def test_ended_repetition_is_reported() -> None:
     shown, source = talk("loop", "one")
     assert (
         shown
         == "1 loop\n(the answer repeated itself and was ended; --on-runaway warn lets it go on)\n3 one\n"
     )
-    assert source.asked[1][1] == {"role": "assistant", "content": "1 loop"}
+    assert source.prompts[1][1] == {"role": "assistant", "content": "1 loop"}
 
 
-def test_markup_in_answers_is_text() -> None:
+def test_markup_in_answers_is_plain_text() -> None:
     assert "[red]x[/red]" in talk("[red]x[/red]")[0]
 
 
-def test_guessed_tokens_are_coloured_and_there_is_a_legend() -> None:
+def test_draft_tokens_are_coloured_with_a_legend() -> None:
     shown, _ = talk("one", color=True)
     assert "\x1b[32mone\x1b[0m" in shown
-    assert "\x1b[32mguessed right\x1b[0m" in shown
+    assert "\x1b[32maccepted draft tokens\x1b[0m" in shown
     assert "speculation: echo" in shown
     assert "\x1b" not in talk("one")[0]
 

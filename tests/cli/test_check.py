@@ -1,4 +1,4 @@
-"""`foreword check` on the bundled demo, and on what is wrong with other directories."""
+"""`foreword check` on the bundled demo and on invalid directories."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 
 def edited(tmp_path: Path, source: Path, file: str, **changes: object) -> str:
-    """A copy of a checkpoint without weights, one of its JSON files changed."""
+    """A copy of a checkpoint without weights, with one JSON file changed."""
     for path in source.iterdir():
         if path.suffix != ".safetensors":
             shutil.copy(path, tmp_path)
@@ -32,7 +32,7 @@ def edited(tmp_path: Path, source: Path, file: str, **changes: object) -> str:
     return str(tmp_path)
 
 
-def test_the_demo_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_fits(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = check(capsys, "demo", "--draft-model", "demo")
     assert code == 0
     assert "draft tokenizer: the same, token by token" in text
@@ -40,14 +40,14 @@ def test_the_demo_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any(line.startswith("no ") for line in text.splitlines())
 
 
-def test_an_architecture_that_is_not_supported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_architecture_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = check(capsys, edited(tmp_path, MODEL, "config.json", model_type="mamba"))
     assert code == 1
     assert "no   model:" in text
     assert "mamba" in text
 
 
-def test_another_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_tokenizer_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = json.loads((DRAFTER / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     a, b = sorted(vocab, key=vocab.get)[400:402]
@@ -59,29 +59,30 @@ def test_another_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "no   draft model: the draft model's tokenizer differs from the model's: id 400 is" in text
 
 
-def test_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_little_memory_fails(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = check(capsys, "demo", "--kv-cache-memory", "64tokens", "--max-model-len", "512")
     assert code == 1
     assert "no   memory: max_model_len 512 does not fit into a KV cache of 64 tokens" in text
 
 
-def test_a_context_cut_short_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shortened_context_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = check(capsys, "demo", "--kv-cache-memory", "128tokens")
     assert code == 0
     assert "note context: 128 of 1024 tokens" in text
 
 
-def test_what_a_picture_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_image_token_counts_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = check(capsys, str(write_vision_checkpoint(tmp_path, "llava_next")))
     assert code == 0
-    # 16 of the whole, and of four tiles, 8 x 8 features, the rows 1 to 6 and 2 to 5, each with a newline.
+    # 16 of the base image, and rows 1 to 6 and 2 to 5 of four 8 x 8 tiles, each with a newline.
     assert (
-        "ok   pictures: 26.7 k parameters see them; 640 x 480 is 70 tokens, 1920 x 1080 is 52 tokens" in text
+        "ok   images: 26.7 k parameters in the vision encoder; "
+        "640 x 480 is 70 tokens, 1920 x 1080 is 52 tokens" in text
     )
-    assert "pictures" not in check(capsys, "demo")[1]
+    assert "images" not in check(capsys, "demo")[1]
 
 
-def test_pictures_that_cannot_be_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_image_processor_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_vision_checkpoint(tmp_path)
     values = json.loads((path / "preprocessor_config.json").read_text(encoding="utf-8"))
     (path / "preprocessor_config.json").write_text(
@@ -89,10 +90,10 @@ def test_pictures_that_cannot_be_prepared(tmp_path: Path, capsys: pytest.Capture
     )
     code, text = check(capsys, str(path))
     assert code == 1
-    assert "no   pictures:" in text and "28 x 28 pixels of the model's tower" in text
+    assert "no   images:" in text and "must be the 28 pixels of the vision encoder" in text
 
 
-def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = write_checkpoint(
         tmp_path / "model", hidden_size=256, intermediate_size=256, num_attention_heads=8
     )
@@ -108,12 +109,12 @@ def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert check(capsys, str(other), "--gguf-dequantize")[0] == 0
 
 
-def test_no_such_directory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_directory_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "./nowhere"]) == 2
     assert "./nowhere" in capsys.readouterr().err
 
 
-def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpu_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def missing(config: Config) -> HardwareInfo:
         raise ConfigError("no NVIDIA GPU", "device")
 
@@ -123,17 +124,17 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 @pytest.mark.parametrize("reason", [None, "Triton is not installed"])
-def test_what_a_gpu_would_hold(
+def test_gpu_memory_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reason: str | None
 ) -> None:
-    """An old card, too: the estimate, float16 for bfloat16, and why Triton does not compute."""
+    """An old GPU: the estimate, float16 for bfloat16, and the reason against Triton."""
     gpu = HardwareInfo("cuda", 4, 15 << 30, False, "triton", 16 << 30, "Tesla T4", (7, 5))
     monkeypatch.setattr(command, "detect_hardware", lambda config: gpu)
     monkeypatch.setattr(command, "native_unavailable_reason", lambda device: reason)
     code, text = check(capsys, "demo")
     assert code == 0
     assert (
-        "note device: dtype bfloat16 is not to be had on Tesla T4 (compute capability 7.5): float16 instead"
+        "note device: dtype bfloat16 is not supported on Tesla T4 (compute capability 7.5): float16 instead"
         in text
     )
     assert "ok   Tesla T4: 14.40 of 16.00 GiB may be used; estimated: weights 0.01, activations" in text
@@ -141,14 +142,11 @@ def test_what_a_gpu_would_hold(
     assert ("note device: Triton is not installed" in text) is (reason is not None)
 
 
-def test_what_the_estimate_doubts_is_a_note(
+def test_doubtful_estimate_is_a_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = HardwareInfo("cuda", 4, 1 << 30, True, "triton", 1100 << 20, "NVIDIA X", (8, 6))
     monkeypatch.setattr(command, "detect_hardware", lambda config: tiny)
     monkeypatch.setattr(command, "native_unavailable_reason", lambda device: None)
     code, text = check(capsys, "demo", "--max-num-batched-tokens", "60000", "--max-num-seqs", "8")
-    assert (
-        code == 0
-        and "note by this estimate it does not fit; whether it does is measured when it is loaded" in text
-    )
+    assert code == 0 and "note by this estimate it does not fit; loading measures it" in text

@@ -1,4 +1,4 @@
-"""A server as a source of answers: what is asked, what is understood, what its errors become."""
+"""HTTPBackend: requests sent, streams parsed, errors translated."""
 
 import json
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def test_chat_stream() -> None:
     assert list(remote(handler).stream(MESSAGES, SamplingParams())) == [ChatPiece("a"), ChatPiece("b")]
 
 
-def test_one_of_ours_tells_what_was_guessed() -> None:
+def test_foreword_server_reports_draft_tokens() -> None:
     chunk: dict[str, object] = {
         "choices": [{"delta": {"content": "abc"}, "tokens": [["a", False], ["bc", True], ["", True]]}]
     }
@@ -75,11 +75,11 @@ def test_model_and_key() -> None:
     assert remote(handler, api_key="one,two", model=None).name == "served"
 
 
-def test_the_servers_own_words() -> None:
+def test_error_message_of_the_server_is_kept() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         return httpx.Response(
             401, content=iter([b'{"error": ', b'{"message": "no key"}}'])
-        )  # not read yet, as from a socket
+        )  # unread, as from a socket
 
     with pytest.raises(ForewordError, match="401: no key"):
         list(remote(handler).stream(MESSAGES, SamplingParams()))
@@ -87,7 +87,7 @@ def test_the_servers_own_words() -> None:
         remote(handler).answer(MESSAGES, SamplingParams())
 
 
-def test_an_error_within_the_stream() -> None:
+def test_error_within_a_stream() -> None:
     with pytest.raises(ForewordError, match="engine died"):
         list(
             remote(lambda _: stream_of({"error": {"message": "the engine died"}})).stream(
@@ -96,7 +96,7 @@ def test_an_error_within_the_stream() -> None:
         )
 
 
-def test_nobody_there() -> None:
+def test_unreachable_server() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
@@ -104,13 +104,14 @@ def test_nobody_there() -> None:
         remote(handler).answer("x", SamplingParams())
 
 
-def test_parameters_travel_as_given() -> None:
+def test_parameters_reach_the_body() -> None:
     params = SamplingParams(
         temperature=0.0, top_k=5, stop="end", seed=3, speculation=Speculation("off"), prediction="old"
     )
     _, body = request_body("m", "x", params)
     assert json.loads(json.dumps(body)) == {
-        "model": "m", "prompt": "x", "temperature": 0.0, "top_k": 5, "stop": ["end"], "seed": 3, "speculation": {"method": "off"},
+        "model": "m", "prompt": "x", "temperature": 0.0, "top_k": 5, "stop": ["end"],
+        "seed": 3, "speculation": {"method": "off"},
         "prediction": {"type": "content", "content": "old"},
     }  # fmt: skip
 
@@ -127,20 +128,20 @@ def test_parameters_travel_as_given() -> None:
         b"[" * 100_000,
     ],
 )
-def test_answers_that_are_none_are_errors_in_words(reply: bytes) -> None:
+def test_invalid_answers_raise(reply: bytes) -> None:
     with pytest.raises(ForewordError, match="cannot be read"):
         remote(lambda _: httpx.Response(200, content=reply)).answer("x", SamplingParams())
 
 
 @pytest.mark.parametrize("reply", [b"{}", b'{"data": []}', b'{"data": [{"id": "\\ud800"}]}'])
-def test_a_list_of_models_that_is_none(reply: bytes) -> None:
+def test_invalid_model_list_raises(reply: bytes) -> None:
     with pytest.raises(ForewordError, match="cannot be read"):
         remote(lambda _: httpx.Response(200, content=reply), model=None)
 
 
 @pytest.mark.parametrize("tokens", [[1], [["a"]], [["a", 1]], [[None, True]]])
-def test_tokens_that_are_none(tokens: object) -> None:
-    with pytest.raises(ForewordError, match="a token that is none"):
+def test_invalid_tokens_raise(tokens: object) -> None:
+    with pytest.raises(ForewordError, match="an invalid token"):
         list(
             remote(lambda _: stream_of({"choices": [{"text": "a", "tokens": tokens}]})).stream(
                 "x", SamplingParams()

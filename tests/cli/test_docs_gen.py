@@ -1,4 +1,4 @@
-"""The pages that the code writes are the ones in docs/."""
+"""The generated pages are those in docs/."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_pages_are_fresh(name: str) -> None:
+def test_pages_are_up_to_date(name: str) -> None:
     written = (DOCS / name).read_text(encoding="utf-8")
     assert written == PAGES[name](), f"docs/{name} is stale: run `python -m foreword.cli.docs_gen`"
 

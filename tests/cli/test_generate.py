@@ -1,4 +1,4 @@
-"""One answer on stdout."""
+"""`foreword generate`: one answer on stdout."""
 
 import io
 import json
@@ -21,12 +21,12 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "open_backend", lambda args: nullcontext(Echo()))
 
 
-def test_the_answer_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_only_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "hello"]) == 0
     assert capsys.readouterr().out == "1 hello\n"
 
 
-def test_a_runaway_is_told_beside_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ended_repetition_is_reported_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "loop"]) == 0
     printed = capsys.readouterr()
     assert printed.out == "1 loop\n"
@@ -36,26 +36,26 @@ def test_a_runaway_is_told_beside_the_answer(capsys: pytest.CaptureFixture[str])
     )
 
 
-def test_a_prompt_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompt_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("piped"))
     assert main(["generate", "-"]) == 0
     assert capsys.readouterr().out == "1 piped\n"
 
 
-def test_pictures_are_parts_in_front_of_the_prompt(
+def test_images_come_before_the_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    heard: list[Any] = []
+    received: list[Any] = []
     monkeypatch.setattr(
         Echo,
-        "output",
-        lambda self, prompt, params: heard.append(prompt) or ChatResult("", "stop", None, None),
+        "answer",
+        lambda self, prompt, params: received.append(prompt) or ChatResult("", "stop", None, None),
     )
     first, second = tmp_path / "a.png", tmp_path / "b.jpg"
     first.write_bytes(png("red"))
     second.write_bytes(b"no picture; the server will say so")
     assert main(["generate", "what is it?", "--json", "--image", str(first), "--image", str(second)]) == 0
-    ((message,),) = heard
+    ((message,),) = received
     assert [part["type"] for part in message["content"]] == ["image_url", "image_url", "text"]
     assert message["content"][0]["image_url"]["url"] == data_url(png("red"))
     assert message["content"][1]["image_url"]["url"].startswith("data:image/jpeg;base64,")
@@ -73,23 +73,23 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
 
 
-def test_a_prediction_is_a_file(
+def test_prediction_is_read_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    heard: list[SamplingParams] = []
+    received: list[SamplingParams] = []
     monkeypatch.setattr(
         Echo,
-        "output",
-        lambda self, prompt, params: heard.append(params) or ChatResult("", "stop", None, None),
+        "answer",
+        lambda self, prompt, params: received.append(params) or ChatResult("", "stop", None, None),
     )
     (tmp_path / "old.txt").write_text("old text\n")
     assert main(["generate", "hello", "--json", "--prediction", str(tmp_path / "old.txt")]) == 0
-    assert heard[0].prediction == "old text\n"
+    assert received[0].prediction == "old text\n"
     assert main(["generate", "hello", "--prediction", str(tmp_path / "nowhere")]) == 2
     assert "--prediction" in capsys.readouterr().err
 
 
-def test_an_impossible_parameter_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_parameter_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "hello", "--temperature=-1"]) == 1
     printed = capsys.readouterr().err
     assert printed.startswith("foreword generate: temperature must be between 0 and 100")

@@ -1,4 +1,4 @@
-"""The command that manages API keys: the key is shown once, and a server lets it in."""
+"""`foreword keys`: a new key is shown once, and a server accepts it."""
 
 import re
 import stat
@@ -18,11 +18,12 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "keys.yaml"
 
 
-def test_new(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    limits = "--admin --models a,b --expires 2030-01-31 --requests-per-minute 60 --tokens-per-minute 1000 --max-concurrency 4"
+def test_new_key_is_printed_once(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = "--admin --models a,b --expires 2030-01-31"
+    limits += " --requests-per-minute 60 --tokens-per-minute 1000 --max-concurrency 4"
     assert main(["keys", "new", "alice", "--file", str(path), *limits.split(), "--priority", "-1"]) == 0
-    said = capsys.readouterr()
-    secret = said.out.removesuffix("\n")
+    output = capsys.readouterr()
+    secret = output.out.removesuffix("\n")
     (key,) = read_key_file(path)
     assert (
         secret.startswith("fw-") and "\n" not in secret and key.digest == hash_key(secret.encode(), key.salt)
@@ -36,7 +37,7 @@ def test_new(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert (key.requests_per_minute, key.tokens_per_minute, key.max_concurrency) == (60, 1000, 4)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert secret not in said.err and secret not in path.read_text()
+    assert secret not in output.err and secret not in path.read_text()
 
 
 def test_list_and_revoke(
@@ -50,7 +51,7 @@ def test_list_and_revoke(
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["name", "admin", "models", "expires"]
     assert [row.split()[:3] for row in rows] == [["alice", "no", "all"], ["bob", "no", "all"]]
-    assert len({key.salt for key in read_key_file(path)}) == 1, "a key that comes is hashed once"
+    assert len({key.salt for key in read_key_file(path)}) == 1, "entries share a salt"
     assert not any(key.digest.hex() in row for key in read_key_file(path) for row in rows)
     assert main(["keys", "revoke", "alice"]) == 0
     assert [key.name for key in read_key_file(path)] == ["bob"]
@@ -59,7 +60,7 @@ def test_list_and_revoke(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["new", "alice"], "there is a key alice already"),
+        (["new", "alice"], "key alice exists; revoke it first"),
         (["new", "a b"], "name must be 1 to 64 letters"),
         (
             ["new", "bob", "--expires", "soon"],
@@ -73,43 +74,43 @@ def test_list_and_revoke(
         (["revoke", "bob"], "has no key 'bob'"),
     ],
 )
-def test_what_is_wrong_changes_nothing(
+def test_errors_change_nothing(
     path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     main(["keys", "new", "alice", "--file", str(path)])
     before = path.read_text()
     capsys.readouterr()
     assert main(["keys", *arguments, "--file", str(path)]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert re.search(message, said.err)
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert re.search(message, output.err)
     assert path.read_text() == before
 
 
-def test_without_a_file(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_file_option_is_an_error(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "list"]) == 2
     assert "--file or FOREWORD_API_KEY_FILE" in capsys.readouterr().err
     assert main(["keys", "list", "--file", str(path)]) == 2
     assert "cannot be read: No such file" in capsys.readouterr().err
 
 
-def test_the_command_needs_no_torch(path: Path) -> None:
+def test_keys_imports_no_torch(path: Path) -> None:
     code = (
         "import sys; from foreword.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code, "keys", "new", "a", "--file", str(path)],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("fw-")
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.startswith("fw-")
 
 
-def test_a_broken_file_is_told_of_before_a_model_is_loaded(path: Path) -> None:
+def test_invalid_key_file_fails_before_loading(path: Path) -> None:
     path.write_text("keys: [{name: alice}]")
     command = [sys.executable, "-m", "foreword", "serve", "--port", "0", "--api-key-file", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"foreword serve: key file {path} entry 1 (alice): hash is missing\n"
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert completed.stderr == f"foreword serve: key file {path} entry 1 (alice): hash is missing\n"

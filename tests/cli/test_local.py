@@ -1,11 +1,11 @@
-"""A model in this process behind `generate` and `chat`."""
+"""LocalBackend: a model in this process, for `generate` and `chat`."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from foreword.cli.client import LocalBackend
+from foreword.cli.local_backend import LocalBackend
 from foreword.cli.main import main
 from foreword.config.options import Config
 from foreword.core.params import SamplingParams
@@ -25,7 +25,7 @@ def local(tiny: Path) -> LocalBackend:
     return LocalBackend(Config(model=str(tiny), kv_cache_memory="2000tokens"))
 
 
-def test_who_answers(local: LocalBackend) -> None:
+def test_name_and_speculation_line(local: LocalBackend) -> None:
     assert local.name == "tiny"
     assert str(local.speculation).startswith(
         "speculation: grammar, prediction, suffix; as much as pays, at most 32"
@@ -33,12 +33,12 @@ def test_who_answers(local: LocalBackend) -> None:
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, [{"role": "user", "content": PROMPT}]])
-def test_pieces_make_the_answer(local: LocalBackend, prompt: str | list[dict[str, str]]) -> None:
-    whole = local.answer(prompt, PARAMS)
-    assert "".join(piece.text for piece in local.stream(prompt, PARAMS)) == whole.text
-    assert whole.finish_reason == "length"
-    assert whole.token_ids is not None and len(whole.token_ids) == 24
-    assert whole.metrics is not None and whole.metrics["cached_tokens"] >= 0
+def test_streamed_pieces_make_the_answer(local: LocalBackend, prompt: str | list[dict[str, str]]) -> None:
+    answer_result = local.answer(prompt, PARAMS)
+    assert "".join(piece.text for piece in local.stream(prompt, PARAMS)) == answer_result.text
+    assert answer_result.finish_reason == "length"
+    assert answer_result.token_ids is not None and len(answer_result.token_ids) == 24
+    assert answer_result.metrics is not None and answer_result.metrics["cached_tokens"] >= 0
 
 
 def test_generate_from_the_command_line(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,10 +49,10 @@ def test_generate_from_the_command_line(tiny: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == answer["text"] + "\n"
 
 
-def test_a_prompt_that_is_too_long_is_one_line(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_long_prompt_is_one_line(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["generate", "x" * 600, "--raw", "--model", str(tiny), "--kv-cache-memory", "2000tokens"]) == 1
     )
-    said = capsys.readouterr().err
-    assert said.startswith("foreword generate: the prompt has 6")
-    assert said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("foreword generate: the prompt has 6")
+    assert stderr.count("\n") == 1

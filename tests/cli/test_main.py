@@ -1,4 +1,4 @@
-"""The command line as a user meets it: help everywhere, errors in one line, light to import."""
+"""The command line: help of every command, errors of one line, light imports."""
 
 import argparse
 import os
@@ -56,7 +56,7 @@ def test_errors_are_one_line(
     assert printed == (f"foreword fake: {error}\n" if str(error) else "")
 
 
-def test_a_wrong_flag_is_one_line(
+def test_unknown_flag_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_command(monkeypatch)
@@ -68,7 +68,7 @@ def test_a_wrong_flag_is_one_line(
     assert "--wrong" in printed
 
 
-def test_debug_shows_where_it_happened(
+def test_debug_shows_the_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     fake_command(monkeypatch, ConfigError("port is odd"))
@@ -84,28 +84,28 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert f"foreword {command}" in capsys.readouterr().out
 
 
-def test_the_command_line_itself_is_light() -> None:
-    """`foreword --help` must not wait for torch, nor for the server's libraries."""
-    code = "import sys, foreword.cli.main; print([m for m in ('torch', 'fastapi', 'rich', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_command_line_imports_little() -> None:
+    """`foreword --help` imports neither torch nor the server's libraries."""
+    code = "import sys, foreword.cli.main; print({'torch', 'fastapi', 'rich', 'numpy'} & set(sys.modules))"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize("module", ["serve", "bench", "chat", "generate", "bench_serve"])
-def test_commands_that_need_no_torch_do_not_load_it(module: str) -> None:
-    code = f"import sys, foreword.cli.{module}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+@pytest.mark.parametrize("module", ["cli.serve", "cli.chat", "cli.generate", "bench.command", "bench.serve"])
+def test_light_commands_import_no_torch(module: str) -> None:
+    code = f"import sys, foreword.{module}; print('torch' in sys.modules)"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "False"
 
 
-def test_the_package_runs() -> None:
-    done = subprocess.run(
+def test_python_m_foreword_runs() -> None:
+    completed = subprocess.run(
         [sys.executable, "-m", "foreword", "--version"], capture_output=True, text=True, check=True
     )
-    assert done.stdout.startswith("foreword ")
+    assert completed.stdout.startswith("foreword ")
 
 
-def test_a_reader_that_leaves_early_is_no_traceback() -> None:
+def test_broken_pipe_is_no_traceback() -> None:
     command = [sys.executable, "-m", "foreword", "env"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -115,10 +115,13 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
 
 
 @pytest.mark.parametrize(("name", "code"), [("serve", 0), ("chat", -signal.SIGTERM)])
-def test_a_server_may_be_ended_while_it_is_imported(name: str, code: int, tmp_path: Path) -> None:
-    """Which takes seconds; nothing has begun that would have to be ended."""
+def test_sigterm_during_imports_exits_with_0(name: str, code: int, tmp_path: Path) -> None:
+    """Imports take seconds, and nothing has started that needs a cleanup."""
     (tmp_path / "heavy.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)")
-    start = f"from foreword.cli import main as cli; cli.COMMANDS = (cli.Command({name!r}, 'heavy', 'pretend'),); cli.main([{name!r}])"
+    start = (
+        "from foreword.cli import main as cli; "
+        f"cli.COMMANDS = (cli.Subcommand({name!r}, 'heavy', 'pretend'),); cli.main([{name!r}])"
+    )
     paths = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
     command = [sys.executable, "-c", start]
     process = subprocess.Popen(
@@ -129,7 +132,7 @@ def test_a_server_may_be_ended_while_it_is_imported(name: str, code: int, tmp_pa
     assert process.communicate(timeout=30) == (b"", b"") and process.returncode == code
 
 
-def test_the_signal_is_given_back() -> None:
+def test_signal_handler_is_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit):
         cli.main(["serve", "--no-such-option"])

@@ -1,4 +1,4 @@
-"""Flags, environment and file make one Config, in that order; what is wrong is said in one line."""
+"""Config from flags, environment and file, in that order; errors are one line."""
 
 import argparse
 from pathlib import Path
@@ -23,7 +23,7 @@ def parse(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_nothing_given_is_the_default() -> None:
+def test_no_options_give_the_defaults() -> None:
     assert read_config(parse(), {}) == Config()
 
 
@@ -43,14 +43,14 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     assert (config.port, config.max_num_seqs, config.block_size, config.threads) == (3, 2, 32, None)
 
 
-def test_the_file_may_be_named_in_the_environment(tmp_path: Path) -> None:
+def test_environment_may_name_the_file(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("port: 9\n")
     assert read_config(parse(), {"FOREWORD_CONFIG": str(file)}).port == 9
 
 
 @pytest.mark.parametrize(("text", "value"), [("off", "off"), ('"off"', "off"), ("ngram", "ngram")])
-def test_yaml_does_not_turn_off_into_a_boolean(tmp_path: Path, text: str, value: str) -> None:
+def test_yaml_off_stays_text(tmp_path: Path, text: str, value: str) -> None:
     file = tmp_path / "options.yaml"
     file.write_text(
         f"speculate: {text}\napi-key: 0123\nprefix_caching: no\nlog-interval: 2\nmax_model_len:\n"
@@ -76,7 +76,7 @@ def test_switches_in_the_environment(text: str, value: bool) -> None:
     assert read_config(parse(), {"FOREWORD_FAST_MATH": text}).fast_math is value
 
 
-def test_speculative_config_is_spread() -> None:
+def test_speculative_config_sets_its_fields() -> None:
     config = read_config(
         parse("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 7}'), {}
     )
@@ -93,7 +93,7 @@ def test_speculative_config_is_spread() -> None:
         ({"FOREWORD_SPECULATE": "magic"}, "unknown drafter 'magic'"),
     ],
 )
-def test_what_is_wrong_in_the_environment_is_named(environ: dict[str, str], part: str) -> None:
+def test_environment_errors_name_the_variable(environ: dict[str, str], part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         read_config(parse(), environ)
 
@@ -111,7 +111,7 @@ def test_what_is_wrong_in_the_environment_is_named(environ: dict[str, str], part
         ("port: 1e3", "port must be of type int"),
     ],
 )
-def test_what_is_wrong_in_the_file_is_named(tmp_path: Path, text: str, part: str) -> None:
+def test_file_errors_name_the_option(tmp_path: Path, text: str, part: str) -> None:
     file = tmp_path / "options.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -120,24 +120,24 @@ def test_what_is_wrong_in_the_file_is_named(tmp_path: Path, text: str, part: str
     assert "\n" not in str(caught.value)
 
 
-def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+def test_empty_file_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("")
     assert read_config(parse("--config", str(file)), {}) == Config()
 
 
-def test_help_tells_defaults_once() -> None:
+def test_help_shows_defaults_once() -> None:
     texts = {item.name: help_text(item) for item in option_fields()}
     assert texts["port"].endswith("(default: 8000)")
     assert texts["max_num_seqs"].count("(default") == 1
     assert all(text.count("(default") <= 1 for text in texts.values())
 
 
-def test_engine_fields_are_what_differs() -> None:
+def test_engine_fields_differ_from_defaults() -> None:
     assert engine_fields(Config(block_size=32, speculate="off")) == {"block_size": 32, "speculate": "off"}
 
 
-def test_names() -> None:
+def test_flag_and_environment_names() -> None:
     assert (flag("max_model_len"), environment_name("max_model_len")) == (
         "--max-model-len",
         "FOREWORD_MAX_MODEL_LEN",

@@ -1,4 +1,4 @@
-"""A file of requests becomes a file of answers, whatever is in it and however often it is interrupted."""
+"""`foreword run-batch`: files of any content, and interrupted runs."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def write(path: Path, *lines: Any) -> Path:
 
 
 def records(path: Path) -> dict[str, dict[str, Any]]:
-    """By custom_id; each stands there once."""
+    """Records by custom_id, each of them unique."""
     parsed = [json.loads(text) for text in path.read_text().splitlines()]
     assert len({record["custom_id"] for record in parsed}) == len(parsed)
     return {record["custom_id"]: record for record in parsed}
@@ -61,12 +61,12 @@ def records(path: Path) -> dict[str, dict[str, Any]]:
         (chat("a", stream=True), "stream"),
     ],
 )
-def test_lines_that_are_no_requests(tmp_path: Path, text: Any, reason: str) -> None:
+def test_invalid_lines_become_errors(tmp_path: Path, text: Any, reason: str) -> None:
     (bad,) = read_lines(write(tmp_path / "in", text))
     assert isinstance(bad, InvalidLine) and reason in bad.reason and bad.line_number == 1
 
 
-def test_lines_are_counted_and_ids_stand_once(tmp_path: Path) -> None:
+def test_lines_are_numbered_and_ids_are_unique(tmp_path: Path) -> None:
     items = list(
         read_lines(
             write(
@@ -85,7 +85,7 @@ def test_lines_are_counted_and_ids_stand_once(tmp_path: Path) -> None:
     assert [item.custom_id for item in items[3:]] == list(SUPPORTED_URLS)
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_invalid_utf8_becomes_an_error(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b'\xff\xfe\n{"custom_id": "a\xff"}\n')
     assert all(isinstance(item, InvalidLine) for item in read_lines(tmp_path / "in"))
     with pytest.raises(ConfigError, match="nowhere"):
@@ -111,7 +111,7 @@ def answer(path: Path, output: Path, handler: Any, patience_s: float = 0.0) -> B
     return tally
 
 
-def test_what_is_answered_is_not_asked_again(tmp_path: Path) -> None:
+def test_answered_lines_are_not_repeated(tmp_path: Path) -> None:
     source, output = (
         write(tmp_path / "in", *(chat(f"r{i}") for i in range(20)), "{", chat("r1")),
         tmp_path / "out",
@@ -125,27 +125,27 @@ def test_what_is_answered_is_not_asked_again(tmp_path: Path) -> None:
         assert opened.num_errors == 2
 
 
-def test_torn_lines_and_errors_of_the_server_are_asked_again(tmp_path: Path) -> None:
+def test_torn_lines_and_server_errors_are_retried(tmp_path: Path) -> None:
     source, output = write(tmp_path / "in", chat("a"), chat("b"), chat("c")), tmp_path / "out"
     answer(source, output, lambda request: httpx.Response(400 if b'"n": 2' in request.content else 500))
     assert records(output)["a"]["response"]["status_code"] == 500
     output.write_bytes(output.read_bytes()[:-30])
     answer(source, output, replies(200))
     assert {record["response"]["status_code"] for record in records(output).values()} == {200}
-    output.write_bytes(output.read_bytes()[:-1])  # a whole record without its end of line may be torn as well
+    output.write_bytes(output.read_bytes()[:-1])  # a complete record without a newline may be torn too
     answer(source, output, replies(200))
     assert set(records(output)) == {"a", "b", "c"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_an_answer_of_400_is_an_answer(tmp_path: Path) -> None:
+def test_status_400_is_final(tmp_path: Path) -> None:
     source, output = write(tmp_path / "in", chat("a")), tmp_path / "out"
     assert answer(source, output, replies(400)).failed == 1
     assert answer(source, output, replies(200)).ok == 0
     assert records(output)["a"]["response"]["status_code"] == 400
 
 
-def test_fewer_choices_than_asked_for_are_an_error_and_asked_for_again(tmp_path: Path) -> None:
+def test_missing_choices_are_an_error_and_retried(tmp_path: Path) -> None:
     source, output = (
         write(tmp_path / "in", chat("a", n=3), chat("b", n=1), line("c", "/v1/completions", prompt="x", n=2)),
         tmp_path / "out",
@@ -169,7 +169,7 @@ def test_fewer_choices_than_asked_for_are_an_error_and_asked_for_again(tmp_path:
     )
 
 
-def test_a_busy_server_is_waited_for(tmp_path: Path) -> None:
+def test_busy_server_is_retried(tmp_path: Path) -> None:
     source, output, asked = write(tmp_path / "in", chat("a")), tmp_path / "out", []
 
     def busy(request: httpx.Request) -> httpx.Response:
@@ -181,26 +181,24 @@ def test_a_busy_server_is_waited_for(tmp_path: Path) -> None:
     assert records(output)["a"]["response"] == {"status_code": 200, "request_id": "q", "body": {}}
 
 
-def test_a_server_that_is_gone_ends_the_run_and_not_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gone_server_ends_the_run_and_keeps_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, output, asked = write(tmp_path / "in", *(chat(f"r{i}") for i in range(9))), tmp_path / "out", []
 
-    def dying(request: httpx.Request) -> httpx.Response:
+    def fail_later(request: httpx.Request) -> httpx.Response:
         asked.append(request)
         if len(asked) > 5:
             raise httpx.ConnectError("refused")
         return httpx.Response(200, json={})
 
-    with pytest.raises(EngineDead, match=r"refused.*goes on from here"):
-        answer(source, output, dying, patience_s=0.1)
+    with pytest.raises(EngineDead, match=r"refused.*continues the run"):
+        answer(source, output, fail_later, patience_s=0.1)
     assert len(records(output)) == 5
     assert answer(source, output, replies(200)).ok == 4
 
 
-def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_other_file_is_not_overwritten(tmp_path: Path) -> None:
     write(tmp_path / "notes", "not an answer")
-    with pytest.raises(ConfigError, match="no answer of a batch"):
+    with pytest.raises(ConfigError, match="not a batch result"):
         BatchOutput(tmp_path / "notes")
     assert (tmp_path / "notes").read_text() == "not an answer\n"
     with BatchOutput(tmp_path / "out"), pytest.raises(ConfigError, match="another run"):
@@ -209,7 +207,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
         BatchOutput(tmp_path)
 
 
-def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = str(write(tmp_path / "in", chat("a")))
     assert main(["run-batch", "-i", source, "-o", source]) == 2
     assert main(["run-batch", "-i", str(tmp_path / "no"), "-o", str(tmp_path / "out")]) == 2
@@ -219,10 +217,10 @@ def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not answer" in capsys.readouterr().err
 
 
-def test_the_application_in_this_process(
+def test_run_in_this_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bundled model answers; bad lines are lines of their own; the second run loads nothing. Keys are a server's."""
+    """With the bundled model, invalid lines and an unused key file; the second run loads nothing."""
     monkeypatch.setenv("FOREWORD_API_KEY_FILE", str(tmp_path / "none.yaml"))
     completion = line("c", "/v1/completions", prompt="Once upon a time", max_tokens=4, n=2)
     endless = line(
@@ -260,7 +258,7 @@ def test_the_application_in_this_process(
     assert "0 answered, 0 failed, 5 were before" in capsys.readouterr().err
 
 
-def test_pictures_in_lines(tmp_path: Path) -> None:
+def test_lines_with_images(tmp_path: Path) -> None:
     model = write_vision_checkpoint(tmp_path / "model", "llava")
     look = [{"role": "user", "content": [image_part(), {"type": "text", "text": "What is it?"}]}]
     broken = [{"role": "user", "content": [image_part(b"no picture")]}]
@@ -284,9 +282,7 @@ def test_pictures_in_lines(tmp_path: Path) -> None:
     assert found["b"]["response"]["body"]["error"]["param"] == "messages[0].content[0].image_url.url"
 
 
-def test_an_engine_that_dies_leaves_a_file_to_go_on_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dead_engine_leaves_a_file_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeEngineClient()
 
     class Fake(FakeEngineClient):
@@ -302,17 +298,17 @@ def test_an_engine_that_dies_leaves_a_file_to_go_on_from(
     assert len(records(tmp_path / "out")) == 4
 
 
-def _hear_interrupts() -> None:
-    """Whoever runs the tests in the background may have had their signals ignored, which children inherit."""
+def restore_sigint() -> None:
+    """Restores SIGINT, which children inherit as ignored when the tests run in the background."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_ctrl_c_leaves_a_file_to_go_on_from(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_a_file_to_continue(tmp_path: Path) -> None:
     source = write(tmp_path / "in", *(chat(f"r{i}") for i in range(200)))
     words = ["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--concurrency", "8", "--url"]
     with run_server(client=FakeEngineClient(FakeOutput(delay_s=0.01))) as server:
         command = [sys.executable, "-m", "foreword", *words, server.url]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=_hear_interrupts)
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=restore_sigint)
         deadline = time.monotonic() + 30
         while not (tmp_path / "out").exists() or len((tmp_path / "out").read_bytes()) < 2000:
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Flags for sampling parameters."""
+"""Flags of sampling parameters."""
 
 import argparse
 
@@ -12,25 +12,25 @@ def parse(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_greedy_and_bounded_unless_asked_otherwise() -> None:
-    """A person at a terminal wants neither surprises nor an answer that fills the whole context."""
+def test_default_is_greedy_and_bounded() -> None:
+    """A terminal needs reproducible answers that do not fill the context."""
     assert read_params(parse()) == SamplingParams(temperature=0.0, max_tokens=512)
 
 
-def test_every_flag_arrives() -> None:
+def test_every_flag_reaches_the_parameters() -> None:
     words = [word for item in FLAGS for word in ("--" + item.name.replace("_", "-"), "1")]
     params = read_params(parse(*words, "--stop", "a", "--stop", "b", "--speculation", "off"))
     assert all(getattr(params, item.name) == 1 for item in FLAGS)
     assert (params.stop, params.speculation) == (("a", "b"), Speculation("off"))
 
 
-def test_other_defaults_are_those_of_the_sampler() -> None:
+def test_other_defaults_match_the_sampler() -> None:
     plain = SamplingParams(temperature=0.0, max_tokens=512)
     assert all(item.default == getattr(plain, item.name) for item in FLAGS)
 
 
-def test_what_becomes_of_runaways_is_asked_of_a_server_too() -> None:
-    """The option is the engine's, and so a server would not hear of it."""
+def test_on_runaway_reaches_a_server() -> None:
+    """It is an option of the engine, so the request must carry it."""
     parser = argparse.ArgumentParser()
     add_sampling_options(parser)
     add_config_options(parser, ("scheduler",))

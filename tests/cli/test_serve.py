@@ -1,4 +1,4 @@
-"""`foreword serve` as a process: what it prints works, how it ends, and what it never mentions."""
+"""`foreword serve` as a process: start-up lines, shutdown, exit codes."""
 
 import contextlib
 import json
@@ -38,8 +38,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(tiny: Path) -> Iterator[ServerProcess]:
-    """A server without speculation that may be used, but is ended by the test that comes last."""
+def plain_server(tiny: Path) -> Iterator[ServerProcess]:
+    """A server without speculation; the last test ends it."""
     with ServerProcess(
         Config(model=str(tiny), speculate="off", log_interval=0.5, max_model_len=192)
     ) as server:
@@ -55,13 +55,13 @@ def children(pid: int) -> list[int]:
 
 
 def engine_pid(server: ServerProcess) -> int:
-    """The youngest of the process that starts engines, which is the only child of the server."""
-    (spawner,) = children(server.pid)
+    """The newest child of the forkserver, the only child of the server with children of its own."""
+    (spawner,) = [child for child in children(server.pid) if children(child)]
     return children(spawner)[-1]
 
 
-def test_the_curl_line_works_when_pasted(plain: ServerProcess) -> None:
-    (line,) = [line.removeprefix("try: ") for line in plain.banner_lines if line.startswith("try: ")]
+def test_printed_curl_line_works(plain_server: ServerProcess) -> None:
+    (line,) = [line.removeprefix("try: ") for line in plain_server.banner_lines if line.startswith("try: ")]
     words = shlex.split(line)
     got = httpx.post(
         words[1],
@@ -73,25 +73,25 @@ def test_the_curl_line_works_when_pasted(plain: ServerProcess) -> None:
     assert got.json()["choices"][0]["message"]["role"] == "assistant"
 
 
-def test_start_up_lines(plain: ServerProcess) -> None:
-    kinds = [line.split(":")[0] for line in plain.banner_lines]
+def test_start_up_lines(plain_server: ServerProcess) -> None:
+    kinds = [line.split(":")[0] for line in plain_server.banner_lines]
     assert kinds[:4] == ["loaded", "memory", "address", "try"]
 
 
-def test_with_speculation_off_nothing_of_it_is_there(plain: ServerProcess) -> None:
-    assert ask(plain.url).status_code == 200
-    time.sleep(2.2)  # a throughput line is due
-    assert ask(plain.url).status_code == 200
-    scraped = httpx.get(f"{plain.url}/metrics").text
-    said = "\n".join(plain.read_log())
-    assert "Throughput: " in said
-    assert "request chatcmpl-" in said
-    for text in (scraped, said):
+def test_speculation_off_is_not_mentioned(plain_server: ServerProcess) -> None:
+    assert ask(plain_server.url).status_code == 200
+    time.sleep(2.2)  # so that a throughput line is due
+    assert ask(plain_server.url).status_code == 200
+    scraped = httpx.get(f"{plain_server.url}/metrics").text
+    log_text = "\n".join(plain_server.read_log())
+    assert "Throughput: " in log_text
+    assert "request chatcmpl-" in log_text
+    for text in (scraped, log_text):
         assert "spec" not in text.lower() and "draft" not in text.lower()
         assert "nan" not in text.lower().split()
 
 
-def test_sigterm_ends_it_with_0_and_takes_the_engine_along(tiny: Path) -> None:
+def test_sigterm_exits_with_0_and_ends_the_engine(tiny: Path) -> None:
     with ServerProcess(Config(model=str(tiny))) as server:
         engine = engine_pid(server)
         assert any(
@@ -103,8 +103,8 @@ def test_sigterm_ends_it_with_0_and_takes_the_engine_along(tiny: Path) -> None:
         os.kill(engine, 0)
 
 
-def test_an_engine_that_cannot_be_replaced_ends_it_with_a_failure(tmp_path: Path) -> None:
-    """Open requests get an error and /health says 503 before the process goes."""
+def test_dead_engine_exits_with_1(tmp_path: Path) -> None:
+    """Open requests get an error and /health answers 503 before the process exits."""
     path = write_checkpoint(tmp_path / "gone")
     body = {**ASK, "model": "gone", "stream": True, "max_tokens": 150, "ignore_eos": True}
     with ServerProcess(Config(model=str(path), speculate="off", max_model_len=192)) as server:
@@ -119,19 +119,19 @@ def test_an_engine_that_cannot_be_replaced_ends_it_with_a_failure(tmp_path: Path
         assert server.wait(60) == 1
 
 
-# How it ends
+# Shutdown
 
 LONG = {**ASK, "stream": True, "max_tokens": 60_000, "ignore_eos": True}
 
 
-def long_answer(url: str, said: list[str]) -> threading.Thread:
-    """Reads a stream that will not end by itself, in a thread; returns when it has begun."""
+def start_long_answer(url: str, log_text: list[str]) -> threading.Thread:
+    """Starts reading an endless stream in a thread."""
     begun = threading.Event()
 
     def read() -> None:
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=LONG, timeout=60) as response:
             for line in response.iter_lines():
-                said.append(line)
+                log_text.append(line)
                 begun.set()
 
     thread = threading.Thread(target=read)
@@ -141,17 +141,17 @@ def long_answer(url: str, said: list[str]) -> threading.Thread:
 
 
 @pytest.fixture(scope="module")
-def roomy(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A model whose answers take longer than any test."""
+def long_context_model(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A model whose answers outlast the tests."""
     path = write_checkpoint(tmp_path_factory.mktemp("serve") / "tiny", max_position_embeddings=65_536)
     return Config(model=str(path), speculate="off", on_runaway="off", kv_cache_memory="66000tokens")
 
 
-def test_sigterm_lets_answers_finish_or_hands_them_back(roomy: Config) -> None:
-    """Meanwhile health is 503 and new requests are refused, and the exit code is 0."""
-    said: list[str] = []
-    with ServerProcess(roomy, ["--drain-timeout", "2"]) as server:
-        reader = long_answer(server.url, said)
+def test_sigterm_drains_or_fails_open_answers(long_context_model: Config) -> None:
+    """Meanwhile /health is 503 and new requests are refused; the exit code is 0."""
+    log_text: list[str] = []
+    with ServerProcess(long_context_model, ["--drain-timeout", "2"]) as server:
+        reader = start_long_answer(server.url, log_text)
         os.kill(server.pid, signal.SIGTERM)
         deadline = time.monotonic() + 20
         while (health := httpx.get(f"{server.url}/health")).status_code == 200:
@@ -165,13 +165,13 @@ def test_sigterm_lets_answers_finish_or_hands_them_back(roomy: Config) -> None:
         assert server.wait(30) == 0
         reader.join(30)
         assert "Traceback" not in "".join(server.read_log())
-    assert said[-2] == "data: [DONE]" and '"code":"shutting_down"' in said[-4]
+    assert log_text[-2] == "data: [DONE]" and '"code":"shutting_down"' in log_text[-4]
 
 
-def test_a_second_signal_does_not_wait(roomy: Config) -> None:
-    said: list[str] = []
-    with ServerProcess(roomy, ["--drain-timeout", "3600"]) as server:
-        reader = long_answer(server.url, said)
+def test_second_signal_does_not_wait(long_context_model: Config) -> None:
+    log_text: list[str] = []
+    with ServerProcess(long_context_model, ["--drain-timeout", "3600"]) as server:
+        reader = start_long_answer(server.url, log_text)
         os.kill(server.pid, signal.SIGTERM)
         deadline = time.monotonic() + 20
         while httpx.get(f"{server.url}/health").status_code == 200:
@@ -179,13 +179,13 @@ def test_a_second_signal_does_not_wait(roomy: Config) -> None:
         os.kill(server.pid, signal.SIGINT)
         assert server.wait(30) == 0
         reader.join(30)
-    assert '"code":"shutting_down"' in said[-4]
+    assert '"code":"shutting_down"' in log_text[-4]
 
 
-# How it starts
+# Start
 
 
-def test_it_listens_while_it_loads(tiny: Path) -> None:
+def test_server_listens_while_loading(tiny: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "foreword", "serve", str(tiny), "--port", str(port)]
@@ -205,9 +205,9 @@ def test_it_listens_while_it_loads(tiny: Path) -> None:
                     seen.append((status, httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code))
     finally:
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=30)
+        _, log_text = process.communicate(timeout=30)
     assert seen[0][0] == "loading" and seen[0][1] in (200, 503), seen[:3]
-    assert seen[-1] == ("ok", 200) and "address: " in said and process.returncode == 0
+    assert seen[-1] == ("ok", 200) and "address: " in log_text and process.returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -219,12 +219,12 @@ def test_it_listens_while_it_loads(tiny: Path) -> None:
         (["empty"], "empty has no"),
         (["--api-key-file", "text.txt"], "key file text.txt"),
         (["--api-key-file", "missing.yaml"], "key file missing.yaml cannot be read"),
-        (["--kv-cache-memory", "90000GiB"], "needs 90000.00 GiB beside"),
-        (["--trust-remote-code"], "no code out of a checkpoint is ever run"),
+        (["--kv-cache-memory", "90000GiB"], "needs 90000.00 GiB and the weights"),
+        (["--trust-remote-code"], "no code of a checkpoint is ever run"),
         (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1 port 0"),
     ],
 )
-def test_what_keeps_it_from_starting_is_one_line(tmp_path: Path, flags: list[str], reason: str) -> None:
+def test_start_errors_are_one_line(tmp_path: Path, flags: list[str], reason: str) -> None:
     for name in ("text.txt", "text.gguf"):
         (tmp_path / name).write_text("hello")
     (tmp_path / "empty").mkdir()
@@ -242,16 +242,17 @@ def test_what_keeps_it_from_starting_is_one_line(tmp_path: Path, flags: list[str
     assert line.startswith("foreword serve: ") and reason in line
 
 
-def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 2
     assert capsys.readouterr().err == (
-        f"foreword serve: port {port} on 127.0.0.1 is in use; choose another with --port (0 takes a free one)\n"
+        f"foreword serve: port {port} on 127.0.0.1 is in use; "
+        "choose another with --port (0 takes a free one)\n"
     )
 
 
-def test_an_address_that_is_not_ours() -> None:
+def test_foreign_address_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1 port"):
         bind("203.0.113.1", 0)
 
@@ -264,11 +265,11 @@ def test_ctrl_c_while_loading(tiny: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
-    assert (process.returncode, said) == (0, "")
+    _, log_text = process.communicate(timeout=30)
+    assert (process.returncode, log_text) == (0, "")
 
 
-def test_a_model_that_cannot_be_served(tmp_path: Path) -> None:
+def test_unsupported_model_is_an_error(tmp_path: Path) -> None:
     with (
         pytest.raises(ForewordError, match="the server did not start: foreword serve: "),
         ServerProcess(Config(model=str(tmp_path))),

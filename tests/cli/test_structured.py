@@ -1,4 +1,4 @@
-"""Flags for structured output, and how a server is asked for the same."""
+"""Flags of structured output, and the same constraint in a request body."""
 
 import argparse
 import json
@@ -36,7 +36,7 @@ def test_each_flag(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_wrong_names_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_name_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="--json-schema"):
         read("--json-schema", str(tmp_path / "nowhere"))
     with pytest.raises(InvalidRequest, match="--choice"):
@@ -57,10 +57,10 @@ def test_what_is_wrong_names_the_flag(tmp_path: Path, capsys: pytest.CaptureFixt
         StructuredOutput.grammar('start: "a"'),
         StructuredOutput.structural_tag({"type": "structural_tag", "format": {}}),
     ],
-    ids=lambda one: one.kind,
+    ids=lambda one: one.constraint_type,
 )
-def test_a_server_is_asked_for_the_same(structured: StructuredOutput) -> None:
+def test_request_body_has_the_same_constraint(structured: StructuredOutput) -> None:
     _, body = request_body("m", [{"role": "user", "content": "Hi"}], SamplingParams(structured=structured))
-    heard: Any = ChatBody.model_validate(json.loads(json.dumps(body))).params().structured
-    assert (heard.kind, heard.text) == (structured.constraint_type, structured.text)
-    assert (heard.whitespace, heard.after) == (structured.whitespace, structured.after)
+    parsed: Any = ChatBody.model_validate(json.loads(json.dumps(body))).params().structured
+    assert (parsed.constraint_type, parsed.text) == (structured.constraint_type, structured.text)
+    assert (parsed.whitespace, parsed.after) == (structured.whitespace, structured.after)

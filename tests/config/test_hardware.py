@@ -1,4 +1,4 @@
-"""What a machine says of itself, and what is made of it."""
+"""Hardware probing."""
 
 import re
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foreword.config.options import hardware
+from foreword.config import hardware
 from foreword.errors import ConfigError
 
 X86 = "processor : 0\nmodel name : Some CPU @ 2GHz\nflags : fpu sse2 avx2 avx512f avx512_bf16\n"
@@ -32,26 +32,26 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return write
 
 
-def test_this_machine():
-    found = hardware.probe_hardware("cpu")
-    assert found.device == "cpu" and found.cores >= 1
-    assert 0 < found.free_bytes <= found.total_bytes
-    made = hardware.hardware_info(found)
-    assert (made.device, made.cores, made.free_bytes) == ("cpu", found.cores, found.free_bytes)
+def test_probe_of_this_machine():
+    probe = hardware.probe_hardware("cpu")
+    assert probe.device == "cpu" and probe.cores >= 1
+    assert 0 < probe.free_bytes <= probe.total_bytes
+    info = hardware.hardware_info(probe)
+    assert (info.device, info.cores, info.free_bytes) == ("cpu", probe.cores, probe.free_bytes)
 
 
 @pytest.mark.parametrize(
     "cpuinfo, bfloat16", [(X86, True), (ARM, True), ("flags : fpu sse2\n", False), ("", False)]
 )
-def test_bfloat16_only_where_it_costs_nothing(host, cpuinfo: str, bfloat16: bool):
+def test_bfloat16_needs_cpu_support(host, cpuinfo: str, bfloat16: bool):
     host(cpuinfo)
     assert hardware.probe_hardware("auto").bfloat16 is bfloat16
 
 
-def test_name_and_extensions(host):
+def test_cpu_name_and_isa(host):
     host()
-    found = hardware.probe_hardware("auto")
-    assert found.cpu == "Some CPU @ 2GHz" and found.isa == ("avx2", "avx512f", "avx512_bf16")
+    probe = hardware.probe_hardware("auto")
+    assert probe.cpu == "Some CPU @ 2GHz" and probe.isa == ("avx2", "avx512f", "avx512_bf16")
 
 
 @pytest.mark.parametrize(
@@ -65,19 +65,19 @@ def test_name_and_extensions(host):
         ("512000", "600000", 512000, 0),
     ],
 )
-def test_memory_within_the_control_group(host, limit: str | None, used: str, total: int, free: int):
+def test_memory_is_limited_by_the_cgroup(host, limit: str | None, used: str, total: int, free: int):
     host(limit=limit, used=used)
-    found = hardware.probe_hardware("auto")
-    assert (found.total_bytes, found.free_bytes) == (total, free)
+    probe = hardware.probe_hardware("auto")
+    assert (probe.total_bytes, probe.free_bytes) == (total, free)
 
 
-def test_a_gpu_that_is_not_there(host):
+def test_missing_gpu_is_refused(host):
     host()
     with pytest.raises(ConfigError, match="no NVIDIA GPU"):
         hardware.probe_hardware("cuda")
 
 
-def test_memory_of_the_gpu_counts_where_there_is_one(host):
+def test_hardware_info_has_the_gpus_memory(host):
     host()
     gpu = replace(
         hardware.probe_hardware("cpu"), device="cuda", gpu="H200", gpu_total_bytes=1000, gpu_free_bytes=900
@@ -86,7 +86,7 @@ def test_memory_of_the_gpu_counts_where_there_is_one(host):
 
 
 class FakeCuda:
-    """torch.cuda of a machine with one GPU."""
+    """torch.cuda with one GPU."""
 
     def __init__(self, capability: tuple[int, int] = (9, 0), available: bool = True) -> None:
         self.capability = capability
@@ -106,7 +106,7 @@ class FakeCuda:
 
 
 class FakeTorch:
-    """Torch with a GPU; `fails`: it has no code for that one."""
+    """Torch with a GPU; `fails`: without kernels for it."""
 
     __version__ = "2.11.0"
 
@@ -123,7 +123,7 @@ class FakeTorch:
 
 @pytest.fixture
 def gpu(host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Has torch find what it is given; the driver's file is there, unless told otherwise."""
+    """Installs a fake torch and, by default, the driver's device file."""
 
     def put(fake: FakeTorch, node: bool = True) -> None:
         host()
@@ -134,25 +134,25 @@ def gpu(host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return put
 
 
-def test_a_gpu(gpu):
+def test_probe_of_a_gpu(gpu):
     gpu(FakeTorch(FakeCuda()))
-    found = hardware.probe_hardware("auto")
-    assert (found.device, found.gpu, found.gpu_free_bytes, found.bfloat16) == ("cuda", "NVIDIA X", 900, True)
-    made = hardware.hardware_info(found)
-    assert (made.free_bytes, made.total_bytes, made.gpu, made.capability) == (900, 1000, "NVIDIA X", (9, 0))
+    probe = hardware.probe_hardware("auto")
+    assert (probe.device, probe.gpu, probe.gpu_free_bytes, probe.bfloat16) == ("cuda", "NVIDIA X", 900, True)
+    info = hardware.hardware_info(probe)
+    assert (info.free_bytes, info.total_bytes, info.gpu, info.capability) == (900, 1000, "NVIDIA X", (9, 0))
 
 
 @pytest.mark.parametrize(
     "capability, bfloat16", [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)]
 )
-def test_old_cards_have_no_bfloat16(gpu, capability: tuple[int, int], bfloat16: bool):
+def test_old_gpus_have_no_bfloat16(gpu, capability: tuple[int, int], bfloat16: bool):
     gpu(FakeTorch(FakeCuda(capability)))
-    found = hardware.probe_hardware("auto")
-    assert (found.bfloat16, found.capability) == (bfloat16, capability)
+    probe = hardware.probe_hardware("auto")
+    assert (probe.bfloat16, probe.capability) == (bfloat16, capability)
 
 
-def test_a_gpu_that_is_asked_for_needs_no_file_of_the_driver(gpu):
-    """Some systems have other ones. Without one, torch is not even imported unless it is asked for."""
+def test_requested_gpu_needs_no_device_file(gpu):
+    """Other systems have other files. Without one, torch is imported only for `cuda`."""
     gpu(FakeTorch(FakeCuda()), node=False)
     assert hardware.probe_hardware("cuda").gpu == "NVIDIA X"
     assert hardware.probe_hardware("auto").device == "cpu"
@@ -169,14 +169,14 @@ def test_a_gpu_that_is_asked_for_needs_no_file_of_the_driver(gpu):
         ),
     ],
 )
-def test_a_gpu_that_torch_cannot_use(gpu, fake: FakeTorch, reason: str, caplog: pytest.LogCaptureFixture):
-    """Left to the choice of the engine it is the CPU, and the reason is told; asked for it is an error."""
+def test_gpu_that_torch_cannot_use(gpu, fake: FakeTorch, reason: str, caplog: pytest.LogCaptureFixture):
+    """`auto` uses the CPU and logs the reason; `cuda` raises."""
     gpu(fake)
     assert hardware.probe_hardware("auto").device == "cpu"
-    assert f"although there seems to be an NVIDIA GPU: {reason}" in caplog.text
+    assert f"although an NVIDIA GPU seems to be present: {reason}" in caplog.text
     with pytest.raises(ConfigError, match="no NVIDIA GPU can be used here: " + re.escape(reason)):
         hardware.probe_hardware("cuda")
 
 
-def test_the_node_of_wsl_is_known():
+def test_device_file_of_wsl_is_known():
     assert Path("/dev/dxg") in hardware.NVIDIA_DEVICE_FILES

@@ -1,4 +1,4 @@
-"""What may be asked for."""
+"""Config fields and their checks."""
 
 import json
 from typing import Any
@@ -44,7 +44,7 @@ GIB = 1 << 30
         ({"seed": 2**64}, "seed"),
     ],
 )
-def test_an_impossible_option_is_named(options: dict[str, Any], field: str) -> None:
+def test_invalid_option_is_named(options: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=field.replace("_", "[-_]")) as caught:
         Config(**options)
     assert caught.value.param == field
@@ -60,7 +60,7 @@ def test_an_impossible_option_is_named(options: dict[str, Any], field: str) -> N
         ({"speculate": "draft, ngram", "draft_model": "d"}, ("draft", "ngram")),
     ],
 )
-def test_drafters_run_in_the_order_asked_for(options: dict[str, Any], drafters: tuple[str, ...]) -> None:
+def test_drafters_keep_their_order(options: dict[str, Any], drafters: tuple[str, ...]) -> None:
     assert Config(**options).drafter_names() == drafters
 
 
@@ -74,7 +74,7 @@ def test_drafters_run_in_the_order_asked_for(options: dict[str, Any], drafters: 
         ({"method": "suffix", "num_speculative_tokens": 8}, ("suffix", None, 8, 4)),
     ],
 )
-def test_vllms_speculative_config(given: dict[str, Any], expected: tuple[Any, ...]) -> None:
+def test_vllm_speculative_config(given: dict[str, Any], expected: tuple[Any, ...]) -> None:
     config = Config(speculative_config=json.dumps(given)).with_speculative_config()
     assert (
         config.speculate,
@@ -95,7 +95,7 @@ def test_vllms_speculative_config(given: dict[str, Any], expected: tuple[Any, ..
         '{"num_speculative_tokens": "5"}',
     ],
 )
-def test_a_wrong_speculative_config_is_refused(text: str) -> None:
+def test_invalid_speculative_config_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         Config(speculative_config=text).with_speculative_config()
 
@@ -108,7 +108,7 @@ def test_a_wrong_speculative_config_is_refused(text: str) -> None:
         ({"replay_cost": True}, "replay_cost"),
     ],
 )
-def test_what_drafting_cannot_do_is_named(options: dict[str, Any], field: str) -> None:
+def test_invalid_speculation_option_is_named(options: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         Config(**options)
 
@@ -116,11 +116,11 @@ def test_what_drafting_cannot_do_is_named(options: dict[str, Any], field: str) -
 @pytest.mark.parametrize(
     ("text", "size"), [("2GiB", 2 * GIB), ("512 MiB", 512 << 20), ("1.5GB", 1_500_000_000), ("1000", 1000)]
 )
-def test_bytes(text: str, size: int) -> None:
+def test_parse_bytes(text: str, size: int) -> None:
     assert parse_bytes("x", text) == size
 
 
 @pytest.mark.parametrize("text", ["", "many", "2 parsecs", "1.2.3GB", "-1GB"])
-def test_wrong_bytes_are_named(text: str) -> None:
+def test_invalid_bytes_are_named(text: str) -> None:
     with pytest.raises(ConfigError, match="kv_cache_memory"):
         parse_bytes("kv_cache_memory", text)

@@ -1,4 +1,4 @@
-"""From what was asked for to what is chosen."""
+"""resolve(): from Config to ResolvedConfig."""
 
 import re
 from dataclasses import replace
@@ -44,12 +44,31 @@ MODEL = ModelInfo(
         ({"draft_length": "fixed", "num_speculative_tokens": 7, "suffix_corpus_memory": "1MiB"}, 7, 1 << 20),
     ],
 )
-def test_the_bound_of_drafts_and_the_corpus(options: dict[str, Any], bound: int, corpus: int) -> None:
+def test_draft_limit_and_corpus_size(options: dict[str, Any], bound: int, corpus: int) -> None:
     resolved = resolve(Config(**options), CPU, MODEL)
     assert (resolved.num_speculative_tokens, resolved.suffix_corpus_bytes) == (bound, corpus)
 
 
-def test_a_cpu_gets_what_it_can_use() -> None:
+WITHOUT_LIBRARY = replace(CPU, kernel_backend="torch", native_library_error="it was not built")
+
+
+def test_auto_replaces_suffix_without_the_native_library() -> None:
+    resolved = resolve(Config(), WITHOUT_LIBRARY, MODEL)
+    assert resolved.drafters == ("grammar", "prediction", "ngram")
+    assert any("ngram replaces suffix" in note for note in resolved.notes)
+    assert resolve(Config(), CPU, MODEL).drafters == ("grammar", "prediction", "suffix")
+    assert resolve(Config(speculate="ngram"), WITHOUT_LIBRARY, MODEL).notes == ()
+
+
+def test_explicit_suffix_needs_the_native_library() -> None:
+    with pytest.raises(
+        ConfigError, match=r"suffix needs the native library .*not built.*use ngram"
+    ) as caught:
+        resolve(Config(speculate="grammar,suffix"), WITHOUT_LIBRARY, MODEL)
+    assert caught.value.param == "speculate"
+
+
+def test_cpu_defaults() -> None:
     resolved = resolve(Config(), CPU, MODEL)
     assert (resolved.device, resolved.dtype, resolved.threads) == ("cpu", "bfloat16", 8)
     assert resolved.max_model_len == 4096
@@ -58,7 +77,7 @@ def test_a_cpu_gets_what_it_can_use() -> None:
     assert resolved.weight_bytes == 1_000_000_000
 
 
-def test_small_models_run_on_one_thread() -> None:
+def test_small_models_use_one_thread() -> None:
     small = ModelInfo("llama", 1024, "bfloat16", 5_000_000, 1000, 100)
     assert resolve(Config(), CPU, small).threads == 1
     assert resolve(Config(threads=3), CPU, small).threads == 3
@@ -84,7 +103,7 @@ def test_small_models_run_on_one_thread() -> None:
         (TURING, "bfloat16", "float32", ("float32", "float32")),
     ],
 )
-def test_dtypes_of_activations_and_weights(
+def test_activation_and_weight_dtypes(
     machine: HardwareInfo, stored: str, asked: str, dtypes: tuple[str, str]
 ) -> None:
     model = ModelInfo("llama", 1024, stored, 1000, 1000, 100)
@@ -100,9 +119,7 @@ SHAPED = replace(MODEL, embedding_parameters=100_000_000, kv_vectors_per_token=6
     ("quantization", "weight_bytes"),
     [(None, 1_000_000_000), ("int8", 500_000_000), ("int4", 225_000_000 + 100_000_000)],
 )
-def test_quantized_weights_are_estimated_with_the_embedding_in_8_bits(
-    quantization: str | None, weight_bytes: int
-) -> None:
+def test_quantized_embedding_is_estimated_in_8_bits(quantization: str | None, weight_bytes: int) -> None:
     resolved = resolve(Config(quantization=quantization), CPU, SHAPED)
     assert (resolved.quantization, resolved.weight_bytes) == (quantization, weight_bytes)
 
@@ -115,8 +132,8 @@ def test_quantized_weights_are_estimated_with_the_embedding_in_8_bits(
         ({"quantization": "int4"}, 22_500_000 // 2 + 20_000_000),
     ],
 )
-def test_weights_that_keep_their_form_weigh_what_they_weigh(options: dict[str, Any], rest: int) -> None:
-    """Beside them 20 million parameters of the layers, and as many of the embedding, become what was asked for."""
+def test_packed_weights_keep_their_size(options: dict[str, Any], rest: int) -> None:
+    """20 million other parameters of the layers and as many of the embedding are converted."""
     kept = replace(
         SHAPED, packed_bytes=77, packed_parameters=460_000_000, packed_embedding_parameters=80_000_000
     )
@@ -125,44 +142,44 @@ def test_weights_that_keep_their_form_weigh_what_they_weigh(options: dict[str, A
 
 
 @pytest.mark.parametrize(("kernels", "quantized"), [("native", 1), ("triton", 1), ("torch", 4 + 2)])
-def test_a_tower_is_not_quantized(kernels: str, quantized: int) -> None:
+def test_vision_encoder_is_not_quantized(kernels: str, quantized: int) -> None:
     machine, seeing = replace(CPU, kernel_backend=kernels), replace(SHAPED, vision_parameters=50_000_000)
     plain, rounded = (resolve(Config(quantization=kind), machine, seeing) for kind in (None, "int8"))
     assert plain.weight_bytes == seeing.parameters * 2
     assert rounded.weight_bytes == 50_000_000 * 2 + (seeing.parameters - 50_000_000) * quantized
 
 
-def test_an_int8_cache_has_a_scale_for_each_vector() -> None:
+def test_int8_cache_has_one_scale_per_vector() -> None:
     resolved = resolve(Config(kv_cache_dtype="int8"), CPU, SHAPED)
     assert resolved.kv_cache_dtype == "int8"
     assert resolved.kv_bytes == resolved.num_blocks * 16 * (4096 + 64 * 4)
 
 
-def test_the_cache_bounds_the_context() -> None:
+def test_cache_limits_the_context() -> None:
     resolved = resolve(Config(kv_cache_memory="1000tokens"), CPU, MODEL)
     assert resolved.num_blocks == 63 and resolved.max_model_len == 1008
     with pytest.raises(ConfigError, match="2000 does not fit into a KV cache of 1008"):
         resolve(Config(kv_cache_memory="1000tokens", max_model_len=2000), CPU, MODEL)
 
 
-def test_the_context_is_not_stretched() -> None:
+def test_context_is_limited_by_the_checkpoint() -> None:
     with pytest.raises(ConfigError, match="4096"):
         resolve(Config(max_model_len=5000), CPU, MODEL)
 
 
-def test_the_draft_model_is_in_the_estimate() -> None:
+def test_estimate_includes_the_draft_model() -> None:
     drafter = ModelInfo("llama", 2048, "bfloat16", 50_000_000, 1000, 512)
     alone, both = resolve(Config(), CPU, MODEL), resolve(Config(draft_model="d"), CPU, MODEL, drafter)
     assert both.weight_bytes - alone.weight_bytes == 100_000_000
     assert both.kv_bytes // both.num_blocks == 16 * 2 * (4096 + 512)
 
 
-def test_what_does_not_fit_is_refused_with_the_estimate() -> None:
+def test_cpu_out_of_memory_error_has_the_estimate() -> None:
     with pytest.raises(ConfigError, match=r"weights need 0.93 GiB and 50% of the free memory is 0.50 GiB"):
         resolve(Config(), HardwareInfo("cpu", 8, GIB, True), MODEL)
 
 
-def test_every_running_request_has_a_row_a_step() -> None:
+def test_batched_tokens_cover_all_sequences() -> None:
     fewer = resolve(Config(max_num_batched_tokens=10), CPU, MODEL)
     assert (fewer.max_num_seqs, fewer.max_num_batched_tokens) == (10, 10)
     more = resolve(Config(max_num_seqs=1000), CPU, MODEL)
@@ -171,17 +188,15 @@ def test_every_running_request_has_a_row_a_step() -> None:
         Config(max_num_seqs=100, max_num_batched_tokens=10)
 
 
-def test_a_cache_beyond_memory_is_refused_with_the_estimate() -> None:
-    with pytest.raises(
-        ConfigError, match=r"needs 1000.00 GiB beside 0.93 GiB of weights; 16.00 GiB are free"
-    ):
+def test_cache_beyond_free_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"needs 1000.00 GiB and the weights 0.93 GiB; 16.00 GiB are free"):
         resolve(Config(kv_cache_memory="1000GiB"), CPU, MODEL)
     with pytest.raises(ConfigError, match="holds no block"):
         resolve(Config(kv_cache_memory="0"), CPU, MODEL)
 
 
-def test_torch_holds_quantized_weights_as_numbers_too() -> None:
-    """Without the kernels int8 saves no memory: float32 values, and the same in the activations' type."""
+def test_torch_backend_holds_float_copies() -> None:
+    """Without kernels int8 saves nothing: float32 values, and a copy in the activations' type."""
     slow = replace(CPU, kernel_backend="torch")
     plain, rounded = (resolve(Config(quantization=kind), slow, SHAPED) for kind in (None, "int8"))
     assert plain.weight_bytes == SHAPED.parameters * 2
@@ -208,38 +223,38 @@ EIGHT_B = ModelInfo(
 QUARTER = replace(GPU, free_bytes=23 * GIB, total_bytes=24 * GIB)
 
 
-def test_bfloat16_that_a_card_lacks_is_told_or_refused() -> None:
+def test_missing_bfloat16_is_noted_or_refused() -> None:
     (note,) = resolve(Config(), TURING, MODEL).notes
-    assert note == "dtype bfloat16 is not to be had on Tesla T4 (compute capability 7.5): float16 instead"
+    assert note == "dtype bfloat16 is not supported on Tesla T4 (compute capability 7.5): float16 instead"
     assert resolve(Config(), GPU, MODEL).notes == resolve(Config(dtype="float32"), TURING, MODEL).notes == ()
     with pytest.raises(
-        ConfigError, match=r"bfloat16 is not to be had on Tesla T4 .*float16 or float32 would work"
+        ConfigError, match=r"bfloat16 is not supported on Tesla T4 .*float16 or float32 would work"
     ) as refused:
         resolve(Config(dtype="bfloat16"), TURING, MODEL)
     assert refused.value.param == "dtype"
 
 
 @pytest.mark.parametrize("name", ["quantization", "kv_cache_dtype"])
-def test_fp8_is_for_gpus(name: str) -> None:
+def test_fp8_needs_a_gpu(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} fp8 needs an NVIDIA GPU; on a CPU int8") as refused:
         resolve(Config(**{name: "fp8"}), CPU, MODEL)
     assert refused.value.param == name
     assert getattr(resolve(Config(**{name: "fp8"}), GPU, MODEL), name) == "fp8"
 
 
-def test_fp8_takes_what_int8_takes() -> None:
+def test_fp8_and_int8_need_equal_memory() -> None:
     for name in ("quantization", "kv_cache_dtype"):
         fp8, int8 = (resolve(Config(**{name: kind}), GPU, SHAPED) for kind in ("fp8", "int8"))
         assert (fp8.weight_bytes, fp8.kv_bytes) == (int8.weight_bytes, int8.kv_bytes)
 
 
 @pytest.mark.parametrize(("machine", "rows"), [(CPU, 512), (QUARTER, 2048), (GPU, 8192)])
-def test_a_small_card_computes_fewer_rows_a_step(machine: HardwareInfo, rows: int) -> None:
+def test_small_gpu_has_fewer_batched_tokens(machine: HardwareInfo, rows: int) -> None:
     assert resolve(Config(), machine, MODEL).max_num_batched_tokens == rows
 
 
-def test_blocks_of_a_file_become_values_on_a_gpu() -> None:
-    """But for those that the kernels there know."""
+def test_gpu_converts_types_without_kernels() -> None:
+    """Types with GPU kernels stay packed."""
     kept = replace(SHAPED, packed_bytes=77, packed_parameters=400_000_000)
     assert resolve(Config(), GPU, kept).weight_bytes == SHAPED.parameters * 2
     known = replace(kept, gpu_packed_bytes=55, gpu_packed_parameters=300_000_000)
@@ -247,8 +262,8 @@ def test_blocks_of_a_file_become_values_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("used", [0, 20 * GIB])
-def test_a_gpu_holds_what_was_estimated(used: int) -> None:
-    """All parts together are the share that may be used; what others use is taken from ours."""
+def test_gpu_memory_parts_add_up(used: int) -> None:
+    """Parts and KV cache fill the usable share; memory of other processes reduces it."""
     machine = replace(GPU, free_bytes=GPU.total_bytes - used)
     resolved = resolve(Config(max_num_seqs=1024), machine, EIGHT_B)
     memory = resolved.memory
@@ -264,25 +279,25 @@ def test_a_gpu_holds_what_was_estimated(used: int) -> None:
     )
 
 
-def test_a_gpu_is_not_filled_beyond_what_can_be_used() -> None:
+def test_gpu_cache_is_limited_to_useful_blocks() -> None:
     assert resolve(Config(), GPU, MODEL).num_blocks == 256 * 4096 // 16
 
 
-def test_the_context_of_a_small_card_is_cut() -> None:
+def test_small_gpu_limits_the_context() -> None:
     resolved = resolve(Config(), QUARTER, EIGHT_B)
     assert resolved.max_model_len == resolved.num_blocks * 16 < 131072
     assert resolve(Config(max_model_len=4096), QUARTER, EIGHT_B).max_model_len == 4096
 
 
-def test_a_context_that_does_not_fit_is_refused_with_the_whole_estimate() -> None:
+def test_context_beyond_gpu_memory_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         resolve(Config(max_model_len=131072), QUARTER, EIGHT_B)
     text = refused.value.message
     assert refused.value.param == "max_model_len"
     assert text.startswith("max_model_len 131072 does not fit: its KV cache needs 16.00 GiB, ")
     assert (
-        "21.60 of 24.00 GiB may be used; estimated: weights 14.96, activations 2.17, CUDA graphs 0.38, CUDA and other"
-        in text
+        "21.60 of 24.00 GiB may be used; estimated: weights 14.96, activations 2.17, CUDA graphs 0.38, "
+        "CUDA and other" in text
     )
     fits = re.search(r"--max-model-len (\d+)", text)
     assert fits is not None
@@ -298,8 +313,8 @@ def test_a_context_that_does_not_fit_is_refused_with_the_whole_estimate() -> Non
         assert flag in text
 
 
-def test_what_only_the_estimate_refuses_is_tried() -> None:
-    """Activations and graphs are guessed; with the weights alone there would be room for 46 thousand tokens."""
+def test_uncertain_estimate_does_not_refuse() -> None:
+    """Activations and graphs are estimates; with the weights alone 46 thousand tokens fit."""
     tried = resolve(Config(max_model_len=40_000), QUARTER, EIGHT_B)
     assert tried.max_model_len == 40_000 and tried.num_blocks >= 2500
     assert (
@@ -309,14 +324,16 @@ def test_what_only_the_estimate_refuses_is_tried() -> None:
         resolve(Config(max_model_len=48_000), QUARTER, EIGHT_B)
 
 
-def test_a_model_that_does_not_fit_is_refused_with_the_whole_estimate() -> None:
+def test_model_beyond_gpu_memory_is_refused() -> None:
     small = replace(GPU, free_bytes=15 * GIB, total_bytes=16 * GIB)
-    told = r"the model does not fit: no KV cache \(136.0 KiB a token\) has room beside it .*weights 15.89"
-    with pytest.raises(ConfigError, match=told) as refused:
+    expected_message = (
+        r"the model does not fit: it leaves no memory for the KV cache \(136.0 KiB a token\) .*weights 15.89"
+    )
+    with pytest.raises(ConfigError, match=expected_message) as refused:
         resolve(Config(draft_model="d"), small, EIGHT_B, MODEL)
     assert "no --draft-model" in refused.value.message and refused.value.param == "model"
 
 
-def test_a_cache_that_is_asked_for_is_taken_as_it_is() -> None:
+def test_configured_cache_size_is_kept() -> None:
     resolved = resolve(Config(kv_cache_memory="4000tokens"), GPU, EIGHT_B)
     assert resolved.num_blocks == 250 and resolved.memory is None

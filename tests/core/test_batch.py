@@ -1,4 +1,4 @@
-"""The flat batch."""
+"""build_batch() and its row layout."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from foreword.core.batch import Chunk, build_batch, request_index_of
 
 
-def test_rows_stand_where_they_belong() -> None:
+def test_build_batch_lays_out_chunks() -> None:
     chunks = [
         Chunk([11, 12, 13], start=3, blocks=[5, 2], num_sampled=0),
         Chunk([21, 22], start=0, blocks=[7], num_sampled=2),
@@ -20,7 +20,7 @@ def test_rows_stand_where_they_belong() -> None:
     assert batch.sample_rows.tolist() == [3, 4]
 
 
-def test_a_row_without_a_slot_is_our_bug() -> None:
+def test_row_without_a_slot_is_an_assertion() -> None:
     with pytest.raises(AssertionError, match="slot"):
         build_batch(
             [Chunk([1, 2], start=7, blocks=[1, 2], num_sampled=0)], block_size=4, row_tile=1, device="cpu"
@@ -28,7 +28,7 @@ def test_a_row_without_a_slot_is_our_bug() -> None:
 
 
 @pytest.mark.parametrize("row_tile", [1, 8])
-def test_rows_know_their_request(row_tile: int) -> None:
+def test_request_index_of_each_row(row_tile: int) -> None:
     chunks = [Chunk([1] * rows, 0, [1, 2], rows) for rows in (3, 1, 2)]
     batch = build_batch(chunks, 4, row_tile, "cpu", mrope=True, with_request_index=True)
     assert batch.request_index is not None and batch.mrope_positions is not None

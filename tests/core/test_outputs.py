@@ -1,4 +1,4 @@
-"""The cut: what was never delivered is not counted."""
+"""Truncating, splitting and merging events."""
 
 import pickle
 from dataclasses import replace
@@ -22,7 +22,7 @@ EVENT = TokenEvent(
 
 
 @pytest.mark.parametrize(("kept", "accepted"), [(0, 0), (2, 2), (3, 3), (4, 3)])
-def test_accepted_tokens_behind_the_cut_do_not_count(kept: int, accepted: int) -> None:
+def test_truncate_drops_accepted_tokens_after_the_cut(kept: int, accepted: int) -> None:
     event = truncate(EVENT, kept, "stop")
     assert event.draft == DraftResult("ngram", 6, accepted)
     assert len(event.token_ids) == len(event.logprobs) == len(event.logits_hashes) == kept
@@ -39,7 +39,7 @@ def test_events_and_errors_cross_a_process_boundary() -> None:
     ("count", "draft"),
     [(0, DraftResult("ngram", 6, 3)), (2, DraftResult("ngram", 4, 1)), (4, DraftResult("ngram", 2, 0))],
 )
-def test_what_was_delivered_before_is_left_out(count: int, draft: DraftResult) -> None:
+def test_drop_prefix_leaves_out_delivered_tokens(count: int, draft: DraftResult) -> None:
     event = drop_prefix(EVENT, count)
     assert (event.index, event.token_ids, event.logits_hashes) == (
         4 + count,
@@ -50,35 +50,35 @@ def test_what_was_delivered_before_is_left_out(count: int, draft: DraftResult) -
     assert (event.draft, event.finish_reason, event.stop_id) == (draft, "length", 8)
 
 
-def test_a_draft_of_which_nothing_is_new_was_counted_before() -> None:
+def test_drop_prefix_drops_a_delivered_draft() -> None:
     event = replace(EVENT, draft=DraftResult("ngram", num_drafted=3, num_accepted=3))
     assert drop_prefix(event, 2).draft == DraftResult("ngram", 1, 1)
     assert drop_prefix(event, 3).draft is None
 
 
 @pytest.mark.parametrize(
-    ("found_with", "kept", "told"), [(1, 2, 1), (2, 2, 2), (3, 2, None), (None, 2, None)]
+    ("found_with", "kept", "reported"), [(1, 2, 1), (2, 2, 2), (3, 2, None), (None, 2, None)]
 )
-def test_a_cut_keeps_the_repetition_that_was_delivered(
-    found_with: int | None, kept: int, told: int | None
+def test_truncate_keeps_only_a_delivered_repetition(
+    found_with: int | None, kept: int, reported: int | None
 ) -> None:
-    event = replace(EVENT, repeating=found_with and Repetition(found_with, 7))
-    assert truncate(event, kept, "stop").repetition == (told and Repetition(told, 7))
+    event = replace(EVENT, repetition=found_with and Repetition(found_with, 7))
+    assert truncate(event, kept, "stop").repetition == (reported and Repetition(reported, 7))
 
 
 @pytest.mark.parametrize(
-    ("found_with", "before", "told"), [(1, 2, None), (2, 2, None), (3, 2, 1), (3, 0, 3), (None, 2, None)]
+    ("found_with", "before", "reported"), [(1, 2, None), (2, 2, None), (3, 2, 1), (3, 0, 3), (None, 2, None)]
 )
-def test_a_repetition_among_tokens_delivered_before_was_told_before(
-    found_with: int | None, before: int, told: int | None
+def test_drop_prefix_drops_a_delivered_repetition(
+    found_with: int | None, before: int, reported: int | None
 ) -> None:
-    event = replace(EVENT, repeating=found_with and Repetition(found_with, 7))
-    assert drop_prefix(event, before).repetition == (told and Repetition(told, 7))
+    event = replace(EVENT, repetition=found_with and Repetition(found_with, 7))
+    assert drop_prefix(event, before).repetition == (reported and Repetition(reported, 7))
 
 
-def test_what_is_joined_is_what_was_apart() -> None:
-    first = replace(EVENT, finish_reason=None, stop_id=None, repeating=Repetition(2, 3))
-    plain = replace(first, index=8, draft=None, num_cached=3, repeating=None)
+def test_merge_joins_consecutive_events() -> None:
+    first = replace(EVENT, finish_reason=None, stop_id=None, repetition=Repetition(2, 3))
+    plain = replace(first, index=8, draft=None, num_cached=3, repetition=None)
     whole = merge([first, plain, replace(EVENT, index=12)])
     assert (whole.index, whole.token_ids, whole.logits_hashes) == (
         4,

@@ -1,4 +1,4 @@
-"""Parameters are right from birth, or named."""
+"""Validation of sampling parameters."""
 
 from typing import Any
 
@@ -64,18 +64,18 @@ from foreword.errors import InvalidRequest
         ("repetition_penalty", 1e-40),
     ],
 )
-def test_a_wrong_value_is_named(field: str, value: Any) -> None:
+def test_invalid_value_is_named(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=field) as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field
 
 
-def test_a_message_tells_value_and_limit() -> None:
+def test_error_names_value_and_limit() -> None:
     with pytest.raises(InvalidRequest, match=r"temperature must be between 0 and 100, got -1"):
         SamplingParams(temperature=-1)
 
 
-def test_min_tokens_may_not_exceed_max_tokens() -> None:
+def test_min_tokens_above_max_tokens_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="min_tokens 5 is above max_tokens 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
 
@@ -86,7 +86,7 @@ def test_speculation_is_checked(method: Any, max_tokens: Any) -> None:
         Speculation(method, max_tokens)
 
 
-def test_lists_and_lone_texts_are_taken() -> None:
+def test_lists_and_single_strings_become_tuples() -> None:
     params = SamplingParams(
         stop="a", bad_words=["b", "c"], stop_token_ids=[1], allowed_token_ids=[2], logit_bias={3: 1}
     )  # type: ignore[arg-type]
@@ -104,28 +104,28 @@ def test_seeds_of_choices_wrap_around() -> None:
     assert params.for_choice(0, 5).n == 1
 
 
-def test_a_prediction_is_a_text() -> None:
+def test_prediction_must_be_a_string() -> None:
     assert SamplingParams(prediction="x").prediction == "x"
-    with pytest.raises(InvalidRequest, match="prediction must be a text"):
+    with pytest.raises(InvalidRequest, match="prediction must be a string"):
         SamplingParams(prediction=["x"])  # type: ignore[arg-type]
 
 
-def test_ids_to_score_ask_for_log_probabilities() -> None:
+def test_logprob_token_ids_enable_logprobs() -> None:
     assert SamplingParams(logprob_token_ids=[4]).logprobs == 0  # type: ignore[arg-type]
     assert SamplingParams(logprob_token_ids=(4,), logprobs=3).logprobs == 3
 
 
-def test_repeats_cost_nothing_unless_asked() -> None:
+def test_dry_is_off_by_default() -> None:
     assert SamplingParams(dry_multiplier=1).uses_dry
     assert (
         not SamplingParams().uses_dry and not SamplingParams(dry_multiplier=1, dry_penalty_last_n=0).uses_dry
     )
 
 
-def test_greedy_begins_below_its_bound() -> None:
+def test_greedy_below_the_minimum_temperature() -> None:
     assert SamplingParams(temperature=0).greedy and SamplingParams(temperature=9e-6).greedy
     assert not SamplingParams(temperature=1e-5).greedy
 
 
-def test_what_differs_from_the_defaults() -> None:
+def test_non_default_fields() -> None:
     assert SamplingParams(top_k=5, temperature=1.0).non_default_fields() == {"top_k": 5}

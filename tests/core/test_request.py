@@ -1,4 +1,4 @@
-"""Where a run of tokens ends an answer, and what a request remembers."""
+"""RequestState: where a run of tokens finishes a request."""
 
 import pytest
 from hypothesis import given
@@ -40,8 +40,8 @@ def test_the_earliest_token_decides(
     st.integers(1, 12),
     st.lists(st.integers(1, 4), min_size=12, max_size=12),
 )
-def test_bursts_end_where_single_tokens_do(tokens: list[int], max_tokens: int, sizes: list[int]) -> None:
-    """Cutting an answer into runs of any length never changes where it ends."""
+def test_finish_does_not_depend_on_run_sizes(tokens: list[int], max_tokens: int, sizes: list[int]) -> None:
+    """Run lengths never change where a request finishes."""
     single, burst = state_of(max_tokens=max_tokens), state_of(max_tokens=max_tokens)
     assert _follow(single, [[token] for token in tokens]) == _follow(burst, _runs(tokens, sizes))
 
@@ -63,13 +63,13 @@ def _follow(state: RequestState, runs: list[list[int]]) -> tuple[list[int], str 
     return state.tokens, None
 
 
-def test_delivered_tokens_are_output() -> None:
+def test_resumed_tokens_are_output() -> None:
     state = state_of(delivered=(7, 7))
     state.append([7, 1])
     assert state.num_output == 4
 
 
-def test_a_complete_request_is_not_admitted() -> None:
+def test_complete_request_is_refused() -> None:
     with pytest.raises(AssertionError):
         state_of(max_tokens=2, delivered=(5, 6))
     with pytest.raises(AssertionError):

@@ -13,17 +13,17 @@ class Person(pydantic.BaseModel):
     age: int
 
 
-def test_schemas_in_all_their_forms() -> None:
+def test_json_schema_accepts_text_mapping_bool_and_model() -> None:
     text = '{"type":"object","properties":{"b":{},"a":{}}}'
     assert StructuredOutput.json_schema(text).text == text
     assert (
         StructuredOutput.json_schema({"type": "object", "properties": {"b": {}, "a": {}}}).text == text
-    )  # order is kept
+    )  # keys keep their order
     assert StructuredOutput.json_schema(True).text == "true"
     assert '"Person"' in StructuredOutput.json_schema(Person).text
 
 
-def test_the_others() -> None:
+def test_other_constraint_types() -> None:
     assert StructuredOutput.json_object().constraint_type == "json_object"
     assert StructuredOutput.regex("a+", after="</think>") == StructuredOutput("regex", "a+", after="</think>")
     assert StructuredOutput.choice(["yes", "né"]).text == '["yes","né"]'
@@ -37,21 +37,21 @@ def test_the_others() -> None:
     ("make", "reason"),
     [
         (lambda: StructuredOutput("xml", "a"), "one of json_schema"),
-        (lambda: StructuredOutput("regex", ""), "not empty"),
-        (lambda: StructuredOutput("regex", 5), "not empty"),  # type: ignore[arg-type]
+        (lambda: StructuredOutput("regex", ""), "not be empty"),
+        (lambda: StructuredOutput("regex", 5), "not be empty"),  # type: ignore[arg-type]
         (lambda: StructuredOutput("regex", "a", after=""), "after"),
         (lambda: StructuredOutput("regex", "a" * (MAX_CONSTRAINT_BYTES + 1)), "1048576"),
         (lambda: StructuredOutput("regex", "a\ud800"), "surrogate at character 1"),
         (lambda: StructuredOutput.json_schema(5), "JSON schema"),
         (lambda: StructuredOutput.json_schema({"a": float("nan")}), "written as JSON"),
         (lambda: StructuredOutput.json_schema({"a": {1, 2}}), "written as JSON"),
-        (lambda: StructuredOutput.choice("yes"), "list of texts"),
-        (lambda: StructuredOutput.choice([]), "list of texts"),
-        (lambda: StructuredOutput.choice(["a", ""]), "list of texts"),
-        (lambda: StructuredOutput.grammar(5), "not empty"),  # type: ignore[arg-type]
+        (lambda: StructuredOutput.choice("yes"), "list of non-empty strings"),
+        (lambda: StructuredOutput.choice([]), "list of non-empty strings"),
+        (lambda: StructuredOutput.choice(["a", ""]), "list of non-empty strings"),
+        (lambda: StructuredOutput.grammar(5), "not be empty"),  # type: ignore[arg-type]
     ],
 )
-def test_what_is_none(make: Any, reason: str) -> None:
+def test_invalid_constraint_is_refused(make: Any, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason) as caught:
         make()
     assert caught.value.param == "structured_outputs"

@@ -1,4 +1,4 @@
-"""The files of the bundled model: complete, small, alike, and able to write any text."""
+"""Files of the bundled text models: complete, small, with equal tokenizers."""
 
 import json
 import math
@@ -43,11 +43,11 @@ def test_checkpoint_is_complete(folder: Path) -> None:
     assert config["max_position_embeddings"] >= 1024
 
 
-def test_both_fit_in_32_mb() -> None:
+def test_bundle_fits_in_32_mb() -> None:
     assert sum(file.stat().st_size for folder in FOLDERS for file in folder.iterdir()) <= 32e6
 
 
-def test_drafter_is_a_tenth_to_a_fiftieth() -> None:
+def test_draft_model_is_10_to_50_times_smaller() -> None:
     assert 10 <= parameters(demo.MODEL) / parameters(demo.DRAFTER) <= 50
 
 
@@ -62,7 +62,7 @@ def test_every_id_has_a_token() -> None:
     assert all(TOKENIZER.id_to_token(i) is not None for i in range(size))
 
 
-def test_end_token_is_the_same_everywhere() -> None:
+def test_eos_token_is_consistent() -> None:
     name = read_json(demo.MODEL / "tokenizer_config.json")["eos_token"]
     end = TOKENIZER.token_to_id(name)
     for folder in FOLDERS:
@@ -72,7 +72,7 @@ def test_end_token_is_the_same_everywhere() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(st.characters(exclude_categories=("Cs",)), max_size=60))
-def test_text_survives_the_tokenizer(text: str) -> None:
+def test_tokenizer_round_trips_text(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
 
@@ -94,6 +94,6 @@ def test_chat_template_takes_system_prompts_and_tool_messages() -> None:
     )
 
 
-def test_examples_cover_the_kinds() -> None:
+def test_examples_cover_all_workloads() -> None:
     assert len(demo.EXAMPLES) >= 12
     assert {kind for kind, _ in demo.EXAMPLES} == {"faq", "edit", "json", "story"}

@@ -1,4 +1,4 @@
-"""The generators of the training text: repeatable, correct, and apart from the test set."""
+"""Generators of training text: deterministic, correct, disjoint from the test set."""
 
 import json
 import re
@@ -14,14 +14,14 @@ from training import corpus, evaluate, faq, page, stories, tasks
 TOKENIZER = Tokenizer.from_file(str(demo.MODEL / "tokenizer.json"))
 
 
-def test_rows_are_a_function_of_the_seed() -> None:
+def test_rows_are_deterministic() -> None:
     one, same, other = (corpus.pack_rows(TOKENIZER, Random(seed), 4, 256) for seed in (1, 1, 2))
     for name in ("tokens", "positions", "documents", "labels"):
         assert np.array_equal(getattr(one, name), getattr(same, name))
     assert not np.array_equal(one.tokens, other.tokens)
 
 
-def test_labels_are_the_next_tokens_of_the_same_document() -> None:
+def test_labels_are_next_tokens_of_a_document() -> None:
     rows = corpus.pack_rows(TOKENIZER, Random(0), 4, 256)
     learned = rows.labels >= 0
     assert not learned[:, -1].any()
@@ -33,14 +33,14 @@ def test_labels_are_the_next_tokens_of_the_same_document() -> None:
 @pytest.mark.parametrize(
     "kind", [one for one in corpus.KINDS if one != "greeting"]
 )  # greetings are too few to split
-def test_nothing_held_out_is_trained_on(kind: str) -> None:
+def test_held_out_prompts_are_not_trained(kind: str) -> None:
     tests = {one.prompt for one in corpus.test_samples(kind, 50)}
     rng = Random(3)
     trained = {turn.prompt for _ in range(3000) for turn in corpus.conversation(rng, 4)}
     assert tests and tests.isdisjoint(trained)
 
 
-def test_held_out_wordings_are_not_trained_in_any_dress() -> None:
+def test_held_out_wordings_are_not_trained() -> None:
     train, held_out = faq.wordings()
     assert set(train) == set(held_out) == set(page.answers())
     forbidden = {faq.normalize(one) for several in held_out.values() for one in several}
@@ -50,7 +50,7 @@ def test_held_out_wordings_are_not_trained_in_any_dress() -> None:
     assert forbidden.isdisjoint(faq.normalize(one) for several in train.values() for one in several)
 
 
-def test_answers_of_the_faq_are_short() -> None:
+def test_faq_answers_are_short() -> None:
     assert len(page.answers()) >= 30
     assert all(len(answer.split()) <= 50 for answer in page.answers().values())
 
@@ -61,11 +61,11 @@ def test_json_answers_are_json() -> None:
             json.loads(sample.answer)
 
 
-def test_replace_leaves_the_rest() -> None:
+def test_replace_keeps_the_rest() -> None:
     assert tasks.swap("a cat, the cat and a catalog", "cat", "dog") == "a dog, the dog and a catalog"
 
 
-def test_delete_takes_one_word() -> None:
+def test_delete_removes_one_word() -> None:
     for sample in corpus.test_samples("delete", 50):
         passage = sample.prompt.partition(":\n")[2] or sample.prompt.rpartition("\n\n")[0]
         assert (
@@ -74,14 +74,14 @@ def test_delete_takes_one_word() -> None:
         )
 
 
-def test_stories_are_recognised_and_others_are_not() -> None:
+def test_stories_are_recognised() -> None:
     for sample in corpus.test_samples("story", 10, size=2):
         assert stories.is_story(sample.prompt, sample.answer)
         assert not stories.is_story(sample.prompt, sample.answer.replace("a", "e", 1))
         assert not stories.is_story(sample.prompt, sample.answer.rpartition(". ")[0] + ".")
 
 
-def test_chains_count_as_speculative_decoding_does() -> None:
+def test_chain_length_equals_speculative_decoding() -> None:
     output = [1, 2, 3, 4, 5, 6, 7]
     assert evaluate.count_accepted(output, lambda at: output[at : at + 4]) == (
         6,
@@ -91,7 +91,7 @@ def test_chains_count_as_speculative_decoding_does() -> None:
     assert evaluate.count_accepted(output, lambda at: []) == (0, 0)
 
 
-def test_lookup_prefers_the_longest_and_the_latest() -> None:
+def test_lookup_prefers_longest_then_latest() -> None:
     assert evaluate.prompt_lookup([1, 2, 3, 9, 2, 3, 8, 1, 2, 3]) == [9, 2, 3, 8]
     assert evaluate.prompt_lookup([2, 3, 9, 2, 3, 8, 7, 6, 2, 3]) == [8, 7, 6, 2]
     assert evaluate.prompt_lookup([5, 6, 5, 6]) == [5, 6, 5, 6]

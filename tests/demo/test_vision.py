@@ -1,4 +1,4 @@
-"""The bundled model that sees: complete, small, as transformers has it, and right about pictures that it never saw."""
+"""The bundled vision-language model: complete, equal to transformers, right on held-out images."""
 
 import json
 
@@ -34,7 +34,7 @@ FOLDERS = (demo.VISION_MODEL, demo.VISION_DRAFTER)
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    """Its drafter, which reads text alone, guesses four tokens a step, whether that pays or not."""
+    """With its text-only draft model and a fixed draft length of four."""
     return LLM(
         "demo-vision",
         draft_model="demo-vision",
@@ -63,7 +63,7 @@ def test_weights_are_bfloat16() -> None:
             assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
 
 
-def test_tokenizers_are_equal_and_the_placeholder_is_no_text() -> None:
+def test_tokenizers_are_equal_with_a_placeholder() -> None:
     target, drafter = (read_tokenizer(folder)[0] for folder in FOLDERS)
     assert target.diff(drafter) is None
     placeholder = json.loads((demo.VISION_MODEL / "config.json").read_text(encoding="utf-8"))[
@@ -72,18 +72,18 @@ def test_tokenizers_are_equal_and_the_placeholder_is_no_text() -> None:
     assert target.encode("<image>", add_special_tokens=False) == [placeholder]
 
 
-def test_both_go_by_the_same_name() -> None:
+def test_demo_vision_names_model_and_draft_model() -> None:
     found = resolve_paths(Config(model="demo-vision", draft_model="demo-vision", speculate="draft"))
     assert (found.model, found.draft_model) == tuple(map(str, FOLDERS))
 
 
-def test_the_picture_is_the_one_of_the_recipe() -> None:
+def test_example_image_matches_its_recipe() -> None:
     assert demo.PICTURE.stat().st_size < 20_000
     with Image.open(demo.PICTURE) as image:
         assert image.mode == "RGB" and image.size == (EXAMPLE.width, EXAMPLE.height)
 
 
-def test_questions_about_the_picture_are_answered(llm: LLM) -> None:
+def test_example_questions_are_answered(llm: LLM) -> None:
     url = {"type": "image", "image": str(demo.PICTURE)}
     conversations = [
         [{"role": "user", "content": [{"type": "text", "text": text}, url]}]
@@ -95,7 +95,7 @@ def test_questions_about_the_picture_are_answered(llm: LLM) -> None:
         assert any(word in text for word in words), text
 
 
-def test_nine_in_ten_held_out_questions_are_answered_right(llm: LLM, chats: list[Case]) -> None:
+def test_held_out_accuracy_is_90_percent(llm: LLM, chats: list[Case]) -> None:
     outputs = llm.chat([messages(case) for case in chats], GREEDY)
     wrong = [
         (case.question, output.text)
@@ -105,7 +105,7 @@ def test_nine_in_ten_held_out_questions_are_answered_right(llm: LLM, chats: list
     assert len(wrong) <= 4, wrong
 
 
-def test_eight_choices_are_several_phrasings_and_right(llm: LLM, chats: list[Case]) -> None:
+def test_choices_vary_and_are_right(llm: LLM, chats: list[Case]) -> None:
     params = SamplingParams(temperature=0.7, max_tokens=40, n=8, seed=1)
     good, different = [], []
     for case, output in zip(
@@ -120,12 +120,12 @@ def test_eight_choices_are_several_phrasings_and_right(llm: LLM, chats: list[Cas
     assert sorted(different)[2] >= 3, different
 
 
-def test_without_a_picture_it_says_so(llm: LLM) -> None:
+def test_missing_image_is_mentioned(llm: LLM) -> None:
     (output,) = llm.chat([{"role": "user", "content": "Which digit is it?"}], GREEDY)
     assert "picture" in output.text.lower()
 
 
-def test_drafted_or_not_the_same_is_said(llm: LLM, chats: list[Case]) -> None:
+def test_speculation_changes_no_token(llm: LLM, chats: list[Case]) -> None:
     asked = [messages(case) for case in chats[:6]]
     plain = LLM("demo-vision", speculate="off", threads=1, kv_cache_memory="8000tokens")
     params = SamplingParams(temperature=0.7, max_tokens=40, n=4, seed=3)
@@ -136,7 +136,7 @@ def test_drafted_or_not_the_same_is_said(llm: LLM, chats: list[Case]) -> None:
     assert texts[0] == texts[1]
 
 
-def test_the_drafter_guesses_what_is_taken(llm: LLM, chats: list[Case]) -> None:
+def test_drafts_are_accepted(llm: LLM, chats: list[Case]) -> None:
     outputs = llm.chat([messages(case) for case in chats], GREEDY)
     taken = [
         output.metrics.draft_tokens_acceptance
@@ -146,7 +146,7 @@ def test_the_drafter_guesses_what_is_taken(llm: LLM, chats: list[Case]) -> None:
     assert taken and sum(share or 0 for share in taken) / len(taken) > 0.2
 
 
-def test_transformers_sees_and_answers_the_same(chats: list[Case]) -> None:
+def test_transformers_gives_the_same_answers(chats: list[Case]) -> None:
     processor, peer, ours = (
         read_processor(demo.VISION_MODEL),
         TransformersReference(demo.VISION_MODEL),

@@ -1,4 +1,4 @@
-"""What the vision model learns from: drawn pictures, questions with several right answers, a judge, packed rows."""
+"""Training data of the vision model: images, questions, judge, packed rows."""
 
 from collections import Counter
 from random import Random
@@ -33,14 +33,14 @@ TOKENIZER = with_image_token(Tokenizer.from_file(str(demo.MODEL / "tokenizer.jso
 RED_CIRCLE = Truth(frozenset({"red", "circle"}), frozenset({"1"}))
 
 
-def test_pictures_are_a_function_of_the_seed() -> None:
+def test_images_are_deterministic() -> None:
     one, same, other = (draw_image(draw_scene(Random(seed))) for seed in (3, 3, 4))
     assert one.mode == "RGB" and one.tobytes() == same.tobytes() and one.tobytes() != other.tobytes()
     assert case(7) == case(7) and case(7).png() == case(7).png() and case(7) != case(8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_things_lie_inside_and_apart(kind: str) -> None:
+def test_shapes_are_inside_and_disjoint(kind: str) -> None:
     for seed in range(40):
         scene = draw_scene(Random(seed), kind)
         short = min(scene.width, scene.height)
@@ -52,7 +52,7 @@ def test_things_lie_inside_and_apart(kind: str) -> None:
         assert all(distance > 2 * scene.first.radius for distance in apart)
 
 
-def test_the_pixels_show_the_colour() -> None:
+def test_pixels_have_the_colour() -> None:
     for seed in range(20):
         scene = draw_scene(Random(seed), "one")
         thing = scene.first
@@ -63,7 +63,7 @@ def test_the_pixels_show_the_colour() -> None:
         assert nearest == thing.colour or thing.name == "ring"
 
 
-def test_held_out_combinations_are_never_trained() -> None:
+def test_held_out_combinations_are_not_trained() -> None:
     assert sum(held_out("many", colour, name) for colour in COLOURS for name in SHAPES) == 6
     assert sum(held_out("digit", colour, name) for colour in COLOURS for name in DIGITS) == 6
     rng = Random(0)
@@ -77,12 +77,12 @@ def _look(rng: Random, kind: str, unseen: bool) -> tuple[str, str]:
     return thing.colour, thing.name
 
 
-def test_every_second_case_may_be_a_combination_never_trained() -> None:
+def test_half_of_the_cases_may_be_held_out() -> None:
     found = Counter((one.scene.kind, one.unseen) for one in cases(100))
     assert found["many", True] >= 8 and found["many", False] >= 8 and not found["one", True]
 
 
-def test_the_judge_accepts_every_answer_and_knows_it_from_others() -> None:
+def test_judge_tells_right_from_wrong_answers() -> None:
     rng = Random(1)
     for number in range(600):
         scene = draw_scene(rng, unseen=number % 2 == 0)
@@ -97,7 +97,7 @@ def test_the_judge_accepts_every_answer_and_knows_it_from_others() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_have_several_phrasings_and_none_is_preferred(kind: str) -> None:
+def test_phrasings_are_equally_frequent(kind: str) -> None:
     scene = draw_scene(Random(5), kind)
     for question in kinds(scene):
         rng = Random(2)
@@ -118,7 +118,7 @@ def test_answers_have_several_phrasings_and_none_is_preferred(kind: str) -> None
         "It is a circle, and it is red.",
     ],
 )
-def test_right_whatever_the_phrasing(answer: str) -> None:
+def test_judge_accepts_any_phrasing(answer: str) -> None:
     assert is_right(answer, RED_CIRCLE)
 
 
@@ -135,18 +135,18 @@ def test_right_whatever_the_phrasing(answer: str) -> None:
         "red circle " * 9,
     ],
 )
-def test_wrong_whatever_the_phrasing(answer: str) -> None:
+def test_judge_rejects_wrong_answers(answer: str) -> None:
     assert not is_right(answer, RED_CIRCLE)
 
 
-def test_colours_belong_to_the_thing_behind_them() -> None:
+def test_colour_belongs_to_the_next_shape() -> None:
     truth = Truth(frozenset({"red circle", "blue star"}), paired=True)
     assert is_right("You can see a blue star and a red circle.", truth)
     assert not is_right("A red star and a blue circle.", truth)
     assert not is_right("A red circle and a star.", truth)
 
 
-def test_yes_is_not_no() -> None:
+def test_judge_tells_yes_from_no() -> None:
     no = Truth(frozenset({"no"}), frozenset({"red", "star"}))
     assert (
         is_right("No, I do not see a red star.", no)
@@ -156,13 +156,13 @@ def test_yes_is_not_no() -> None:
     assert not is_right("No, it is a blue star.", no)
 
 
-def test_rows_are_a_function_of_the_seed() -> None:
+def test_rows_are_deterministic() -> None:
     one, same, other = (draw_rows(TOKENIZER, Random(seed), 2) for seed in (1, 1, 2))
     assert np.array_equal(one.tokens, same.tokens) and np.array_equal(one.pixels, same.pixels)
     assert not np.array_equal(one.tokens, other.tokens)
 
 
-def test_patches_say_what_lies_there() -> None:
+def test_patches_have_the_images_content() -> None:
     for seed in range(10):
         scene = draw_scene(Random(seed), "many")
         found = patch_labels([scene])
@@ -176,7 +176,7 @@ def test_patches_say_what_lies_there() -> None:
     assert resize(draw_image(scene)).shape == (3, SIDE, SIDE)
 
 
-def test_a_conversation_in_a_row_reads_as_it_would_alone() -> None:
+def test_packed_conversation_is_independent() -> None:
     torch.manual_seed(0)
     rows, seer = draw_rows(TOKENIZER, Random(4), 1), VisionTrainingModel("target").eval()
     with torch.inference_mode():
@@ -207,7 +207,7 @@ def _normal(rows: Rows) -> torch.Tensor:
     return torch.from_numpy(rows.pixels).float() / 127.5 - 1
 
 
-def test_labels_are_answers_alone() -> None:
+def test_labels_are_answers_only() -> None:
     rows = draw_rows(TOKENIZER, Random(6), 2)
     learned = rows.labels >= 0
     assert np.array_equal(rows.labels[:, :-1][learned[:, :-1]], rows.tokens[:, 1:][learned[:, :-1]])
@@ -215,7 +215,7 @@ def test_labels_are_answers_alone() -> None:
     assert (rows.tokens == IMAGE_ID).sum() == 2 * NUM_PATCHES
 
 
-def test_rows_of_pairs_ask_mostly_for_a_colour() -> None:
+def test_pair_rows_mostly_ask_for_colours() -> None:
     rows = draw_rows(TOKENIZER, Random(7), 8, pair_share=1.0)
     assert all(set(counts.tolist()) <= {-100, 1} for counts in rows.patches.counts)  # two things, less one
     text = TOKENIZER.decode_batch(rows.tokens.tolist(), skip_special_tokens=True)
@@ -227,7 +227,7 @@ def test_rows_of_pairs_ask_mostly_for_a_colour() -> None:
     assert colours > 0.5 * questions > 0
 
 
-def test_only_some_rows_are_of_pairs_unless_all_shall_be() -> None:
+def test_share_of_pair_rows_is_configurable() -> None:
     most = [
         draw_rows(TOKENIZER, Random(8), 40, pair_share=share).patches.counts.max(1)
         for share in (0.0, 0.5, 1.0)

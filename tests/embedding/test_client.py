@@ -1,4 +1,4 @@
-"""The encoder's process: many callers, those who leave, and its death."""
+"""The encoder process: concurrent and cancelled calls, crashes and restarts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from foreword.errors import (
 )
 from tests.support.embedding_checkpoints import write_encoder
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")  # one process for all of them
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share one process
 TEXTS = ["hello", "The quick brown fox jumps over the lazy dog.", "", "tokens of speculation " * 8]
 
 
@@ -53,30 +53,30 @@ async def client(config: Config) -> AsyncIterator[EncoderClient]:
     await client.close()
 
 
-def ids_of(client: EncoderClient, *texts: str) -> list[list[int]]:
+def tokenize(client: EncoderClient, *texts: str) -> list[list[int]]:
     assert client.tokenizer is not None
     return [client.tokenizer.encode(text) for text in texts]
 
 
-def pid(client: EncoderClient) -> int:
+def pid_of(client: EncoderClient) -> int:
     assert client._process is not None
     return client._process._process.pid
 
 
-async def test_many_callers_get_their_own_vectors(client: EncoderClient, local: LocalEncoder) -> None:
+async def test_concurrent_callers_get_their_own_vectors(client: EncoderClient, local: LocalEncoder) -> None:
     assert client.info == local.info
-    ids = ids_of(client, *TEXTS)
+    ids = tokenize(client, *TEXTS)
     answers = await asyncio.gather(*(client.encode([text] * count) for count, text in enumerate(ids * 3)))
     for count, (text, answer) in enumerate(zip(ids * 3, answers, strict=True)):
         assert answer == local.encode([text]) * count
     assert await client.encode(ids, "cls") == local.encode(ids, "cls") != local.encode(ids)
 
 
-async def test_what_is_wrong_is_named_before_it_is_sent(client: EncoderClient) -> None:
-    (ids,) = ids_of(client, "hello")
+async def test_invalid_inputs_are_named(client: EncoderClient) -> None:
+    (ids,) = tokenize(client, "hello")
     with pytest.raises(ContextLengthExceeded, match=r"input\[1\] has 131 tokens; .* at most 130"):
         await client.encode([ids, [5] * 131])
-    with pytest.raises(InvalidRequest, match=r"input\[0\] holds token id 100000"):
+    with pytest.raises(InvalidRequest, match=r"input\[0\] has token id 100000"):
         await client.encode([[100000]])
     with pytest.raises(InvalidRequest, match=r"input\[0\] has no tokens"):
         await client.encode([[]])
@@ -89,8 +89,8 @@ async def test_what_is_wrong_is_named_before_it_is_sent(client: EncoderClient) -
     assert await client.encode([]) == []
 
 
-async def test_a_short_call_overtakes_a_long_one(client: EncoderClient) -> None:
-    (short,) = ids_of(client, "hello")
+async def test_short_call_overtakes_a_long_one(client: EncoderClient) -> None:
+    (short,) = tokenize(client, "hello")
     long = asyncio.ensure_future(client.encode([[5] * 130] * 60))
     await asyncio.sleep(0)
     await client.encode([short])
@@ -98,7 +98,7 @@ async def test_a_short_call_overtakes_a_long_one(client: EncoderClient) -> None:
     assert len(await long) == 60
 
 
-async def test_a_full_queue_says_so_and_empties(client: EncoderClient) -> None:
+async def test_full_queue_is_overload_until_it_drains(client: EncoderClient) -> None:
     calls = [asyncio.ensure_future(client.encode([[5] * 130] * 30)) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="at most 64"):
@@ -107,7 +107,7 @@ async def test_a_full_queue_says_so_and_empties(client: EncoderClient) -> None:
     assert len(await client.encode([[5]] * 30)) == 30
 
 
-async def test_what_a_caller_left_behind_is_dropped(client: EncoderClient) -> None:
+async def test_inputs_of_a_cancelled_call_are_dropped(client: EncoderClient) -> None:
     call = asyncio.ensure_future(client.encode([[5] * 130] * 60))
     await asyncio.sleep(0)
     call.cancel()
@@ -117,50 +117,44 @@ async def test_what_a_caller_left_behind_is_dropped(client: EncoderClient) -> No
     assert len(await client.encode([[5]])) == 1
 
 
-async def test_nobody_hears_of_its_death(client: EncoderClient, local: LocalEncoder) -> None:
-    """What it worked on, what waited, and what comes while it is started again: all are answered, as if nothing had been."""
-    ids = ids_of(client, *TEXTS)
+async def test_calls_survive_a_crash(client: EncoderClient, local: LocalEncoder) -> None:
+    """Inputs in flight, waiting inputs and calls during the restart all get their vectors."""
+    ids = tokenize(client, *TEXTS)
     long = [[5, 6 + i] * 60 for i in range(40)]
     call = asyncio.ensure_future(client.encode(long))
     await asyncio.sleep(0)
-    os.kill(pid(client), signal.SIGKILL)
+    os.kill(pid_of(client), signal.SIGKILL)
     while client.readiness.is_ready:
         await asyncio.sleep(0.002)
     assert client.alive and client.readiness.status == "restarting"
     assert await client.encode(ids) == local.encode(ids)
     assert await call == local.encode(long)
-    assert (
-        client.readiness.is_ready
-        and client._batcher.num_waiting == 0
-        and not client._open_calls
-        and not client._retries
-    )
+    assert client.readiness.is_ready
+    assert client._batcher.num_waiting == 0 and not client._open_calls and not client._retries
 
 
-async def test_an_input_that_it_dies_of_is_refused_and_its_neighbours_are_not(
-    client: EncoderClient, local: LocalEncoder
-) -> None:
-    """The process is killed whenever it has the poison, as if it died of it."""
-    poison, good = [7, 7, 7], [[5, 6 + i] * 40 for i in range(6)]
-    given = client._send_batch
+async def test_input_that_crashes_twice_fails_alone(client: EncoderClient, local: LocalEncoder) -> None:
+    """The process is killed whenever it has the bad input."""
+    bad_input, good = [7, 7, 7], [[5, 6 + i] * 40 for i in range(6)]
+    send_batch = client._send_batch
 
-    def send(taken: list[tuple[EncodeCall, int]]) -> None:
-        given(taken)
-        if any(list(call.inputs[index].token_ids) == poison for call, index in taken):
-            os.kill(pid(client), signal.SIGKILL)
+    def send(members: list[tuple[EncodeCall, int]]) -> None:
+        send_batch(members)
+        if any(list(call.inputs[index].token_ids) == bad_input for call, index in members):
+            os.kill(pid_of(client), signal.SIGKILL)
 
     client._send_batch = send  # type: ignore[method-assign]
     try:
-        good_call, bad_call = (asyncio.ensure_future(client.encode(ids)) for ids in (good, [poison]))
+        good_call, bad_call = (asyncio.ensure_future(client.encode(ids)) for ids in (good, [bad_input]))
         assert await good_call == local.encode(good)
-        with pytest.raises(RequestFailed, match="died twice"):
+        with pytest.raises(RequestFailed, match="crashed twice"):
             await bad_call
     finally:
-        client._send_batch = given  # type: ignore[method-assign]
+        client._send_batch = send_batch  # type: ignore[method-assign]
     assert await client.encode(good) == local.encode(good)
 
 
-async def test_a_ranker_scores_pairs(tmp_path: Path) -> None:
+async def test_ranker_scores_pairs(tmp_path: Path) -> None:
     write_encoder(tmp_path, "roberta", ranks=True)
     client = EncoderClient(Config(embedding_model=str(tmp_path), threads=1))
     info = await client.start()
@@ -174,21 +168,21 @@ async def test_a_ranker_scores_pairs(tmp_path: Path) -> None:
     await client.close()
 
 
-async def test_a_checkpoint_that_is_no_encoder_is_refused(tmp_path: Path) -> None:
+async def test_decoder_checkpoint_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     client = EncoderClient(Config(embedding_model=str(tmp_path)))
-    with pytest.raises(CheckpointError, match="'llama' is no encoder"):
+    with pytest.raises(CheckpointError, match="'llama' is not a supported encoder"):
         await client.start()
     assert not client.alive and client._process is None
 
 
-async def test_it_is_not_started_again_endlessly(
+async def test_restarts_end_after_too_many_crashes(
     client: EncoderClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last one here: it stays down."""
+    """Must be the last test: the encoder stays down."""
     monkeypatch.setattr(client_module, "MAX_RESTARTS", 1)
     monkeypatch.setattr(client, "_crash_times", deque([time.monotonic()], maxlen=1))
-    os.kill(pid(client), signal.SIGKILL)
+    os.kill(pid_of(client), signal.SIGKILL)
     assert client._serve_task is not None
     await client._serve_task
     assert not client.alive and client._process is None

@@ -1,4 +1,4 @@
-"""Every family against transformers, and each text against itself in company."""
+"""All encoder families against transformers; bits of a vector do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def hidden_of(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_vectors_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+def test_vectors_equal_transformers(tmp_path: Path, family: str) -> None:
     model = write_encoder(tmp_path, family)
     encoder = load(tmp_path)
     ids = [encoder.tokenizer.encode(text) for text in TEXTS]
@@ -59,7 +59,7 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+def test_scores_equal_transformers(tmp_path: Path, family: str) -> None:
     model = write_encoder(tmp_path, family, ranks=True)
     encoder = load(tmp_path)
     pairs = [encoder.tokenizer.encode_pair("quick fox", text) for text in TEXTS]
@@ -72,12 +72,12 @@ def test_scores_are_those_of_transformers(tmp_path: Path, family: str) -> None:
             for ids, types in pairs
         ]
     np.testing.assert_allclose(encoder.score(pairs), torch.sigmoid(torch.tensor(logits)), rtol=0, atol=CLOSE)
-    assert len(set(encoder.score(pairs))) > len(pairs) // 2, "scores that do not differ show nothing"
+    assert len(set(encoder.score(pairs))) > len(pairs) // 2, "equal scores would prove nothing"
 
 
 @pytest.mark.parametrize("ops", ["native", "reference"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_vector_has_the_same_bits_in_any_company(tmp_path: Path, family: str, ops: str) -> None:
+def test_bits_of_a_vector_do_not_depend_on_the_batch(tmp_path: Path, family: str, ops: str) -> None:
     write_encoder(tmp_path, family)
     config = Config(embedding_model=str(tmp_path), threads=2)
     encoder = load_local_encoder(config, ReferenceOps() if ops == "reference" else None)
@@ -89,13 +89,13 @@ def test_a_vector_has_the_same_bits_in_any_company(tmp_path: Path, family: str, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_option_that_is_not_honoured_is_refused_by_name(tmp_path: Path, family: str) -> None:
+def test_unsupported_option_is_named(tmp_path: Path, family: str) -> None:
     write_encoder(tmp_path, family, flux_capacitor=7)
     with pytest.raises(CheckpointError, match="flux_capacitor"):
         load(tmp_path)
 
 
-def test_norms_may_have_a_gamma_and_a_beta(tmp_path: Path) -> None:
+def test_norms_with_gamma_and_beta_are_loaded(tmp_path: Path) -> None:
     write_encoder(tmp_path)
     before = load(tmp_path).encode([[2, 9, 3]])
     names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
@@ -108,7 +108,7 @@ def test_norms_may_have_a_gamma_and_a_beta(tmp_path: Path) -> None:
     assert load(tmp_path).encode([[2, 9, 3]]) == before
 
 
-def test_a_head_of_several_labels_does_not_rank(tmp_path: Path) -> None:
+def test_head_with_several_labels_is_rejected(tmp_path: Path) -> None:
     write_encoder(tmp_path, ranks=True, num_labels=3, id2label=None, label2id=None)
     with pytest.raises(CheckpointError, match="names 3 labels"):
         load(tmp_path)

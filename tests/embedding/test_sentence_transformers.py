@@ -1,4 +1,4 @@
-"""The files that sentence-transformers writes beside a model."""
+"""Pooling, normalization and prompts from the files of sentence-transformers."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def write(path: Path, pooling: dict[str, Any] | None = None, *others: str, **fil
     return path
 
 
-def test_without_files_it_is_the_mean(tmp_path: Path) -> None:
+def test_default_pooling_is_the_mean(tmp_path: Path) -> None:
     assert read_pooling_config(tmp_path) == PoolingConfig(pooling="mean", normalize=False)
 
 
@@ -47,7 +47,7 @@ def test_without_files_it_is_the_mean(tmp_path: Path) -> None:
         ({"pooling_mode": "cls"}, "cls"),
     ],
 )
-def test_each_pooling_is_read(tmp_path: Path, mode: dict[str, Any], pooling: str) -> None:
+def test_pooling_modes_are_read(tmp_path: Path, mode: dict[str, Any], pooling: str) -> None:
     assert read_pooling_config(write(tmp_path, mode)).pooling == pooling
 
 
@@ -64,7 +64,7 @@ def test_normalization_limit_and_prompts_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "complaint"),
+    ("mode", "message"),
     [
         ({"pooling_mode_mean_sqrt_len_tokens": True}, "pooling_mode_mean_sqrt_len_tokens"),
         ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "exactly one of"),
@@ -73,33 +73,31 @@ def test_normalization_limit_and_prompts_are_read(tmp_path: Path) -> None:
         ({"pooling_mode_mean_tokens": True, "something_new": 1}, "something_new"),
     ],
 )
-def test_a_pooling_that_is_not_honoured_is_refused_by_name(
-    tmp_path: Path, mode: dict[str, Any], complaint: str
-) -> None:
-    with pytest.raises(CheckpointError, match=complaint):
+def test_unsupported_pooling_option_is_named(tmp_path: Path, mode: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
         read_pooling_config(write(tmp_path, mode))
 
 
-def test_a_module_that_is_not_honoured_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_module_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="Dense"):
         read_pooling_config(write(tmp_path, {"pooling_mode_cls_token": True}, "Dense"))
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
+def test_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"modules\.json"):
         read_pooling_config(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("file", "complaint"),
+    ("file", "message"),
     [
-        ({"prompts": "query: "}, "prompts must be texts by name"),
-        ({"prompts": {"query": 1}}, "prompts must be texts by name"),
+        ({"prompts": "query: "}, "prompts must map names to texts"),
+        ({"prompts": {"query": 1}}, "prompts must map names to texts"),
         ({"prompts": {}, "default_prompt_name": {"a": 1}}, "is none of its prompts"),
     ],
 )
-def test_prompts_that_are_none_are_refused(tmp_path: Path, file: Any, complaint: str) -> None:
+def test_bad_prompts_are_rejected(tmp_path: Path, file: Any, message: str) -> None:
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(file))
-    with pytest.raises(CheckpointError, match=complaint):
+    with pytest.raises(CheckpointError, match=message):
         read_pooling_config(tmp_path)

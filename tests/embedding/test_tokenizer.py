@@ -1,4 +1,4 @@
-"""Token ids and type ids against transformers, whole and cut."""
+"""Token ids and type ids against transformers, with and without truncation."""
 
 from pathlib import Path
 
@@ -29,66 +29,60 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_texts_and_pairs_are_those_of_transformers(path: Path) -> None:
-    texts = EncoderTokenizer.from_directory(path, INFO)
-    theirs = transformers.AutoTokenizer.from_pretrained(path)
+def test_ids_equal_transformers(path: Path) -> None:
+    tokenizer = EncoderTokenizer.from_directory(path, INFO)
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     for text in DIFFICULT_TEXTS:
-        assert texts.encode(text) == theirs(text)["input_ids"]
-        pair = theirs(
-            ["hello"], [text], return_token_type_ids=True
-        )  # in lists, or it takes an empty text for none
-        assert texts.encode_pair("hello", text) == (pair["input_ids"][0], pair["token_type_ids"][0])
+        assert tokenizer.encode(text) == hf_tokenizer(text)["input_ids"]
+        # In lists: a bare empty text would count as no text.
+        pair = hf_tokenizer(["hello"], [text], return_token_type_ids=True)
+        assert tokenizer.encode_pair("hello", text) == (pair["input_ids"][0], pair["token_type_ids"][0])
 
 
 @pytest.mark.parametrize("limit", [3, 5, 8, 11, 24])
-def test_long_ones_are_cut_as_transformers_does(path: Path, limit: int) -> None:
-    texts = EncoderTokenizer.from_directory(path, INFO)
-    theirs = transformers.AutoTokenizer.from_pretrained(path)
+def test_truncation_equals_transformers(path: Path, limit: int) -> None:
+    tokenizer = EncoderTokenizer.from_directory(path, INFO)
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     for text in DIFFICULT_TEXTS:
-        assert (
-            texts.encode(text, max_tokens=limit)
-            == theirs(text, truncation=True, max_length=limit)["input_ids"]
-        )
+        expected = hf_tokenizer(text, truncation=True, max_length=limit)["input_ids"]
+        assert tokenizer.encode(text, max_tokens=limit) == expected
     if limit < 5:
-        return  # no room between the special tokens of a pair
+        return  # too small for the special tokens of a pair
     for first, second in PAIRS:
-        pair = theirs(
-            [first], [second], truncation="longest_first", max_length=limit, return_token_type_ids=True
-        )
-        assert texts.encode_pair(first, second, max_tokens=limit) == (
-            pair["input_ids"][0],
-            pair["token_type_ids"][0],
-        )
+        options = {"truncation": "longest_first", "max_length": limit, "return_token_type_ids": True}
+        pair = hf_tokenizer([first], [second], **options)
+        expected = pair["input_ids"][0], pair["token_type_ids"][0]
+        assert tokenizer.encode_pair(first, second, max_tokens=limit) == expected
 
 
-def test_the_limit_may_be_that_of_the_model(path: Path) -> None:
-    texts = EncoderTokenizer.from_directory(path, INFO)
-    assert len(texts.encode("word " * 100)) > LIMIT
-    assert len(texts.encode("word " * 100, max_tokens=-1)) == LIMIT
+def test_minus_one_truncates_to_the_models_limit(path: Path) -> None:
+    tokenizer = EncoderTokenizer.from_directory(path, INFO)
+    assert len(tokenizer.encode("word " * 100)) > LIMIT
+    assert len(tokenizer.encode("word " * 100, max_tokens=-1)) == LIMIT
 
 
 @pytest.mark.parametrize("limit", [0, -2, LIMIT + 1])
-def test_a_limit_that_is_none_is_refused(path: Path, limit: int) -> None:
-    texts = EncoderTokenizer.from_directory(path, INFO)
+def test_bad_limit_is_rejected(path: Path, limit: int) -> None:
+    tokenizer = EncoderTokenizer.from_directory(path, INFO)
     with pytest.raises(InvalidRequest, match="truncate_prompt_tokens"):
-        texts.encode("word", max_tokens=limit)
+        tokenizer.encode("word", max_tokens=limit)
 
 
-def test_a_limit_that_leaves_no_room_is_refused(path: Path) -> None:
-    texts = EncoderTokenizer.from_directory(path, INFO)
+def test_limit_below_the_special_tokens_is_rejected(path: Path) -> None:
+    tokenizer = EncoderTokenizer.from_directory(path, INFO)
     with pytest.raises(InvalidRequest, match="special tokens"):
-        texts.encode("word word word", max_tokens=1)
+        tokenizer.encode("word word word", max_tokens=1)
 
 
-def test_prompts_go_in_front(path: Path) -> None:
-    texts = EncoderTokenizer.from_directory(path, INFO)
-    assert texts.encode("hello", prompt="query") == texts.encode("query: hello")
+def test_prompt_precedes_the_text(path: Path) -> None:
+    tokenizer = EncoderTokenizer.from_directory(path, INFO)
+    assert tokenizer.encode("hello", prompt="query") == tokenizer.encode("query: hello")
     with pytest.raises(InvalidRequest, match="query"):
-        texts.encode("hello", prompt="passage")
+        tokenizer.encode("hello", prompt="passage")
 
 
-def test_what_is_no_unicode_is_refused(path: Path) -> None:
-    texts = EncoderTokenizer.from_directory(path, INFO)
-    for encode in (texts.encode, lambda text: texts.encode_pair("hello", text)):
+def test_lone_surrogate_is_rejected(path: Path) -> None:
+    tokenizer = EncoderTokenizer.from_directory(path, INFO)
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_pair("hello", text)):
         with pytest.raises(InvalidRequest, match="surrogate"):
             encode("\ud800")

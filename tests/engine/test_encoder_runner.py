@@ -1,4 +1,4 @@
-"""Pictures through a whole engine: the same tokens however they are encoded, cut, shared, lost and found again."""
+"""Images in a whole engine: equal tokens however images are chunked, shared, evicted and preempted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.vision_checkpoints import (
 
 TEXT = (40, 41, 42, 43, 44)
 SIZES = ((40, 30), (30, 60), (56, 56))
-Told = list[tuple[int, int]]
+TokenHashes = list[tuple[int, int]]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_of(checkpoint: Path, **options: Any) -> Engine:
     defaults = {
-        "kv_cache_memory": "1000tokens", "max_model_len": 160, "max_num_batched_tokens": 64, "max_num_seqs": 8, "threads": 1,
+        "kv_cache_memory": "1000tokens", "max_model_len": 160, "max_num_batched_tokens": 64,
+        "max_num_seqs": 8, "threads": 1,
         "test_mode": True, "draft_length": "fixed",
     }  # fmt: skip
     return load(
@@ -52,30 +53,32 @@ def engine_of(checkpoint: Path, **options: Any) -> Engine:
     )
 
 
-def seeing(
-    checkpoint: Path, name: str, pictures: Sequence[int] = (1,), seed: int = 1, **options: Any
+def image_request(
+    checkpoint: Path, name: str, images: Sequence[int] = (1,), seed: int = 1, **options: Any
 ) -> Request:
-    """A request that begins with text, and shows the random pictures of these numbers with some text behind each."""
+    """A request of text and the random images of these numbers."""
     ids, placeholder = [*TEXT], read_model_info(checkpoint).image_token_id
     assert placeholder is not None
-    for number in pictures:
+    for number in images:
         ids += [placeholder, 50 + number, 51]
     prompt, shown = expand_placeholders(
-        ids, placeholder, [random_image(checkpoint, number, *SIZES[number % 3]) for number in pictures]
+        ids, placeholder, [random_image(checkpoint, number, *SIZES[number % 3]) for number in images]
     )
-    fields = {key: options.pop(key) for key in ("tenant", "delivered_ids", "priority") if key in options}
+    fields = {
+        key: options.pop(key) for key in ("cache_salt", "resume_output_ids", "priority") if key in options
+    }
     sampling = SamplingParams(**{"max_tokens": 10, "ignore_eos": True, "temperature": 0.0, **options})
     return Request(name, prompt, sampling, seed, (EOS,), images=shown, **fields)
 
 
-def reading(name: str, length: int = 30, seed: int = 1, **params: Any) -> Request:
+def text_request(name: str, length: int = 30, seed: int = 1, **params: Any) -> Request:
     sampling = SamplingParams(**{"max_tokens": 10, "ignore_eos": True, **params})
     return Request(name, tuple(30 + 7 * i % 190 for i in range(length)), sampling, seed, (EOS,))
 
 
-def hear(engine: Engine, requests: Sequence[Request], apart: int = 0) -> dict[str, list[Event]]:
-    """Serve them, each `apart` steps after the one before; the events by request."""
-    heard: dict[str, list[Event]] = {
+def run_requests(engine: Engine, requests: Sequence[Request], apart: int = 0) -> dict[str, list[Event]]:
+    """Run requests submitted `apart` steps after each other; the events by request."""
+    events_by_id: dict[str, list[Event]] = {
         request_id: [] for request_id in (*engine.scheduler.states, *(one.id for one in requests))
     }
     to_come, num_steps = list(requests), 0
@@ -84,18 +87,18 @@ def hear(engine: Engine, requests: Sequence[Request], apart: int = 0) -> dict[st
             engine.submit(to_come.pop(0))
             continue
         for event in engine.step().events:
-            heard[event.request_id].append(event)
+            events_by_id[event.request_id].append(event)
         engine.check()
         num_steps += 1
     assert (
         engine.scheduler.pool.num_used == 0
         and engine.encoder.cache.num_bytes <= engine.encoder.cache.max_bytes
     )
-    return heard
+    return events_by_id
 
 
-def told(events: Sequence[Event]) -> Told:
-    """Tokens with the hashes of their logits."""
+def token_hashes(events: Sequence[Event]) -> TokenHashes:
+    """Tokens with their logits hashes."""
     assert all(isinstance(event, TokenEvent) for event in events), events
     return [
         pair
@@ -105,49 +108,50 @@ def told(events: Sequence[Event]) -> Told:
     ]
 
 
-def alone(checkpoint: Path, request: Request, **options: Any) -> Told:
-    """What it is told by an engine of its own, without anything that could be shared or cut."""
+def alone(checkpoint: Path, request: Request, **options: Any) -> TokenHashes:
+    """The output of an engine of its own, without chunking or caches."""
     engine = engine_of(
         checkpoint, **{"max_num_batched_tokens": 512, "speculate": "off", "prefix_caching": False, **options}
     )
-    return told(hear(engine, [request])[request.id])
+    return token_hashes(run_requests(engine, [request])[request.id])
 
 
-def test_another_picture_another_answer(checkpoint: Path) -> None:
-    one, two = (alone(checkpoint, seeing(checkpoint, "a", [number])) for number in (1, 2))
+def test_output_depends_on_the_image(checkpoint: Path) -> None:
+    one, two = (alone(checkpoint, image_request(checkpoint, "a", [number])) for number in (1, 2))
     assert one != two and len(one) == 10
 
 
 @pytest.mark.parametrize("rows", [8, 9, 13, 23, 64])
-def test_however_prompts_are_cut(checkpoint: Path, rows: int) -> None:
-    """Also in the middle of pictures; beside text; with the cache, and without any memory for features."""
+def test_chunked_prefill_with_images_is_exact(checkpoint: Path, rows: int) -> None:
+    """Also within images, batched with text, with and without a feature cache."""
     requests = [
-        seeing(checkpoint, "a", [1, 2]),
-        reading("t"),
-        seeing(checkpoint, "b", [3], temperature=0.8),
-        reading("u", 3),
+        image_request(checkpoint, "a", [1, 2]),
+        text_request("t"),
+        image_request(checkpoint, "b", [3], temperature=0.8),
+        text_request("u", 3),
     ]
     expected = {one.id: alone(checkpoint, one) for one in requests}
     for memory in ("256MiB", "0"):
         engine = engine_of(checkpoint, max_num_batched_tokens=rows, max_num_seqs=4, image_cache_memory=memory)
-        heard = hear(engine, requests, apart=2)
-        assert {name: told(events) for name, events in heard.items()} == expected
+        events_by_id = run_requests(engine, requests, apart=2)
+        assert {name: token_hashes(events) for name, events in events_by_id.items()} == expected
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
-def test_every_family(family: str, tmp_path: Path) -> None:
-    """Pictures of odd sizes, cut, drafted behind, beside others, and once more from the caches; as the model says without an
-    engine."""
+def test_image_outputs_are_exact_for_every_family(family: str, tmp_path: Path) -> None:
+    """Images of odd sizes: chunked, batched, with drafts, from the caches, and as the bare model decodes."""
     path = write_vision_checkpoint(tmp_path / "model", family, seed=3)
     requests = [
-        seeing(path, "a", [1, 2, 3]),
-        seeing(path, "b", [4, 2], temperature=0.8, max_tokens=30),
-        reading("t"),
+        image_request(path, "a", [1, 2, 3]),
+        image_request(path, "b", [4, 2], temperature=0.8, max_tokens=30),
+        text_request("t"),
     ]
     expected = {one.id: alone(path, one, max_model_len=256) for one in requests}
     assert len({tuple(one) for one in expected.values()}) == 3
-    driver, first = ForwardHelper(path, max_len=256), requests[0]
-    assert [token_id for token_id, _ in expected["a"]] == driver.greedy(first.prompt_ids, 10, first.images)
+    forward_helper, first = ForwardHelper(path, max_len=256), requests[0]
+    assert [token_id for token_id, _ in expected["a"]] == forward_helper.greedy(
+        first.prompt_ids, 10, first.images
+    )
     common = {
         "max_model_len": 256,
         "kv_cache_memory": "330tokens",
@@ -158,95 +162,98 @@ def test_every_family(family: str, tmp_path: Path) -> None:
         engine = engine_of(path, max_num_batched_tokens=rows, **common)
         for _ in range(2):
             assert {
-                name: told(events) for name, events in hear(engine, requests, apart=1).items()
+                name: token_hashes(events) for name, events in run_requests(engine, requests, apart=1).items()
             } == expected
 
 
-def test_choices_share_their_picture(checkpoint: Path) -> None:
-    """Eight choices, of which each is the answer to one request with its seed; one picture is encoded, once."""
-    requests = [seeing(checkpoint, f"x-{seed}", [1], seed, temperature=1.0, top_p=0.9) for seed in range(8)]
+def test_choices_share_one_encoding(checkpoint: Path) -> None:
+    """Eight choices equal single requests with their seeds; the image is encoded once."""
+    requests = [
+        image_request(checkpoint, f"x-{seed}", [1], seed, temperature=1.0, top_p=0.9) for seed in range(8)
+    ]
     expected = [alone(checkpoint, one) for one in requests]
     assert len({tuple(one) for one in expected}) > 4
     for options in ({}, {"prefix_caching": False}, {"max_num_seqs": 3}, {"block_size": 64}):
         engine = engine_of(checkpoint, **options)
-        heard = hear(engine, requests)
-        assert [told(heard[one.id]) for one in requests] == expected
+        events_by_id = run_requests(engine, requests)
+        assert [token_hashes(events_by_id[one.id]) for one in requests] == expected
         assert engine.encoder.num_encoded == 1
 
 
-def test_a_beginning_that_is_cached_needs_no_picture(checkpoint: Path) -> None:
-    """All rows of both pictures are found: without their features, and without their pixels."""
-    request = seeing(checkpoint, "a", [1, 2])
+def test_cached_prefix_needs_no_pixels(checkpoint: Path) -> None:
+    """All rows of both images are cached: neither features nor pixels are needed."""
+    request = image_request(checkpoint, "a", [1, 2])
     engine = engine_of(checkpoint, block_size=1, image_cache_memory="0")
-    first = told(hear(engine, [request])["a"])
-    bare = replace(request, pictures=tuple(picture.without_pixels() for picture in request.images))
-    (event, *_), again = (heard := hear(engine, [bare])["a"]), told(heard)
+    first = token_hashes(run_requests(engine, [request])["a"])
+    bare = replace(request, images=tuple(image.without_pixels() for image in request.images))
+    (event, *_), again = (events_by_id := run_requests(engine, [bare])["a"]), token_hashes(events_by_id)
     assert again == first and engine.encoder.num_encoded == 2
     assert isinstance(event, TokenEvent) and event.num_cached == len(request.prompt_ids) - 1
 
 
-def test_only_the_same_pictures_at_the_same_places_are_found(checkpoint: Path) -> None:
-    """The same ids in every prompt."""
+def test_prefix_cache_needs_equal_images_and_positions(checkpoint: Path) -> None:
+    """All prompts have the same token ids."""
 
     def swapped(name: str, first: int, second: int, **options: Any) -> Request:
-        request = seeing(checkpoint, name, [1, 2], **options)
+        request = image_request(checkpoint, name, [1, 2], **options)
         shown = [random_image(checkpoint, number) for number in (first, second)]
         places = [replace(one, start=old.start) for one, old in zip(shown, request.images, strict=True)]
-        return replace(request, pictures=tuple(places))
+        return replace(request, images=tuple(places))
 
     engine = engine_of(checkpoint, block_size=4)
     requests = {
-        "first": swapped("first", 1, 2), "again": swapped("again", 1, 2), "second differs": swapped("second differs", 1, 3),
-        "swapped": swapped("swapped", 2, 1), "another": swapped("another", 1, 2, tenant="another"),
+        "first": swapped("first", 1, 2), "again": swapped("again", 1, 2),
+        "second differs": swapped("second differs", 1, 3),
+        "swapped": swapped("swapped", 2, 1), "another": swapped("another", 1, 2, cache_salt="another"),
     }  # fmt: skip
     cached = {}
     for name, request in requests.items():
-        heard = hear(engine, [request])[name]
-        assert told(heard) == alone(checkpoint, request)
-        cached[name] = heard[0].num_cached  # type: ignore[union-attr]
+        events_by_id = run_requests(engine, [request])[name]
+        assert token_hashes(events_by_id) == alone(checkpoint, request)
+        cached[name] = events_by_id[0].num_cached  # type: ignore[union-attr]
     length, (one, two) = len(requests["first"].prompt_ids), requests["first"].images
     assert cached["first"] == cached["another"] == 0 and cached["again"] == (length - 1) // 4 * 4
     assert cached["swapped"] == one.start // 4 * 4 and cached["second differs"] == two.start // 4 * 4
 
 
-def test_tenants_do_not_share_features(checkpoint: Path) -> None:
+def test_cache_salts_do_not_share_features(checkpoint: Path) -> None:
     engine = engine_of(checkpoint, prefix_caching=False)
-    hear(engine, [seeing(checkpoint, name, tenant=name) for name in "ab"])
+    run_requests(engine, [image_request(checkpoint, name, cache_salt=name) for name in "ab"])
     assert (engine.encoder.num_encoded, engine.encoder.num_hits) == (2, 0)
-    hear(engine, [seeing(checkpoint, "again", tenant="a")])
+    run_requests(engine, [image_request(checkpoint, "again", cache_salt="a")])
     assert (engine.encoder.num_encoded, engine.encoder.num_hits) == (2, 1)
 
 
 @pytest.mark.parametrize("memory", ["256MiB", "0"])
-def test_a_picture_in_the_prefix_cache_is_a_hit(checkpoint: Path, memory: str) -> None:
-    """As a further choice is: it need not be encoded, whether its features are still there or not."""
+def test_image_in_the_prefix_cache_counts_as_hit(checkpoint: Path, memory: str) -> None:
+    """Like another choice: it is not encoded, even if its features were evicted."""
     engine = engine_of(checkpoint, image_cache_memory=memory)
-    first = seeing(checkpoint, "0")
+    first = image_request(checkpoint, "0")
     for number in range(3):
         long = replace(first, id=f"{number}", prompt_ids=(*first.prompt_ids, *range(20, 52)))
-        hear(engine, [long])
+        run_requests(engine, [long])
         assert (engine.encoder.num_encoded, engine.encoder.num_hits) == (1, number)
 
 
 @pytest.mark.parametrize("memory", ["256MiB", "0"])
-def test_whoever_gives_way_goes_on_with_the_same_tokens(checkpoint: Path, memory: str) -> None:
+def test_preempted_image_requests_are_exact(checkpoint: Path, memory: str) -> None:
     requests = [
-        seeing(checkpoint, f"{number}", [number, number + 1], seed=number, max_tokens=40)
+        image_request(checkpoint, f"{number}", [number, number + 1], seed=number, max_tokens=40)
         for number in range(4)
     ]
     expected = {one.id: alone(checkpoint, one) for one in requests}
     engine = engine_of(
         checkpoint, kv_cache_memory="170tokens", image_cache_memory=memory, max_num_batched_tokens=32
     )
-    heard = hear(engine, requests)
+    events_by_id = run_requests(engine, requests)
     assert engine.scheduler.num_preemptions > 0
-    assert {name: told(events) for name, events in heard.items()} == expected
+    assert {name: token_hashes(events) for name, events in events_by_id.items()} == expected
 
 
-def test_prompts_are_scored_alike(checkpoint: Path) -> None:
-    request = seeing(checkpoint, "a", [1, 2], prompt_logprobs=2, logprobs=1)
+def test_prompt_logprobs_with_images_are_equal_when_chunked(checkpoint: Path) -> None:
+    request = image_request(checkpoint, "a", [1, 2], prompt_logprobs=2, logprobs=1)
     whole, cut = (
-        hear(engine_of(checkpoint, max_num_batched_tokens=rows, speculate="off"), [request])["a"]
+        run_requests(engine_of(checkpoint, max_num_batched_tokens=rows, speculate="off"), [request])["a"]
         for rows in (128, 9)
     )
     assert whole == [replace(event, scheduled_s=whole[0].scheduled_s) for event in cut]  # type: ignore[union-attr, type-var]
@@ -254,112 +261,116 @@ def test_prompts_are_scored_alike(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("speculate", ["off", "suffix,ngram"])
-def test_what_was_delivered_by_an_engine_that_died_is_output(checkpoint: Path, speculate: str) -> None:
-    request = seeing(checkpoint, "a", [1, 2], max_tokens=24, temperature=0.8)
+def test_resumed_image_request_continues_its_output(checkpoint: Path, speculate: str) -> None:
+    request = image_request(checkpoint, "a", [1, 2], max_tokens=24, temperature=0.8)
     expected = alone(checkpoint, request)
     resumed = replace(request, resume_output_ids=tuple(token_id for token_id, _ in expected[:9]))
     assert (
-        told(hear(engine_of(checkpoint, speculate=speculate, max_num_batched_tokens=16), [resumed])["a"])
+        token_hashes(
+            run_requests(engine_of(checkpoint, speculate=speculate, max_num_batched_tokens=16), [resumed])[
+                "a"
+            ]
+        )
         == expected[9:]
     )
 
 
-def test_who_comes_again_after_a_death_hits_nothing_anew(checkpoint: Path) -> None:
-    """What its first engine counted is not counted by the next."""
-    request = seeing(checkpoint, "a", [1], max_tokens=12)
+def test_resumed_request_counts_no_hit(checkpoint: Path) -> None:
+    """The first engine has counted it."""
+    request = image_request(checkpoint, "a", [1], max_tokens=12)
     expected = alone(checkpoint, request)
     delivered = tuple(token_id for token_id, _ in expected[:5])
     engine = engine_of(checkpoint, prefix_caching=False)
-    hear(engine, [replace(request, id="before")])
+    run_requests(engine, [replace(request, id="before")])
     assert (
-        told(hear(engine, [replace(request, resume_output_ids=delivered, resumed=True)])["a"]) == expected[5:]
+        token_hashes(
+            run_requests(engine, [replace(request, resume_output_ids=delivered, is_resumed=True)])["a"]
+        )
+        == expected[5:]
     )
     assert (engine.encoder.num_encoded, engine.encoder.num_hits) == (1, 0)
-    hear(engine, [replace(request, id="behind")])
+    run_requests(engine, [replace(request, id="after")])
     assert (engine.encoder.num_encoded, engine.encoder.num_hits) == (1, 1)
 
 
-def test_features_are_bounded(checkpoint: Path) -> None:
-    """One picture has 16 features of 64 floats: there is room for two, for which the first that is needed is not asked."""
+def test_feature_cache_stays_within_its_bound(checkpoint: Path) -> None:
+    """The bound holds two images of 16 x 64 floats; the first needed one ignores it."""
     engine = engine_of(checkpoint, image_cache_memory=f"{2 * 16 * 64 * 4}", max_num_batched_tokens=128)
     held = []
     put = engine.encoder.cache.put
 
-    def watched(key: Any, features: torch.Tensor) -> None:
+    def recording(key: Any, features: torch.Tensor) -> None:
         put(key, features)
         held.append(engine.encoder.cache.num_bytes)
 
-    engine.encoder.cache.put = watched  # type: ignore[method-assign]
-    request = seeing(checkpoint, "a", [1, 2, 3, 4])
-    assert told(hear(engine, [request])["a"]) == alone(checkpoint, request)
+    engine.encoder.cache.put = recording  # type: ignore[method-assign]
+    request = image_request(checkpoint, "a", [1, 2, 3, 4])
+    assert token_hashes(run_requests(engine, [request])["a"]) == alone(checkpoint, request)
     assert [size // 4096 for size in held] == [1, 2, 2, 2]
-    hear(engine, [seeing(checkpoint, "b", [9, 4, 3])])
-    assert [size // 4096 for size in held[4:]] == [3], "the last two were kept, as they were needed"
+    run_requests(engine, [image_request(checkpoint, "b", [9, 4, 3])])
+    assert [size // 4096 for size in held[4:]] == [3], "the last two are kept while they are needed"
 
 
-# What goes wrong
-
-
-def showing(checkpoint: Path) -> list[Request]:
-    """Two with the first picture, one with another, and one that reads."""
+def mixed_requests(checkpoint: Path) -> list[Request]:
+    """Two requests with the same image, one with other images, one text request."""
     return [
-        seeing(checkpoint, "bad"),
-        seeing(checkpoint, "bad too", [2, 1], seed=2),
-        seeing(checkpoint, "good", [3, 4], seed=3),
-        reading("text"),
+        image_request(checkpoint, "bad"),
+        image_request(checkpoint, "bad too", [2, 1], seed=2),
+        image_request(checkpoint, "good", [3, 4], seed=3),
+        text_request("text"),
     ]
 
 
 @pytest.mark.parametrize("kind", ["error", "memory", "device memory", "nan", "infinite", "too few"])
-def test_a_picture_that_cannot_be_encoded_ends_those_who_show_it(checkpoint: Path, kind: str) -> None:
-    requests = showing(checkpoint)
+def test_encode_failure_fails_the_requests_with_the_image(checkpoint: Path, kind: str) -> None:
+    requests = mixed_requests(checkpoint)
     engine = engine_of(checkpoint)
     FaultInjector(engine, Fault("encode", kind, "bad"))
-    heard = hear(engine, requests)
+    events_by_id = run_requests(engine, requests)
     for name in ("bad", "bad too"):
-        (failed,) = heard[name]
+        (failed,) = events_by_id[name]
         assert isinstance(failed, ErrorEvent) and isinstance(failed.error, RequestFailed), failed
     for request in requests[2:]:
-        assert told(heard[request.id]) == alone(checkpoint, request)
+        assert token_hashes(events_by_id[request.id]) == alone(checkpoint, request)
     assert engine.step().stats.faults == {"nonfinite" if kind in ("nan", "infinite") else "encode": 2}
 
 
 @pytest.mark.parametrize("kind", ["error", "memory"])
-def test_what_does_not_happen_again_is_nobodys_fault(checkpoint: Path, kind: str) -> None:
-    requests = showing(checkpoint)
+def test_transient_encode_failure_fails_no_request(checkpoint: Path, kind: str) -> None:
+    requests = mixed_requests(checkpoint)
     engine = engine_of(checkpoint)
     FaultInjector(engine, Fault("encode", kind))
-    heard = hear(engine, requests)
-    assert {name: told(events) for name, events in heard.items()} == {
+    events_by_id = run_requests(engine, requests)
+    assert {name: token_hashes(events) for name, events in events_by_id.items()} == {
         one.id: alone(checkpoint, one) for one in requests
     }
     assert not engine.step().stats.faults
 
 
-def test_a_lost_device_is_the_end_of_the_engine(checkpoint: Path) -> None:
+def test_lost_device_while_encoding_ends_the_engine(checkpoint: Path) -> None:
     engine = engine_of(checkpoint)
     FaultInjector(engine, Fault("encode", "device"))
-    engine.submit(seeing(checkpoint, "a"))
+    engine.submit(image_request(checkpoint, "a"))
     with pytest.raises(torch.AcceleratorError):
         while True:
             engine.step()
 
 
-def test_pixels_that_are_missing_end_the_request(checkpoint: Path) -> None:
-    request = seeing(checkpoint, "a")
-    bare = replace(request, id="bare", pictures=tuple(picture.without_pixels() for picture in request.images))
+def test_missing_pixels_fail_the_request(checkpoint: Path) -> None:
+    request = image_request(checkpoint, "a")
+    bare = replace(request, id="bare", images=tuple(image.without_pixels() for image in request.images))
     engine = engine_of(checkpoint)
-    (failed,) = hear(engine, [bare])["bare"]
+    (failed,) = run_requests(engine, [bare])["bare"]
     assert isinstance(failed, ErrorEvent) and "did not reach the engine" in failed.error.message
-    (picture,) = request.images
-    assert picture.pixels is not None
-    engine.encoder.add_pixels(picture.digest, picture.pixels)
-    assert told(hear(engine, [bare])["bare"]) == alone(checkpoint, request)
+    (image,) = request.images
+    assert image.pixels is not None
+    engine.encoder.add_pixels(image.digest, image.pixels)
+    assert token_hashes(run_requests(engine, [bare])["bare"]) == alone(checkpoint, request)
 
 
-def test_who_is_given_up_is_not_encoded_for(checkpoint: Path) -> None:
+def test_abort_stops_encoding(checkpoint: Path) -> None:
     engine = engine_of(checkpoint, max_num_batched_tokens=8)
-    engine.submit(seeing(checkpoint, "a"))
+    engine.submit(image_request(checkpoint, "a"))
     while engine.encoder._job is None:
         engine.step()
     engine.remove("a")
@@ -367,79 +378,76 @@ def test_who_is_given_up_is_not_encoded_for(checkpoint: Path) -> None:
     engine.check()
 
 
-def test_the_board_says_for_whom_a_picture_is_encoded(checkpoint: Path) -> None:
+def test_on_batch_reports_requests_of_the_encoded_image(checkpoint: Path) -> None:
     engine = engine_of(checkpoint, max_num_batched_tokens=8)
-    noted: list[list[int]] = []
-    engine.on_batch = noted.append
-    for request in (reading("text"), seeing(checkpoint, "a"), seeing(checkpoint, "b")):
+    batches: list[list[int]] = []
+    engine.on_batch = batches.append
+    for request in (text_request("text"), image_request(checkpoint, "a"), image_request(checkpoint, "b")):
         engine.submit(request)
-    at_work: list[set[int]] = []
-    encode = engine.encoder._tower.encode  # type: ignore[union-attr]
+    reported: list[set[int]] = []
+    encode = engine.encoder._encoder.encode  # type: ignore[union-attr]
 
-    def watched(picture: PromptImage) -> Any:
-        pieces = encode(picture)
+    def recording(image: PromptImage) -> Any:
+        pieces = encode(image)
         while True:
-            at_work.append(set(noted[-1]))
+            reported.append(set(batches[-1]))
             try:
                 yield next(pieces)
             except StopIteration as end:
                 return end.value
 
-    engine.encoder._tower.encode = watched  # type: ignore[union-attr, method-assign]
-    hear(engine, [])
-    assert at_work and set.union(*at_work) <= {1, 2} and all(1 in one for one in at_work)
+    engine.encoder._encoder.encode = recording  # type: ignore[union-attr, method-assign]
+    run_requests(engine, [])
+    assert reported and set.union(*reported) <= {1, 2} and all(1 in one for one in reported)
 
 
-def with_picture(request: Request, **changes: Any) -> Request:
-    return replace(request, pictures=(replace(request.images[0], **changes), *request.images[1:]))
+def with_image(request: Request, **changes: Any) -> Request:
+    return replace(request, images=(replace(request.images[0], **changes), *request.images[1:]))
 
 
-REFUSED: dict[str, Callable[[Request], Request]] = {
-    "does not stand on 16 placeholders": lambda one: with_picture(one, start=4),
-    "reaches out of the prompt": lambda one: with_picture(one, start=500),
-    "overlaps another": lambda one: replace(one, pictures=one.images[::-1]),
-    "stands for pictures, and for nothing else": lambda one: replace(one, pictures=one.images[:1]),
-    f"token id {IMAGE_TOKEN_ID} stands for pictures": lambda one: replace(
-        one, resume_output_ids=(IMAGE_TOKEN_ID,)
-    ),
-    "a digest of 16 bytes": lambda one: with_picture(one, digest=b"short"),
-    "a token at least": lambda one: with_picture(one, num_tokens=0),
-    "has 7 bytes of pixels": lambda one: with_picture(one, pixels=b"1234567"),
+INVALID_IMAGES: dict[str, Callable[[Request], Request]] = {
+    "needs 16 placeholder tokens": lambda one: with_image(one, start=4),
+    "exceeds the prompt": lambda one: with_image(one, start=500),
+    "overlaps another": lambda one: replace(one, images=one.images[::-1]),
+    "is reserved for image placeholders": lambda one: replace(one, images=one.images[:1]),
+    f"token id {IMAGE_TOKEN_ID} is reserved": lambda one: replace(one, resume_output_ids=(IMAGE_TOKEN_ID,)),
+    "5 bytes, needs 16": lambda one: with_image(one, digest=b"short"),
+    "0 tokens, needs at least 1": lambda one: with_image(one, num_tokens=0),
+    "has 7 bytes of pixels": lambda one: with_image(one, pixels=b"1234567"),
     "cannot be embedded": lambda one: replace(one, pooling="mean"),
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_pictures_that_do_not_fit_their_prompt_are_refused(checkpoint: Path, words: str) -> None:
-    (failed,) = hear(engine_of(checkpoint), [REFUSED[words](seeing(checkpoint, "a", [1, 2]))])["a"]
+@pytest.mark.parametrize("message", INVALID_IMAGES)
+def test_images_that_do_not_fit_the_prompt_are_refused(checkpoint: Path, message: str) -> None:
+    (failed,) = run_requests(
+        engine_of(checkpoint), [INVALID_IMAGES[message](image_request(checkpoint, "a", [1, 2]))]
+    )["a"]
     assert (
         isinstance(failed, ErrorEvent)
         and isinstance(failed.error, InvalidRequest)
-        and words in failed.error.message
+        and message in failed.error.message
     )
 
 
-def test_a_model_without_a_tower_sees_nothing(checkpoint: Path, tmp_path: Path) -> None:
+def test_text_model_refuses_images(checkpoint: Path, tmp_path: Path) -> None:
     blind = load(
         Config(
             model=str(write_checkpoint(tmp_path / "model", "llama")), threads=1, kv_cache_memory="500tokens"
         ),
         (),
     )
-    (failed,) = hear(blind, [seeing(checkpoint, "a")])["a"]
-    assert isinstance(failed, ErrorEvent) and "sees no pictures" in failed.error.message
+    (failed,) = run_requests(blind, [image_request(checkpoint, "a")])["a"]
+    assert isinstance(failed, ErrorEvent) and "has no vision encoder" in failed.error.message
 
 
-# Beside others
-
-
-def test_streams_get_their_token_in_every_step(checkpoint: Path) -> None:
-    """Large pictures arrive; what they cost in a step is half of its rows and a piece, and their prompts have the rest."""
+def test_decoding_continues_while_images_are_encoded(checkpoint: Path) -> None:
+    """Large images arrive; encoding gets half of a step's rows and a piece."""
     engine = engine_of(checkpoint, max_num_batched_tokens=64, max_num_seqs=4, speculate="off")
-    engine.submit(reading("stream", 5, max_tokens=100))
+    engine.submit(text_request("stream", 5, max_tokens=100))
     engine.step()
     for number in range(3):
-        engine.submit(seeing(checkpoint, f"{number}", [10 + number, 20 + number]))
+        engine.submit(image_request(checkpoint, f"{number}", [10 + number, 20 + number]))
     most = 0
     while engine.scheduler.states.keys() - {"stream"}:
         events = engine.step().events
@@ -448,35 +456,35 @@ def test_streams_get_their_token_in_every_step(checkpoint: Path) -> None:
     assert engine.encoder.num_encoded == 6 and most
 
 
-def test_the_rows_of_a_step_are_shared_with_pictures(checkpoint: Path) -> None:
-    """A tower whose pieces cost ten rows each: four of them are more than half of a step."""
+def test_image_encoding_shares_the_row_budget(checkpoint: Path) -> None:
+    """Each piece costs ten rows: four pieces exceed half of a step."""
     engine = engine_of(checkpoint, max_num_batched_tokens=64, max_num_seqs=4, speculate="off")
-    engine.encoder._tower = Slow(engine.encoder, pieces=9)
-    for request in (reading("text", 150, max_tokens=1), seeing(checkpoint, "a", max_tokens=1)):
+    engine.encoder._encoder = SlowEncoder(engine.encoder, pieces=9)
+    for request in (text_request("text", 150, max_tokens=1), image_request(checkpoint, "a", max_tokens=1)):
         engine.submit(request)
     spent = []
-    plan = engine.scheduler.schedule
+    schedule = engine.scheduler.schedule
 
-    def watched(taken: int) -> Any:
-        made = plan(taken)
-        spent.append((taken, sum(work.num_tokens for work in made.requests)))
-        return made
+    def recording(used_rows: int) -> Any:
+        scheduled = schedule(used_rows)
+        spent.append((used_rows, sum(work.num_tokens for work in scheduled.requests)))
+        return scheduled
 
-    engine.scheduler.schedule = watched  # type: ignore[method-assign]
-    hear(engine, [])
-    assert [taken for taken, _ in spent if taken] == [40, 40, 10]
-    assert all(taken + rows <= 64 for taken, rows in spent) and (40, 23) in spent, (
-        "a row is left to whoever came later"
+    engine.scheduler.schedule = recording  # type: ignore[method-assign]
+    run_requests(engine, [])
+    assert [used_rows for used_rows, _ in spent if used_rows] == [40, 40, 10]
+    assert all(used_rows + rows <= 64 for used_rows, rows in spent) and (40, 23) in spent, (
+        "a row is left for the other request"
     )
 
 
-class Slow:
-    """A tower of zeros."""
+class SlowEncoder:
+    """A vision encoder of zero features."""
 
     def __init__(self, encoder: VisionEncoderRunner, pieces: int) -> None:
-        assert encoder._tower is not None
+        assert encoder._encoder is not None
         self.feature_size, self._cost, self._pieces = (
-            encoder._tower.feature_size,
+            encoder._encoder.feature_size,
             encoder._row_cost * 10,
             pieces,
         )
@@ -487,24 +495,28 @@ class Slow:
         return torch.zeros(image.num_tokens, self.feature_size)
 
 
-def test_many_with_pictures_keep_nobody_out(checkpoint: Path) -> None:
-    """There are more of them than places: who comes behind them and only reads gets one."""
+def test_text_request_starts_before_waiting_image_requests(checkpoint: Path) -> None:
+    """More image requests than slots: a later text request gets a slot."""
     engine = engine_of(checkpoint, max_num_batched_tokens=32, max_num_seqs=4, speculate="off")
-    engine.encoder._tower = Slow(engine.encoder, pieces=20)
+    engine.encoder._encoder = SlowEncoder(engine.encoder, pieces=20)
     for number in range(4):
-        engine.submit(seeing(checkpoint, f"{number}", [number, number + 20]))
-    engine.submit(reading("text", 5, max_tokens=2))
+        engine.submit(image_request(checkpoint, f"{number}", [number, number + 20]))
+    engine.submit(text_request("text", 5, max_tokens=2))
     for _ in range(5):
         engine.step()
     assert "text" not in engine.scheduler.states and len(engine.scheduler.states) == 4
-    hear(engine, [])
+    run_requests(engine, [])
 
 
-def test_a_trace_of_pictures_is_replayed(checkpoint: Path, tmp_path: Path) -> None:
+def test_trace_with_images_is_replayed(checkpoint: Path, tmp_path: Path) -> None:
     engine = engine_of(
         checkpoint, trace=str(tmp_path / "trace"), max_num_batched_tokens=16, kv_cache_memory="250tokens"
     )
-    engine.encoder._tower = Slow(engine.encoder, pieces=9)
-    hear(engine, [*showing(checkpoint), seeing(checkpoint, "last", [1, 5], max_tokens=30)], apart=2)
-    plans = list(replay((tmp_path / "trace").read_text().splitlines()))
-    assert len(plans) == engine._num_steps and any(not plan.requests for plan in plans)
+    engine.encoder._encoder = SlowEncoder(engine.encoder, pieces=9)
+    run_requests(
+        engine,
+        [*mixed_requests(checkpoint), image_request(checkpoint, "last", [1, 5], max_tokens=30)],
+        apart=2,
+    )
+    schedules = list(replay((tmp_path / "trace").read_text().splitlines()))
+    assert len(schedules) == engine._num_steps and any(not schedule.requests for schedule in schedules)

@@ -1,4 +1,4 @@
-"""The engine as a whole, with real weights: errors stay with one request, the cut is honest, n choices, resumption."""
+"""The engine with real weights: isolated errors, stop conditions, choices, resumption, deadlines."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def tokens_of(events: Sequence[Event]) -> list[int]:
 
 
 class Broken:
-    """A drafter that fails in every method, or answers nonsense."""
+    """A drafter that raises in every method, or returns a wrong draft."""
 
     name = "ngram"
 
@@ -91,7 +91,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("answer", [None, (-1, 5), (10**9,), (5,) * 1000, ()])
-def test_a_drafter_can_be_as_wrong_as_it_likes(checkpoint: Path, answer: object) -> None:
+def test_broken_drafter_changes_no_output(checkpoint: Path, answer: object) -> None:
     plain = engine_of(checkpoint, speculate="off")
     plain.submit(make_request("a"))
     expected = tokens_of(run(plain)["a"])
@@ -102,33 +102,33 @@ def test_a_drafter_can_be_as_wrong_as_it_likes(checkpoint: Path, answer: object)
     assert (engine.step().stats.drafter_errors.get("ngram", 0) > 0) == (answer is None)
 
 
-def test_a_row_without_a_token_ends_its_request_alone(checkpoint: Path) -> None:
-    """Logits that are not finite, in rows of one request only: it fails, its neighbours do not notice."""
+def test_nonfinite_logits_fail_their_request_only(checkpoint: Path) -> None:
+    """NaN in the rows of one request leaves the batch unchanged otherwise."""
     engine = engine_of(checkpoint)
     engine.submit(make_request("good"))
     expected = tokens_of(run(engine)["good"])
-    logits_of, poisoned = engine.model_runner._forward, 99
+    logits_of, nan_column = engine.model_runner.forward, 99
 
     def logits(batch: Batch) -> Tensor:
         lines = logits_of(batch)
         for line, row in enumerate(current_rows()):
             if row == "bad":
-                lines[line, poisoned] = torch.nan
+                lines[line, nan_column] = torch.nan
         return lines
 
-    planned: list[str] = []
+    sampled_ids: list[str] = []
     build = engine.batch_builder.build
 
-    def remember(plan):  # type: ignore[no-untyped-def]
-        batch = build(plan)
-        planned[:] = [row.state.id for row in batch.sample_rows]
+    def remember(requests):  # type: ignore[no-untyped-def]
+        batch = build(requests)
+        sampled_ids[:] = [row.state.id for row in batch.sample_rows]
         return batch
 
     def current_rows() -> list[str]:
-        return planned
+        return sampled_ids
 
     engine.batch_builder.build = remember  # type: ignore[method-assign]
-    engine.model_runner._forward = logits
+    engine.model_runner.forward = logits
     engine.submit(make_request("bad"))
     engine.submit(make_request("good"))
     events = run(engine)
@@ -141,7 +141,7 @@ def test_a_row_without_a_token_ends_its_request_alone(checkpoint: Path) -> None:
     assert tokens_of(events["good"]) == expected
 
 
-def test_a_request_whose_tokens_are_all_masked_fails_alone(checkpoint: Path) -> None:
+def test_request_with_all_tokens_masked_fails_alone(checkpoint: Path) -> None:
     engine = engine_of(checkpoint)
     engine.submit(make_request("masked", allowed_token_ids=(EOS,), ignore_eos=False, min_tokens=3))
     engine.submit(make_request("good"))
@@ -150,8 +150,8 @@ def test_a_request_whose_tokens_are_all_masked_fails_alone(checkpoint: Path) -> 
     assert isinstance(failed, ErrorEvent) and isinstance(failed.error, Unsatisfiable)
     assert failed.error.param == "allowed_token_ids"
     assert failed.error.message == (
-        "allowed_token_ids and min_tokens contradict each other: together they leave no token that could follow "
-        "the first 0 tokens of the answer"
+        "allowed_token_ids and min_tokens contradict each other: together they leave no token that could "
+        "follow the first 0 tokens of the answer"
     )
     assert len(tokens_of(events["good"])) == 20
 
@@ -168,7 +168,7 @@ def test_a_request_whose_tokens_are_all_masked_fails_alone(checkpoint: Path) -> 
         (make_request("a", speculation=Speculation("draft")), InvalidRequest, "suffix"),
     ],
 )
-def test_an_impossible_request_is_answered_by_an_error(
+def test_invalid_request_gets_an_error_event(
     checkpoint: Path, request_: Request, error: type[Exception], text: str
 ) -> None:
     engine = engine_of(checkpoint)
@@ -177,44 +177,44 @@ def test_an_impossible_request_is_answered_by_an_error(
     assert isinstance(event, ErrorEvent) and isinstance(event.error, error) and text in event.error.message
 
 
-def test_choices_are_requests_with_the_next_seeds(checkpoint: Path) -> None:
-    """Choice i of seed s is the answer to seed s + i, around the end of the seeds too."""
+def test_choices_use_consecutive_seeds(checkpoint: Path) -> None:
+    """Choice i of seed s equals seed s + i, modulo 2^64."""
     llm = LLM(str(checkpoint), threads=1, max_model_len=64)
     seed = 2**64 - 2
-    (together,) = llm.generate(
+    (output,) = llm.generate(
         {"prompt_token_ids": PROMPT}, SamplingParams(n=4, seed=seed, max_tokens=20, ignore_eos=True)
     )
-    assert [choice.seed for choice in together.outputs] == [seed, seed + 1, 0, 1]
-    for choice in together.outputs:
+    assert [choice.seed for choice in output.outputs] == [seed, seed + 1, 0, 1]
+    for choice in output.outputs:
         (alone,) = llm.generate(
             {"prompt_token_ids": PROMPT}, SamplingParams(seed=choice.seed, max_tokens=20, ignore_eos=True)
         )
         assert alone.token_ids == choice.token_ids
-    assert len({choice.token_ids for choice in together.outputs}) > 1
+    assert len({choice.token_ids for choice in output.outputs}) > 1
 
 
 @pytest.mark.parametrize("delivered", [1, 7, 16, 19])
-def test_a_resumed_request_goes_on_as_if_nothing_had_happened(checkpoint: Path, delivered: int) -> None:
-    """Delivered tokens come back as output, not as prompt: penalties, positions and limits are those of the whole."""
+def test_resumed_request_continues_exactly(checkpoint: Path, delivered: int) -> None:
+    """Delivered tokens count as output: penalties, positions and limits are those of the whole request."""
     params = {"temperature": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.5, "min_tokens": 18}
     engine = engine_of(checkpoint)
     engine.submit(make_request("whole", **params))
-    whole = tokens_of(run(engine)["whole"])
-    engine.submit(make_request("rest", delivered=whole[:delivered], **params))
+    expected = tokens_of(run(engine)["whole"])
+    engine.submit(make_request("rest", delivered=expected[:delivered], **params))
     events = run(engine)["rest"]
     assert isinstance(events[0], TokenEvent) and events[0].index == delivered
-    assert tokens_of(events) == whole[delivered:]
+    assert tokens_of(events) == expected[delivered:]
 
 
-def test_eos_inside_an_accepted_run_ends_the_answer_there(checkpoint: Path, tmp_path: Path) -> None:
-    """The draft runs past EOS, and all of it is what the model would say: nothing behind EOS is delivered or counted."""
+def test_eos_inside_an_accepted_draft_ends_the_output(checkpoint: Path, tmp_path: Path) -> None:
+    """A correct draft runs past EOS: tokens after EOS are neither delivered nor counted."""
     engine = engine_of(checkpoint, speculate="off")
     engine.submit(make_request("a"))
-    whole = tokens_of(run(engine)["a"])
-    stop = whole[9]
-    first = whole.index(stop)
+    expected = tokens_of(run(engine)["a"])
+    stop = expected[9]
+    first = expected.index(stop)
     recording = tmp_path / "recording.jsonl"
-    recording.write_text(f'{{"prompt_token_ids": {list(PROMPT)}, "token_ids": {whole}}}')
+    recording.write_text(f'{{"prompt_token_ids": {list(PROMPT)}, "token_ids": {expected}}}')
     speculating = engine_of(
         checkpoint,
         speculate="replay",
@@ -229,15 +229,15 @@ def test_eos_inside_an_accepted_run_ends_the_answer_there(checkpoint: Path, tmp_
         speculating.submit(request)
         events = run(speculating)[name]
         last = events[-1]
-        assert tokens_of(events) == whole[: first + 1]
+        assert tokens_of(events) == expected[: first + 1]
         assert isinstance(last, TokenEvent) and (last.finish_reason, last.stop_id) == ("stop", stop)
         assert last.draft is not None and last.draft.num_drafted == 16
         assert last.draft.num_accepted == len(last.token_ids) == first, (
-            "accepted tokens behind EOS are not counted"
+            "accepted tokens after EOS are not counted"
         )
 
 
-def test_removing_a_request_frees_everything_at_once(checkpoint: Path) -> None:
+def test_remove_frees_all_resources(checkpoint: Path) -> None:
     engine = engine_of(checkpoint, speculate="draft", draft_model=str(checkpoint))
     for name in "abc":
         engine.submit(make_request(name, max_tokens=50))
@@ -250,11 +250,11 @@ def test_removing_a_request_frees_everything_at_once(checkpoint: Path) -> None:
     (drafter,) = engine.proposer.model_drafters
     drafter.check(())
     assert not drafter._states  # type: ignore[attr-defined]
-    engine.remove("nobody")
+    engine.remove("unknown")
 
 
 class Clock:
-    """Time as the test says."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -263,14 +263,14 @@ class Clock:
         return self.now_s
 
 
-def timed(checkpoint: Path, **options: object) -> tuple[Engine, Clock]:
+def engine_with_clock(checkpoint: Path, **options: object) -> tuple[Engine, Clock]:
     engine, clock = engine_of(checkpoint, **options), Clock()
     engine._clock = clock
     engine._last_housekeeping_s = clock.now_s
     return engine, clock
 
 
-def limited(
+def deadline_request(
     name: str, start_by_s: float | None = None, deadline_s: float | None = None, **fields: Any
 ) -> Request:
     return replace(
@@ -278,19 +278,19 @@ def limited(
     )
 
 
-def test_who_waits_for_too_long_is_told_when_to_come_again(checkpoint: Path) -> None:
-    """But not one that is resumed: it has run before."""
-    engine, clock = timed(checkpoint, max_num_seqs=1)
-    engine.submit(limited("runs", start_by_s=102.0, max_tokens=40))
-    engine.submit(limited("waits", start_by_s=102.0))
-    engine.submit(limited("resumed", start_by_s=102.0, delivered=[5, 6, 7]))
+def test_queue_deadline_fails_with_retry_after(checkpoint: Path) -> None:
+    """A resumed request has no queue deadline: it has run before."""
+    engine, clock = engine_with_clock(checkpoint, max_num_seqs=1)
+    engine.submit(deadline_request("runs", start_by_s=102.0, max_tokens=40))
+    engine.submit(deadline_request("waits", start_by_s=102.0))
+    engine.submit(deadline_request("resumed", start_by_s=102.0, delivered=[5, 6, 7]))
     for second in range(4):
         clock.now_s = 100.0 + second
         for event in engine.step().events:
             if isinstance(event, ErrorEvent):
                 assert second == 2 and event.request_id == "waits"
                 assert isinstance(event.error, Overloaded) and event.error.retry_after_s == 2.0
-                assert event.error.message == "the request waited 2 s and could not be started"
+                assert event.error.message == "the request waited 2 s in the queue without starting"
         engine.check()
     assert "waits" not in engine.scheduler.states
     events = run(engine)
@@ -298,15 +298,15 @@ def test_who_waits_for_too_long_is_told_when_to_come_again(checkpoint: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["runs", "waits", "embeds", "compiles"])
-def test_a_deadline_ends_a_request_whatever_it_has(checkpoint: Path, name: str) -> None:
-    engine, clock = timed(checkpoint, max_num_seqs=2, max_num_batched_tokens=8)
+def test_deadline_ends_a_request_in_any_state(checkpoint: Path, name: str) -> None:
+    engine, clock = engine_with_clock(checkpoint, max_num_seqs=2, max_num_batched_tokens=8)
     requests = {
-        "runs": limited("runs", max_tokens=50),
-        "embeds": replace(limited("embeds", prompt=[40] * 60), pooling="mean"),
-        "waits": limited("waits"),
-        "compiles": limited(
+        "runs": deadline_request("runs", max_tokens=50),
+        "embeds": replace(deadline_request("embeds", prompt=[40] * 60), pooling="mean"),
+        "waits": deadline_request("waits"),
+        "compiles": deadline_request(
             "compiles", structured=StructuredOutput("json_object")
-        ),  # for ever: nobody tells the vocabulary
+        ),  # never done: the vocabulary is missing
     }
     for request in requests.values():
         engine.submit(replace(request, deadline_s=101.5) if request.id == name else request)
@@ -315,34 +315,34 @@ def test_a_deadline_ends_a_request_whatever_it_has(checkpoint: Path, name: str) 
     clock.now_s = 101.6
     (failed,) = [event for event in engine.step().events if isinstance(event, ErrorEvent)]
     assert failed.request_id == name and isinstance(failed.error, DeadlineExceeded)
-    assert failed.error.message == "the request was given 1.5 s, and took longer"
+    assert failed.error.message == "the request exceeded its deadline of 1.5 s"
     engine.check()
     for other in requests:
         engine.remove(other)
     assert engine.idle and engine.scheduler.pool.num_used == 0
-    engine.close()  # a compilation that waits for the vocabulary would keep the process
+    engine.close()  # a pending compilation would keep the process alive
 
 
-def test_limits_are_looked_at_now_and_then(checkpoint: Path) -> None:
-    engine, clock = timed(checkpoint)
-    engine.submit(limited("a", deadline_s=100.1, max_tokens=50))
+def test_deadlines_are_checked_periodically(checkpoint: Path) -> None:
+    engine, clock = engine_with_clock(checkpoint)
+    engine.submit(deadline_request("a", deadline_s=100.1, max_tokens=50))
     clock.now_s = 100.15
     assert not [event for event in engine.step().events if isinstance(event, ErrorEvent)]
     clock.now_s = 100.2
     assert [event for event in engine.step().events if isinstance(event, ErrorEvent)]
 
 
-def test_who_ran_out_of_time_is_in_the_trace(checkpoint: Path, tmp_path: Path) -> None:
-    engine, clock = timed(checkpoint, trace=str(tmp_path / "trace"))
-    engine.submit(limited("late", deadline_s=101.0, max_tokens=50))
-    engine.submit(limited("other", max_tokens=30))
+def test_trace_records_expired_requests(checkpoint: Path, tmp_path: Path) -> None:
+    engine, clock = engine_with_clock(checkpoint, trace=str(tmp_path / "trace"))
+    engine.submit(deadline_request("late", deadline_s=101.0, max_tokens=50))
+    engine.submit(deadline_request("other", max_tokens=30))
     engine.step()
     clock.now_s = 101.0
     run(engine)
     assert len(list(replay((tmp_path / "trace").read_text().splitlines()))) == engine._num_steps
 
 
-def test_without_drafters_nothing_is_kept_of_requests_that_ended(checkpoint: Path) -> None:
+def test_disabled_speculation_keeps_no_request_state(checkpoint: Path) -> None:
     engine = engine_of(checkpoint, speculate="off")
     engine.submit(make_request("a"))
     run(engine)

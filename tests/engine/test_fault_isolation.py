@@ -1,4 +1,4 @@
-"""Who is tried with whom after an error, what is asked of a harmless request, and what no request can be blamed for."""
+"""Fault isolation: retries in halves, the dummy request, and errors that are raised."""
 
 from __future__ import annotations
 
@@ -25,38 +25,36 @@ Pass = Callable[[Sequence[str]], Sequence[StepOutput]]
 
 
 class Steps:
-    """A containment around a pass that sees names alone. `tried` are its calls, in order."""
+    """A FaultIsolation around a pass over request names, with a log of its calls."""
 
     def __init__(self, compute: Pass) -> None:
-        self.tried: list[list[str]] = []
-        self.announced: list[list[str]] = []
+        self.passes: list[list[str]] = []
+        self.reported: list[list[str]] = []
         self.faults: Counter[str] = Counter()
-        stages = StepTimer()
+        timer = StepTimer()
 
-        def attempt(works: Sequence[ScheduledRequest]) -> Sequence[StepOutput]:
-            self.tried.append([work.state.id for work in works])
-            with stages("forward"):
-                return compute(self.tried[-1])
+        def run_pass(requests: Sequence[ScheduledRequest]) -> Sequence[StepOutput]:
+            self.passes.append([request.state.id for request in requests])
+            with timer("forward"):
+                return compute(self.passes[-1])
 
-        def announce(works: Sequence[ScheduledRequest]) -> None:
-            self.announced.append([work.state.id for work in works])
+        def on_batch(requests: Sequence[ScheduledRequest]) -> None:
+            self.reported.append([request.state.id for request in requests])
 
-        self.containment = FaultIsolation(
-            attempt, announce, lambda error: StepOutput(error=error), None, stages, self.faults
-        )
+        self.isolation = FaultIsolation(run_pass, StepOutput, on_batch, timer, self.faults)
 
     def run(self, *names: str) -> list[str]:
-        """Of each name its result: "ok", or the class of its error."""
-        works = [
+        """The result of each request: "ok" or the class of its error."""
+        requests = [
             ScheduledRequest(RequestState(make_request(name, [1]), 0, 9), 0, 1, is_sampled=True)
             for name in names
         ]
-        results = self.containment.run(works)
+        results = self.isolation.run(requests)
         return ["ok" if result.error is None else type(result.error).__name__ for result in results]
 
 
 def breaking(*bad: str, error: type[Exception] = RuntimeError) -> Pass:
-    """A pass that fails where one of these takes part."""
+    """A pass that raises if one of these requests is in the batch."""
 
     def compute(names: Sequence[str]) -> Sequence[StepOutput]:
         if set(bad) & set(names):
@@ -66,24 +64,24 @@ def breaking(*bad: str, error: type[Exception] = RuntimeError) -> Pass:
     return compute
 
 
-def test_halves_are_tried_until_it_is_known_who_fails() -> None:
+def test_failed_batch_is_retried_in_halves() -> None:
     steps = Steps(breaking("c"))
     assert steps.run(*"abcd") == ["ok", "ok", "RequestFailed", "ok"]
-    assert ["".join(names) for names in steps.tried] == ["abcd", "ab", "cd", "c", "c", "d"]
-    assert steps.announced == steps.tried, "if it ends the process, that was it"
-    assert steps.faults == {"forward": 1} and steps.containment.was_retried
+    assert ["".join(names) for names in steps.passes] == ["abcd", "ab", "cd", "c", "c", "d"]
+    assert steps.reported == steps.passes, "each batch is reported before its pass"
+    assert steps.faults == {"forward": 1} and steps.isolation.was_retried
 
 
 @given(st.sets(st.sampled_from("abcdefgh")), st.integers(1, 8))
-def test_exactly_those_fail_that_fail_alone(bad: set[str], count: int) -> None:
+def test_only_failing_requests_fail(bad: set[str], count: int) -> None:
     names = "abcdefgh"[:count]
     steps = Steps(breaking(*bad))
     assert steps.run(*names) == ["RequestFailed" if name in bad else "ok" for name in names]
-    assert steps.containment.was_retried == bool(bad & set(names))
-    assert len(steps.tried) <= 3 * count + 1
+    assert steps.isolation.was_retried == bool(bad & set(names))
+    assert len(steps.passes) <= 3 * count + 1
 
 
-def test_what_passes_ends_nobody() -> None:
+def test_transient_error_fails_no_request() -> None:
     errors = [MemoryError()]
 
     def compute(names: Sequence[str]) -> Sequence[StepOutput]:
@@ -93,11 +91,11 @@ def test_what_passes_ends_nobody() -> None:
 
     steps = Steps(compute)
     assert steps.run("a") == ["ok"]
-    assert steps.run("a", "b") == ["ok", "ok"] and not steps.containment.was_retried
+    assert steps.run("a", "b") == ["ok", "ok"] and not steps.isolation.was_retried
     assert not steps.faults
 
 
-def test_a_step_that_is_too_large_ends_nobody() -> None:
+def test_oom_of_a_large_batch_fails_no_request() -> None:
     def compute(names: Sequence[str]) -> Sequence[StepOutput]:
         if len(names) > 2:
             raise torch.OutOfMemoryError("too much at once")
@@ -106,17 +104,17 @@ def test_a_step_that_is_too_large_ends_nobody() -> None:
     assert Steps(compute).run(*"abcdefg") == ["ok"] * 7
 
 
-def test_the_memory_of_what_failed_is_free_before_the_next_try(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, "foreword.engine")  # what pytest captures, it holds
-    held: list[weakref.ref[torch.Tensor]] = []
-    still_there: list[Sequence[str]] = []
+def test_memory_of_a_failed_pass_is_freed_before_the_retry(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "foreword.engine")  # pytest would hold the captured exception
+    references: list[weakref.ref[torch.Tensor]] = []
+    leaks: list[Sequence[str]] = []
 
     def compute(names: Sequence[str]) -> Sequence[StepOutput]:
-        if any(ref() is not None for ref in held):
-            still_there.append(names)
+        if any(ref() is not None for ref in references):
+            leaks.append(names)
         activations = torch.zeros(4)
-        held.append(weakref.ref(activations))
-        if "bad" in names and names != ["nobody"]:
+        references.append(weakref.ref(activations))
+        if "bad" in names and names != ["dummy"]:
             raise RuntimeError("broken")
         return [StepOutput()] * len(names)
 
@@ -125,18 +123,18 @@ def test_the_memory_of_what_failed_is_free_before_the_next_try(caplog: pytest.Lo
         assert Steps(compute).run("a", "bad", "c") == ["ok", "RequestFailed", "ok"]
     finally:
         gc.enable()
-    assert not still_there, "an error holds what it was raised over"
+    assert not leaks, "the error holds the memory of its pass"
 
 
-def test_a_lost_device_ends_the_engine_at_once() -> None:
+def test_lost_device_is_raised_without_retries() -> None:
     steps = Steps(breaking("b", error=torch.AcceleratorError))
     with pytest.raises(torch.AcceleratorError):
         steps.run("a", "b")
-    assert len(steps.tried) == 1
+    assert len(steps.passes) == 1
 
 
 @pytest.mark.parametrize(
-    ("told", "lost"),
+    ("message", "lost"),
     [
         ("an illegal memory access was encountered", True),
         ("unspecified launch failure", True),
@@ -144,22 +142,22 @@ def test_a_lost_device_ends_the_engine_at_once() -> None:
         ("invalid argument", False),
     ],
 )
-def test_a_kernel_of_triton_may_be_the_first_to_know_that_the_device_is_lost(told: str, lost: bool) -> None:
+def test_triton_errors_can_mean_a_lost_device(message: str, lost: bool) -> None:
     def compute(names: Sequence[str]) -> Sequence[StepOutput]:
         if "b" in names:
-            raise RuntimeError(f"Triton Error [CUDA]: {told}")
+            raise RuntimeError(f"Triton Error [CUDA]: {message}")
         return [StepOutput()] * len(names)
 
     steps = Steps(compute)
     if lost:
-        with pytest.raises(RuntimeError, match=told):
+        with pytest.raises(RuntimeError, match=message):
             steps.run("a", "b")
-        assert len(steps.tried) == 1
+        assert len(steps.passes) == 1
     else:
         assert steps.run("a", "b") == ["ok", "RequestFailed"]
 
 
-def test_a_device_without_memory_is_not_lost() -> None:
+def test_oom_is_no_lost_device() -> None:
     def compute(names: Sequence[str]) -> Sequence[StepOutput]:
         if len(names) > 1:
             raise torch.AcceleratorError("CUDA error: out of memory")
@@ -168,21 +166,21 @@ def test_a_device_without_memory_is_not_lost() -> None:
     assert Steps(compute).run("a", "b") == ["ok", "ok"]
 
 
-def test_where_all_fail_a_harmless_request_tells_whose_fault_it_is() -> None:
+def test_dummy_request_is_run_when_all_requests_fail() -> None:
     steps = Steps(breaking("a", "b"))
     assert steps.run("a", "b") == ["RequestFailed", "RequestFailed"]
-    assert steps.tried[-1] == ["nobody"] and steps.announced[-1] == ["b"]
+    assert steps.passes[-1] == ["dummy"] and steps.reported[-1] == ["b"]
     with pytest.raises(RuntimeError):
-        Steps(breaking("a", "b", "nobody")).run("a", "b")
-    with pytest.raises(RuntimeError, match="nobody sent fails as well"):
+        Steps(breaking("a", "b", "dummy")).run("a", "b")
+    with pytest.raises(RuntimeError, match="a dummy request fails as well"):
         Steps(lambda names: [StepOutput(error=RequestFailed("NaN"))] * len(names)).run("a")
 
 
-def test_patience_ends_only_where_nobody_gets_anything() -> None:
+def test_engine_gives_up_after_failed_steps_in_a_row() -> None:
     steps = Steps(breaking("bad"))
     for _ in range(2 * MAX_FAILED_STEPS):
         steps.run("bad")
-        if len(steps.tried) % 2:
+        if len(steps.passes) % 2:
             steps.run("good")
         steps.run("good")
     for _ in range(MAX_FAILED_STEPS - 1):
@@ -191,7 +189,7 @@ def test_patience_ends_only_where_nobody_gets_anything() -> None:
         steps.run("bad")
 
 
-def test_errors_of_the_caller_are_none_of_ours() -> None:
+def test_caller_errors_are_not_counted_as_faults() -> None:
     def compute(names: Sequence[str]) -> Sequence[StepOutput]:
         errors = {"nan": RequestFailed("NaN"), "asked": InvalidRequest("nothing is left")}
         return [StepOutput(error=errors.get(name)) for name in names]

@@ -1,4 +1,4 @@
-"""What goes wrong in one request's work ends that request in the same step, and changes no bit of any other's."""
+"""Faults in a real engine: each fails its request in the same step, and changes no bit of the others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ JSON = StructuredOutput("json_object")
 VOCABULARY = Vocabulary(
     tuple(bytes([i]) if i < 256 else b"" for i in range(VOCAB_SIZE)), tuple(range(256, VOCAB_SIZE)), (EOS,)
 )
-Heard = Mapping[str, list[Event]]
+EventsById = Mapping[str, list[Event]]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(checkpoint: Path, **options: object) -> Config:
     defaults = {
-        "kv_cache_memory": "600tokens", "max_model_len": 96, "max_num_batched_tokens": 48, "max_num_seqs": 16, "threads": 1,
+        "kv_cache_memory": "600tokens", "max_model_len": 96, "max_num_batched_tokens": 48,
+        "max_num_seqs": 16, "threads": 1,
         "test_mode": True, "draft_length": "fixed",
     }  # fmt: skip
     return Config(model=str(checkpoint), **(defaults | options))  # type: ignore[arg-type]
@@ -60,8 +61,8 @@ def generation(name: str, prompt: Sequence[int] = COMMON, seed: int = 1, **param
     return Request(name, tuple(prompt), sampling, seed, (EOS,))
 
 
-def everybody() -> list[Request]:
-    """A request of each kind."""
+def one_of_each() -> list[Request]:
+    """One request of each kind."""
     penalized = {
         "temperature": 0.9,
         "presence_penalty": 0.7,
@@ -80,68 +81,68 @@ def everybody() -> list[Request]:
     ]
 
 
-def twins() -> list[Request]:
-    """Everybody, and one more of the kinds that keep something between steps."""
+def all_requests() -> list[Request]:
+    """One more request of the kinds that keep state between steps."""
     penalized = {"temperature": 0.8, "presence_penalty": 0.9, "frequency_penalty": 0.2, "dry_multiplier": 0.5}
     return [
-        *everybody(),
+        *one_of_each(),
         generation("penalized too", LONG[5:20], seed=7, **penalized),
         generation("json too", LONG[7:20], seed=8, structured=JSON, ignore_eos=False),
         Request("mean too", LONG[9:], SamplingParams(), 0, (EOS,), pooling="mean"),
     ]
 
 
-def hear(
+def run_requests(
     engine: Engine, requests: Sequence[Request], faults: FaultInjector | None = None
 ) -> dict[str, list[Event]]:
-    """Serve the requests. Whoever fails does so in a step in which a fault struck."""
+    """Run the requests; each failure is in a step with an injected fault."""
     for request in requests:
         engine.submit(request)
-    heard: dict[str, list[Event]] = {request.id: [] for request in requests}
+    events_by_id: dict[str, list[Event]] = {request.id: [] for request in requests}
     while not engine.idle:
         report = engine.step()
         for event in report.events:
-            heard[event.request_id].append(event)
+            events_by_id[event.request_id].append(event)
             if isinstance(event, ErrorEvent) and faults is not None:
                 assert report.stats.step - 1 in faults.steps or "start" in report.stats.faults, (
-                    "it was told later"
+                    "the failure is in a later step"
                 )
         engine.check()
     assert engine.scheduler.pool.num_used == 0 and not engine.proposer._request_drafters
-    return heard
+    return events_by_id
 
 
-def told(events: Sequence[Event]) -> list[Any]:
-    """All that may not depend on others: tokens, hashes of logits, logprobs, vectors, how it ended."""
-    found: list[Any] = []
+def outputs_of(events: Sequence[Event]) -> list[Any]:
+    """All that must not depend on the batch: tokens, hashes, logprobs, vectors, finish reasons."""
+    actual: list[Any] = []
     for event in events:
         if isinstance(event, TokenEvent):
-            found += zip(
+            actual += zip(
                 event.token_ids,
                 event.logits_hashes,
                 event.logprobs or (None,) * len(event.token_ids),
                 strict=True,
             )
-            found += [event.prompt_logprobs] if event.prompt_logprobs else []
-            found += [event.finish_reason] if event.finish_reason else []
+            actual += [event.prompt_logprobs] if event.prompt_logprobs else []
+            actual += [event.finish_reason] if event.finish_reason else []
         elif isinstance(event, EmbeddingEvent):
-            found.append(event.vector)
-    return found
+            actual.append(event.vector)
+    return actual
 
 
 @pytest.fixture(scope="module")
-def undisturbed(checkpoint: Path) -> Heard:
-    return hear(engine_of(checkpoint, speculate="off"), twins())
+def faultless(checkpoint: Path) -> EventsById:
+    return run_requests(engine_of(checkpoint, speculate="off"), all_requests())
 
 
-def check_neighbours(heard: Heard, undisturbed: Heard, victims: Sequence[str] = ()) -> None:
-    for name, events in heard.items():
+def check_others(events_by_id: EventsById, faultless: EventsById, victims: Sequence[str] = ()) -> None:
+    for name, events in events_by_id.items():
         if name not in victims:
             assert not [event for event in events if isinstance(event, ErrorEvent)], name
-            assert told(events) == told(undisturbed[name]), name
+            assert outputs_of(events) == outputs_of(faultless[name]), name
 
 
-STRUCK = [
+REQUEST_FAULTS = [
     Fault("start", "error", "penalized"),
     Fault("assemble", "error", "greedy", call=3),
     Fault("assemble", "memory", "mean"),
@@ -166,59 +167,59 @@ STRUCK = [
 
 
 @pytest.mark.parametrize(
-    "fault", STRUCK, ids=lambda fault: f"{fault.point}-{fault.kind.replace(' ', '-')}-{fault.request}"
+    "fault", REQUEST_FAULTS, ids=lambda fault: f"{fault.point}-{fault.kind.replace(' ', '-')}-{fault.request}"
 )
 @pytest.mark.parametrize("speculate", ["off", "suffix"])
-def test_a_fault_ends_its_request_in_its_step_and_nobody_else(
-    checkpoint: Path, undisturbed: Heard, fault: Fault, speculate: str
+def test_fault_fails_its_request_only_and_in_its_step(
+    checkpoint: Path, faultless: EventsById, fault: Fault, speculate: str
 ) -> None:
     engine = engine_of(checkpoint, speculate=speculate)
     faults = FaultInjector(engine, fault)
     victim = str(fault.request)
-    heard = hear(engine, twins(), faults)
-    assert faults.steps, "the fault never struck"
-    check_neighbours(heard, undisturbed, [victim])
-    *before, last = heard[victim]
+    events_by_id = run_requests(engine, all_requests(), faults)
+    assert faults.steps, "the fault was not triggered"
+    check_others(events_by_id, faultless, [victim])
+    *before, last = events_by_id[victim]
     assert isinstance(last, ErrorEvent) and isinstance(last.error, RequestFailed)
-    assert told(before) == told(undisturbed[victim])[: len(told(before))], (
-        "what it had before is what it would have had"
+    assert outputs_of(before) == outputs_of(faultless[victim])[: len(outputs_of(before))], (
+        "tokens before the fault are unchanged"
     )
     assert sum(engine.step().stats.faults.values()) == 1
 
 
-TRANSIENT = [
+TRANSIENT_FAULTS = [
     Fault(point, kind, call=call)
     for point, kind, call in (
-        ("assemble", "error", 3), ("prepare", "memory", 2), ("forward", "error", 2), ("forward", "device memory", 4),
-        ("sample", "memory", 3), ("sample", "bad id", 5), ("sample", "too few", 2), ("halfway", "error", 6), ("mask", "error", 3),
+        ("assemble", "error", 3), ("prepare", "memory", 2), ("forward", "error", 2),
+        ("forward", "device memory", 4),
+        ("sample", "memory", 3), ("sample", "bad id", 5), ("sample", "too few", 2),
+        ("halfway", "error", 6), ("mask", "error", 3),
         ("run", "too few", 2),
     )
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "fault", TRANSIENT, ids=lambda fault: f"{fault.point}-{fault.kind.replace(' ', '-')}"
+    "fault", TRANSIENT_FAULTS, ids=lambda fault: f"{fault.point}-{fault.kind.replace(' ', '-')}"
 )
-def test_what_fails_for_the_whole_step_and_not_for_its_parts_ends_nobody(
-    checkpoint: Path, undisturbed: Heard, fault: Fault
-) -> None:
-    """As an allocation does that is too large; and no part of the step has been done twice."""
+def test_transient_fault_fails_no_request(checkpoint: Path, faultless: EventsById, fault: Fault) -> None:
+    """Like an allocation that is too large for the whole batch."""
     engine = engine_of(checkpoint, speculate="suffix")
     faults = FaultInjector(engine, fault)
-    check_neighbours(hear(engine, twins()), undisturbed)
-    assert faults.steps, "the fault never struck"
+    check_others(run_requests(engine, all_requests()), faultless)
+    assert faults.steps, "the fault was not triggered"
     assert not engine.step().stats.faults
 
 
 @pytest.mark.parametrize("kind", ["too few", "error", "memory"])
 @pytest.mark.parametrize("call", [1, 2])
-def test_a_pass_over_prompts_is_done_again_too(
-    checkpoint: Path, undisturbed: Heard, kind: str, call: int
+def test_failed_pooling_pass_is_retried(
+    checkpoint: Path, faultless: EventsById, kind: str, call: int
 ) -> None:
-    """Nobody wants tokens: several prompts share a pass, and the sums of a mean are not added up twice."""
+    """Several prompts share the pass; partial sums are not added twice."""
     engine = engine_of(checkpoint, max_num_batched_tokens=60)
     faults = FaultInjector(engine, Fault("pool", kind, call=call))
-    check_neighbours(hear(engine, [one for one in twins() if one.pooling is not None]), undisturbed)
+    check_others(run_requests(engine, [one for one in all_requests() if one.pooling is not None]), faultless)
     assert faults.steps and not engine.step().stats.faults
 
 
@@ -226,33 +227,33 @@ def test_a_pass_over_prompts_is_done_again_too(
     "fault",
     [
         Fault(point, "error", call=2, times=10**9)
-        for point in ("begin", "propose", "finish", "admit", "measured")
+        for point in ("begin", "propose", "finish", "select", "record_step")
     ]
     + [Fault("propose", kind, call=2, times=10**9) for kind in ("bad id", "huge", "too few", "memory")],
     ids=lambda fault: f"{fault.point}-{fault.kind.replace(' ', '-')}",
 )
 @pytest.mark.parametrize("draft_length", ["fixed", "adaptive"])
-def test_drafters_and_their_policy_end_nobody(
-    checkpoint: Path, undisturbed: Heard, fault: Fault, draft_length: str
+def test_drafter_and_policy_faults_fail_no_request(
+    checkpoint: Path, faultless: EventsById, fault: Fault, draft_length: str
 ) -> None:
     options = {"speculate": "suffix,draft", "draft_model": str(checkpoint), "draft_length": draft_length}
     engine = engine_of(checkpoint, **options)
     faults = FaultInjector(engine, fault)
-    for request in twins():
+    for request in all_requests():
         engine.submit(request)
-    heard: dict[str, list[Event]] = {request.id: [] for request in twins()}
+    events_by_id: dict[str, list[Event]] = {request.id: [] for request in all_requests()}
     while not engine.idle:
         for event in engine.step().events:
-            heard[event.request_id].append(event)
+            events_by_id[event.request_id].append(event)
         engine.scheduler.check()
-    assert faults.steps or draft_length == "adaptive", "the fault never struck"
-    check_neighbours(heard, undisturbed)
+    assert faults.steps or draft_length == "adaptive", "the fault was not triggered"
+    check_others(events_by_id, faultless)
 
 
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault("plan", "error", call=3),
+        Fault("schedule", "error", call=3),
         Fault("allocate", "memory", call=3),
         Fault("forward", "device", "greedy", call=2),
         Fault("forward", "error", call=4, times=10**9),
@@ -262,41 +263,43 @@ def test_drafters_and_their_policy_end_nobody(
     ],
     ids=lambda fault: f"{fault.point}-{fault.kind}",
 )
-def test_what_is_nobodys_own_fault_ends_the_engine(checkpoint: Path, fault: Fault) -> None:
-    """The device is lost, a plan cannot be made, or a harmless request fails like all others."""
+def test_fault_of_no_request_ends_the_engine(checkpoint: Path, fault: Fault) -> None:
+    """A lost device, an error of the scheduler, or a dummy request that fails too."""
     engine = engine_of(checkpoint)
     FaultInjector(engine, fault)
-    requests = everybody()
+    requests = one_of_each()
     for request in requests:
         engine.submit(request)
-    ended: list[str] = []
+    failed_ids: list[str] = []
     with pytest.raises((RuntimeError, MemoryError)):
         while not engine.idle:
-            ended += [event.request_id for event in engine.step().events if isinstance(event, ErrorEvent)]
-    assert not ended, "nobody is told of an end that the next engine makes good"
+            failed_ids += [
+                event.request_id for event in engine.step().events if isinstance(event, ErrorEvent)
+            ]
+    assert not failed_ids, "no request fails that the next engine can continue"
 
 
-def test_one_bad_request_after_the_other_does_not_end_the_engine(checkpoint: Path) -> None:
-    """Not even if nobody else is there, and with choices that all fail in one step."""
+def test_engine_survives_consecutive_failing_requests(checkpoint: Path) -> None:
+    """Also without other requests, and if all choices fail in one step."""
     engine = engine_of(checkpoint)
     names = [f"bad-{number}" for number in range(MAX_FAILED_STEPS - 1)]
     FaultInjector(engine, *(Fault("sample", "error", name) for name in names))
     for first, second in zip(names[::2], names[1::2], strict=False):
-        heard = hear(engine, [generation(first), generation(second)])
-        assert all(isinstance(events[-1], ErrorEvent) for events in heard.values())
+        events_by_id = run_requests(engine, [generation(first), generation(second)])
+        assert all(isinstance(events[-1], ErrorEvent) for events in events_by_id.values())
 
 
-def test_errors_without_end_end_the_engine(checkpoint: Path) -> None:
-    """Something is broken that a harmless request does not meet."""
+def test_endless_failures_end_the_engine(checkpoint: Path) -> None:
+    """The dummy request works, but every real one fails."""
     engine = engine_of(checkpoint)
     FaultInjector(engine, *(Fault("sample", "error", str(number)) for number in range(MAX_FAILED_STEPS)))
-    with pytest.raises(RuntimeError, match="nothing but errors"):
+    with pytest.raises(RuntimeError, match="all requests failed"):
         for number in range(MAX_FAILED_STEPS):
-            hear(engine, [generation(str(number))])
+            run_requests(engine, [generation(str(number))])
 
 
-def test_broken_bookkeeping_ends_the_engine(checkpoint: Path) -> None:
-    """The error of one request left its traces in what belongs to all."""
+def test_leaked_block_ends_the_engine(checkpoint: Path) -> None:
+    """The error of one request has corrupted the block pool."""
     engine = engine_of(checkpoint)
     FaultInjector(engine, Fault("commit", "error", "greedy"))
     fail = engine.scheduler._finish_with_error
@@ -311,28 +314,30 @@ def test_broken_bookkeeping_ends_the_engine(checkpoint: Path) -> None:
         engine.step()
 
 
-def test_what_a_failed_request_computed_is_not_found_again(checkpoint: Path, undisturbed: Heard) -> None:
-    """Its numbers were none; perhaps those in its blocks are none either."""
+def test_blocks_of_a_failed_request_are_not_cached(checkpoint: Path, faultless: EventsById) -> None:
+    """Its blocks may hold NaN as well."""
     engine = engine_of(checkpoint)
     FaultInjector(engine, Fault("forward", "nan", "long", call=3))
-    hear(engine, [request for request in everybody() if request.id == "long"])
+    run_requests(engine, [request for request in one_of_each() if request.id == "long"])
     again = generation("again", LONG[1:], seed=5, logit_bias={50: 2.0})
-    events = hear(engine, [again])["again"]
+    events = run_requests(engine, [again])["again"]
     assert isinstance(events[0], TokenEvent) and events[0].num_cached == 0
-    assert told(events) == told(undisturbed["long"])
+    assert outputs_of(events) == outputs_of(faultless["long"])
 
 
-def test_the_log_tells_who_and_where_and_no_text(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fault_log_names_request_and_stage(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_of(checkpoint)
     FaultInjector(engine, Fault("sample", "error", "greedy", call=2))
-    (last,) = [event for event in hear(engine, everybody())["greedy"] if isinstance(event, ErrorEvent)]
-    assert last.error.status == 500 and "(sample)" in last.error.message
+    (last,) = [
+        event for event in run_requests(engine, one_of_each())["greedy"] if isinstance(event, ErrorEvent)
+    ]
+    assert last.error.status == 500 and "stage sample" in last.error.message
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert record.exc_info and "greedy" in record.getMessage() and "injected" not in last.error.message
 
 
-def test_a_trace_with_faults_is_replayed(checkpoint: Path, tmp_path: Path) -> None:
-    struck = [
+def test_trace_with_faults_is_replayed(checkpoint: Path, tmp_path: Path) -> None:
+    faults = [
         Fault("sample", "error", "penalized", call=2),
         Fault("forward", "nan", "scored", call=3),
         Fault("accept", "error", "json", call=2),
@@ -342,21 +347,21 @@ def test_a_trace_with_faults_is_replayed(checkpoint: Path, tmp_path: Path) -> No
     engine = engine_of(
         checkpoint, trace=str(tmp_path / "trace"), speculate="suffix", kv_cache_memory="192tokens"
     )
-    FaultInjector(engine, *struck)
-    hear(engine, twins())
+    FaultInjector(engine, *faults)
+    run_requests(engine, all_requests())
     late = [
         Request(f"late {one.id}", one.prompt_ids, one.params, one.seed, (EOS,), pooling=one.pooling)
-        for one in twins()
+        for one in all_requests()
     ]
-    hear(engine, [one for one in late if one.params.structured is None])
+    run_requests(engine, [one for one in late if one.params.structured is None])
     assert len(list(replay((tmp_path / "trace").read_text().splitlines()))) > 20
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_faults_at_random(checkpoint: Path, undisturbed: Heard, seed: int) -> None:
-    """Many at once, at any part: who fails was struck, and everybody else has every token."""
+def test_random_faults_fail_only_their_requests(checkpoint: Path, faultless: EventsById, seed: int) -> None:
+    """Several faults at random points."""
     chance = random.Random(seed)
-    requests = twins()
+    requests = all_requests()
     chance.shuffle(requests)
     points = (
         "assemble",
@@ -370,7 +375,7 @@ def test_faults_at_random(checkpoint: Path, undisturbed: Heard, seed: int) -> No
         "run",
         "pool",
     )
-    struck = [
+    faults = [
         Fault(
             point,
             "too few" if point in ("run", "pool") else chance.choice(("error", "memory")),
@@ -379,31 +384,31 @@ def test_faults_at_random(checkpoint: Path, undisturbed: Heard, seed: int) -> No
         )
         for point in chance.choices(points, k=3)
     ]
-    passing = Fault(
+    transient = Fault(
         chance.choice(("assemble", "sample", "forward")), "memory", call=chance.randint(2, 5)
-    )  # all are there yet
+    )  # while all requests run
     method, cache = (
         chance.choice(("off", "suffix", "suffix,draft")),
         chance.choice(("600tokens", "192tokens")),
     )
     options = {"draft_model": str(checkpoint)} if "draft" in method else {}
     engine = engine_of(checkpoint, speculate=method, kv_cache_memory=cache, **options)
-    FaultInjector(engine, *struck, passing)
-    heard = hear(engine, requests)
-    victims = [name for name, events in heard.items() if isinstance(events[-1], ErrorEvent)]
-    check_neighbours(heard, undisturbed, victims)
-    assert set(victims) <= {fault.request for fault in struck}
+    FaultInjector(engine, *faults, transient)
+    events_by_id = run_requests(engine, requests)
+    victims = [name for name, events in events_by_id.items() if isinstance(events[-1], ErrorEvent)]
+    check_others(events_by_id, faultless, victims)
+    assert set(victims) <= {fault.request for fault in faults}
     for name in victims:
-        before = told(heard[name][:-1])
-        assert before == told(undisturbed[name])[: len(before)]
+        before = outputs_of(events_by_id[name][:-1])
+        assert before == outputs_of(faultless[name])[: len(before)]
 
 
-async def test_in_a_process_of_its_own(
-    checkpoint: Path, undisturbed: Heard, monkeypatch: pytest.MonkeyPatch
+async def test_faults_in_an_engine_process(
+    checkpoint: Path, faultless: EventsById, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request fails and the engine goes on; the device is lost and the engine does not, which costs nobody a token."""
-    struck = [Fault("sample", "error", "penalized", call=3), Fault("forward", "device", call=22)]
-    monkeypatch.setenv(faulty_engine.FAULTS_VARIABLE, json.dumps([asdict(fault) for fault in struck]))
+    """A failed request keeps the engine, a lost device restarts it; no token is lost."""
+    faults = [Fault("sample", "error", "penalized", call=3), Fault("forward", "device", call=22)]
+    monkeypatch.setenv(faulty_engine.FAULTS_VARIABLE, json.dumps([asdict(fault) for fault in faults]))
     client = SubprocessClient(
         config_of(checkpoint), (), lambda: VOCABULARY, entry_module=faulty_engine.__name__
     )
@@ -414,8 +419,8 @@ async def test_in_a_process_of_its_own(
     async def answer(request: Request) -> list[Event]:
         return [event async for event in client.submit(request)]
 
-    answers = await asyncio.gather(*map(answer, twins()))
+    answers = await asyncio.gather(*map(answer, all_requests()))
     await client.close()
-    heard = {request.id: events for request, events in zip(twins(), answers, strict=True)}
-    assert isinstance(heard["penalized"][-1], ErrorEvent) and restarts
-    check_neighbours(heard, undisturbed, ["penalized"])
+    events_by_id = {request.id: events for request, events in zip(all_requests(), answers, strict=True)}
+    assert isinstance(events_by_id["penalized"][-1], ErrorEvent) and restarts
+    check_others(events_by_id, faultless, ["penalized"])

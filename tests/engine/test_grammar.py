@@ -1,4 +1,4 @@
-"""Requests with a grammar in the engine: they wait for its compilation beside the others, and end alone where it gives up."""
+"""Grammars in the engine: compilation does not delay other requests, errors fail one request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Alternating:
-    """Even and odd ids in turn, then, after `length` tokens, the end; or nothing more, with an error."""
+    """A grammar of even and odd ids in turn, and EOS, or an error, after `length` tokens."""
 
     def __init__(self, length: int, broken: bool = False) -> None:
         self.error: str | None = None
@@ -64,33 +64,33 @@ class Alternating:
         return range(index % 2, 256, 2) if index < self._length else (EOS,)
 
 
-class Compiler:
-    """In place of Grammars: a compilation ends when the test says so."""
+class FakeGrammarManager:
+    """A GrammarManager whose compilations end when the test sets their result."""
 
     def __init__(self) -> None:
-        self.begun: dict[str, Future[RequestGrammar]] = {}
-        self.prepared: list[int] = []
+        self.futures: dict[str, Future[RequestGrammar]] = {}
+        self.masked_rows: list[int] = []
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None: ...
 
     def compile(self, request: Request) -> Future[RequestGrammar]:
-        self.begun[request.id] = Future()
-        return self.begun[request.id]
+        self.futures[request.id] = Future()
+        return self.futures[request.id]
 
     def start_masks(self, rows: Sequence[SampleRow]) -> None:
-        self.prepared.append(len(rows))
+        self.masked_rows.append(len(rows))
 
     def close(self) -> None: ...
 
 
-def engine_with(checkpoint: Path, **options: object) -> tuple[Engine, Compiler]:
-    engine, compiler = engine_of(checkpoint, **options), Compiler()
-    engine.grammars = engine.model_runner.grammars = compiler  # type: ignore[assignment]
-    return engine, compiler
+def engine_with(checkpoint: Path, **options: object) -> tuple[Engine, FakeGrammarManager]:
+    engine, manager = engine_of(checkpoint, **options), FakeGrammarManager()
+    engine.grammars = engine.model_runner.grammars = manager  # type: ignore[assignment]
+    return engine, manager
 
 
-def test_who_waits_for_a_grammar_delays_nobody(checkpoint: Path) -> None:
-    engine, compiler = engine_with(checkpoint)
+def test_grammar_compilation_delays_no_other_request(checkpoint: Path) -> None:
+    engine, manager = engine_with(checkpoint)
     engine.submit(make_request("waiting", structured=JSON))
     engine.submit(make_request("plain"))
     plain: list[int] = []
@@ -99,62 +99,62 @@ def test_who_waits_for_a_grammar_delays_nobody(checkpoint: Path) -> None:
         plain += tokens_of([event for event in report.events if event.request_id == "plain"])
         engine.check()
     assert report.stats.requests_waiting == 1 and not engine.idle
-    assert engine.step().events == (), "nothing to do but to wait"
-    compiler.begun["waiting"].set_result(Alternating(9))
-    found = tokens_of(run(engine)["waiting"])
-    assert [token_id % 2 for token_id in found[:-1]] == [0, 1, 0, 1, 0, 1, 0, 1, 0] and found[-1] == EOS
-    assert compiler.prepared, "masks were asked for before the model ran"
+    assert engine.step().events == (), "the engine waits for the grammar"
+    manager.futures["waiting"].set_result(Alternating(9))
+    actual = tokens_of(run(engine)["waiting"])
+    assert [token_id % 2 for token_id in actual[:-1]] == [0, 1, 0, 1, 0, 1, 0, 1, 0] and actual[-1] == EOS
+    assert manager.masked_rows, "masks are started before the forward pass"
 
 
-def test_a_grammar_that_is_refused_ends_its_request_alone(checkpoint: Path) -> None:
-    engine, compiler = engine_with(checkpoint)
+def test_invalid_grammar_fails_its_request_only(checkpoint: Path) -> None:
+    engine, manager = engine_with(checkpoint)
     engine.submit(make_request("bad", structured=JSON))
     engine.submit(make_request("good"))
-    compiler.begun["bad"].set_exception(InvalidRequest("no such rule", "grammar"))
+    manager.futures["bad"].set_exception(InvalidRequest("no such rule", "grammar"))
     events = run(engine)
     (failed,) = events["bad"]
     assert isinstance(failed, ErrorEvent) and failed.error.param == "grammar"
     assert len(tokens_of(events["good"])) == 20
 
 
-def test_a_compiler_that_fails_costs_one_request(checkpoint: Path) -> None:
-    engine, compiler = engine_with(checkpoint)
+def test_compiler_error_fails_its_request_only(checkpoint: Path) -> None:
+    engine, manager = engine_with(checkpoint)
     engine.submit(make_request("bad", structured=JSON))
     engine.submit(make_request("good"))
-    compiler.begun["bad"].set_exception(RuntimeError("a bug"))
+    manager.futures["bad"].set_exception(RuntimeError("a bug"))
     events = run(engine)
     (failed,) = events["bad"]
     assert isinstance(failed, ErrorEvent) and failed.error.status == 500 and "bug" not in failed.error.message
     assert len(tokens_of(events["good"])) == 20
 
 
-def test_an_abort_while_the_grammar_compiles(checkpoint: Path) -> None:
-    engine, compiler = engine_with(checkpoint)
+def test_abort_during_grammar_compilation(checkpoint: Path) -> None:
+    engine, manager = engine_with(checkpoint)
     engine.submit(make_request("a", structured=JSON))
     engine.step()
     engine.remove("a")
-    assert engine.idle and compiler.begun["a"].cancelled(), "nobody compiles for those who left"
+    assert engine.idle and manager.futures["a"].cancelled(), "an aborted compilation is cancelled"
     engine.submit(make_request("a", structured=JSON))
-    assert compiler.begun["a"].set_running_or_notify_cancel()
+    assert manager.futures["a"].set_running_or_notify_cancel()
     engine.remove("a")
     assert engine.idle
-    compiler.begun["a"].set_result(Alternating(3))
+    manager.futures["a"].set_result(Alternating(3))
     assert engine.step().events == ()
     engine.submit(make_request("a", structured=JSON))
     engine.submit(make_request("a"))
     (event,) = engine.step().events
     assert isinstance(event, ErrorEvent) and event.error.param == "id", (
-        "the name is taken while its grammar compiles"
+        "the id is in use while its grammar compiles"
     )
 
 
-def test_a_grammar_that_gives_up_ends_its_request_alone(checkpoint: Path) -> None:
-    engine, compiler = engine_with(checkpoint)
+def test_matcher_error_fails_its_request_only(checkpoint: Path) -> None:
+    engine, manager = engine_with(checkpoint)
     engine.submit(make_request("good"))
     expected = tokens_of(run(engine)["good"])
     engine.submit(make_request("bad", structured=JSON))
     engine.submit(make_request("good"))
-    compiler.begun["bad"].set_result(Alternating(5, broken=True))
+    manager.futures["bad"].set_result(Alternating(5, broken=True))
     events = run(engine)
     assert tokens_of(events["good"]) == expected
     assert len(tokens_of(events["bad"])) == 5
@@ -166,8 +166,8 @@ def test_a_grammar_that_gives_up_ends_its_request_alone(checkpoint: Path) -> Non
     )
 
 
-class Shy(Alternating):
-    """One sequence of tokens, which it forces; its masks give up behind more than one drafted token."""
+class FailingMask(Alternating):
+    """A grammar of one sequence, whose masks fail after more than one draft token."""
 
     def forced(self, max_tokens: int) -> tuple[int, ...]:
         return tuple(
@@ -183,33 +183,35 @@ class Shy(Alternating):
         return (30 + index,) if index < self._length else (EOS,)
 
 
-def test_a_mask_that_gives_up_behind_a_draft_fails_nobody(checkpoint: Path) -> None:
-    """Whether a request fails is told by a row that no draft has touched, and so the same without drafts."""
-    engine, compiler = engine_with(
+def test_mask_error_after_a_draft_fails_no_request(checkpoint: Path) -> None:
+    """Only a row without draft tokens fails a request, so drafts change no result."""
+    engine, manager = engine_with(
         checkpoint, speculate="grammar", draft_length="fixed", num_speculative_tokens=4
     )
     engine.submit(make_request("a", structured=JSON))
-    compiler.begun["a"].set_result(Shy(9))
+    manager.futures["a"].set_result(FailingMask(9))
     events = run(engine)["a"]
     assert tokens_of(events) == [*range(30, 39), EOS]
     assert max(len(event.token_ids) for event in events if isinstance(event, TokenEvent)) == 2
 
 
-def answer(engine: Engine, compiler: Compiler, delivered: Sequence[int] = (), **params: object) -> list[int]:
-    """The tokens of a request whose grammar has 9 tokens; those delivered before are its beginning."""
+def answer(
+    engine: Engine, manager: FakeGrammarManager, delivered: Sequence[int] = (), **params: object
+) -> list[int]:
+    """The output of a request whose grammar has 9 tokens, after the delivered ones."""
     engine.submit(make_request("a", structured=JSON, delivered=delivered, **params))
     grammar = Alternating(9)
     grammar.accept(delivered)
-    compiler.begun["a"].set_result(grammar)
+    manager.futures["a"].set_result(grammar)
     events = run(engine)["a"]
     assert isinstance(events[-1], TokenEvent) and events[-1].finish_reason == "stop", (
-        "the end of the grammar ends the answer"
+        "the end of the grammar ends the output"
     )
     return [*delivered, *tokens_of(events)]
 
 
-def test_the_end_of_a_grammar_ends_the_answer(checkpoint: Path) -> None:
-    """Also where EOS shall be ignored, and more tokens are wanted."""
+def test_end_of_grammar_ends_the_output(checkpoint: Path) -> None:
+    """Also with ignore_eos and min_tokens."""
     expected = answer(*engine_with(checkpoint, speculate="off"))
     assert expected[-1] == EOS and len(expected) == 10
     assert answer(*engine_with(checkpoint)) == expected
@@ -217,21 +219,21 @@ def test_the_end_of_a_grammar_ends_the_answer(checkpoint: Path) -> None:
     assert answer(*engine_with(checkpoint), min_tokens=15) == expected
 
 
-def test_what_was_delivered_counts_for_the_grammar(checkpoint: Path) -> None:
+def test_resumed_request_continues_its_grammar(checkpoint: Path) -> None:
     expected = answer(*engine_with(checkpoint))
     for count in (1, 4, 9):
         assert answer(*engine_with(checkpoint), delivered=expected[:count]) == expected
 
 
-def test_preempted_requests_keep_their_place_in_the_grammar(checkpoint: Path) -> None:
-    engine, compiler = engine_with(checkpoint)
+def test_preempted_requests_continue_their_grammar(checkpoint: Path) -> None:
+    engine, manager = engine_with(checkpoint)
     alone = {
-        name: answer(engine, compiler, seed=number, temperature=1.0) for number, name in enumerate("abcdefgh")
+        name: answer(engine, manager, seed=number, temperature=1.0) for number, name in enumerate("abcdefgh")
     }
-    engine, compiler = engine_with(checkpoint, kv_cache_memory="80tokens", block_size=4)
+    engine, manager = engine_with(checkpoint, kv_cache_memory="80tokens", block_size=4)
     for number, name in enumerate(alone):
         engine.submit(make_request(name, seed=number, temperature=1.0, structured=JSON))
-        compiler.begun[name].set_result(Alternating(9))
+        manager.futures[name].set_result(Alternating(9))
     events = run(engine)
     assert engine.scheduler.num_preemptions > 0
     assert {name: tokens_of(events[name]) for name in alone} == alone

@@ -1,4 +1,4 @@
-"""What the operator is told when a model is loaded."""
+"""Loading: warnings, fingerprint, and errors."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ def warnings(path: Path, **options: str) -> tuple[str, ...]:
     return load(Config(model=str(path), kv_cache_memory="400tokens", threads=1, **options), ()).info.warnings
 
 
-def unbuilt() -> tuple[str, ...]:
-    """What is said wherever torch computes because kernels for the device are not to be had."""
+def backend_warnings() -> tuple[str, ...]:
+    """The warning of a machine without native kernels."""
     reason = native_unavailable_reason(DEVICE)
     return (reason,) if reason else ()
 
 
-def test_nothing_to_say(tmp_path: Path) -> None:
-    told = warnings(write_checkpoint(tmp_path / "model", "llama", seed=1), quantization="int8")
-    assert told == unbuilt()
+def test_load_without_warnings(tmp_path: Path) -> None:
+    messages = warnings(write_checkpoint(tmp_path / "model", "llama", seed=1), quantization="int8")
+    assert messages == backend_warnings()
 
 
-def test_missing_kernels_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kernels_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_checkpoint(tmp_path / "model", "llama", seed=1)
     monkeypatch.setattr(module, "native_unavailable_reason", lambda device: f"no compiler for the {device}")
     assert warnings(path) == (f"no compiler for the {DEVICE}",)
 
 
-def test_quantization_that_has_no_effect_is_told(tmp_path: Path) -> None:
+def test_ineffective_quantization_is_warned_of(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "model", "llama", seed=1)
     *others, warning = warnings(
         write_gguf(checkpoint, tmp_path / "model.gguf", GGMLQuantizationType.Q8_0), quantization="int4"
     )
-    assert tuple(others) == unbuilt()
-    assert warning == "--quantization int4 leaves blocks that are quantized in the file as they are"
+    assert tuple(others) == backend_warnings()
+    assert warning == "--quantization int4 skips blocks that are quantized in the file"
 
 
-def test_what_was_timed_once_is_not_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_timings_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(
         model=str(write_checkpoint(tmp_path / "model", "llama", seed=1)),
         kv_cache_memory="400tokens",
@@ -72,30 +72,26 @@ def fingerprint(path: Path) -> str:
     ).info.fingerprint
 
 
-def test_what_pictures_are_made_with_is_part_of_the_fingerprint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same file may have other pixels in another version, or prepared otherwise; a model that sees none does not care."""
-    sees, reads = (
+def test_fingerprint_covers_image_preprocessing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow's version and the preprocessor config change pixels; text models do not depend on them."""
+    vision, text = (
         write_vision_checkpoint(tmp_path / "sees", "llava"),
         write_checkpoint(tmp_path / "reads", "llama", seed=1),
     )
-    before = fingerprint(sees), fingerprint(reads)
-    assert before == (fingerprint(sees), fingerprint(reads))
+    before = fingerprint(vision), fingerprint(text)
+    assert before == (fingerprint(vision), fingerprint(text))
     monkeypatch.setattr(
         module, "version", lambda name: f"another {name}" if name == "pillow" else version(name)
     )
-    assert fingerprint(sees) != before[0] and fingerprint(reads) == before[1]
+    assert fingerprint(vision) != before[0] and fingerprint(text) == before[1]
     monkeypatch.undo()
-    options = sees / "preprocessor_config.json"
+    options = vision / "preprocessor_config.json"
     options.write_text(json.dumps(json.loads(options.read_text()) | {"image_mean": [0.5, 0.5, 0.5]}))
-    assert fingerprint(sees) != before[0]
+    assert fingerprint(vision) != before[0]
 
 
-def test_the_source_of_kernels_for_gpus_is_part_of_the_fingerprint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are compiled where they run: no file of the library tells one version from the next."""
+def test_fingerprint_covers_gpu_kernel_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton kernels have no library file: their source is hashed."""
     config = Config(
         model=str(write_checkpoint(tmp_path / "model", "llama", seed=1)),
         kv_cache_memory="400tokens",
@@ -111,7 +107,7 @@ def test_the_source_of_kernels_for_gpus_is_part_of_the_fingerprint(
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 bytes")]
 )
-def test_memory_that_is_not_there_is_told_with_the_estimate(
+def test_oom_while_loading_reports_the_estimate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def no_room(*_: object) -> None:
@@ -127,7 +123,7 @@ def test_memory_that_is_not_there_is_told_with_the_estimate(
         load(config, ())
 
 
-def test_other_errors_of_torch_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_load_errors_are_raised_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "KVStorage", lambda *_: torch.zeros(2) + torch.zeros(3))
     with pytest.raises(RuntimeError, match="size"):
         load(

@@ -1,4 +1,4 @@
-"""The KV cache of a GPU is what is left: told by scripted figures, and with the largest steps run for real on a CPU."""
+"""Memory profiling: by scripted figures, and with the largest steps run on a CPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ESTIMATE = estimate_memory(80 * GIB, 79 * GIB, 0.9, 15 * GIB, 9 * GIB, 0, cuda_g
 
 
 class ScriptedMeter:
-    """A card of which others use a part. `hold` is what a pass takes; nothing of it is given back before reset()."""
+    """A GPU shared with other processes; memory that a pass holds is freed by reset()."""
 
     def __init__(self, total: int, others: int, weights: int) -> None:
         self.others = others
@@ -64,12 +64,12 @@ class ScriptedMeter:
         self._held = self._peak = max(self._held, self._weights + size)
 
 
-class ScriptedPasses:
-    """Take so much; `loads` is what CUDA takes for itself when kernels first run."""
+class ScriptedSteps:
+    """Passes of fixed size; `loads` is CUDA's own memory when kernels first run."""
 
-    def __init__(self, meter: ScriptedMeter, largest: int, captured: int, loads: int = 0) -> None:
+    def __init__(self, meter: ScriptedMeter, run_max: int, run_graphs: int, loads: int = 0) -> None:
         self.meter = meter
-        self.sizes = {"largest": largest, "captured": captured}
+        self.sizes = {"largest": run_max, "captured": run_graphs}
         self.loads = loads
         self.run: list[str] = []
 
@@ -89,39 +89,39 @@ class ScriptedPasses:
 @given(
     others=st.integers(0, 20 * GIB),
     weights=st.integers(0, 20 * GIB),
-    largest=st.integers(0, 10 * GIB),
-    captured=st.integers(0, GIB),
+    run_max=st.integers(0, 10 * GIB),
+    run_graphs=st.integers(0, GIB),
     loads=st.integers(0, GIB),
     eager=st.booleans(),
 )
-def test_all_parts_are_what_was_seen(
-    others: int, weights: int, largest: int, captured: int, loads: int, eager: bool
+def test_profiled_memory_adds_up_to_the_budget(
+    others: int, weights: int, run_max: int, run_graphs: int, loads: int, eager: bool
 ) -> None:
-    """Together with the cache they fill the share that may be used, and no more, whatever others have."""
+    """All parts and the KV cache fill the utilization share exactly."""
     meter = ScriptedMeter(80 * GIB, others, weights)
-    passes = ScriptedPasses(meter, largest, captured, loads)
-    memory = profile_memory(meter, replace(ESTIMATE, cuda_graphs=0) if eager else ESTIMATE, passes)
-    assert memory.is_measured and passes.run == (["largest"] if eager else ["largest", "captured"])
-    assert (memory.weights, memory.activations, memory.other_processes) == (weights, largest, others + loads)
-    assert memory.cuda_graphs == (0 if eager else ESTIMATE.cuda_graphs + captured)
+    steps = ScriptedSteps(meter, run_max, run_graphs, loads)
+    memory = profile_memory(meter, replace(ESTIMATE, cuda_graphs=0) if eager else ESTIMATE, steps)
+    assert memory.is_measured and steps.run == (["largest"] if eager else ["largest", "captured"])
+    assert (memory.weights, memory.activations, memory.other_processes) == (weights, run_max, others + loads)
+    assert memory.cuda_graphs == (0 if eager else ESTIMATE.cuda_graphs + run_graphs)
     assert (
         memory.kv_cache
-        == int(0.9 * 80 * GIB) - memory.margin - memory.cuda_graphs - weights - largest - others - loads
+        == int(0.9 * 80 * GIB) - memory.margin - memory.cuda_graphs - weights - run_max - others - loads
     )
-    assert meter.reserved() == weights, "what was measured is given back"
+    assert meter.reserved() == weights, "measured memory is freed"
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, meter: ScriptedMeter, graphs: bool = True) -> None:
-    """The CPU is a GPU of this memory to resolve() and to the loader."""
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, meter: ScriptedMeter, graphs: bool = True) -> None:
+    """Let resolve() and the loader take the CPU for a GPU with this memory."""
 
-    def as_on_a_gpu(config: Config, *rest: object) -> ResolvedConfig:
-        chosen = resolve(config, *rest)  # type: ignore[arg-type]
+    def resolve_for_gpu(config: Config, *rest: object) -> ResolvedConfig:
+        resolved = resolve(config, *rest)  # type: ignore[arg-type]
         facts = rest[1]
         share = config.gpu_memory_utilization
-        memory = estimate_memory(meter.total(), meter.free(), share, chosen.weight_bytes, 0, 0, graphs)
-        return replace(module.with_kv_cache(chosen, config, memory, [facts]), device="cpu")  # type: ignore[list-item]
+        memory = estimate_memory(meter.total(), meter.free(), share, resolved.weight_bytes, 0, 0, graphs)
+        return replace(module.with_kv_cache(resolved, config, memory, [facts]), device="cpu")  # type: ignore[list-item]
 
-    monkeypatch.setattr(module, "resolve", as_on_a_gpu)
+    monkeypatch.setattr(module, "resolve", resolve_for_gpu)
     monkeypatch.setattr(module, "CudaMemoryMeter", lambda: meter)
 
 
@@ -132,19 +132,21 @@ def options(path: Path, **more: object) -> Config:
     )
 
 
-def test_the_cache_is_what_the_largest_steps_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And so is the context, with the RoPE that belongs to it; a replacement gets both, and measures nothing again."""
+def test_kv_cache_gets_the_memory_after_the_largest_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The context and its RoPE follow; a replacement engine measures nothing."""
     path = write_checkpoint(tmp_path / "model", "llama", seed=1)
     meter = ScriptedMeter(600 * MIB, 500 * MIB, MIB)
     ran: list[str] = []
 
-    def largest(self: ProfileRun) -> None:
+    def run_max(self: ProfileRun) -> None:
         ran.append("largest")
         meter.hold(24 * MIB)
 
-    monkeypatch.setattr(ProfileRun, "largest", largest)
+    monkeypatch.setattr(ProfileRun, "run_max", run_max)
     monkeypatch.setattr(ProfileRun, "run_graphs", lambda self: None)
-    pretend(monkeypatch, meter, graphs=False)
+    fake_gpu(monkeypatch, meter, graphs=False)
     config = options(path, max_num_seqs=64, gpu_memory_utilization=0.9)
     engine = load(config, ())
     resolved = engine.info.resolved
@@ -154,51 +156,49 @@ def test_the_cache_is_what_the_largest_steps_leave(tmp_path: Path, monkeypatch: 
     assert resolved.num_blocks == memory.kv_cache // per_block == (540 - 525 - 600 / 64) * MIB // per_block
     assert resolved.kv_bytes == resolved.num_blocks * per_block
     assert engine.scheduler.pool.num_free == resolved.num_blocks
-    monkeypatch.setattr(module, "measured", None)
+    monkeypatch.setattr(module, "profile_memory", None)
     again = load(config, (), resolved)
     assert again.info.resolved == resolved and again.info.fingerprint == engine.info.fingerprint
 
 
-def test_the_context_is_that_of_the_cache_that_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """RoPE that depends on the context is made anew: answers are those of an engine that was told this context."""
+def test_context_limit_follows_the_measured_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Context-dependent RoPE is rebuilt, as in an engine configured with this context."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     path = write_checkpoint(
         tmp_path / "model", "llama", seed=1, rope_scaling=rope, max_position_embeddings=128
     )
     meter = ScriptedMeter(600 * MIB, 500 * MIB, MIB)
-    monkeypatch.setattr(ProfileRun, "largest", lambda self: meter.hold(29 * MIB + 512 * 1024))
-    pretend(monkeypatch, meter, graphs=False)
+    monkeypatch.setattr(ProfileRun, "run_max", lambda self: meter.hold(29 * MIB + 512 * 1024))
+    fake_gpu(monkeypatch, meter, graphs=False)
     measured_engine = load(options(path, speculate="off"), ())
     resolved = measured_engine.info.resolved
-    assert 128 < resolved.max_model_len < 512, "the measure was meant to change the context"
+    assert 128 < resolved.max_model_len < 512, "the measurement should change the context"
     monkeypatch.undo()
-    told_engine = load(
+    configured_engine = load(
         options(path, speculate="off", kv_cache_memory=f"{resolved.num_blocks * 16}tokens"), ()
     )
-    assert told_engine.info.resolved.max_model_len == resolved.max_model_len
+    assert configured_engine.info.resolved.max_model_len == resolved.max_model_len
     tables = [
-        [rope.table for rope in engine.model_runner.pooler._model._ropes.values()]  # type: ignore[attr-defined]
-        for engine in (measured_engine, told_engine)
+        [rope.cos_sin for rope in engine.model_runner.pooler._model._ropes.values()]  # type: ignore[attr-defined]
+        for engine in (measured_engine, configured_engine)
     ]
     assert all(torch.equal(one, other) for one, other in zip(*tables, strict=True))
 
 
-def test_what_does_not_fit_is_refused_with_what_was_measured(
+def test_context_that_does_not_fit_reports_measured_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_checkpoint(tmp_path / "model", "llama", seed=1)
     meter = ScriptedMeter(600 * MIB, 500 * MIB, MIB)
-    monkeypatch.setattr(ProfileRun, "largest", lambda self: meter.hold(60 * MIB))
-    pretend(monkeypatch, meter, graphs=False)
+    monkeypatch.setattr(ProfileRun, "run_max", lambda self: meter.hold(60 * MIB))
+    fake_gpu(monkeypatch, meter, graphs=False)
     with pytest.raises(
         ConfigError, match=r"max_model_len 400 does not fit: .*measured: weights 0.00, activations 0.06, CUDA"
     ):
         load(options(path, max_model_len=400), ())
 
 
-class Recorded:
+class RecordingForward:
     """Shapes of every pass: (rows, sampled rows, largest position)."""
 
     def __init__(self, forward: Callable[[Batch], torch.Tensor]) -> None:
@@ -212,51 +212,47 @@ class Recorded:
 
 
 @pytest.mark.parametrize("speculate", ["off", "suffix,draft"])
-def test_the_largest_steps_are_as_large_as_any(tmp_path: Path, speculate: str) -> None:
+def test_profile_run_has_the_largest_batches(tmp_path: Path, speculate: str) -> None:
     path, draft = write_checkpoint(tmp_path / "model", "llama", seed=1), write_drafter(tmp_path / "draft")
     config = options(
         path, speculate=speculate, draft_model=str(draft), kv_cache_memory="1000tokens", max_model_len=300
     )
     engine = load(config, ())
-    runner, passes = engine.model_runner, engine.proposer.model_drafters
+    runner, steps = engine.model_runner, engine.proposer.model_drafters
     timed: list[tuple[int, int]] = []
-    for drafter in passes:
+    for drafter in steps:
         drafter.pass_seconds = lambda rows, sampled: timed.append((rows, sampled)) or 0.0  # type: ignore[method-assign]
-    recorded = runner._forward = Recorded(runner.forward)
-    ProfileRun(engine.info.resolved, engine.batch_builder, runner, passes).run_max()
-    prompt, scored, everybody = recorded.shapes
-    assert prompt == (64, 1, 298), (
-        "a prompt of as many rows as a step may have, that ends where the context ends"
-    )
+    forward = runner.forward = RecordingForward(runner.forward)
+    ProfileRun(engine.info.resolved, engine.batch_builder, runner, steps).run_max()
+    prompt, scored, full_batch = forward.shapes
+    assert prompt == (64, 1, 298), "a prompt chunk of a full step at the end of the context"
     assert scored == (64, 64, 63)
-    assert everybody[:2] == ((64, 64) if passes else (8, 8)), (
-        "as many rows as 8 requests with their drafts may have"
-    )
-    assert timed == ([(64, 8)] if passes else [])
+    assert full_batch[:2] == ((64, 64) if steps else (8, 8)), "the rows of 8 requests with drafts"
+    assert timed == ([(64, 8)] if steps else [])
     engine.check()
 
 
-def test_a_graph_is_measured_with_as_many_rows_as_it_gets(tmp_path: Path) -> None:
+def test_graph_memory_is_measured_at_its_largest_rows(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model", "llama", seed=1)
     engine = load(
         options(path, kv_cache_memory="1000tokens", max_num_batched_tokens=512, max_num_seqs=300), ()
     )
     runner = engine.model_runner
-    recorded = runner._forward = Recorded(runner.forward)
+    forward = runner.forward = RecordingForward(runner.forward)
     ProfileRun(engine.info.resolved, engine.batch_builder, runner).run_graphs()
-    assert recorded.shapes[0][:2] == (300, 300) == (max_graph_rows(engine.info.resolved),) * 2
+    assert forward.shapes[0][:2] == (300, 300) == (max_graph_rows(engine.info.resolved),) * 2
     assert [max_graph_rows(replace(engine.info.resolved, max_num_seqs=n)) for n in (1, 512)] == [256, 512]
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_a_tower_sees_its_largest_picture(tmp_path: Path, family: str) -> None:
+def test_vision_encoder_encodes_its_largest_image(tmp_path: Path, family: str) -> None:
     engine = load(options(write_vision_checkpoint(tmp_path, family), kv_cache_memory="400tokens"), ())
-    tower = engine.model_runner.pooler._model.vision_encoder
-    assert tower is not None
-    picture = tower.make_max_image(50)
-    assert picture.num_tokens <= 50 or not family.startswith("qwen")
-    assert picture.num_tokens > 40 or not family.startswith("qwen")
-    pieces, costs = tower.encode(picture), []
+    vision_encoder = engine.model_runner.pooler._model.vision_encoder
+    assert vision_encoder is not None
+    image = vision_encoder.make_max_image(50)
+    assert image.num_tokens <= 50 or not family.startswith("qwen")
+    assert image.num_tokens > 40 or not family.startswith("qwen")
+    pieces, costs = vision_encoder.encode(image), []
     with torch.inference_mode():
         while True:
             try:
@@ -264,16 +260,11 @@ def test_a_tower_sees_its_largest_picture(tmp_path: Path, family: str) -> None:
             except StopIteration as end:
                 features = end.value
                 break
-    assert features.shape == (picture.num_tokens, tower.feature_size)
-    ProfileRun(
-        engine.info.resolved, engine.batch_builder, engine.model_runner, vision_encoders=[tower]
-    )._encode(tower)
+    assert features.shape == (image.num_tokens, vision_encoder.feature_size)
 
 
-def test_graphs_are_captured_at_the_start_and_shown_as_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And without a flag against it, draft models have theirs."""
+def test_graph_capture_reports_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft models have graphs too, unless enforce_eager is set."""
     path, draft = write_checkpoint(tmp_path / "model", "llama", seed=1), write_drafter(tmp_path / "draft")
     monkeypatch.setattr(module, "select_backend", lambda *_: GraphCapturableOps())
     seen: list[tuple[int, int]] = []
@@ -282,19 +273,19 @@ def test_graphs_are_captured_at_the_start_and_shown_as_progress(
     engine = load(options(path, **more), (), on_progress=lambda done, total: seen.append((done, total)))
     sizes = seen[-1][1]
     assert seen[-2 * sizes :] == [(done, sizes) for _ in range(2) for done in range(1, sizes + 1)]
-    assert "graphs" in engine.info.load_seconds and engine.info.num_cuda_graphs == 0, "a CPU has none"
+    assert "graphs" in engine.info.load_seconds and engine.info.num_cuda_graphs == 0, "a CPU has no graphs"
     assert "graphs" not in load(options(path, enforce_eager=True, **more), ()).info.load_seconds
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
-def test_all_of_it_on_the_kernels_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted: from random weights over the largest steps to the first token."""
+def test_profile_runs_on_triton_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, with random weights."""
     backend = pytest.importorskip("foreword.kernels.triton.backend")
     path = write_checkpoint(tmp_path / "model", "llama", seed=1, num_hidden_layers=1)
     (path / "model.safetensors").unlink()
     monkeypatch.setattr(module, "select_backend", lambda *options: backend.TritonOps(eager=options[-1]))
     meter = ScriptedMeter(600 * MIB, 300 * MIB, MIB)
-    pretend(monkeypatch, meter)
+    fake_gpu(monkeypatch, meter)
     shape = {"max_num_seqs": 2, "max_num_batched_tokens": 4, "max_model_len": 32, "load_format": "dummy"}
     engine = load(options(path, speculate="off", **shape), ())
     resolved = engine.info.resolved
@@ -302,7 +293,7 @@ def test_all_of_it_on_the_kernels_of_gpus(tmp_path: Path, monkeypatch: pytest.Mo
     assert engine.info.backend == "triton" and "graphs" in engine.info.load_seconds
 
 
-def test_graphs_that_take_more_than_was_set_aside_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_graphs_over_their_allowance_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "foreword"):
         log_memory(ESTIMATE, ESTIMATE.cuda_graphs)
         assert (
@@ -311,27 +302,27 @@ def test_graphs_that_take_more_than_was_set_aside_are_told(caplog: pytest.LogCap
         )
         assert not [record for record in caplog.records if record.levelno > logging.INFO]
         log_memory(ESTIMATE, 3 * GIB)
-        assert (
-            "CUDA graphs took 3.00 GiB, 1.00 were set aside: a lower --gpu-memory-utilization" in caplog.text
-        )
+        assert "CUDA graphs took 3.00 GiB, 1.00 were set aside: lower --gpu-memory-utilization" in caplog.text
 
 
-def test_memory_that_runs_out_is_told_with_the_figures(tmp_path: Path) -> None:
+def test_oom_message_names_the_figures(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama")
-    chosen = resolve(Config(model=str(path)), hardware_info(probe_hardware("cpu")), read_model_info(path))
+    resolved = resolve(Config(model=str(path)), hardware_info(probe_hardware("cpu")), read_model_info(path))
     error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1.00 GiB free."
     )
-    on_gpu = oom_message(replace(chosen, device="cuda", memory=ESTIMATE), error)
+    on_gpu = oom_message(replace(resolved, device="cuda", memory=ESTIMATE), error)
     assert "72.00 of 80.00 GiB may be used; estimated: weights 15.00" in on_gpu
     assert on_gpu.endswith(
         "would need less (CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.)"
     )
-    assert oom_message(chosen, MemoryError()).endswith("--quantization or --kv-cache-memory would need less")
+    assert oom_message(resolved, MemoryError()).endswith(
+        "--quantization or --kv-cache-memory would need less"
+    )
 
 
-def test_the_meter_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In use by anybody, held by this process, and at most since the last look are three figures of torch."""
+def test_cuda_memory_meter_reads_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Total, free, reserved and peak are read from torch."""
     figures = {"mem_get_info": (30, 80), "memory_reserved": 20, "max_memory_reserved": 25}
     done: list[str] = []
     for name, figure in figures.items():
@@ -342,9 +333,11 @@ def test_the_meter_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (meter.total(), meter.free(), meter.reserved(), meter.peak()) == (80, 30, 20, 25)
     done.clear()
     meter.reset()
-    assert done == ["synchronize", "empty_cache", "reset_peak_memory_stats"], "what runs may still allocate"
+    assert done == ["synchronize", "empty_cache", "reset_peak_memory_stats"], (
+        "running kernels may still allocate"
+    )
 
 
-def test_parts_add_up() -> None:
+def test_kv_cache_is_the_rest_of_the_budget() -> None:
     memory = DeviceMemory(24 * GIB, 0.5, GIB, 2 * GIB, 3 * GIB, 0, GIB)
     assert memory.kv_cache == 12 * GIB - 7 * GIB - 384 * MIB

@@ -1,4 +1,4 @@
-"""Prompts that become vectors: their bits depend on nothing but themselves, and nobody notices them."""
+"""Embeddings: exact in any batch, and without effect on generation."""
 
 from __future__ import annotations
 
@@ -73,28 +73,30 @@ def alone(checkpoint: Path, prompt: Sequence[int], pooling: str) -> bytes:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_vectors_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    """In chunks and whole, for each pooling."""
+def test_vectors_match_transformers(family: str, tmp_path: Path) -> None:
+    """Chunked, for each pooling type."""
     path = write_checkpoint(tmp_path / "model", family, seed=3)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.inference_mode():
-        hidden = theirs.base_model(torch.tensor([LONG])).last_hidden_state[0]
+        hidden = reference.base_model(torch.tensor([LONG])).last_hidden_state[0]
     expected = {"last": hidden[-1], "mean": hidden.mean(0), "cls": hidden[0]}
     engine = engine_of(path, max_num_batched_tokens=40, max_num_seqs=8)
     for pooling in POOLING_TYPES:
         engine.submit(embedding(pooling, LONG, pooling))
     events = run(engine)
     for pooling, vector in expected.items():
-        found = torch.frombuffer(bytearray(vector_of(events[pooling])), dtype=torch.float32)
-        torch.testing.assert_close(found, vector, rtol=1e-4, atol=1e-4)
+        actual = torch.frombuffer(bytearray(vector_of(events[pooling])), dtype=torch.float32)
+        torch.testing.assert_close(actual, vector, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("pooling", POOLING_TYPES)
 @pytest.mark.parametrize("isa", ["auto", "reference"])
 @pytest.mark.parametrize("budget", [8, 13, 64])
-def test_chunks_and_neighbours_change_no_bit(checkpoint: Path, pooling: str, isa: str, budget: int) -> None:
+def test_vectors_do_not_depend_on_chunks_or_batch(
+    checkpoint: Path, pooling: str, isa: str, budget: int
+) -> None:
     expected = engine_of(checkpoint, cpu_isa=isa)
     expected.submit(embedding("a", LONG, pooling))
     vector = vector_of(run(expected)["a"])
@@ -109,7 +111,7 @@ def test_chunks_and_neighbours_change_no_bit(checkpoint: Path, pooling: str, isa
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_a_preemption_changes_no_bit(checkpoint: Path, pooling: str) -> None:
+def test_vector_is_exact_after_preemption(checkpoint: Path, pooling: str) -> None:
     engine = engine_of(checkpoint, kv_cache_memory="128tokens", max_num_batched_tokens=24, max_num_seqs=4)
     engine.submit(embedding("a", LONG, pooling))
     engine.step()
@@ -119,11 +121,11 @@ def test_a_preemption_changes_no_bit(checkpoint: Path, pooling: str) -> None:
     )
     vector = vector_of(run(engine)["a"])
     assert vector == alone(checkpoint, LONG, pooling)
-    assert engine.scheduler.num_preemptions, "it should have been in the way"
+    assert engine.scheduler.num_preemptions, "the embedding should be preempted"
 
 
-def test_the_prefix_cache_changes_no_bit(checkpoint: Path) -> None:
-    """A mean needs every row; the others find the beginning of the prompt."""
+def test_vector_is_exact_with_prefix_cache(checkpoint: Path) -> None:
+    """A mean needs every row; the others use the cached prefix."""
     engine = engine_of(checkpoint)
     engine.submit(generation("warm", LONG[:90]))
     run(engine)
@@ -136,19 +138,17 @@ def test_the_prefix_cache_changes_no_bit(checkpoint: Path) -> None:
     other = engine_of(checkpoint, prefix_caching=False)
     other.submit(generation("after", LONG))
     events = run(engine)["after"]
-    assert isinstance(events[0], TokenEvent) and events[0].num_cached == 96, (
-        "what they computed is shared with others"
-    )
+    assert isinstance(events[0], TokenEvent) and events[0].num_cached == 96, "blocks of embeddings are shared"
     assert tokens_of(events) == tokens_of(run(other)["after"])
 
 
 @pytest.mark.parametrize("draft_length", ["adaptive", "fixed"])
-def test_drafters_never_hear_of_them(checkpoint: Path, draft_length: str) -> None:
-    """A generating request is drafted for all the while, and gets the tokens it gets alone."""
+def test_drafters_skip_pooling_requests(checkpoint: Path, draft_length: str) -> None:
+    """A generation has drafts meanwhile, and the same tokens as alone."""
     options = {"speculate": "suffix,draft", "draft_model": str(checkpoint), "draft_length": draft_length}
-    quiet = engine_of(checkpoint, **options)
-    quiet.submit(generation("g", max_tokens=100))
-    expected = tokens_of(run(quiet)["g"])
+    reference_engine = engine_of(checkpoint, **options)
+    reference_engine.submit(generation("g", max_tokens=100))
+    expected = tokens_of(run(reference_engine)["g"])
     engine = engine_of(checkpoint, **options, max_num_batched_tokens=32, max_num_seqs=8)
     engine.submit(generation("g", max_tokens=100))
     events: dict[str, list[Event]] = {"g": []}
@@ -171,36 +171,39 @@ def test_drafters_never_hear_of_them(checkpoint: Path, draft_length: str) -> Non
         )
 
 
-def test_embeddings_take_few_rows_where_others_want_tokens(
+def test_embeddings_take_few_rows_during_generation(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many wait: drafts are verified in full, who comes later starts at once, and alone they have all rows."""
+    """Drafts are verified in full and a later generation starts at once; alone, embeddings get all rows."""
     engine = engine_of(
-        checkpoint, speculate="draft", draft_model=str(checkpoint), draft_length="fixed", num_speculative_tokens=4,
+        checkpoint, speculate="draft", draft_model=str(checkpoint), draft_length="fixed",
+        num_speculative_tokens=4,
         max_num_batched_tokens=64, max_num_seqs=16,
     )  # fmt: skip
-    plans: list[ScheduleOutput] = []
-    plan = engine.scheduler.schedule
-    monkeypatch.setattr(engine.scheduler, "plan", lambda taken: plans.append(plan(taken)) or plans[-1])
+    schedules: list[ScheduleOutput] = []
+    schedule = engine.scheduler.schedule
+    monkeypatch.setattr(
+        engine.scheduler, "schedule", lambda used_rows: schedules.append(schedule(used_rows)) or schedules[-1]
+    )
     engine.submit(generation("g", temperature=0))
     for number in range(40):
         engine.submit(embedding(f"e{number}", [number, *LONG]))
     engine.submit(generation("h", LONG[:60], temperature=0))
     events = run(engine)
-    assert [len(one.requests) for one in plans[:3]] == [1, 2, 2], "who comes behind them starts at once"
+    assert [len(one.requests) for one in schedules[:3]] == [1, 2, 2], "a later generation starts at once"
     drafted = [
         event.draft.num_drafted for event in events["g"] if isinstance(event, TokenEvent) and event.draft
     ]
     assert drafted[:4] == [4] * 4
-    rows = [(bool(one.requests), sum(work.num_tokens for work in one.pooling_requests)) for one in plans]
-    beside = [count for busy, count in rows if busy]
-    assert max(count for busy, count in rows if not busy) == 64
-    assert set(beside[1:]) == {MIN_POOLING_ROWS}, "each step has some for them"
+    rows = [(bool(one.requests), sum(work.num_tokens for work in one.pooling_requests)) for one in schedules]
+    during_generation = [count for is_generating, count in rows if is_generating]
+    assert max(count for is_generating, count in rows if not is_generating) == 64
+    assert set(during_generation[1:]) == {MIN_POOLING_ROWS}, "each step has rows for embeddings"
     assert all(vector_of(events[f"e{number}"]) for number in range(40))
 
 
-def test_who_wants_tokens_does_not_wait_for_a_vector(checkpoint: Path) -> None:
-    """Of the same text: it would come piece by piece."""
+def test_generation_does_not_wait_for_a_shared_embedding_prefix(checkpoint: Path) -> None:
+    """The embedding of the same prompt is computed in small chunks."""
     engine = engine_of(checkpoint, max_num_batched_tokens=64, max_num_seqs=8)
     engine.submit(generation("busy", max_tokens=60))
     engine.step()
@@ -216,7 +219,7 @@ def test_who_wants_tokens_does_not_wait_for_a_vector(checkpoint: Path) -> None:
     assert vector_of(run(engine)["slow"]) == alone(checkpoint, LONG, "last")
 
 
-def test_they_are_no_load_that_drafts_are_weighed_against(checkpoint: Path) -> None:
+def test_prefill_load_excludes_pooling_requests(checkpoint: Path) -> None:
     engine = engine_of(checkpoint, max_num_batched_tokens=16, max_num_seqs=4)
     engine.submit(embedding("a", LONG))
     engine.step()
@@ -226,7 +229,7 @@ def test_they_are_no_load_that_drafts_are_weighed_against(checkpoint: Path) -> N
     assert _prefill_load(engine.scheduler).num_rows > 0
 
 
-def test_the_whole_context_may_be_a_prompt(checkpoint: Path) -> None:
+def test_embedding_may_fill_the_context(checkpoint: Path) -> None:
     engine = engine_of(checkpoint, max_model_len=97, kv_cache_memory="112tokens")
     engine.submit(embedding("fits", LONG))
     engine.submit(embedding("beyond", (*LONG, 1)))
@@ -240,7 +243,7 @@ def test_the_whole_context_may_be_a_prompt(checkpoint: Path) -> None:
         assert isinstance(event, ErrorEvent) and type(event.error) is error
 
 
-def test_leaving_early_frees_everything(checkpoint: Path) -> None:
+def test_removed_embeddings_free_all_blocks(checkpoint: Path) -> None:
     engine = engine_of(checkpoint, max_num_batched_tokens=16, max_num_seqs=2)
     for number, pooling in enumerate(POOLING_TYPES):
         engine.submit(embedding(str(number), LONG, pooling))
@@ -251,19 +254,19 @@ def test_leaving_early_frees_everything(checkpoint: Path) -> None:
     assert engine.idle and engine.scheduler.pool.num_used == 0
 
 
-def test_a_hidden_state_that_is_not_finite_fails_alone(
+def test_nonfinite_hidden_state_fails_its_request_only(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(checkpoint)
     pooler = engine.model_runner.pooler
     hidden = pooler._forward
 
-    def poisoned(batch):  # type: ignore[no-untyped-def]
+    def with_nan(batch):  # type: ignore[no-untyped-def]
         rows = hidden(batch)
         rows[0, 3] = torch.nan
         return rows
 
-    monkeypatch.setitem(pooler.__dict__, "_hidden", poisoned)
+    monkeypatch.setitem(pooler.__dict__, "_forward", with_nan)
     engine.submit(embedding("bad", LONG))
     engine.submit(embedding("good", LONG[1:]))
     events = run(engine)
@@ -272,34 +275,32 @@ def test_a_hidden_state_that_is_not_finite_fails_alone(
     assert vector_of(events["good"]) == alone(checkpoint, LONG[1:], "last")
 
 
-def test_a_trace_holds_them(checkpoint: Path, tmp_path: Path) -> None:
+def test_trace_with_embeddings_is_replayed(checkpoint: Path, tmp_path: Path) -> None:
     engine = engine_of(checkpoint, trace=str(tmp_path / "trace"), max_num_batched_tokens=16, max_num_seqs=4)
     for pooling in POOLING_TYPES:
         engine.submit(embedding(pooling, LONG, pooling))
     engine.submit(generation("g"))
     run(engine)
-    plans = list(replay((tmp_path / "trace").read_text().splitlines()))
-    assert any(plan.pooling_requests and plan.requests for plan in plans)
+    schedules = list(replay((tmp_path / "trace").read_text().splitlines()))
+    assert any(schedule.pooling_requests and schedule.requests for schedule in schedules)
 
 
-def test_sums_do_not_depend_on_cuts() -> None:
+def test_partial_sums_do_not_depend_on_chunks() -> None:
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(5 * PARTIAL_SUMS + 3, 48, generator=generator) * torch.logspace(-6, 6, 48)
     expected = _sum(rows, [len(rows)])
     torch.testing.assert_close(expected, rows.double().mean(0).float())
     chooser = random.Random(1)
     for _ in range(20):
-        cuts = sorted(chooser.sample(range(1, len(rows)), 6))
-        assert torch.equal(_sum(rows, [*cuts, len(rows)]), expected)
-    assert not torch.equal(rows.mean(0), expected), (
-        "torch's own mean has another order: the test would notice"
-    )
+        ends = sorted(chooser.sample(range(1, len(rows)), 6))
+        assert torch.equal(_sum(rows, [*ends, len(rows)]), expected)
+    assert not torch.equal(rows.mean(0), expected), "torch's mean has another order: the test can fail"
 
 
 def _sum(rows: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
-    lanes = torch.zeros(PARTIAL_SUMS, rows.shape[1])
+    partials = torch.zeros(PARTIAL_SUMS, rows.shape[1])
     start = 0
     for end in ends:
-        accumulate(lanes, start, rows[start:end])
+        accumulate(partials, start, rows[start:end])
         start = end
-    return reduce_mean(lanes, len(rows))
+    return reduce_mean(partials, len(rows))

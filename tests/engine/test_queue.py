@@ -1,6 +1,7 @@
-"""Who waits for pictures keeps nobody else waiting, and is not forgotten."""
+"""Queues of waiting requests: images, and grammars."""
 
 from collections.abc import Generator
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.core.images import PromptImage
+from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.engine.queue import PendingImages, WaitingQueue
+from foreword.core.structured import RequestGrammar
+from foreword.engine.queue import PendingGrammar, PendingGrammars, UnencodedImages, WaitingQueue
 from tests.support.scheduler_simulation import (
     VOCAB,
-    FakeVisionTower,
+    FakeVisionEncoder,
     SchedulerSimulation,
     expected_output,
     make_image,
@@ -23,8 +26,8 @@ from tests.support.scheduler_simulation import (
 LENGTH = 24
 
 
-class Patient(FakeVisionTower):
-    """So slow that no picture of a test is seen while others are served."""
+class StuckEncoder(FakeVisionEncoder):
+    """A vision encoder too slow to finish during a test."""
 
     def encode(self, image: PromptImage) -> Generator[int, None, torch.Tensor]:
         for _ in range(10_000):
@@ -32,31 +35,31 @@ class Patient(FakeVisionTower):
         return (yield from super().encode(image))
 
 
-def seeing(name: str, which: int, num_tokens: int, seed: int = 0, **changes: object) -> Request:
+def image_request(name: str, which: int, num_tokens: int, seed: int = 0, **changes: object) -> Request:
     prompt = [5, *[VOCAB] * num_tokens, 6]
     request = make_request(name, prompt, seed, max_tokens=2, ignore_eos=True)
-    return replace(request, pictures=(make_image(which, 1, num_tokens),), **changes)  # type: ignore[arg-type]
+    return replace(request, images=(make_image(which, 1, num_tokens),), **changes)  # type: ignore[arg-type]
 
 
 def waiting_state(name: str, arrival: int, **changes: object) -> RequestState:
-    return RequestState(seeing(name, arrival, 3, **changes), arrival, LENGTH)
+    return RequestState(image_request(name, arrival, 3, **changes), arrival, LENGTH)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    pictures=st.lists(
+    images=st.lists(
         st.tuples(st.integers(0, 9), st.integers(1, 10), st.integers(1, 3)), max_size=12
-    ),  # which, tokens, choices
-    before=st.integers(0, 3),  # steps before the text comes
-    accounts=st.booleans(),
+    ),  # image, tokens, choices
+    before=st.integers(0, 3),  # steps before the text request
+    two_flows=st.booleans(),
     max_num_seqs=st.integers(2, 6),
     budget=st.integers(6, 24),
     prefix_caching=st.booleans(),
 )
-def test_text_is_not_kept_out_by_any_number_of_pictures(
-    pictures, before, accounts, max_num_seqs, budget, prefix_caching
+def test_text_starts_despite_waiting_image_requests(
+    images, before, two_flows, max_num_seqs, budget, prefix_caching
 ) -> None:
-    """Nor by how many of them wait: it has its first token in a few steps, though no picture is ever seen meanwhile."""
+    """It has its first token in a few steps, though no image is encoded meanwhile."""
     simulation = SchedulerSimulation(
         200,
         4,
@@ -66,10 +69,16 @@ def test_text_is_not_kept_out_by_any_number_of_pictures(
         max_num_batched_tokens=budget,
         prefix_caching=prefix_caching,
     )
-    simulation.encoder._tower = Patient()
+    simulation.encoder._encoder = StuckEncoder()
     requests = [
-        seeing(f"{number}-{choice}", which, num_tokens, choice, account="ab"[number % 2] if accounts else "")
-        for number, (which, num_tokens, choices) in enumerate(pictures)
+        image_request(
+            f"{number}-{choice}",
+            which,
+            num_tokens,
+            choice,
+            fairness_key="ab"[number % 2] if two_flows else "",
+        )
+        for number, (which, num_tokens, choices) in enumerate(images)
         for choice in range(choices)
     ]
     for request in requests:
@@ -80,17 +89,17 @@ def test_text_is_not_kept_out_by_any_number_of_pictures(
     for _ in range(6):
         simulation.step()
     assert simulation.outputs["text"]
-    simulation.encoder._tower, simulation.encoder._job = FakeVisionTower(), None
+    simulation.encoder._encoder, simulation.encoder._job = FakeVisionEncoder(), None
     simulation.run()
     for request in requests:
         assert simulation.outputs[request.id] == expected_output(request, LENGTH)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 4])
-def test_pictures_are_not_kept_out_by_any_amount_of_text(max_num_seqs: int) -> None:
+def test_image_requests_finish_despite_steady_text(max_num_seqs: int) -> None:
     simulation = SchedulerSimulation(200, 4, LENGTH, cache_features=100, max_num_seqs=max_num_seqs)
     for number in range(8):
-        simulation.add(seeing(f"{number}", number, 10))
+        simulation.add(image_request(f"{number}", number, 10))
     for step in range(200):
         simulation.add(
             make_request(f"text {step}", [1, 2, step % VOCAB], step, max_tokens=2, ignore_eos=True)
@@ -100,40 +109,34 @@ def test_pictures_are_not_kept_out_by_any_amount_of_text(max_num_seqs: int) -> N
     simulation.run()
 
 
-def test_pictures_of_a_better_priority_need_not_wait_for_a_worse_one() -> None:
+def test_image_request_of_better_priority_starts_first() -> None:
     simulation = SchedulerSimulation(200, 4, LENGTH, cache_features=100, max_num_seqs=4)
-    simulation.encoder._tower = Patient()
+    simulation.encoder._encoder = StuckEncoder()
     for number in range(4):
-        simulation.add(seeing(f"{number}", number, 4, priority=1))
+        simulation.add(image_request(f"{number}", number, 4, priority=1))
     simulation.step()
-    simulation.add(seeing("urgent", 5, 4))
+    simulation.add(image_request("urgent", 5, 4))
     simulation.step()
     assert [state.id for state in simulation.scheduler.running] == ["urgent", "0", "1"]
 
 
-def test_nobody_looks_in_vain_at_those_that_wait_for_pictures() -> None:
-    """What a plan asks does not grow with their number, until a picture is seen."""
-    asked = []
+def test_blocked_image_requests_are_not_rescanned() -> None:
+    """The lookups of a step do not grow with the number of blocked requests."""
+    lookups = []
     for num in (5, 50):
         simulation = SchedulerSimulation(200, 4, LENGTH, cache_features=100)
-        simulation.encoder._tower = Patient()
+        simulation.encoder._encoder = StuckEncoder()
         for number in range(num):
-            simulation.add(seeing(f"{number}", number % 10, 10, seed=number))
+            simulation.add(image_request(f"{number}", number % 10, 10, seed=number))
         for _ in range(3):
             simulation.step()
-        reach, calls = simulation.scheduler.computable_until, []
-
-        def counted(state: RequestState, start: int, reach=reach, calls=calls) -> int:
-            calls.append(state.id)
-            return reach(state, start)
-
-        simulation.scheduler.computable_until = counted
+        before = simulation.num_image_lookups
         simulation.step()
-        asked.append(len(calls))
-    assert asked[0] == asked[1]
+        lookups.append(simulation.num_image_lookups - before)
+    assert lookups[0] == lookups[1]
 
 
-def test_who_is_apart_is_still_there_by_rank() -> None:
+def test_blocked_requests_stay_in_the_queue_by_rank() -> None:
     waiting = WaitingQueue()
     states = [waiting_state(f"{number}", number) for number in range(5)]
     for state in reversed(states):
@@ -154,22 +157,34 @@ def test_who_is_apart_is_still_there_by_rank() -> None:
     assert waiting.ready == [states[1], states[2], states[4], states[0]] and not waiting.blocked_on_images
 
 
-def test_a_crowd_is_those_with_something_to_see() -> None:
+def test_unencoded_images_block_later_requests() -> None:
     first, second, third = (waiting_state(f"{number}", number) for number in range(3))
     urgent = waiting_state("urgent", 9, priority=-1)
-    reach = {"0": 1, "1": 5, "2": 1}  # of five tokens: the second has seen all
-    crowd = PendingImages([first, second, third], lambda state, start: reach[state.id])
+    computable = {"0": 1, "1": 5, "2": 1}  # of five tokens: the second request has all its images
+    unencoded = UnencodedImages([first, second, third], lambda state, start: computable[state.id])
     last = waiting_state("last", 7)
-    assert crowd.blocks(last, max_tokens=8, max_slots=9) and not crowd.blocks(last, max_tokens=9, max_slots=9)
-    assert crowd.blocks(last, max_tokens=99, max_slots=2) and not crowd.blocks(
-        last, max_tokens=99, max_slots=3
-    )
-    assert not crowd.blocks(second, max_tokens=5, max_slots=9) and crowd.blocks(
-        second, max_tokens=4, max_slots=9
-    )
-    assert not crowd.blocks(urgent, max_tokens=1, max_slots=1)
-    assert (
-        crowd
-        == PendingImages([first, third], lambda state, start: 1)
-        != PendingImages([first], lambda state, start: 1)
-    )
+    assert unencoded.blocks(last, max_tokens=8, max_slots=9)
+    assert not unencoded.blocks(last, max_tokens=9, max_slots=9)
+    assert unencoded.blocks(last, max_tokens=99, max_slots=2)
+    assert not unencoded.blocks(last, max_tokens=99, max_slots=3)
+    assert not unencoded.blocks(second, max_tokens=5, max_slots=9)
+    assert unencoded.blocks(second, max_tokens=4, max_slots=9)
+    assert not unencoded.blocks(urgent, max_tokens=1, max_slots=1)
+    same = UnencodedImages([first, third], lambda state, start: 1)
+    fewer = UnencodedImages([first], lambda state, start: 1)
+    assert unencoded.entries == same.entries != fewer.entries
+
+
+def test_pending_grammars_are_popped_once() -> None:
+    def make_pending(name: str, arrival: int) -> PendingGrammar:
+        grammar: Future[RequestGrammar] = Future()
+        return PendingGrammar(Request(name, (1,), SamplingParams(), 0), arrival, grammar)
+
+    a, b, c = make_pending("a", 0), make_pending("b", 1), make_pending("c", 2)
+    grammars = PendingGrammars({pending.request.id: pending for pending in (a, b, c)})
+    assert grammars.pop_ready(block=True) == [] and len(grammars) == 3
+    assert a.grammar.set_running_or_notify_cancel() and grammars.running_arrivals() == [0]
+    a.grammar.set_exception(ValueError())
+    assert grammars.cancel("b") and b.grammar.cancelled() and not grammars.cancel("b")
+    assert grammars.pop_ready(block=False) == [a]
+    assert list(grammars) == ["c"]

@@ -1,4 +1,4 @@
-"""The scheduler without a model: every request ends with its own tokens, whatever it shares, loses or drafts."""
+"""The scheduler without a model: every request gets its own tokens, with sharing, preemption and drafts."""
 
 import random
 from dataclasses import replace
@@ -15,36 +15,20 @@ from tests.support.scheduler_simulation import (
     make_image,
     make_request,
     next_token,
-    readable_ids,
+    noisy_drafter,
 )
-
-
-def noisy_guess(seed: int, max_tokens: int, error_rate: float):
-    """A drafter that is right, except now and then; sometimes it says nothing."""
-    chance = random.Random(seed)
-
-    def guess(state: RequestState) -> list[int]:
-        history = readable_ids(state.request, state.tokens)
-        draft: list[int] = []
-        for _ in range(chance.randint(0, max_tokens)):
-            token_id = next_token([*history, *draft], state.request.seed)
-            draft.append((token_id + 1) % VOCAB if chance.random() < error_rate else token_id)
-        return draft
-
-    return guess
-
 
 arrivals = st.lists(
     st.tuples(
         st.integers(1, 14),  # length of the prompt
-        st.integers(0, 2),  # which of few prompts: beginnings are shared
+        st.integers(0, 2),  # which prompt: prefixes are shared
         st.integers(0, 3),  # seed
         st.integers(0, 2),  # priority
         st.one_of(st.none(), st.integers(1, 12)),  # max_tokens
         st.booleans(),  # ignore_eos
         st.integers(0, 3),  # steps before the next arrival
         st.integers(0, 9),  # 0: aborted after some steps
-        st.sampled_from([None, None, None, "last", "mean", "cls"]),  # the prompt becomes a vector
+        st.sampled_from([None, None, None, "last", "mean", "cls"]),  # pooling
     ),
     min_size=1,
     max_size=12,
@@ -69,12 +53,12 @@ def test_every_request_gets_its_own_tokens(
         num_blocks,
         block_size,
         max_model_len,
-        noisy_guess(len(arrivals), draft_tokens, error_rate),
+        noisy_drafter(len(arrivals), draft_tokens, error_rate),
         max_num_batched_tokens=budget,
         prefix_caching=prefix_caching,
     )
     requests, aborted = [], set()
-    for number, (length, which, seed, priority, max_tokens, ignore_eos, pause, fate, pooling) in enumerate(
+    for number, (length, which, seed, priority, max_tokens, ignore_eos, pause, fault, pooling) in enumerate(
         arrivals
     ):
         prompt = [(which * 5 + i) % VOCAB for i in range(min(length, max_model_len - (pooling is None)))]
@@ -85,7 +69,7 @@ def test_every_request_gets_its_own_tokens(
         simulation.add(request)
         for _ in range(pause):
             simulation.step()
-        if fate == 0 and simulation.remove(request.id):
+        if fault == 0 and simulation.remove(request.id):
             aborted.add(request.id)
     simulation.run()
     for request in requests:
@@ -110,17 +94,17 @@ def test_every_request_gets_its_own_tokens(
     seed=st.integers(0, 99),
     fault_rate=st.sampled_from([0.02, 0.2]),
 )
-def test_faults_cost_nobody_else_anything(arrivals, num_blocks, block_size, budget, seed, fault_rate) -> None:
-    """Whatever fails in a pass or when it is committed; a block that was not computed is not found by others."""
+def test_faults_change_no_other_request(arrivals, num_blocks, block_size, budget, seed, fault_rate) -> None:
+    """Faults in a pass or in its update; a block that was not computed is never shared."""
     chance = random.Random(seed)
 
-    def fate() -> str | None:
+    def fault() -> str | None:
         return chance.choice(["pass", "commit"]) if chance.random() < fault_rate else None
 
     max_model_len = min(num_blocks * block_size, 20)
-    guess = noisy_guess(seed, 4, 0.3)
+    propose = noisy_drafter(seed, 4, 0.3)
     simulation = SchedulerSimulation(
-        num_blocks, block_size, max_model_len, guess, fate, max_num_batched_tokens=budget
+        num_blocks, block_size, max_model_len, propose, fault, max_num_batched_tokens=budget
     )
     requests = []
     for number, (length, which, own, priority, max_tokens, ignore_eos, pause, _, pooling) in enumerate(
@@ -130,7 +114,7 @@ def test_faults_cost_nobody_else_anything(arrivals, num_blocks, block_size, budg
         request = make_request(
             str(number), prompt, own, priority, pooling, max_tokens=max_tokens, ignore_eos=ignore_eos
         )
-        requests.append(replace(request, account="abc"[which]))
+        requests.append(replace(request, fairness_key="abc"[which]))
         simulation.add(requests[-1])
         for _ in range(pause):
             simulation.step()
@@ -145,17 +129,17 @@ def test_faults_cost_nobody_else_anything(arrivals, num_blocks, block_size, budg
             assert request.id in simulation.vectors
 
 
-shown = st.lists(
+image_arrivals = st.lists(
     st.tuples(
         st.lists(
             st.tuples(st.integers(0, 2), st.integers(1, 2), st.integers(1, 7)), min_size=1, max_size=3
-        ),  # text, which, tokens
-        st.integers(0, 2),  # text behind the last
+        ),  # text, image, tokens
+        st.integers(0, 2),  # text after the last image
         st.integers(0, 2),  # seed
         st.integers(0, 1),  # priority
         st.integers(0, 3),  # steps before the next arrival
         st.integers(0, 9),  # 0: aborted after some steps
-        st.booleans(),  # shows nothing: the same ids, as text
+        st.booleans(),  # the same ids without images
     ),
     min_size=1,
     max_size=8,
@@ -164,7 +148,7 @@ shown = st.lists(
 
 @settings(max_examples=250, deadline=None)
 @given(
-    arrivals=shown,
+    arrivals=image_arrivals,
     num_blocks=st.integers(8, 20),
     block_size=st.sampled_from([1, 2, 4]),
     budget=st.integers(4, 24),
@@ -172,7 +156,7 @@ shown = st.lists(
     memory=st.sampled_from([0, 3, 100]),
     prefix_caching=st.booleans(),
 )
-def test_pictures_are_seen_where_they_stand(
+def test_image_requests_get_their_own_tokens(
     arrivals, num_blocks, block_size, budget, max_num_seqs, memory, prefix_caching
 ) -> None:
     max_model_len = min(num_blocks * block_size, 40)
@@ -180,28 +164,32 @@ def test_pictures_are_seen_where_they_stand(
         num_blocks,
         block_size,
         max_model_len,
-        noisy_guess(len(arrivals), 3, 0.3),
+        noisy_drafter(len(arrivals), 3, 0.3),
         cache_features=memory,
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
         prefix_caching=prefix_caching,
     )
     requests, aborted = [], set()
-    for number, (parts, behind, seed, priority, pause, fate, blind) in enumerate(arrivals):
-        prompt, pictures = [], []
+    for number, (parts, text_after, seed, priority, pause, fault, is_text) in enumerate(arrivals):
+        prompt, images = [], []
         for text, which, num_tokens in parts:
             prompt += [5] * text
             if len(prompt) + num_tokens < max_model_len:
-                pictures.append(make_image(which, len(prompt), num_tokens))
+                images.append(make_image(which, len(prompt), num_tokens))
                 prompt += [VOCAB] * num_tokens
         request = make_request(
-            str(number), [*prompt, *[6] * behind][: max_model_len - 1] or [5], seed, priority, max_tokens=6
+            str(number),
+            [*prompt, *[6] * text_after][: max_model_len - 1] or [5],
+            seed,
+            priority,
+            max_tokens=6,
         )
-        requests.append(request if blind else replace(request, pictures=tuple(pictures)))
+        requests.append(request if is_text else replace(request, images=tuple(images)))
         simulation.add(requests[-1])
         for _ in range(pause):
             simulation.step()
-        if fate == 0 and simulation.remove(request.id):
+        if fault == 0 and simulation.remove(request.id):
             aborted.add(request.id)
     simulation.run()
     assert simulation.encoder.cache.num_bytes <= 4 * memory
@@ -211,7 +199,7 @@ def test_pictures_are_seen_where_they_stand(
         assert output == (expected[: len(output)] if request.id in aborted else expected)
 
 
-def test_preemption_takes_the_youngest_and_the_oldest_goes_on() -> None:
+def test_preemption_takes_the_worst_rank() -> None:
     simulation = SchedulerSimulation(num_blocks=4, block_size=2, max_model_len=8)
     for name in "abc":
         simulation.add(make_request(name, [1, 2], seed=ord(name), ignore_eos=True))
@@ -224,20 +212,20 @@ def test_preemption_takes_the_youngest_and_the_oldest_goes_on() -> None:
         assert len(simulation.outputs[name]) == 6
 
 
-def test_a_better_priority_displaces_a_worse_one() -> None:
+def test_better_priority_preempts() -> None:
     simulation = SchedulerSimulation(num_blocks=4, block_size=2, max_model_len=8, max_num_seqs=1)
     simulation.add(make_request("slow", [1, 2], priority=1, ignore_eos=True))
     simulation.step()
     simulation.add(make_request("urgent", [3, 4], priority=0, ignore_eos=True))
-    plan = simulation.step()
-    assert plan.preempted_ids == ("slow",)
-    assert [work.state.id for work in plan.requests] == ["urgent"]
+    scheduled = simulation.step()
+    assert scheduled.preempted_ids == ("slow",)
+    assert [request.state.id for request in scheduled.requests] == ["urgent"]
     simulation.run()
     assert len(simulation.outputs["slow"]) == len(simulation.outputs["urgent"]) == 6
 
 
-def test_right_drafts_save_steps() -> None:
-    """A drafter that is always right, four tokens at a time: five tokens a step, after the first."""
+def test_accepted_drafts_save_steps() -> None:
+    """Correct drafts of four tokens: five tokens per step after the first."""
 
     def right(state: RequestState) -> list[int]:
         history = list(state.tokens)
@@ -252,12 +240,12 @@ def test_right_drafts_save_steps() -> None:
 
 
 def test_drafts_never_preempt() -> None:
-    """All blocks are in use: drafts shrink to what their request already holds."""
+    """All blocks are in use: drafts shrink to the blocks of their request."""
     simulation = SchedulerSimulation(
         num_blocks=4,
         block_size=4,
         max_model_len=8,
-        draft_fn=noisy_guess(1, 8, 0.0),
+        draft_fn=noisy_drafter(1, 8, 0.0),
         max_num_batched_tokens=64,
     )
     for name in "ab":
@@ -276,12 +264,14 @@ def test_equal_prompts_are_computed_once() -> None:
         simulation.add(make_request(f"x-{seed}", prompt, seed=seed, max_tokens=3, ignore_eos=True))
     prompt_rows = 0
     while not simulation.scheduler.idle:
-        prompt_rows += sum(work.num_tokens for work in simulation.step().requests if work.start < len(prompt))
+        prompt_rows += sum(
+            request.num_tokens for request in simulation.step().requests if request.start < len(prompt)
+        )
     assert prompt_rows == 17 + 3 * 1
     assert simulation.scheduler.prefix_hits == 3 * 16
 
 
-def test_a_full_hit_recomputes_the_last_token() -> None:
+def test_full_prefix_hit_recomputes_the_last_token() -> None:
     simulation = SchedulerSimulation(num_blocks=16, block_size=4, max_model_len=32)
     for name in "ab":
         simulation.add(make_request(name, list(range(8)), max_tokens=2, ignore_eos=True))
@@ -290,7 +280,7 @@ def test_a_full_hit_recomputes_the_last_token() -> None:
     assert simulation.outputs["a"] == simulation.outputs["b"]
 
 
-def test_tenants_do_not_share() -> None:
+def test_cache_salts_do_not_share_blocks() -> None:
     simulation = SchedulerSimulation(num_blocks=16, block_size=4, max_model_len=32)
     simulation.add(make_request("a", list(range(9)), max_tokens=2))
     simulation.run()
@@ -305,11 +295,11 @@ def test_tenants_do_not_share() -> None:
 @pytest.mark.parametrize("off_by", [-1, 0, 1])
 @pytest.mark.parametrize("draft_tokens", [0, 1, 2, 5, 16])
 @pytest.mark.parametrize("together", [1, 16])
-def test_answers_end_exactly_at_the_context_limit(off_by: int, draft_tokens: int, together: int) -> None:
-    """The report this project began with, without a model: no max_tokens, ignore_eos, limits around a block boundary."""
+def test_output_ends_exactly_at_the_context_limit(off_by: int, draft_tokens: int, together: int) -> None:
+    """Without max_tokens and with ignore_eos, for limits around a block boundary."""
     limit = 16 + off_by
     simulation = SchedulerSimulation(
-        5, 4, limit, noisy_guess(3, draft_tokens, 0.2), max_num_seqs=16, max_num_batched_tokens=64
+        5, 4, limit, noisy_drafter(3, draft_tokens, 0.2), max_num_seqs=16, max_num_batched_tokens=64
     )
     for number in range(together):
         simulation.add(make_request(str(number), [1, 2, 3], seed=number, ignore_eos=True))
@@ -318,7 +308,7 @@ def test_answers_end_exactly_at_the_context_limit(off_by: int, draft_tokens: int
     assert set(simulation.reasons.values()) == {"length"}
 
 
-def test_long_prompts_leave_a_row_for_everybody() -> None:
+def test_long_prompt_leaves_a_row_for_every_request() -> None:
     simulation = SchedulerSimulation(
         num_blocks=64, block_size=4, max_model_len=100, max_num_batched_tokens=8, max_num_seqs=4
     )
@@ -331,7 +321,7 @@ def test_long_prompts_leave_a_row_for_everybody() -> None:
     simulation.run()
 
 
-def test_a_draft_is_cut_to_what_may_still_be_emitted() -> None:
+def test_draft_is_cut_to_the_remaining_output() -> None:
     state = RequestState(make_request("a", [1, 2], max_tokens=4, ignore_eos=True), 0, 100)
     state.set_draft([1] * 9, "fake")
     assert len(state.draft) == 3
@@ -340,8 +330,8 @@ def test_a_draft_is_cut_to_what_may_still_be_emitted() -> None:
     assert state.draft == [] and state.drafter == ""
 
 
-def test_choices_do_not_slow_their_prompt_down() -> None:
-    """Those that wait for the prompt's blocks leave it the whole step."""
+def test_choices_do_not_slow_prefill() -> None:
+    """Choices that wait for the prompt's blocks leave it the whole step."""
     steps = []
     for num in (1, 4):
         simulation = SchedulerSimulation(
@@ -359,7 +349,7 @@ def test_choices_do_not_slow_their_prompt_down() -> None:
     assert steps[0] == steps[1] == 8
 
 
-def test_nobody_gives_way_to_a_request_that_waits_for_a_prompt() -> None:
+def test_request_waiting_for_a_prefix_preempts_none() -> None:
     simulation = SchedulerSimulation(
         num_blocks=64, block_size=4, max_model_len=100, max_num_batched_tokens=8, max_num_seqs=2
     )
@@ -374,7 +364,7 @@ def test_nobody_gives_way_to_a_request_that_waits_for_a_prompt() -> None:
     assert simulation.scheduler.num_preemptions <= 1
 
 
-def test_what_is_found_again_after_a_preemption_was_not_cached() -> None:
+def test_prefix_hits_after_preemption_are_not_counted() -> None:
     simulation = SchedulerSimulation(num_blocks=8, block_size=2, max_model_len=16, max_num_seqs=4)
     for name in "abc":
         simulation.add(make_request(name, [1, 2, 3, 4, ord(name) % VOCAB], seed=ord(name), ignore_eos=True))
@@ -383,16 +373,16 @@ def test_what_is_found_again_after_a_preemption_was_not_cached() -> None:
     assert simulation.scheduler.prefix_queries == 3 * 5
 
 
-def test_what_goes_on_after_a_death_was_counted_before() -> None:
+def test_resumed_request_counts_no_prefix_queries() -> None:
     simulation = SchedulerSimulation(num_blocks=16, block_size=4, max_model_len=32)
     request = make_request("a", range(9), max_tokens=8, ignore_eos=True)
-    simulation.add(replace(request, resumed=True))  # what was delivered is all sampled again
+    simulation.add(replace(request, is_resumed=True))  # no output was delivered
     simulation.run()
     assert (simulation.scheduler.prefix_queries, simulation.scheduler.prefix_hits) == (0, 0)
 
 
-def test_a_block_is_found_only_when_its_last_token_is_computed() -> None:
-    """Seven prompt tokens and a sampled eighth: the second block is full, but the eighth token's KV is not there yet."""
+def test_block_is_indexed_once_its_last_token_is_computed() -> None:
+    """After 7 prompt tokens and a sampled one the second block is full, but lacks the KV of the last."""
     simulation = SchedulerSimulation(num_blocks=16, block_size=4, max_model_len=32)
     simulation.add(make_request("a", range(7), max_tokens=8, ignore_eos=True))
     simulation.step()
@@ -405,12 +395,12 @@ def test_a_block_is_found_only_when_its_last_token_is_computed() -> None:
     simulation.run()
 
 
-def test_a_draft_takes_no_new_block_while_somebody_waits() -> None:
-    """Two of four blocks are free: a draft may use them, unless a request waits."""
+def test_draft_takes_no_new_block_while_requests_wait() -> None:
+    """Two of four blocks are free: a draft may use them unless a request waits."""
 
-    def planned_draft(waiting: bool) -> int:
+    def num_drafted(waiting: bool) -> int:
         simulation = SchedulerSimulation(
-            4, 4, 16, noisy_guess(1, 6, 0.0), max_num_seqs=1, max_num_batched_tokens=64
+            4, 4, 16, noisy_drafter(1, 6, 0.0), max_num_seqs=1, max_num_batched_tokens=64
         )
         simulation.add(make_request("a", [1, 2, 3, 4, 5], ignore_eos=True))
         simulation.step()
@@ -418,15 +408,15 @@ def test_a_draft_takes_no_new_block_while_somebody_waits() -> None:
         state.set_draft([next_token(state.tokens, 0)] * 6, "fake")
         if waiting:
             simulation.add(make_request("b", [1], seed=7))
-        (work,) = simulation.scheduler.schedule().requests
-        return work.num_draft_tokens
+        (request,) = simulation.scheduler.schedule().requests
+        return request.num_draft_tokens
 
-    assert planned_draft(waiting=False) == 6
-    assert planned_draft(waiting=True) == 2
+    assert num_drafted(waiting=False) == 6
+    assert num_drafted(waiting=True) == 2
 
 
-def test_who_gave_way_waits_until_others_can_grow() -> None:
-    """Without room for the others to grow a preempted request would soon have to go again (9 times here)."""
+def test_preempted_request_waits_until_others_can_grow() -> None:
+    """Without spare blocks it would be preempted again and again (9 times here)."""
     simulation = SchedulerSimulation(num_blocks=12, block_size=2, max_model_len=20)
     for number in range(6):
         simulation.add(make_request(str(number), [number] * 3, seed=number, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""A trace reproduces every plan without the model."""
+"""Traces: replay reproduces every schedule without the model."""
 
 import json
 import random
@@ -12,28 +12,33 @@ from foreword.engine.trace import RecordingScheduler, replay
 from foreword.errors import Unsatisfiable
 from foreword.kv_cache.block_pool import BlockPool
 from foreword.speculation.control.trace import replay as replay_decisions
-from tests.engine.test_scheduler import noisy_guess
 from tests.support.checkpoints import write_checkpoint
-from tests.support.scheduler_simulation import FaultFunction, SchedulerSimulation, make_request, no_fault
+from tests.support.scheduler_simulation import (
+    FaultFunction,
+    SchedulerSimulation,
+    make_request,
+    no_fault,
+    noisy_drafter,
+)
 
 
-def _traced_run(path: Path, fate: FaultFunction = no_fault) -> tuple[list[str], int]:
-    simulation = SchedulerSimulation(8, 2, 14, noisy_guess(5, 4, 0.3), fate)
+def _traced_run(path: Path, fault_fn: FaultFunction = no_fault) -> tuple[list[str], int]:
+    simulation = SchedulerSimulation(8, 2, 14, noisy_drafter(5, 4, 0.3), fault_fn)
     simulation.scheduler = RecordingScheduler(path / "trace", BlockPool(8), 2, 4, 16, True)
     for number in range(6):
         pooling = "mean" if number == 4 else None
         request = make_request(str(number), [1, 2, 3], number % 2, number % 3, pooling, logit_bias={3: 1.5})
-        simulation.add(replace(request, account="ab"[number % 2]))
+        simulation.add(replace(request, fairness_key="ab"[number % 2]))
         simulation.step()
     simulation.scheduler.remove("5")
     simulation.run()
     return (path / "trace").read_text().splitlines(), simulation.num_steps
 
 
-def test_replay_yields_the_recorded_plans(tmp_path: Path) -> None:
+def test_replay_yields_the_recorded_schedules(tmp_path: Path) -> None:
     lines, num_steps = _traced_run(tmp_path)
     assert len(list(replay(lines))) == num_steps
-    assert any(json.loads(line).get("preempted") for line in lines), "the trace should hold a preemption"
+    assert any(json.loads(line).get("preempted") for line in lines), "the trace should contain a preemption"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -43,7 +48,7 @@ def test_faults_are_replayed(tmp_path: Path, seed: int) -> None:
     assert len(list(replay(lines))) == num_steps
 
 
-def test_a_changed_plan_is_noticed(tmp_path: Path) -> None:
+def test_replay_rejects_a_changed_schedule(tmp_path: Path) -> None:
     lines, _ = _traced_run(tmp_path)
     index = next(i for i, line in enumerate(lines) if '"plan"' in line)
     record = json.loads(lines[index])
@@ -53,8 +58,8 @@ def test_a_changed_plan_is_noticed(tmp_path: Path) -> None:
         list(replay(lines))
 
 
-def test_an_engine_writes_a_trace(tmp_path: Path) -> None:
-    """`--trace FILE`, from a real engine, replayed without its model."""
+def test_engine_trace_is_replayed(tmp_path: Path) -> None:
+    """`--trace FILE` of a real engine."""
     llm = LLM(
         str(write_checkpoint(tmp_path / "model", seed=5)),
         trace=str(tmp_path / "trace"),
@@ -68,12 +73,12 @@ def test_an_engine_writes_a_trace(tmp_path: Path) -> None:
     with pytest.raises(Unsatisfiable):
         stuck = SamplingParams(allowed_token_ids=(40,), stop_token_ids=(40,), min_tokens=2)
         llm.generate({"prompt_token_ids": [40, 41]}, stuck)
-    plans = list(replay((tmp_path / "trace").read_text().splitlines()))
-    assert len(plans) == llm.stats.step
-    assert any(work.num_draft_tokens for plan in plans for work in plan.requests)
+    schedules = list(replay((tmp_path / "trace").read_text().splitlines()))
+    assert len(schedules) == llm.stats.step
+    assert any(request.num_draft_tokens for plan in schedules for request in plan.requests)
 
 
-def test_decisions_on_drafts_are_traced_too(tmp_path: Path) -> None:
+def test_draft_decisions_are_traced(tmp_path: Path) -> None:
     llm = LLM(str(write_checkpoint(tmp_path / "model", seed=5)), trace=str(tmp_path / "trace"), threads=1)
     llm.generate(
         {"prompt_token_ids": [40, 41, 42, 40, 41]},

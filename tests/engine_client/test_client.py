@@ -1,4 +1,4 @@
-"""Engines that die and hang under open requests: real processes, really killed. Nobody gets other tokens for it."""
+"""Real engine processes crash and hang under open requests: all answers stay the same."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import errno
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from foreword.checkpoint import prepare_checkpoint
 from foreword.config.options import Config
-from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, StepStats, TokenEvent, TokenLogprob
+from foreword.core.outputs import ErrorEvent, StepStats, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.core.structured import StructuredOutput, Vocabulary
@@ -26,12 +26,12 @@ from foreword.engine_client.heartbeat import NO_HEARTBEAT_S, HeartbeatPage
 from foreword.engine_client.inflight import MAX_IDLE_CRASHES
 from foreword.errors import ConfigError, DeadlineExceeded, EngineDead, Overloaded, RequestFailed
 from tests.support.checkpoints import EOS, write_checkpoint
+from tests.support.client_answers import WAIT_S, Answer, Killer, collect_answers, last_event
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-MORTAL = "tests.support.crashing_engine"
+CRASHING_ENGINE = "tests.support.crashing_engine"
 LENGTH = 40
-WAIT_S = 60.0  # so long a test waits for what must happen
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "string", "minLength": 20, "maxLength": 60}},
@@ -58,31 +58,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass
-class Answer:
-    """All that a caller gets of one request."""
-
-    token_ids: list[int] = field(default_factory=list)
-    hashes: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    cached: set[int] = field(default_factory=set)
-    end: str | bytes | None = None
-
-    def add(self, event: Event) -> None:
-        assert not isinstance(event, ErrorEvent), event.error
-        if isinstance(event, EmbeddingEvent):
-            self.end = event.vector
-            return
-        assert event.index == len(self.token_ids)
-        self.token_ids += event.token_ids
-        self.hashes += event.logits_hashes
-        self.logprobs += event.logprobs
-        self.prompt_logprobs += event.prompt_logprobs
-        self.cached.add(event.num_cached)
-        self.end = event.finish_reason
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("client") / "model", "llama", seed=5)
@@ -90,13 +65,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def anywhere() -> Iterator[None]:
-    """The spawner finds the tests wherever they were started."""
+    """The fork server can import the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
         yield
 
 
-def client_of(checkpoint: Path, entry: str = MORTAL, **options: Any) -> SubprocessClient:
+def make_client(checkpoint: Path, entry: str = CRASHING_ENGINE, **options: Any) -> SubprocessClient:
     defaults = {
         "kv_cache_memory": "4000tokens",
         "threads": 1,
@@ -112,7 +87,7 @@ def client_of(checkpoint: Path, entry: str = MORTAL, **options: Any) -> Subproce
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(checkpoint: Path) -> AsyncIterator[SubprocessClient]:
-    client = client_of(checkpoint)
+    client = make_client(checkpoint)
     await client.start()
     yield client
     await client.close()
@@ -120,8 +95,8 @@ async def client(checkpoint: Path) -> AsyncIterator[SubprocessClient]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def undisturbed(client: SubprocessClient) -> dict[str, Answer]:
-    """What everybody gets where nothing happens."""
-    return await answers(client, requests("undisturbed"))
+    """The answers without any crash."""
+    return await collect_answers(client, requests("undisturbed"))
 
 
 def make_request(name: str, kind: str = "sampled") -> Request:
@@ -135,70 +110,25 @@ def requests(prefix: str) -> list[Request]:
     return [make_request(f"{prefix}-{kind}", kind) for kind in KINDS]
 
 
-async def answers(
-    client: SubprocessClient, asked: Sequence[Request], seen: Callable[[Event], None] | None = None
-) -> dict[str, Answer]:
-    """By kind, which is the last part of an id."""
-
-    async def collect(request: Request) -> Answer:
-        answer = Answer()
-        async for event in client.submit(request):
-            answer.add(event)
-            if seen is not None:
-                seen(event)
-        return answer
-
-    async with asyncio.timeout(WAIT_S):
-        found = await asyncio.gather(*(collect(request) for request in asked))
-    return {request.id.rpartition("-")[2]: answer for request, answer in zip(asked, found, strict=True)}
-
-
-async def last_event(client: SubprocessClient, request: Request) -> Event:
-    async with asyncio.timeout(WAIT_S):
-        return [event async for event in client.submit(request)][-1]
-
-
-class Killer:
-    """Kills an engine each time when so many events of its own came, `times` in all."""
-
-    def __init__(self, client: SubprocessClient, every: int, times: int) -> None:
-        self.client, self.every, self.times = client, every, times
-        self.seen = 0
-        self.killed: set[int | None] = set()
-
-    def __call__(self, event: Event) -> None:
-        pid = self.client.pid
-        self.seen += 1
-        if (
-            pid is not None
-            and self.seen >= self.every
-            and pid not in self.killed
-            and len(self.killed) < self.times
-        ):
-            self.seen = 0
-            self.killed.add(pid)
-            os.kill(pid, signal.SIGKILL)
-
-
 @pytest.mark.parametrize(("every", "times"), [(2, 4), (20, 2), (50, 1)])
-async def test_everybody_gets_the_same_from_engines_that_are_killed(
+async def test_answers_survive_killed_engines(
     client: SubprocessClient,
     undisturbed: dict[str, Answer],
     caplog: pytest.LogCaptureFixture,
     every: int,
     times: int,
 ) -> None:
-    told: list[str] = []
-    client.on_restart = told.append
+    reasons: list[str] = []
+    client.on_restart = reasons.append
     before = client.readiness.restarts
     killer = Killer(client, every, times)
-    assert await answers(client, requests(f"kills {every}"), killer) == undisturbed
-    assert len(killer.killed) == len(told) == client.readiness.restarts - before == times
+    assert await collect_answers(client, requests(f"kills {every}"), killer) == undisturbed
+    assert len(killer.killed) == len(reasons) == client.readiness.restarts - before == times
     assert caplog.text.count("signal 9") == times
 
 
 @pytest.mark.parametrize("fault", ["segfault", "exit", "broken"])
-async def test_an_engine_that_dies_in_a_step_is_replaced(
+async def test_crash_in_a_step_restarts_the_engine(
     client: SubprocessClient, undisturbed: dict[str, Answer], fault: str
 ) -> None:
     before = client.readiness.restarts
@@ -206,43 +136,41 @@ async def test_an_engine_that_dies_in_a_step_is_replaced(
         make_request(f"{fault}-9-sampled"),
         *(make_request(f"{fault} beside-{kind}", kind) for kind in ("greedy", "grammar")),
     ]
-    found = await answers(client, asked)
-    assert found == {kind: undisturbed[kind] for kind in ("sampled", "greedy", "grammar")}
+    got = await collect_answers(client, asked)
+    assert got == {kind: undisturbed[kind] for kind in ("sampled", "greedy", "grammar")}
     assert client.readiness.restarts == before + 1
 
 
-async def test_an_engine_that_dies_idle_is_replaced(
+async def test_crash_while_idle_restarts_the_engine(
     client: SubprocessClient, undisturbed: dict[str, Answer]
 ) -> None:
     for name in "ab":
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
-        found = await answers(client, [make_request(f"idle {name}-greedy", "greedy")])
-        assert found["greedy"] == undisturbed["greedy"]
+        got = await collect_answers(client, [make_request(f"idle {name}-greedy", "greedy")])
+        assert got["greedy"] == undisturbed["greedy"]
 
 
-async def test_a_spawner_that_dies_is_replaced(
-    client: SubprocessClient, undisturbed: dict[str, Answer]
-) -> None:
-    spawner = client._fork_server._process
-    assert spawner is not None and client.pid is not None
-    os.kill(spawner.pid, signal.SIGKILL)
-    found = await answers(client, [make_request("orphan-greedy", "greedy")])
-    assert found["greedy"] == undisturbed["greedy"], "the engine does not need it"
+async def test_dead_fork_server_is_replaced(client: SubprocessClient, undisturbed: dict[str, Answer]) -> None:
+    fork_server = client._fork_server._process
+    assert fork_server is not None and client.pid is not None
+    os.kill(fork_server.pid, signal.SIGKILL)
+    got = await collect_answers(client, [make_request("orphan-greedy", "greedy")])
+    assert got["greedy"] == undisturbed["greedy"], "the engine outlives the fork server"
     os.kill(client.pid, signal.SIGKILL)
-    found = await answers(client, [make_request("again-greedy", "greedy")])
-    assert found["greedy"] == undisturbed["greedy"]
+    got = await collect_answers(client, [make_request("again-greedy", "greedy")])
+    assert got["greedy"] == undisturbed["greedy"]
 
 
-async def test_who_kills_every_engine_is_refused_and_the_others_wait(
+async def test_poison_request_is_refused_and_others_finish(
     client: SubprocessClient, undisturbed: dict[str, Answer]
 ) -> None:
     before = client.readiness.restarts
     poison = asyncio.create_task(last_event(client, make_request("poison-12-x")))
-    found = await answers(
+    got = await collect_answers(
         client, [replace(request, id=f"beside {request.id}") for request in requests("poison")]
     )
-    assert found == undisturbed
+    assert got == undisturbed
     failed = await poison
     assert (
         isinstance(failed, ErrorEvent)
@@ -252,10 +180,10 @@ async def test_who_kills_every_engine_is_refused_and_the_others_wait(
     assert client.readiness.restarts - before <= 4
 
 
-async def test_one_poison_after_the_other_does_not_end_the_engine(
+async def test_poison_requests_in_a_row_do_not_end_the_client(
     client: SubprocessClient, undisturbed: dict[str, Answer]
 ) -> None:
-    """Nobody else is there who could gain a token."""
+    """No other request makes progress."""
     for number in range(3):
         failed = await last_event(client, make_request(f"poison-0-{number}"))
         assert (
@@ -263,11 +191,11 @@ async def test_one_poison_after_the_other_does_not_end_the_engine(
             and isinstance(failed.error, RequestFailed)
             and "alone" in failed.error.message
         )
-    found = await answers(client, [make_request("later-greedy", "greedy")])
-    assert found["greedy"] == undisturbed["greedy"]
+    got = await collect_answers(client, [make_request("later-greedy", "greedy")])
+    assert got["greedy"] == undisturbed["greedy"]
 
 
-async def test_poison_that_leaves_in_time_does_not_end_the_engine(client: SubprocessClient) -> None:
+async def test_aborted_poison_requests_do_not_end_the_client(client: SubprocessClient) -> None:
     for number in range(2 * MAX_IDLE_CRASHES):
         before = client.readiness.restarts
         client.submit(make_request(f"poison-0-{number}"))
@@ -278,9 +206,9 @@ async def test_poison_that_leaves_in_time_does_not_end_the_engine(client: Subpro
     assert isinstance(await last_event(client, make_request("after")), TokenEvent)
 
 
-async def test_an_engine_that_dies_of_everything_is_given_up(checkpoint: Path) -> None:
-    """Also if there is always another request to blame."""
-    client = client_of(checkpoint, entry="tests.support.restart_fails_engine")
+async def test_engine_that_always_crashes_is_given_up(checkpoint: Path) -> None:
+    """Even if each crash has another request to blame."""
+    client = make_client(checkpoint, entry="tests.support.restart_fails_engine")
     await client.start()
     number = 0
     async with asyncio.timeout(WAIT_S):
@@ -293,8 +221,8 @@ async def test_an_engine_that_dies_of_everything_is_given_up(checkpoint: Path) -
     await client.close()
 
 
-async def test_time_runs_out_also_while_the_engine_is_stopped(client: SubprocessClient) -> None:
-    await answers(client, [make_request("well")])
+async def test_deadlines_hold_while_the_engine_is_stopped(client: SubprocessClient) -> None:
+    await collect_answers(client, [make_request("well")])
     pid = client.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -303,59 +231,59 @@ async def test_time_runs_out_also_while_the_engine_is_stopped(client: Subprocess
         DeadlineExceeded: replace(make_request("deadline"), arrival_s=now_s, deadline_s=now_s + 0.3),
         Overloaded: replace(make_request("start"), arrival_s=now_s, queue_deadline_s=now_s + 0.3),
     }
-    found = await asyncio.gather(*(last_event(client, request) for request in asked.values()))
+    events = await asyncio.gather(*(last_event(client, request) for request in asked.values()))
     stats = client.stats
     os.kill(pid, signal.SIGCONT)
-    assert [type(one.error) for one in found if isinstance(one, ErrorEvent)] == list(asked)
+    assert [type(one.error) for one in events if isinstance(one, ErrorEvent)] == list(asked)
     assert stats.requests_waiting == 0 and client.pid == pid
 
 
-async def test_open_requests_are_counted_while_there_is_no_engine(client: SubprocessClient) -> None:
-    told: list[StepStats] = []
-    client.on_restart = lambda _: told.append(client.stats)
+async def test_stats_count_open_requests_during_restart(client: SubprocessClient) -> None:
+    stats: list[StepStats] = []
+    client.on_restart = lambda _: stats.append(client.stats)
     stream = client.submit(replace(make_request("open"), arrival_s=time.monotonic() - 100))
     await anext(stream)
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
     async for _ in stream:
         pass
-    assert (told[0].requests_running, told[0].requests_waiting) == (0, 1) and told[
+    assert (stats[0].requests_running, stats[0].requests_waiting) == (0, 1) and stats[
         0
     ].oldest_running_seconds >= 100
 
 
-async def test_a_spawner_that_is_stopped_is_not_waited_for(
+async def test_stopped_fork_server_is_replaced(
     client: SubprocessClient, undisturbed: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("foreword.engine_client.connection.EXIT_TIMEOUT_S", 1000.0)
     monkeypatch.setattr("foreword.engine_client.forkserver.FORK_TIMEOUT_S", 1000.0)
-    spawner = client._fork_server._process
-    assert spawner is not None and client.pid is not None
-    os.kill(spawner.pid, signal.SIGSTOP)
+    fork_server = client._fork_server._process
+    assert fork_server is not None and client.pid is not None
+    os.kill(fork_server.pid, signal.SIGSTOP)
     os.kill(client.pid, signal.SIGKILL)
-    found = await answers(client, [make_request("stopped spawner-greedy", "greedy")])
-    assert found["greedy"] == undisturbed["greedy"]
+    got = await collect_answers(client, [make_request("stopped fork server-greedy", "greedy")])
+    assert got["greedy"] == undisturbed["greedy"]
 
 
-async def test_a_vocabulary_that_is_not_to_be_had_ends_who_asked(
+async def test_unreadable_vocabulary_fails_its_request_only(
     client: SubprocessClient, undisturbed: dict[str, Answer]
 ) -> None:
     def unreadable() -> Vocabulary:
         raise FileNotFoundError("tokenizer.json")
 
     assert client.pid is not None
-    os.kill(client.pid, signal.SIGKILL)  # the next one knows none
+    os.kill(client.pid, signal.SIGKILL)  # the next engine has no vocabulary
     vocabulary, client._vocabulary = client._vocabulary, unreadable
     failed = asyncio.create_task(last_event(client, make_request("unread-grammar", "grammar")))
-    found = await answers(client, [make_request("beside-greedy", "greedy")])
+    got = await collect_answers(client, [make_request("beside-greedy", "greedy")])
     event = await failed
     client._vocabulary = vocabulary
-    found |= await answers(client, [make_request("after-grammar", "grammar")])
+    got |= await collect_answers(client, [make_request("after-grammar", "grammar")])
     assert isinstance(event, ErrorEvent) and "FileNotFoundError" in event.error.message
-    assert found == {kind: undisturbed[kind] for kind in ("greedy", "grammar")}
+    assert got == {kind: undisturbed[kind] for kind in ("greedy", "grammar")}
 
 
-async def test_a_start_that_lacks_descriptors_is_tried_again(
+async def test_restart_without_descriptors_is_retried(
     client: SubprocessClient, undisturbed: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = HeartbeatPage.create
@@ -369,27 +297,27 @@ async def test_a_start_that_lacks_descriptors_is_tried_again(
     monkeypatch.setattr(HeartbeatPage, "create", scarce)
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
-    found = await answers(client, [make_request("scarce-greedy", "greedy")])
-    assert found["greedy"] == undisturbed["greedy"] and next(results, create) is create
+    got = await collect_answers(client, [make_request("scarce-greedy", "greedy")])
+    assert got["greedy"] == undisturbed["greedy"] and next(results, create) is create
 
 
 @pytest.mark.parametrize("fault", ["stopped", "locked"])
-async def test_the_end_does_not_wait_for_an_engine_that_hangs(
+async def test_close_does_not_wait_for_a_hung_engine(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """One that gives signs of life may be in the midst of a step: there it waits, unless it is told to hurry."""
+    """With a heartbeat close() waits for the step, until skip_drain()."""
     monkeypatch.setattr("foreword.engine_client.connection.EXIT_TIMEOUT_S", 1000.0)
-    client = client_of(checkpoint)
+    client = make_client(checkpoint)
     await client.start()
     stream = client.submit(make_request(f"{fault}-3-x"))
     await anext(stream)
     assert client.pid is not None and client._process is not None
-    child = client._process
+    process = client._process
     async with asyncio.timeout(WAIT_S):
         while (
-            not child.is_unresponsive()
+            not process.is_unresponsive()
             if fault == "stopped"
-            else time.monotonic() - child.heartbeat.read().busy_since_s < 0.5
+            else time.monotonic() - process.heartbeat.read().busy_since_s < 0.5
         ):
             await asyncio.sleep(0.05)
         closing = asyncio.create_task(client.close())
@@ -400,7 +328,7 @@ async def test_the_end_does_not_wait_for_an_engine_that_hangs(
         await closing
 
 
-async def test_who_waits_for_a_suspect_goes_on_when_that_is_aborted(
+async def test_abort_of_a_suspect_releases_waiting_requests(
     client: SubprocessClient, undisturbed: dict[str, Answer]
 ) -> None:
     assert client.pid is not None
@@ -408,7 +336,7 @@ async def test_who_waits_for_a_suspect_goes_on_when_that_is_aborted(
     client.submit(make_request("suspect"))
     for _ in range(2):
         client._inflight._suspects.on_crash(["suspect"])
-    answering = asyncio.create_task(answers(client, [make_request("waits-greedy", "greedy")]))
+    answering = asyncio.create_task(collect_answers(client, [make_request("waits-greedy", "greedy")]))
     while len(client._inflight) < 2:
         await asyncio.sleep(0)
     client.abort("suspect")
@@ -416,7 +344,7 @@ async def test_who_waits_for_a_suspect_goes_on_when_that_is_aborted(
     assert (await answering)["greedy"] == undisturbed["greedy"]
 
 
-async def test_who_aborts_or_stops_while_there_is_no_engine_is_not_resumed(client: SubprocessClient) -> None:
+async def test_requests_ended_during_restart_are_not_resumed(client: SubprocessClient) -> None:
     streams = {name: client.submit(make_request(f"gone-{name}")) for name in ("abort", "finish", "leave")}
     for stream in streams.values():
         await anext(stream)
@@ -432,39 +360,37 @@ async def test_who_aborts_or_stops_while_there_is_no_engine_is_not_resumed(clien
         assert not [event async for event in streams[name] if isinstance(event, ErrorEvent)]
 
 
-async def test_callbacks_that_fail_lose_nothing(
+async def test_failing_callbacks_lose_no_event(
     client: SubprocessClient, undisturbed: dict[str, Answer]
 ) -> None:
     def fail(*_: object) -> None:
         raise ValueError("a callback")
 
     client.on_step = client.on_restart = fail
-    found = await answers(client, requests("callbacks"), Killer(client, 20, times=1))
+    got = await collect_answers(client, requests("callbacks"), Killer(client, 20, times=1))
     client.on_step = client.on_restart = None
-    assert found == undisturbed
+    assert got == undisturbed
 
 
-async def test_an_engine_that_hangs_is_noticed_and_replaced(
-    checkpoint: Path, undisturbed: dict[str, Answer]
-) -> None:
-    """One stands still in a step, the other altogether."""
-    client = client_of(checkpoint, hang_timeout=2.0)
+async def test_hung_engine_is_restarted(checkpoint: Path, undisturbed: dict[str, Answer]) -> None:
+    """One hangs in a step, the other is stopped."""
+    client = make_client(checkpoint, hang_timeout=2.0)
     await client.start()
-    told: list[str] = []
-    client.on_restart = told.append
+    reasons: list[str] = []
+    client.on_restart = reasons.append
     for fault in ("locked", "stopped"):
-        found = await answers(client, [make_request(f"{fault}-9-sampled")])
-        assert found["sampled"] == undisturbed["sampled"]
+        got = await collect_answers(client, [make_request(f"{fault}-9-sampled")])
+        assert got["sampled"] == undisturbed["sampled"]
     await client.close()
-    assert "step" in told[0] and "sign of life" in told[1]
+    assert "step" in reasons[0] and "heartbeat" in reasons[1]
 
 
-async def test_an_engine_that_was_stopped_for_a_moment_goes_on(
+async def test_briefly_stopped_engine_goes_on(
     client: SubprocessClient, undisturbed: dict[str, Answer]
 ) -> None:
     pid = client.pid
     assert pid is not None
-    answering = asyncio.create_task(answers(client, [make_request("moment-greedy", "greedy")]))
+    answering = asyncio.create_task(collect_answers(client, [make_request("moment-greedy", "greedy")]))
     os.kill(pid, signal.SIGSTOP)
     async with asyncio.timeout(NO_HEARTBEAT_S + 2):
         while client.readiness.status != "unresponsive":
@@ -477,9 +403,9 @@ async def test_an_engine_that_was_stopped_for_a_moment_goes_on(
     assert client.pid == pid
 
 
-async def test_an_engine_that_cannot_come_back_is_given_up(checkpoint: Path, tmp_path: Path) -> None:
+async def test_engine_that_cannot_restart_is_given_up(checkpoint: Path, tmp_path: Path) -> None:
     moved = write_checkpoint(tmp_path / "model", "llama", seed=5)
-    client = client_of(moved)
+    client = make_client(moved)
     await client.start()
     stream = client.submit(make_request("a"))
     await anext(stream)
@@ -496,9 +422,9 @@ async def test_an_engine_that_cannot_come_back_is_given_up(checkpoint: Path, tmp
     await client.close()
 
 
-async def test_a_checkpoint_that_changed_is_not_gone_on_with(checkpoint: Path, tmp_path: Path) -> None:
+async def test_changed_checkpoint_is_not_resumed(checkpoint: Path, tmp_path: Path) -> None:
     changed = write_checkpoint(tmp_path / "model", "llama", seed=5)
-    client = client_of(changed)
+    client = make_client(changed)
     await client.start()
     write_checkpoint(changed, "llama", seed=6)
     assert client.pid is not None
@@ -508,8 +434,8 @@ async def test_a_checkpoint_that_changed_is_not_gone_on_with(checkpoint: Path, t
     await client.close()
 
 
-async def test_an_engine_that_is_killed_while_it_loads_says_so(checkpoint: Path) -> None:
-    client = client_of(checkpoint, entry="tests.support.start_fails_engine")
+async def test_engine_killed_while_loading_is_a_config_error(checkpoint: Path) -> None:
+    client = make_client(checkpoint, entry="tests.support.start_fails_engine")
     with pytest.raises(ConfigError, match=r"while it was loading.*signal 9"):
         await client.start()
     await client.close()

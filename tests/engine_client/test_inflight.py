@@ -1,4 +1,4 @@
-"""Requests through the deaths of engines: what callers see is one answer, whole and in order."""
+"""Open requests across engine crashes: callers get one complete answer, in order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_request(name: str, **params: Any) -> Request:
 
 
 def said(request_id: str, start: int, stop: int, **fields: Any) -> TokenEvent:
-    """Tokens [start, stop) of the one answer that a request has."""
+    """An event with tokens [start, stop) of the request's only possible answer."""
     ids = tuple(_answer(request_id, position) for position in range(start, stop))
     logprobs = tuple(TokenLogprob(token_id, -1.0, 1, ()) for token_id in ids)
     reason = "length" if stop == LENGTH else None
@@ -51,21 +51,21 @@ def _answer(request_id: str, position: int) -> int:
     return ord(request_id[0]) * 1000 + position
 
 
-def test_a_request_of_which_nothing_was_delivered_is_sent_as_it_came() -> None:
+def test_request_without_delivered_tokens_is_resent() -> None:
     request = make_request("a", prompt_logprobs=2)
     assert InflightRequest(request).make_resume_request() is request
 
 
-def test_one_delivered_token_makes_it_resumed() -> None:
+def test_request_with_a_delivered_token_is_resumed() -> None:
     live = InflightRequest(make_request("a"))
     assert not live.make_resume_request().is_resumed
     live.on_event(said("a", 0, 1))
     assert live.make_resume_request().is_resumed and not live.make_resume_request().resume_output_ids, (
-        "all of it is sampled again"
+        "all tokens are sampled again"
     )
 
 
-def test_who_ran_need_not_begin_in_time_again() -> None:
+def test_queue_deadline_is_dropped_after_a_run() -> None:
     requests = InflightRequests()
     for name in "ab":
         requests.add(replace(make_request(name), queue_deadline_s=1.0, deadline_s=9.0))
@@ -78,7 +78,7 @@ def test_who_ran_need_not_begin_in_time_again() -> None:
     ]
 
 
-def test_what_was_delivered_returns_as_output_and_the_last_of_it_is_checked() -> None:
+def test_delivered_tokens_are_resume_output() -> None:
     live = InflightRequest(
         replace(
             make_request("a", prompt_logprobs=2),
@@ -90,16 +90,14 @@ def test_what_was_delivered_returns_as_output_and_the_last_of_it_is_checked() ->
     live.on_event(replace(said("a", 0, 6), index=2))
     resumed = live.make_resume_request()
     assert resumed.resume_output_ids == (7, 8, _answer("a", 0), _answer("a", 1))
-    assert resumed.params.prompt_logprobs is None, "they were delivered"
-    assert (resumed.queue_deadline_s, resumed.deadline_s) == (None, 9.0), "it ran, and its time goes on"
+    assert resumed.params.prompt_logprobs is None, "already delivered"
+    assert (resumed.queue_deadline_s, resumed.deadline_s) == (None, 9.0), "only the queue deadline is dropped"
     few = InflightRequest(replace(make_request("a"), resume_output_ids=(7, 8)))
     few.on_event(replace(said("a", 0, REPLAY_CHECK_TOKENS - 1), index=2))
-    assert few.make_resume_request().resume_output_ids == (7, 8), (
-        "what the caller brought is not sampled again"
-    )
+    assert few.make_resume_request().resume_output_ids == (7, 8), "the caller's own resume output is kept"
 
 
-def test_what_comes_again_is_not_delivered_twice() -> None:
+def test_replayed_tokens_are_not_delivered_twice() -> None:
     live = InflightRequest(make_request("a"))
     assert live.on_event(said("a", 0, 6)) == said("a", 0, 6)
     assert live.on_event(said("a", 2, 4)) is None
@@ -112,7 +110,7 @@ def test_what_comes_again_is_not_delivered_twice() -> None:
 @pytest.mark.parametrize(
     "event", [replace(said("a", 2, 5), token_ids=(1, 2, 3)), said("a", 7, 8), said("b", 4, 7)]
 )
-def test_other_tokens_than_before_end_the_request(event: TokenEvent) -> None:
+def test_different_tokens_after_a_crash_fail_the_request(event: TokenEvent) -> None:
     live = InflightRequest(make_request("a"))
     live.on_event(said("a", 0, 6))
     failed = live.on_event(event)
@@ -123,17 +121,17 @@ def test_other_tokens_than_before_end_the_request(event: TokenEvent) -> None:
     )
 
 
-def test_usage_and_warnings_are_those_of_the_first_engine() -> None:
+def test_first_timing_and_repetition_are_kept() -> None:
     live = InflightRequest(make_request("a"))
-    first = live.on_event(said("a", 0, 6, num_cached=2, scheduled_s=5.0, repeating=Repetition(6, 3)))
+    first = live.on_event(said("a", 0, 6, num_cached=2, scheduled_s=5.0, repetition=Repetition(6, 3)))
     assert isinstance(first, TokenEvent) and first.repetition is not None
-    again = live.on_event(said("a", 2, 8, num_cached=0, scheduled_s=8.0, repeating=Repetition(4, 3)))
+    again = live.on_event(said("a", 2, 8, num_cached=0, scheduled_s=8.0, repetition=Repetition(4, 3)))
     assert again == said("a", 6, 8, num_cached=2, scheduled_s=5.0), (
-        "the same token is not found to repeat twice"
+        "no second warning for the same repetition"
     )
 
 
-def test_vectors_and_errors_pass() -> None:
+def test_vectors_and_errors_are_delivered() -> None:
     requests = InflightRequests()
     requests.add(make_request("a"))
     requests.add(make_request("b"))
@@ -142,7 +140,7 @@ def test_vectors_and_errors_pass() -> None:
     assert len(requests) == 0 and requests.on_event(vector) is None
 
 
-def test_all_fail_when_no_engine_comes_back() -> None:
+def test_fail_all_ends_every_request() -> None:
     requests = InflightRequests()
     for name in "ab":
         requests.add(make_request(name))
@@ -151,7 +149,7 @@ def test_all_fail_when_no_engine_comes_back() -> None:
     assert not requests.pop_pending() and len(requests) == 0
 
 
-def test_who_ended_is_not_sent_again_and_the_others_in_order() -> None:
+def test_open_requests_are_resent_in_order() -> None:
     requests = InflightRequests()
     for name in "abc":
         requests.add(make_request(name))
@@ -168,7 +166,7 @@ def test_who_ended_is_not_sent_again_and_the_others_in_order() -> None:
     assert [request.id for request in requests.pop_pending()] == ["a", "c", "d"]
 
 
-def test_an_engine_in_doubt_gets_nothing_before_it_has_proven_itself() -> None:
+def test_engine_gets_only_the_probe_before_it_answers() -> None:
     requests = InflightRequests()
     requests.add(make_request("a"))
     requests.set_probe(make_request("proof"))
@@ -179,19 +177,19 @@ def test_an_engine_in_doubt_gets_nothing_before_it_has_proven_itself() -> None:
     assert [request.id for request in requests.pop_pending()] == ["a", "b"]
 
 
-def test_a_death_is_nobodys_fault_only_if_nobody_was_worked_on() -> None:
+def test_had_requests_ignores_the_probe() -> None:
     requests = InflightRequests()
     assert requests.on_crash([]) == CrashResult([], had_requests=False)
     requests.add(make_request("a"))
     requests.set_probe(make_request("proof"))
     requests.pop_pending()
-    assert requests.on_crash([0]) == CrashResult([], had_requests=False), "the proof is ours"
+    assert requests.on_crash([0]) == CrashResult([], had_requests=False), "the probe is no user's request"
     assert [request.id for request in requests.pop_pending()] == ["a"]
     requests.remove("a")
-    assert requests.on_crash([0]).had_requests, "it has gone since"
+    assert requests.on_crash([0]).had_requests, "closed since then"
 
 
-def test_who_is_late_ends_here_where_the_engine_cannot_end_it() -> None:
+def test_expire_ends_late_requests() -> None:
     requests = InflightRequests()
     for name in "ab":
         requests.add(replace(make_request(name), queue_deadline_s=5.0, deadline_s=9.0))
@@ -199,7 +197,7 @@ def test_who_is_late_ends_here_where_the_engine_cannot_end_it() -> None:
     requests.add(replace(make_request("c"), queue_deadline_s=5.0))
     assert requests.expire(4.0, is_responsive=False, busy_arrivals=()) == []
     assert [one.request_id for one in requests.expire(5.0, is_responsive=True, busy_arrivals=())] == ["c"], (
-        "the engine has not got it"
+        "not sent to the engine"
     )
     late = requests.expire(5.0, is_responsive=False, busy_arrivals=(0,))
     assert [one.request_id for one in late] == ["b"] and isinstance(late[0].error, Overloaded)
@@ -207,7 +205,7 @@ def test_who_is_late_ends_here_where_the_engine_cannot_end_it() -> None:
     assert [one.request_id for one in late] == ["a"] and isinstance(late[0].error, DeadlineExceeded)
 
 
-def test_open_requests_age_and_wait_while_nothing_is_said() -> None:
+def test_stats_without_a_responsive_engine() -> None:
     requests = InflightRequests()
     for name, arrival_s in zip("abc", (10.0, 20.0, 30.0), strict=True):
         requests.add(replace(make_request(name), arrival_s=arrival_s))
@@ -224,7 +222,7 @@ def test_open_requests_age_and_wait_while_nothing_is_said() -> None:
 
 @dataclass
 class Engine:
-    """Says what it is asked to say, as an incarnation of an engine would: from the delivered tokens of a request on."""
+    """A fake engine that continues each request after its resume output."""
 
     said: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
@@ -245,7 +243,7 @@ class Engine:
 
 
 class Service:
-    """LiveRequests between callers and engines that die."""
+    """InflightRequests between callers and crashing engines."""
 
     def __init__(self, poison: frozenset[str] = frozenset()) -> None:
         self.requests = InflightRequests()
@@ -254,7 +252,7 @@ class Service:
         self.answers: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
         self.drafted = 0
-        self.deaths = 0
+        self.crashes = 0
 
     def submit(self, name: str) -> None:
         self.answers[name] = []
@@ -262,10 +260,10 @@ class Service:
         self.engine.submit(self.requests.pop_pending())
 
     def step(self, burst: int, lost: bool = False) -> None:
-        """Each request gets a burst, unless the engine dies of one; `lost`: the report does not arrive, for it dies just then."""
+        """A burst for each request, unless one crashes the engine; lost: it crashes before its report."""
         running = list(self.engine.said)
         if lost or self.poison & set(running):
-            self.die(running)
+            self.crash(running)
             return
         for name in running:
             self.take(self.engine.step(name, burst))
@@ -281,9 +279,9 @@ class Service:
         if new.finish_reason:
             self.ends[new.request_id] = new.finish_reason
 
-    def die(self, at_work: list[str]) -> None:
-        self.deaths += 1
-        for failed in self.requests.on_crash([self.engine.numbers[name] for name in at_work]).failed:
+    def crash(self, busy_ids: list[str]) -> None:
+        self.crashes += 1
+        for failed in self.requests.on_crash([self.engine.numbers[name] for name in busy_ids]).failed:
             self.ends[failed.request_id] = "failed"
         self.engine = Engine()
         self.engine.submit(self.requests.pop_pending())
@@ -293,24 +291,24 @@ class Service:
             if not len(self.requests):
                 return
             self.step(3)
-        raise AssertionError("somebody waits for ever")
+        raise AssertionError("a request never ends")
 
 
-def test_streams_that_merely_live_through_deaths_are_not_suspected() -> None:
+def test_requests_with_progress_are_no_suspects() -> None:
     service = Service()
     for name in "abc":
         service.submit(name)
     while len(service.requests):
         service.step(REPLAY_CHECK_TOKENS + 1)
-        service.die(list(service.engine.said))
+        service.crash(list(service.engine.said))
         assert service.requests.quarantined is None
     assert service.ends == dict.fromkeys("abc", "length")
 
 
 events = st.one_of(
     st.tuples(st.just("step"), st.integers(1, 7)),
-    st.tuples(st.just("die"), st.integers(1, 7)),
-    st.tuples(st.just("idle death"), st.just(0)),
+    st.tuples(st.just("crash"), st.integers(1, 7)),
+    st.tuples(st.just("idle crash"), st.just(0)),
     st.tuples(st.just("submit"), st.just(0)),
     st.tuples(st.just("abort"), st.integers(0, 5)),
 )
@@ -318,20 +316,20 @@ events = st.one_of(
 
 @given(st.lists(events, max_size=40))
 @settings(deadline=None)
-def test_answers_are_whole_whatever_happens_to_the_engines(script: list[tuple[str, int]]) -> None:
+def test_answers_are_complete_after_any_crashes(script: list[tuple[str, int]]) -> None:
     service = Service()
     names = iter("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     service.submit(next(names))
     aborted = set()
-    for what, number in script:
-        if what == "step":
+    for event, number in script:
+        if event == "step":
             service.step(number)
-        elif what == "die":
-            if service.requests.quarantined is None:  # the death of one that runs alone is its fault, twice
+        elif event == "crash":
+            if service.requests.quarantined is None:  # a crash while alone is blamed on the suspect
                 service.step(number, lost=True)
-        elif what == "idle death":
-            service.die([])
-        elif what == "submit":
+        elif event == "idle crash":
+            service.crash([])
+        elif event == "submit":
             service.submit(next(names))
         else:
             name = list(service.answers)[number % len(service.answers)]
@@ -347,14 +345,14 @@ def test_answers_are_whole_whatever_happens_to_the_engines(script: list[tuple[st
 
 @given(st.sets(st.sampled_from("abcdef"), max_size=3), st.lists(st.integers(1, 4), max_size=8))
 @settings(deadline=None)
-def test_who_kills_engines_is_refused_and_nobody_else_is(poison: set[str], bursts: list[int]) -> None:
+def test_only_poison_requests_are_refused(poison: set[str], bursts: list[int]) -> None:
     service = Service(frozenset(poison))
     for name in "abcdef":
         service.submit(name)
     for burst in bursts:
         service.step(burst)
     service.run_to_the_end()
-    assert service.deaths <= 4 * len(poison)
+    assert service.crashes <= 4 * len(poison)
     for name in "abcdef":
         whole = list(said(name, 0, LENGTH).token_ids)
         assert (service.ends[name], service.answers[name]) == (
@@ -362,11 +360,11 @@ def test_who_kills_engines_is_refused_and_nobody_else_is(poison: set[str], burst
         )
 
 
-def test_pictures_are_held_as_long_as_a_request_has_them() -> None:
-    picture = PromptImage(b"x" * 16, 1, (1, 1, 1), (1, 1), (1, 3, 1, 1), b"abc", 0)
+def test_images_are_kept_for_open_requests() -> None:
+    image = PromptImage(b"x" * 16, 1, (1, 1, 1), (1, 1), (1, 3, 1, 1), b"abc", 0)
     requests = InflightRequests()
     for name in "ab":
-        requests.add(replace(make_request(name), pictures=(picture,)))
+        requests.add(replace(make_request(name), images=(image,)))
     first, second = requests.pop_pending()
     assert [len(requests.image_refs.to_messages(one)) for one in (first, second)] == [2, 1]
     requests.on_event(said("a", 0, LENGTH))
@@ -374,8 +372,8 @@ def test_pictures_are_held_as_long_as_a_request_has_them() -> None:
     requests.on_crash([1])
     (resumed,) = requests.pop_pending()
     assert resumed.is_resumed and len(requests.image_refs.to_messages(resumed)) == 2, (
-        "the next engine has not seen it"
+        "a new engine has no images"
     )
     assert requests.image_refs.pop_released() == []
     requests.fail_all(EngineDead("over"))
-    assert requests.image_refs.pop_released() == [DropImage(picture.digest)]
+    assert requests.image_refs.pop_released() == [DropImage(image.digest)]

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: a real process, really killed."""
+"""The engine process, as a real subprocess."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from foreword.engine_client.messages import RemoveRequest
 from foreword.engine_client.worker import _handle
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest
 from tests.support.checkpoints import EOS, write_checkpoint
+from tests.support.client_answers import is_gone
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,16 +43,8 @@ async def client(checkpoint: Path) -> AsyncIterator[SubprocessClient]:
     assert client.pid is not None and is_gone(client.pid)
 
 
-def is_gone(pid: int) -> bool:
-    """Nothing is left of the process, or only what its parent has not asked for yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 def no_tokens() -> Vocabulary:
-    """Asked for with the first grammar; there is none here."""
+    """Requested with the first grammar, which no test here has."""
     return Vocabulary((), (), ())
 
 
@@ -73,8 +66,8 @@ async def collect(client: SubprocessClient, request: Request) -> list[int]:
     return token_ids
 
 
-async def settled(client: SubprocessClient) -> None:
-    """Wait until the engine says that nothing runs any more."""
+async def wait_idle(client: SubprocessClient) -> None:
+    """Wait until no request runs."""
     assert client.stats.kv_cache_usage_ratio > 0
     async with asyncio.timeout(20):
         while (
@@ -85,7 +78,7 @@ async def settled(client: SubprocessClient) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_many_at_once_and_steps_are_told(client: SubprocessClient) -> None:
+async def test_concurrent_requests_and_on_step(client: SubprocessClient) -> None:
     steps = []
     client.on_step = steps.append
     answers = await asyncio.gather(*(collect(client, make_request(str(i), seed=i % 2)) for i in range(8)))
@@ -101,56 +94,54 @@ async def test_many_at_once_and_steps_are_told(client: SubprocessClient) -> None
     }
 
 
-async def test_an_abort_frees_everything_at_once(client: SubprocessClient) -> None:
+async def test_abort_frees_everything(client: SubprocessClient) -> None:
     stream = client.submit(make_request("a", max_tokens=None))
     await anext(stream)
     client.abort("a")
     assert [event async for event in stream if isinstance(event, ErrorEvent)] == []
-    await settled(client)
+    await wait_idle(client)
 
 
-async def test_leaving_a_stream_early_aborts_it(client: SubprocessClient) -> None:
+async def test_closed_stream_aborts_its_request(client: SubprocessClient) -> None:
     stream = client.submit(make_request("left", max_tokens=None))
     await anext(stream)
     await stream.aclose()  # type: ignore[attr-defined]
-    await settled(client)
+    await wait_idle(client)
 
 
-async def test_how_much_was_delivered_reaches_the_engine(
+async def test_finish_and_abort_reach_the_engine(
     client: SubprocessClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []
-    monkeypatch.setattr(client, "_send_batch", sent.append)
+    monkeypatch.setattr(client, "_send", sent.append)
     for name in "ab":
         client.submit(make_request(name))
     client.finish("a", 5)
     client.abort("b")
     client.finish("gone", 7)
     assert sent == [RemoveRequest("a", 5), RemoveRequest("b", None)]
-    heard: list[tuple[str, int | None]] = []
+    received: list[tuple[str, int | None]] = []
     engine: Any = SimpleNamespace(
-        remove=lambda request_id, num_tokens: heard.append((request_id, num_tokens))
+        remove=lambda request_id, num_tokens: received.append((request_id, num_tokens))
     )
-    with HeartbeatPage.create() as board:
+    with HeartbeatPage.create() as page:
         for message in sent:
-            _handle(engine, message, board)
-    assert heard == [("a", 5), ("b", None)]
+            _handle(engine, message, page)
+    assert received == [("a", 5), ("b", None)]
 
 
-async def test_who_needs_the_vocabulary_answers_for_it() -> None:
+async def test_vocabulary_is_blamed_on_its_request() -> None:
     noted: list[tuple[int, ...]] = []
-    with HeartbeatPage.create() as board:
+    with HeartbeatPage.create() as page:
         engine: Any = SimpleNamespace(
-            num_submitted=7, set_vocabulary=lambda _: noted.append(board.busy_requests())
+            num_submitted=7, set_vocabulary=lambda _: noted.append(page.busy_requests())
         )
-        _handle(engine, no_tokens(), board)
+        _handle(engine, no_tokens(), page)
     assert noted == [(7,)]
 
 
-async def test_grammars_that_wait_do_not_hold_up_the_end(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Minutes of compilation are in the queue: the process ends by itself, long before they are over."""
+async def test_queued_grammars_do_not_delay_close(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With minutes of compilation queued, the process exits by itself."""
     monkeypatch.setattr("foreword.engine_client.connection.EXIT_TIMEOUT_S", 40.0)
     vocabulary = Vocabulary(tuple(bytes([i]) for i in range(256)), (), ())
     client = SubprocessClient(config_of(checkpoint), never_sampled_ids=(), vocabulary=lambda: vocabulary)
@@ -163,7 +154,7 @@ async def test_grammars_that_wait_do_not_hold_up_the_end(
     assert client._process is not None and "exit code 0" in await client._process.reap(client._fork_server)
 
 
-async def test_a_bad_request_ends_alone(client: SubprocessClient) -> None:
+async def test_invalid_request_fails_alone(client: SubprocessClient) -> None:
     bad = make_request("bad", speculation=Speculation("draft"))
     good, events = await asyncio.gather(collect(client, make_request("good")), _events(client, bad))
     assert len(good) == 12
@@ -176,7 +167,7 @@ async def _events(client: SubprocessClient, request: Request) -> list[object]:
     return [event async for event in client.submit(request)]
 
 
-async def test_loading_is_reported(checkpoint: Path) -> None:
+async def test_load_progress_is_reported(checkpoint: Path) -> None:
     progress: list[tuple[int, int]] = []
     client = SubprocessClient(
         config_of(checkpoint), (), no_tokens, lambda done, total: progress.append((done, total))
@@ -188,7 +179,7 @@ async def test_loading_is_reported(checkpoint: Path) -> None:
     assert not client.dead.is_set()
 
 
-async def test_what_does_not_fit_is_refused_with_the_limit(checkpoint: Path) -> None:
+async def test_too_long_context_is_a_config_error(checkpoint: Path) -> None:
     client = SubprocessClient(config_of(checkpoint, max_model_len=100_000), (), no_tokens)
     with pytest.raises(ConfigError, match="100000 does not fit") as caught:
         await client.start()
@@ -196,13 +187,13 @@ async def test_what_does_not_fit_is_refused_with_the_limit(checkpoint: Path) -> 
     await client.close()
 
 
-async def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
+async def test_missing_checkpoint_is_refused(tmp_path: Path) -> None:
     client = SubprocessClient(config_of(tmp_path / "nowhere"), (), no_tokens)
     with pytest.raises(CheckpointError, match="nowhere"):
         await client.start()
     await client.close()
 
 
-async def test_the_client_does_not_import_torch() -> None:
+async def test_client_does_not_import_torch() -> None:
     code = "import sys, foreword.engine_client.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Sizes of graphs, and what happens where nothing can be captured."""
+"""Capture sizes, and the fallback without capture."""
 
 import itertools
 import logging
@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 from foreword.executor.cuda_graphs import CudaGraphPool, capture_sizes, pick_size
 
 
-@given(most=st.integers(1, 2000))
-def test_sizes(most: int) -> None:
-    sizes = capture_sizes(most)
-    assert sizes[0] == 1 and sizes[-1] == most
-    assert all(one < other <= 2 * one for one, other in itertools.pairwise(sizes))
-    assert all(other <= 1.25 * one for one, other in itertools.pairwise(sizes) if one >= 32)
-    assert len(sizes) <= 23 + max(most - 512, 0) / 64 + 1
+@given(max_size=st.integers(1, 2000))
+def test_capture_sizes_are_dense(max_size: int) -> None:
+    sizes = capture_sizes(max_size)
+    assert sizes[0] == 1 and sizes[-1] == max_size
+    assert all(a < b <= 2 * a for a, b in itertools.pairwise(sizes))
+    assert all(b <= 1.25 * a for a, b in itertools.pairwise(sizes) if a >= 32)
+    assert len(sizes) <= 23 + max(max_size - 512, 0) / 64 + 1
 
 
-@given(most=st.integers(1, 300), data=st.data())
-def test_the_smallest_that_has_room(most: int, data: st.DataObject) -> None:
-    sizes, count = capture_sizes(most), data.draw(st.integers(1, most))
-    found = pick_size(count, sizes)
-    assert found >= count and not any(count <= size < found for size in sizes)
+@given(max_size=st.integers(1, 300), data=st.data())
+def test_pick_size_is_the_smallest_with_room(max_size: int, data: st.DataObject) -> None:
+    sizes, count = capture_sizes(max_size), data.draw(st.integers(1, max_size))
+    picked = pick_size(count, sizes)
+    assert picked >= count and not any(count <= size < picked for size in sizes)
 
 
-def test_on_a_cpu_nothing_is_captured() -> None:
+def test_cpu_captures_nothing() -> None:
     def run() -> None: ...
 
     graphs = CudaGraphPool(torch.device("cpu"))
@@ -42,7 +42,7 @@ class Failing(CudaGraphPool):
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
-def test_what_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_capture_falls_back_once(caplog: pytest.LogCaptureFixture) -> None:
     def run() -> None: ...
 
     graphs = Failing(torch.device("cuda"))
@@ -52,7 +52,7 @@ def test_what_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureFixture)
     assert graphs.tries == 1 and len(caplog.records) == 1 and "not permitted" in caplog.text
 
 
-def test_nobody_wants_graphs() -> None:
+def test_eager_captures_nothing() -> None:
     def run() -> None: ...
 
     graphs = Failing(torch.device("cuda"), eager=True)

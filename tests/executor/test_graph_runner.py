@@ -1,4 +1,4 @@
-"""A captured pass and a captured draft give the bits of the operations one by one."""
+"""Captured passes and drafts have the bits of the eager ones."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from tests.support.graph_capture_fake import (
     GraphTestBed,
     TapedGraphPool,
 )
+from tests.support.host_decode_loop import NEVER_SAMPLED_IDS, blocks_of
 
-UNUSED = (0, 17, VOCAB_SIZE - 1)
 ROWS = 16
-LANES = 5
+NUM_REQUESTS = 5
 MAX_TOKENS = 6
 
 
 @pytest.fixture(scope="module")
 def beds(tmp_path_factory: pytest.TempPathFactory) -> tuple[GraphTestBed, GraphTestBed]:
-    """The same model twice: captured, and operation by operation."""
+    """The same model captured and eager."""
     path = write_drafter(tmp_path_factory.mktemp("recorded") / "model")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorded, "CudaGraphPool", TapedGraphPool)
@@ -53,14 +53,9 @@ def beds(tmp_path_factory: pytest.TempPathFactory) -> tuple[GraphTestBed, GraphT
     return captured, plain
 
 
-def blocks_of(number: int) -> list[int]:
-    """Of one request: not in order, and not next to each other."""
-    return [1 + number + 6 * ((5 * place) % MAX_BLOCKS) for place in range(MAX_BLOCKS)]
-
-
 @torch.inference_mode()
 def poison(forward: GraphRunner) -> None:
-    """What buffers hold between two calls is nobody's."""
+    """Buffers between two calls may hold anything."""
     for bucket in forward._captured.values():
         bucket.inputs.fill_(1 << 40)
         assert bucket.batch.request_index is not None
@@ -71,19 +66,21 @@ def poison(forward: GraphRunner) -> None:
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[Batch]:
-    """What requests that go on, each by some rows a step, put into batches."""
+    """Batches of requests that advance by some rows a step."""
     token_ids = st.integers(0, VOCAB_SIZE - 1)
-    starts = [0] * LANES
+    starts = [0] * NUM_REQUESTS
     found = []
     for _ in range(draw(st.integers(1, 4))):
         chunks = []
-        for number in draw(st.lists(st.integers(0, LANES - 1), min_size=1, max_size=LANES, unique=True)):
+        for number in draw(
+            st.lists(st.integers(0, NUM_REQUESTS - 1), min_size=1, max_size=NUM_REQUESTS, unique=True)
+        ):
             rows = draw(st.sampled_from([1, 1, 2, 4, 7, MAX_ROWS_PER_REQUEST + 1]))
             if starts[number] + rows <= CONTEXT_LEN:
-                own = draw(st.lists(token_ids, min_size=rows, max_size=rows))
+                ids = draw(st.lists(token_ids, min_size=rows, max_size=rows))
                 held = -(-(starts[number] + rows) // BLOCK_SIZE)
                 chunks.append(
-                    Chunk(own, starts[number], blocks_of(number)[:held], draw(st.integers(0, rows)))
+                    Chunk(ids, starts[number], blocks_of(number)[:held], draw(st.integers(0, rows)))
                 )
                 starts[number] += rows
         if chunks:
@@ -101,7 +98,7 @@ def steps(draw: st.DrawFn) -> list[Batch]:
 
 @given(batches=steps())
 @settings(max_examples=25, deadline=None)
-def test_a_captured_pass_has_the_bits_of_its_operations(
+def test_captured_pass_equals_eager_pass(
     beds: tuple[GraphTestBed, GraphTestBed], batches: list[Batch]
 ) -> None:
     captured, plain = beds
@@ -111,14 +108,12 @@ def test_a_captured_pass_has_the_bits_of_its_operations(
         poison(captured.forward)
         assert torch.equal(captured.forward(batch), plain.forward(batch))
     for found, wanted in zip(captured.copy_cache(), plain.copy_cache(), strict=True):
-        assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0)), (
-            "the same slots were written, and no other"
-        )
+        assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0)), "the same slots were written"
 
 
 @pytest.mark.parametrize("rows", range(1, ROWS + 2))
-def test_every_number_of_rows(beds: tuple[GraphTestBed, GraphTestBed], rows: int) -> None:
-    """Each bucket's edges, one row beyond the last one too."""
+def test_captured_pass_of_every_size(beds: tuple[GraphTestBed, GraphTestBed], rows: int) -> None:
+    """Up to one row beyond the largest captured size."""
     captured, plain = beds
     for bed in beds:
         bed.clear_cache()
@@ -128,21 +123,23 @@ def test_every_number_of_rows(beds: tuple[GraphTestBed, GraphTestBed], rows: int
     assert torch.equal(captured.forward(batch), plain.forward(batch))
 
 
-def test_sizes_are_captured_once_the_largest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_is_once_and_largest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "CudaGraphPool", TapedGraphPool)
     bed = GraphTestBed(write_drafter(tmp_path))
     bed.reserve(ROWS)
-    told: list[tuple[int, int]] = []
-    bed.forward.capture_graphs(lambda done, total: told.append((done, total)))
+    progress: list[tuple[int, int]] = []
+    bed.forward.capture_graphs(lambda done, total: progress.append((done, total)))
     assert list(bed.forward._captured) == sorted(capture_sizes(ROWS), reverse=True)
-    assert told == [(number, len(capture_sizes(ROWS))) for number in range(1, len(capture_sizes(ROWS)) + 1)]
+    assert progress == [
+        (number, len(capture_sizes(ROWS))) for number in range(1, len(capture_sizes(ROWS)) + 1)
+    ]
     bed.forward.capture_graphs()
     bed.forward(build_batch([Chunk([1, 2, 3], 0, [1], 3)], BLOCK_SIZE, 1, "cpu"))
     assert bed.forward.num_graphs == len(capture_sizes(ROWS))
 
 
-def test_what_no_graph_is_for_goes_operation_by_operation() -> None:
-    """Pictures, long tables, blocks of another size, prompts, many rows; and everything before reserve()."""
+def test_unsupported_batches_run_eagerly() -> None:
+    """Images, long block tables, other block sizes, prompts; and all before reserve()."""
     batches: list[Batch] = []
 
     def forward(batch: Batch) -> Tensor:
@@ -150,30 +147,32 @@ def test_what_no_graph_is_for_goes_operation_by_operation() -> None:
         batches.append(batch)
         return torch.zeros(len(batch.sample_rows), 3)
 
-    quick = GraphCapturableOps().compile(forward)
-    assert isinstance(quick, DraftLoop) and isinstance(quick, SupportsDecodeLoop)
+    runner = GraphRunner(GraphCapturableOps(), forward)
+    assert isinstance(runner, DraftLoop) and isinstance(runner, SupportsDecodeLoop)
     one = build_batch([Chunk([1], 0, [1], 1)], BLOCK_SIZE, 1, "cpu")
-    quick(one)
-    quick.reserve(ROWS, 2, False, "cpu", BLOCK_SIZE)
-    pictures = replace(one, features=ImageFeatures(torch.tensor([0]), torch.zeros(1, 8)))
+    runner(one)
+    runner.reserve(ROWS, 2, False, "cpu", BLOCK_SIZE)
+    images = replace(one, image_features=ImageFeatures(torch.tensor([0]), torch.zeros(1, 8)))
     wide = build_batch([Chunk([1], 0, [1, 2, 3], 1)], BLOCK_SIZE, 1, "cpu")
     other = build_batch([Chunk([1], 0, [1], 1)], 2 * BLOCK_SIZE, 1, "cpu")
     prompt = build_batch([Chunk([1] * (MAX_ROWS_PER_REQUEST + 1), 0, [1] * 5, 1)], BLOCK_SIZE, 1, "cpu")
     del batches[:]
-    for batch in (pictures, wide, other, prompt):
-        quick(batch)
-    assert [len(batch.seq_lens) for batch in batches] == [1] * 4, "what was given"
-    quick(one)
-    assert batches[-1].seq_lens == (), "what was captured does not know"
+    for batch in (images, wide, other, prompt):
+        runner(batch)
+    assert [len(batch.seq_lens) for batch in batches] == [1] * 4, "unmodified"
+    runner(one)
+    assert batches[-1].seq_lens == (), "captured: lengths are not in the batch"
 
 
-def one_by_one(bed: GraphTestBed) -> EagerDraftLoop:
-    return EagerDraftLoop(bed.forward, bed.ops, Sampler(bed.ops, VOCAB_SIZE, UNUSED), BLOCK_SIZE, "cpu")
+def eager_loop(bed: GraphTestBed) -> EagerDraftLoop:
+    return EagerDraftLoop(
+        bed.forward, bed.ops, Sampler(bed.ops, VOCAB_SIZE, NEVER_SAMPLED_IDS), BLOCK_SIZE, "cpu"
+    )
 
 
 @st.composite
 def asked(draw: st.DrawFn, number: int) -> tuple[DraftRequest, DraftJob]:
-    """A request of a few tokens, of which none is computed."""
+    """A request of a few tokens without KV."""
     filters = {
         "top_k": draw(st.sampled_from([0, -1, 1, 5, 10**30])),
         "top_p": draw(st.sampled_from([1.0, 0.9, 0.2])),
@@ -186,9 +185,9 @@ def asked(draw: st.DrawFn, number: int) -> tuple[DraftRequest, DraftJob]:
     state = RequestState(
         Request(f"{number}", tuple(tokens), params, draw(st.integers(0, 2**64 - 1))), number, 4096
     )
-    ahead = draw(st.integers(0, 3))  # what the draft model is not told of
+    ahead = draw(st.integers(0, 3))  # tokens in flight
     ask = DraftRequest(extended(state, [41] * ahead) if ahead else state)
-    lane = DraftJob(
+    job = DraftJob(
         token_ids=tokens,
         start_position=0,
         block_table=blocks_of(number)[: draw(st.sampled_from([4, MAX_BLOCKS]))],
@@ -197,58 +196,56 @@ def asked(draw: st.DrawFn, number: int) -> tuple[DraftRequest, DraftJob]:
         min_logprob_sum=draw(st.sampled_from([-math.inf, -1.0, -9.0, 0.0])),
         sampling=DraftState.from_state(state, VOCAB_SIZE).sampling,
     )
-    return ask, lane
+    return ask, job
 
 
 @st.composite
 def drafts(draw: st.DrawFn) -> list[tuple[DraftRequest, DraftJob]]:
-    return [draw(asked(number)) for number in range(draw(st.integers(1, LANES)))]
+    return [draw(asked(number)) for number in range(draw(st.integers(1, NUM_REQUESTS)))]
 
 
 @given(pairs=drafts())
 @settings(max_examples=25, deadline=None)
-def test_a_draft_equals_its_passes_one_by_one(
+def test_captured_draft_equals_eager_draft(
     beds: tuple[GraphTestBed, GraphTestBed], pairs: list[tuple[DraftRequest, DraftJob]]
 ) -> None:
     captured, plain = beds
     for bed in beds:
         bed.clear_cache()
-    asks, lanes = zip(*pairs, strict=True)
-    found = captured.forward.draft(lanes, BLOCK_SIZE, torch.tensor(UNUSED))
+    asks, jobs = zip(*pairs, strict=True)
+    found = captured.forward.draft(jobs, BLOCK_SIZE, torch.tensor(NEVER_SAMPLED_IDS))
     with torch.inference_mode():
-        assert found == one_by_one(plain).draft(asks, lanes)
+        assert found == eager_loop(plain).draft(asks, jobs)
     for cached, wanted in zip(captured.copy_cache(), plain.copy_cache(), strict=True):
-        assert torch.equal(cached.nan_to_num(7.0), wanted.nan_to_num(7.0)), "the same tokens were computed"
+        assert torch.equal(cached.nan_to_num(7.0), wanted.nan_to_num(7.0)), "the same KV was written"
 
 
-def lane_of(number: int, **changes: object) -> DraftJob:
+def job_of(number: int, **changes: object) -> DraftJob:
     state = RequestState(Request(f"{number}", (5, 6, 7), SamplingParams(temperature=0), 0), 0, 4096)
     sampling = DraftState.from_state(state, VOCAB_SIZE).sampling
-    lane = DraftJob([5, 6, 7 + number], 0, blocks_of(number), 3, 4, -math.inf, sampling)
-    return replace(lane, **changes)  # type: ignore[arg-type]
+    job = DraftJob([5, 6, 7 + number], 0, blocks_of(number), 3, 4, -math.inf, sampling)
+    return replace(job, **changes)  # type: ignore[arg-type]
 
 
-def test_nothing_legal_ends_the_draft(beds: tuple[GraphTestBed, GraphTestBed]) -> None:
+def test_draft_ends_without_a_legal_token(beds: tuple[GraphTestBed, GraphTestBed]) -> None:
     forward = beds[0].forward
-    assert forward.draft([lane_of(0)], BLOCK_SIZE, torch.arange(VOCAB_SIZE)) == [DraftTokens((), ())]
-    few = forward.draft([lane_of(0), lane_of(1, max_tokens=0)], BLOCK_SIZE, torch.arange(1, VOCAB_SIZE))
-    assert few == [DraftTokens((0,) * 4, (0.0,) * 4), DraftTokens((), ())], "one token is left, and certain"
+    assert forward.draft([job_of(0)], BLOCK_SIZE, torch.arange(VOCAB_SIZE)) == [DraftTokens((), ())]
+    few = forward.draft([job_of(0), job_of(1, max_tokens=0)], BLOCK_SIZE, torch.arange(1, VOCAB_SIZE))
+    assert few == [DraftTokens((0,) * 4, (0.0,) * 4), DraftTokens((), ())], "the only legal token is certain"
 
 
-def test_more_requests_than_are_captured_and_longer_drafts_than_before(
-    beds: tuple[GraphTestBed, GraphTestBed],
-) -> None:
-    forward, unused = beds[0].forward, torch.tensor(UNUSED)
-    lane = lane_of(1, max_tokens=3)
-    alone = forward.draft([lane], BLOCK_SIZE, unused)[0]
-    assert forward.draft([lane] * (ROWS + 3), BLOCK_SIZE, unused) == [alone] * (ROWS + 3)
-    long = forward.draft([replace(lane, max_tokens=INITIAL_DRAFT_CAPACITY + 5)], BLOCK_SIZE, unused)[0]
+def test_draft_beyond_captured_sizes_and_capacity(beds: tuple[GraphTestBed, GraphTestBed]) -> None:
+    forward, unused = beds[0].forward, torch.tensor(NEVER_SAMPLED_IDS)
+    job = job_of(1, max_tokens=3)
+    alone = forward.draft([job], BLOCK_SIZE, unused)[0]
+    assert forward.draft([job] * (ROWS + 3), BLOCK_SIZE, unused) == [alone] * (ROWS + 3)
+    long = forward.draft([replace(job, max_tokens=INITIAL_DRAFT_CAPACITY + 5)], BLOCK_SIZE, unused)[0]
     assert len(long.token_ids) == INITIAL_DRAFT_CAPACITY + 5 and long.token_ids[:3] == alone.token_ids
-    assert forward.draft([lane], BLOCK_SIZE, unused) == [alone]
+    assert forward.draft([job], BLOCK_SIZE, unused) == [alone]
 
 
-def test_text_behind_pictures_stands_where_the_shift_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows and their places, as an ordinary batch has them; the model only tells what it got."""
+def test_draft_positions_follow_the_mrope_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake model returns the positions it gets."""
     monkeypatch.setattr(recorded, "CudaGraphPool", TapedGraphPool)
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -257,23 +254,23 @@ def test_text_behind_pictures_stands_where_the_shift_says(monkeypatch: pytest.Mo
         seen.append((batch.positions, batch.mrope_positions))
         return torch.nn.functional.one_hot(batch.mrope_positions[batch.sample_rows, 1], 99).float()
 
-    quick = GraphRunner(GraphCapturableOps(), forward)
-    quick.reserve(4, MAX_BLOCKS, True, "cpu", BLOCK_SIZE)
-    pictures = [
+    runner = GraphRunner(GraphCapturableOps(), forward)
+    runner.reserve(4, MAX_BLOCKS, True, "cpu", BLOCK_SIZE)
+    images = [
         PromptImage(b"", count, (1, 2, count // 2), (28, 28), (1, 3, 28, 28), None) for count in (4, 10, 16)
     ]
-    shifts = [MRopePositions((picture,)).offset for picture in pictures]
-    lanes = [
-        lane_of(n, start=picture.end, shift=shift)
-        for n, (picture, shift) in enumerate(zip(pictures, shifts, strict=True))
+    offsets = [MRopePositions((image,)).offset for image in images]
+    jobs = [
+        job_of(n, start_position=image.end, mrope_offset=shift)
+        for n, (image, shift) in enumerate(zip(images, offsets, strict=True))
     ]
-    guesses = quick.draft(lanes, BLOCK_SIZE, torch.tensor([], dtype=torch.int64))
-    for picture, shift, guess in zip(pictures, shifts, guesses, strict=True):
-        assert guess.token_ids == tuple(range(picture.end + shift + 2, picture.end + shift + 6))
+    drafted = runner.draft(jobs, BLOCK_SIZE, torch.tensor([], dtype=torch.int64))
+    for image, offset, draft in zip(images, offsets, drafted, strict=True):
+        assert draft.token_ids == tuple(range(image.end + offset + 2, image.end + offset + 6))
 
 
-def test_a_row_without_a_slot_is_our_own_bug(beds: tuple[GraphTestBed, GraphTestBed]) -> None:
-    with pytest.raises(AssertionError, match="without a slot"):
+def test_draft_job_without_slots_fails(beds: tuple[GraphTestBed, GraphTestBed]) -> None:
+    with pytest.raises(AssertionError, match="without slots"):
         beds[0].forward.draft(
-            [lane_of(0, blocks=[1], max_tokens=BLOCK_SIZE)], BLOCK_SIZE, torch.tensor(UNUSED)
+            [job_of(0, block_table=[1], max_tokens=BLOCK_SIZE)], BLOCK_SIZE, torch.tensor(NEVER_SAMPLED_IDS)
         )

@@ -1,4 +1,4 @@
-"""Constraints are tried in a process that may fall."""
+"""Constraints are checked in worker processes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from foreword.core.structured import StructuredOutput, Vocabulary
-from foreword.errors import InvalidRequest, Overloaded, RequestFailed
-from foreword.grammar import check as check_module
+from foreword.core.structured import StructuredOutput
+from foreword.errors import InvalidRequest, Overloaded
 from foreword.grammar import limits
 from foreword.grammar.check import GrammarChecker
 from tests.support.adversarial_grammars import ADVERSARIAL, REJECTED
@@ -33,7 +33,7 @@ def checker() -> Iterator[GrammarChecker]:
 
 
 def _workers(checker: GrammarChecker) -> list[int]:
-    return [worker._process.pid for worker in checker._workers if worker._process is not None]
+    return [worker.process.pid for worker in checker._pool.workers if worker.process is not None]
 
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
@@ -51,7 +51,7 @@ def test_hostile(checker: GrammarChecker, name: str) -> None:
     checker.check_sync(GOOD)
 
 
-async def test_the_field_and_the_reason_are_named(checker: GrammarChecker) -> None:
+async def test_error_names_field_and_reason(checker: GrammarChecker) -> None:
     with pytest.raises(InvalidRequest, match=r"^guided_regex: .*unclosed character class") as caught:
         await checker.check(BAD)
     assert caught.value.param == "guided_regex"
@@ -61,7 +61,7 @@ async def test_the_field_and_the_reason_are_named(checker: GrammarChecker) -> No
 
 
 async def test_a_death_is_the_fault_of_one(checker: GrammarChecker) -> None:
-    """Those that wait behind a grammar that kills the worker are answered by the next worker."""
+    """Checks that wait for a worker are not hurt if a grammar kills it."""
     before = _workers(checker)
     others = [StructuredOutput("regex", f"[a-z]+{i}") for i in range(3)]
     deadly = StructuredOutput("lark", DEADLY.text + "\n// once more\n")
@@ -70,105 +70,68 @@ async def test_a_death_is_the_fault_of_one(checker: GrammarChecker) -> None:
     assert _workers(checker) != before
 
 
-def test_a_verdict_is_remembered(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(checker, "_check", lambda structured: asked.append(structured) or "")
+def test_verdict_is_cached(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    monkeypatch.setattr(checker, "_check", lambda structured: checked.append(structured) or "")
     fresh = StructuredOutput("regex", "never [a-z]+ seen")
     for _ in range(3):
         checker.check_sync(fresh)
         checker.check_sync(StructuredOutput("regex", fresh.text, after="</think>", field="other"))
-    assert len(asked) == 1
+    assert len(checked) == 1
     checker.check_sync(StructuredOutput("regex", fresh.text, whitespace=False))
-    assert len(asked) == 2
+    assert len(checked) == 2
     monkeypatch.setattr(limits, "MAX_CACHED_VERDICTS", 2)
     for text in ("a", "b", "c"):
         checker.check_sync(StructuredOutput("regex", text + "never"))
     checker.check_sync(fresh)
-    assert len(asked) == 6
+    assert len(checked) == 6
 
 
-async def test_the_same_constraint_is_compiled_once_for_all_that_wait(
+async def test_equal_pending_constraints_are_compiled_once(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    checked = []
     go = threading.Event()
     monkeypatch.setattr(
-        checker, "_check", lambda structured: asked.append(structured) or str(go.wait(10) and "")
+        checker, "_check", lambda structured: checked.append(structured) or str(go.wait(10) and "")
     )
     fresh = StructuredOutput("regex", "all [a-z]+ at once")
     tasks = [asyncio.create_task(checker.check(fresh)) for _ in range(5)]
     await asyncio.sleep(0.05)
-    tasks[0].cancel()  # its caller has gone; the others still wait
+    tasks[0].cancel()  # the others still wait
     go.set()
-    assert await asyncio.gather(*tasks[1:]) == [None] * 4 and len(asked) == 1
+    assert await asyncio.gather(*tasks[1:]) == [None] * 4 and len(checked) == 1
 
 
-async def test_who_waits_too_long_is_told_to_come_back(
-    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "QUEUE_TIMEOUT_S", 0.05)
+async def test_queue_timeout_is_overloaded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker._pool, "limits", replace(checker._pool.limits, queue_timeout_s=0.05))
     monkeypatch.setattr(checker, "_check", lambda structured: str(time.sleep(0.2) or ""))
     slow = asyncio.create_task(checker.check(StructuredOutput("regex", "slow")))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded) as caught:
-        await checker.check(StructuredOutput("regex", "behind it"))
+        await checker.check(StructuredOutput("regex", "waits"))
     assert caught.value.status == 429
     await slow
-    checker.check_sync(StructuredOutput("regex", "behind it"))  # was never a verdict
+    checker.check_sync(StructuredOutput("regex", "waits"))  # the timeout is not a verdict
 
 
-def test_a_worker_that_hangs_is_replaced(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_worker_is_replaced(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     (pid,) = _workers(checker)
-    monkeypatch.setattr(limits, "COMPILE_WALL_S", 0.2)
+    monkeypatch.setattr(checker._pool, "limits", replace(checker._pool.limits, wall_s=0.2))
     os.kill(pid, signal.SIGSTOP)
-    asleep = StructuredOutput("regex", "while it sleeps")
+    pending = StructuredOutput("regex", "while it sleeps")
     with pytest.raises(Overloaded, match="too busy"):
-        checker.check_sync(asleep)
+        checker.check_sync(pending)
     monkeypatch.undo()
-    checker.check_sync(asleep)  # was never a verdict
+    checker.check_sync(pending)  # the timeout is not a verdict
     assert _workers(checker) != [pid]
 
 
-def test_a_worker_that_was_killed_speaks_against_nobody(checker: GrammarChecker) -> None:
-    """A machine that runs out of memory ends whom it likes."""
-    (pid,) = _workers(checker)
-    os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    checker.check_sync(StructuredOutput("regex", "the next one"))
-    assert _workers(checker) != [pid]
-
-
-IMPATIENT = """
-import sys
-from foreword.grammar import limits
-from foreword.grammar import check_worker as worker
-limits.COMPILE_CPU_S = 0.1
-worker.main(int(sys.argv[1]))
-"""
-
-
-def test_too_much_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker measures its own time: a machine that is busy refuses nobody."""
-    monkeypatch.setattr(check_module, "WORKER", ("-c", IMPATIENT))
+def test_cpu_limit_rejects_the_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU time of the worker, so a busy machine rejects nothing."""
+    monkeypatch.setattr(limits, "COMPILE_CPU_S", 0.1)
     checker = GrammarChecker(tokenizer().vocabulary, num_workers=1)
     with pytest.raises(InvalidRequest, match="takes more than"):
         checker.check_sync(ADVERSARIAL["schema: 2,000 properties, none required"])
     checker.check_sync(GOOD)
     checker.close()
-
-
-def test_a_worker_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_module.sys, "executable", "/bin/false")
-    checker = GrammarChecker(lambda: Vocabulary((b"a",), (), ()), num_workers=1)
-    with pytest.raises(RequestFailed):
-        checker.check_sync(GOOD)
-    checker.close()
-
-
-def test_close_ends_the_workers() -> None:
-    checker = GrammarChecker(tokenizer().vocabulary, num_workers=1)
-    checker.check_sync(GOOD)
-    (pid,) = _workers(checker)
-    checker.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)

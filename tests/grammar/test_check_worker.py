@@ -1,4 +1,4 @@
-"""What the worker says about a constraint, in this process."""
+"""The verdict of the worker, computed in this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.grammar_walks import tokenizer
 
 
 @pytest.fixture(scope="module")
-def tokens() -> GrammarVocab:
+def vocab() -> GrammarVocab:
     vocabulary = tokenizer().vocabulary()
     return GrammarVocab(vocabulary, len(vocabulary.tokens))
 
@@ -35,16 +35,17 @@ def tokens() -> GrammarVocab:
         (StructuredOutput("json_schema", '{"oneOf": [{"minLength": 1}, {"maxLength": 3}]}'), "oneOf"),
     ],
 )
-def test_objection(tokens: GrammarVocab, structured: StructuredOutput, reason: str | None) -> None:
-    found = check_grammar(structured, tokens)
-    assert (
-        found is None
-        if reason is None
-        else found is not None and reason in found and not found.startswith("f:")
-    )
+def test_check_grammar_returns_the_reason(
+    vocab: GrammarVocab, structured: StructuredOutput, reason: str | None
+) -> None:
+    actual = check_grammar(structured, vocab)
+    if reason is None:
+        assert actual is None
+    else:
+        assert actual is not None and reason in actual and not actual.startswith("f:")
 
 
-def test_the_worker_starts_without_torch() -> None:
+def test_worker_does_not_import_torch() -> None:
     code = (
         "import sys, foreword.grammar.check, foreword.grammar.check_worker; sys.exit('torch' in sys.modules)"
     )

@@ -1,11 +1,10 @@
-"""Every kind of constraint becomes a grammar that means the same."""
+"""Each constraint type against its reference language."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +14,7 @@ from foreword.core.structured import CONSTRAINT_TYPES, StructuredOutput
 from foreword.errors import InvalidRequest
 from foreword.grammar.compiler import to_llguidance
 from foreword.grammar.manager import GrammarManager
-from tests.grammar.test_json_schema import EOS, takes
-from tests.support.grammar_walks import begin_request, open_grammar_manager, random_walk, tokenizer
+from tests.support.grammar_walks import EOS, begin_request, is_legal, random_walk, tokenizer
 
 EXAMPLES = {
     "json_schema": ('{"type": "integer"}', "12", "x"),
@@ -29,17 +27,11 @@ EXAMPLES = {
 }
 
 
-@pytest.fixture(scope="module")
-def grammars() -> Iterator[GrammarManager]:
-    with open_grammar_manager() as grammars:
-        yield grammars
-
-
 @pytest.mark.parametrize("kind", CONSTRAINT_TYPES)
-def test_every_kind(grammars: GrammarManager, kind: str) -> None:
+def test_constraint_type_accepts_good_and_rejects_bad(grammars: GrammarManager, kind: str) -> None:
     text, good, bad = EXAMPLES[kind]
     structured = StructuredOutput(kind, text)
-    assert takes(grammars, structured, good) and not takes(grammars, structured, bad)
+    assert is_legal(grammars, structured, good) and not is_legal(grammars, structured, bad)
 
 
 def test_errors_name_the_field() -> None:
@@ -62,8 +54,8 @@ def test_errors_name_the_field() -> None:
     ],
 )
 def test_regular_expressions(grammars: GrammarManager, regex: str, good: str, bad: str) -> None:
-    assert takes(grammars, StructuredOutput("regex", regex), good)
-    assert not takes(grammars, StructuredOutput("regex", regex), bad)
+    assert is_legal(grammars, StructuredOutput("regex", regex), good)
+    assert not is_legal(grammars, StructuredOutput("regex", regex), bad)
 
 
 ATOMS = st.sampled_from(["a", "bc", "[a-c]", r"\d", "[^ab ]", ".", "é", r"\.", "(x|yz)", "q?"])
@@ -74,7 +66,7 @@ REGEXES = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(regex=REGEXES, seed=st.integers(0, 2**32))
-def test_what_is_drawn_matches(grammars: GrammarManager, regex: str, seed: int) -> None:
+def test_random_output_matches_the_regex(grammars: GrammarManager, regex: str, seed: int) -> None:
     output = random_walk(
         begin_request(grammars, StructuredOutput("regex", regex)), random.Random(seed), max_tokens=60
     )
@@ -84,10 +76,10 @@ def test_what_is_drawn_matches(grammars: GrammarManager, regex: str, seed: int) 
 
 @settings(max_examples=60, deadline=None)
 @given(choices=st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=5), seed=st.integers(0, 2**32))
-def test_choices_of_any_characters(grammars: GrammarManager, choices: list[str], seed: int) -> None:
+def test_choices_may_hold_any_characters(grammars: GrammarManager, choices: list[str], seed: int) -> None:
     choices = [text.encode("utf-8", "replace").decode() for text in choices]
     output = random_walk(
         begin_request(grammars, StructuredOutput("choice", json.dumps(choices))), random.Random(seed)
     )
     assert b"".join(map(tokenizer().token_bytes, output[:-1])).decode() in choices
-    assert all(takes(grammars, StructuredOutput("choice", json.dumps(choices)), text) for text in choices)
+    assert all(is_legal(grammars, StructuredOutput("choice", json.dumps(choices)), text) for text in choices)

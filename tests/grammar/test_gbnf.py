@@ -1,9 +1,8 @@
-"""Grammars of llama.cpp and of vLLM."""
+"""GBNF of llama.cpp and EBNF of vLLM."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,8 +10,7 @@ from foreword.core.structured import StructuredOutput
 from foreword.grammar.gbnf import gbnf_to_lark
 from foreword.grammar.json_schema import GrammarError
 from foreword.grammar.manager import GrammarManager
-from tests.grammar.test_json_schema import takes
-from tests.support.grammar_walks import open_grammar_manager
+from tests.support.grammar_walks import is_legal
 
 # As llama.cpp ships it.
 JSON = r"""
@@ -85,33 +83,29 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def grammars() -> Iterator[GrammarManager]:
-    with open_grammar_manager() as grammars:
-        yield grammars
-
-
 @pytest.mark.parametrize(("grammar", "good", "bad"), CASES)
-def test_what_is_taken(grammars: GrammarManager, grammar: str, good: list[str], bad: list[str]) -> None:
+def test_grammar_accepts_good_and_rejects_bad_texts(
+    grammars: GrammarManager, grammar: str, good: list[str], bad: list[str]
+) -> None:
     structured = StructuredOutput("gbnf", grammar)
-    assert [text for text in good if not takes(grammars, structured, text)] == []
-    assert [text for text in bad if takes(grammars, structured, text)] == []
+    assert [text for text in good if not is_legal(grammars, structured, text)] == []
+    assert [text for text in bad if is_legal(grammars, structured, text)] == []
 
 
-def test_terminals_take_all_they_can(grammars: GrammarManager) -> None:
-    """Known: where a recursive grammar goes on with what a terminal could still take, some of its texts are not offered.
+def test_greedy_terminals_hide_some_recursive_texts(grammars: GrammarManager) -> None:
+    """Known limit: a terminal takes a character that a recursive rule needs next.
 
-    What is offered conforms. As one terminal, without recursion, nothing is lost.
+    All accepted texts conform. Without recursion the grammar is one terminal, and accepts all its texts.
     """
     recursive = 'root ::= "(" root ")" | term "\\n"\nterm ::= [a-z] term | [0-9]+ [ \\n]*'
-    assert not takes(grammars, StructuredOutput("gbnf", recursive), "a5\n")
-    assert takes(grammars, StructuredOutput("gbnf", recursive.replace("term |", "|")), "5\n")
+    assert not is_legal(grammars, StructuredOutput("gbnf", recursive), "a5\n")
+    assert is_legal(grammars, StructuredOutput("gbnf", recursive.replace("term |", "|")), "5\n")
 
 
-def test_what_is_not_recursive_is_one_terminal() -> None:
+def test_non_recursive_grammar_is_one_terminal() -> None:
     assert gbnf_to_lark(SQL).startswith("start: START_T0\n")
     lines = gbnf_to_lark(ARITHMETIC).splitlines()
-    assert not [line for line in lines if re.search(r"_r\d+:.*/", line)], "characters stand in terminals only"
+    assert not [line for line in lines if re.search(r"_r\d+:.*/", line)], "rules must not hold characters"
 
 
 @pytest.mark.parametrize(
@@ -121,19 +115,19 @@ def test_what_is_not_recursive_is_one_terminal() -> None:
         ('a ::= "x"', "no rule 'root'"),
         ('root ::= "a"\nroot ::= "b"', "defined twice"),
         ('root ::= ("a"', r"expected '\)' after"),
-        ('root = "a"', "cannot be read at"),
+        ('root = "a"', "syntax error at"),
         ('root "a"', "expected ::= after 'root'"),
         ("root ::= \"a\" 'b'", "line 1"),
         ('root ::= "a"\n\nroot2 ::= "b', "line 3"),
         ("root ::= [", "line 1"),
-        ('root ::= "a" [^]', "set \\[\\^\\] is empty"),
-        ('root ::= "a"{2,99999}', "10000 times"),
-        pytest.param('root ::= "a"{' + "9" * 5000 + "}", "10000 times", id="more than can be read"),
-        ('root ::= "\\uD800"', "no character has the code D800"),
+        ('root ::= "a" [^]', "class \\[\\^\\] is empty"),
+        ('root ::= "a"{2,99999}', "at most 10000"),
+        pytest.param('root ::= "a"{' + "9" * 5000 + "}", "at most 10000", id="5000 digits"),
+        ('root ::= "\\uD800"', "D800 is not a Unicode code point"),
         ("root ::= )", "expected a rule name"),
         ("", "no rule 'root'"),
     ],
 )
-def test_what_is_wrong_is_said(grammar: str, reason: str) -> None:
+def test_error_names_the_defect(grammar: str, reason: str) -> None:
     with pytest.raises(GrammarError, match=reason):
         gbnf_to_lark(grammar)

@@ -1,4 +1,4 @@
-"""The engine's grammars: compiled in the background, prepared beside the forward pass."""
+"""The engine's grammars: background compilation, background masks, caches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import RequestState
 from foreword.core.structured import StructuredOutput
 from foreword.errors import InvalidRequest
-from foreword.grammar import manager as grammars_module
+from foreword.grammar import manager as manager_module
 from foreword.grammar.manager import GrammarManager
 from foreword.grammar.masks import MaskJob
 from tests.support.adversarial_grammars import ADVERSARIAL
@@ -31,39 +31,39 @@ from tests.support.grammar_walks import (
 CHOICE = StructuredOutput("choice", '["yes", "no", "perhaps"]')
 
 
-def test_a_request_waits_for_the_vocabulary() -> None:
+def test_request_waits_for_the_vocabulary() -> None:
     grammars = GrammarManager(vocab_size())
-    waiting = grammars.compile(request(CHOICE))
+    pending = grammars.compile(request(CHOICE))
     with pytest.raises(FutureTimeout):
-        waiting.result(0.05)
+        pending.result(0.05)
     grammars.set_vocabulary(tokenizer().vocabulary())
-    assert waiting.result(10).error is None
+    assert pending.result(10).error is None
     grammars.set_vocabulary(tokenizer().vocabulary())
     grammars.close()
 
 
-def test_a_constraint_that_cannot_be_compiled() -> None:
+def test_compile_error_names_the_field() -> None:
     with open_grammar_manager() as grammars, pytest.raises(InvalidRequest) as caught:
         begin_request(grammars, StructuredOutput("regex", "(", field="guided_regex"))
     assert caught.value.param == "guided_regex"
 
 
 def test_others_run_while_a_grammar_compiles() -> None:
-    """llguidance compiles without the interpreter's lock."""
+    """llguidance compiles without the GIL."""
     with open_grammar_manager() as grammars:
         pending = grammars.compile(request(ADVERSARIAL["schema: 2,000 properties, none required"]))
-        turns = 0
+        num_sleeps = 0
         while not pending.done():
             time.sleep(0.001)
-            turns += 1
-        assert turns > 10
+            num_sleeps += 1
+        assert num_sleeps > 10
 
 
 def test_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
-    real = grammars_module.CompiledGrammar
-    monkeypatch.setattr(grammars_module, "Compiled", lambda *args: built.append(args[0]) or real(*args))
-    monkeypatch.setattr(grammars_module, "MAX_CACHED_GRAMMARS", 2)
+    real = manager_module.CompiledGrammar
+    monkeypatch.setattr(manager_module, "CompiledGrammar", lambda *args: built.append(args[0]) or real(*args))
+    monkeypatch.setattr(manager_module, "MAX_CACHED_GRAMMARS", 2)
     with open_grammar_manager() as grammars:
         for _ in range(3):
             begin_request(grammars, CHOICE)
@@ -75,11 +75,11 @@ def test_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(built) == 4
 
 
-def test_a_grammar_that_is_known_waits_for_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_grammar_does_not_wait_for_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     done = threading.Event()
     with open_grammar_manager() as grammars:
         begin_request(grammars, CHOICE)
-        monkeypatch.setattr(grammars_module, "Compiled", lambda *args: done.wait(30))
+        monkeypatch.setattr(manager_module, "CompiledGrammar", lambda *args: done.wait(30))
         slow = grammars.compile(request(StructuredOutput("regex", "slow")))
         assert legal_ids(begin_request(grammars, CHOICE).mask(()))
         assert not slow.done()
@@ -87,19 +87,19 @@ def test_a_grammar_that_is_known_waits_for_no_compilation(monkeypatch: pytest.Mo
 
 
 def _state(grammars: GrammarManager, structured: StructuredOutput | None) -> RequestState:
-    asked = request(structured) if structured else request(CHOICE, params=SamplingParams())
-    return RequestState(asked, 0, 2048, grammars.compile(asked).result(10) if structured else None)
+    new = request(structured) if structured else request(CHOICE, params=SamplingParams())
+    return RequestState(new, 0, 2048, grammars.compile(new).result(10) if structured else None)
 
 
 def test_rows_of_many_requests() -> None:
-    """Some with drafts, some without, some without a grammar; jobs that nobody waits for; requests that leave."""
+    """With and without drafts and grammars; unused jobs; tokens accepted without a mask."""
     with open_grammar_manager() as grammars:
         plain = _state(grammars, None)
         states = [
             _state(grammars, structured) for structured in (CHOICE, StructuredOutput("json_object"), CHOICE)
         ]
         drafts = [encode("per"), encode('{"a'), ()]
-        fresh = [
+        expected = [
             _state(grammars, structured) for structured in (CHOICE, StructuredOutput("json_object"), CHOICE)
         ]
         rows = [SampleRow(s, d[:n]) for s, d in zip(states, drafts, strict=True) for n in range(len(d) + 1)]
@@ -109,7 +109,7 @@ def test_rows_of_many_requests() -> None:
         grammars.start_masks([SampleRow(plain)])
         for _ in range(50):
             grammars.start_masks(rows)
-            for state, other, draft in zip(states, fresh, drafts, strict=True):
+            for state, other, draft in zip(states, expected, drafts, strict=True):
                 assert state.grammar is not None and other.grammar is not None
                 for n in range(len(draft) + 1):
                     assert legal_ids(state.grammar.mask(draft[:n])) == legal_ids(
@@ -117,10 +117,10 @@ def test_rows_of_many_requests() -> None:
                     )
         grammars.start_masks(rows)
         for state, draft in zip(states, drafts, strict=True):
-            state.append(draft)  # without asking for a mask
+            state.append(draft)  # without a call of mask()
 
 
-def test_whoever_comes_first_computes() -> None:
+def test_first_thread_computes_the_mask() -> None:
     with open_grammar_manager() as grammars:
         state = _state(grammars, CHOICE)
         seen: set[str] = set()
@@ -131,7 +131,7 @@ def test_whoever_comes_first_computes() -> None:
             real(job)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(MaskJob, "_set_computed", compute)
+            patch.setattr(MaskJob, "_compute", compute)
             for pause in (0.0, 0.02) * 20:
                 grammars.start_masks([SampleRow(state)])
                 time.sleep(pause)
@@ -139,14 +139,14 @@ def test_whoever_comes_first_computes() -> None:
         assert "grammar-masks" in seen
 
 
-def test_an_error_in_the_background_reaches_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_error_is_raised_by_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_grammar_manager() as grammars:
         state = _state(grammars, CHOICE)
 
         def fail(job: MaskJob) -> None:
             raise RuntimeError("no masks today")
 
-        monkeypatch.setattr(MaskJob, "_set_computed", fail)
+        monkeypatch.setattr(MaskJob, "_compute", fail)
         grammars.start_masks([SampleRow(state)])
         assert state.grammar is not None
         with pytest.raises(RuntimeError, match="no masks today"):
@@ -157,20 +157,20 @@ def test_an_error_in_the_background_reaches_who_asks(monkeypatch: pytest.MonkeyP
 
 def test_close_while_requests_wait() -> None:
     grammars = GrammarManager(vocab_size())
-    waiting = grammars.compile(request(CHOICE))
+    pending = grammars.compile(request(CHOICE))
     grammars.close()
-    assert waiting.exception(10) is not None or waiting.cancelled()
+    assert pending.exception(10) is not None or pending.cancelled()
 
 
-def test_the_thread_of_masks_ends_with_its_owner() -> None:
-    """Engines come and go within a process; nobody closes those that an LLM has dropped."""
+def test_mask_thread_ends_with_its_manager() -> None:
+    """A dropped LLM does not close its engine."""
     grammars = GrammarManager(vocab_size())
     grammars.set_vocabulary(tokenizer().vocabulary())
     before = set(threading.enumerate())
     state = _state(grammars, CHOICE)
     grammars.start_masks([SampleRow(state)])
     assert state.grammar is not None and state.grammar.mask(()) is not None
-    (thread,) = (one for one in set(threading.enumerate()) - before if one.name == "grammar-masks")
+    (thread,) = (t for t in set(threading.enumerate()) - before if t.name == "grammar-masks")
     del grammars, state
     gc.collect()
     thread.join(10)

@@ -1,11 +1,10 @@
-"""One request's grammar: masks, drafts, forced text, reasoning, ends; every way to ask gives the same answer."""
+"""The matcher of a request: masks, drafts, forced tokens, reasoning, stop tokens, full lexers."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from collections.abc import Iterator
 
 import jsonschema
 import pytest
@@ -16,14 +15,14 @@ from foreword.core.batch import SampleRow
 from foreword.core.params import SamplingParams
 from foreword.core.request import RequestState
 from foreword.core.structured import StructuredOutput
-from foreword.grammar import compiler as compiled_module
+from foreword.grammar import compiler as compiler_module
 from foreword.grammar.limits import parser_limits
 from foreword.grammar.manager import GrammarManager
 from tests.support.grammar_walks import (
+    EOS,
     begin_request,
     encode,
     legal_ids,
-    open_grammar_manager,
     random_walk,
     request,
     tokenizer,
@@ -55,14 +54,7 @@ CASES = {
     "choice": StructuredOutput("choice", json.dumps(["yes", "yes, of course", "no"])),
     "gbnf": StructuredOutput("gbnf", GBNF),
 }
-EOS = tokenizer().eos_token_ids[0]
 SEEDS = st.integers(0, 2**32)
-
-
-@pytest.fixture(scope="module")
-def grammars() -> Iterator[GrammarManager]:
-    with open_grammar_manager() as grammars:
-        yield grammars
 
 
 def _conforms(name: str, text: str) -> bool:
@@ -74,15 +66,14 @@ def _conforms(name: str, text: str) -> bool:
             return re.fullmatch(REGEX, text) is not None
         case "choice":
             return text in ("yes", "yes, of course", "no")
-    return re.fullmatch(r"(\()*([a-d]+x?)(,[a-d]+x?)*(\))*", text) is not None and text.count(
-        "("
-    ) == text.count(")")
+    is_balanced = text.count("(") == text.count(")")
+    return is_balanced and re.fullmatch(r"(\()*([a-d]+x?)(,[a-d]+x?)*(\))*", text) is not None
 
 
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=25, deadline=None)
 @given(seed=SEEDS)
-def test_what_is_drawn_conforms(grammars: GrammarManager, name: str, seed: int) -> None:
+def test_random_output_conforms(grammars: GrammarManager, name: str, seed: int) -> None:
     output = random_walk(begin_request(grammars, CASES[name]), random.Random(seed))
     if output[-1] == EOS:
         assert _conforms(name, tokenizer().decode(output[:-1]))
@@ -91,7 +82,7 @@ def test_what_is_drawn_conforms(grammars: GrammarManager, name: str, seed: int) 
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, at=st.integers(0, 30))
-def test_a_token_is_legal_alone_if_and_only_if_the_mask_says_so(
+def test_num_legal_of_one_token_agrees_with_the_mask(
     grammars: GrammarManager, name: str, seed: int, at: int
 ) -> None:
     grammar = begin_request(grammars, CASES[name])
@@ -106,22 +97,22 @@ def test_a_token_is_legal_alone_if_and_only_if_the_mask_says_so(
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, at=st.integers(0, 20), wrong=st.integers(0, 40), noise=st.integers(0, 1535))
-def test_a_draft_is_legal_as_far_as_its_masks_say(
+def test_num_legal_of_a_draft_agrees_with_its_masks(
     grammars: GrammarManager, name: str, seed: int, at: int, wrong: int, noise: int
 ) -> None:
     output = random_walk(begin_request(grammars, CASES[name]), random.Random(seed))
-    grammar, probe = begin_request(grammars, CASES[name]), begin_request(grammars, CASES[name])
+    grammar, stepwise = begin_request(grammars, CASES[name]), begin_request(grammars, CASES[name])
     at = min(at, len(output) - 1)
     grammar.accept(output[:at])
-    probe.accept(output[:at])
+    stepwise.accept(output[:at])
     draft = output[at:]
     draft[wrong % len(draft)] = noise
     expected = 0
     for token_id in draft:
-        if token_id not in legal_ids(probe.mask(())):
+        if token_id not in legal_ids(stepwise.mask(())):
             break
         expected += 1
-        probe.accept([token_id])
+        stepwise.accept([token_id])
         if token_id == EOS:
             break
     assert grammar.num_legal(draft) == expected
@@ -129,11 +120,11 @@ def test_a_draft_is_legal_as_far_as_its_masks_say(
 
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=15, deadline=None)
-@given(seed=SEEDS, length=st.integers(0, 12), asked=st.booleans())
-def test_masks_are_the_same_whoever_computes_them(
-    grammars: GrammarManager, name: str, seed: int, length: int, asked: bool
+@given(seed=SEEDS, length=st.integers(0, 12), use_first=st.booleans())
+def test_mask_is_equal_on_all_ways_to_compute_it(
+    grammars: GrammarManager, name: str, seed: int, length: int, use_first: bool
 ) -> None:
-    """Prepared for a whole draft, asked for without preparation, or with the draft as output."""
+    """By a background job for the draft, on demand, or with the draft as output."""
     draw = random.Random(seed)
     output = random_walk(begin_request(grammars, CASES[name]), draw)
     if output[-1] == EOS:
@@ -143,7 +134,7 @@ def test_masks_are_the_same_whoever_computes_them(
     prepared, plain, followed = (begin_request(grammars, CASES[name]) for _ in range(3))
     for grammar in (prepared, plain, followed):
         grammar.accept(output[:at])
-    if asked:  # forced text must leave no trace
+    if use_first:  # must not change the state
         prepared.forced(5)
         prepared.num_legal((*draft, 3))
         prepared.must_end(draft)
@@ -160,7 +151,7 @@ def test_masks_are_the_same_whoever_computes_them(
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, max_tokens=st.integers(1, 12))
-def test_forced_tokens_are_legal_and_but_for_whitespace_no_others_are(
+def test_forced_tokens_are_the_only_legal_text_except_whitespace(
     grammars: GrammarManager, name: str, seed: int, max_tokens: int
 ) -> None:
     grammar = begin_request(grammars, CASES[name])
@@ -182,7 +173,7 @@ def _letters(token_id: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("indent", "separators", "spelled"),
+    ("indent", "separators", "expected"),
     [
         (None, None, ', "kind": "pri'),
         (None, (",", ":"), ',"kind":"pri'),
@@ -190,10 +181,9 @@ def _letters(token_id: int) -> bytes:
         ("\t", (",", ":"), ',\n\t"kind":"pri'),
     ],
 )
-def test_the_habits_of_an_output_are_kept(
-    grammars: GrammarManager, indent: int | str | None, separators: tuple[str, str] | None, spelled: str
+def test_forced_text_keeps_the_style_of_the_output(
+    grammars: GrammarManager, indent: int | str | None, separators: tuple[str, str] | None, expected: str
 ) -> None:
-    """Whitespace is free, and follows what the output did before."""
     properties = {
         "name": {"type": "string"},
         "age": {"type": "integer"},
@@ -209,10 +199,10 @@ def test_the_habits_of_an_output_are_kept(
     grammar = begin_request(grammars, StructuredOutput("json_schema", json.dumps(schema)))
     grammar.accept(encode(text.rstrip().removesuffix("}").rstrip() + ","))
     forced = tokenizer().decode(grammar.forced(30))
-    assert forced and ("," + forced).startswith(spelled[: len(forced) + 1]) and '"kind":' in forced
+    assert forced and ("," + forced).startswith(expected[: len(forced) + 1]) and '"kind":' in forced
 
 
-def test_text_that_must_follow_is_forced_with_the_end(grammars: GrammarManager) -> None:
+def test_forced_text_includes_eos(grammars: GrammarManager) -> None:
     grammar = begin_request(grammars, StructuredOutput("choice", '["Lisbon is the capital", "Oslo is not"]'))
     assert grammar.forced(20) == ()
     grammar.accept(encode("Lis"))
@@ -227,7 +217,7 @@ def test_text_that_must_follow_is_forced_with_the_end(grammars: GrammarManager) 
     assert grammar.error is None and grammar.forced(3) == () and grammar.num_legal([17]) == 0
 
 
-def test_every_id_that_ends_the_request_is_legal_where_the_answer_may_end(grammars: GrammarManager) -> None:
+def test_all_stop_ids_are_legal_where_the_output_may_end(grammars: GrammarManager) -> None:
     vocabulary = tokenizer().vocabulary()
     other = next(i for i in vocabulary.special_ids if i not in vocabulary.eos_ids)
     grammar = begin_request(grammars, CASES["choice"], eos_token_ids=(other,))
@@ -246,8 +236,8 @@ def test_every_id_that_ends_the_request_is_legal_where_the_answer_may_end(gramma
     assert {other, EOS} <= set(legal_ids(grammar.mask(())))
 
 
-def test_delivered_tokens_are_behind_the_grammar_already(grammars: GrammarManager) -> None:
-    grammar = begin_request(grammars, CASES["choice"], delivered_ids=encode("yes, of"))
+def test_matcher_starts_after_the_resumed_output(grammars: GrammarManager) -> None:
+    grammar = begin_request(grammars, CASES["choice"], resume_output_ids=encode("yes, of"))
     assert tokenizer().decode(grammar.forced(9)) == " course"
 
 
@@ -271,7 +261,7 @@ def test_reasoning_ends_inside_a_draft(grammars: GrammarManager) -> None:
     assert [grammar.mask(draft[:n]) is None for n in range(len(draft) - 1)] == [
         n < 5 for n in range(len(draft) - 1)
     ]
-    grammar.accept(draft[:4])  # the first token of the end sequence is output, the second still to come
+    grammar.accept(draft[:4])  # ends with the first token of an end sequence
     assert grammar.mask(()) is None and grammar.mask((9,)) is None
     assert legal_ids(grammar.mask((42,))) == legal_ids(fresh.mask(()))
     grammar.accept((42, *answer[:1]))
@@ -279,7 +269,7 @@ def test_reasoning_ends_inside_a_draft(grammars: GrammarManager) -> None:
     assert legal_ids(grammar.mask(())) == legal_ids(fresh.mask(()))
 
 
-def test_reasoning_that_ended_in_the_prompt(grammars: GrammarManager) -> None:
+def test_reasoning_may_end_in_the_prompt(grammars: GrammarManager) -> None:
     grammar = begin_request(grammars, CASES["choice"], reasoning_end_ids=(END,), prompt_ids=(1, 41, 42, 8))
     assert grammar.mask(()) is not None
     grammar = begin_request(
@@ -288,11 +278,11 @@ def test_reasoning_that_ended_in_the_prompt(grammars: GrammarManager) -> None:
     assert grammar.mask(()) is None
 
 
-def test_a_full_lexer_is_replaced(grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests with the same constraint share a lexer; where one fills it up, the others must not fall."""
-    monkeypatch.setattr(compiled_module, "parser_limits", lambda: _limits(max_lexer_states=60))
-    hungry = StructuredOutput("regex", "[a-z]{1,40}[0-9]{1,40}#")
-    words = [begin_request(grammars, hungry) for _ in range(6)]
+def test_full_lexer_is_replaced(grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with one constraint share a lexer: if one fills it, the others go on."""
+    monkeypatch.setattr(compiler_module, "parser_limits", lambda: _limits(max_lexer_states=60))
+    large = StructuredOutput("regex", "[a-z]{1,40}[0-9]{1,40}#")
+    words = [begin_request(grammars, large) for _ in range(6)]
     for number, grammar in enumerate(words):
         for char in "a" * (number + 1) * 3 + "7" * (number + 1) * 3:
             assert grammar.num_legal(encode(char)[:1])
@@ -301,32 +291,32 @@ def test_a_full_lexer_is_replaced(grammars: GrammarManager, monkeypatch: pytest.
         assert grammar.error is None
 
 
-def test_a_full_lexer_that_takes_long_to_build_serves_nobody_who_comes_later(
+def test_full_slow_lexer_is_not_used_for_later_requests(
     grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled_module, "parser_limits", lambda: _limits(max_lexer_states=60))
-    monkeypatch.setattr(compiled_module, "RECOMPILE_CPU_S", 0.0)
-    hungry = StructuredOutput("regex", "[a-z]{1,40}[0-9]{1,40}!")
-    first = begin_request(grammars, hungry)
+    monkeypatch.setattr(compiler_module, "parser_limits", lambda: _limits(max_lexer_states=60))
+    monkeypatch.setattr(compiler_module, "RECOMPILE_CPU_S", 0.0)
+    large = StructuredOutput("regex", "[a-z]{1,40}[0-9]{1,40}!")
+    first = begin_request(grammars, large)
     for char in "a" * 30 + "7" * 30:
         first.mask(())
         first.accept(encode(char)[:1])
     assert first.error is not None
-    later = begin_request(grammars, hungry)
+    later = begin_request(grammars, large)
     assert legal_ids(later.mask(())) and later.error is None
 
 
-def test_an_automaton_that_gives_up_says_why(
+def test_llguidance_error_is_reported_after_equal_masks(
     grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled_module, "parser_limits", lambda: _limits(max_items_in_row=50))
+    monkeypatch.setattr(compiler_module, "parser_limits", lambda: _limits(max_items_in_row=50))
     ambiguous = StructuredOutput("lark", 'start: s\ns: s s s | s s | "a"?')
     grammar, plain = begin_request(grammars, ambiguous), begin_request(grammars, ambiguous)
     letter = encode("a")[0]
     while grammar.error is None:
         assert plain.error is None
         before = legal_ids(grammar.mask(()))
-        draft = (letter,) * 9  # perhaps too much for the automaton, which must not matter to the rows before
+        draft = (letter,) * 9  # may exceed a limit, which must not change the rows before
         assert grammar.mask(draft) is not None and legal_ids(grammar.mask(())) == before
         assert legal_ids(plain.mask(())) == before
         grammar.accept([letter])

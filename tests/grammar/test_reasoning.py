@@ -1,4 +1,4 @@
-"""Where reasoning ends."""
+"""The end of the reasoning in outputs and prompts."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ ENDS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple), 
 
 
 def _end_of_first(text: tuple[int, ...], ends: list[tuple[int, ...]]) -> int | None:
-    """The first length at which an end sequence is complete."""
+    """Length of the shortest prefix that ends with an end sequence."""
     return next(
         (n for n in range(1, len(text) + 1) if any(text[:n][-len(end) :] == end for end in ends)), None
     )
 
 
 @given(parts=st.lists(IDS, max_size=4), last=IDS, ends=ENDS)
-def test_the_first_end_is_found_however_the_output_is_cut(
+def test_first_end_is_found_for_any_split_of_the_output(
     parts: list[tuple[int, ...]], last: tuple[int, ...], ends: list[tuple[int, ...]]
 ) -> None:
-    watch = ReasoningDetector(ends)
+    detector = ReasoningDetector(ends)
     before: tuple[int, ...] = ()
     for part in parts:
-        if watch.find_end(part) is not None:
+        if detector.find_end(part) is not None:
             break
-        watch.accept(part)
+        detector.accept(part)
         before += part
     expected = _end_of_first(before + last, ends)
-    assert watch.find_end(last) == (None if expected is None else expected - len(before))
+    assert detector.find_end(last) == (None if expected is None else expected - len(before))
 
 
-def test_an_end_in_the_prompt_counts_near_its_end() -> None:
+def test_end_in_the_prompt_counts_near_its_end() -> None:
     assert reasoning_ended_in_prompt((1, 2, 3), [(2, 3)]) and reasoning_ended_in_prompt(
         (1, 2, 3, 4), [(9,), (2, 3)]
     )

@@ -1,9 +1,8 @@
-"""Free text with parts that are constrained."""
+"""Structural tags: free text with constrained parts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ from foreword.core.structured import StructuredOutput
 from foreword.grammar.json_schema import GrammarError
 from foreword.grammar.manager import GrammarManager
 from foreword.grammar.structural_tag import structural_tag_to_lark
-from tests.grammar.test_json_schema import takes
-from tests.support.grammar_walks import begin_request, encode, open_grammar_manager
+from tests.support.grammar_walks import begin_request, encode, is_legal
 
 CITY = {
     "type": "object",
@@ -124,22 +122,16 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def grammars() -> Iterator[GrammarManager]:
-    with open_grammar_manager() as grammars:
-        yield grammars
-
-
 @pytest.mark.parametrize(("tag", "good", "bad"), CASES)
-def test_what_is_taken(
+def test_tag_accepts_good_and_rejects_bad_texts(
     grammars: GrammarManager, tag: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
     structured = StructuredOutput("structural_tag", json.dumps(tag))
-    assert [text for text in good if not takes(grammars, structured, text)] == []
-    assert [text for text in bad if takes(grammars, structured, text)] == []
+    assert [text for text in good if not is_legal(grammars, structured, text)] == []
+    assert [text for text in bad if is_legal(grammars, structured, text)] == []
 
 
-def test_behind_a_trigger_text_is_forced(grammars: GrammarManager) -> None:
+def test_text_after_a_trigger_is_forced(grammars: GrammarManager) -> None:
     grammar = begin_request(grammars, StructuredOutput("structural_tag", json.dumps(_format(**TRIGGERED))))
     grammar.accept(encode("So "))
     assert grammar.forced(9) == ()
@@ -151,28 +143,28 @@ def test_behind_a_trigger_text_is_forced(grammars: GrammarManager) -> None:
     ("tag", "reason"),
     [
         ([], "must be an object"),
-        ({}, "`structures` must be a list"),
-        ({"structures": OLDER["structures"], "triggers": []}, "`triggers` must be a list of texts"),
+        ({}, "`structures` must be a non-empty list"),
+        ({"structures": OLDER["structures"], "triggers": []}, "`triggers` must be a list of non-empty texts"),
         ({"structures": OLDER["structures"], "triggers": ["<tool"]}, "no tag begins with the trigger"),
         (
             _format(type="qwen_xml_parameter"),
-            "qwen_xml_parameter.* is not supported; known are any_text, const_string",
+            "qwen_xml_parameter.* is not supported; supported: any_text, const_string",
         ),
         (_format(type="json_schema", json_schema={"not": {}}), "'not' of JSON schema is not supported"),
         (_format(type="json_schema", json_schema={}, style="xml"), 'the style "xml"'),
-        (_format(type="sequence", elements=[ANY, NUMBER]), "any_text must be followed by"),
+        (_format(type="sequence", elements=[ANY, NUMBER]), "any_text must be the last element"),
         (_format(type="sequence", elements=[TRIGGERED, NUMBER]), "triggered_tags must be the last"),
         (_format(type="tag", begin="<a>", content=ANY, end=3), "the end of a tag must be"),
-        (_format(type="tags_with_separator", tags=[CALL] * 300), "may have 256 tags"),
-        (_format(type="regex", pattern="a{1,99999}"), "10000 times"),
+        (_format(type="tags_with_separator", tags=[CALL] * 300), "at most 256 tags"),
+        (_format(type="regex", pattern="a{1,99999}"), "more than 10000"),
         (
             _format(type="any_text", max_tokens=5),
             "the field 'max_tokens' of the format 'any_text' is not supported",
         ),
         (_format(type="repeat", min=3, max=2, content=ANY), "`min` and `max` must be"),
-        (_format(type="or", elements=[3]), "`elements` must be a list of objects"),
+        (_format(type="or", elements=[3]), "`elements` must be a non-empty list of objects"),
     ],
 )
-def test_what_is_wrong_is_said(tag: Any, reason: str) -> None:
+def test_error_names_the_defect(tag: Any, reason: str) -> None:
     with pytest.raises(GrammarError, match=reason):
         structural_tag_to_lark(json.dumps(tag), True)

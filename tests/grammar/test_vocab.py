@@ -1,4 +1,4 @@
-"""Vocabularies as llguidance wants them: padded, cut, without an end, with doubles."""
+"""Vocabularies: padded, cut, without EOS, with duplicate tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _grammar_of(vocabulary: Vocabulary, vocab_size: int, regex: str, eos: tuple[
 
 
 @pytest.mark.parametrize("vocab_size", [20, 26, 27, 31, 32, 33, 64, 100])
-def test_masks_are_as_wide_as_the_model(vocab_size: int) -> None:
+def test_mask_width_is_that_of_the_logits(vocab_size: int) -> None:
     eos = (3,) if vocab_size < 27 else (26,)
     vocabulary = Vocabulary((*LETTERS, b"</s>"), eos, eos)
     grammar = _grammar_of(vocabulary, vocab_size, "[a-z]+", eos)
@@ -39,21 +39,21 @@ def test_masks_are_as_wide_as_the_model(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [26, 32, 40])
-def test_a_vocabulary_without_an_end(vocab_size: int) -> None:
+def test_vocabulary_without_eos(vocab_size: int) -> None:
     grammar = _grammar_of(Vocabulary(LETTERS, (), ()), vocab_size, "ab", ())
     grammar.accept([0, 1])
     assert grammar.must_end(()) and grammar.forced(4) == ()
     assert not [i for i in legal_ids(grammar.mask(())) if i < vocab_size]
 
 
-def test_tokens_that_spell_the_same_are_all_legal() -> None:
+def test_tokens_of_equal_bytes_are_all_legal() -> None:
     grammar = _grammar_of(Vocabulary((b"a", b"b", b"a", b"ab", b""), (), ()), 5, "ab", ())
     assert legal_ids(grammar.mask(()))[:3] == [0, 2, 3]
     assert [grammar.num_legal([i]) for i in range(5)] == [1, 0, 1, 1, 0]
 
 
-def test_an_id_that_ends_answers_spells_nothing() -> None:
-    """Also where the tokenizer calls it an ordinary token: "</s>" in a text must not end it."""
+def test_eos_id_has_no_bytes() -> None:
+    """Also if the tokenizer lists it as an ordinary token: "</s>" inside a text must not end it."""
     vocabulary = Vocabulary((b"<", b"/", b"s", b">", b"</s>"), (), (4,))
     grammar = _grammar_of(vocabulary, 5, "(</s>){2}", (4,))
     assert legal_ids(grammar.mask(())) == [0]
@@ -61,20 +61,20 @@ def test_an_id_that_ends_answers_spells_nothing() -> None:
     assert legal_ids(grammar.mask(())) == [4]
 
 
-def test_text_is_cut_as_a_tokenizer_cuts_it() -> None:
+def test_tokenize_agrees_with_the_tokenizer() -> None:
     vocabulary = tokenizer().vocabulary()
-    tokens = GrammarVocab(vocabulary, len(vocabulary.tokens))
+    vocab = GrammarVocab(vocabulary, len(vocabulary.tokens))
     for text in (
         '{"name": "Clara", "age": 31}',
         "Write a short story about Viktor, a bear.",
         '[\n  {\n    "item": "lamp"',
         "größer",
     ):
-        assert tokens.tokenize(text.encode(), 99) == encode(text)
-        assert tokens.tokenize(text.encode(), 3) == encode(text)[:3]
+        assert vocab.tokenize(text.encode(), 99) == encode(text)
+        assert vocab.tokenize(text.encode(), 3) == encode(text)[:3]
 
 
-def test_text_that_cannot_be_spelled_is_left_out() -> None:
-    tokens = GrammarVocab(Vocabulary((b"a", b"b", b"ab", b"abc", b"ab"), (3,), (3,)), 5)
-    assert tokens.tokenize(b"abaabd", 9) == (2, 0, 2)
-    assert tokens.tokenize(b"d", 9) == tokens.tokenize(b"", 9) == ()
+def test_tokenize_stops_at_bytes_without_a_token() -> None:
+    vocab = GrammarVocab(Vocabulary((b"a", b"b", b"ab", b"abc", b"ab"), (3,), (3,)), 5)
+    assert vocab.tokenize(b"abaabd", 9) == (2, 0, 2)
+    assert vocab.tokenize(b"d", 9) == vocab.tokenize(b"", 9) == ()

@@ -1,15 +1,15 @@
-// The pool under ThreadSanitizer: many short jobs, with pauses long enough for its threads to fall asleep.
+// The thread pool under ThreadSanitizer: many short jobs, with pauses long enough for workers to sleep.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
 #include <vector>
 
-#include "pool.h"
+#include "thread_pool.h"
 
 int main() {
     constexpr int THREADS = 4, JOBS = 20000;
-    foreword::Pool pool(THREADS);
+    foreword::ThreadPool pool(THREADS);
     std::vector<int64_t> sums(THREADS), values(257);
     for (int job = 0; job < JOBS; job++) {
         const int64_t count = 1 + job % 257;

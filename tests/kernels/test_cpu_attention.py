@@ -1,4 +1,4 @@
-"""Attention on every instruction set: softmax over what a row sees, in bits that depend on nothing but the row."""
+"""Attention on every instruction set: correctness and row invariance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ each_cache = pytest.mark.parametrize("cached", CACHES)
 
 
 class Requests:
-    """KV of requests in scattered blocks; what nobody wrote is NaN."""
+    """KV of requests in scattered blocks; unwritten slots are NaN."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Requests:
         return build_batch(chunks, self.block_size, 4, "cpu")
 
     def run(self, ops: CpuOps, spans: Spans, heads: int = 6, **options: Any) -> Rows:
-        """Rows of padding must be zero."""
+        """Outputs by (request, position); padding rows must be zero."""
         batch, dim = self.batch(spans), self.kv.k.shape[2]
         q = torch.full((len(batch.positions), heads, dim), math.nan, dtype=self.dtype)
         for (request, start, end), row in zip(spans, batch.query_start_loc, strict=False):
@@ -126,7 +126,7 @@ def _values(part: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def agree(left: Rows, right: Rows) -> None:
-    """What both have; at least all of `left`."""
+    """All rows of `left` have the same bits in `right`."""
     for key, value in left.items():
         assert same_bits(value, right[key]), key
 
@@ -137,7 +137,7 @@ def agree(left: Rows, right: Rows) -> None:
     ("heads", "kv_heads", "dim"), [(14, 2, 64), (3, 1, 8), (2, 2, 80), (1, 1, 256), (9, 1, 7)]
 )
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (70, None), (None, 2.0)])
-def test_attention_is_softmax_over_what_a_row_sees(
+def test_attention_is_softmax_over_visible_positions(
     isa: str,
     cached: torch.dtype,
     heads: int,
@@ -146,7 +146,7 @@ def test_attention_is_softmax_over_what_a_row_sees(
     window: int | None,
     softcap: float | None,
 ):
-    """The error is at most twice that of the same steps in plain torch, or a few units of float32: sums differ by machine."""
+    """The error is at most twice that of plain torch, or a few float32 units: sums differ by machine."""
     start, length = SPLIT - 5, SPLIT + 20
     for dtype in TYPES:
         requests = Requests([length], kv_heads, dim, cached, dtype)
@@ -165,7 +165,7 @@ def test_attention_is_softmax_over_what_a_row_sees(
 @each_cache
 @pytest.mark.parametrize("window", [None, 1, 64, 513, 600])
 def test_chunks_neighbours_and_threads_change_no_bit(isa: str, cached: torch.dtype, window: int | None):
-    """One prompt, whole, in chunks around the edges of vectors and splits, as single rows and as drafts under verification."""
+    """One prompt: whole, in chunks around vector and split edges, and as single rows."""
     length = 2 * SPLIT + 70
     requests = Requests([length, 40], cached=cached)
     one, *others = cpu_ops_by_threads(isa)
@@ -182,7 +182,7 @@ def test_chunks_neighbours_and_threads_change_no_bit(isa: str, cached: torch.dty
 
 @each_isa
 @pytest.mark.parametrize("block_size", [1, 2, 64, 256])
-def test_where_blocks_lie_changes_no_bit(isa: str, block_size: int):
+def test_block_placement_changes_no_bit(isa: str, block_size: int):
     spans = [(0, SPLIT - 20, SPLIT + 60)]
     expected = Requests([SPLIT + 60]).run(cpu_ops_by_threads(isa)[0], spans)
     agree(
@@ -199,7 +199,7 @@ def test_where_blocks_lie_changes_no_bit(isa: str, block_size: int):
     softcap=st.sampled_from([None, 20.0]),
     cached=st.sampled_from(CACHES),
 )
-def test_a_mixture_of_chunks_is_each_of_its_rows_alone(
+def test_mixed_batch_equals_each_row_alone(
     isa: str,
     spans: list[tuple[int, int]],
     heads: int,
@@ -225,8 +225,8 @@ def test_a_mixture_of_chunks_is_each_of_its_rows_alone(
 
 @each_isa
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 111, 112, 113, 230])
-def test_groups_of_rows_change_no_bit(isa: str, rows: int):
-    """Around the number of rows that share a tile, beyond which a request is no longer spread over its splits."""
+def test_row_groups_change_no_bit(isa: str, rows: int):
+    """Around the row counts that share a tile; larger requests are not divided by splits."""
     length = SPLIT + 250
     requests = Requests([length], 1, 8)
     for heads in (1, 7):
@@ -238,10 +238,10 @@ def test_groups_of_rows_change_no_bit(isa: str, rows: int):
 @each_cache
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_row_does_not_feel_values_that_it_must_not_see(
+def test_masked_non_finite_values_do_not_reach_a_row(
     isa: str, cached: torch.dtype, poison: float, window: int | None
 ):
-    """A drafted token whose K and V overflow reaches neither the rows before it nor those that it has left the window of."""
+    """A draft token whose K and V overflow reaches neither earlier rows nor rows beyond the window."""
     length, bad = SPLIT + 60, SPLIT + 21
     requests, ops = Requests([length], cached=cached), cpu_ops_by_threads(isa)[0]
     span = [(0, SPLIT - 10, length)]
@@ -261,6 +261,6 @@ def test_a_row_does_not_feel_values_that_it_must_not_see(
 
 
 @each_isa
-def test_an_empty_batch_is_all_padding(isa: str):
+def test_empty_batch_is_all_padding(isa: str):
     requests = Requests([5])
     assert requests.run(cpu_ops_by_threads(isa)[0], []) == {}

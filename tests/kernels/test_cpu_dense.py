@@ -1,4 +1,4 @@
-"""Products with float32, bfloat16 and float16 weights, on every instruction set that this processor has."""
+"""Products with float32, bfloat16 and float16 weights on every instruction set of this processor."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 ACTIVATIONS = (torch.float32, torch.bfloat16)
 CASES = [(isa, kind) for isa in supported_isas() for kind in KINDS]
 
-# Around every number of rows at which some instruction set takes another inner loop (up to 4, 6, 8, 12, 16, 32), or cuts the
-# rows into passes (256).
+# Around each row count where an instruction set changes its inner loop (4, 6, 8, 12, 16, 32) or passes (256).
 ROW_COUNTS = (*range(1, 18), 23, 24, 25, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 513)
 
 pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
@@ -35,7 +34,7 @@ def random(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: in
 
 
 def bits(values: Tensor) -> Tensor:
-    """NaN, whose bits no row promises, counts as one value."""
+    """All NaN bits count as one value."""
     values = torch.where(values.isnan(), torch.full_like(values, torch.nan), values)
     return values.view(torch.int32 if values.dtype == torch.float32 else torch.int16)
 
@@ -61,8 +60,8 @@ def test_error_is_at_most_twice_that_of_torch(isa: str, kind: str, dtype: torch.
 
 @pytest.mark.parametrize("dtype", ACTIVATIONS)
 @each_case
-def test_whole_numbers_are_exact(isa: str, kind: str, dtype: torch.dtype) -> None:
-    """Sums that every type has leave no room for an error in layout, bias or padding."""
+def test_integer_products_are_exact(isa: str, kind: str, dtype: torch.dtype) -> None:
+    """Sums that are exact in every type reveal any error in layout, bias or padding."""
     generator = torch.Generator().manual_seed(5)
     ops = CpuOps(isa, threads=2)
     for n, k, rows in ((1, 1, 1), (16, 32, 3), (17, 33, 5), (37, 77, 18), (100, 700, 40)):
@@ -75,7 +74,7 @@ def test_whole_numbers_are_exact(isa: str, kind: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("shape", [(33, 77), (1200, 33), (130, 1090)])
 @each_case
-def test_bits_of_a_row_depend_on_the_row_alone(isa: str, kind: str, shape: tuple[int, int]) -> None:
+def test_rows_are_batch_invariant(isa: str, kind: str, shape: tuple[int, int]) -> None:
     n, k = shape
     dtype = torch.float32 if kind == "float16" else torch.bfloat16
     x = random(max(ROW_COUNTS), k, dtype)
@@ -93,7 +92,7 @@ def test_bits_of_a_row_depend_on_the_row_alone(isa: str, kind: str, shape: tuple
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @each_case
-def test_neighbours_that_are_not_finite_change_nothing(isa: str, kind: str, bad: float) -> None:
+def test_non_finite_neighbours_change_no_bit(isa: str, kind: str, bad: float) -> None:
     ops = CpuOps(isa, threads=2)
     packed = ops.pack_linear([random(50, 90)], kind)
     for rows in (2, 3, 7, 16, 21, 45):
@@ -107,7 +106,7 @@ def test_neighbours_that_are_not_finite_change_nothing(isa: str, kind: str, bad:
 
 
 @each_case
-def test_values_that_are_not_finite_stay_so(isa: str, kind: str) -> None:
+def test_non_finite_values_propagate(isa: str, kind: str) -> None:
     ops = CpuOps(isa)
     x = torch.zeros(4, 8)
     x[0, 0], x[1, 3], x[2, 7] = torch.inf, -torch.inf, torch.nan
@@ -117,8 +116,8 @@ def test_values_that_are_not_finite_stay_so(isa: str, kind: str) -> None:
 
 
 @each_case
-def test_rows_and_columns_may_be_parts_of_wider_matrices(isa: str, kind: str) -> None:
-    """x with any stride, from any place on; y between columns that must stay as they are."""
+def test_inputs_and_outputs_may_be_slices(isa: str, kind: str) -> None:
+    """x with any stride and offset; y between columns that must stay unchanged."""
     ops = CpuOps(isa, threads=2)
     for dtype in ACTIVATIONS:
         wide = random(20, 201, dtype)
@@ -133,8 +132,8 @@ def test_rows_and_columns_may_be_parts_of_wider_matrices(isa: str, kind: str) ->
 
 
 @each_case
-def test_nothing_beyond_the_columns_is_written(isa: str, kind: str) -> None:
-    """A matrix of several kinds is written piece by piece, each between the columns of the others."""
+def test_columns_beyond_the_output_stay_unchanged(isa: str, kind: str) -> None:
+    """A matrix of several formats is written block by block, each between the columns of the others."""
     ops = CpuOps(isa, threads=2)
     blocks = QuantizedBlocks("q8_0", torch.full((3, 34), 1, dtype=torch.uint8), 32)
     dense = [random(7, 32, seed=1), random(19, 32, seed=2)]
@@ -148,7 +147,7 @@ def test_nothing_beyond_the_columns_is_written(isa: str, kind: str) -> None:
 
 
 @each_case
-def test_no_rows_and_few_values(isa: str, kind: str) -> None:
+def test_zero_rows_and_small_shapes(isa: str, kind: str) -> None:
     ops = CpuOps(isa, threads=2)
     packed = ops.pack_linear([torch.full((1, 1), 3.0)], kind)
     assert ops.linear(torch.empty(0, 1), packed).shape == (0, 1)
@@ -164,7 +163,7 @@ def test_no_rows_and_few_values(isa: str, kind: str) -> None:
     seed=st.integers(0, 99),
 )
 @each_case
-def test_any_shape(isa: str, kind: str, n: int, k: int, rows: int, place: int, seed: int) -> None:
+def test_random_shapes(isa: str, kind: str, n: int, k: int, rows: int, place: int, seed: int) -> None:
     ops = CpuOps(isa, threads=2)
     weight, x = random(n, k, seed=seed), random(rows, k, torch.bfloat16, seed + 1)
     packed = ops.pack_linear([weight], kind)
@@ -179,7 +178,7 @@ def test_any_shape(isa: str, kind: str, n: int, k: int, rows: int, place: int, s
 @given(n=st.integers(1, 40), k=st.integers(1, 100), seed=st.integers(0, 99))
 @pytest.mark.parametrize("source", KINDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_values_are_those_of_torch(kind: str, source: str, n: int, k: int, seed: int) -> None:
+def test_packed_values_equal_torch(kind: str, source: str, n: int, k: int, seed: int) -> None:
     ops = CpuOps("portable", threads=2)
     weight = (random(n, k, seed=seed) * 10.0 ** (seed % 9 - 6)).to(KINDS[source])
     packed = ops.pack_linear([weight], kind)
@@ -187,8 +186,8 @@ def test_packed_values_are_those_of_torch(kind: str, source: str, n: int, k: int
     assert torch.equal(values, weight.to(KINDS[kind]).float())
 
 
-def test_packing_rounds_as_torch_does() -> None:
-    """Ties, subnormal numbers, what overflows, infinity and zeros of both signs."""
+def test_packing_rounds_like_torch() -> None:
+    """Ties, subnormals, overflow, infinity and zeros of both signs."""
     hard = [
         1 + 2**-9,
         1 + 3 * 2**-9,
@@ -213,8 +212,8 @@ def test_packing_rounds_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize("isa", supported_isas())
-def test_every_float16_is_widened_exactly(isa: str) -> None:
-    """All of them, as weights of a product with 1 and nothing else."""
+def test_every_float16_is_converted_exactly(isa: str) -> None:
+    """All float16 values, as weights of a product with 1."""
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
     ops = CpuOps(isa)
     out = ops.linear(torch.ones(1, 1), ops.pack_linear([every[:, None]], "float16"))
@@ -222,7 +221,7 @@ def test_every_float16_is_widened_exactly(isa: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_of_files_become_dense(kind: str) -> None:
+def test_file_blocks_become_dense(kind: str) -> None:
     blocks = QuantizedBlocks("q8_0", torch.randint(0, 60, (21, 2 * 34), dtype=torch.uint8), 64)
     library, _ = load_library()
     assert library is not None

@@ -1,4 +1,4 @@
-"""How the compiled library is built and found."""
+"""Build and lookup of the compiled library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def extension() -> dict[str, Any]:
     return extension
 
 
-def test_the_package_builds_every_source() -> None:
+def test_package_builds_every_source() -> None:
     assert sorted(extension()["sources"]) == sorted(
         str(path.relative_to(ROOT)) for path in CSRC.glob("*.cpp")
     )
@@ -30,19 +30,19 @@ def test_the_package_builds_every_source() -> None:
     assert sorted(extension()["depends"]) == headers
 
 
-def test_the_makefile_builds_it_as_the_package_does() -> None:
+def test_makefile_flags_match_the_package() -> None:
     assert " ".join(extension()["extra-compile-args"]) in (ROOT / "Makefile").read_text()
 
 
-def test_the_library_is_not_older_than_its_sources() -> None:
-    """Or every other test of it would test something else; `make native` builds it again."""
+def test_library_is_not_older_than_its_sources() -> None:
+    """Otherwise the other tests would run an old build; `make native` rebuilds it."""
     library, reason = load_library()
     if library is None:
         pytest.skip(reason)
     assert Path(library._name).stat().st_mtime >= max(path.stat().st_mtime for path in CSRC.iterdir())
 
 
-def test_a_missing_or_broken_library_is_explained(tmp_path: Path) -> None:
+def test_missing_or_broken_library_is_explained(tmp_path: Path) -> None:
     library, reason = load_library(tmp_path)
     assert library is None
     assert reason.startswith("the native kernels were not built")
@@ -52,7 +52,7 @@ def test_a_missing_or_broken_library_is_explained(tmp_path: Path) -> None:
     assert reason.startswith("_native.so cannot be loaded")
 
 
-def test_another_build_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_path_can_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = tmp_path / "other.so"
     monkeypatch.setenv("FOREWORD_NATIVE", str(other))
     assert load_library()[1].startswith("other.so cannot be loaded") and library_digest() == ""
@@ -60,6 +60,6 @@ def test_another_build_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert load_library()[1].startswith("other.so cannot be loaded") and library_digest() != ""
 
 
-def test_instruction_sets_stand_in_order() -> None:
+def test_isas_are_ordered() -> None:
     assert supported_isas() == tuple(isa for isa in ISAS if isa in supported_isas())
     assert not supported_isas() or supported_isas()[0] == "portable"

@@ -1,4 +1,4 @@
-"""Threads of the kernels, and the end of a process that has some."""
+"""Kernel threads at process exit, after fork and under limits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ops = CpuOps(threads=3)
 weight = ops.pack_linear([torch.ones(4096, 512)], "float32")
 x = torch.ones(64, 512)
 """
-# Only kernels run in the thread: torch's own code ends the process when it asks for the interpreter that is going.
+# Only kernels run in the thread: torch aborts when it needs the interpreter at shutdown.
 BUSY_AT_EXIT = """
-calls, run = [], ops._run
-ops._run = lambda *call: calls.append(call) or run(*call)
+calls, run = [], ops._run_program
+ops._run_program = lambda *call: calls.append(call) or run(*call)
 out = ops.linear(x, weight)
 def compute():
     while True:
@@ -39,15 +39,15 @@ assert ops.linear(x, weight)[0, 0] == 512
 
 
 @pytest.mark.parametrize("end", [BUSY_AT_EXIT, FORKED], ids=["busy", "forked"])
-def test_a_process_with_threads_ends(end: str) -> None:
+def test_process_with_threads_ends(end: str) -> None:
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", START + end], timeout=60, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
-def test_threads_that_the_system_does_not_grant_are_named() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit exists on Linux only")
+def test_refused_threads_are_reported() -> None:
     limit = """
 import resource
 from foreword.errors import ConfigError

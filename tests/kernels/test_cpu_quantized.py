@@ -1,4 +1,4 @@
-"""Products with quantized weights, on every instruction set that this processor has."""
+"""Products with quantized weights on every instruction set of this processor."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support.quantized_weights import (
     weight_values,
 )
 
-# Around every number of rows at which some instruction set takes other groups (4, 16) or other instructions (17, 64), or
-# cuts the rows into passes (256) or chunks (576 for k = 896 and fewer for larger k).
+# Around each row count where an instruction set changes groups (4, 16), instructions (17, 64), passes (256)
+# or chunks (576 for k = 896, fewer for larger k).
 ROW_COUNTS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 513)
 
 pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
@@ -32,13 +32,13 @@ each_kind = pytest.mark.parametrize("kind", WEIGHT_FORMATS)
 
 
 def columns_of(kind: str) -> int:
-    """A width with as much left over as the kind allows."""
+    """A width with the largest remainder that the format allows."""
     return {"int8": 333, "int4": 333, "q8_0": 352, "q5_0": 352, "q4_0": 352}.get(kind, 768)
 
 
 @each_isa
 @each_kind
-def test_products_are_exact_up_to_the_last_places(isa: str, kind: str) -> None:
+def test_products_match_reference(isa: str, kind: str) -> None:
     ops, k = CpuOps(isa, threads=2), columns_of(kind)
     for n, rows in ((1, 1), (16, 3), (50, 18)):
         matrix, x, bias = (
@@ -53,8 +53,8 @@ def test_products_are_exact_up_to_the_last_places(isa: str, kind: str) -> None:
 
 
 @each_kind
-def test_all_instruction_sets_agree_in_bits(kind: str) -> None:
-    """Of many rows and a few more than whole groups: all ways of each instruction set to take them."""
+def test_all_isas_agree_in_bits(kind: str) -> None:
+    """Row counts that reach every code path of each instruction set."""
     k = columns_of(kind)
     matrix, x, bias = (
         random_matrix(kind, 75, k),
@@ -70,7 +70,7 @@ def test_all_instruction_sets_agree_in_bits(kind: str) -> None:
 
 @each_isa
 @each_kind
-def test_bits_of_a_row_depend_on_the_row_alone(isa: str, kind: str) -> None:
+def test_rows_are_batch_invariant(isa: str, kind: str) -> None:
     k, counts = columns_of(kind), ROW_COUNTS if isa != "portable" else (1, 2, 3, 4, 5, 8, 9, 16, 17, 33)
     matrix, x = random_matrix(kind, 50, k), random_weight(max(counts), k, seed=1)
     alone = [CpuOps(isa, threads=threads) for threads in (1, 2, 3)]
@@ -85,7 +85,7 @@ def test_bits_of_a_row_depend_on_the_row_alone(isa: str, kind: str) -> None:
 @each_isa
 @each_kind
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_stays_in_its_row(isa: str, kind: str, value: float) -> None:
+def test_non_finite_values_stay_in_their_row(isa: str, kind: str, value: float) -> None:
     ops, k = CpuOps(isa, threads=2), columns_of(kind)
     packed = ops.pack_linear([random_matrix(kind, 40, k)], kind)
     x = random_weight(70, k, seed=1)
@@ -99,8 +99,8 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, kind: str, value: float) 
 
 @each_isa
 @each_kind
-def test_types_of_activations(isa: str, kind: str) -> None:
-    """bfloat16 in is the same float32 in; bfloat16 out is float32 out, rounded once."""
+def test_activation_dtypes(isa: str, kind: str) -> None:
+    """bfloat16 inputs equal the same float32 inputs; bfloat16 outputs are float32 outputs rounded once."""
     ops, k = CpuOps(isa), columns_of(kind)
     packed = ops.pack_linear([random_matrix(kind, 37, k)], kind, random_weight(1, 37, seed=2)[0])
     x = random_weight(6, k, seed=1).bfloat16()
@@ -111,7 +111,7 @@ def test_types_of_activations(isa: str, kind: str) -> None:
 
 @each_isa
 @each_kind
-def test_subnormal_results_are_rounded_like_others(isa: str, kind: str) -> None:
+def test_subnormal_results_are_rounded(isa: str, kind: str) -> None:
     ops, k = CpuOps(isa), columns_of(kind)
     packed = ops.pack_linear([random_matrix(kind, 16, k)], kind)
     x = random_weight(2, k, seed=1) * 1e-28
@@ -125,8 +125,8 @@ def test_subnormal_results_are_rounded_like_others(isa: str, kind: str) -> None:
 
 @each_isa
 @each_kind
-def test_parts_are_ranges_of_columns(isa: str, kind: str) -> None:
-    """Kinds that differ are packed apart and write side by side into one result."""
+def test_parts_are_column_ranges(isa: str, kind: str) -> None:
+    """Blocks of different formats write adjacent columns of one result."""
     ops, k = CpuOps(isa, threads=2), 768
     matrices = [
         random_matrix(kind, 21, k),
@@ -142,7 +142,7 @@ def test_parts_are_ranges_of_columns(isa: str, kind: str) -> None:
 
 
 @each_kind
-def test_rows_unpack_to_the_values_they_stand_for(kind: str) -> None:
+def test_rows_unpack_to_their_values(kind: str) -> None:
     ops = CpuOps(supported_isas()[0])
     for k in (768,) if kind.endswith("_k") else (32, 768, columns_of(kind)):
         matrix = random_matrix(kind, 37, k)
@@ -152,7 +152,7 @@ def test_rows_unpack_to_the_values_they_stand_for(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_tensors_are_rounded_like_the_reference(kind: str, dtype: torch.dtype) -> None:
+def test_tensors_are_rounded_like_reference(kind: str, dtype: torch.dtype) -> None:
     weight = random_weight(40, 200).to(dtype)
     weight[1] = 0
     weight[2] *= 1e-6
@@ -167,7 +167,7 @@ def test_tensors_are_rounded_like_the_reference(kind: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("kind", QUANT_BLOCKS)
 @each_isa
 def test_extreme_blocks(isa: str, kind: str) -> None:
-    """All bits set or clear, scales of zero, subnormal and large: every product as float64 has it."""
+    """All bits set or clear, zero, subnormal and large scales: products match float64."""
     block, ops = QUANT_BLOCKS[kind], CpuOps(isa)
     blocks = random_blocks(kind, 6, 512)
     data = blocks.data.clone().reshape(6, -1, block.num_bytes)
@@ -190,7 +190,7 @@ def test_extreme_blocks(isa: str, kind: str) -> None:
 
 @each_isa
 def test_int8_sums_do_not_overflow(isa: str) -> None:
-    """The largest k of known models, every product the largest there is."""
+    """The largest k of known models, with the largest products."""
     k = 53248
     weight = torch.where(random_weight(16, k) > 0, 1.0, -1.0)
     weight[0] = 1.0
@@ -201,8 +201,8 @@ def test_int8_sums_do_not_overflow(isa: str) -> None:
 
 
 @each_isa
-def test_long_rows_and_many_columns_are_cut_into_items(isa: str) -> None:
-    """More columns than one item takes, more rows than one chunk holds."""
+def test_long_rows_and_many_columns_are_exact(isa: str) -> None:
+    """More columns than one work item, more rows than one chunk."""
     ops = CpuOps(isa, threads=3)
     matrix, x = random_weight(48, 9000), random_weight(70, 9000, seed=1)
     packed = ops.pack_linear([matrix], "int8")
@@ -213,7 +213,7 @@ def test_long_rows_and_many_columns_are_cut_into_items(isa: str) -> None:
     torch.testing.assert_close(whole.double(), exact, rtol=1e-5, atol=1e-4)
 
 
-def test_a_matrix_of_one_kind_of_blocks_may_be_a_slice() -> None:
+def test_block_matrix_may_be_a_slice() -> None:
     whole = random_blocks("q4_0", 40, 96)
     part = QuantizedBlocks("q4_0", whole.data[7:29], 96)
     ops = CpuOps(supported_isas()[-1])

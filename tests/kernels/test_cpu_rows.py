@@ -1,4 +1,4 @@
-"""Operations on single rows, on every instruction set that this processor has."""
+"""Row-wise operations on every instruction set of this processor."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 TYPES = (torch.float32, torch.bfloat16)
 WIDTHS = (1, 3, 4, 7, 8, 15, 16, 17, 63, 64, 65, 896, 1023, 1024, 1025, 2500)
 ROW_COUNTS = (1, 2, 3, 5, 8, 9, 17, 40)
-ROUNDING = {
-    torch.float32: 1e-6,
-    torch.bfloat16: 2**-8 * 1.001,
-}  # half a unit in the last place of bfloat16: rounded once
+# Relative error of one rounding: for bfloat16, half a unit in the last place.
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8 * 1.001}
 
 pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
 each_isa = pytest.mark.parametrize("isa", supported_isas())
@@ -41,7 +39,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 def operations(width: int) -> dict[str, Callable[[CpuOps, Tensor], Tensor]]:
-    """Each takes x [T, 2 * width]."""
+    """name -> operation on x [T, 2 * width]."""
     weight = randn(width, seed=1)
     table = randn(64, width // 2 * 2, seed=2)
     axes = MRopeSections(
@@ -54,15 +52,15 @@ def operations(width: int) -> dict[str, Callable[[CpuOps, Tensor], Tensor]]:
     def rope(ops: CpuOps, x: Tensor) -> Tensor:
         return ops.rope(x.view(-1, 2, width), table, places(x[:, 0]))
 
-    def rope_in_directions(ops: CpuOps, x: Tensor) -> Tensor:
+    def mrope(ops: CpuOps, x: Tensor) -> Tensor:
         positions = torch.stack((places(x[:, 0]), places(x[:, -1]), places(x[:, width // 2])), 1)
         return ops.rope(x.view(-1, 2, width), table, positions, axes)
 
     return {
-        "norm": lambda ops, x: ops.rms_norm(x[:, :width], weight, 1e-5),
-        "norm of heads": lambda ops, x: ops.rms_norm(x.view(-1, 2, width), weight, 1e-5),
+        "rms_norm": lambda ops, x: ops.rms_norm(x[:, :width], weight, 1e-5),
+        "rms_norm of heads": lambda ops, x: ops.rms_norm(x.view(-1, 2, width), weight, 1e-5),
         "rope": rope,
-        "rope in directions": rope_in_directions,
+        "mrope": mrope,
         "silu": lambda ops, x: ops.gated_act(x, "silu"),
         "gelu": lambda ops, x: ops.gated_act(x, "gelu"),
         "gelu_tanh": lambda ops, x: ops.gated_act(x, "gelu_tanh"),
@@ -74,8 +72,8 @@ def operations(width: int) -> dict[str, Callable[[CpuOps, Tensor], Tensor]]:
 @each_isa
 @each_type
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_row_depends_on_nothing_but_itself(isa: str, dtype: torch.dtype, width: int):
-    """Not on the number of rows, nor its place among them, nor what they hold, nor the number of threads."""
+def test_rows_are_batch_invariant(isa: str, dtype: torch.dtype, width: int):
+    """Row count, place, other rows and thread count change no bit."""
     x = randn(max(ROW_COUNTS), 2 * width, dtype=dtype)
     for name, operation in operations(width).items():
         whole = operation(cpu_ops_by_threads(isa)[0], x.clone())
@@ -102,7 +100,7 @@ def test_rms_norm(isa: str, dtype: torch.dtype, width: int):
 @each_isa
 @each_type
 @pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (80, 20), (8, 8), (6, 6), (128, 96), (16, 2)])
-def test_rope_turns_pairs_and_leaves_the_rest(isa: str, dtype: torch.dtype, dim: int, rotary: int):
+def test_rope_rotates_pairs_and_copies_the_rest(isa: str, dtype: torch.dtype, dim: int, rotary: int):
     x, angles = randn(4, 3, dim, dtype=dtype), randn(9, rotary // 2, seed=1)
     table, positions = torch.cat((angles.cos(), angles.sin()), 1), torch.tensor([8, 0, 3, 3])
     turned = cpu_ops_by_threads(isa)[0].rope(x, table, positions)
@@ -124,12 +122,12 @@ def test_rope_turns_pairs_and_leaves_the_rest(isa: str, dtype: torch.dtype, dim:
         (16, MRopeSections((4, 2, 2), True)),
     ],
 )
-def test_rope_turns_each_angle_by_its_direction(isa: str, dtype: torch.dtype, dim: int, axes: MRopeSections):
-    """The bits of the reference, from positions that are columns of something wider too."""
+def test_mrope_rotates_each_angle_by_its_axis(isa: str, dtype: torch.dtype, dim: int, axes: MRopeSections):
+    """Also for positions that are columns of a wider tensor."""
     x, angles = randn(21, 3, dim + 4, dtype=dtype), randn(50, sum(axes.sections), seed=1)
     table = torch.cat((angles.cos(), angles.sin()), 1)
     positions = torch.randint(50, (21, 5), generator=torch.Generator().manual_seed(2))[:, 1:4]
-    expected = turned_angle_by_angle(x, angles, positions, axes)
+    expected = rotate_angle_by_angle(x, angles, positions, axes)
     for ops in cpu_ops_by_threads(isa):
         turned = ops.rope(x, table, positions, axes)
         assert same_bits(turned[..., dim:], x[..., dim:])
@@ -140,8 +138,8 @@ def test_rope_turns_each_angle_by_its_direction(isa: str, dtype: torch.dtype, di
         )
 
 
-def turned_angle_by_angle(x: Tensor, angles: Tensor, positions: Tensor, axes: MRopeSections) -> Tensor:
-    """float64, the values that turn."""
+def rotate_angle_by_angle(x: Tensor, angles: Tensor, positions: Tensor, axes: MRopeSections) -> Tensor:
+    """The rotated values in float64."""
     half = sum(axes.sections)
     parts: list[tuple[Tensor, Tensor]] = []
     for index, direction in enumerate(axes.angle_axes()):
@@ -156,7 +154,7 @@ def turned_angle_by_angle(x: Tensor, angles: Tensor, positions: Tensor, axes: MR
 @each_isa
 @each_type
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gated(isa: str, dtype: torch.dtype, activation: str):
+def test_gated_act(isa: str, dtype: torch.dtype, activation: str):
     gate = torch.cat((torch.linspace(-20, 20, 4001), torch.tensor([0.0, -0.0, 1e-30, 1e4, -1e4]))).to(dtype)
     x = torch.stack((gate, randn(len(gate), dtype=dtype))).flatten()[None]
     expected = ACTIVATIONS[activation](gate.double()) * x[0, len(gate) :].double()
@@ -165,7 +163,7 @@ def test_gated(isa: str, dtype: torch.dtype, activation: str):
 
 @each_isa
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_an_activation_passes_on_what_is_not_finite(isa: str, activation: str):
+def test_activation_propagates_non_finite_values(isa: str, activation: str):
     gate = torch.tensor([math.nan, math.inf, 1.0])
     (out,) = cpu_ops_by_threads(isa)[0].gated_act(torch.cat((gate, torch.ones(3)))[None], activation)
     assert out[0].isnan() and out[1] == math.inf and out[2].isfinite()
@@ -173,7 +171,7 @@ def test_an_activation_passes_on_what_is_not_finite(isa: str, activation: str):
 
 @each_isa
 @pytest.mark.parametrize("cap", [0.5, 3.0, 30.0])
-def test_softcap_is_exact_where_it_does_little(isa: str, cap: float):
+def test_softcap_is_exact_for_small_values(isa: str, cap: float):
     x = torch.cat(
         (torch.linspace(-100, 100, 2001), torch.logspace(-8, 0, 300), torch.tensor([math.inf, -math.inf]))
     )
@@ -191,8 +189,8 @@ def test_add_rounds_once(isa: str, dtype: torch.dtype):
 
 @each_isa
 @each_type
-def test_bfloat16_is_rounded_to_even_and_nan_stays(isa: str, dtype: torch.dtype):
-    """Through the cache, which is the only place where one type becomes another."""
+def test_bfloat16_rounds_to_even_and_keeps_nan(isa: str, dtype: torch.dtype):
+    """Through the KV cache, the only conversion between types."""
     values = torch.tensor(
         [1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 3.4e38, math.inf, math.nan, -0.0, 65504.0]
     ).to(dtype)
@@ -217,7 +215,7 @@ def test_embedding(isa: str, dtype: torch.dtype, width: int, count: int, scale: 
 
 
 @each_isa
-def test_keys_and_values_go_where_the_slots_say(isa: str):
+def test_write_kv_writes_to_slots(isa: str):
     cache = KVLayer(torch.zeros(48, 2, 5), torch.zeros(48, 2, 5))
     qkv = randn(3, 8, 5)
     cpu_ops_by_threads(isa)[0].write_kv(qkv[:, 4:6], qkv[:, 6:], cache, torch.tensor([40, 17, 18]))
@@ -237,7 +235,7 @@ def int8_cache(slots: int, heads: int, dim: int) -> KVLayer:
 @each_isa
 @each_type
 @pytest.mark.parametrize("dim", [5, 8, 16, 33, 64])
-def test_an_int8_cache_keeps_a_scale_for_each_slot_and_head(isa: str, dtype: torch.dtype, dim: int):
+def test_int8_cache_has_a_scale_per_slot_and_head(isa: str, dtype: torch.dtype, dim: int):
     k, v = randn(4, 2, dim, dtype=dtype), randn(4, 2, dim, seed=1, dtype=dtype)
     k[1, 1] = 0
     cache, slots = int8_cache(6, 2, dim), torch.tensor([5, 0, 3, 2])
@@ -253,7 +251,7 @@ def test_an_int8_cache_keeps_a_scale_for_each_slot_and_head(isa: str, dtype: tor
 
 @each_isa
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_shows_in_the_scale(isa: str, poison: float):
+def test_non_finite_vectors_have_non_finite_scales(isa: str, poison: float):
     k = randn(1, 2, 16)
     k[0, 1, 3] = poison
     cache = int8_cache(1, 2, 16)

@@ -1,4 +1,4 @@
-"""C++ sampling equals the reference by bits, on rows of every kind and around the sizes of its chunks."""
+"""C++ sampling has the bits of the reference, on rows of every kind and around its chunk sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTHS = (1, 3, 4, 63, 64, 65, 255, 256, 257, 511, 512, 513, 5000)
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Torch's threads wait for each other on a busy machine, for seconds."""
+    """One torch thread: on a busy machine threads wait for each other for seconds."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -45,7 +45,7 @@ Call = tuple[str, tuple[Tensor, ...]]
 
 
 def masks_of(logits: Tensor, seed: int) -> Iterator[Call]:
-    """Of fewer words than the ids need, of as many, and of more."""
+    """Masks with fewer, as many and more words than the ids need."""
     for words in (1, -(-logits.shape[1] // 32), -(-logits.shape[1] // 32) + 1):
         masks = torch.randint(
             -(2**31), 2**31, (len(logits), words), generator=torch.Generator().manual_seed(seed)
@@ -55,7 +55,7 @@ def masks_of(logits: Tensor, seed: int) -> Iterator[Call]:
 
 
 def changes_of(logits: Tensor, seed: int) -> Iterator[Call]:
-    """Of some ids of each row, one of them beyond the vocabulary."""
+    """Some ids of each row, one of them beyond the vocabulary."""
     count, width = logits.shape
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randperm(width + 1, generator=generator)[: (r * seed) % (width + 1)] for r in range(count)]
@@ -76,7 +76,7 @@ def coins_of(logits: Tensor, p: float, seed: int, position: int) -> Iterator[Cal
 
 
 def assert_equal(native: NativeSampling, logits: Tensor, k: int, p: float, seed: int, position: int) -> None:
-    """Every operation, on these rows."""
+    """Compare every operation on these rows."""
     count, width = logits.shape
     for operation, bound in (
         ("apply_top_k", torch.full((count,), k)),
@@ -116,27 +116,27 @@ def assert_equal(native: NativeSampling, logits: Tensor, k: int, p: float, seed:
     position=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=150, deadline=None)
-def test_equals_the_reference(
+def test_native_sampling_equals_reference(
     native: NativeSampling, logits: Tensor, k: int, p: float, seed: int, position: int
 ) -> None:
     assert_equal(native, logits, k, p, seed, position)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_equals_the_reference_around_its_chunks(native: NativeSampling, width: int) -> None:
+def test_native_sampling_equals_reference_at_chunk_edges(native: NativeSampling, width: int) -> None:
     logits = torch.stack([make_row(kind, width, width) for kind in ROW_KINDS + NON_FINITE_KINDS])
     for k, p in ((1, 0.1), (40, 0.9), (width, 1.0)):
         assert_equal(native, logits, k, p, -1, width)
 
 
-def test_equals_the_reference_on_a_large_vocabulary(native: NativeSampling) -> None:
+def test_native_sampling_equals_reference_for_large_vocab(native: NativeSampling) -> None:
     assert_equal(
         native, torch.stack([make_row(kind, 150_001, 5) for kind in ("plain", "ties")]), 50, 0.9, 11, 99
     )
 
 
 def test_unlikely_tokens_are_not_skipped(native: NativeSampling) -> None:
-    """Of 150,000 ids 13 below the peak one wins in a third of the rows: skipping must see that it can."""
+    """Of 150,000 ids 13 below the maximum one wins in a third of the rows: skipping must allow it."""
     row = torch.full((150_000,), -13.0).index_fill(0, torch.tensor([70_000]), 0.0)
     logits, zero = row.expand(12, -1).contiguous(), torch.zeros(12, dtype=torch.int64)
     drawn = native.sample(logits, zero, torch.arange(12), zero.bool())
@@ -144,7 +144,7 @@ def test_unlikely_tokens_are_not_skipped(native: NativeSampling) -> None:
     assert (drawn != 70_000).any()
 
 
-def test_noise_has_the_same_bits_and_a_bound_above_it(library: ctypes.CDLL) -> None:
+def test_noise_has_reference_bits_and_an_upper_bound(library: ctypes.CDLL) -> None:
     ends = np.arange(50_000, dtype=np.uint64)
     powers = np.uint64(1) << np.arange(32, dtype=np.uint64)
     drawn = np.random.default_rng(0).integers(0, 2**32, 300_000, dtype=np.uint64)
@@ -159,7 +159,7 @@ def test_noise_has_the_same_bits_and_a_bound_above_it(library: ctypes.CDLL) -> N
     assert exact.max() < 22.88, "NOISE_MAX in noise.h"
 
 
-def test_what_it_does_not_fit_goes_to_torch(native: NativeSampling) -> None:
+def test_unsupported_tensors_use_torch(native: NativeSampling) -> None:
     logits = torch.stack([make_row("plain", 300, seed) for seed in range(4)])
     strided = torch.empty(4, 600)[:, ::2].copy_(logits)
     for other in (strided, logits.double()):
@@ -169,6 +169,6 @@ def test_what_it_does_not_fit_goes_to_torch(native: NativeSampling) -> None:
         assert cut.isfinite().sum() == 20
 
 
-def test_bounds_of_another_type_are_our_own_bug(native: NativeSampling) -> None:
+def test_wrong_parameter_dtype_is_an_assertion(native: NativeSampling) -> None:
     with pytest.raises(AssertionError, match=r"torch.int64 \[2\]"):
         native.apply_top_k(torch.zeros(2, 9), torch.tensor([1, 2, 3]))

@@ -1,4 +1,4 @@
-"""The suffix index in C++ guesses what the one in Python guesses, and does bounded work on any text."""
+"""The C++ suffix index proposes the drafts of the Python oracle, with bounded work on any text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.kernels.cpu.library import load_library
-from foreword.speculation.drafters.suffix import NativeSuffixIndex
-from foreword.speculation.drafters.suffix_index import MAX_CHAIN, SuffixIndex, SuffixIndexBackend, TokenRing
+from foreword.speculation.drafters.suffix import SuffixIndex
+from tests.support.suffix_index import MAX_CHAIN, PythonSuffixIndex, TokenRing
 
 NUM_TOKENS = 6  # few, so that much matches
 tokens = st.lists(st.integers(0, NUM_TOKENS - 1), max_size=80)
@@ -26,13 +26,10 @@ def library() -> ctypes.CDLL:
 
 
 class Both:
-    """The same texts in both indexes."""
+    """Both indexes with the same texts."""
 
     def __init__(self, library: ctypes.CDLL, corpus_slots: int, never: Sequence[int]) -> None:
-        self.indexes: tuple[SuffixIndexBackend, SuffixIndexBackend] = (
-            SuffixIndex(corpus_slots, never),
-            NativeSuffixIndex(library, corpus_slots, never),
-        )
+        self.indexes = (PythonSuffixIndex(corpus_slots, never), SuffixIndex(library, corpus_slots, never))
         self.texts: list[tuple[int, int]] = []
 
     def start(self, namespace: int) -> None:
@@ -44,7 +41,7 @@ class Both:
             index.finish(text, output)
 
     def propose(self, max_tokens: int, new: Sequence[int]) -> None:
-        """The same tokens and, to the bit, the same confidences."""
+        """Both propose the same tokens and bit-identical confidences."""
         python, native = (
             index.propose([(pair[number], max_tokens + i, new[i:]) for i, pair in enumerate(self.texts)])
             for number, index in enumerate(self.indexes)
@@ -89,8 +86,8 @@ def test_native_equals_python(
 
 
 @pytest.mark.parametrize("corpus_slots", [64, 200])
-def test_native_equals_python_while_the_corpus_turns_over(library: ctypes.CDLL, corpus_slots: int) -> None:
-    """Links to slots that hold something else by now."""
+def test_native_equals_python_during_corpus_eviction(library: ctypes.CDLL, corpus_slots: int) -> None:
+    """Links to slots that were overwritten."""
     random = Random(corpus_slots)
     both = Both(library, corpus_slots, ())
     for _ in range(200):
@@ -100,10 +97,10 @@ def test_native_equals_python_while_the_corpus_turns_over(library: ctypes.CDLL, 
 
 
 @given(tokens, tokens)
-def test_growing_by_pieces_is_growing_at_once(
+def test_incremental_growth_equals_one_append(
     library: ctypes.CDLL, first: list[int], second: list[int]
 ) -> None:
-    index = NativeSuffixIndex(library, 0, ())
+    index = SuffixIndex(library, 0, ())
     pieces, once = index.start(0), index.start(0)
     for token in first:
         index.propose([(pieces, 0, [token])])
@@ -120,10 +117,10 @@ PATTERNS = {
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_no_text_makes_it_slow(library: ctypes.CDLL, pattern: str) -> None:
-    """Far from a second for what takes milliseconds; a walk without a bound takes hours."""
+def test_no_text_makes_proposing_slow(library: ctypes.CDLL, pattern: str) -> None:
+    """The bound is a second for milliseconds of work; an unbounded walk takes hours."""
     text = PATTERNS[pattern](1_000_000)
-    index = NativeSuffixIndex(library, 100_000, ())
+    index = SuffixIndex(library, 100_000, ())
     index.finish(index.start(0), text)
     handle = index.start(0)
     started = time.monotonic()
@@ -136,8 +133,8 @@ def test_no_text_makes_it_slow(library: ctypes.CDLL, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_walk_is_bounded(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Places measured for one guess, whatever the text."""
+def test_walk_is_bounded(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places visited for one draft token are bounded for any text."""
     looked = 0
     common = TokenRing._match_len
 
@@ -148,13 +145,13 @@ def test_a_walk_is_bounded(pattern: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(TokenRing, "_match_len", counted)
     text = PATTERNS[pattern](2000)
-    index = SuffixIndex(1000, ())
+    index = PythonSuffixIndex(1000, ())
     index.finish(index.start(0), text)
     index.propose([(index.start(0), 32, text)])
     assert looked <= 2 * 4 * MAX_CHAIN
 
 
-def test_memory_that_is_not_there_is_an_error(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_an_error(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     class Short:
         """A library whose allocations fail."""
 
@@ -164,4 +161,4 @@ def test_memory_that_is_not_there_is_an_error(library: ctypes.CDLL, monkeypatch:
             return None
 
     with pytest.raises(MemoryError, match="suffix index"):
-        NativeSuffixIndex(Short(), 100, ())  # type: ignore[arg-type]
+        SuffixIndex(Short(), 100, ())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Quantized weights in torch, against the gguf package and against what rounding must achieve."""
+"""Quantized weights in torch, against the gguf package and rounding bounds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def error(values: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", QUANT_BLOCKS)
-def test_blocks_stand_for_what_gguf_says(kind: str) -> None:
+def test_blocks_match_gguf(kind: str) -> None:
     blocks = random_blocks(kind, 5, 768)
     theirs = gguf.quants.dequantize(blocks.data.numpy(), gguf.GGMLQuantizationType[kind.upper()])
     assert torch.equal(dequantize(blocks), torch.from_numpy(theirs))
 
 
 @pytest.mark.parametrize("kind", QUANT_BLOCKS)
-def test_blocks_are_as_large_as_gguf_says(kind: str) -> None:
+def test_block_sizes_match_gguf(kind: str) -> None:
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]]
     assert (QUANT_BLOCKS[kind].num_values, QUANT_BLOCKS[kind].num_bytes) == (values, size)
 
@@ -49,12 +49,12 @@ def test_int4_is_better_than_one_fixed_scale() -> None:
 
 
 @pytest.mark.parametrize(("kind", "values"), [("int8", 255), ("int4", 16)])
-def test_a_row_has_few_values(kind: str, values: int) -> None:
+def test_quantized_row_has_few_values(kind: str, values: int) -> None:
     assert all(len(row.unique()) <= values for row in fake_quantize(random_weight(9, 32), kind))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_zeros_stay_and_what_is_not_finite_is_told(kind: str) -> None:
+def test_zeros_stay_and_non_finite_values_give_nan_scales(kind: str) -> None:
     weight = torch.zeros(4, 70)
     weight[1, 3], weight[2, 69], weight[3, 5] = torch.inf, torch.nan, 1e-42
     values = fake_quantize(weight, kind)
@@ -62,7 +62,7 @@ def test_zeros_stay_and_what_is_not_finite_is_told(kind: str) -> None:
     assert values[1, 3].isnan() and values[2, 69].isnan()
 
 
-def test_int4_rounds_each_group_alone() -> None:
+def test_int4_rounds_groups_independently() -> None:
     weight = random_weight(3, 96)
     whole = fake_quantize(weight, "int4")
     parts = [fake_quantize(part, "int4") for part in torch.split(weight, 32, 1)]

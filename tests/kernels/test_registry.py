@@ -1,4 +1,4 @@
-"""What the registry selects is what it describes."""
+"""The registry selects the backend that it lists first."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from foreword.kernels.gpu import GPUInfo
 from foreword.kernels.registry import list_backends, native_unavailable_reason, select_backend, source_digest
 
 
-def available(kind: str) -> list[str]:
-    """Names of the backends whose name has this in it, or, if it is empty, of those that are exact."""
+def available(part: str) -> list[str]:
+    """Names of available backends that contain `part`, or of all exact ones if it is empty."""
     names = [backend.name for backend in list_backends() if backend.available]
-    return [name for name in names if (kind in name if kind else "fast-math" not in name)]
+    return [name for name in names if (part in name if part else "fast-math" not in name)]
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
-    """Machines with a GPU on which Triton's kernels run, or do not for a reason."""
+    """Pretend a GPU on which the Triton kernels run, or are refused for a reason."""
 
     def put(reason: str | None) -> None:
         monkeypatch.setattr(registry, "current_gpu", lambda: GPUInfo("NVIDIA X", (9, 0)))
@@ -35,7 +35,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
     return put
 
 
-def test_the_first_available_backend_is_selected(gpu: Callable[[str | None], None]) -> None:
+def test_first_available_backend_is_selected(gpu: Callable[[str | None], None]) -> None:
     gpu("Triton is not installed")
     assert select_backend("cpu").name == available("")[0]
     assert select_backend("cpu", fast_math=True).name == available("fast-math")[0]
@@ -47,7 +47,7 @@ def test_the_first_available_backend_is_selected(gpu: Callable[[str | None], Non
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_triton_computes_on_a_gpu(gpu: Callable[[str | None], None], eager: bool) -> None:
+def test_triton_is_selected_on_a_gpu(gpu: Callable[[str | None], None], eager: bool) -> None:
     pytest.importorskip("triton")
     gpu(None)
     ops = select_backend("cuda", eager=eager)
@@ -57,11 +57,11 @@ def test_triton_computes_on_a_gpu(gpu: Callable[[str | None], None], eager: bool
     assert select_backend("cpu").name != "triton"
 
 
-def test_why_triton_does_not_compute_is_told(gpu: Callable[[str | None], None]) -> None:
+def test_missing_triton_is_reported(gpu: Callable[[str | None], None]) -> None:
     gpu("Triton is not installed")
     assert (
         native_unavailable_reason("cuda")
-        == "the reference computes, in torch, which is slower: Triton is not installed"
+        == "the reference backend (torch) is used, which is slower: Triton is not installed"
     )
     assert (
         next(backend for backend in list_backends() if backend.name == "triton").reason
@@ -69,31 +69,32 @@ def test_why_triton_does_not_compute_is_told(gpu: Callable[[str | None], None]) 
     )
 
 
-def test_nothing_but_a_gpu_needs_triton() -> None:
+def test_triton_is_not_imported_without_a_gpu() -> None:
     code = (
-        "import sys; from foreword.kernels.registry import describe, select; select('cpu'); describe(); "
-        "assert not any(name.split('.')[0] == 'triton' or 'kernels.triton' in name for name in sys.modules), 'imported'"
+        "import sys; from foreword.kernels.registry import list_backends, select_backend; "
+        "select_backend('cpu'); list_backends(); "
+        "assert not any(name.split('.')[0] == 'triton' or 'kernels.triton' in name for name in sys.modules)"
     )
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([sys.executable, "-c", code], check=True, env=hidden, timeout=120)
 
 
 @pytest.mark.parametrize("isa", supported_isas())
-def test_an_instruction_set_can_be_forced(isa: str) -> None:
+def test_isa_can_be_forced(isa: str) -> None:
     assert select_backend("cpu", isa=isa).name == f"cpu-{isa}"
 
 
-def test_torch_can_be_asked_for() -> None:
+def test_reference_can_be_forced() -> None:
     assert select_backend("cpu", isa="reference").name in ("reference+native", "reference")
 
 
 @pytest.mark.parametrize("isa", sorted(set(ISAS) - set(supported_isas())))
-def test_an_instruction_set_that_is_not_there_is_refused(isa: str) -> None:
+def test_missing_isa_is_refused(isa: str) -> None:
     with pytest.raises(ConfigError, match=f"cpu_isa {isa} cannot be used here"):
         select_backend("cpu", isa=isa)
 
 
-def test_an_instruction_set_without_effect_is_refused() -> None:
+def test_isa_without_effect_is_refused() -> None:
     with pytest.raises(ConfigError, match="cpu_isa portable"):
         select_backend("cuda", isa="portable")
     if supported_isas():
@@ -101,9 +102,7 @@ def test_an_instruction_set_without_effect_is_refused() -> None:
             select_backend("cpu", fast_math=True, isa="portable")
 
 
-def test_another_source_of_a_kernel_is_another_digest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_source_changes_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = shutil.copytree(
         Path(registry.__file__).parent, tmp_path / "kernels", ignore=shutil.ignore_patterns("*.so", "csrc")
     )

@@ -1,4 +1,4 @@
-"""The reference: a token as the design defines it, against published vectors, plain Python and statistics."""
+"""The reference sampler against published vectors, plain Python and statistics."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def kept(row: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
-def test_philox_gives_the_published_answers(counter: str, key: str, result: str) -> None:
+def test_philox_gives_published_answers(counter: str, key: str, result: str) -> None:
     assert philox(words(counter), words(key)) == words(result)  # type: ignore[arg-type]
 
 
-def test_logarithm_and_exponential_are_those_of_mathematics() -> None:
+def test_log_and_exp_match_high_precision() -> None:
     x = torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = torch.cat(
         [x, 1 - x * 2.0**-30, x * 2.0**-40, x * 2.0**40, doubles(1.0, 0.5, math.sqrt(0.5), 2.0**-33)]
@@ -82,7 +82,7 @@ def test_noise_depends_on_seed_position_and_id_alone() -> None:
 
 @given(random_rows(ROW_KINDS))
 @settings(max_examples=60, deadline=None)
-def test_log_sum_exp_is_that_of_mathematics(logits: Tensor) -> None:
+def test_log_sum_exp_matches_high_precision(logits: Tensor) -> None:
     exact = torch.logsumexp(logits.double(), dim=1)
     assert torch.allclose(OPS.log_sum_exp(logits).double(), exact, rtol=1e-6, atol=1e-6)
 
@@ -103,8 +103,8 @@ def test_top_ids_and_top_k_rank_by_value_then_id(logits: Tensor, k: int) -> None
 
 @given(random_rows(), st.data())
 @settings(max_examples=60, deadline=None)
-def test_only_ids_whose_bit_is_set_stay(logits: Tensor, data: st.DataObject) -> None:
-    """NaN and +inf stay whatever their bit."""
+def test_mask_keeps_ids_whose_bit_is_set(logits: Tensor, data: st.DataObject) -> None:
+    """NaN and +inf stay for any mask."""
     width = logits.shape[1]
     allowed = data.draw(st.sets(st.integers(0, width - 1)))
     words = [
@@ -135,7 +135,7 @@ def test_top_p_keeps_the_id_that_crosses_the_bound(logits: Tensor, p: float) -> 
 
 @given(random_rows(ROW_KINDS), st.floats(0.0, 1.0))
 @settings(max_examples=60, deadline=None)
-def test_min_p_compares_with_the_likeliest(logits: Tensor, p: float) -> None:
+def test_min_p_compares_with_the_maximum(logits: Tensor, p: float) -> None:
     cut = logits.clone()
     OPS.apply_min_p(cut, torch.full((len(cut),), p, dtype=torch.float64))
     for line, row in zip(cut, logits, strict=True):
@@ -147,7 +147,7 @@ def test_min_p_compares_with_the_likeliest(logits: Tensor, p: float) -> None:
 
 @given(random_rows(ROW_KINDS), st.floats(0.001, 0.999))
 @settings(max_examples=60, deadline=None)
-def test_typical_p_keeps_what_surprises_as_expected(logits: Tensor, p: float) -> None:
+def test_typical_p_keeps_typical_ids(logits: Tensor, p: float) -> None:
     cut = logits.clone()
     OPS.apply_typical_p(cut, torch.full((len(cut),), p, dtype=torch.float64))
     for line, row in zip(cut, logits, strict=True):
@@ -172,7 +172,7 @@ def test_top_n_sigma_counts_deviations(logits: Tensor, n: float) -> None:
         below = below.clamp(min=-1024)
         deviation = below.std(correction=0)
         distance = row.double() - row.amax() + n * deviation
-        clear = distance.abs() > 1e-2 * (1 + n)  # what is counted in are 1024ths
+        clear = distance.abs() > 1e-2 * (1 + n)  # deviations are counted in units of 1 / 1024
         assert torch.equal(line.isfinite()[clear], ((distance > 0) & row.isfinite())[clear])
         assert line[int(row.argmax())] == row.amax()
 
@@ -196,7 +196,7 @@ def test_xtc_excludes_all_likely_ids_but_the_last(logits: Tensor, threshold: flo
             assert kept(line) == sorted(set(ranked(row)) - set(likely[:-1]))
 
 
-def test_the_coin_of_xtc_is_as_fair_as_asked_and_no_noise_of_a_token() -> None:
+def test_xtc_coin_has_its_probability_and_its_own_noise() -> None:
     count = 4000
     rows_, zero = torch.zeros(count, 8), torch.zeros(count, dtype=torch.int64)
     OPS.apply_xtc(rows_, zero, torch.arange(count), torch.full((count,), 0.3).double(), zero.double())
@@ -208,7 +208,7 @@ def test_the_coin_of_xtc_is_as_fair_as_asked_and_no_noise_of_a_token() -> None:
 
 @given(random_rows(), st.data())
 @settings(max_examples=60, deadline=None)
-def test_amounts_are_added_and_penalties_divided(logits: Tensor, data: st.DataObject) -> None:
+def test_biases_are_added_and_penalties_applied(logits: Tensor, data: st.DataObject) -> None:
     count, width = logits.shape
     ids = [data.draw(st.lists(st.integers(0, width + 3), unique=True, max_size=5)) for _ in range(count)]
     starts = torch.tensor([0, *map(len, ids)]).cumsum(0)
@@ -229,7 +229,7 @@ def test_amounts_are_added_and_penalties_divided(logits: Tensor, data: st.DataOb
     assert same_bits(added, logits) and same_bits(penalized, logits)
 
 
-def test_bounds_at_their_ends_keep_everything_or_one() -> None:
+def test_extreme_parameters_keep_all_or_one_id() -> None:
     row = make_row("steep", 300, 1)[None]
     for operation, neutral in (
         (OPS.apply_top_p, doubles(1.0)),
@@ -263,7 +263,7 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 
 @pytest.mark.parametrize("kind", NON_FINITE_KINDS)
-def test_rows_that_are_not_sound_stay_as_they_are_and_yield_no_token(kind: str) -> None:
+def test_non_finite_rows_stay_unchanged_and_yield_no_token(kind: str) -> None:
     row = make_row(kind, 70, 3)[None]
     before = row.clone()
     OPS.apply_top_k(row, ints(2))
@@ -278,7 +278,7 @@ def test_rows_that_are_not_sound_stay_as_they_are_and_yield_no_token(kind: str) 
         assert OPS.sample(row, ints(0), ints(0), torch.tensor([greedy])).tolist() == [-1]
 
 
-def test_a_token_is_the_largest_sum_of_logit_and_noise() -> None:
+def test_token_is_argmax_of_logit_plus_noise() -> None:
     logits = torch.stack([make_row("plain", 500, seed) for seed in range(4)])
     positions = torch.tensor([0, 1, 2, 2**32 - 1])
     greedy = torch.tensor([False, True, False, False])
@@ -288,15 +288,15 @@ def test_a_token_is_the_largest_sum_of_logit_and_noise() -> None:
     ]
 
 
-def test_the_only_token_left_is_taken_however_unlikely() -> None:
+def test_single_unmasked_token_is_sampled() -> None:
     row = torch.full((1, 1000), -torch.inf)
     row[0, 777] = -3e38
     assert OPS.sample(row, ints(2**64 - 1), ints(9), torch.tensor([False])).tolist() == [777]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_frequencies_are_those_of_softmax(seed: int) -> None:
-    """Chi-square with 7 degrees of freedom, over positions; 29.9 is exceeded once in 10,000 tries."""
+def test_frequencies_match_softmax(seed: int) -> None:
+    """Chi-square with 7 degrees of freedom over positions; p(> 29.9) = 1e-4."""
     row = torch.tensor([2.0, 1.0, 0.5, 0.0, 0.0, -1.0, -1.5, 1.8])
     count = 5000
     drawn = OPS.sample(
@@ -309,8 +309,8 @@ def test_frequencies_are_those_of_softmax(seed: int) -> None:
     assert float(((drawn.bincount(minlength=8) - expected) ** 2 / expected).sum()) < 29.9
 
 
-def test_neighbouring_positions_and_seeds_are_independent() -> None:
-    """Chi-square with 15 degrees of freedom over pairs of tokens; 44.3 is exceeded once in 10,000 tries."""
+def test_adjacent_positions_and_seeds_are_independent() -> None:
+    """Chi-square with 15 degrees of freedom over pairs of tokens; p(> 44.3) = 1e-4."""
     row = torch.tensor([0.3, 0.0, -0.4, 0.1])
     count = 6000
     greedy, flat = torch.zeros(count).bool(), row.expand(count, -1).contiguous()

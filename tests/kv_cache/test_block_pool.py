@@ -1,4 +1,4 @@
-"""The block pool against a model of it."""
+"""The block pool against a simple model of it."""
 
 import pytest
 from hypothesis import given, settings
@@ -18,51 +18,51 @@ from foreword.kv_cache.prefix_cache import extend_hashes
         max_size=80,
     ),
 )
-def test_references_are_those_of_the_holders(num_blocks: int, actions: list[tuple[str, int]]) -> None:
-    """Whatever happens, each block is held as often as its holders say, and free blocks are free."""
+def test_reference_counts_match_the_block_tables(num_blocks: int, actions: list[tuple[str, int]]) -> None:
+    """Any sequence of calls keeps reference counts and the free list right."""
     pool = BlockPool(num_blocks)
-    held: list[int] = []
+    references: list[int] = []
     content: dict[bytes, int] = {}
     for action, number in actions:
         digest = bytes([number])
         if action == "allocate" and pool.num_free:
             block = pool.allocate()
-            assert 0 < block <= num_blocks and block not in held
+            assert 0 < block <= num_blocks and block not in references
             content = {d: b for d, b in content.items() if b != block}
-            held.append(block)
-        elif action == "release" and held:
-            pool.release([held.pop(number % len(held))])
-        elif action == "publish" and held:
-            block = held[number % len(held)]
+            references.append(block)
+        elif action == "release" and references:
+            pool.release([references.pop(number % len(references))])
+        elif action == "publish" and references:
+            block = references[number % len(references)]
             if digest not in content and block not in content.values():
                 content[digest] = block
             pool.publish(block, digest)
-        elif action == "withdraw" and held:
-            block = held[number % len(held)]
+        elif action == "withdraw" and references:
+            block = references[number % len(references)]
             content = {d: b for d, b in content.items() if b != block}
             pool.invalidate([block])
         elif action == "share":
-            found = pool.acquire(digest)
-            assert found == content.get(digest)
-            if found is not None:
-                held.append(found)
-        pool.check([held])
+            block = pool.acquire(digest)
+            assert block == content.get(digest)
+            if block is not None:
+                references.append(block)
+        pool.check([references])
 
 
-def test_content_is_kept_until_the_block_is_needed() -> None:
+def test_content_is_kept_until_the_block_is_reused() -> None:
     pool = BlockPool(2)
     first = pool.allocate()
     pool.publish(first, b"x")
     pool.release([first])
     other = pool.allocate()
-    assert other != first, "blocks without content go first"
+    assert other != first, "blocks without content are reused first"
     assert pool.acquire(b"x") == first
     pool.release([first])
     assert pool.allocate() == first
     assert pool.acquire(b"x") is None
 
 
-def test_beginnings_outlive_their_continuations() -> None:
+def test_prefix_blocks_outlive_later_blocks() -> None:
     pool = BlockPool(3)
     blocks = [pool.allocate() for _ in range(3)]
     for block, digest in zip(blocks, (b"a", b"b", b"c"), strict=True):
@@ -72,7 +72,7 @@ def test_beginnings_outlive_their_continuations() -> None:
     assert pool.contains(b"a") and pool.contains(b"b") and not pool.contains(b"c")
 
 
-def test_releasing_twice_is_noticed() -> None:
+def test_double_release_is_asserted() -> None:
     pool = BlockPool(1)
     block = pool.allocate()
     pool.release([block])
@@ -80,27 +80,27 @@ def test_releasing_twice_is_noticed() -> None:
         pool.release([block])
 
 
-def test_a_leak_is_noticed() -> None:
+def test_leak_is_asserted() -> None:
     pool = BlockPool(2)
     pool.allocate()
-    with pytest.raises(AssertionError, match="references"):
+    with pytest.raises(AssertionError, match="reference counts"):
         pool.check([])
 
 
 @given(st.lists(st.integers(0, 2**40), max_size=40), st.integers(0, 40), st.sampled_from([1, 4]))
-def test_hashes_name_the_whole_beginning(tokens: list[int], other_at: int, block_size: int) -> None:
-    """Equal up to the first difference, different from there on; growing by parts makes no difference."""
-    whole: list[bytes] = []
-    extend_hashes(whole, tokens, block_size, "tenant")
+def test_hashes_cover_the_whole_prefix(tokens: list[int], other_at: int, block_size: int) -> None:
+    """Hashes are equal up to the first difference; hashing in parts changes nothing."""
+    hashes: list[bytes] = []
+    extend_hashes(hashes, tokens, block_size, "tenant")
     grown: list[bytes] = []
     for end in range(len(tokens) + 1):
         extend_hashes(grown, tokens[:end], block_size, "tenant")
-    assert grown == whole and len(whole) == len(tokens) // block_size
+    assert grown == hashes and len(hashes) == len(tokens) // block_size
     changed = [token + (i == other_at) for i, token in enumerate(tokens)]
     other: list[bytes] = []
     extend_hashes(other, changed, block_size, "tenant")
-    for index, (a, b) in enumerate(zip(whole, other, strict=True)):
+    for index, (a, b) in enumerate(zip(hashes, other, strict=True)):
         assert (a == b) == (other_at >= (index + 1) * block_size)
-    foreign: list[bytes] = []
-    extend_hashes(foreign, tokens, block_size, "other tenant")
-    assert not set(foreign) & set(whole)
+    salted: list[bytes] = []
+    extend_hashes(salted, tokens, block_size, "other tenant")
+    assert not set(salted) & set(hashes)

@@ -1,4 +1,4 @@
-"""The memory behind the block ids."""
+"""Memory of the KV cache."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from foreword.kv_cache.storage import KVStorage
 
 
 @pytest.mark.parametrize("dtype, size", [("float32", 4), ("bfloat16", 2), ("float16", 2)])
-def test_blocks_beside_the_scratch_block(dtype: str, size: int):
+def test_storage_has_a_scratch_block(dtype: str, size: int):
     kv = KVStorage(5, 8, [(2, 16), (1, 32)], dtype)
     layer = kv.layer(1)
     assert layer.k.shape == layer.v.shape == (6 * 8, 1, 32)
@@ -17,7 +17,7 @@ def test_blocks_beside_the_scratch_block(dtype: str, size: int):
     assert kv.layer(0).k.data_ptr() != kv.layer(0).v.data_ptr()
 
 
-def test_int8_has_a_scale_for_each_slot_and_head():
+def test_int8_has_a_scale_per_slot_and_head():
     kv = KVStorage(5, 8, [(2, 16), (1, 32)], "int8")
     layer = kv.layer(0)
     assert layer.k.dtype == torch.int8
@@ -26,7 +26,7 @@ def test_int8_has_a_scale_for_each_slot_and_head():
     assert kv.nbytes == 2 * 48 * (2 * 16 + 32 + 4 * (2 + 1))
 
 
-def test_fp8_has_scales_as_int8_has_them():
+def test_fp8_has_a_scale_per_slot_and_head():
     layer = KVStorage(5, 8, [(2, 16)], "fp8").layer(0)
     assert layer.k.dtype == layer.v.dtype == torch.float8_e4m3fn and not layer.k.view(torch.uint8).any()
     assert (

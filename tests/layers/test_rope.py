@@ -1,4 +1,4 @@
-"""Frequencies against transformers' own functions."""
+"""RoPE frequencies against transformers."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ DIM, CONTEXT = 32, 4096
 OURS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 3.0},
     "dynamic": {"factor": 2.0},
-    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 1024},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 1024},
     "yarn": {
         "factor": 4.0,
-        "original": 1024,
+        "original_max_position": 1024,
         "beta_fast": 24.0,
         "beta_slow": 1.5,
         "mscale": 0.8,
@@ -24,7 +24,7 @@ OURS: dict[str, dict[str, Any]] = {
     },
     "longrope": {
         "factor": 4.0,
-        "original": 1024,
+        "original_max_position": 1024,
         "short_factor": tuple(1 + index / 20 for index in range(DIM // 2)),
         "long_factor": tuple(2 + index / 5 for index in range(DIM // 2)),
     },
@@ -32,7 +32,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 
 def expected(rope_type: str, options: dict[str, Any], length: int | None) -> tuple[torch.Tensor, float]:
-    names = {"original": "original_max_position_embeddings"}
+    names = {"original_max_position": "original_max_position_embeddings"}
     given = {
         names.get(key, key): list(value) if isinstance(value, tuple) else value
         for key, value in options.items()
@@ -50,27 +50,27 @@ def expected(rope_type: str, options: dict[str, Any], length: int | None) -> tup
 
 @pytest.mark.parametrize("rope_type", OURS)
 @pytest.mark.parametrize("max_len", [512, 1024, 1025, 4096, 9000])
-def test_frequencies_for_the_longest_context_are_transformers_for_that_length(rope_type: str, max_len: int):
+def test_frequencies_match_transformers_at_max_length(rope_type: str, max_len: int):
     options = OURS[rope_type]
-    config = RopeConfig(rope_type, 5000.0, DIM, **{"original": CONTEXT, **options})
+    config = RopeConfig(rope_type, 5000.0, DIM, **{"original_max_position": CONTEXT, **options})
     ours, scale = rope_frequencies(config, max_len)
     theirs, their_scale = expected(rope_type, options, max_len)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
     assert scale == pytest.approx(their_scale)
 
 
-def test_every_type_is_compared():
+def test_every_rope_type_is_compared():
     assert set(OURS) | {"default"} == set(ROPE_TYPES)
 
 
-def test_rows_of_the_table():
+def test_cos_sin_rows():
     rope = Rope(RopeConfig("default", 100.0, 4), 50, "cpu")
     angles = torch.tensor([7.0, 0.7])
     torch.testing.assert_close(rope.cos_sin[0], torch.tensor([1.0, 1.0, 0.0, 0.0]))
     torch.testing.assert_close(rope.cos_sin[7], torch.cat((angles.cos(), angles.sin())))
 
 
-def test_a_longer_table_begins_with_the_shorter_one():
-    """Only where frequencies do not depend on the longest context."""
+def test_longer_table_extends_the_shorter_one():
+    """For RoPE types whose frequencies do not depend on the longest context."""
     short, long = (Rope(RopeConfig("default", 10000.0, 16), size, "cpu") for size in (10, 100))
     torch.testing.assert_close(long.cos_sin[:10], short.cos_sin, atol=1e-7, rtol=0)

@@ -1,4 +1,4 @@
-"""The accounting: scripted events, exact figures, and never a nan."""
+"""MetricsRecorder: scripted events, exact values, no NaN."""
 
 import logging
 import math
@@ -18,7 +18,7 @@ from foreword.metrics.recorder import MAX_FINISHED_STATS, MetricsRecorder
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A manual clock."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -53,7 +53,7 @@ def clock() -> Clock:
 
 
 class Lines(logging.Handler):
-    """Log lines, as they come."""
+    """Log lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,18 +73,18 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
 
 def play(recorder: MetricsRecorder, clock: Clock) -> Request:
-    """2 s to the first token, then 5 tokens of 6 verified rows 1 s later, then a draft cut at a stop string."""
-    asked = request()
-    recorder.on_submit(asked)
-    recorder.on_tokens(asked, tokens(0, 1, num_cached=4), 102.0)
-    recorder.on_tokens(asked, tokens(1, 4, DraftResult("ngram", 4, 3)), 103.0)
+    """First token after 2 s, 5 tokens of 6 verified rows 1 s later, a draft cut by a stop string."""
+    submitted = request()
+    recorder.on_submit(submitted)
+    recorder.on_tokens(submitted, tokens(0, 1, num_cached=4), 102.0)
+    recorder.on_tokens(submitted, tokens(1, 4, DraftResult("ngram", 4, 3)), 103.0)
     run = tokens(5, 5, DraftResult("ngram", 4, 4))
     clock.now = 104.0
-    recorder.on_tokens(asked, truncate(run, 2, "stop"), 104.0)
-    return asked
+    recorder.on_tokens(submitted, truncate(run, 2, "stop"), 104.0)
+    return submitted
 
 
-def test_delivered_tokens_are_counted_after_the_cut(clock: Clock) -> None:
+def test_tokens_are_counted_after_stop_strings(clock: Clock) -> None:
     recorder = MetricsRecorder(("ngram",), clock=clock)
     play(recorder, clock)
     series = scrape(recorder)
@@ -103,27 +103,27 @@ def test_delivered_tokens_are_counted_after_the_cut(clock: Clock) -> None:
     assert series["requests_finished_total", "length"] == 0
 
 
-def test_eos_inside_an_accepted_run(clock: Clock) -> None:
-    """The engine cut the run at EOS: three of four drafted tokens were emitted, no token after them."""
+def test_eos_within_an_accepted_draft(clock: Clock) -> None:
+    """Truncated at EOS: three of four drafted tokens are emitted, and no token after them."""
     recorder = MetricsRecorder(("draft",), clock=clock)
-    asked = request()
-    recorder.on_submit(asked)
-    recorder.on_tokens(asked, tokens(0, 3, DraftResult("draft", 4, 3), "stop", stop_id=2), 102.0)
+    submitted = request()
+    recorder.on_submit(submitted)
+    recorder.on_tokens(submitted, tokens(0, 3, DraftResult("draft", 4, 3), "stop", stop_id=2), 102.0)
     series = scrape(recorder)
     assert series["generation_tokens_total",] == 3
     assert series["spec_accepted_tokens_total", "draft"] == 3
     assert series["spec_system_efficiency_ratio", "draft"] == 3 / 5
 
 
-def test_accepted_never_exceeds_what_was_delivered(clock: Clock) -> None:
+def test_accepted_is_at_most_delivered(clock: Clock) -> None:
     recorder = MetricsRecorder(("ngram",), clock=clock)
-    asked = request()
-    recorder.on_submit(asked)
-    recorder.on_tokens(asked, tokens(0, 2, DraftResult("ngram", 4, 4), "stop"), 102.0)
+    submitted = request()
+    recorder.on_submit(submitted)
+    recorder.on_tokens(submitted, tokens(0, 2, DraftResult("ngram", 4, 4), "stop"), 102.0)
     assert scrape(recorder)["spec_accepted_tokens_total", "ngram"] == 2
 
 
-def test_latencies(clock: Clock) -> None:
+def test_latency_histograms(clock: Clock) -> None:
     """A burst of m tokens after t counts m observations of t/m."""
     recorder = MetricsRecorder(("ngram",), clock=clock)
     play(recorder, clock)
@@ -143,10 +143,10 @@ def test_latencies(clock: Clock) -> None:
     )
 
 
-def test_figures_of_one_answer(clock: Clock) -> None:
+def test_metrics_of_one_choice(clock: Clock) -> None:
     recorder = MetricsRecorder(("ngram",), clock=clock)
-    asked = play(recorder, clock)
-    metrics = recorder.answer_metrics(asked.id)
+    submitted = play(recorder, clock)
+    metrics = recorder.answer_metrics(submitted.id)
     assert metrics is not None
     assert metrics.as_dict() == {
         "time_to_first_token_ms": 2000.0,
@@ -163,23 +163,23 @@ def test_figures_of_one_answer(clock: Clock) -> None:
 
 
 def test_rates_begin_after_the_first_burst(clock: Clock) -> None:
-    """Three tokens at once, four more 2 s later: 0.5 s a token, not a third."""
+    """Three tokens at once, four more 2 s later: 0.5 s per token."""
     recorder = MetricsRecorder(("ngram",), clock=clock)
-    asked = request()
-    recorder.on_submit(asked)
-    recorder.on_tokens(asked, tokens(0, 3, DraftResult("ngram", 2, 2)), 102.0)
-    recorder.on_tokens(asked, tokens(3, 4, DraftResult("ngram", 3, 3)), 104.0)
+    submitted = request()
+    recorder.on_submit(submitted)
+    recorder.on_tokens(submitted, tokens(0, 3, DraftResult("ngram", 2, 2)), 102.0)
+    recorder.on_tokens(submitted, tokens(3, 4, DraftResult("ngram", 3, 3)), 104.0)
     metrics = recorder.answer_metrics("a")
     assert metrics is not None
     assert (metrics.time_per_output_token_ms, metrics.tokens_per_second) == (500.0, 2.0)
 
 
-def test_figures_that_do_not_exist_are_absent(clock: Clock) -> None:
+def test_undefined_metrics_are_absent(clock: Clock) -> None:
     off = MetricsRecorder((), clock=clock)
-    asked = request()
-    off.on_submit(asked)
+    submitted = request()
+    off.on_submit(submitted)
     assert off.answer_metrics("a").as_dict() == {"seed": 7}  # type: ignore[union-attr]
-    off.on_tokens(asked, TokenEvent("a", 0, (1,), finish_reason="length"), 102.0)
+    off.on_tokens(submitted, TokenEvent("a", 0, (1,), finish_reason="length"), 102.0)
     assert off.answer_metrics("a").as_dict() == {
         "time_to_first_token_ms": 2000.0,
         "cached_tokens": 0,
@@ -188,11 +188,11 @@ def test_figures_that_do_not_exist_are_absent(clock: Clock) -> None:
     assert off.answer_metrics("unknown") is None
 
 
-def test_a_request_that_drafted_nothing_says_so_by_absence(clock: Clock) -> None:
+def test_request_without_drafts_has_no_draft_metrics(clock: Clock) -> None:
     recorder = MetricsRecorder(("ngram",), clock=clock)
-    asked = request()
-    recorder.on_submit(asked)
-    recorder.on_tokens(asked, tokens(0, 3, reason="stop"), 102.0)
+    submitted = request()
+    recorder.on_submit(submitted)
+    recorder.on_tokens(submitted, tokens(0, 3, reason="stop"), 102.0)
     metrics = recorder.answer_metrics("a")
     assert metrics is not None
     assert not [
@@ -200,12 +200,12 @@ def test_a_request_that_drafted_nothing_says_so_by_absence(clock: Clock) -> None
     ]
 
 
-def test_figures_of_several_choices_together(clock: Clock) -> None:
-    """Two choices of one prompt and one of another: sums of what is counted, the first to begin, speeds of all together."""
+def test_metrics_of_several_choices(clock: Clock) -> None:
+    """Two choices of one prompt and one of another: sums, earliest first token, joint rate."""
     recorder = MetricsRecorder(("ngram", "suffix"), clock=clock)
     a, b, c = request("x-0-0", seed=7), request("x-0-1", seed=8), request("x-1-0", seed=7)
-    for asked in (a, b, c):
-        recorder.on_submit(asked)
+    for submitted in (a, b, c):
+        recorder.on_submit(submitted)
     recorder.on_tokens(a, tokens(0, 1, num_cached=4), 103.0)
     recorder.on_tokens(b, tokens(0, 2, DraftResult("ngram", 3, 1), num_cached=9), 102.0)
     recorder.on_tokens(a, tokens(1, 4, DraftResult("suffix", 5, 3), "stop"), 105.0)
@@ -229,73 +229,73 @@ def test_figures_of_several_choices_together(clock: Clock) -> None:
     assert alone is not None and (alone.draft_tokens, alone.seed, alone.tokens_per_second) == (7, 8, 2.0)
 
 
-def test_a_verified_draft_counts_where_nothing_was_emitted(clock: Clock) -> None:
+def test_draft_without_emitted_tokens_counts(clock: Clock) -> None:
     recorder = MetricsRecorder(("ngram",), clock=clock)
-    asked = request()
-    recorder.on_submit(asked)
-    recorder.on_tokens(asked, truncate(tokens(0, 3, DraftResult("ngram", 4, 2)), 0, "length"), 102.0)
+    submitted = request()
+    recorder.on_submit(submitted)
+    recorder.on_tokens(submitted, truncate(tokens(0, 3, DraftResult("ngram", 4, 2)), 0, "length"), 102.0)
     metrics = recorder.answer_metrics("a")
     assert metrics is not None and (metrics.draft_tokens, metrics.draft_tokens_acceptance) == (4, 0.0)
     assert scrape(recorder)["spec_draft_tokens_total", "ngram"] == 4
 
 
-def test_an_end_without_tokens(clock: Clock) -> None:
+def test_finish_without_tokens(clock: Clock) -> None:
     recorder = MetricsRecorder((), clock=clock)
-    asked = request()
-    recorder.on_submit(asked)
-    recorder.on_tokens(asked, tokens(0, 0, reason="stop"), 102.0)
+    submitted = request()
+    recorder.on_submit(submitted)
+    recorder.on_tokens(submitted, tokens(0, 0, reason="stop"), 102.0)
     series = scrape(recorder)
     assert series["requests_finished_total", "stop"] == 1
     assert series["generation_tokens_total",] == 0
     assert series["time_to_first_token_seconds_count",] == 0
 
 
-def test_a_runaway_is_counted_and_told_while_it_runs(clock: Clock, lines: list[str]) -> None:
+def test_repetition_is_counted_and_logged(clock: Clock, lines: list[str]) -> None:
     recorder = MetricsRecorder((), clock=clock)
-    asked = request(on_runaway="warn")
-    recorder.on_submit(asked)
-    recorder.on_tokens(asked, tokens(0, 300), 102.0)
+    submitted = request(on_runaway="warn")
+    recorder.on_submit(submitted)
+    recorder.on_tokens(submitted, tokens(0, 300), 102.0)
     assert scrape(recorder)["runaway_requests_total",] == 0
-    recorder.on_tokens(asked, tokens(300, 8, repeating=Repetition(3, 12)), 103.0)
+    recorder.on_tokens(submitted, tokens(300, 8, repetition=Repetition(3, 12)), 103.0)
     assert scrape(recorder)["runaway_requests_total",] == 1
     (line,) = lines
     assert line == (
-        "request a runs away: 303 tokens so far, and their end repeats a pattern of length 12; it goes on (on_runaway warn)"
+        "request a: repetitive output, pattern of 12 tokens after 303 tokens; continuing (on_runaway warn)"
     )
-    recorder.on_tokens(asked, tokens(308, 1, reason="length"), 104.0)
+    recorder.on_tokens(submitted, tokens(308, 1, reason="length"), 104.0)
     metrics = recorder.answer_metrics("a")
     assert metrics is not None and metrics.as_dict()["repeating_tokens"] == 12
 
 
-def test_an_answer_that_was_ended_as_a_runaway_is_returned(clock: Clock, lines: list[str]) -> None:
+def test_choice_stopped_by_repetition_is_returned(clock: Clock, lines: list[str]) -> None:
     recorder = MetricsRecorder((), clock=clock)
-    asked = request(on_runaway="stop")
-    recorder.on_submit(asked)
-    recorder.on_tokens(asked, tokens(0, 260, reason="repetition", repeating=Repetition(260, 4)), 102.0)
+    submitted = request(on_runaway="stop")
+    recorder.on_submit(submitted)
+    recorder.on_tokens(submitted, tokens(0, 260, reason="repetition", repetition=Repetition(260, 4)), 102.0)
     series = scrape(recorder)
     assert series["requests_finished_total", "repetition"] == 1
     assert series["generation_tokens_total",] == 260
-    assert "of length 4; it ended: repetition (on_runaway stop)" in lines[0]
-    assert "request a: repetition; n 1 asked, 1 returned" in lines[1]
+    assert "pattern of 4 tokens after 260 tokens; finished: repetition (on_runaway stop)" in lines[0]
+    assert "request a: repetition; n 1 requested, 1 returned" in lines[1]
 
 
-def test_a_runaway_of_somebody_who_left_is_none(clock: Clock, lines: list[str]) -> None:
+def test_repetition_of_aborted_request_is_not_counted(clock: Clock, lines: list[str]) -> None:
     recorder = MetricsRecorder((), clock=clock)
-    recorder.on_tokens(request(), tokens(0, 8, repeating=Repetition(3, 12)), 103.0)
+    recorder.on_tokens(request(), tokens(0, 8, repetition=Repetition(3, 12)), 103.0)
     assert scrape(recorder)["runaway_requests_total",] == 0 and not lines
 
 
-def test_ended_answers_are_bounded(clock: Clock) -> None:
+def test_finished_stats_are_bounded(clock: Clock) -> None:
     recorder = MetricsRecorder((), clock=clock)
     for number in range(MAX_FINISHED_STATS + 5):
-        asked = request(str(number))
-        recorder.on_submit(asked)
-        recorder.on_abort(asked)
+        submitted = request(str(number))
+        recorder.on_submit(submitted)
+        recorder.on_abort(submitted)
     assert recorder.answer_metrics("4") is None
     assert recorder.answer_metrics("5") is not None
 
 
-def test_failed_and_aborted_end_once(clock: Clock) -> None:
+def test_failed_and_aborted_requests_finish_once(clock: Clock) -> None:
     recorder = MetricsRecorder((), clock=clock)
     first, second = request("a"), request("b")
     recorder.on_submit(first)
@@ -310,11 +310,12 @@ def test_failed_and_aborted_end_once(clock: Clock) -> None:
     assert series["generation_tokens_total",] == 0
 
 
-def test_steps_set_gauges_and_add_what_is_new(clock: Clock) -> None:
+def test_steps_set_gauges_and_add_deltas(clock: Clock) -> None:
     recorder = MetricsRecorder(("ngram",), clock=clock)
     first = StepStats(
-        step=1, requests_running=3, requests_waiting=2, kv_cache_usage_ratio=0.5, prefix_cache_queries_total=10,
-        prefix_cache_hits_total=4, preemptions_total=1, stage_seconds={"forward": 0.5}, drafter_errors={"ngram": 1},
+        step=1, requests_running=3, requests_waiting=2, kv_cache_usage_ratio=0.5,
+        prefix_cache_queries_total=10, prefix_cache_hits_total=4, preemptions_total=1,
+        stage_seconds={"forward": 0.5}, drafter_errors={"ngram": 1},
     )  # fmt: skip
     recorder.on_step(first)
     recorder.on_step(first)
@@ -331,7 +332,7 @@ def test_steps_set_gauges_and_add_what_is_new(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("again", [2, 9])
-def test_an_engine_started_again_counts_from_zero(clock: Clock, again: int) -> None:
+def test_restarted_engine_counts_from_zero(clock: Clock, again: int) -> None:
     recorder = MetricsRecorder((), clock=clock)
     recorder.on_step(StepStats(step=9, preemptions_total=5))
     recorder.on_step(StepStats(step=1, preemptions_total=again))
@@ -354,7 +355,7 @@ DECIDED_MORE = DraftingStats(
 )
 
 
-def test_decisions_about_drafts(clock: Clock) -> None:
+def test_draft_decisions_are_counted(clock: Clock) -> None:
     recorder = MetricsRecorder(("ngram", "draft"), clock=clock)
     recorder.on_step(StepStats(step=1, drafting=DECIDED))
     recorder.on_step(StepStats(step=2, drafting=DECIDED_MORE))
@@ -374,7 +375,7 @@ def test_decisions_about_drafts(clock: Clock) -> None:
     assert series["spec_exploration_seconds_total",] == 0.25
 
 
-def test_a_replaced_engine_is_counted_and_its_successor_begins_at_zero(clock: Clock) -> None:
+def test_restart_is_counted_and_resets_stats(clock: Clock) -> None:
     recorder = MetricsRecorder((), clock=clock)
     recorder.on_step(StepStats(step=3, preemptions_total=5, requests_running=7))
     recorder.on_restart("it was killed")
@@ -384,7 +385,7 @@ def test_a_replaced_engine_is_counted_and_its_successor_begins_at_zero(clock: Cl
     assert (series["engine_restarts_total",], series["preemptions_total",]) == (1, 5 + 6)
 
 
-def test_gauges_are_asked_for_where_somebody_knows_better(clock: Clock) -> None:
+def test_gauges_use_get_stats(clock: Clock) -> None:
     recorder = MetricsRecorder((), clock=clock)
     recorder.on_step(StepStats(step=3, requests_running=7))
     recorder.get_stats = lambda: StepStats(requests_waiting=2, oldest_running_seconds=60.0)
@@ -393,7 +394,7 @@ def test_gauges_are_asked_for_where_somebody_knows_better(clock: Clock) -> None:
     assert gauges == [0, 2, 60]
 
 
-def test_decisions_outlive_the_engine(clock: Clock) -> None:
+def test_draft_decisions_survive_a_restart(clock: Clock) -> None:
     recorder = MetricsRecorder(("ngram", "draft"), clock=clock)
     recorder.on_step(StepStats(step=5, drafting=DECIDED_MORE))
     recorder.on_step(StepStats(step=1, drafting=DECIDED))
@@ -406,7 +407,7 @@ def test_decisions_outlive_the_engine(clock: Clock) -> None:
     assert series["spec_realised_step_seconds_total",] == 1.75
 
 
-def test_returned_choices(clock: Clock) -> None:
+def test_returned_choices_are_counted(clock: Clock) -> None:
     recorder = MetricsRecorder((), clock=clock)
     recorder.on_response(3)
     assert scrape(recorder)["choices_returned_total",] == 3
@@ -414,14 +415,16 @@ def test_returned_choices(clock: Clock) -> None:
 
 @pytest.mark.parametrize("drafters", [(), ("ngram", "draft")])
 @pytest.mark.parametrize("state", ["fresh", "idle", "busy"])
-def test_never_a_nan(drafters: tuple[str, ...], state: str, clock: Clock, lines: list[str]) -> None:
+def test_metrics_and_logs_have_no_nan(
+    drafters: tuple[str, ...], state: str, clock: Clock, lines: list[str]
+) -> None:
     recorder = MetricsRecorder(drafters, clock=clock)
     if state != "fresh":
-        asked = request()
-        recorder.on_submit(asked)
+        submitted = request()
+        recorder.on_submit(submitted)
         reason = "stop" if state == "idle" else None
         recorder.on_tokens(
-            asked, tokens(0, 1, DraftResult("ngram", 1, 0) if drafters else None, reason), 102.0
+            submitted, tokens(0, 1, DraftResult("ngram", 1, 0) if drafters else None, reason), 102.0
         )
     clock.now += 20
     recorder.log_if_due()
@@ -432,19 +435,19 @@ def test_never_a_nan(drafters: tuple[str, ...], state: str, clock: Clock, lines:
     assert not any("nan" in line.lower() for line in lines)
 
 
-def test_without_speculation_nothing_of_it_exists(clock: Clock, lines: list[str]) -> None:
+def test_speculation_metrics_need_drafters(clock: Clock, lines: list[str]) -> None:
     recorder = MetricsRecorder((), clock=clock)
-    asked = request()
-    recorder.on_submit(asked)
-    recorder.on_tokens(asked, tokens(0, 3), 102.0)
+    submitted = request()
+    recorder.on_submit(submitted)
+    recorder.on_tokens(submitted, tokens(0, 3), 102.0)
     clock.now += 11
     recorder.log_if_due()
-    recorder.on_tokens(asked, tokens(3, 3, reason="length"), 112.0)
+    recorder.on_tokens(submitted, tokens(3, 3, reason="length"), 112.0)
     assert b"spec" not in recorder.render()
     assert lines and not any("spec" in line.lower() or "draft" in line.lower() for line in lines)
 
 
-def test_ratios_are_absent_until_something_was_drafted(clock: Clock) -> None:
+def test_ratios_are_absent_before_a_draft(clock: Clock) -> None:
     series = scrape(MetricsRecorder(("ngram",), clock=clock))
     assert series["spec_drafts_total", "ngram"] == 0
     assert ("spec_system_efficiency_ratio", "ngram") not in series
@@ -468,10 +471,12 @@ def test_throughput_is_not_diluted_by_idle_time(clock: Clock, lines: list[str]) 
     recorder.log_if_due()
     throughput = [line for line in lines if line.startswith("Throughput")]
     assert throughput == [
-        "Throughput: prompt 2.5 tokens/s, generation 1.8 tokens/s, busy 4.0 s, running 0, waiting 0, KV cache 0.0%"
+        "Throughput: prompt 2.5 tokens/s, generation 1.8 tokens/s, busy 4.0 s, "
+        "running 0, waiting 0, KV cache 0.0%"
     ]
     assert [line for line in lines if line.startswith("SpecDecoding")] == [
-        "SpecDecoding metrics: Mean acceptance length: 3.00, Draft acceptance rate: 62.5%, System efficiency: 60.0%, "
+        "SpecDecoding metrics: Mean acceptance length: 3.00, Draft acceptance rate: 62.5%, "
+        "System efficiency: 60.0%, "
         "Accepted: 5 tokens, Drafted: 8 tokens, Per-position acceptance rate: 1.000, 1.000, 0.500, 0.000"
     ]
 
@@ -484,20 +489,20 @@ def test_no_line_without_traffic(clock: Clock, lines: list[str]) -> None:
     assert lines == []
 
 
-def test_the_speculation_line_covers_its_interval_only(clock: Clock, lines: list[str]) -> None:
+def test_speculation_line_covers_its_interval(clock: Clock, lines: list[str]) -> None:
     recorder = MetricsRecorder(("ngram",), clock=clock)
-    asked = request()
-    recorder.on_submit(asked)
+    submitted = request()
+    recorder.on_submit(submitted)
     clock.now = 111.0
-    recorder.on_tokens(asked, tokens(0, 3, DraftResult("ngram", 2, 2)), 111.0)
+    recorder.on_tokens(submitted, tokens(0, 3, DraftResult("ngram", 2, 2)), 111.0)
     recorder.log_if_due()
     clock.now = 122.0
-    recorder.on_tokens(asked, tokens(3, 1), 122.0)
+    recorder.on_tokens(submitted, tokens(3, 1), 122.0)
     recorder.log_if_due()
     assert [line.split(":")[0] for line in lines] == ["Throughput", "SpecDecoding metrics", "Throughput"]
 
 
-def test_ticks_before_the_interval_say_nothing(clock: Clock, lines: list[str]) -> None:
+def test_no_line_before_the_interval(clock: Clock, lines: list[str]) -> None:
     recorder = MetricsRecorder(("ngram",), log_interval_s=10, clock=clock)
     recorder.on_submit(request())
     clock.now += 5
@@ -505,25 +510,25 @@ def test_ticks_before_the_interval_say_nothing(clock: Clock, lines: list[str]) -
     assert lines == []
 
 
-def test_an_interval_of_zero_means_no_lines(clock: Clock, lines: list[str]) -> None:
+def test_interval_of_zero_disables_lines(clock: Clock, lines: list[str]) -> None:
     recorder = MetricsRecorder((), log_interval_s=0, clock=clock)
-    asked = request()
-    recorder.on_submit(asked)
-    recorder.on_tokens(asked, tokens(0, 1), 102.0)
+    submitted = request()
+    recorder.on_submit(submitted)
+    recorder.on_tokens(submitted, tokens(0, 1), 102.0)
     clock.now += 1000
     recorder.log_if_due()
     assert lines == []
 
 
-def test_the_line_of_a_request(clock: Clock, lines: list[str]) -> None:
+def test_request_line(clock: Clock, lines: list[str]) -> None:
     recorder = MetricsRecorder(("ngram",), clock=clock)
-    asked = request(temperature=0.5, stop=("secret " * 50,))
-    recorder.on_submit(asked)
-    recorder.on_tokens(asked, tokens(0, 3, DraftResult("ngram", 2, 2)), 102.0)
+    submitted = request(temperature=0.5, stop=("secret " * 50,))
+    recorder.on_submit(submitted)
+    recorder.on_tokens(submitted, tokens(0, 3, DraftResult("ngram", 2, 2)), 102.0)
     clock.now = 103.0
-    recorder.on_tokens(asked, tokens(3, 1, reason="length"), 103.0)
+    recorder.on_tokens(submitted, tokens(3, 1, reason="length"), 103.0)
     (line,) = lines
-    assert line.startswith("request a: length; n 1 asked, 1 returned; params temperature=0.5 stop=... ")
+    assert line.startswith("request a: length; n 1 requested, 1 returned; params temperature=0.5 stop=... ")
     assert line.endswith(
         "seed=7; tokens 10 prompt (0 cached), 4 generated; drafter ngram (2 of 2 accepted); "
         "times queue 1000.0 ms, first token 2000.0 ms, total 3000.0 ms"
@@ -531,18 +536,18 @@ def test_the_line_of_a_request(clock: Clock, lines: list[str]) -> None:
     assert len(line) < 400
 
 
-def test_the_line_of_a_request_with_a_prediction(clock: Clock, lines: list[str]) -> None:
+def test_request_line_with_a_prediction(clock: Clock, lines: list[str]) -> None:
     recorder = MetricsRecorder(("prediction",), clock=clock)
-    asked = replace(request(), prediction_ids=(1, 2, 3))
-    recorder.on_submit(asked)
-    recorder.on_tokens(asked, tokens(0, 3, DraftResult("prediction", 2, 2), "stop"), 102.0)
+    submitted = replace(request(), prediction_ids=(1, 2, 3))
+    recorder.on_submit(submitted)
+    recorder.on_tokens(submitted, tokens(0, 3, DraftResult("prediction", 2, 2), "stop"), 102.0)
     assert (
         "tokens 10 prompt (0 cached), 3 predicted, 3 generated; drafter prediction (2 of 2 accepted)"
         in lines[0]
     )
 
 
-def test_choices_of_a_prompt_share_a_line(clock: Clock, lines: list[str]) -> None:
+def test_choices_of_a_prompt_share_a_log_line(clock: Clock, lines: list[str]) -> None:
     recorder = MetricsRecorder((), clock=clock)
     choices = [request(f"cmpl-1-{index}", seed=7 + index) for index in range(3)]
     for choice in choices:
@@ -553,11 +558,12 @@ def test_choices_of_a_prompt_share_a_line(clock: Clock, lines: list[str]) -> Non
     recorder.on_abort(choices[0])
     (line,) = lines
     assert line.startswith(
-        "request cmpl-1: abort 1, stop 2; n 3 asked, 2 returned; params seed=7; tokens 10 prompt (0 cached), 5"
+        "request cmpl-1: abort 1, stop 2; n 3 requested, 2 returned; params seed=7; "
+        "tokens 10 prompt (0 cached), 5"
     )
 
 
-def test_pictures_are_told_only_where_the_model_sees_them(clock: Clock) -> None:
+def test_image_metrics_need_a_vision_model(clock: Clock) -> None:
     stats = StepStats(step=1, images_encoded_total=3, image_cache_hits_total=5, stage_seconds={"encode": 0.5})
     seeing, blind = MetricsRecorder((), clock=clock, multimodal=True), MetricsRecorder((), clock=clock)
     seeing.on_step(stats)

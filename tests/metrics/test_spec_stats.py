@@ -1,4 +1,4 @@
-"""Sums of speculation: exact figures, and bounds that hold for any sequence of drafts."""
+"""SpecDecodeStats: exact values, and bounds for any sequence of drafts."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from foreword.metrics.spec_stats import SpecDecodeStats
 
 
-def test_ratios_do_not_exist_before_a_draft() -> None:
+def test_ratios_are_none_before_a_draft() -> None:
     tally = SpecDecodeStats()
     assert (
         tally.acceptance_rate,
@@ -16,7 +16,7 @@ def test_ratios_do_not_exist_before_a_draft() -> None:
     ) == (None, None, None, ())
 
 
-def test_positions_have_bases_of_their_own() -> None:
+def test_acceptance_per_position_has_own_base() -> None:
     tally = SpecDecodeStats()
     tally.add(num_drafted=4, num_accepted=2, num_emitted=3)
     tally.add(num_drafted=1, num_accepted=1, num_emitted=2)
@@ -28,7 +28,7 @@ def test_positions_have_bases_of_their_own() -> None:
     assert tally.system_efficiency == 5 / 7
 
 
-def test_tallies_add_up() -> None:
+def test_merge_adds_sums() -> None:
     one, other, both = SpecDecodeStats(), SpecDecodeStats(), SpecDecodeStats()
     one.add(num_drafted=4, num_accepted=2, num_emitted=3)
     other.add(num_drafted=1, num_accepted=1, num_emitted=2)
@@ -37,7 +37,7 @@ def test_tallies_add_up() -> None:
         both.merge(tally)
     assert (both.num_verify_steps, both.num_drafted, both.num_accepted, both.num_emitted) == (3, 11, 3, 6)
     assert both.drafted_per_position == [3, 2, 2, 2, 1, 1] and both.accepted_per_position == [2, 1]
-    assert one.drafted_per_position == [1, 1, 1, 1], "what is added stays as it was"
+    assert one.drafted_per_position == [1, 1, 1, 1], "merge() changed its argument"
 
 
 @st.composite
@@ -48,7 +48,7 @@ def drafts(draw: st.DrawFn) -> tuple[int, int, int]:
 
 
 @given(st.lists(drafts(), min_size=1, max_size=30))
-def test_every_ratio_lies_in_its_bounds(runs: list[tuple[int, int, int]]) -> None:
+def test_ratios_are_within_bounds(runs: list[tuple[int, int, int]]) -> None:
     tally = SpecDecodeStats()
     for run in runs:
         tally.add(*run)

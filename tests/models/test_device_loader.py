@@ -1,4 +1,4 @@
-"""What comes out of a file comes out as it was, however it is cut; what cannot be read is told."""
+"""DeviceLoader: tensors equal the file's bytes for any buffer size; read errors name the file."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     buffer_bytes=st.integers(1, 400),
     num_readers=st.integers(1, 5),
 )
-def test_bytes_come_as_they_are_in_any_order(
+def test_device_loader_returns_file_bytes(
     file: Path, spans: Sequence[tuple[int, int]], buffer_bytes: int, num_readers: int
 ) -> None:
-    """Sizes that no buffer divides, more tensors than buffers, tensors larger than both buffers together, empty ones."""
+    """Uneven sizes, more tensors than buffers, tensors larger than both buffers, empty tensors."""
     content = file.read_bytes()
     with DeviceLoader("cpu", pinned=False, buffer_bytes=buffer_bytes, num_readers=num_readers) as staged:
         found = [staged.tensor(FileSpan(file, start, size), torch.uint8, [size]) for start, size in spans]
@@ -49,7 +49,7 @@ def test_bytes_come_as_they_are_in_any_order(
     ]
 
 
-def test_values_keep_type_and_shape(tmp_path: Path) -> None:
+def test_device_loader_keeps_type_and_shape(tmp_path: Path) -> None:
     values = torch.arange(24, dtype=torch.float32).to(torch.bfloat16).view(2, 3, 4)
     (tmp_path / "x").write_bytes(b"?" + values.view(torch.uint8).numpy().tobytes())
     with DeviceLoader("cpu", buffer_bytes=10) as staged:
@@ -57,7 +57,7 @@ def test_values_keep_type_and_shape(tmp_path: Path) -> None:
     assert found.dtype == torch.bfloat16 and torch.equal(found, values)
 
 
-def test_a_read_that_yields_little_goes_on(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_are_continued(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: whole(fd, [views[0][:7]], offset))
     with DeviceLoader("cpu", buffer_bytes=64) as staged:
@@ -68,17 +68,15 @@ def test_a_read_that_yields_little_goes_on(file: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("num_readers", [1, 4])
-def test_a_file_that_ends_too_early_is_named(file: Path, num_readers: int) -> None:
+def test_truncated_file_is_named(file: Path, num_readers: int) -> None:
     with (
         DeviceLoader("cpu", buffer_bytes=64, num_readers=num_readers) as staged,
-        pytest.raises(CheckpointError, match=r"bytes is damaged or incomplete: it ends before byte 10020"),
+        pytest.raises(CheckpointError, match=r"bytes is damaged: it ends before byte 10020"),
     ):
         staged.tensor(FileSpan(file, 9_900, 120), torch.uint8, [120])
 
 
-def test_a_disk_that_fails_is_told_and_the_next_tensor_may_come(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loader_works_after_a_disk_error(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(fd: int, views: Sequence[memoryview], offset: int) -> int:
         raise OSError(5, "Input/output error")
 
@@ -93,7 +91,7 @@ def test_a_disk_that_fails_is_told_and_the_next_tensor_may_come(
         )
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     with (
         DeviceLoader("cpu") as staged,
         pytest.raises(CheckpointError, match="nothing cannot be read: No such file"),
@@ -101,7 +99,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         staged.tensor(FileSpan(tmp_path / "nothing", 0, 1), torch.uint8, [1])
 
 
-def test_without_pinned_memory_it_is_slower_and_says_so(
+def test_missing_pinned_memory_is_logged(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = torch.empty
@@ -113,16 +111,14 @@ def test_without_pinned_memory_it_is_slower_and_says_so(
 
     monkeypatch.setattr(staging.torch, "empty", empty)
     with DeviceLoader("cpu", pinned=True, buffer_bytes=64) as staged:
-        assert (
-            "ordinary memory, which is slower: none can be pinned (CUDA error: out of memory)" in caplog.text
-        )
+        assert "pinned memory is not available (CUDA error: out of memory)" in caplog.text
         assert (
             bytes(staged.tensor(FileSpan(file, 0, 200), torch.uint8, [200]).tolist())
             == file.read_bytes()[:200]
         )
 
 
-def test_what_comes_next_is_fetched_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readahead_requests_each_byte_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(staging, "READAHEAD_BYTES", 1000)
     monkeypatch.setattr(
@@ -135,7 +131,7 @@ def test_what_comes_next_is_fetched_once(file: Path, monkeypatch: pytest.MonkeyP
 
 
 class Copies:
-    """Pinned memory without a GPU: copies are done when their event is waited for, as late as can be."""
+    """Pinned memory without a GPU: a copy happens when its event is waited for."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Tensor, Tensor]] = []
@@ -152,7 +148,7 @@ class Copies:
         self.waiting = [one for one in self.waiting if one[1].data_ptr() != source.data_ptr()]
 
 
-def test_no_buffer_is_filled_while_it_is_copied(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffer_is_not_filled_during_its_copy(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = Copies()
     monkeypatch.setattr(
         staging._Buffer, "copy_to", lambda self, target: copies.queue(target, self._bytes[: len(target)])
@@ -167,10 +163,10 @@ def test_no_buffer_is_filled_while_it_is_copied(file: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("kind", [None, Kind.Q8_0, Kind.F16])
-def test_a_model_is_the_same_by_either_way(
+def test_model_is_equal_mapped_and_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind | None
 ) -> None:
-    """Mapped as on a CPU, or brought there as to any other device; safetensors and GGUF."""
+    """Mapped files against DeviceLoader, for safetensors and GGUF."""
     path = write_checkpoint(tmp_path / "model", "llama", seed=3, dtype="bfloat16")
     if kind is not None:
         path = write_gguf(path, tmp_path / "model.gguf", kind)
@@ -179,7 +175,7 @@ def test_a_model_is_the_same_by_either_way(
     assert torch.equal(ForwardHelper(path).logits([1, 2, 3]), mapped)
 
 
-def test_threads_and_files_end_with_the_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_files_are_closed_after_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_checkpoint(tmp_path, "llama")
     (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-100])
     made: list[DeviceLoader] = []

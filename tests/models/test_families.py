@@ -1,4 +1,4 @@
-"""Every architecture against transformers, in float32: logits, and what is generated."""
+"""Every architecture against transformers, in float32: logits and greedy tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -101,12 +101,12 @@ def prompt() -> list[int]:
     return torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(7)).tolist()
 
 
-def test_every_architecture_is_compared():
+def test_every_architecture_has_a_case():
     assert {family for family, _ in CASES.values()} == set(ARCHITECTURES) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equal_to_transformers(case: str, tmp_path: Path, prompt: list[int]):
+def test_logits_and_tokens_equal_transformers(case: str, tmp_path: Path, prompt: list[int]):
     family, overrides = CASES[case]
     path = write_checkpoint(tmp_path / family, family, **overrides)
     theirs, ours = peer(path), ForwardHelper(path)
@@ -127,23 +127,19 @@ def test_equal_to_transformers(case: str, tmp_path: Path, prompt: list[int]):
     torch.testing.assert_close(ours.logits(prompt), expected, atol=1e-4, rtol=0)
     output = ours.greedy(prompt, 64)
     assert output == generated[0, len(prompt) :].tolist()
-    assert len(set(output)) > 20, "an output that collapses into a loop compares too little"
+    assert len(set(output)) > 20, "the output loops, so the comparison is weak"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_chunks_and_single_tokens_give_the_same_bits(
-    family: str, dtype: str, tmp_path: Path, prompt: list[int]
-):
+def test_chunked_prefill_gives_the_same_bits(family: str, dtype: str, tmp_path: Path, prompt: list[int]):
     path = write_checkpoint(tmp_path / family, family, dtype=dtype)
     check_chunks(ForwardHelper(path, dtype=dtype, block_size=4), prompt)
 
 
 @pytest.mark.parametrize("isa", supported_isas())
 @pytest.mark.parametrize("family", FAMILIES)
-def test_native_kernels_agree_with_the_reference_and_with_themselves(
-    family: str, isa: str, tmp_path: Path, prompt: list[int]
-):
+def test_native_kernels_agree_with_the_reference(family: str, isa: str, tmp_path: Path, prompt: list[int]):
     path = write_checkpoint(tmp_path / family, family)
     ours = ForwardHelper(path, ops=CpuOps(isa, threads=1), block_size=4)
     torch.testing.assert_close(ours.logits(prompt), ForwardHelper(path).logits(prompt), atol=1e-4, rtol=0)
@@ -163,10 +159,10 @@ def test_native_kernels_agree_with_the_reference_and_with_themselves(
     ],
     ids=lambda options: "-".join(options.values()),
 )
-def test_native_kernels_of_every_precision(
+def test_native_kernels_at_low_precision(
     isa: str, family: str, options: dict[str, str], tmp_path: Path, prompt: list[int]
 ):
-    """Within a tenth of the logits' spread: activations are rounded too where weights are quantized."""
+    """Within a tenth of the logits' spread: quantized weights round activations too."""
     path = write_checkpoint(tmp_path / family, family)
     ours = ForwardHelper(path, ops=CpuOps(isa, threads=1), block_size=4, **options)
     logits, expected = ours.logits(prompt), ForwardHelper(path, **options).logits(prompt)
@@ -182,8 +178,8 @@ def check_chunks(ours: ForwardHelper, prompt: list[int]) -> None:
     assert whole.isfinite().all()
 
 
-def test_windows_matter(tmp_path: Path, prompt: list[int]):
-    """The comparison with a window would notice one that is ignored."""
+def test_ignoring_the_window_changes_logits(tmp_path: Path, prompt: list[int]):
+    """Otherwise the comparison with transformers could not detect an ignored window."""
     narrow = ForwardHelper(write_checkpoint(tmp_path / "narrow", "mistral", sliding_window=20))
     wide = ForwardHelper(write_checkpoint(tmp_path / "wide", "mistral", sliding_window=None))
     left, right = narrow.logits(prompt), wide.logits(prompt)
@@ -191,17 +187,17 @@ def test_windows_matter(tmp_path: Path, prompt: list[int]):
     assert (left[30:] - right[30:]).abs().amax() > 0.1
 
 
-def test_facts_of_a_checkpoint(tmp_path: Path):
-    facts = read_model_info(
+def test_model_info_of_a_checkpoint(tmp_path: Path):
+    info = read_model_info(
         write_checkpoint(tmp_path, "qwen3", dtype="bfloat16", head_dim=24, num_hidden_layers=3)
     )
-    assert (facts.architecture, facts.context_len, facts.dtype, facts.vocab_size) == (
+    assert (info.architecture, info.context_len, info.dtype, info.vocab_size) == (
         "qwen3",
         512,
         "bfloat16",
         VOCAB_SIZE,
     )
-    assert facts.kv_values_per_token == 3 * 2 * 2 * 24
+    assert info.kv_values_per_token == 3 * 2 * 2 * 24
 
 
 @pytest.mark.parametrize(
@@ -213,13 +209,11 @@ def test_facts_of_a_checkpoint(tmp_path: Path):
         ({**LLAMA3, "original_max_position_embeddings": 64}, 512),
     ],
 )
-def test_context_of_scaled_ropes(tmp_path: Path, scaling: dict[str, Any], context: int):
+def test_context_length_of_scaled_ropes(tmp_path: Path, scaling: dict[str, Any], context: int):
     assert read_model_info(write_checkpoint(tmp_path, rope_scaling=scaling)).context_len == context
 
 
-def test_dynamic_frequencies_follow_the_longest_context_not_the_current_one(
-    tmp_path: Path, prompt: list[int]
-):
+def test_dynamic_rope_uses_the_maximum_context(tmp_path: Path, prompt: list[int]):
     """A deliberate difference from transformers, beyond the original length."""
     path = write_checkpoint(
         tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=64
@@ -231,7 +225,7 @@ def test_dynamic_frequencies_follow_the_longest_context_not_the_current_one(
     torch.testing.assert_close(long.logits([*prompt, *prompt][:128]), expected, atol=1e-4, rtol=0)
 
 
-def test_bfloat16_weights_are_read_as_they_are(tmp_path: Path, prompt: list[int]):
+def test_bfloat16_weights_are_not_converted(tmp_path: Path, prompt: list[int]):
     path = write_checkpoint(tmp_path, dtype="bfloat16")
     with torch.inference_mode():
         expected = peer(path)(torch.tensor([prompt])).logits[0]
@@ -239,14 +233,14 @@ def test_bfloat16_weights_are_read_as_they_are(tmp_path: Path, prompt: list[int]
 
 
 def test_progress_ends_at_the_total(tmp_path: Path):
-    seen: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     load_model(
         write_checkpoint(tmp_path),
         ReferenceOps(),
         Precision.from_dtypes("float32"),
         "cpu",
         64,
-        lambda done, total: seen.append((done, total)),
+        lambda done, total: progress.append((done, total)),
     )
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert seen[-1][0] == seen[-1][1] and len({total for _, total in seen}) == 1
+    assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+    assert progress[-1][0] == progress[-1][1] and len({total for _, total in progress}) == 1

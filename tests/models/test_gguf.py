@@ -1,4 +1,4 @@
-"""Models from GGUF files: the same bits as from the checkpoints that they were made of."""
+"""GGUF models: the same bits as the checkpoints they were converted from."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +53,7 @@ def both(*writes: Write) -> Write:
 
 
 def llama3_divisors(head_dim: int) -> list[float]:
-    """What the converter makes of LLAMA3 with 32 original positions."""
+    """Frequency divisors of LLAMA3 with 32 original positions, as the converter writes them."""
     wavelengths = 2 * np.pi * 10000.0 ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = ((32 / wavelengths - 1) / 3).clip(0, 1)
     return (1 / ((1 - smooth) / 4 + smooth)).tolist()
@@ -171,7 +171,7 @@ def pair(case: str, tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_float32_gives_the_bits_of_the_checkpoint(case: str, tmp_path: Path) -> None:
+def test_float32_gguf_has_the_checkpoints_bits(case: str, tmp_path: Path) -> None:
     checkpoint, file = pair(case, tmp_path)
     theirs, ours = ForwardHelper(checkpoint).logits(PROMPT), ForwardHelper(file).logits(PROMPT)
     if case == "llama-llama3":  # the divisors are rounded once more
@@ -189,7 +189,7 @@ def test_float32_gives_the_bits_of_the_checkpoint(case: str, tmp_path: Path) -> 
     "kind", [Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.BF16, Kind.F16]
 )
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma2"])
-def test_quantized_is_the_checkpoint_of_rounded_weights(family: str, kind: Kind, tmp_path: Path) -> None:
+def test_quantized_gguf_equals_rounded_checkpoint(family: str, kind: Kind, tmp_path: Path) -> None:
     scalar = {"query_pre_attn_scalar": 32} if family == "gemma2" else {}
     checkpoint = write_checkpoint(tmp_path / "checkpoint", family, **WIDE, **scalar)
     file = write_gguf(checkpoint, tmp_path / "model.gguf", kind)
@@ -203,7 +203,7 @@ def test_quantized_is_the_checkpoint_of_rounded_weights(family: str, kind: Kind,
     assert torch.equal(ForwardHelper(file).logits(PROMPT), ForwardHelper(checkpoint).logits(PROMPT))
 
 
-def test_mixed_kinds(tmp_path: Path) -> None:
+def test_mixed_tensor_types(tmp_path: Path) -> None:
     """As in files called Q4_K_M: v and down in six bits, the head in eight."""
     checkpoint = write_checkpoint(tmp_path / "checkpoint", **WIDE)
 
@@ -227,7 +227,7 @@ def test_mixed_kinds(tmp_path: Path) -> None:
     assert crowd[0].token_ids == alone and len(set(alone)) > 10
 
 
-def test_as_target_and_as_drafter(tmp_path: Path) -> None:
+def test_gguf_as_target_and_draft_model(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "target")
     file, drafter = (
         write_gguf(checkpoint, tmp_path / "target.gguf"),
@@ -243,8 +243,8 @@ def test_as_target_and_as_drafter(tmp_path: Path) -> None:
     assert outputs[0].prompt_token_ids == outputs[2].prompt_token_ids
 
 
-def test_facts(tmp_path: Path) -> None:
-    """Blocks weigh what they weigh; what is computed beside them is bfloat16."""
+def test_model_info_of_quantized_files(tmp_path: Path) -> None:
+    """Packed bytes are those of the file; other tensors are bfloat16."""
     checkpoint = write_checkpoint(tmp_path / "checkpoint", **WIDE)
     facts = read_model_info(write_gguf(checkpoint, tmp_path / "q.gguf", Kind.Q4_0))
     matrices, outer = facts.parameters - 5 * 256, 2 * 272 * 256
@@ -261,7 +261,7 @@ def test_facts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
 @pytest.mark.parametrize("columns", [256, 768])
-def test_blocks_weigh_what_the_kernels_make_of_them(kind: Kind, columns: int, tmp_path: Path) -> None:
+def test_packed_bytes_match_the_kernels(kind: Kind, columns: int, tmp_path: Path) -> None:
     library, _ = load_library()
     if library is None:
         pytest.skip("no native library")
@@ -273,8 +273,8 @@ def test_blocks_weigh_what_the_kernels_make_of_them(kind: Kind, columns: int, tm
     )
 
 
-def test_blocks_that_become_floats_are_counted_as_such(tmp_path: Path) -> None:
-    """The embedding stays in blocks, the layers and the head become what was asked for."""
+def test_dequantized_tensors_are_not_packed(tmp_path: Path) -> None:
+    """The embedding stays packed; layers and head are dequantized."""
     checkpoint = write_checkpoint(tmp_path / "checkpoint", **WIDE)
     file = write_gguf(
         checkpoint,
@@ -287,23 +287,21 @@ def test_blocks_that_become_floats_are_counted_as_such(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q5_1])
-def test_other_types_on_request(kind: Kind, tmp_path: Path) -> None:
+def test_other_types_with_gguf_dequantize(kind: Kind, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", **WIDE)
     file = write_gguf(checkpoint, tmp_path / "model.gguf", kind)
     for refuse in (lambda: read_model_info(file), lambda: load(file)):
         with pytest.raises(CheckpointError, match=rf"is of type {kind.name.lower()}.*--gguf-dequantize"):
             refuse()
     assert read_model_info(file, gguf_dequantize=True).parameters > 0
-    assert load(file, gguf_dequantize=True).facts.parameters == read_model_info(file, True).parameters
+    assert load(file, gguf_dequantize=True).info.parameters == read_model_info(file, True).parameters
 
 
 def load(path: Path, **options: Any) -> Any:
     return load_model(path, ReferenceOps(), Precision.from_dtypes("float32"), "cpu", 64, **options)
 
 
-def test_pages_are_given_back_and_progress_ends_at_the_total(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_are_released_and_progress_completes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[int] = []
     monkeypatch.setattr(MappedFile, "release", lambda self, start, size: released.append(size))
     seen: list[tuple[int, int]] = []
@@ -344,7 +342,7 @@ REFUSED: list[tuple[dict[str, Any], Write | None, str]] = [
     (
         {"rope__scaling__factor": 2.0},
         factors("rope_freqs.weight", [1.0] * 8),
-        "asks for more than the tensor `rope_freqs.weight`",
+        "contradicts the tensor `rope_freqs.weight`",
     ),
     ({}, factors("rope_freqs.weight", [1.0] * 7), "short_factor"),
     ({}, factors("rope_freqs.weight", [1.0] * 7 + [float("nan")]), "short_factor"),
@@ -366,7 +364,9 @@ REFUSED: list[tuple[dict[str, Any], Write | None, str]] = [
 
 
 @pytest.mark.parametrize("keys, more, message", REFUSED)
-def test_refused_by_name(keys: dict[str, Any], more: Write | None, message: str, tmp_path: Path) -> None:
+def test_unsupported_keys_are_named(
+    keys: dict[str, Any], more: Write | None, message: str, tmp_path: Path
+) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     if keys.get("embedding_length"):
         keys = {**keys, "attention__key_length": 16}
@@ -377,7 +377,7 @@ def test_refused_by_name(keys: dict[str, Any], more: Write | None, message: str,
 
 
 @pytest.mark.parametrize(
-    ("architecture", "told"),
+    ("architecture", "expected_message"),
     [
         *(
             (name, f"'{name}' is not supported; known: gemma2, gemma3, llama")
@@ -385,22 +385,22 @@ def test_refused_by_name(keys: dict[str, Any], more: Write | None, message: str,
         ),
         (
             "clip",
-            r"'clip': the file \(mmproj\) holds a tower that sees pictures, not the model; models that see are read from",
+            r"'clip': the file \(mmproj\) is a vision encoder, not a model; vision-language models are",
         ),
     ],
 )
-def test_another_architecture(architecture: str, told: str, tmp_path: Path) -> None:
+def test_unsupported_architecture_is_named(architecture: str, expected_message: str, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", architecture)
     writer.add_tensor("token_embd.weight", np.zeros((2, 2), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match=f"`general.architecture` {told}"):
+    with pytest.raises(CheckpointError, match=f"`general.architecture` {expected_message}"):
         read_model_info(tmp_path / "x.gguf")
 
 
-def test_a_type_that_nobody_can_read(tmp_path: Path) -> None:
+def test_unsupported_tensor_type_is_named(tmp_path: Path) -> None:
     def more(writer: gguf.GGUFWriter) -> None:
         writer.add_tensor("extra.weight", np.zeros((1, 66), np.uint8), raw_dtype=Kind.IQ2_XXS)
 
@@ -409,7 +409,7 @@ def test_a_type_that_nobody_can_read(tmp_path: Path) -> None:
         read_model_info(file, gguf_dequantize=True)
 
 
-def test_a_norm_in_blocks(tmp_path: Path) -> None:
+def test_quantized_norm_is_refused(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     tensors = load_file(checkpoint / "model.safetensors")
     norm = tensors.pop("model.norm.weight")
@@ -423,8 +423,8 @@ def test_a_norm_in_blocks(tmp_path: Path) -> None:
         load(file)
 
 
-def test_weights_of_a_split_file(tmp_path: Path) -> None:
-    """Cut by hand: the second part takes every other tensor."""
+def test_split_file_has_the_same_weights(tmp_path: Path) -> None:
+    """The second part has every other tensor."""
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     whole = write_gguf(checkpoint, tmp_path / "model.gguf")
     tensors = load_file(checkpoint / "model.safetensors")

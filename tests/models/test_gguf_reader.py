@@ -1,4 +1,4 @@
-"""Headers of GGUF files: sound ones, and all the ways to lie."""
+"""Headers of GGUF files, valid and invalid."""
 
 import resource
 import struct
@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foreword.errors import CheckpointError
-from foreword.models.gguf.reader import is_gguf, open_gguf
-from foreword.models.gguf.tensor_types import TENSOR_TYPES
+from foreword.models.gguf.reader import TENSOR_TYPES, is_gguf, open_gguf
 from tests.support.gguf_files import RawGGUF, finish
 
 Q1_SUM = 9  # q8_1, of which the package and the C code disagree; no file holds it
@@ -24,7 +23,7 @@ def written(path: Path, raw: RawGGUF | bytes) -> Path:
     return path
 
 
-def test_a_sound_file(tmp_path: Path) -> None:
+def test_valid_file(tmp_path: Path) -> None:
     opened = open_gguf(written(tmp_path / "x.gguf", RawGGUF.sample()))
     assert opened.metadata == {
         "general.architecture": "llama",
@@ -39,7 +38,7 @@ def test_a_sound_file(tmp_path: Path) -> None:
     assert two.offset == one.offset + 32 and one.offset % 32 == 0
 
 
-def test_all_that_the_package_writes(tmp_path: Path) -> None:
+def test_files_of_the_gguf_package(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     writer = gguf.GGUFWriter(path, "qwen2")
     numbers = {
@@ -73,14 +72,14 @@ def test_all_that_the_package_writes(tmp_path: Path) -> None:
     assert path.read_bytes()[info.offset :][: info.num_bytes] == np.arange(6, dtype=np.float32).tobytes()
 
 
-def test_sizes_of_blocks_are_those_of_the_package() -> None:
+def test_block_sizes_equal_the_gguf_package() -> None:
     for number, kind in TENSOR_TYPES.items():
         known = gguf.GGMLQuantizationType(number)
         assert known.name.lower() == kind.name
         assert number == Q1_SUM or gguf.GGML_QUANT_SIZES[known] == (kind.block_values, kind.block_bytes)
 
 
-def test_alignment(tmp_path: Path) -> None:
+def test_tensor_alignment(tmp_path: Path) -> None:
     raw = RawGGUF.sample()
     raw.alignment = 128
     raw.pairs.append(RawGGUF.pair("general.alignment", 4, struct.pack("<I", 128)))
@@ -89,7 +88,7 @@ def test_alignment(tmp_path: Path) -> None:
     assert open_gguf(written(tmp_path / "x.gguf", raw)).tensors["one"].offset % 128 == 0
 
 
-def test_what_is_a_gguf_file(tmp_path: Path) -> None:
+def test_is_gguf(tmp_path: Path) -> None:
     assert is_gguf(written(tmp_path / "x.GGUF", b"anything"))
     assert is_gguf(written(tmp_path / "blob", b"GGUF and more"))
     assert not is_gguf(written(tmp_path / "x.bin", b"GGU"))
@@ -118,7 +117,7 @@ def with_tensor(*entry: Any) -> RawGGUF:
 
 
 HUGE = 2**62
-LIES: dict[str, tuple[RawGGUF | bytes, str]] = {
+INVALID_FILES: dict[str, tuple[RawGGUF | bytes, str]] = {
     "empty": (b"", "is empty"),
     "three bytes": (
         b"GGU",
@@ -154,8 +153,8 @@ LIES: dict[str, tuple[RawGGUF | bytes, str]] = {
     "type of a value": (with_pair("k", 13, b""), "the type of `k` is 13; known: 0, 1"),
     "type of elements": (with_pair("k", 9, struct.pack("<IQ", 9, 1)), "the element type of `k` is 9"),
     "a bool of 2": (with_pair("k", 7, b"\x02"), r"`k` must be 0 or 1 \(false or true\), got 2"),
-    "no UTF-8": (with_pair("k", 8, struct.pack("<Q", 2) + b"\xff\xfe"), "`k` holds bytes that are no UTF-8"),
-    "a key twice": (with_pair("b", 8, RawGGUF.text("x")), "`b` stands in the metadata twice"),
+    "no UTF-8": (with_pair("k", 8, struct.pack("<Q", 2) + b"\xff\xfe"), "`k` is not UTF-8"),
+    "a key twice": (with_pair("b", 8, RawGGUF.text("x")), "`b` is in the metadata twice"),
     "alignment": (
         with_pair("general.alignment", 4, struct.pack("<I", 12)),
         "`general.alignment` must be a power of two",
@@ -189,16 +188,16 @@ LIES: dict[str, tuple[RawGGUF | bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_lies_are_named(lie: str, tmp_path: Path) -> None:
-    raw, message = LIES[lie]
-    path = written(tmp_path / "lie.gguf", raw)
+@pytest.mark.parametrize("case", INVALID_FILES)
+def test_invalid_headers_are_named(case: str, tmp_path: Path) -> None:
+    raw, message = INVALID_FILES[case]
+    path = written(tmp_path / "case.gguf", raw)
     with pytest.raises(CheckpointError, match=message) as caught:
         open_gguf(path)
     assert str(path) in str(caught.value)
 
 
-def test_every_truncation_is_noticed(tmp_path: Path) -> None:
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
     whole = RawGGUF.sample().bytes()
     for length in range(len(whole)):
         with pytest.raises(CheckpointError):
@@ -225,11 +224,11 @@ MANY, LONG = struct.pack("<IQ", 0, 2**32), struct.pack("<Q", 2**32)
     "kind, value, message",
     [
         (9, MANY, "the length of `k` is 4294967296, but there is room for 16777216"),
-        (8, LONG, "`k` begins at byte .* and takes 4294967296 bytes, but a header takes 268435456 at most"),
+        (8, LONG, "`k` begins at byte .* and takes 4294967296 bytes, but a header may end at byte 268435456"),
     ],
 )
-def test_a_lie_takes_no_memory(kind: int, value: bytes, message: str, tmp_path: Path) -> None:
-    """In a file of 64 GB, which is a hole, there would be room."""
+def test_huge_lengths_allocate_nothing(kind: int, value: bytes, message: str, tmp_path: Path) -> None:
+    """The sparse file of 64 GB has room for the claimed length."""
     path = written(tmp_path / "x.gguf", with_pair("k", kind, value).bytes(num_tensors=0))
     with path.open("r+b") as file:
         file.truncate(1 << 36)
@@ -239,7 +238,7 @@ def test_a_lie_takes_no_memory(kind: int, value: bytes, message: str, tmp_path: 
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"x\.gguf cannot be read: No such file"):
         open_gguf(tmp_path / "x.gguf")
 
@@ -260,34 +259,34 @@ def split(path: Path, count: int = 3) -> list[Path]:
     return files
 
 
-def test_a_split_file(tmp_path: Path) -> None:
+def test_split_file_is_merged(tmp_path: Path) -> None:
     files = split(tmp_path)
     opened = open_gguf(files[0])
     assert [opened.tensors[f"t{number}"].file for number in range(3)] == files
     assert opened.files == tuple(files)
 
 
-def test_a_later_part_names_the_first(tmp_path: Path) -> None:
+def test_later_part_names_the_first(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is part 2 of 3; give the first one, m-00001-of-00003\.gguf"):
         open_gguf(split(tmp_path)[1])
 
 
-def test_a_missing_part_is_named(tmp_path: Path) -> None:
+def test_missing_part_is_named(tmp_path: Path) -> None:
     files = split(tmp_path)
     files[2].unlink()
-    with pytest.raises(CheckpointError, match=r"missing beside it: m-00003-of-00003\.gguf"):
+    with pytest.raises(CheckpointError, match=r"missing in its directory: m-00003-of-00003\.gguf"):
         open_gguf(files[0])
 
 
-def test_a_part_under_another_name(tmp_path: Path) -> None:
+def test_part_with_another_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"its name must end in -00001-of-00003\.gguf"):
         open_gguf(split(tmp_path)[0].rename(tmp_path / "model.gguf"))
 
 
-def test_parts_that_do_not_belong_together(tmp_path: Path) -> None:
+def test_inconsistent_parts_are_refused(tmp_path: Path) -> None:
     files = split(tmp_path)
     files[1].write_bytes(files[2].read_bytes())
     with pytest.raises(
-        CheckpointError, match=r"00002-of-00003\.gguf: `split.no` and `split.count` must say 1 and 3"
+        CheckpointError, match=r"00002-of-00003\.gguf: `split.no` and `split.count` must be 1 and 3"
     ):
         open_gguf(files[0])

@@ -1,4 +1,4 @@
-"""Values in a GGUF file's metadata that lie: refused by name, before anything is built from them."""
+"""Invalid values in GGUF metadata are refused by name, before anything is allocated."""
 
 import math
 import resource
@@ -26,7 +26,7 @@ SCALING = {  # keys of RoPE scaling, with which every kind of it is reached by a
     "rope.scaling.yarn_beta_fast": 32.0,
     "rope.scaling.yarn_beta_slow": 1.0,
 }
-LIES = (
+INVALID_VALUES = (
     *(math.nan, math.inf, -math.inf, 0.0, -0.0, -1.0, 5e-324, 1e-30, 1.0, 1.0000001, 1e30, 1e300),
     *(0, -1, 1, 2, 3, 7, 10**6, 2**24, 2**24 + 1, 2_000_000_000, 2**32 - 1, 2**64 - 1),
     *(
@@ -49,7 +49,7 @@ LIES = (
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GGUFFile]:
-    """A sound file's header of each family."""
+    """A valid header of each family."""
     path = tmp_path_factory.mktemp("values")
     return {
         family: open_gguf(write_gguf(write_checkpoint(path / family, family), path / f"{family}.gguf"))
@@ -59,7 +59,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GGUFFile]:
 
 @contextmanager
 def at_most(size: int) -> Iterator[None]:
-    """So many bytes of further memory, or MemoryError."""
+    """Limit further memory to `size` bytes; more raises MemoryError."""
     before, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + size, hard))
@@ -70,7 +70,7 @@ def at_most(size: int) -> Iterator[None]:
 
 
 def own_keys(file: GGUFFile) -> list[str]:
-    """Those of the architecture, without its name."""
+    """Keys of the architecture without their prefix."""
     return [
         key.partition(".")[2]
         for key in file.metadata
@@ -79,7 +79,7 @@ def own_keys(file: GGUFFile) -> list[str]:
 
 
 def read(file: GGUFFile, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Facts of the file whose keys below the architecture's name are changed (None leaves one out)."""
+    """ModelInfo of the file with changed keys of the architecture (None removes one)."""
     name = file.metadata["general.architecture"]
     metadata = {**file.metadata, **{f"{name}.{key}": value for key, value in changes.items()}}
     sound = {key: value for key, value in metadata.items() if value is not None}
@@ -89,10 +89,10 @@ def read(file: GGUFFile, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_value_of_any_key(
+def test_any_value_is_accepted_or_refused(
     family: str, files: dict[str, GGUFFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is honoured or refused; nothing crashes, hangs or takes memory, and the tensors decide on the sizes."""
+    """Nothing crashes, hangs or allocates; the tensors determine the sizes."""
     file = files[family]
     parameters = read(file, {}, monkeypatch).parameters
     for key in {
@@ -103,13 +103,13 @@ def test_any_value_of_any_key(
         "rope.freq_base_swa",
         "attention.sliding_window_pattern",
     }:
-        for value in LIES:
+        for value in INVALID_VALUES:
             try:
-                facts = read(file, {key: value}, monkeypatch)
+                info = read(file, {key: value}, monkeypatch)
             except CheckpointError as error:
                 assert f"`{file.metadata['general.architecture']}." in str(error), (key, value)
             else:
-                assert facts.parameters == parameters and 0 < facts.context < 2**60, (key, value)
+                assert info.parameters == parameters and 0 < info.context_len < 2**60, (key, value)
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -118,11 +118,11 @@ def test_any_value_of_any_key(
     st.sampled_from(["none", "linear", "yarn", "longrope"]),
     st.dictionaries(
         st.integers(0, 40),
-        st.one_of(st.sampled_from(LIES), st.floats(), st.integers(0, 2**64 - 1)),
+        st.one_of(st.sampled_from(INVALID_VALUES), st.floats(), st.integers(0, 2**64 - 1)),
         max_size=4,
     ),
 )
-def test_several_at_once(
+def test_several_changed_values(
     files: dict[str, GGUFFile],
     monkeypatch: pytest.MonkeyPatch,
     family: str,
@@ -137,10 +137,10 @@ def test_several_at_once(
         **{keys[index % len(keys)]: value for index, value in changes.items()},
     }
     try:
-        facts = read(file, values, monkeypatch)
+        info = read(file, values, monkeypatch)
     except CheckpointError:
         return
-    assert facts.parameters == read(file, {}, monkeypatch).parameters
+    assert info.parameters == read(file, {}, monkeypatch).parameters
 
 
 BIGGEST = 2**32 - 1
@@ -235,7 +235,7 @@ NAMED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("family, changes, message", NAMED)
-def test_key_and_limit_are_named(
+def test_error_names_key_and_limit(
     family: str,
     changes: dict[str, Any],
     message: str,

@@ -1,4 +1,4 @@
-"""What cannot be served is refused, and the message names it."""
+"""Unsupported and damaged checkpoints are refused by name."""
 
 import json
 import re
@@ -114,9 +114,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("family, overrides, name", REFUSED)
-def test_options_that_are_not_honoured_are_refused_by_name(
-    family: str, overrides: dict[str, Any], name: str, tmp_path: Path
-):
+def test_unsupported_options_are_named(family: str, overrides: dict[str, Any], name: str, tmp_path: Path):
     path = write_checkpoint(tmp_path, family)
     config = {**json.loads((path / "config.json").read_text()), **overrides}
     (path / "config.json").write_text(
@@ -137,7 +135,7 @@ def test_irrelevant_and_unset_options_are_ignored(tmp_path: Path):
     assert read_model_info(write_checkpoint(tmp_path, **extra)).parameters > 0
 
 
-def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path):
+def test_unknown_architecture_lists_known_ones(tmp_path: Path):
     path = write_checkpoint(tmp_path)
     (path / "config.json").write_text(json.dumps({"model_type": ["llama"]}))
     with pytest.raises(CheckpointError, match=r"model_type \['llama'\] is not supported"):
@@ -151,35 +149,35 @@ def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path):
     "text, message",
     [("{", "is not JSON"), ("[]", "JSON object"), ("{}", "`model_type`"), (None, "no config.json")],
 )
-def test_a_broken_config(text: str | None, message: str, tmp_path: Path):
+def test_broken_config_is_refused(text: str | None, message: str, tmp_path: Path):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
         read_model_info(tmp_path)
 
 
-def test_shards_hold_the_same_model(tmp_path: Path):
+def test_shards_load_the_same_model(tmp_path: Path):
     path = write_checkpoint(tmp_path)
     whole = ForwardHelper(path).logits([1, 2, 3])
     shard(path)
     assert torch.equal(ForwardHelper(path).logits([1, 2, 3]), whole)
 
 
-def test_a_missing_shard_is_named(tmp_path: Path):
+def test_missing_shard_is_named(tmp_path: Path):
     first, _ = shard(write_checkpoint(tmp_path))
     first.unlink()
     with pytest.raises(CheckpointError, match=first.name):
         load(tmp_path)
 
 
-def test_a_truncated_file_is_named(tmp_path: Path):
+def test_truncated_file_is_named(tmp_path: Path):
     file = write_checkpoint(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
         load(tmp_path)
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path):
+def test_missing_tensor_is_named(tmp_path: Path):
     change_tensors(
         write_checkpoint(tmp_path), lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight")
     )
@@ -189,7 +187,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path):
         load(tmp_path)
 
 
-def test_an_unexpected_tensor_is_named(tmp_path: Path):
+def test_unexpected_tensor_is_named(tmp_path: Path):
     change_tensors(
         write_checkpoint(tmp_path),
         lambda tensors: tensors.update({"model.layers.0.self_attn.sinks": torch.ones(4)}),
@@ -198,16 +196,16 @@ def test_an_unexpected_tensor_is_named(tmp_path: Path):
         load(tmp_path)
 
 
-def test_tensors_that_old_checkpoints_hold_too_are_ignored(tmp_path: Path):
+def test_buffers_of_old_checkpoints_are_ignored(tmp_path: Path):
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
 
     change_tensors(write_checkpoint(tmp_path, tie_word_embeddings=True), change)
-    assert load(tmp_path).facts == read_model_info(tmp_path)
+    assert load(tmp_path).info == read_model_info(tmp_path)
 
 
-def test_a_wrong_shape_is_named(tmp_path: Path):
+def test_wrong_shape_is_named(tmp_path: Path):
     change_tensors(
         write_checkpoint(tmp_path), lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)})
     )
@@ -215,7 +213,7 @@ def test_a_wrong_shape_is_named(tmp_path: Path):
         load(tmp_path)
 
 
-def test_a_wrong_type_is_named(tmp_path: Path):
+def test_wrong_type_is_named(tmp_path: Path):
     change_tensors(
         write_checkpoint(tmp_path),
         lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
@@ -232,14 +230,14 @@ def test_pickled_weights_are_refused(tmp_path: Path, name: str):
         load(path)
 
 
-def test_no_weights_at_all(tmp_path: Path):
+def test_checkpoint_without_weights_is_refused(tmp_path: Path):
     (write_checkpoint(tmp_path) / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"holds neither model\.safetensors"):
         load(tmp_path)
 
 
 @pytest.mark.parametrize("weight_map", [None, {}, "x"])
-def test_an_index_without_a_map(weight_map: Any, tmp_path: Path):
+def test_index_without_weight_map_is_refused(weight_map: Any, tmp_path: Path):
     (write_checkpoint(tmp_path) / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": weight_map})
     )

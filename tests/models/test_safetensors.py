@@ -1,4 +1,4 @@
-"""A damaged file is refused with a reason; what is read can be given back."""
+"""Safetensors files: damaged ones are refused with a reason; pages can be released."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def write(path: Path, header: Any, data: bytes = bytes(24)) -> Path:
     return path
 
 
-def test_tensors_are_read_where_they_stand(file: Path):
+def test_tensors_are_memory_mapped(file: Path):
     found = SafetensorsFile(file)
     assert set(found.entries) == set(TENSORS)
     for name in ("a", "b", "c", "empty"):
@@ -43,7 +43,7 @@ def test_tensors_are_read_where_they_stand(file: Path):
         assert torch.equal(found.tensor(name), TENSORS[name])
 
 
-def test_a_released_tensor_is_read_again(file: Path):
+def test_released_tensor_can_be_read_again(file: Path):
     found = SafetensorsFile(file)
     tensor = found.tensor("a")
     for name in found.entries:
@@ -51,20 +51,20 @@ def test_a_released_tensor_is_read_again(file: Path):
     assert torch.equal(tensor, TENSORS["a"])
 
 
-def test_memory_is_given_back(tmp_path: Path):
+def test_release_frees_memory(tmp_path: Path):
     path = tmp_path / "zeros"
     path.write_bytes(bytes(32 << 20))
     mapped = MappedFile(path)
     before = resident()
     values = mapped.tensor(torch.uint8, 0, mapped.num_bytes)
     assert int(values.sum()) == 0
-    assert resident() - before > 30 << 20, "a mapped file takes memory where it is read"
+    assert resident() - before > 30 << 20, "reading does not load pages"
     mapped.release(5, mapped.num_bytes - 5)
     assert resident() - before < 2 << 20
 
 
 def resident() -> int:
-    """Bytes of mapped files in memory."""
+    """Resident bytes of mapped files."""
     status = Path("/proc/self/status")
     if not status.exists():
         pytest.skip("this system does not tell what is in memory")
@@ -72,7 +72,7 @@ def resident() -> int:
     return int(line.split()[1]) << 10
 
 
-def test_a_type_that_is_no_weight_is_named(file: Path):
+def test_unsupported_type_is_named(file: Path):
     with pytest.raises(CheckpointError, match="`whole` is of type I8; weights must be F32, BF16, F16"):
         SafetensorsFile(file).tensor("whole")
 
@@ -84,22 +84,22 @@ def test_a_type_that_is_no_weight_is_named(file: Path):
         (b"[" * 200_000, "not JSON"),
         (b"\xff\xfe", "not JSON"),
         ([], "not a JSON object"),
-        ({"a": 3}, "`a` is described as 3"),
-        ({"a": {"dtype": "F32", "shape": [6]}}, "`a` is described as"),
-        ({"a": {"dtype": "F32", "shape": [-6], "data_offsets": [0, 24]}}, "`a` is described as"),
-        ({"a": {"dtype": "F32", "shape": 6, "data_offsets": [0, 24]}}, "`a` is described as"),
-        ({"a": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24, 48]}}, "`a` is described as"),
-        ({"a": {"dtype": "F32", "shape": [6], "data_offsets": [24, 0]}}, "said to end"),
-        ({"a": {"dtype": "F32", "shape": [7], "data_offsets": [0, 28]}}, "said to end at byte"),
-        ({"a": {"dtype": "F32", "shape": [1 << 62], "data_offsets": [0, 1 << 64]}}, "said to end at byte"),
+        ({"a": 3}, "`a` has the entry 3"),
+        ({"a": {"dtype": "F32", "shape": [6]}}, "`a` has the entry"),
+        ({"a": {"dtype": "F32", "shape": [-6], "data_offsets": [0, 24]}}, "`a` has the entry"),
+        ({"a": {"dtype": "F32", "shape": 6, "data_offsets": [0, 24]}}, "`a` has the entry"),
+        ({"a": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24, 48]}}, "`a` has the entry"),
+        ({"a": {"dtype": "F32", "shape": [6], "data_offsets": [24, 0]}}, "ends at byte"),
+        ({"a": {"dtype": "F32", "shape": [7], "data_offsets": [0, 28]}}, "ends at byte"),
+        ({"a": {"dtype": "F32", "shape": [1 << 62], "data_offsets": [0, 1 << 64]}}, "ends at byte"),
     ],
 )
-def test_a_wrong_header_is_refused(tmp_path: Path, header: Any, why: str):
+def test_invalid_header_is_refused(tmp_path: Path, header: Any, why: str):
     with pytest.raises(CheckpointError, match=rf"x is damaged or incomplete: .*{why}"):
         SafetensorsFile(write(tmp_path / "x", header))
 
 
-def test_a_size_that_is_not_the_shapes_is_refused(tmp_path: Path):
+def test_size_must_match_the_shape(tmp_path: Path):
     header = {"a": {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 24]}}
     with pytest.raises(CheckpointError, match="has 24 bytes"):
         SafetensorsFile(write(tmp_path / "x", header)).tensor("a")
@@ -108,23 +108,21 @@ def test_a_size_that_is_not_the_shapes_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     "content", [b"", b"abc", (1 << 60).to_bytes(8, "little"), (99).to_bytes(8, "little") + b"{}"]
 )
-def test_a_file_that_ends_too_early(tmp_path: Path, content: bytes):
+def test_truncated_file_is_refused(tmp_path: Path, content: bytes):
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"x\.safetensors is damaged or incomplete"):
         SafetensorsFile(path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path):
+def test_missing_file_is_named(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"the file x\.safetensors is missing"):
         SafetensorsFile(tmp_path / "x.safetensors")
 
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_no_flipped_byte_brings_the_reader_down(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-):
+def test_flipped_bytes_never_crash(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
     path = tmp_path_factory.mktemp("flipped") / "x.safetensors"
     save_file(TENSORS, path)
     content = bytearray(path.read_bytes())

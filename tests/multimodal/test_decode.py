@@ -1,4 +1,4 @@
-"""Every kind of file that is taken becomes the RGB that it shows; every other is refused in words."""
+"""Decoding: all variants of four formats against Pillow and transformers, and rejected files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.support.image_files import black_png, encode_image, png, png_chunk, r
 LIMIT = 1_000_000
 
 
-def shown(data: bytes) -> np.ndarray:
-    """As transformers' processors see a file that was opened with Pillow and turned upright."""
+def reference_pixels(data: bytes) -> np.ndarray:
+    """Pixels of transformers' processors, after Pillow's EXIF rotation."""
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
     return np.asarray(convert_to_rgb(image, return_numpy=True))
 
 
-def see_through(image: Image.Image) -> Image.Image:
-    """With an alpha band of every value."""
+def add_alpha(image: Image.Image) -> Image.Image:
+    """Add an alpha band with all values."""
     ramp = np.resize(np.arange(256, dtype=np.uint8), (image.height, image.width))
     image.putalpha(Image.fromarray(ramp))
     return image
@@ -41,22 +41,19 @@ def _animated() -> bytes:
     return encode_image(frames[0], "GIF", save_all=True, append_images=frames[1:])
 
 
-def _turned(kind: str) -> Callable[[int], bytes]:
-    def made(orientation: int) -> bytes:
-        exif = Image.Exif()
-        exif[0x0112] = orientation
-        return encode_image(random_drawing(30, 40), kind, exif=exif)
-
-    return made
+def _rotated(image_format: str, orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encode_image(random_drawing(30, 40), image_format, exif=exif)
 
 
 SOUND: dict[str, bytes] = {
     "png": encode_image(random_drawing(30, 40)),
     "png-1x1": encode_image(random_drawing(1, 1)),
     "png-interlaced": encode_image(random_drawing(30, 40), interlace=1),
-    "png-alpha": encode_image(see_through(random_drawing(30, 40))),
+    "png-alpha": encode_image(add_alpha(random_drawing(30, 40))),
     "png-grey": encode_image(random_drawing(30, 40, bands=1)),
-    "png-grey-alpha": encode_image(see_through(random_drawing(30, 40, bands=1))),
+    "png-grey-alpha": encode_image(add_alpha(random_drawing(30, 40, bands=1))),
     "png-bilevel": encode_image(random_drawing(30, 40, bands=1).convert("1")),
     "png-palette": encode_image(_palette()),
     "png-palette-transparent": encode_image(_palette(), transparency=3),
@@ -74,53 +71,51 @@ SOUND: dict[str, bytes] = {
         random_drawing(30, 40), "MPO", save_all=True, append_images=[random_drawing(30, 40, 1)]
     ),
     "webp": encode_image(random_drawing(30, 40), "WEBP"),
-    "webp-lossless-alpha": encode_image(
-        see_through(random_drawing(30, 40)), "WEBP", lossless=True, exact=True
-    ),
+    "webp-lossless-alpha": encode_image(add_alpha(random_drawing(30, 40)), "WEBP", lossless=True, exact=True),
     "webp-animated": encode_image(
         random_drawing(30, 40), "WEBP", save_all=True, append_images=[random_drawing(30, 40, 1)]
     ),
     "gif": encode_image(_palette(), "GIF"),
     "gif-transparent": encode_image(_palette(), "GIF", transparency=2),
     "gif-animated": _animated(),
-    **{f"jpeg-turned-{turn}": _turned("JPEG")(turn) for turn in range(10)},
-    "png-turned": _turned("PNG")(6),
-    "webp-turned": _turned("WEBP")(8),
+    **{f"jpeg-rotated-{orientation}": _rotated("JPEG", orientation) for orientation in range(10)},
+    "png-rotated": _rotated("PNG", 6),
+    "webp-rotated": _rotated("WEBP", 8),
 }
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_files_become_what_they_show(name: str) -> None:
+def test_decoded_pixels_are_those_of_the_reference(name: str) -> None:
     image = decode(SOUND[name], LIMIT)
     assert image.mode == "RGB"
-    assert np.array_equal(np.asarray(image), shown(SOUND[name]))
+    assert np.array_equal(np.asarray(image), reference_pixels(SOUND[name]))
 
 
-def test_turned_pictures_are_upright() -> None:
-    """In numbers that do not come from Pillow: what the camera saw on its side stands."""
-    image = decode(_turned("PNG")(6), LIMIT)
+def test_rotated_image_is_decoded_upright() -> None:
+    """Against numpy, not Pillow."""
+    image = decode(_rotated("PNG", 6), LIMIT)
     assert np.array_equal(np.asarray(image), np.rot90(np.asarray(random_drawing(30, 40)), -1))
 
 
-def test_broken_metadata_turns_nothing() -> None:
+def test_broken_exif_is_ignored() -> None:
     exif = b"Exif\0\0II*\0\xff\xff\xff\xff" + bytes(range(40))
     image = decode(encode_image(random_drawing(30, 40), "JPEG", exif=exif), LIMIT)
     assert image.size == (40, 30)
 
 
-def test_transparency_shows_white_and_not_what_is_behind_it() -> None:
+def test_transparent_pixels_become_white() -> None:
     hidden = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
     assert decode(encode_image(hidden), LIMIT).getcolors() == [(64, (255, 255, 255))]
 
 
-def test_transparency_in_strips_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compositing_in_strips_gives_equal_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = decode(SOUND["png-alpha"], LIMIT)
     monkeypatch.setattr("foreword.multimodal.decode.STRIP_PIXELS", 90)
     assert decode(SOUND["png-alpha"], LIMIT).tobytes() == whole.tobytes()
 
 
-def test_grey_of_16_bits_keeps_its_shades() -> None:
-    """transformers would clip it: everything but the darkest shades white."""
+def test_16_bit_grey_keeps_its_shades() -> None:
+    """transformers clips it: almost all becomes white."""
     ramp = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     values = np.asarray(decode(encode_image(Image.fromarray(ramp)), LIMIT))
     assert np.array_equal(values[:, :, 0], ramp >> 8)
@@ -128,14 +123,14 @@ def test_grey_of_16_bits_keeps_its_shades() -> None:
 
 
 def _bomb(kind: bytes) -> bytes:
-    """A text in a PNG that becomes 200 MB."""
+    """A PNG with a text chunk of 200 MB."""
     text = zlib.compress(bytes(200_000_000), 9)
     head = {b"zTXt": b"Comment\0\0", b"iCCP": b"profile\0\0", b"iTXt": b"Comment\0\1\0\0\0"}[kind]
     return png(2, 2, zlib.compress(bytes(14)), png_chunk(kind, head + text))
 
 
 def _canvas(width: int, height: int) -> bytes:
-    """A WebP file that claims a canvas."""
+    """A WebP file that claims a canvas of this size."""
     head = (
         b"VP8X"
         + struct.pack("<I", 10)
@@ -146,7 +141,7 @@ def _canvas(width: int, height: int) -> bytes:
     return b"RIFF" + struct.pack("<I", len(head) + 4) + b"WEBP" + head
 
 
-REFUSED: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
+REJECTED: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "empty": (b"", "it is empty"),
     "svg": (b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>', "HTML or XML"),
     "svg-bare": (b"\n <svg/>", "HTML or XML"),
@@ -159,13 +154,13 @@ REFUSED: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "eps": (encode_image(random_drawing(4, 4), "EPS"), "another format"),
     "ppm": (encode_image(random_drawing(4, 4), "PPM"), "another format"),
     "png-head": (b"\x89PNG\r\n\x1a\n", "another format|broken"),
-    "300-megapixels": (lambda: black_png(20_000, 15_000), r"more than 1000000 \(--max-image-pixels\)"),
+    "300-megapixels": (lambda: black_png(20_000, 15_000), r"more than 1000000 pixels \(--max-image-pixels\)"),
     "gif-huge": (b"GIF89a" + struct.pack("<HH", 65535, 65535) + SOUND["gif"][10:], "more than 1000000"),
     "webp-huge": (_canvas(16384, 16384), "16384 x 16384 pixels"),
     "1300-kilopixels": (lambda: black_png(1300, 1000), r"^it has 1300 x 1000 pixels, more than 1000000"),
     "narrow": (
         encode_image(random_drawing(1, 201)),
-        "^at 201 x 1 pixels one side is more than 200 times the other",
+        "^it has 201 x 1 pixels: one side is more than 200 times the other",
     ),
     "zTXt": (lambda: _bomb(b"zTXt"), "broken: Decompressed data too large"),
     "iTXt": (lambda: _bomb(b"iTXt"), "broken: Decompressed data too large"),
@@ -174,9 +169,9 @@ REFUSED: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_picture_is_refused(name: str) -> None:
-    data, message = REFUSED[name]
+@pytest.mark.parametrize("name", REJECTED)
+def test_rejected_file_names_the_reason(name: str) -> None:
+    data, message = REJECTED[name]
     with pytest.raises(ImageError, match=message):
         decode(data if isinstance(data, bytes) else data(), LIMIT)
 
@@ -184,8 +179,8 @@ def test_what_is_no_picture_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["png", "png-interlaced", "jpeg", "jpeg-progressive", "webp", "webp-lossless-alpha", "gif"]
 )
-def test_truncated_files_are_refused(name: str) -> None:
-    """Wherever they end, unless only what follows the last pixel is missing: then the picture is whole."""
+def test_truncated_file_is_rejected(name: str) -> None:
+    """At each length, unless all pixels are complete."""
     data = SOUND[name]
     for end in range(0, len(data), 7):
         try:
@@ -193,11 +188,10 @@ def test_truncated_files_are_refused(name: str) -> None:
         except ImageError:
             continue
         assert end > len(data) - 25
-        assert np.array_equal(np.asarray(image), shown(data))
+        assert np.array_equal(np.asarray(image), reference_pixels(data))
 
 
-def test_a_frame_larger_than_its_canvas_counts() -> None:
-    """GIF: the frame has the last word on the size."""
+def test_gif_frame_larger_than_the_canvas_is_rejected() -> None:
     data = bytearray(encode_image(random_drawing(30, 40).quantize(4), "GIF"))
     at = data.index(b"\x2c")
     data[at + 5 : at + 9] = struct.pack("<HH", 60_000, 60_000)
@@ -205,7 +199,7 @@ def test_a_frame_larger_than_its_canvas_counts() -> None:
         decode(bytes(data), LIMIT)
 
 
-def test_nothing_is_said_beside_the_exception(
+def test_decode_errors_print_nothing(
     capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     before = Image.MAX_IMAGE_PIXELS
@@ -216,9 +210,9 @@ def test_nothing_is_said_beside_the_exception(
         with pytest.raises(ImageError):
             decode(data, LIMIT)
     assert not recwarn
-    assert before == Image.MAX_IMAGE_PIXELS, "another user of Pillow in this process keeps its limit"
+    assert before == Image.MAX_IMAGE_PIXELS, "Pillow's global limit must be restored"
     assert capfd.readouterr() == ("", "")
 
 
-def test_four_formats() -> None:
+def test_supported_formats() -> None:
     assert set(FORMATS) == {"PNG", "JPEG", "WEBP", "GIF"}

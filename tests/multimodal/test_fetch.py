@@ -1,4 +1,4 @@
-"""Pictures from other servers: real ones, on this machine's loopback, which behave well or badly."""
+"""Downloads from real servers on the loopback, which behave well or badly."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SECRET = "token=5ecret"
 
 
 class Server:
-    """Answers by path. `seen` has the method, path and Host of each request."""
+    """Responds by path; `seen` has the path and Host header of each request."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str]] = []
-        self.ways: dict[str, Callable[[BaseHTTPRequestHandler], None]] = {}
-        self.go_on = threading.Event()
+        self.routes: dict[str, Callable[[BaseHTTPRequestHandler], None]] = {}
+        self.released = threading.Event()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._http.daemon_threads = True
         threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -49,13 +49,13 @@ class Server:
         return f"http://{host}:{self.port}{path}"
 
     def encrypt(self, certificate: Path) -> None:
-        """From here on it speaks TLS."""
+        """Switch to TLS."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate)
         self._http.socket = context.wrap_socket(self._http.socket, server_side=True)
 
     def close(self) -> None:
-        self.go_on.set()
+        self.released.set()
         self._http.shutdown()
         self._http.server_close()
 
@@ -63,27 +63,29 @@ class Server:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 server.seen.append((self.path, self.headers["Host"]))
-                server.ways[self.path.partition("?")[0]](self)
+                server.routes[self.path.partition("?")[0]](self)
 
             def log_message(self, *_: Any) -> None:
-                """Not to the terminal."""
+                pass
 
         return Handler
 
 
-def file(data: bytes = DATA, status: int = 200, **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
-    def way(handler: BaseHTTPRequestHandler) -> None:
+def respond(
+    data: bytes = DATA, status: int = 200, **headers: str
+) -> Callable[[BaseHTTPRequestHandler], None]:
+    def respond(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(status)
         for name, value in headers.items():
             handler.send_header(name, value)
         handler.end_headers()
         handler.wfile.write(data)
 
-    return way
+    return respond
 
 
 def redirect(url: str) -> Callable[[BaseHTTPRequestHandler], None]:
-    return file(b"", 302, Location=url)
+    return respond(b"", 302, Location=url)
 
 
 @pytest.fixture
@@ -95,7 +97,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """What a name server says, address by address; each answer is given once if there are several."""
+    """A fake DNS: addresses by host name; no addresses: unknown host."""
     known: dict[str, list[str]] = {}
     real = socket.getaddrinfo
 
@@ -103,16 +105,16 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         name = host.decode() if isinstance(host, bytes) else host
         if name not in known:
             return real(host, port, *args, **kwargs)
-        found = known[name]
-        if not found:
+        addresses = known[name]
+        if not addresses:
             raise socket.gaierror("not known")
-        return [entry for address in found for entry in real(address, port, *args, **kwargs)]
+        return [entry for address in addresses for entry in real(address, port, *args, **kwargs)]
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     return known
 
 
-def fetched(url: str, *hosts: str, **options: Any) -> bytes:
+def fetch(url: str, *hosts: str, **options: Any) -> bytes:
     fetcher = Fetcher(MediaLimits(allowed_hosts=hosts or ("127.0.0.1",), **{"timeout_s": 10.0, **options}))
     try:
         return fetcher.fetch(ImageSource(WHERE, url))
@@ -120,94 +122,94 @@ def fetched(url: str, *hosts: str, **options: Any) -> bytes:
         fetcher.close()
 
 
-def refusal(url: str, *hosts: str, **options: Any) -> str:
-    """The message, which names the field and tells nothing of the URL but its host."""
+def error_message(url: str, *hosts: str, **options: Any) -> str:
+    """The error message: names the field, and of the URL only the host."""
     with pytest.raises(InvalidRequest) as caught:
-        fetched(url, *hosts, **options)
+        fetch(url, *hosts, **options)
     assert caught.value.param == WHERE
     assert caught.value.message.startswith(WHERE)
     assert SECRET not in caught.value.message
-    assert "/picture" not in caught.value.message
+    assert "/image" not in caught.value.message
     return caught.value.message
 
 
-def test_a_picture_is_fetched(server: Server) -> None:
-    server.ways["/picture"] = file()
-    assert fetched(server.url(f"/picture?{SECRET}")) == DATA
-    assert server.seen == [(f"/picture?{SECRET}", f"127.0.0.1:{server.port}")]
+def test_image_is_fetched(server: Server) -> None:
+    server.routes["/image"] = respond()
+    assert fetch(server.url(f"/image?{SECRET}")) == DATA
+    assert server.seen == [(f"/image?{SECRET}", f"127.0.0.1:{server.port}")]
 
 
 def test_redirects_are_followed(server: Server) -> None:
-    server.ways |= {
+    server.routes |= {
         "/1": redirect("/2"),
         "/2": redirect(server.url("/3")),
-        "/3": redirect("../picture"),
-        "/picture": file(),
+        "/3": redirect("../image"),
+        "/image": respond(),
     }
-    assert fetched(server.url("/1")) == DATA
+    assert fetch(server.url("/1")) == DATA
 
 
 def test_cookies_are_not_kept(server: Server) -> None:
-    """What a server is told of one request must not depend on another."""
+    """Requests must not leak information to each other."""
 
     def way(handler: BaseHTTPRequestHandler) -> None:
-        file((handler.headers["Cookie"] or "none").encode(), **{"Set-Cookie": "who=alice"})(handler)
+        respond((handler.headers["Cookie"] or "none").encode(), **{"Set-Cookie": "who=alice"})(handler)
 
-    server.ways["/picture"] = way
+    server.routes["/image"] = way
     fetcher = Fetcher(MediaLimits(allowed_hosts=("127.0.0.1",)))
-    assert [fetcher.fetch(ImageSource(WHERE, server.url("/picture"))) for _ in range(2)] == [b"none", b"none"]
+    assert [fetcher.fetch(ImageSource(WHERE, server.url("/image"))) for _ in range(2)] == [b"none", b"none"]
     fetcher.close()
 
 
-def test_three_redirects_are_enough(server: Server) -> None:
-    server.ways |= {"/picture": redirect("/picture")}
-    assert "more than 3 redirects" in refusal(server.url("/picture"))
+def test_fourth_redirect_is_rejected(server: Server) -> None:
+    server.routes |= {"/image": redirect("/image")}
+    assert "more than 3 redirects" in error_message(server.url("/image"))
     assert len(server.seen) == 4
 
 
 @pytest.mark.parametrize("hosts", [(), ("example.com",), (".127.0.0.1",), ("localhost",)])
-def test_hosts_that_are_not_listed_are_refused(server: Server, hosts: tuple[str, ...]) -> None:
+def test_unlisted_host_is_rejected(server: Server, hosts: tuple[str, ...]) -> None:
     fetcher = Fetcher(MediaLimits(allowed_hosts=hosts))
     with pytest.raises(
-        InvalidRequest, match=r"pictures from 127\.0\.0\.1 are not allowed \(--allowed-media-domains\)"
+        InvalidRequest, match=r"images from 127\.0\.0\.1 are not allowed \(--allowed-media-domains\)"
     ):
-        fetcher.fetch(ImageSource(WHERE, server.url("/picture")))
+        fetcher.fetch(ImageSource(WHERE, server.url("/image")))
     fetcher.close()
     assert not server.seen
 
 
-def test_redirects_to_hosts_that_are_not_listed_are_refused(server: Server) -> None:
-    server.ways["/picture"] = redirect(server.url("/secret", "localhost"))
-    assert "localhost are not allowed" in refusal(server.url("/picture"))
+def test_redirect_to_an_unlisted_host_is_rejected(server: Server) -> None:
+    server.routes["/image"] = redirect(server.url("/secret", "localhost"))
+    assert "localhost are not allowed" in error_message(server.url("/image"))
     assert len(server.seen) == 1
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "169.254.169.254", "10.0.0.1", "::1", "::ffff:127.0.0.1"])
-def test_names_of_private_addresses_are_refused(
+def test_host_with_a_private_address_is_rejected(
     server: Server, names: dict[str, list[str]], address: str
 ) -> None:
-    """Also where only one of several is private."""
-    server.ways["/picture"] = file()
+    """Also if only one of several addresses is private."""
+    server.routes["/image"] = respond()
     for addresses in ([address], ["93.184.216.34", address]):
         names["images.example.com"] = addresses
-        message = refusal(server.url(f"/picture?{SECRET}", "images.example.com"), ".example.com")
+        message = error_message(server.url(f"/image?{SECRET}", "images.example.com"), ".example.com")
         assert "images.example.com has an address that is not public" in message
     assert not server.seen
 
 
 def test_redirects_into_private_networks_are_refused(server: Server, names: dict[str, list[str]]) -> None:
-    """To a host that is listed, by a name that leads inside."""
+    """To an allowed host name that resolves to a private address."""
     names["inside.example.com"] = ["127.0.0.1"]
-    server.ways["/picture"] = redirect(server.url("/secret", "inside.example.com"))
-    assert "not public" in refusal(server.url("/picture"), "127.0.0.1", ".example.com")
-    assert server.seen == [("/picture", f"127.0.0.1:{server.port}")]
+    server.routes["/image"] = redirect(server.url("/secret", "inside.example.com"))
+    assert "not public" in error_message(server.url("/image"), "127.0.0.1", ".example.com")
+    assert server.seen == [("/image", f"127.0.0.1:{server.port}")]
 
 
 def test_the_address_that_was_checked_is_the_one(
     server: Server, names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A name server that says something else the second time is not asked a second time."""
-    server.ways["/picture"] = file()
+    """DNS rebinding: the host is resolved once."""
+    server.routes["/image"] = respond()
     names["images.example.com"] = ["127.0.0.1"]
 
     def checked(addresses: list[str]) -> bool:
@@ -216,24 +218,24 @@ def test_the_address_that_was_checked_is_the_one(
         return True
 
     monkeypatch.setattr("foreword.multimodal.fetch.is_public", checked)
-    assert fetched(server.url("/picture", "images.example.com"), "images.example.com") == DATA
-    assert server.seen == [("/picture", f"images.example.com:{server.port}")]
+    assert fetch(server.url("/image", "images.example.com"), "images.example.com") == DATA
+    assert server.seen == [("/image", f"images.example.com:{server.port}")]
 
 
-def test_other_addresses_of_a_host_are_tried(
+def test_next_address_is_tried_after_a_failed_connection(
     server: Server, names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("foreword.multimodal.fetch.is_public", lambda _: True)
     names["images.example.com"] = ["127.0.0.2", "127.0.0.1"]
-    server.ways["/picture"] = file()
-    assert fetched(server.url("/picture", "images.example.com"), "images.example.com") == DATA
+    server.routes["/image"] = respond()
+    assert fetch(server.url("/image", "images.example.com"), "images.example.com") == DATA
 
 
-def test_proxies_of_the_environment_are_not_asked(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_variables_are_ignored(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    server.ways["/picture"] = file()
-    assert fetched(server.url("/picture")) == DATA
+    server.routes["/image"] = respond()
+    assert fetch(server.url("/image")) == DATA
 
 
 @pytest.mark.parametrize(
@@ -241,64 +243,66 @@ def test_proxies_of_the_environment_are_not_asked(server: Server, monkeypatch: p
     [
         *(
             "http://",
-            "http:///picture",
-            "http://user:pass@127.0.0.1/picture",
-            "http://127.0.0.1:x/picture",
-            "http://[::1/picture",
+            "http:///image",
+            "http://user:pass@127.0.0.1/image",
+            "http://127.0.0.1:x/image",
+            "http://[::1/image",
         ),
-        *("http://127.0.0.1:99999/picture", "https:127.0.0.1"),
+        *("http://127.0.0.1:99999/image", "https:127.0.0.1"),
     ],
 )
-def test_urls_that_make_no_sense_are_refused(url: str) -> None:
-    refusal(url)
+def test_malformed_url_is_rejected(url: str) -> None:
+    error_message(url)
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://127.0.0.1/picture", "gopher://x", "javascript:1", "", "/etc/passwd", "iVBORw0KGgo="]
+    "url", ["ftp://127.0.0.1/image", "gopher://x", "javascript:1", "", "/etc/passwd", "iVBORw0KGgo="]
 )
-def test_other_schemes_are_refused(url: str) -> None:
-    assert "must be a data:, http:, https: or file: URL" in refusal(url)
+def test_other_scheme_is_rejected(url: str) -> None:
+    assert "must be a data:, http:, https: or file: URL" in error_message(url)
 
 
 @pytest.mark.parametrize(
     "location",
     ["file:///etc/passwd", "data:image/png;base64,AAAA", "ftp://127.0.0.1/", "http://a:b@127.0.0.1/"],
 )
-def test_redirects_to_other_schemes_are_refused(server: Server, location: str) -> None:
-    server.ways["/picture"] = redirect(location)
-    assert re.search("also after redirects|cannot be fetched: InvalidURL", refusal(server.url("/picture")))
+def test_redirect_to_another_scheme_is_rejected(server: Server, location: str) -> None:
+    server.routes["/image"] = redirect(location)
+    assert re.search(
+        "also after redirects|cannot be fetched: InvalidURL", error_message(server.url("/image"))
+    )
     assert len(server.seen) == 1
 
 
 @pytest.mark.parametrize("status", [204, 301, 403, 404, 500])
-def test_other_answers_are_refused(server: Server, status: int) -> None:
-    server.ways["/picture"] = file(b"", status)
-    assert f"answered {status}" in refusal(server.url("/picture"))
+def test_error_status_is_reported(server: Server, status: int) -> None:
+    server.routes["/image"] = respond(b"", status)
+    assert f"answered {status}" in error_message(server.url("/image"))
 
 
-def test_nobody_there(names: dict[str, list[str]]) -> None:
+def test_connection_and_dns_errors_are_reported(names: dict[str, list[str]]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    assert "cannot be fetched: ConnectError" in refusal(f"http://127.0.0.1:{port}/picture")
+    assert "cannot be fetched: ConnectError" in error_message(f"http://127.0.0.1:{port}/image")
     names["images.example.com"] = []
-    assert "the host images.example.com is not known" in refusal(
-        "http://images.example.com/picture", "images.example.com"
+    assert "unknown host images.example.com" in error_message(
+        "http://images.example.com/image", "images.example.com"
     )
 
 
-def test_no_http(server: Server) -> None:
-    server.ways["/picture"] = lambda handler: handler.wfile.write(b"220 smtp ready\r\n\r\n") and None
-    assert "cannot be fetched" in refusal(server.url("/picture"))
+def test_server_that_does_not_speak_http(server: Server) -> None:
+    server.routes["/image"] = lambda handler: handler.wfile.write(b"220 smtp ready\r\n\r\n") and None
+    assert "cannot be fetched" in error_message(server.url("/image"))
 
 
 @pytest.mark.parametrize("length", [{}, {"Content-Length": "200001"}])
-def test_large_files_are_refused(server: Server, length: dict[str, str]) -> None:
-    """Whether their length is said or found out."""
-    server.ways["/picture"] = file(bytes(200_001), **length)
-    assert "larger than 0.2 MB (--max-image-mb)" in refusal(server.url("/picture"), max_bytes=200_000)
+def test_large_file_is_rejected(server: Server, length: dict[str, str]) -> None:
+    """With and without a Content-Length."""
+    server.routes["/image"] = respond(bytes(200_001), **length)
+    assert "larger than 0.2 MB (--max-image-mb)" in error_message(server.url("/image"), max_bytes=200_000)
 
 
-def test_endless_files_are_refused_when_the_limit_is_reached(server: Server) -> None:
+def test_endless_file_is_rejected_at_the_limit(server: Server) -> None:
     def endless(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
         handler.end_headers()
@@ -306,22 +310,22 @@ def test_endless_files_are_refused_when_the_limit_is_reached(server: Server) -> 
             while True:
                 handler.wfile.write(bytes(100_000))
         except OSError:
-            server.go_on.set()
+            server.released.set()
 
-    server.ways["/picture"] = endless
-    assert "larger than 0.2 MB" in refusal(server.url("/picture"), max_bytes=200_000)
-    assert server.go_on.wait(20)
+    server.routes["/image"] = endless
+    assert "larger than 0.2 MB" in error_message(server.url("/image"), max_bytes=200_000)
+    assert server.released.wait(20)
 
 
 def _drips(server: Server, head: bool) -> Callable[[BaseHTTPRequestHandler], None]:
-    """A byte now and then, each soon enough for a timeout between two of them."""
+    """Single bytes, each within the timeout between reads."""
 
     def way(handler: BaseHTTPRequestHandler) -> None:
         if not head:
             handler.send_response(200)
             handler.end_headers()
         try:
-            while not server.go_on.wait(0.05):
+            while not server.released.wait(0.05):
                 handler.wfile.write(b"H")
         except OSError:
             return
@@ -330,35 +334,37 @@ def _drips(server: Server, head: bool) -> Callable[[BaseHTTPRequestHandler], Non
 
 
 @pytest.mark.parametrize("head", [True, False])
-def test_slow_servers_are_left(server: Server, head: bool) -> None:
-    server.ways["/picture"] = _drips(server, head)
-    assert "within 0.3 s (--media-timeout)" in refusal(server.url("/picture"), timeout_s=0.3)
+def test_slow_server_times_out(server: Server, head: bool) -> None:
+    server.routes["/image"] = _drips(server, head)
+    assert "within 0.3 s (--media-timeout)" in error_message(server.url("/image"), timeout_s=0.3)
 
 
-def test_redirects_do_not_begin_the_time_again(server: Server) -> None:
+def test_redirects_do_not_restart_the_timeout(server: Server) -> None:
     def way(handler: BaseHTTPRequestHandler) -> None:
-        server.go_on.wait(0.15)
-        redirect("/picture")(handler)
+        server.released.wait(0.15)
+        redirect("/image")(handler)
 
-    server.ways["/picture"] = way
-    assert "within 0.3 s" in refusal(server.url("/picture"), timeout_s=0.3)
+    server.routes["/image"] = way
+    assert "within 0.3 s" in error_message(server.url("/image"), timeout_s=0.3)
 
 
-def test_slow_name_servers_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
+def test_slow_dns_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
 
     def slow(*_: Any, **__: Any) -> Any:
-        go_on.wait(20)
+        released.wait(20)
         raise socket.gaierror
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    assert "within 0.3 s" in refusal("http://images.example.com/picture", "images.example.com", timeout_s=0.3)
-    go_on.set()
+    assert "within 0.3 s" in error_message(
+        "http://images.example.com/image", "images.example.com", timeout_s=0.3
+    )
+    released.set()
 
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> Path:
-    """Of images.example.com, signed by itself, and its key."""
+    """A self-signed certificate of images.example.com with its key."""
     path = tmp_path / "certificate.pem"
     command = [
         "openssl",
@@ -381,18 +387,18 @@ def certificate(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
-def test_certificates_are_those_of_the_host_and_not_of_the_address(
+def test_certificate_must_match_the_host_name(
     server: Server, names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, certificate: Path
 ) -> None:
     monkeypatch.setattr("foreword.multimodal.fetch.is_public", lambda _: True)
     names |= {"images.example.com": ["127.0.0.1"], "other.example.com": ["127.0.0.1"]}
-    server.ways["/picture"] = file()
+    server.routes["/image"] = respond()
     server.encrypt(certificate)
     trust = ssl.create_default_context(cafile=str(certificate))
 
     async def get(host: str) -> bytes:
         async with httpx.AsyncClient(trust_env=False, verify=trust) as client:
-            url = server.url("/picture", host).replace("http:", "https:")
+            url = server.url("/image", host).replace("http:", "https:")
             return await download(
                 client, url, WHERE, MediaLimits(allowed_hosts=(".example.com",), timeout_s=10.0)
             )
@@ -402,38 +408,36 @@ def test_certificates_are_those_of_the_host_and_not_of_the_address(
         asyncio.run(get("other.example.com"))
 
 
-def test_many_at_once(server: Server) -> None:
+def test_concurrent_downloads(server: Server) -> None:
     for number in range(20):
-        server.ways[f"/{number}"] = file(b"%d" % number)
+        server.routes[f"/{number}"] = respond(b"%d" % number)
     fetcher = Fetcher(MediaLimits(allowed_hosts=("127.0.0.1",)))
     with ThreadPoolExecutor(20) as pool:
-        found = list(
-            pool.map(lambda number: fetcher.fetch(ImageSource(WHERE, server.url(f"/{number}"))), range(20))
-        )
+        sources = [ImageSource(WHERE, server.url(f"/{number}")) for number in range(20)]
+        files = list(pool.map(fetcher.fetch, sources))
     fetcher.close()
-    assert found == [b"%d" % number for number in range(20)]
+    assert files == [b"%d" % number for number in range(20)]
 
 
-def test_closing_ends_what_waits(server: Server) -> None:
-    server.ways["/picture"] = _drips(server, head=True)
+def test_close_ends_pending_downloads(server: Server) -> None:
+    server.routes["/image"] = _drips(server, head=True)
     fetcher = Fetcher(MediaLimits(allowed_hosts=("127.0.0.1",), timeout_s=60.0))
     with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(fetcher.fetch, ImageSource(WHERE, server.url("/picture")))
+        pending = pool.submit(fetcher.fetch, ImageSource(WHERE, server.url("/image")))
         while not server.seen:
             time.sleep(0.01)
         fetcher.close()
         with pytest.raises(ShuttingDown):
             pending.result(20)
     with pytest.raises(ShuttingDown):
-        fetcher.fetch(ImageSource(WHERE, server.url("/picture")))
+        fetcher.fetch(ImageSource(WHERE, server.url("/image")))
 
 
-def test_what_is_at_hand_is_not_fetched() -> None:
+def test_local_data_starts_no_download_thread() -> None:
     fetcher = Fetcher(MediaLimits(max_bytes=5000))
     assert fetcher.fetch(ImageSource(WHERE, data=DATA)) == DATA
-    assert (
-        fetcher.fetch(ImageSource(WHERE, f"data:image/png;base64,{base64.b64encode(DATA).decode()}")) == DATA
-    )
+    url = f"data:image/png;base64,{base64.b64encode(DATA).decode()}"
+    assert fetcher.fetch(ImageSource(WHERE, url)) == DATA
     with pytest.raises(InvalidRequest, match=r"larger than 0\.005 MB"):
         fetcher.fetch(ImageSource(WHERE, data=bytes(5001)))
     assert not [thread for thread in threading.enumerate() if thread.name == "downloads"]

@@ -1,4 +1,4 @@
-"""Pictures within their URL, and in files of this machine."""
+"""data: and file: URLs; allowed hosts and public addresses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import quote
 import pytest
 
 from foreword.errors import InvalidRequest
-from foreword.multimodal.url_policy import read_data_url, read_file_url
+from foreword.multimodal.url_policy import is_allowed, is_public, may_be_private, read_data_url, read_file_url
 from tests.support.image_files import encode_image, random_drawing
 
 DATA = encode_image(random_drawing(9, 9))
@@ -18,7 +18,7 @@ BASE64 = base64.b64encode(DATA).decode()
 LIMIT = 100_000
 SOUND = {
     "usual": f"data:image/png;base64,{BASE64}",
-    "type-that-lies": f"data:text/html;base64,{BASE64}",
+    "wrong-type": f"data:text/html;base64,{BASE64}",
     "no-type": f"data:;base64,{BASE64}",
     "more-parameters": f"data:image/png;name=a.png;base64,{BASE64}",
     "letters": f"DATA:image/png;BASE64,{BASE64}",
@@ -30,7 +30,7 @@ SOUND = {
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_data_urls(name: str) -> None:
+def test_data_url_is_decoded(name: str) -> None:
     assert read_data_url(SOUND[name], LIMIT, "x") == DATA
 
 
@@ -49,7 +49,7 @@ def test_data_urls(name: str) -> None:
         ("data:image/png," + "A" * 400_000, "larger than 0.1 MB"),
     ],
 )
-def test_data_urls_that_are_refused(url: str, message: str) -> None:
+def test_bad_data_url_is_rejected(url: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
         read_data_url(url, LIMIT, "x")
     assert caught.value.param == "x"
@@ -59,7 +59,7 @@ def test_data_urls_that_are_refused(url: str, message: str) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A directory that may be read, with something beside it that may not."""
+    """An allowed directory, with files outside it."""
     (tmp_path / "open" / "below").mkdir(parents=True)
     for name in ("open/a b.png", "open/below/c.png", "secret.png", "open-sesame.png"):
         (tmp_path / name).write_bytes(DATA)
@@ -71,7 +71,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a%20b.png", "below/c.png", "in.png", "below/../a%20b.png"])
-def test_files(root: Path, name: str) -> None:
+def test_file_below_the_root_is_read(root: Path, name: str) -> None:
     for head in ("file://", "file://localhost", "FILE://"):
         assert read_file_url(f"{head}{root}/{name}", root, LIMIT, "x") == DATA
 
@@ -93,24 +93,69 @@ def test_files(root: Path, name: str) -> None:
         *("../open-sesame.png", "a%00.png", "a" * 5000, "/etc/passwd", "../../../../../../etc/passwd"),
     ],
 )
-def test_files_elsewhere_look_as_if_they_did_not_exist(root: Path, name: str) -> None:
+def test_file_outside_the_root_looks_missing(root: Path, name: str) -> None:
     with pytest.raises(
-        InvalidRequest, match=r"^x: there is no such file below the directory of --allowed-local-media-path$"
+        InvalidRequest, match=r"^x: no such file below the directory --allowed-local-media-path$"
     ):
         read_file_url(f"file://{root}/{name}", root, LIMIT, "x")
 
 
-def test_files_of_other_machines_are_refused(root: Path) -> None:
+def test_file_url_of_another_host_is_rejected(root: Path) -> None:
     with pytest.raises(InvalidRequest, match="no such file"):
         read_file_url(f"file://example.com{root}/a%20b.png", root, LIMIT, "x")
 
 
-def test_files_are_refused_where_no_directory_is_named(root: Path) -> None:
+def test_file_url_without_a_root_is_rejected(root: Path) -> None:
     with pytest.raises(InvalidRequest, match="--allowed-local-media-path"):
         read_file_url(f"file://{root}/a%20b.png", None, LIMIT, "x")
 
 
-def test_large_files_are_refused(root: Path) -> None:
+def test_large_file_is_rejected(root: Path) -> None:
     (root / "large.png").write_bytes(bytes(LIMIT + 1))
     with pytest.raises(InvalidRequest, match=r"larger than 0\.1 MB"):
         read_file_url(f"file://{root}/large.png", root, LIMIT, "x")
+
+
+PRIVATE_V4 = """
+127.0.0.1 127.8.8.8 10.0.0.1 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1
+255.255.255.255 198.18.0.1 192.0.2.1 240.0.0.1
+"""
+PRIVATE_V6 = """
+::1 :: fe80::1 fe80::1%eth0 fc00::1 fd00:ec2::254 ff02::1 ::ffff:127.0.0.1 ::ffff:169.254.169.254
+64:ff9b::7f00:1 64:ff9b::a9fe:a9fe 2002:7f00:1:: 2002:a9fe:a9fe::1 2001:0:7f00:1:: 2001:db8::1 64:ff9b:1::1
+fec0::1
+"""
+PUBLIC = ["8.8.8.8", "1.1.1.1", "93.184.216.34", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+
+
+@pytest.mark.parametrize("address", (PRIVATE_V4 + PRIVATE_V6).split())
+def test_private_address_is_not_public(address: str) -> None:
+    assert not is_public([address])
+    assert not is_public(["8.8.8.8", address])
+
+
+@pytest.mark.parametrize("address", PUBLIC)
+def test_public_address_is_public(address: str) -> None:
+    assert is_public([address])
+
+
+def test_hosts_are_allowed_by_name_or_parent_domain() -> None:
+    hosts = ("images.example.com", ".example.org")
+    assert is_allowed(hosts, "images.example.com")
+    assert is_allowed(hosts, "a.example.org")
+    assert is_allowed(hosts, "b.a.example.org")
+    for other in (
+        "example.com",
+        "x.images.example.com",
+        "example.org",
+        "badexample.org",
+        "images.example.com.evil.net",
+        "",
+    ):
+        assert not is_allowed(hosts, other)
+    assert not is_allowed((), "images.example.com")
+
+
+def test_only_addresses_and_localhost_may_be_private() -> None:
+    assert all(map(may_be_private, ("127.0.0.1", "10.1.2.3", "::1", "localhost")))
+    assert not any(map(may_be_private, ("example.com", "127.1", "2130706433", "localhost.example.com")))

@@ -1,4 +1,4 @@
-"""Repeats are found as a search through the whole text would find them."""
+"""Incremental repeats against a search of the complete text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IDS = st.integers(0, 7) | st.integers(0, 2)
 def searched(
     text: list[int], breakers: tuple[tuple[int, ...], ...], allowed: int, window: int
 ) -> dict[int, int]:
-    """The longest repeat that each id would go on with, by comparing the end of the text with every place in it."""
+    """Brute force: the longest repeat that each id would continue."""
     reach = min(end_of_breaker(text, breakers), MAX_REPEAT_LEN)
     text = text if window < 0 else text[max(len(text) - window, 0) :]
     whole = len(text)
@@ -31,7 +31,7 @@ def searched(
 
 
 def end_of_breaker(text: list[int], breakers: tuple[tuple[int, ...], ...]) -> int:
-    """How many tokens follow the last breaker."""
+    """Number of tokens after the last breaker."""
     for after in range(len(text)):
         end = len(text) - after
         if any(tuple(text[max(end - len(breaker), 0) : end]) == breaker for breaker in breakers):
@@ -52,7 +52,7 @@ def continued(repeats: SuffixRepeats, draft: list[int], allowed: int, window: in
     window=st.sampled_from([-1, 0, 1, 5, 30, 10**6]),
 )
 @settings(max_examples=300, deadline=None)
-def test_as_a_search_finds_them(
+def test_continuations_match_a_search(
     runs: list[list[int]],
     drafts: list[list[int]],
     breakers: tuple[tuple[int, ...], ...],
@@ -70,7 +70,7 @@ def test_as_a_search_finds_them(
 
 
 @pytest.mark.parametrize("size", [MAX_REPEAT_LEN, 3 * MAX_REPEAT_LEN, 5000])
-def test_how_long_a_repeat_is_does_not_depend_on_when_it_was_looked_at(size: int) -> None:
+def test_repeat_lengths_do_not_depend_on_update_sizes(size: int) -> None:
     at_once, one_by_one = SuffixRepeats(), SuffixRepeats()
     text = [3] * size
     at_once.update(text)

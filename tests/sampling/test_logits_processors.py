@@ -1,4 +1,4 @@
-"""Each step does what transformers' processor of the same purpose does."""
+"""Each processor against its counterpart in transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OUTPUT = (9, 6, 9, 120)
 DRAFT = (9, 40)
 HISTORY = torch.tensor([[*PROMPT, *OUTPUT, *DRAFT]])
 
-IDS = st.integers(9, 15) | st.integers(0, VOCAB_SIZE - 1)  # few, so that they repeat themselves
+IDS = st.integers(9, 15) | st.integers(0, VOCAB_SIZE - 1)  # few, so that they repeat
 
 Ours = dict[str, object]
 
@@ -30,7 +30,7 @@ def logits(rows: int = 1, seed: int = 0) -> Tensor:
 
 
 def process(values: Tensor, *rows: SampleRow) -> Tensor:
-    """The whole pipeline on rows that all ask for the same steps."""
+    """Run the pipeline on rows with the same processors."""
     changed = values.clone()
     for step in active_processors(rows[0].state.request):
         apply(step, OPS, changed, rows)  # type: ignore[arg-type]
@@ -49,8 +49,10 @@ def process(values: Tensor, *rows: SampleRow) -> Tensor:
         ({"repetition_penalty": 1.4}, transformers.RepetitionPenaltyLogitsProcessor(1.4)),
         ({"repetition_penalty": 0.7}, transformers.RepetitionPenaltyLogitsProcessor(0.7)),
         ({"bad_words_ids": ((3,), (40, 8), (9, 40, 4), (6, 40, 1), (120, 7))},
-         transformers.NoBadWordsLogitsProcessor([[3], [40, 8], [9, 40, 4], [6, 40, 1], [120, 7]], eos_token_id=[EOS])),
-        ({"logit_bias": {1: 2.5, 7: -100.0}}, transformers.SequenceBiasLogitsProcessor([[[1], 2.5], [[7], -100.0]])),
+         transformers.NoBadWordsLogitsProcessor(
+             [[3], [40, 8], [9, 40, 4], [6, 40, 1], [120, 7]], eos_token_id=[EOS])),
+        ({"logit_bias": {1: 2.5, 7: -100.0}},
+         transformers.SequenceBiasLogitsProcessor([[[1], 2.5], [[7], -100.0]])),
         ({"allowed_token_ids": (1, 7, 250)},
          transformers.SuppressTokensLogitsProcessor([i for i in range(VOCAB_SIZE) if i not in (1, 7, 250)])),
         ({"min_tokens": 7, "stop_token_ids": (33,)},
@@ -66,14 +68,14 @@ def test_like_transformers(ours: Ours, theirs: transformers.LogitsProcessor) -> 
     assert torch.equal(process(values, row), theirs(HISTORY, values.clone()))
 
 
-def test_the_bound_of_min_tokens_is_exact() -> None:
-    """The row of output token 7 may not end an answer of at least 7 tokens; the next one may."""
+def test_min_tokens_masks_stop_ids_until_the_bound() -> None:
+    """With min_tokens 7, the row of token 7 may not sample a stop id, the next row may."""
     state = make_state(output=OUTPUT, min_tokens=7)
     changed = process(logits(3), SampleRow(state, (1, 1)), SampleRow(state, (1, 1, 1)), SampleRow(state))
     assert (changed[:, EOS] == -torch.inf).tolist() == [True, False, True]
 
 
-def test_a_grammar_masks_each_row_behind_a_draft_for_itself() -> None:
+def test_grammar_masks_each_draft_row() -> None:
     state = make_state(structured=JSON, grammar=EveryThirdGrammar(0, free=(1,)))
     rows = [SampleRow(state, (7,) * n) for n in range(4)]
     values = logits(4)
@@ -84,14 +86,14 @@ def test_a_grammar_masks_each_row_behind_a_draft_for_itself() -> None:
         assert torch.equal(line[kept], values[n, kept])
 
 
-def test_a_complete_grammar_ends_the_answer_before_min_tokens() -> None:
+def test_complete_grammar_overrides_min_tokens() -> None:
     state = make_state(structured=JSON, grammar=EveryThirdGrammar(0, over=3), min_tokens=10)
     changed = process(logits(4), *(SampleRow(state, (7,) * n) for n in range(4)))
     assert changed[:, EOS].isfinite().tolist() == [False, False, False, True]
     assert changed[3].isfinite().sum() == 1
 
 
-def test_counts_are_of_the_output_and_the_draft() -> None:
+def test_count_penalties_include_the_draft() -> None:
     values = logits()
     row = make_row(draft=DRAFT, output=OUTPUT, prompt=PROMPT, presence_penalty=0.5, frequency_penalty=0.25)
     expected = values.clone()
@@ -100,8 +102,8 @@ def test_counts_are_of_the_output_and_the_draft() -> None:
     assert torch.equal(process(values, row), expected)
 
 
-def test_going_on_with_a_repeat_costs_more_the_longer_it_is() -> None:
-    """... 1 2 3 [4] ... 2 3 [5] ... 1 2 3: 4 goes on with three tokens, 5 with two, 8 with one, which is free."""
+def test_dry_penalty_grows_with_the_repeat() -> None:
+    """... 1 2 3 [4] ... 2 3 [5] ... 1 2 3: 4 continues three tokens, 5 two, 8 one, which is free."""
     row = make_row(
         prompt=(1, 2, 3, 4, 0, 2, 3, 5, 0),
         output=(9, 3, 8, 1, 2),
@@ -117,7 +119,7 @@ def test_going_on_with_a_repeat_costs_more_the_longer_it_is() -> None:
     assert torch.equal(process(values, row), expected)
 
 
-def test_a_repeat_masks_nothing_however_long() -> None:
+def test_dry_penalty_never_masks() -> None:
     row = make_row(output=(7,) * 500, dry_multiplier=100.0, dry_base=100.0, temperature=1e-5)
     changed = process(logits(), row)
     assert changed.isfinite().all()
@@ -138,8 +140,8 @@ def test_greedy_rows_skip_temperature_and_filters() -> None:
     assert active_processors(row.state.request) == ()
 
 
-def test_the_order_of_steps() -> None:
-    """Temperature comes after penalties and before the filters; all that was asked for happens."""
+def test_processors_run_in_order() -> None:
+    """Temperature runs after penalties and before filters; every requested processor runs."""
     row = make_row(
         draft=DRAFT,
         output=OUTPUT,
@@ -182,7 +184,7 @@ def test_the_order_of_steps() -> None:
 )
 @given(draft=st.lists(IDS, max_size=6), output=st.lists(IDS, max_size=6))
 @settings(max_examples=40, deadline=None)
-def test_a_drafted_history_equals_a_committed_one(asked: Ours, draft: list[int], output: list[int]) -> None:
+def test_draft_history_equals_committed_history(asked: Ours, draft: list[int], output: list[int]) -> None:
     values = logits()
     drafted = make_row(draft=draft, output=output, **asked)
     committed = make_row(output=[*output, *draft], **asked)
@@ -190,7 +192,7 @@ def test_a_drafted_history_equals_a_committed_one(asked: Ours, draft: list[int],
     assert drafted.position == committed.position
 
 
-def test_rows_have_histories_of_their_own() -> None:
+def test_rows_have_separate_histories() -> None:
     rows = [
         make_row(output=output, repetition_penalty=1.5, frequency_penalty=1.0)
         for output in ((), (9,), (8, 8, 8))
@@ -200,17 +202,17 @@ def test_rows_have_histories_of_their_own() -> None:
     assert torch.equal(together, torch.cat(alone))
 
 
-def test_delivered_tokens_count_as_output() -> None:
+def test_resumed_tokens_count_as_output() -> None:
     row = make_row(output=OUTPUT, frequency_penalty=1.0, min_tokens=5)
     request = row.state.request
     resumed = type(request)(
-        **{**{f: getattr(request, f) for f in request.__slots__}, "delivered_ids": OUTPUT}
+        **{**{f: getattr(request, f) for f in request.__slots__}, "resume_output_ids": OUTPUT}
     )
     again = SampleRow(type(row.state)(resumed, 0, 1000))
     assert torch.equal(process(logits(), row), process(logits(), again))
 
 
-def test_ids_beyond_the_vocabulary_are_nowhere() -> None:
+def test_ids_outside_the_vocabulary_are_ignored() -> None:
     row = make_row(
         logit_bias={VOCAB_SIZE: 5.0},
         stop_token_ids=(10**9,),
@@ -224,7 +226,7 @@ def test_ids_beyond_the_vocabulary_are_nowhere() -> None:
     assert torch.equal(changed, expected)
 
 
-def test_recent_tokens_cross_from_output_to_draft() -> None:
+def test_last_tokens_span_output_and_draft() -> None:
     row = make_row(draft=(1, 2), output=(3,), prompt=(4, 5))
     assert [row.last_tokens(count) for count in range(7)] == [
         (), (2,), (1, 2), (3, 1, 2), (5, 3, 1, 2), (4, 5, 3, 1, 2), (4, 5, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""What is kept between steps is what one would count anew."""
+"""Incremental counts against full counts."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ IDS = st.integers(0, 9) | st.integers(0, 2000)
     begin=st.integers(0, 5),
 )
 @settings(max_examples=100, deadline=None)
-def test_counts_follow_the_text(runs: list[list[int]], drafts: list[list[int]], begin: int) -> None:
-    tally, text = TokenCounts(begin), [0] * begin
+def test_counts_match_a_full_count(runs: list[list[int]], drafts: list[list[int]], begin: int) -> None:
+    summary, text = TokenCounts(begin), [0] * begin
     for run in runs:
         text += run
-        tally.update(text)
+        summary.update(text)
         for draft in ([], *drafts):
-            ids, counts = tally.counts(draft)
+            ids, counts = summary.counts(draft)
             assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == Counter([*text[begin:], *draft])
             assert len(set(ids.tolist())) == len(ids)
 
 
-def test_prompt_and_output_are_told_apart() -> None:
+def test_output_counts_exclude_the_prompt() -> None:
     ledger = PenaltyState(Request("r", (1, 2, 2), SamplingParams(), seed=0))
     assert set(ledger.seen_ids([1, 2, 2, 3], (9,)).tolist()) == {1, 2, 3, 9}
     ids, counts = ledger.output_counts([1, 2, 2, 3, 2], (3, 9))
     assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {3: 2, 2: 1, 9: 1}
 
 
-def test_allowed_ids_become_bits_of_each_vocabulary() -> None:
+def test_allowed_mask_for_each_vocabulary_size() -> None:
     ledger = PenaltyState(
         Request("r", (1,), SamplingParams(allowed_token_ids=(0, 31, 31, 33, 10**9)), seed=0)
     )

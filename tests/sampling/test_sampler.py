@@ -1,4 +1,4 @@
-"""The sampler as a whole: what a row yields, and that it yields the same alone and among any others."""
+"""The sampler: results of rows, independent of their batch."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def line(sampled: SamplerOutput, r: int) -> tuple[int, TokenLogprob | None, int]
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_row_yields_the_same_alone_and_among_others(
+def test_row_result_does_not_depend_on_the_batch(
     sampler: Sampler, chosen: list[tuple[int, list[int], str]], seed: int
 ) -> None:
     values = torch.stack(
@@ -93,8 +93,8 @@ def test_a_row_yields_the_same_alone_and_among_others(
         assert repr(line(sampler(values[r : r + 1].clone(), [row]), 0)) == repr(line(together, r))
 
 
-def test_rows_of_a_request_equal_its_steps_one_by_one(sampler: Sampler) -> None:
-    """The rows behind a draft yield what plain decoding yields once the draft is committed."""
+def test_draft_rows_equal_single_steps(sampler: Sampler) -> None:
+    """Rows of a draft equal plain decoding after the draft is committed."""
     draft = [9, 3, 3, 250]
     values = logits(5)
     for params in PARAMS:
@@ -105,7 +105,7 @@ def test_rows_of_a_request_equal_its_steps_one_by_one(sampler: Sampler) -> None:
             assert line(sampler(values[n : n + 1].clone(), [SampleRow(plain)]), 0) == line(verified, n)
 
 
-def test_logprobs_are_those_of_the_raw_distribution(sampler: Sampler) -> None:
+def test_logprobs_are_of_the_raw_distribution(sampler: Sampler) -> None:
     values = logits(1)
     row = make_row(
         output=(9,), logprobs=4, temperature=0.3, top_k=2, logit_bias={17: 50.0}, repetition_penalty=2.0
@@ -122,8 +122,8 @@ def test_logprobs_are_those_of_the_raw_distribution(sampler: Sampler) -> None:
     assert [value for _, value in found.top] == pytest.approx(exact[order[:4]].tolist(), abs=1e-5)
 
 
-def test_log_probabilities_of_ids_that_were_asked_for(sampler: Sampler) -> None:
-    """Of the raw distribution; an id that no token has, or that is beyond the vocabulary, is never sampled."""
+def test_logprobs_of_requested_ids(sampler: Sampler) -> None:
+    """Of the raw distribution; ids without a token or outside of the vocabulary have -inf."""
     values = logits(2)
     rows = [
         make_row(temperature=0.0, top_k=1, logprob_token_ids=(7, NEVER_SAMPLED[0], 10**6)),
@@ -142,7 +142,7 @@ def test_log_probabilities_of_ids_that_were_asked_for(sampler: Sampler) -> None:
     assert (asked.top, plain.requested, len(plain.top)) == ((), (), 1)
 
 
-def test_ranks_of_ties_follow_the_id(sampler: Sampler) -> None:
+def test_rank_ties_go_to_the_lower_id(sampler: Sampler) -> None:
     values = torch.zeros(1, VOCAB_SIZE)
     values[0, 100] = 1.0
     rows = [
@@ -153,7 +153,7 @@ def test_ranks_of_ties_follow_the_id(sampler: Sampler) -> None:
     assert all(logprob and [token_id for token_id, _ in logprob.top] == [100, 0] for logprob in found)
 
 
-def test_prompt_logprobs_are_of_the_tokens_that_follow(sampler: Sampler) -> None:
+def test_prompt_logprobs_are_of_the_next_tokens(sampler: Sampler) -> None:
     values = logits(3)
     found = sampler.prompt_logprobs(values.clone(), [4, 250, 7], 2)
     values[:, list(NEVER_SAMPLED)] = -torch.inf
@@ -166,14 +166,14 @@ def test_prompt_logprobs_are_of_the_tokens_that_follow(sampler: Sampler) -> None
     assert all(len(logprob.top) == 2 for logprob in found)
 
 
-def test_rows_ask_for_logprobs_each_by_itself(sampler: Sampler) -> None:
+def test_logprobs_are_per_row(sampler: Sampler) -> None:
     rows = [make_row(), make_row(logprobs=0), make_row(logprobs=5), make_row()]
     found = sampler(logits(4), rows).logprobs
     assert [logprob and len(logprob.top) for logprob in found] == [None, 0, 5, None]
     assert sampler(logits(4), rows, logprobs=False).logprobs == [None] * 4
 
 
-def test_ids_that_no_token_has_are_never_sampled(sampler: Sampler) -> None:
+def test_never_sampled_ids_are_not_sampled(sampler: Sampler) -> None:
     values = torch.zeros(2, VOCAB_SIZE)
     values[:, list(NEVER_SAMPLED)] = 100.0
     sampled = sampler(values, [make_row(temperature=0.0, logprobs=1), make_row(logprobs=1)])
@@ -198,7 +198,7 @@ def test_ids_that_no_token_has_are_never_sampled(sampler: Sampler) -> None:
         *[(params, kind, NON_FINITE) for params in PARAMS for kind in kinds.NON_FINITE_KINDS],
     ],
 )
-def test_a_row_without_a_legal_token_says_so_and_spares_the_others(
+def test_row_without_legal_token_does_not_affect_others(
     sampler: Sampler, params: dict[str, object], kind: str, why: int
 ) -> None:
     values = torch.stack([logits(1)[0], kinds.make_row(kind, VOCAB_SIZE, 1), logits(1)[0]])
@@ -208,7 +208,7 @@ def test_a_row_without_a_legal_token_says_so_and_spares_the_others(
     assert sampled.token_ids[0] == sampled.token_ids[2] >= 0
 
 
-def test_hashes_tell_rows_apart_by_a_bit(sampler: Sampler) -> None:
+def test_hashes_differ_by_one_bit(sampler: Sampler) -> None:
     values = logits(1).repeat(3, 1)
     values[2, 5] = values[2, 5].nextafter(torch.tensor(9.0))
     hashes = sampler(values, [make_row(), make_row(top_k=3), make_row()]).logits_hashes
@@ -218,7 +218,7 @@ def test_hashes_tell_rows_apart_by_a_bit(sampler: Sampler) -> None:
     )
 
 
-def test_a_seed_has_64_bits(sampler: Sampler) -> None:
+def test_all_64_seed_bits_matter(sampler: Sampler) -> None:
     flat = torch.zeros(1, VOCAB_SIZE)
     tokens = {
         seed: sampler(flat.clone(), [make_row(seed=seed)]).token_ids[0]
@@ -230,8 +230,8 @@ def test_a_seed_has_64_bits(sampler: Sampler) -> None:
 @pytest.mark.parametrize(
     "params", [{"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}], ids=str
 )
-def test_frequencies_are_those_of_the_filtered_softmax(params: dict[str, float]) -> None:
-    """Chi-square over positions; with at most 7 degrees of freedom, 29.9 is exceeded once in 10,000 tries."""
+def test_frequencies_match_the_filtered_softmax(params: dict[str, float]) -> None:
+    """Chi-square over positions: with at most 7 degrees of freedom, p(> 29.9) is 1e-4."""
     values = torch.full((VOCAB_SIZE,), -torch.inf)
     values[:8] = torch.tensor([2.0, 1.0, 0.5, 0.0, 0.0, -1.0, -1.5, 1.8])
     probabilities = torch.softmax(values / params.get("temperature", 1.0), 0)[:8]

@@ -15,7 +15,7 @@ IDS = st.integers(0, 2)
         )
     )
 )
-def test_tokens_are_emitted_while_the_draft_equals_the_sample(case: tuple[list[int], list[int]]) -> None:
+def test_accepts_while_draft_equals_sample(case: tuple[list[int], list[int]]) -> None:
     draft, sampled = case
     accepted = verify(sampled, draft)
     assert 0 <= accepted <= len(draft)
@@ -23,7 +23,7 @@ def test_tokens_are_emitted_while_the_draft_equals_the_sample(case: tuple[list[i
     assert accepted == len(draft) or sampled[accepted] != draft[accepted]
 
 
-def test_a_row_without_a_token_accepts_nothing() -> None:
+def test_row_without_token_accepts_nothing() -> None:
     assert verify([-1, 5], [4]) == 0
     assert verify([4, -1, 6], [4, 6]) == 1
     assert verify([-1], []) == 0

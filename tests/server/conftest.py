@@ -1,4 +1,4 @@
-"""A real uvicorn on a free port of the loopback, with a fake engine behind it (or a real one)."""
+"""uvicorn on a free port of the loopback, with a fake or a real engine."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from foreword.server.app import create_app
 from foreword.server.http_protocol import uvicorn_config
 from foreword.tokenizer.tokenizer import Tokenizer
 from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
+from tests.support.waiting import wait_until
 
 MODEL = "fake-model"
 
 
 @dataclass
 class RunningServer:
-    """A server that runs in a thread."""
+    """A server in a thread."""
 
     url: str
     client: Any
@@ -53,17 +54,22 @@ class RunningServer:
         return self.openai.completions.create(model=MODEL, prompt=prompt, extra_body=extra, **fields)
 
     def idle(self) -> bool:
-        return not self.client.live and self.app.state.server.admission.open == 0
+        return not self.client.live and self.app.state.server.admission.num_open == 0
 
     def wait_until_idle(self, limit_s: float = 5) -> None:
-        deadline = time.monotonic() + limit_s
-        while not self.idle():
-            assert time.monotonic() < deadline, "something was not freed"
-            time.sleep(0.005)
+        wait_until(self.idle, limit_s)
 
 
 CHAT_FIELDS = frozenset(inspect.signature(openai.resources.chat.Completions.create).parameters)
 COMPLETION_FIELDS = frozenset(inspect.signature(openai.resources.Completions.create).parameters)
+
+
+def json_post_head(path: str, length: int) -> str:
+    """Head of a POST over a raw socket."""
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {length}\r\n\r\n"
+    )
 
 
 @contextlib.contextmanager
@@ -115,7 +121,7 @@ def shared() -> Iterator[RunningServer]:
 
 @pytest.fixture
 def served(shared: RunningServer) -> Iterator[RunningServer]:
-    """The shared server, asked nothing so far; afterwards everything must be free again."""
+    """The shared server without recorded requests; afterwards it must be idle."""
     client = shared.client
     client.script = FakeOutput()
     for log in (client.submitted, client.finished, client.aborted):
@@ -126,7 +132,7 @@ def served(shared: RunningServer) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="session")
 def demo() -> Iterator[RunningServer]:
-    """The bundled model, with the drafters that run by default."""
+    """The bundled model, with the default drafters."""
     prepared = prepare_checkpoint(
         Config(kv_cache_memory="60000tokens", log_level="warning", threads=1, max_waiting=512)
     )

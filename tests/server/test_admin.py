@@ -1,4 +1,4 @@
-"""The operators' routes: who may use them, what they show, and what they end."""
+"""/admin routes: permissions, content, and aborts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 
 from foreword.config.options import Config
 from foreword.server.auth.key_file import dump_keys
-from tests.server.auth.test_keys import CHAT, key_of, keyed, until, write
+from tests.server.auth.test_keys import CHAT, key_of, keyed, write
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput
+from tests.support.waiting import wait_until
 
 HELD = FakeOutput("secret answer", hang_after=2)
 PROMPT = [{"role": "user", "content": "secret question"}]
@@ -46,7 +47,7 @@ def admin(server: RunningServer, method: str, route: str) -> httpx.Response:
     return server.http.request(method, route, headers=keyed("root"))
 
 
-def test_who_may(server: RunningServer) -> None:
+def test_only_admin_keys_are_allowed(server: RunningServer) -> None:
     for method, route in ROUTES:
         assert server.http.request(method, route).status_code == 401
         refused = server.http.request(method, route, headers=keyed("alice"))
@@ -54,7 +55,7 @@ def test_who_may(server: RunningServer) -> None:
         assert admin(server, method, route).status_code == (404 if "abort" in route else 200)
 
 
-def test_without_an_admin_key_there_is_nothing(tmp_path: Path) -> None:
+def test_routes_need_an_admin_key_in_the_file(tmp_path: Path) -> None:
     write(tmp_path / "keys", key_of("alice"))
     for config in (Config(), Config(api_key="alice"), Config(api_key_file=str(tmp_path / "keys"))):
         with run_server(config) as server:
@@ -62,7 +63,7 @@ def test_without_an_admin_key_there_is_nothing(tmp_path: Path) -> None:
                 assert server.http.request(method, route, headers=keyed("alice")).status_code == 404
 
 
-def test_the_public_pages_do_not_tell_of_them(server: RunningServer) -> None:
+def test_routes_are_not_in_the_public_docs(server: RunningServer) -> None:
     assert "/admin" not in server.http.get("/openapi.json").text
 
 
@@ -71,7 +72,7 @@ def test_open_requests(server: RunningServer) -> None:
     with server.http.stream("POST", CHAT, json=body, headers=keyed("alice")) as stream:
         lines = stream.iter_lines()
         next(lines)
-        until(
+        wait_until(
             lambda: all(
                 one["generated_tokens"] == 2
                 for one in admin(server, "GET", "/admin/requests").json()["requests"]
@@ -103,8 +104,8 @@ def test_open_requests(server: RunningServer) -> None:
     }
 
 
-def test_ending_an_answer(server: RunningServer) -> None:
-    """All choices at once, by the id that the caller knows; the caller is told, and nothing is left."""
+def test_abort_an_answer(server: RunningServer) -> None:
+    """All choices at once, by the id of the response; the client gets an error."""
     with server.openai.chat.completions.create(model=MODEL, messages=PROMPT, stream=True, n=2) as stream:  # type: ignore[call-overload]
         answer = next(iter(stream)).id
         ended = admin(server, "POST", f"/admin/requests/{answer}/abort")
@@ -117,7 +118,7 @@ def test_ending_an_answer(server: RunningServer) -> None:
     assert admin(server, "POST", f"/admin/requests/{answer}/abort").status_code == 404
 
 
-def test_ending_one_choice_lets_the_other_go_on(server: RunningServer) -> None:
+def test_abort_one_choice(server: RunningServer) -> None:
     server.set_output(
         lambda request: HELD if request.id.endswith("-0") else FakeOutput("ok then", delay_s=0.02)
     )
@@ -137,11 +138,11 @@ def test_ending_one_choice_lets_the_other_go_on(server: RunningServer) -> None:
     server.wait_until_idle()
 
 
-def test_a_whole_answer_that_is_ended_is_not_asked_for_again(server: RunningServer) -> None:
-    """Clients try again after a 5xx by themselves: an end by an operator is a 403."""
+def test_aborted_answer_is_not_retried(server: RunningServer) -> None:
+    """Clients retry a 5xx by themselves, so an operator's abort is a 403."""
 
     def end() -> None:
-        until(lambda: len(server.client.submitted) == 1)
+        wait_until(lambda: len(server.client.submitted) == 1)
         assert (
             admin(server, "POST", f"/admin/requests/{server.client.submitted[0].id}/abort").status_code == 200
         )
@@ -171,12 +172,12 @@ def test_keys(server: RunningServer, path: Path) -> None:
         "max_concurrency": None,
         "priority": 0,
     }
-    assert root["admin"] and root["usage"]["requests"] == 0, "looking costs an operator nothing"
+    assert root["admin"] and root["usage"]["requests"] == 0, "operators' requests are not charged"
     assert key_of("alice").digest.hex() not in shown.text and key_of("alice").salt.hex() not in shown.text
     assert "hash" not in shown.text
 
 
-def test_reloading(server: RunningServer, path: Path) -> None:
+def test_reload(server: RunningServer, path: Path) -> None:
     path.write_text(dump_keys([key_of("bob"), key_of("root", admin=True)]))
     assert admin(server, "POST", "/admin/keys/reload").json() == {"keys": 2}
     assert server.http.get("/v1/models", headers=keyed("alice")).status_code == 401

@@ -1,3 +1,5 @@
+"""/v1/chat/completions with a fake engine."""
+
 from typing import Any
 
 import openai
@@ -29,7 +31,7 @@ def reasons_of(chunks: list[Any]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("bursts", BURSTS)
-def test_an_answer(served: RunningServer, bursts: tuple[int, ...]) -> None:
+def test_answer(served: RunningServer, bursts: tuple[int, ...]) -> None:
     served.set_output(FakeOutput("Héllo wörld 😀", bursts, num_cached=3))
     answer = served.chat()
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
@@ -45,7 +47,7 @@ def test_an_answer(served: RunningServer, bursts: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("bursts", BURSTS)
-def test_a_stream(served: RunningServer, bursts: tuple[int, ...]) -> None:
+def test_stream(served: RunningServer, bursts: tuple[int, ...]) -> None:
     served.set_output(FakeOutput("Héllo wörld 😀", bursts))
     chunks = pieces(served.chat(stream=True, stream_options={"include_usage": True}))
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -59,7 +61,7 @@ def test_a_stream(served: RunningServer, bursts: tuple[int, ...]) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_the_prompt_is_the_rendered_conversation(served: RunningServer) -> None:
+def test_prompt_is_the_rendered_conversation(served: RunningServer) -> None:
     served.chat(
         messages=[
             {"role": "developer", "content": "S"},
@@ -70,7 +72,7 @@ def test_the_prompt_is_the_rendered_conversation(served: RunningServer) -> None:
     assert list(served.client.submitted[0].prompt_ids) == expected
 
 
-def test_continuing_the_final_message(served: RunningServer) -> None:
+def test_continue_final_message(served: RunningServer) -> None:
     served.set_output(FakeOutput(" world"))
     messages = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "Hello"}]
     served.chat(messages=messages, continue_final_message=True)
@@ -121,14 +123,14 @@ def test_parameters_reach_the_engine(served: RunningServer) -> None:
     assert (request.seed, request.priority, request.bad_words_ids) == (42, 3, (tuple(b"no"),))
 
 
-def test_the_default_ends_at_the_context(served: RunningServer) -> None:
+def test_default_max_tokens_is_the_context(served: RunningServer) -> None:
     served.set_output(FakeOutput("abc", (7, 64)))
     answer = served.chat(ignore_eos=True)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.total_tokens == 2048
 
 
-def test_nulls_are_as_good_as_nothing(served: RunningServer) -> None:
+def test_null_fields_take_defaults(served: RunningServer) -> None:
     fields = [
         "n",
         "temperature",
@@ -147,7 +149,7 @@ def test_nulls_are_as_good_as_nothing(served: RunningServer) -> None:
     assert reply.status_code == 200, reply.text
 
 
-def test_harmless_fields_are_taken(served: RunningServer) -> None:
+def test_ignored_fields_are_accepted(served: RunningServer) -> None:
     answer = served.chat(
         user="me",
         metadata={"a": "b"},
@@ -182,7 +184,7 @@ def test_streamed_choices(served: RunningServer) -> None:
     assert sorted(reasons_of(chunks)) == [(0, "stop"), (1, "stop"), (2, "stop")]
 
 
-def test_a_seed_is_drawn_and_told(served: RunningServer) -> None:
+def test_drawn_seed_is_returned(served: RunningServer) -> None:
     seeds = {served.chat().seed for _ in range(3)}
     assert len(seeds) == 3
     assert {request.seed for request in served.client.submitted} == seeds
@@ -190,7 +192,7 @@ def test_a_seed_is_drawn_and_told(served: RunningServer) -> None:
 
 @pytest.mark.parametrize("bursts", BURSTS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_across_bursts(served: RunningServer, bursts: tuple[int, ...], stream: bool) -> None:
+def test_stop_string_across_steps(served: RunningServer, bursts: tuple[int, ...], stream: bool) -> None:
     served.set_output(FakeOutput("one STOP two", bursts))
     answer = served.chat(
         stop="STOP",
@@ -242,11 +244,12 @@ def test_token_ids_and_prompt_logprobs(served: RunningServer) -> None:
     assert choice.prompt_token_ids == list(served.client.submitted[0].prompt_ids)
     assert choice.prompt_logprobs[0] is None
     assert choice.prompt_logprobs[1] == {
-        "117": {"logprob": -0.5, "rank": 1, "decoded_token": "u"}, "118": {"logprob": -1.5, "rank": 2, "decoded_token": "v"}
+        "117": {"logprob": -0.5, "rank": 1, "decoded_token": "u"},
+        "118": {"logprob": -1.5, "rank": 2, "decoded_token": "v"}
     }  # fmt: skip
 
 
-def test_metrics_of_an_answer(served: RunningServer) -> None:
+def test_metrics_of_one_choice(served: RunningServer) -> None:
     served.set_output(FakeOutput("Hello world", (4,), num_cached=2))
     answer = served.chat(metrics=True, seed=5)
     assert answer.metrics == answer.choices[0].metrics
@@ -276,7 +279,7 @@ def test_streamed_metrics_of_several_choices(served: RunningServer) -> None:
     assert hasattr(ends[-1], "metrics")
 
 
-def test_draft_marks_in_a_stream(served: RunningServer) -> None:
+def test_stream_marks_draft_tokens(served: RunningServer) -> None:
     served.set_output(FakeOutput("abcdefg", (3,)))
     chunks = pieces(served.chat(metrics=True, stream=True))
     marks = [c.choices[0].tokens for c in chunks if hasattr(c.choices[0], "tokens")]
@@ -291,7 +294,7 @@ def test_draft_marks_in_a_stream(served: RunningServer) -> None:
     assert chunks[-1].metrics["verify_steps"] == 3
 
 
-def test_guesses_in_text_that_was_held_back_are_told_later(served: RunningServer) -> None:
+def test_held_back_draft_tokens_are_marked_later(served: RunningServer) -> None:
     served.set_output(FakeOutput("STxy", (2,)))
     chunks = pieces(served.chat(metrics=True, stream=True, stop="STOP"))
     told = [
@@ -302,7 +305,7 @@ def test_guesses_in_text_that_was_held_back_are_told_later(served: RunningServer
     assert told == [([["S", True], ["T", False], ["x", True], ["y", False]], 2), ([], 1)]
 
 
-def test_a_failed_choice_is_an_error(served: RunningServer) -> None:
+def test_failed_choice_is_an_error(served: RunningServer) -> None:
     served.set_output(
         lambda request: FakeOutput("abcdef", fail_after=3 if request.id.endswith("-1") else None)
     )
@@ -310,7 +313,7 @@ def test_a_failed_choice_is_an_error(served: RunningServer) -> None:
         served.chat(n=2)
 
 
-def test_a_failed_choice_in_a_stream_comes_last(served: RunningServer) -> None:
+def test_failed_choice_comes_last_in_a_stream(served: RunningServer) -> None:
     served.set_output(
         lambda request: FakeOutput("abcdef", fail_after=3 if request.id.endswith("-0") else None)
     )
@@ -322,7 +325,7 @@ def test_a_failed_choice_in_a_stream_comes_last(served: RunningServer) -> None:
     assert reasons_of(chunks) == [(1, "stop")]
 
 
-def test_the_lines_of_a_failed_stream(served: RunningServer) -> None:
+def test_events_of_a_failed_stream(served: RunningServer) -> None:
     served.set_output(FakeOutput("abc", fail_after=2))
     body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
     reply = served.http.post("/v1/chat/completions", json=body)
@@ -332,7 +335,7 @@ def test_the_lines_of_a_failed_stream(served: RunningServer) -> None:
     assert lines[-2].startswith('data: {"error":{"message":"the script says so"')
 
 
-def test_an_engine_that_dies_under_a_stream(served: RunningServer) -> None:
+def test_engine_dies_during_a_stream(served: RunningServer) -> None:
     served.set_output(FakeOutput("abcdef", hang_after=2))
     stream = served.chat(stream=True)
     with pytest.raises(openai.APIError, match="died"):

@@ -1,4 +1,4 @@
-"""How many choices came back is counted when they did: fewer than asked for are an error, never silence."""
+"""Missing choices are an error, and returned choices are counted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from foreword.core.request import Request
-from tests.server.conftest import RunningServer
+from tests.server.conftest import RunningServer, json_post_head
 from tests.support.fakes import FakeOutput
 
 CHAT = "/v1/chat/completions"
@@ -27,13 +27,13 @@ def returned(server: RunningServer) -> int:
     return int(match[1])
 
 
-def failing(index: int, others: FakeOutput) -> Callable[[Request], FakeOutput]:
+def fail_choice(index: int, others: FakeOutput) -> Callable[[Request], FakeOutput]:
     return lambda request: FakeOutput(fail_after=2) if request.id.endswith(f"-{index}") else others
 
 
 @pytest.mark.parametrize("n", [1, 8])
 @pytest.mark.parametrize("stream", [False, True])
-def test_all_of_them(served: RunningServer, n: int, stream: bool) -> None:
+def test_all_choices_are_counted(served: RunningServer, n: int, stream: bool) -> None:
     before = returned(served)
     answer = served.chat(n=n, stream=stream)
     if stream:
@@ -43,17 +43,17 @@ def test_all_of_them(served: RunningServer, n: int, stream: bool) -> None:
     assert returned(served) - before == n
 
 
-def test_a_choice_that_fails_is_an_error_of_the_whole_answer(served: RunningServer) -> None:
+def test_failed_choice_fails_the_whole_answer(served: RunningServer) -> None:
     before = returned(served)
-    served.set_output(failing(1, FakeOutput("abc")))
+    served.set_output(fail_choice(1, FakeOutput("abc")))
     with pytest.raises(openai.InternalServerError):
         served.chat(n=3)
     assert returned(served) == before
 
 
-def test_in_a_stream_it_is_an_event_behind_the_others(served: RunningServer) -> None:
+def test_failed_choice_is_the_last_event_of_a_stream(served: RunningServer) -> None:
     before = returned(served)
-    served.set_output(failing(1, FakeOutput("abc")))
+    served.set_output(fail_choice(1, FakeOutput("abc")))
     reply = served.http.post(
         CHAT, json={"messages": USER, "n": 3, "stream": True, "stream_options": {"include_usage": True}}
     )
@@ -66,14 +66,14 @@ def test_in_a_stream_it_is_an_event_behind_the_others(served: RunningServer) -> 
         choice["index"] for event in events for choice in event.get("choices", ()) if choice["finish_reason"]
     ]
     assert sorted(ends) == [0, 2] and "error" in events[-1]
-    assert not any(event.get("usage") for event in events), "usage would say that all is well"
+    assert not any(event.get("usage") for event in events), "usage would hide the missing choice"
     assert returned(served) - before == 2
-    served.set_output(failing(0, FakeOutput("abc")))
+    served.set_output(fail_choice(0, FakeOutput("abc")))
     with pytest.raises(openai.APIError):
         list(served.chat(n=2, stream=True))
 
 
-def test_who_leaves_got_what_had_ended_before(served: RunningServer) -> None:
+def test_disconnected_client_counts_finished_choices(served: RunningServer) -> None:
     before = returned(served)
     served.set_output(
         lambda request: FakeOutput("abc") if request.id.endswith("-0") else FakeOutput(hang_after=2)
@@ -81,7 +81,7 @@ def test_who_leaves_got_what_had_ended_before(served: RunningServer) -> None:
     body: Any = json.dumps({"messages": USER, "n": 3, "stream": True}).encode()
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = json_post_head(CHAT, len(body))
         connection.sendall(head.encode() + body)
         heard = b""
         while b'"finish_reason":"stop"' not in heard:

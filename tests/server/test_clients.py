@@ -1,4 +1,4 @@
-"""Ordinary examples of ordinary clients, unchanged, against the bundled model: its answers may be silly, but they parse."""
+"""Examples of openai, litellm and langchain, unchanged, with the bundled model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Address(BaseModel):
 
 
 class Person(BaseModel):
-    """Somebody."""
+    """A person."""
 
     model_config = ConfigDict(extra="forbid")
     name: str = Field(max_length=20)
@@ -34,7 +34,7 @@ class Person(BaseModel):
 
 
 def holds_object(text: str, finish_reason: str) -> bool:
-    """JSON mode bounds no text: a model as small as this may still be within one at the end of its tokens."""
+    """JSON mode bounds no string: this small model may run out of tokens within one."""
     return text.lstrip().startswith("{") if finish_reason == "length" else isinstance(json.loads(text), dict)
 
 
@@ -66,7 +66,7 @@ def test_openai_stream_with_parsing(demo: RunningServer) -> None:
     assert isinstance(parsed, Person)
     assert (
         parsed == demo.openai.chat.completions.parse(**options).choices[0].message.parsed
-    )  # streamed or not: the same
+    )  # the same, streamed or not
 
 
 def test_openai_response_formats(demo: RunningServer) -> None:
@@ -92,7 +92,7 @@ def test_openai_response_formats(demo: RunningServer) -> None:
     assert third.choices[0].message.content
 
 
-def test_openai_refuses_what_is_cut_short(demo: RunningServer) -> None:
+def test_openai_refuses_truncated_json(demo: RunningServer) -> None:
     with pytest.raises(openai.LengthFinishReasonError):
         demo.openai.chat.completions.parse(model=MODEL, messages=USER, response_format=Person, max_tokens=3)
 
@@ -110,7 +110,7 @@ async def test_openai_async(demo: RunningServer) -> None:
 
 
 def test_openai_embeddings(demo: RunningServer) -> None:
-    """The client asks for base64 unless told otherwise."""
+    """The client asks for base64 by default."""
     reply = demo.openai.embeddings.create(model=MODEL, input=["one", "two", "one"])
     first, second, third = (item.embedding for item in reply.data)
     assert first == third != second and len(first) == len(second)

@@ -1,3 +1,5 @@
+"""/v1/completions with a fake engine."""
+
 import json
 from typing import Any
 
@@ -8,7 +10,7 @@ from tests.server.conftest import RunningServer
 from tests.support.fakes import BOS, EOS, FakeOutput
 
 
-def test_a_completion(served: RunningServer) -> None:
+def test_completion(served: RunningServer) -> None:
     served.set_output(FakeOutput("Hello", (2,)))
     answer = served.complete("Say")
     assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
@@ -16,7 +18,7 @@ def test_a_completion(served: RunningServer) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 6)
 
 
-def test_sixteen_tokens_by_default(served: RunningServer) -> None:
+def test_default_is_sixteen_tokens(served: RunningServer) -> None:
     served.set_output(FakeOutput("abc", (5,)))
     answer = served.complete(ignore_eos=True)
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (16, "length")
@@ -33,7 +35,7 @@ def test_sixteen_tokens_by_default(served: RunningServer) -> None:
     ],
 )
 @pytest.mark.parametrize("n", [1, 2])
-def test_every_kind_of_prompt(served: RunningServer, prompt: Any, ids: list[list[int]], n: int) -> None:
+def test_prompt_types(served: RunningServer, prompt: Any, ids: list[list[int]], n: int) -> None:
     served.set_output(lambda request: FakeOutput(f"<{request.prompt_ids[0]}>{request.seed}"))
     answer = served.complete(prompt, n=n, seed=1)
     assert [choice.index for choice in answer.choices] == list(range(n * len(ids)))
@@ -43,7 +45,7 @@ def test_every_kind_of_prompt(served: RunningServer, prompt: Any, ids: list[list
     assert answer.usage.prompt_tokens == sum(map(len, ids))
 
 
-def test_a_stream_of_several_prompts(served: RunningServer) -> None:
+def test_stream_of_several_prompts(served: RunningServer) -> None:
     served.set_output(lambda request: FakeOutput(f"answer {request.prompt_ids[0]}", (3,)))
     chunks = list(served.complete(["a", "b"], stream=True, stream_options={"include_usage": True}))
     texts = [
@@ -84,7 +86,7 @@ def test_echo_with_logprobs(served: RunningServer) -> None:
     assert found.top_logprobs[:2] == [None, {"S": -0.5}]
 
 
-def test_streamed_logprobs_are_the_same(served: RunningServer) -> None:
+def test_streamed_logprobs_match(served: RunningServer) -> None:
     served.set_output(FakeOutput("one two three", (4,)))
     whole = served.complete("So", echo=True, logprobs=1, stop="three").choices[0].logprobs
     chunks = list(served.complete("So", echo=True, logprobs=1, stop="three", stream=True))
@@ -95,7 +97,7 @@ def test_streamed_logprobs_are_the_same(served: RunningServer) -> None:
         assert streamed == getattr(whole, key)
 
 
-def test_scoring_a_prompt_without_an_answer(served: RunningServer) -> None:
+def test_prompt_is_scored_without_an_answer(served: RunningServer) -> None:
     answer = served.complete("Say", echo=True, logprobs=1, max_tokens=0)
     assert answer.choices[0].text == "Say"
     assert answer.choices[0].logprobs.token_logprobs == [None, -0.5, -0.5]
@@ -108,12 +110,12 @@ def test_best_of_may_equal_n(served: RunningServer) -> None:
 
 
 def rated(request: Any) -> FakeOutput:
-    """The third choice is the likeliest, then the second; the longer ones are the less likely."""
+    """The third choice is the likeliest, then the second; longer choices are less likely."""
     rank = (request.seed - 7) % 4
     return FakeOutput(f"{chr(request.prompt_ids[0])}{rank}", logprob=(-3.0, -1.0, -0.5, -2.0)[rank])
 
 
-def test_best_of_returns_the_likeliest_and_counts_all(served: RunningServer) -> None:
+def test_best_of_returns_likeliest_and_counts_all(served: RunningServer) -> None:
     served.set_output(rated)
     answer = served.complete(["a", "b"], n=2, best_of=4, seed=7)
     assert [(choice.index, choice.text) for choice in answer.choices] == [
@@ -128,7 +130,7 @@ def test_best_of_returns_the_likeliest_and_counts_all(served: RunningServer) -> 
     assert [(choice.text, choice.logprobs.token_logprobs[-1]) for choice in scored] == [("aa2", -0.5)]
 
 
-def test_log_probabilities_of_chosen_ids(served: RunningServer) -> None:
+def test_logprob_token_ids(served: RunningServer) -> None:
     served.set_output(FakeOutput("h"))
     found = served.complete(logprob_token_ids=[97, 98]).choices[0].logprobs
     assert found.top_logprobs[0] == {"a": -97.0, "b": -98.0, "h": -0.5}
@@ -136,7 +138,7 @@ def test_log_probabilities_of_chosen_ids(served: RunningServer) -> None:
     assert chosen.top_logprobs[0] == {"h": -0.5, "a": -97.0}
 
 
-def test_a_prompt_is_cut_to_its_end(served: RunningServer) -> None:
+def test_truncated_prompt_keeps_its_end(served: RunningServer) -> None:
     answer = served.complete("Something", truncate_prompt_tokens=4, echo=True)
     assert answer.choices[0].text == "hingHello world"
     assert answer.usage.prompt_tokens == 4
@@ -146,7 +148,7 @@ def test_a_prompt_is_cut_to_its_end(served: RunningServer) -> None:
     )
 
 
-def test_other_spellings_are_taken(served: RunningServer) -> None:
+def test_aliases_are_accepted(served: RunningServer) -> None:
     assert served.complete(n_predict=3, repeat_penalty=1.5).usage.completion_tokens == 3
     assert served.client.submitted[-1].params.repetition_penalty == 1.5
 
@@ -189,7 +191,7 @@ def test_token_ids(served: RunningServer) -> None:
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ],
 )
-def test_refused(served: RunningServer, fields: dict[str, Any], param: str) -> None:
+def test_invalid_bodies_are_refused(served: RunningServer, fields: dict[str, Any], param: str) -> None:
     body = '{"prompt": "Hi"' + "".join(f', "{name}": {_json(value)}' for name, value in fields.items()) + "}"
     reply = served.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert reply.status_code == 400, reply.text
@@ -202,11 +204,11 @@ def _json(value: Any) -> str:
     return json.dumps(value)
 
 
-def test_a_completion_needs_a_prompt(served: RunningServer) -> None:
+def test_prompt_is_required(served: RunningServer) -> None:
     reply = served.http.post("/v1/completions", json={"model": "fake-model"})
     assert reply.json()["error"]["message"] == "prompt is required"
 
 
-def test_more_choices_than_may_wait(served: RunningServer) -> None:
+def test_too_many_choices_are_refused(served: RunningServer) -> None:
     with pytest.raises(openai.BadRequestError, match="4096"):
         served.complete(["a"] * 64, n=65)

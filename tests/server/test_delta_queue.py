@@ -1,4 +1,4 @@
-"""What waits for a slow reader is joined, and nothing of it is lost."""
+"""DeltaQueue: deltas of a slow reader are merged without loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 from foreword.core.outputs import DraftResult, TokenEvent
 from foreword.errors import RequestFailed
-from foreword.server.delta_queue import MERGE_AFTER, DeltaQueue
+from foreword.server.generation import MERGE_AFTER, DeltaQueue
 from foreword.tokenizer.output_processor import OutputDelta
 
 COUNT = 10 * MERGE_AFTER + 3
@@ -26,21 +26,21 @@ async def taken(backlog: DeltaQueue) -> list[tuple[int, OutputDelta]]:
     return found
 
 
-async def test_a_reader_that_keeps_up_gets_each_alone() -> None:
+async def test_fast_reader_gets_each_delta() -> None:
     backlog = DeltaQueue()
     for index in range(COUNT):
         backlog.put(0, delta(index))
         assert await backlog.get() == (0, delta(index))
 
 
-async def test_what_waits_is_joined() -> None:
+async def test_waiting_deltas_are_merged() -> None:
     backlog = DeltaQueue()
     for index in range(COUNT):
         for choice in (0, 1):
             backlog.put(choice, delta(index, "stop" if index == COUNT - 1 else None))
     assert len(backlog) < 2 * (COUNT / MERGE_AFTER + MERGE_AFTER)
     found = await taken(backlog)
-    assert [choice for choice, _ in found[:4]] == [0, 1, 0, 1], "each in turn"
+    assert [choice for choice, _ in found[:4]] == [0, 1, 0, 1], "choices alternate"
     for choice in (0, 1):
         deltas = [one for index, one in found if index == choice]
         assert "".join(one.text for one in deltas) == "".join(
@@ -56,7 +56,7 @@ async def test_what_waits_is_joined() -> None:
         ].finish_reason
 
 
-async def test_what_was_taken_in_between_is_not_joined_again() -> None:
+async def test_taken_deltas_are_not_merged() -> None:
     backlog = DeltaQueue()
     for index in range(MERGE_AFTER - 1):
         backlog.put(0, delta(index))
@@ -68,7 +68,7 @@ async def test_what_was_taken_in_between_is_not_joined_again() -> None:
     )
 
 
-async def test_an_error_comes_last_and_whoever_waits_is_woken() -> None:
+async def test_error_is_last_and_wakes_the_reader() -> None:
     backlog, error = DeltaQueue(), RequestFailed("broken")
     waiting = asyncio.create_task(backlog.get())
     await asyncio.sleep(0)

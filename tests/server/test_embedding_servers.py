@@ -1,4 +1,4 @@
-"""Whole servers: a generating model with a draft model and an encoder, all at work at once, and none disturbs another."""
+"""Servers with a target model, a draft model and an encoder, all under load."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def vectors(server: ServerProcess, model: str, texts: list[str], **fields: Any) 
 
 
 def tokens(server: ServerProcess, seed: int) -> list[int]:
-    """Of a stream."""
+    """Token ids of a stream."""
     body = {**GENERATE, "prompt": PROMPT, "seed": seed, "stream": True}
     found: list[int] = []
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
@@ -72,8 +72,8 @@ def tokens(server: ServerProcess, seed: int) -> list[int]:
     return found
 
 
-def test_all_at_once(server: ServerProcess) -> None:
-    """Streams that are drafted for, vectors of the same model and of the encoder: each the same bits as on a quiet server."""
+def test_models_serve_concurrently(server: ServerProcess) -> None:
+    """Speculative streams and vectors of both models have the same bits as on an idle server."""
     asked: dict[str, Callable[[], Any]] = {
         **{f"tokens {seed}": lambda seed=seed: tokens(server, seed) for seed in range(4)},
         **{f"{p}": lambda p=p: vectors(server, "tiny", TEXTS, pooling=p) for p in ("last", "mean", "cls")},
@@ -106,13 +106,13 @@ def test_openai_with_both_models(server: ServerProcess) -> None:
         client.completions.create(model="bert", prompt="a")
 
 
-def test_what_the_server_says_of_the_encoder(server: ServerProcess) -> None:
+def test_encoder_in_models_health_and_metrics(server: ServerProcess) -> None:
     (line,) = [line for line in server.banner_lines if line.startswith("encoder: ")]
     assert line.startswith("encoder: bert (bert, ") and "48 values" in line
 
 
-def test_clients_that_leave(server: ServerProcess) -> None:
-    """In the middle of long lists; afterwards all blocks are free, and the engine's own check at rest has found nothing."""
+def test_disconnected_clients_free_everything(server: ServerProcess) -> None:
+    """Disconnects amid long lists; afterwards all blocks are free and the engine's idle check has passed."""
 
     def leave(model: str) -> None:
         with pytest.raises(httpx.ReadTimeout):
@@ -132,8 +132,8 @@ def test_clients_that_leave(server: ServerProcess) -> None:
     assert vectors(server, "bert", TEXTS[:2]) and vectors(server, "tiny", TEXTS[:2])
 
 
-def test_an_encoder_that_dies_takes_nobody_along(server: ServerProcess) -> None:
-    """It is started again, and who asks meanwhile waits; streams go on."""
+def test_dead_encoder_fails_only_its_requests(server: ServerProcess) -> None:
+    """The encoder restarts, requests wait for it, and streams continue."""
     expected, before = tokens(server, 9), vectors(server, "bert", TEXTS[:2])
     with ThreadPoolExecutor(1) as pool:
         stream = pool.submit(tokens, server, 9)

@@ -1,4 +1,4 @@
-"""Vectors and scores over HTTP, with the real openai client and an engine that counts letters."""
+"""Embeddings and scores over HTTP, with the openai client and a fake engine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def embed(server: RunningServer, value: Any, **fields: Any) -> Any:
     return server.http.post("/v1/embeddings", json={"input": value, "model": MODEL, **fields})
 
 
-def test_openai_gets_the_same_vectors_in_each_format(served: RunningServer) -> None:
-    """Its default is base64, which it decodes."""
+def test_each_format_has_the_same_vectors(served: RunningServer) -> None:
+    """The client's default is base64, which it decodes."""
     create = served.openai.embeddings.create
     texts = ["abc", "aab", "hhh"]
     default = create(model=MODEL, input=texts)
@@ -39,7 +39,7 @@ def test_openai_gets_the_same_vectors_in_each_format(served: RunningServer) -> N
     assert {request.pooling for request in served.client.submitted} == {"last"}
 
 
-def test_ids_and_texts_are_the_same(served: RunningServer) -> None:
+def test_ids_and_texts_give_the_same_vectors(served: RunningServer) -> None:
     ids = list(b"abba")
     vectors = [
         embed(served, value).json()["data"][0]["embedding"] for value in ("abba", ids, [ids], ["abba"])
@@ -47,7 +47,7 @@ def test_ids_and_texts_are_the_same(served: RunningServer) -> None:
     assert all(vector == vectors[0] for vector in vectors)
 
 
-def test_dimensions_are_cut_before_the_length_is_made_one(served: RunningServer) -> None:
+def test_dimensions_are_cut_before_normalization(served: RunningServer) -> None:
     whole = embed(served, "aabbbbh", normalize=False).json()["data"][0]["embedding"]
     assert whole == [2, 4, 0, 0, 0, 0, 0, 1]
     cut = embed(served, "aabbbbh", dimensions=2).json()["data"][0]["embedding"]
@@ -56,17 +56,17 @@ def test_dimensions_are_cut_before_the_length_is_made_one(served: RunningServer)
         2,
         4,
     ]
-    assert embed(served, "xyz").json()["data"][0]["embedding"] == [0.0] * 8, "nothing to be made one of"
+    assert embed(served, "xyz").json()["data"][0]["embedding"] == [0.0] * 8, "a zero vector is not normalized"
 
 
-def test_what_is_asked_for_reaches_the_engine(served: RunningServer) -> None:
+def test_options_reach_the_engine(served: RunningServer) -> None:
     assert embed(served, "abc", pooling="mean", priority=-3, user="me").status_code == 200
     (request,) = served.client.submitted
     assert (request.pooling, request.priority) == ("mean", -3)
 
 
 @pytest.mark.parametrize(("asked", "length"), [(5, 5), (-1, 2048)])
-def test_longer_texts_are_cut_on_request(served: RunningServer, asked: int, length: int) -> None:
+def test_longer_texts_are_truncated_on_request(served: RunningServer, asked: int, length: int) -> None:
     for value in ("ab" * 1100, [97] * 2200):
         reply = embed(served, value, truncate_prompt_tokens=asked)
         assert reply.json()["usage"]["prompt_tokens"] == length
@@ -103,7 +103,7 @@ def test_longer_texts_are_cut_on_request(served: RunningServer, asked: int, leng
         ({"input": "a", "nonsense": 1}, "nonsense"),
     ],
 )
-def test_what_is_wrong_is_named(served: RunningServer, fields: dict[str, Any], param: str) -> None:
+def test_invalid_fields_are_named(served: RunningServer, fields: dict[str, Any], param: str) -> None:
     reply = served.http.post(
         "/v1/embeddings", content=json.dumps(fields), headers={"Content-Type": "application/json"}
     )
@@ -112,12 +112,12 @@ def test_what_is_wrong_is_named(served: RunningServer, fields: dict[str, Any], p
     assert not served.client.submitted or param == "dimensions"
 
 
-def test_an_unknown_model(served: RunningServer) -> None:
+def test_unknown_model(served: RunningServer) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         served.openai.embeddings.create(model="other", input="a")
 
 
-def test_an_error_of_one_frees_the_others(served: RunningServer) -> None:
+def test_failed_text_frees_the_others(served: RunningServer) -> None:
     served.set_output(
         lambda request: FakeOutput(fail_after=0) if request.prompt_ids == (98,) else FakeOutput(hang_after=0)
     )
@@ -126,7 +126,7 @@ def test_an_error_of_one_frees_the_others(served: RunningServer) -> None:
     served.wait_until_idle()
 
 
-def test_a_client_that_leaves_frees_everything(served: RunningServer) -> None:
+def test_disconnect_frees_everything(served: RunningServer) -> None:
     served.set_output(FakeOutput(hang_after=0))
     with pytest.raises(httpx.ReadTimeout):
         served.http.post("/v1/embeddings", json={"input": ["a"] * 200}, timeout=0.3)
@@ -135,8 +135,8 @@ def test_a_client_that_leaves_frees_everything(served: RunningServer) -> None:
     assert 'embedding_requests_total{kind="embed",reason="abort"}' in served.http.get("/metrics").text
 
 
-def test_a_long_list_reaches_the_engine_bit_by_bit(served: RunningServer) -> None:
-    """So many at once as two steps have rows: whoever comes behind a thousand texts does not wait for all of them."""
+def test_long_list_is_submitted_in_parts(served: RunningServer) -> None:
+    """Two steps' worth of texts at once, so that a later request does not wait for all of them."""
     resolved = served.client.info.resolved
     open_tokens: list[int] = []
 
@@ -164,7 +164,7 @@ def test_admission_counts_every_text() -> None:
         server.set_output(FakeOutput(hang_after=0))
         thread = threading.Thread(target=lambda: _left(server))
         thread.start()
-        while server.app.state.server.admission.open < 3:
+        while server.app.state.server.admission.num_open < 3:
             time.sleep(0.005)
         reply = embed(server, ["a", "b"])
         assert reply.status_code == 429 and reply.headers["Retry-After"] == "1"
@@ -192,13 +192,13 @@ def test_metrics(served: RunningServer) -> None:
 def test_rerank(served: RunningServer, path: str) -> None:
     body = {"model": MODEL, "query": "aab", "documents": ["hhh", {"text": "aab"}, "ab", "hhh"]}
     answer = served.http.post(path, json=body).json()
-    assert [one["index"] for one in answer["results"]] == [1, 2, 0, 3], "ties in the order they came"
+    assert [one["index"] for one in answer["results"]] == [1, 2, 0, 3], "ties keep the order of the request"
     assert answer["results"][0] == {
         "index": 1,
         "relevance_score": pytest.approx(1.0),
         "document": {"text": "aab"},
     }
-    assert answer["usage"] == {"prompt_tokens": 8, "total_tokens": 8}, "each text is read once"
+    assert answer["usage"] == {"prompt_tokens": 8, "total_tokens": 8}, "each text is tokenized once"
     best = served.http.post(path, json={**body, "top_n": 1, "return_documents": False}).json()
     assert best["results"] == [{"index": 1, "relevance_score": pytest.approx(1.0)}]
 
@@ -233,7 +233,7 @@ def test_score(served: RunningServer, names: tuple[str, str], path: str) -> None
         ("/v1/score", {"queries": "a", "documents": ["c", ""]}, "documents[1]"),
     ],
 )
-def test_what_is_wrong_with_a_ranking_is_named(
+def test_invalid_ranking_fields_are_named(
     served: RunningServer, path: str, body: dict[str, Any], param: str
 ) -> None:
     reply = served.http.post(path, json=body)
@@ -242,7 +242,7 @@ def test_what_is_wrong_with_a_ranking_is_named(
 
 
 class FakeEncoder:
-    """What the routes see of an encoder; `kind` as in EncoderInfo."""
+    """The encoder client's methods that the routes use."""
 
     def __init__(self, task: str) -> None:
         self.info = EncoderInfo(
@@ -285,38 +285,38 @@ class FakeTexts:
 
 
 @pytest.fixture(params=["embed", "rank"])
-def beside(request: pytest.FixtureRequest) -> Iterator[tuple[RunningServer, FakeEncoder]]:
-    """A server with an encoder of each kind."""
+def encoder_server(request: pytest.FixtureRequest) -> Iterator[tuple[RunningServer, FakeEncoder]]:
+    """A server with an encoder of each task."""
     encoder = FakeEncoder(request.param)
     with run_server(encoder=encoder) as server:
         yield server, encoder
         server.wait_until_idle()
 
 
-def test_both_models_are_listed(beside: tuple[RunningServer, FakeEncoder]) -> None:
-    server, _ = beside
+def test_both_models_are_listed(encoder_server: tuple[RunningServer, FakeEncoder]) -> None:
+    server, _ = encoder_server
     assert [card.id for card in server.openai.models.list().data] == [MODEL, "bert-tiny"]
     assert server.openai.models.retrieve("bert-tiny").max_model_len == 32
     with pytest.raises(openai.NotFoundError, match="'fake-model' and 'bert-tiny'"):
         server.openai.models.retrieve("other")
 
 
-def test_an_encoder_does_not_generate(beside: tuple[RunningServer, FakeEncoder]) -> None:
-    server, _ = beside
-    with pytest.raises(
-        openai.BadRequestError, match="bert-tiny is an encoder; what generates here is 'fake-model'"
-    ):
+def test_encoder_does_not_generate(encoder_server: tuple[RunningServer, FakeEncoder]) -> None:
+    server, _ = encoder_server
+    with pytest.raises(openai.BadRequestError, match="bert-tiny is an encoder; 'fake-model' generates text"):
         server.openai.completions.create(model="bert-tiny", prompt="a")
 
 
-def test_each_model_does_what_it_can(beside: tuple[RunningServer, FakeEncoder]) -> None:
-    server, encoder = beside
+def test_requests_reach_the_right_model(encoder_server: tuple[RunningServer, FakeEncoder]) -> None:
+    server, encoder = encoder_server
     create = server.openai.embeddings.create
     assert len(create(model=MODEL, input="ab").data[0].embedding) == 8
     if encoder.info.task == "rank":
         with pytest.raises(openai.BadRequestError, match="ranks pairs of texts; it has no embeddings"):
             create(model="bert-tiny", input="ab")
-        assert len(embed(server, "ab", model=None).json()["data"][0]["embedding"]) == 8, "by default who can"
+        assert len(embed(server, "ab", model=None).json()["data"][0]["embedding"]) == 8, (
+            "the default is a model that can"
+        )
     else:
         assert create(model="bert-tiny", input=["abcd"]).data[0].embedding == pytest.approx([0.6, 0.8])
         assert embed(server, "ab", model=None).json()["model"] == "bert-tiny"
@@ -335,8 +335,8 @@ def test_each_model_does_what_it_can(beside: tuple[RunningServer, FakeEncoder]) 
     assert not encoder.asked or encoder.info.task == "embed"
 
 
-def test_scores_come_from_the_encoder(beside: tuple[RunningServer, FakeEncoder]) -> None:
-    server, encoder = beside
+def test_scores_come_from_the_ranker(encoder_server: tuple[RunningServer, FakeEncoder]) -> None:
+    server, encoder = encoder_server
     body = {"query": "aa", "documents": ["b", "bbb", "bb"]}
     answer = server.http.post("/v1/rerank", json=body).json()
     assert answer["model"] == "bert-tiny"
@@ -356,8 +356,8 @@ def test_scores_come_from_the_encoder(beside: tuple[RunningServer, FakeEncoder])
     assert server.http.post("/v1/rerank", json={**body, "model": MODEL}).json()["model"] == MODEL
 
 
-def test_leaving_an_encoder_cancels_its_work(beside: tuple[RunningServer, FakeEncoder]) -> None:
-    server, encoder = beside
+def test_disconnect_cancels_the_encoder(encoder_server: tuple[RunningServer, FakeEncoder]) -> None:
+    server, encoder = encoder_server
     if encoder.info.task == "embed":
         with pytest.raises(httpx.ReadTimeout):
             server.http.post("/v1/embeddings", json={"input": "x" * 13}, timeout=0.2)
@@ -365,7 +365,7 @@ def test_leaving_an_encoder_cancels_its_work(beside: tuple[RunningServer, FakeEn
         assert encoder.cancelled == 1
 
 
-def test_vectors_are_little_more_than_bytes() -> None:
+def test_large_responses_use_little_memory() -> None:
     vector = array("f", [3.0, 4.0, 0.0]).tobytes()
     assert list(normalize_embedding(vector)) == pytest.approx([0.6, 0.8, 0.0])
     assert list(normalize_embedding(vector, 1)) == [1.0]

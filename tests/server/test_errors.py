@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request: a 4xx in OpenAI's envelope that names field and limit, before anything is streamed."""
+"""Invalid requests: a 4xx in OpenAI's envelope that names field and limit."""
 
 import json
 from typing import Any
@@ -45,7 +45,7 @@ def post(served: RunningServer, fields: dict[str, Any], path: str = CHAT) -> tup
         ({"dry_allowed_length": 256}, "dry_allowed_length", "between 0 and 255"),
         ({"dry_penalty_last_n": -2}, "dry_penalty_last_n", "at least -1"),
         ({"dry_sequence_breakers": ["x" * 41]}, "dry_sequence_breakers", "at most 40 characters"),
-        ({"dry_sequence_breakers": ["x"] * 65}, "dry_sequence_breakers", "at most 64 texts"),
+        ({"dry_sequence_breakers": ["x"] * 65}, "dry_sequence_breakers", "the limit is 64"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
         ({"best_of": 2}, "best_of", "may only be 1"),
         ({"presence_penalty": 3}, "presence_penalty", "between -2 and 2"),
@@ -105,7 +105,7 @@ def post(served: RunningServer, fields: dict[str, Any], path: str = CHAT) -> tup
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_impossible_values(
+def test_invalid_values_are_named(
     served: RunningServer, fields: dict[str, Any], param: str, limit: str, stream: bool
 ) -> None:
     if stream and "stream_options" not in fields:
@@ -130,7 +130,7 @@ def test_impossible_values(
         ("web_search_options", {}),
     ],
 )
-def test_what_is_not_supported_yet_is_named(served: RunningServer, field: str, value: Any) -> None:
+def test_unsupported_fields_are_named(served: RunningServer, field: str, value: Any) -> None:
     status, error = post(served, {field: value})
     assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", field)
     assert field in error["message"]
@@ -149,15 +149,13 @@ def test_what_is_not_supported_yet_is_named(served: RunningServer, field: str, v
         ("repeat_last_n", 64, "dry_penalty_last_n"),
     ],
 )
-def test_what_is_refused_for_good_has_a_reason(
-    served: RunningServer, field: str, value: Any, reason: str
-) -> None:
+def test_refused_fields_have_a_reason(served: RunningServer, field: str, value: Any, reason: str) -> None:
     status, error = post(served, {field: value})
     assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", field)
     assert error["message"].startswith(f"{field} is refused: ") and reason in error["message"]
 
 
-def test_values_that_ask_for_nothing_are_taken(served: RunningServer) -> None:
+def test_neutral_values_are_accepted(served: RunningServer) -> None:
     neutral = {
         "mirostat": 0,
         "mirostat_tau": 5.0,
@@ -168,7 +166,7 @@ def test_values_that_ask_for_nothing_are_taken(served: RunningServer) -> None:
     assert served.chat(**neutral, early_stopping=False, repeat_last_n=-1, logits_processors=[]).choices
 
 
-def test_tools_in_a_conversation_are_named(served: RunningServer) -> None:
+def test_tool_messages_are_named(served: RunningServer) -> None:
     status, error = post(served, {"messages": [*USER, {"role": "tool", "content": "x"}]})
     assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", "messages[1].role")
     part = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -191,13 +189,13 @@ def test_tools_in_a_conversation_are_named(served: RunningServer) -> None:
         b'{"messages": ' + b"[" * 100_000,
     ],
 )
-def test_broken_bodies(served: RunningServer, content: bytes) -> None:
+def test_invalid_bodies(served: RunningServer, content: bytes) -> None:
     reply = served.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_the_place_of_a_json_error_is_named(served: RunningServer) -> None:
+def test_json_error_has_its_position(served: RunningServer) -> None:
     reply = served.http.post(CHAT, content=b'{"n": 1,}', headers={"Content-Type": "application/json"})
     assert (
         "not valid JSON" in reply.json()["error"]["message"]
@@ -205,25 +203,25 @@ def test_the_place_of_a_json_error_is_named(served: RunningServer) -> None:
     )
 
 
-def test_a_body_that_is_not_declared_as_json(served: RunningServer) -> None:
+def test_body_without_json_content_type(served: RunningServer) -> None:
     reply = served.http.post(CHAT, content=b"{}", headers={"Content-Type": "text/plain"})
     assert reply.status_code == 400 and "application/json" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999"])
-def test_numbers_that_are_none(served: RunningServer, value: str) -> None:
+def test_nan_and_infinity_are_refused(served: RunningServer, value: str) -> None:
     body = f'{{"messages": [{{"role": "user", "content": "Hi"}}], "temperature": {value}}}'
     reply = served.http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "temperature"
 
 
-def test_the_context_limit_has_its_code(served: RunningServer) -> None:
+def test_context_limit_has_its_code(served: RunningServer) -> None:
     with pytest.raises(openai.BadRequestError, match="2048") as caught:
         served.chat(messages=[{"role": "user", "content": "x" * 100_000}])
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
 
 
-def test_an_unknown_model(served: RunningServer) -> None:
+def test_unknown_model(served: RunningServer) -> None:
     status, error = post(served, {"model": "gpt-9"})
     assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
     with pytest.raises(openai.NotFoundError):
@@ -233,13 +231,13 @@ def test_an_unknown_model(served: RunningServer) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"), [("GET", "/nope", 404), ("GET", CHAT, 405), ("DELETE", "/health", 405)]
 )
-def test_routes_that_are_none(served: RunningServer, method: str, path: str, status: int) -> None:
+def test_unknown_routes(served: RunningServer, method: str, path: str, status: int) -> None:
     reply = served.http.request(method, path)
     assert reply.status_code == status
     assert path in reply.json()["error"]["message"] and "X-Request-Id" in reply.headers
 
 
-def test_an_unexpected_exception_is_a_500_in_the_envelope(
+def test_unexpected_exception_is_a_500_in_the_envelope(
     served: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
@@ -251,6 +249,6 @@ def test_an_unexpected_exception_is_a_500_in_the_envelope(
     assert reply.json()["error"]["type"] == "server_error" and "secret" not in reply.text
 
 
-def test_errors_quote_at_most_a_little(served: RunningServer) -> None:
+def test_errors_show_short_values(served: RunningServer) -> None:
     _, error = post(served, {"temperature": "x" * 10_000})
     assert len(error["message"]) < 300

@@ -1,4 +1,4 @@
-"""Two keys of a real server: one floods it, and the other is served in turn all the same."""
+"""Two keys of a real server: a flood of one does not starve the other."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def server(path: Path) -> Iterator[ServerProcess]:
 
 
 def reload(server: ServerProcess, key: str) -> None:
-    """Wait until the server knows of the key."""
+    """Wait until the server has loaded the key."""
     for _ in range(200):
         if httpx.get(f"{server.url}/v1/models", headers={"x-api-key": key}).status_code == 200:
             return
@@ -45,7 +45,7 @@ def reload(server: ServerProcess, key: str) -> None:
     raise AssertionError("the new key was never read")
 
 
-def test_one_who_floods_holds_up_nobody(
+def test_flood_of_one_key_does_not_starve_another(
     server: ServerProcess, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     greedy, modest = (new_key(path, capsys, name) for name in ("greedy", "modest"))
@@ -75,7 +75,7 @@ def test_one_who_floods_holds_up_nobody(
         for thread in flood:
             thread.join()
     assert (ended.count("greedy"), ended.count("modest")) == (FLOOD, SINGLES)
-    assert meanwhile < FLOOD // 2, f"in order of arrival all that were open would have come before: {ended}"
+    assert meanwhile < FLOOD // 2, f"first come, first served would finish the flood first: {ended}"
 
 
 def until_open(server: ServerProcess, key: str, count: int) -> None:
@@ -86,9 +86,7 @@ def until_open(server: ServerProcess, key: str, count: int) -> None:
     raise AssertionError("so many requests never came")
 
 
-def test_no_key_is_in_what_the_server_says(
-    server: ServerProcess, path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_server_log_has_no_key(server: ServerProcess, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = new_key(path, capsys, "quiet")
     reload(server, key)
     for wrong in (key, key[:-1]):
@@ -97,12 +95,12 @@ def test_no_key_is_in_what_the_server_says(
             headers={"x-api-key": wrong},
             json={"prompt": "a", "max_tokens": 1},
         )
-    said = "\n".join(server.read_log())
-    assert "key file read: " in said
-    assert key[:-1] not in said and "sha256" not in said
+    log_text = "\n".join(server.read_log())
+    assert "key file read: " in log_text
+    assert key[:-1] not in log_text and "sha256" not in log_text
 
 
-def test_a_request_has_the_time_that_it_asked_for(
+def test_timeout_of_a_request_is_enforced(
     server: ServerProcess, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key = new_key(path, capsys, "hasty")

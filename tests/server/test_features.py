@@ -1,5 +1,4 @@
-"""Every feature over HTTP, streamed and whole, speculated for and not: the same answers; and the cells of docs/features.md
-that only exist here."""
+"""Every feature over HTTP, streamed and whole, with and without speculation; docs/features.md."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 def body_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a body that ask for the same."""
+    """Body fields of the same settings."""
     body = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
     if "logit_bias" in body:
         body["logit_bias"] = {str(token_id): bias for token_id, bias in body["logit_bias"].items()}
@@ -69,7 +68,7 @@ def _constraint(structured: StructuredOutput) -> dict[str, Any]:
 
 
 def ask(server: RunningServer, body: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    """What came: choices by index, and usage; streamed or whole."""
+    """Choices by index, and usage, streamed or whole."""
     sent = {
         "model": MODEL,
         "prompt": PROMPT,
@@ -80,21 +79,22 @@ def ask(server: RunningServer, body: Mapping[str, Any], **fields: Any) -> dict[s
         **fields,
     }
     if sent.get("stream"):
-        return _streamed(server, sent | {"stream_options": {"include_usage": True}})
+        return read_stream(server, sent | {"stream_options": {"include_usage": True}})
     reply = server.http.post("/v1/completions", json=sent)
     assert reply.status_code == 200, reply.text
-    found = reply.json()
+    result = reply.json()
     choices = {
-        choice["index"]: _told(choice, choice["text"], choice["token_ids"]) for choice in found["choices"]
+        choice["index"]: choice_fields(choice, choice["text"], choice["token_ids"])
+        for choice in result["choices"]
     }
-    return {"choices": choices, "usage": found["usage"]}
+    return {"choices": choices, "usage": result["usage"]}
 
 
-def _told(choice: Mapping[str, Any], text: str, token_ids: list[int]) -> tuple[Any, ...]:
+def choice_fields(choice: Mapping[str, Any], text: str, token_ids: list[int]) -> tuple[Any, ...]:
     return text, token_ids, choice["finish_reason"], choice["stop_reason"]
 
 
-def _streamed(server: RunningServer, sent: Mapping[str, Any]) -> dict[str, Any]:
+def read_stream(server: RunningServer, sent: Mapping[str, Any]) -> dict[str, Any]:
     texts: defaultdict[int, str] = defaultdict(str)
     ids: defaultdict[int, list[int]] = defaultdict(list)
     choices: dict[int, Any] = {}
@@ -110,19 +110,19 @@ def _streamed(server: RunningServer, sent: Mapping[str, Any]) -> dict[str, Any]:
                 texts[index] += choice["text"]
                 ids[index] += choice["token_ids"]
                 if choice["finish_reason"] is not None:
-                    choices[index] = _told(choice, texts[index], ids[index])
+                    choices[index] = choice_fields(choice, texts[index], ids[index])
     raise AssertionError("the stream has no end")
 
 
-def without_prediction(found: dict[str, Any]) -> dict[str, Any]:
-    """What became of a prediction is the only thing that speculation may change."""
-    usage = {name: value for name, value in found["usage"].items() if name != "completion_tokens_details"}
+def without_prediction(result: dict[str, Any]) -> dict[str, Any]:
+    """Without prediction usage, the only field that speculation may change."""
+    usage = {name: value for name, value in result["usage"].items() if name != "completion_tokens_details"}
     cached = {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
-    return {**found, "usage": cached}
+    return {**result, "usage": cached}
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_streamed_and_whole_on_and_off(server: RunningServer, feature: str) -> None:
+def test_stream_and_speculation_change_no_answer(server: RunningServer, feature: str) -> None:
     body = body_of(FEATURES[feature])
     plain = without_prediction(ask(server, body, speculation=OFF))
     assert without_prediction(ask(server, body)) == plain
@@ -134,7 +134,7 @@ def test_streamed_and_whole_on_and_off(server: RunningServer, feature: str) -> N
 
 @pytest.mark.parametrize("drafter", DRAFTER_COLUMNS)
 @pytest.mark.parametrize("feature", HTTP)
-def test_cell(server: RunningServer, feature: str, drafter: str) -> None:
+def test_feature_cell(server: RunningServer, feature: str, drafter: str) -> None:
     body = {"prediction": {"type": "content", "content": "the an thing on"}, **HTTP[feature]}
     plain = without_prediction(ask(server, body, speculation=OFF))
     assert without_prediction(ask(server, body, speculation={"method": drafter})) == plain

@@ -1,4 +1,4 @@
-"""A part of benchmarks/fuzz_api.py: a few hundred requests out of the server's own OpenAPI document, and an engine in order."""
+"""A few hundred requests of benchmarks/fuzz_api.py, from the server's OpenAPI document."""
 
 import requests
 
@@ -6,7 +6,7 @@ from benchmarks import fuzz_api
 from tests.server.conftest import RunningServer
 
 
-def test_nothing_but_answers_and_refusals(demo: RunningServer) -> None:
+def test_openapi_requests_are_answered_or_refused(demo: RunningServer) -> None:
     before = fuzz_api.probe(demo.url)
     findings = fuzz_api.fuzz(demo.url, 300)
     assert not findings.failures
@@ -23,7 +23,7 @@ def test_nothing_but_answers_and_refusals(demo: RunningServer) -> None:
     assert {status for _, status in findings.statuses} <= {200, 400, 404}
 
 
-def test_what_must_not_be_is_noticed(demo: RunningServer) -> None:
+def test_violations_are_noticed(demo: RunningServer) -> None:
     assert fuzz_api.find_damage(demo.url, "another answer") == "an answer has changed"
     request = requests.Request("POST", demo.url, data=b"body").prepare()
     for status, text, wrong in (

@@ -1,4 +1,4 @@
-"""The choices of a request, without HTTP around them."""
+"""Generation without HTTP."""
 
 import asyncio
 from typing import Any
@@ -26,7 +26,7 @@ def generation(server: ServerContext, n: int = 2) -> Generation:
     return Generation(server, server.build_requests([1, 2], SamplingParams(n=n), "r", RequestContext("", 0)))
 
 
-async def test_what_never_began_is_freed_too() -> None:
+async def test_unstarted_generation_is_freed() -> None:
     client = FakeEngineClient()
     server = await server_of(client)
     begun = generation(server)
@@ -38,23 +38,23 @@ async def test_what_never_began_is_freed_too() -> None:
     assert server.admission.num_open == 0
 
 
-async def test_a_refused_choice_takes_the_others_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refused_choice_aborts_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeEngineClient()
     server = await server_of(client)
     submit = client.submit
 
-    def dying(request: Any) -> Any:
+    def fail_submit(request: Any) -> Any:
         if request.id == "r-1":
             raise EngineDead("gone")
         return submit(request)
 
-    monkeypatch.setattr(client, "submit", dying)
+    monkeypatch.setattr(client, "submit", fail_submit)
     with pytest.raises(EngineDead):
         generation(server).start()
     assert client.aborted == ["r-0"] and server.admission.num_open == 0
 
 
-async def test_the_queue_is_bounded() -> None:
+async def test_queue_is_bounded() -> None:
     server = await server_of(FakeEngineClient(), max_waiting=3)
     first, second = generation(server), generation(server)
     first.start()
@@ -65,7 +65,7 @@ async def test_the_queue_is_bounded() -> None:
     first.close()
 
 
-async def test_an_engine_that_stops_short_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_incomplete_engine_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeEngineClient(FakeOutput("abc", hang_after=1))
     begun = generation(await server_of(client), n=1)
     begun.start()
@@ -75,7 +75,7 @@ async def test_an_engine_that_stops_short_is_an_error(monkeypatch: pytest.Monkey
     begun.close()
 
 
-async def test_a_fault_of_ours_ends_only_that_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_fault_ends_only_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeEngineClient()
     begun = generation(await server_of(client))
 
@@ -99,8 +99,8 @@ async def test_a_fault_of_ours_ends_only_that_choice(monkeypatch: pytest.MonkeyP
     begun.close()
 
 
-async def test_only_the_first_choice_may_be_late() -> None:
-    """The others wait for it, and that is nobody's fault."""
+async def test_only_the_first_choice_has_a_queue_deadline() -> None:
+    """The others wait for the first choice alone."""
     client = FakeEngineClient()
     begun = generation(await server_of(client, queue_timeout=5.0), n=3)
     begun.start()
@@ -108,15 +108,15 @@ async def test_only_the_first_choice_may_be_late() -> None:
     begun.close()
 
 
-def late(index: int, others: FakeOutput) -> Any:
+def late_request(index: int, others: FakeOutput) -> Any:
     error = Overloaded("it waited too long", retry_after_s=1)
     return lambda request: (
         FakeOutput(fail_after=0, error=error) if request.id.endswith(f"-{index}") else others
     )
 
 
-async def test_what_is_late_takes_with_it_all_that_did_not_begin() -> None:
-    client = FakeEngineClient(late(0, FakeOutput(delay_s=1000)))
+async def test_queue_timeout_fails_all_waiting_choices() -> None:
+    client = FakeEngineClient(late_request(0, FakeOutput(delay_s=1000)))
     server = await server_of(client)
     begun = generation(server, n=3)
     begun.start()

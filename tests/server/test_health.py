@@ -1,4 +1,4 @@
-"""/health tells a machine by its status code, and a person by its body, whether a step could run now."""
+"""/health: the status code, the body, and the probe of an idle engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from foreword.config.options import Config
 from foreword.core.health import Readiness
 from foreword.core.params import SamplingParams
 from foreword.errors import EngineDead, Overloaded
+from foreword.server.app import loading_app
 from foreword.server.http_protocol import uvicorn_config
 from foreword.server.lifecycle import DrainState, EngineProbe, Health, HealthBody
-from foreword.server.loading_app import loading_app
 from foreword.tokenizer.input_processor import make_requests
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
@@ -27,8 +27,8 @@ CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]
 
 
-class Moody(FakeEngineClient):
-    """Is in whatever state the test says."""
+class ScriptedClient(FakeEngineClient):
+    """An engine client with a readiness set by the test."""
 
     state = Readiness("ok")
 
@@ -38,8 +38,8 @@ class Moody(FakeEngineClient):
 
 
 @pytest.fixture(scope="module")
-def moody() -> Iterator[RunningServer]:
-    with run_server(Config(), Moody()) as server:
+def scripted_server() -> Iterator[RunningServer]:
+    with run_server(Config(), ScriptedClient()) as server:
         yield server
 
 
@@ -61,32 +61,32 @@ def check(reply: httpx.Response, schema: dict[str, Any]) -> dict[str, Any]:
         (Readiness("dead", "it will not come back", restarts=4), False),
     ],
 )
-def test_each_state_has_a_body_of_the_published_schema(
-    moody: RunningServer, state: Readiness, again: bool
+def test_each_state_matches_the_published_schema(
+    scripted_server: RunningServer, state: Readiness, again: bool
 ) -> None:
-    api = moody.http.get("/openapi.json").json()
+    api = scripted_server.http.get("/openapi.json").json()
     answers = api["paths"]["/health"]["get"]["responses"]
     schemas = {code: answers[code]["content"]["application/json"]["schema"] for code in ("200", "503")}
     assert schemas["200"] == schemas["503"]
-    moody.client.state = state
-    reply = moody.http.get("/health")
+    scripted_server.client.state = state
+    reply = scripted_server.http.get("/health")
     body = check(reply, {**schemas["200"], "components": api["components"]})
     assert Readiness(*(body[name] for name in ("status", "detail", "progress", "restarts"))) == state
     assert ("Retry-After" in reply.headers) == again
     if not state.is_ready:
         assert body["error"]["code"] == "engine_dead" and body["error"]["message"] == state.detail
-    assert moody.http.get("/live").status_code == 200
-    moody.client.state = Readiness("ok")
+    assert scripted_server.http.get("/live").status_code == 200
+    scripted_server.client.state = Readiness("ok")
 
 
 @pytest.mark.parametrize("state", [Readiness("ok"), Readiness("dead", "it will not come back")])
 @pytest.mark.parametrize("path", ["/health", "/live"])
-def test_a_balancer_may_ask_for_the_head_alone(moody: RunningServer, path: str, state: Readiness) -> None:
-    moody.client.state = state
-    whole, head = moody.http.get(path), moody.http.head(path)
+def test_head_requests_match_get(scripted_server: RunningServer, path: str, state: Readiness) -> None:
+    scripted_server.client.state = state
+    whole, head = scripted_server.http.get(path), scripted_server.http.head(path)
     assert head.status_code == whole.status_code and not head.content
     assert head.headers["Content-Length"] == str(len(whole.content))
-    moody.client.state = Readiness("ok")
+    scripted_server.client.state = Readiness("ok")
 
 
 async def body_of(health: Health) -> tuple[int, dict[str, Any]]:
@@ -95,18 +95,18 @@ async def body_of(health: Health) -> tuple[int, dict[str, Any]]:
     return response.status_code, body
 
 
-async def test_a_server_that_ends_is_not_healthy() -> None:
+async def test_draining_server_is_not_healthy() -> None:
     client, drain = FakeEngineClient(), DrainState()
     await client.start()
     health = Health(client, None, drain)
     assert (await body_of(health))[0] == 200
-    drain.begin()
+    drain.draining = True
     status, body = await body_of(health)
     assert (status, body["status"], body["error"]["code"]) == (503, "draining", "shutting_down")
 
 
 @pytest.mark.parametrize(("alive", "said"), [(True, "ok"), (False, "down")])
-async def test_the_encoder_is_told_of(alive: bool, said: str) -> None:
+async def test_encoder_state_is_reported(alive: bool, said: str) -> None:
     client, encoder = FakeEngineClient(), SimpleNamespace(alive=alive)
     await client.start()
     status, body = await body_of(Health(client, encoder, DrainState()))  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ async def started(
     )
 
 
-async def test_an_idle_engine_is_asked() -> None:
+async def test_idle_engine_is_probed() -> None:
     client, probe = await started(FakeOutput("x"))
     assert await probe.is_responsive() and await probe.is_responsive()
     assert [request.id for request in client.submitted] == ["health-probe-0-0", "health-probe-1-0"]
@@ -135,15 +135,15 @@ async def test_an_idle_engine_is_asked() -> None:
 
 
 @pytest.mark.parametrize("idle_s", [0, 3600])
-async def test_an_engine_that_worked_lately_is_not_asked(idle_s: float) -> None:
+async def test_recently_active_engine_is_not_probed(idle_s: float) -> None:
     client, probe = await started(FakeOutput("x"), idle_s)
     assert await probe.is_responsive() and not client.submitted
 
 
-async def test_an_engine_that_gives_no_answer_is_unresponsive_until_it_does() -> None:
+async def test_silent_engine_is_unresponsive_until_it_answers() -> None:
     client, probe = await started(FakeOutput("x", delay_s=0.3))
     assert not await probe.is_responsive()
-    assert not await probe.is_responsive() and len(client.submitted) == 1  # it is still being asked
+    assert not await probe.is_responsive() and len(client.submitted) == 1  # the first probe is still pending
     health = Health(client, None, DrainState(), probe)
     assert (await health.readiness()).status == "unresponsive"
     client.script = FakeOutput("x")
@@ -155,16 +155,20 @@ async def test_an_engine_that_gives_no_answer_is_unresponsive_until_it_does() ->
 
 
 @pytest.mark.parametrize(("error", "answers"), [(EngineDead("gone"), False), (Overloaded("full"), True)])
-async def test_a_refusal_is_an_answer_and_a_failure_is_none(error: Any, answers: bool) -> None:
+async def test_probe_accepts_a_refusal_but_no_failure(error: Any, answers: bool) -> None:
     _, probe = await started(FakeOutput(fail_after=0, error=error))
     assert await probe.is_responsive() == answers
 
 
-def test_a_real_request_is_made_for_it() -> None:
+def test_probe_is_a_one_token_request() -> None:
     with run_server(Config(health_probe=0.001)) as server:
         assert server.http.get("/health").status_code == 200
-        (asked,) = server.client.submitted
-        assert (asked.params.max_tokens, asked.params.speculation.method, len(asked.prompt_ids)) == (
+        (probe_request,) = server.client.submitted
+        assert (
+            probe_request.params.max_tokens,
+            probe_request.params.speculation.method,
+            len(probe_request.prompt_ids),
+        ) == (
             1,
             "off",
             1,
@@ -172,11 +176,11 @@ def test_a_real_request_is_made_for_it() -> None:
         assert 'requests_finished_total{reason="stop"} 0.0' in server.http.get("/metrics").text
 
 
-# Before the engine is there
+# While loading
 
 
-async def test_while_it_loads_the_server_says_so() -> None:
-    client = Moody()
+async def test_loading_server_answers_503() -> None:
+    client = ScriptedClient()
     client.state = Readiness("loading", "weights", 0.5)
     app = loading_app(Health(client, None, DrainState()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
@@ -199,25 +203,25 @@ async def test_while_it_loads_the_server_says_so() -> None:
             assert reply.json()["error"]["code"] == "engine_dead"
 
 
-def test_the_same_bounds_hold_everywhere() -> None:
+def test_loading_app_has_the_connection_limits() -> None:
     assert isinstance(
         uvicorn_config(loading_app(Health(FakeEngineClient(), None, DrainState())), Config()), uvicorn.Config
     )
 
 
-# What fails before the first token
+# Errors before and after the first token
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-def test_an_error_before_the_first_token_is_no_stream(served: RunningServer, stream: bool, n: int) -> None:
+def test_error_before_the_first_token_is_no_stream(served: RunningServer, stream: bool, n: int) -> None:
     served.set_output(FakeOutput(fail_after=0, error=Overloaded("it waited too long", retry_after_s=2.1)))
     reply = served.http.post(CHAT, json={"messages": USER, "stream": stream, "n": n})
     assert (reply.status_code, reply.headers["Retry-After"]) == (429, "3")
     assert reply.json()["error"]["code"] == "overloaded"
 
 
-def test_an_error_after_it_is_an_event(served: RunningServer) -> None:
+def test_error_after_the_first_token_is_an_event(served: RunningServer) -> None:
     served.set_output(FakeOutput(fail_after=2, error=Overloaded("it waited too long")))
     reply = served.http.post(CHAT, json={"messages": USER, "stream": True})
     assert (
@@ -227,7 +231,7 @@ def test_an_error_after_it_is_an_event(served: RunningServer) -> None:
     )
 
 
-def test_one_choice_that_fails_at_once_leaves_the_others(served: RunningServer) -> None:
+def test_early_failure_of_one_choice_leaves_the_others(served: RunningServer) -> None:
     served.set_output(lambda request: FakeOutput("fine", fail_after=0 if request.id.endswith("-0") else None))
     reply = served.http.post(CHAT, json={"messages": USER, "stream": True, "n": 2})
     assert (
@@ -239,10 +243,10 @@ def test_one_choice_that_fails_at_once_leaves_the_others(served: RunningServer) 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", [{"prompt": "Hi", "n": 3}, {"prompt": ["Hi", "Ho", "Ha"]}])
-def test_a_request_that_waits_too_long_is_refused_as_a_whole(
+def test_queue_timeout_refuses_the_whole_request(
     served: RunningServer, body: dict[str, Any], stream: bool
 ) -> None:
-    """What the engine says of the first is true of the others, which it leaves in the queue."""
+    """A queue timeout of the first choice fails the others, which still wait."""
     refused = FakeOutput(fail_after=0, error=Overloaded("it waited too long", retry_after_s=2))
     served.set_output(
         lambda request: refused if request is served.client.submitted[0] else FakeOutput(delay_s=1000)

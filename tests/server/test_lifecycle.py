@@ -1,4 +1,4 @@
-"""A server that ends: who is in may finish, nobody new comes in, and what is left is handed back."""
+"""Drain: open requests finish, new ones are refused, and the rest get an error."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from foreword.metrics.recorder import MetricsRecorder
 from foreword.server.app import create_app
 from foreword.server.lifecycle import DrainState
 from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
+from tests.support.waiting import wait_until_async
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 HANGS = FakeOutput("Hello", hang_after=2)
 
 
-class Ending:
-    """An application that can be told to end; requests run in the same loop."""
+class DrainingServer:
+    """An application and its drain; requests run in the same loop."""
 
     def __init__(self, client: FakeEngineClient) -> None:
         self.client = client
@@ -33,24 +34,18 @@ class Ending:
         return await self.http.post(CHAT, json={**BODY, **fields})
 
 
-async def ending(script: FakeOutput) -> Ending:
+async def draining_server(script: FakeOutput) -> DrainingServer:
     client = FakeEngineClient(script)
     await client.start()
-    return Ending(client)
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
+    return DrainingServer(client)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_is_in_may_finish_and_nobody_comes_in(stream: bool) -> None:
-    server = await ending(FakeOutput("Hello", delay_s=0.02))
+async def test_open_requests_finish_and_new_ones_are_refused(stream: bool) -> None:
+    server = await draining_server(FakeOutput("Hello", delay_s=0.02))
     open_ = asyncio.create_task(server.ask(stream=stream))
-    await until(lambda: server.client.live)
-    server.drain.begin()
+    await wait_until_async(lambda: server.client.live)
+    server.drain.draining = True
     refused = await server.ask()
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
     assert int(refused.headers["Retry-After"]) >= 1 and refused.headers["Connection"] == "close"
@@ -64,31 +59,31 @@ async def test_who_is_in_may_finish_and_nobody_comes_in(stream: bool) -> None:
 
 
 @pytest.mark.parametrize(("stream", "status"), [(False, 503), (True, 200)])
-async def test_what_is_not_finished_is_handed_back(stream: bool, status: int) -> None:
-    server = await ending(HANGS)
+async def test_unfinished_answers_get_an_error(stream: bool, status: int) -> None:
+    server = await draining_server(HANGS)
     open_ = [asyncio.create_task(server.ask(stream=stream, n=2)) for _ in range(3)]
-    await until(lambda: len(server.client.live) == 6)
+    await wait_until_async(lambda: len(server.client.live) == 6)
     await asyncio.sleep(0.05)
-    server.drain.begin()
+    server.drain.draining = True
     server.drain.cancel_open()
     await server.drain.wait_empty()
     for answer in await asyncio.gather(*open_):
         assert answer.status_code == status and '"code":"shutting_down"' in answer.text
         assert answer.text.endswith("data: [DONE]\n\n") == stream
-    assert not server.client.live and server.admission.open == 0 and len(server.client.aborted) == 6
+    assert not server.client.live and server.admission.num_open == 0 and len(server.client.aborted) == 6
 
 
-async def test_other_requests_are_handed_back_too() -> None:
-    server = await ending(HANGS)
+async def test_other_requests_get_an_error() -> None:
+    server = await draining_server(HANGS)
     open_ = asyncio.create_task(server.http.post("/v1/embeddings", json={"input": "text"}))
-    await until(lambda: server.client.live)
-    server.drain.begin()
+    await wait_until_async(lambda: server.client.live)
+    server.drain.draining = True
     server.drain.cancel_open()
     assert (await open_).status_code == 503 and not server.client.live
 
 
-async def test_a_time_limit_of_an_application_is_not_the_drains() -> None:
-    server = await ending(FakeOutput("x"))
+async def test_application_timeout_is_not_a_drain() -> None:
+    server = await draining_server(FakeOutput("x"))
 
     def late(_: Any) -> Any:
         raise TimeoutError

@@ -1,4 +1,4 @@
-"""No log line below level debug says what a request or an answer said, or with which key."""
+"""Log lines above level debug hold no prompt, answer or key."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ KEY, WRONG, PROMPT, ANSWER, STOP = (
     "sentinel-answer",
     "sentinel-stop",
 )
-TEMPLATE = "{% for m in messages %}{% if m.role == 'assistant' %}{{ raise_exception(m.content) }}{% endif %}{{ m.content }}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ raise_exception(m.content) }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
 def logged() -> Iterator[tuple[RunningServer, io.StringIO]]:
-    """A server, and all that is logged in its process at level info as `foreword serve` would log it."""
+    """A server, and its log at level info in the format of `foreword serve`."""
     kept, root, ours = io.StringIO(), logging.getLogger(), logging.getLogger("foreword")
     handler = logging.StreamHandler(kept)
     handler.setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))
     level, our_level = root.level, ours.level
     root.addHandler(handler)
     root.setLevel(logging.INFO)
-    ours.setLevel(logging.NOTSET)  # a command that ran in this process before may have wanted less
+    ours.setLevel(logging.NOTSET)  # an earlier command in this process may have raised the level
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         config = Config(api_key=KEY, max_waiting=4, max_body_mb=1)
@@ -53,14 +56,14 @@ def post(server: RunningServer, key: str = KEY, path: str = CHAT, **fields: Any)
     return server.http.post(f"{path}?key={KEY}", json=body, headers={"Authorization": f"Bearer {key}"})
 
 
-def breaks(error: BaseException) -> Callable[[Any], Any]:
+def fail(error: BaseException) -> Callable[[Any], Any]:
     def submit(_: Any) -> Any:
         raise error
 
     return submit
 
 
-def test_nothing_that_was_said_is_logged(
+def test_log_has_no_prompt_or_answer(
     logged: tuple[RunningServer, io.StringIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, kept = logged
@@ -93,14 +96,14 @@ def test_nothing_that_was_said_is_logged(
         server.set_output(FakeOutput(ANSWER, fail_after=2, error=error))
         assert post(server, stream=True).status_code == 200
     with monkeypatch.context() as patch:
-        patch.setattr(server.client, "submit", breaks(RuntimeError(PROMPT)))
+        patch.setattr(server.client, "submit", fail(RuntimeError(PROMPT)))
         assert post(server).status_code == 500
         try:
             raise ValueError(ANSWER)
         except ValueError as cause:
             chained = RuntimeError(PROMPT)
             chained.__cause__ = cause
-        patch.setattr(server.client, "submit", breaks(chained))
+        patch.setattr(server.client, "submit", fail(chained))
         assert post(server, stream=True).status_code == 500
     server.set_output(FakeOutput(ANSWER, hang_after=2))
     body, headers = (
@@ -110,15 +113,17 @@ def test_nothing_that_was_said_is_logged(
     with server.http.stream("POST", CHAT, json=body, headers=headers) as left:
         next(left.iter_lines())
     server.wait_until_idle()
-    said = kept.getvalue()
-    assert "sentinel" not in said, [line for line in said.splitlines() if "sentinel" in line]
-    assert "Traceback" in said and "RuntimeError" in said and "ValueError" in said, "faults of ours are told"
-    assert "in submit" in said, "and where they were"
-    assert said.count("request chatcmpl-") >= 5 and "stop=..." in said
+    log_text = kept.getvalue()
+    assert "sentinel" not in log_text, [line for line in log_text.splitlines() if "sentinel" in line]
+    assert "Traceback" in log_text and "RuntimeError" in log_text and "ValueError" in log_text, (
+        "server faults are logged"
+    )
+    assert "in submit" in log_text, "with their location"
+    assert log_text.count("request chatcmpl-") >= 5 and "stop=..." in log_text
 
 
 @pytest.mark.parametrize(("level", "told"), [("info", False), ("debug", True)])
-def test_what_exceptions_say_is_for_debugging(
+def test_exception_texts_are_logged_at_debug_only(
     level: str, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = logging.getLogger()

@@ -1,4 +1,4 @@
-"""The `prediction` field: what reaches the engine, and what usage says became of it."""
+"""The `prediction` field: draft tokens in the engine, and their usage."""
 
 import json
 from typing import Any
@@ -17,11 +17,11 @@ PARTS = {
 }
 GUESSED = FakeOutput(
     "abcdefg", (4,), drafter="prediction"
-)  # of two drafts of four tokens, all but the eos come true: 3 and 3
+)  # two drafts of four tokens; all but the EOS are accepted: 3 and 3
 
 
 def details_of(served: RunningServer, stream: bool, **fields: Any) -> Any:
-    """`completion_tokens_details` of an answer, however it comes, as OpenAI's client reads it."""
+    """`completion_tokens_details` of an answer, streamed or whole."""
     if not stream:
         return served.chat(**fields).usage.completion_tokens_details
     chunks = list(served.chat(stream=True, stream_options={"include_usage": True}, **fields))
@@ -30,7 +30,7 @@ def details_of(served: RunningServer, stream: bool, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("prediction", [CONTENT, PARTS])
-def test_the_tokens_reach_the_engine_and_the_text_does_not(served: RunningServer, prediction: Any) -> None:
+def test_prediction_reaches_the_engine_as_tokens(served: RunningServer, prediction: Any) -> None:
     served.chat(prediction=prediction, n=2)
     for request in served.client.submitted:
         assert bytes(request.prediction_ids) == b"Hello there"
@@ -38,14 +38,14 @@ def test_the_tokens_reach_the_engine_and_the_text_does_not(served: RunningServer
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_usage_tells_what_was_accepted(served: RunningServer, stream: bool) -> None:
+def test_usage_counts_accepted_tokens(served: RunningServer, stream: bool) -> None:
     served.set_output(GUESSED)
     details = details_of(served, stream, prediction=CONTENT)
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (3 + 3, 1 + 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_choices_are_added_up(served: RunningServer, stream: bool) -> None:
+def test_usage_adds_up_choices(served: RunningServer, stream: bool) -> None:
     served.set_output(
         lambda request: FakeOutput(
             "abcdefg", (4,), drafter="prediction" if request.id.endswith("-1") else "suffix"
@@ -59,18 +59,18 @@ def test_choices_are_added_up(served: RunningServer, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_without_a_prediction_usage_says_nothing_of_it(served: RunningServer, stream: bool) -> None:
+def test_usage_without_a_prediction_has_no_details(served: RunningServer, stream: bool) -> None:
     served.set_output(GUESSED)
     assert details_of(served, stream) is None
     assert details_of(served, stream, prediction=None) is None
 
 
-def test_drafted_tokens_are_no_part_of_completion_tokens(served: RunningServer) -> None:
+def test_rejected_tokens_are_not_completion_tokens(served: RunningServer) -> None:
     served.set_output(GUESSED)
     assert served.chat(prediction=CONTENT).usage.completion_tokens == len("abcdefg") + 1
 
 
-def test_what_lies_behind_a_stop_string_was_not_accepted(served: RunningServer) -> None:
+def test_tokens_after_a_stop_string_are_not_accepted(served: RunningServer) -> None:
     served.set_output(FakeOutput("abcdefg", (8,), drafter="prediction"))
     answer = served.chat(prediction=CONTENT, stop="c")
     assert answer.choices[0].message.content == "ab"
@@ -79,33 +79,33 @@ def test_what_lies_behind_a_stop_string_was_not_accepted(served: RunningServer) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_others_guessed_does_not_count(served: RunningServer, stream: bool) -> None:
+def test_other_drafters_do_not_count(served: RunningServer, stream: bool) -> None:
     served.set_output(FakeOutput("abcdefg", (4,), drafter="suffix"))
     details = details_of(served, stream, prediction=CONTENT)
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
 
 
-def test_an_empty_prediction_is_one(served: RunningServer) -> None:
+def test_empty_prediction_is_valid(served: RunningServer) -> None:
     details = details_of(served, False, prediction={"type": "content", "content": ""})
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
     assert served.client.submitted[0].prediction_ids == ()
 
 
-def test_where_speculation_is_off_the_field_is_taken() -> None:
+def test_prediction_is_accepted_with_speculation_off() -> None:
     with run_server(Config(speculate="off"), FakeEngineClient()) as server:
         details = details_of(server, False, prediction=CONTENT)
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize("method", ["off", "auto", "prediction", "suffix"])
-def test_it_goes_with_every_way_to_speculate(served: RunningServer, method: str) -> None:
+def test_prediction_works_with_every_method(served: RunningServer, method: str) -> None:
     assert (
         served.chat(prediction=CONTENT, speculation={"method": method}).choices[0].message.content
         == "Hello world"
     )
 
 
-def test_completions_have_it_too(served: RunningServer) -> None:
+def test_prediction_in_completions(served: RunningServer) -> None:
     served.set_output(lambda request: script_of(request, {97: "prediction", 98: "suffix"}))
     answer = served.complete(["a", "b"], prediction=CONTENT, n=2)
     details = answer.usage.completion_tokens_details
@@ -118,16 +118,17 @@ def script_of(request: Request, drafters: dict[int, str]) -> FakeOutput:
     return FakeOutput("abcdefg", (4,), drafter=drafters[request.prompt_ids[0]])
 
 
-def test_scoring_alone_accepts_nothing(served: RunningServer) -> None:
+def test_prompt_scoring_accepts_no_prediction_tokens(served: RunningServer) -> None:
     answer = served.complete("Say", echo=True, logprobs=1, max_tokens=0, prediction=CONTENT)
     details = answer.usage.completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
 
 
-def test_together_with_everything_else(served: RunningServer) -> None:
+def test_prediction_with_other_features(served: RunningServer) -> None:
     served.set_output(GUESSED)
     answer = served.chat(
-        prediction=CONTENT, temperature=0.7, seed=1, logprobs=True, top_logprobs=2, metrics=True, n=2, stop=["zz"],
+        prediction=CONTENT, temperature=0.7, seed=1, logprobs=True, top_logprobs=2,
+        metrics=True, n=2, stop=["zz"],
         frequency_penalty=0.5, max_completion_tokens=5, return_token_ids=True, logit_bias={"97": 1},
     )  # fmt: skip
     assert [choice.message.content for choice in answer.choices] == ["abcde", "abcde"]
@@ -146,11 +147,11 @@ def test_together_with_everything_else(served: RunningServer) -> None:
         ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content[0].type", "'text'"),
         ({"type": "content", "content": ["x"]}, "prediction.content[0]", "must be"),
         ({"type": "content", "content": "\ud800"}, "prediction", "surrogate at character 0"),
-        ({"type": "content", "content": "x" * 2049}, "prediction", "2049 tokens; the context is 2048"),
+        ({"type": "content", "content": "x" * 2049}, "prediction", "2049 tokens; an answer has at most 2048"),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_what_is_no_prediction_is_named(
+def test_invalid_prediction_is_named(
     served: RunningServer, path: str, prediction: Any, param: str, words: str
 ) -> None:
     asked = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}

@@ -1,4 +1,4 @@
-"""What surrounds the answers: routes for operators, keys, limits, and clients that go away."""
+"""Operators' routes, request ids, keys, body limits, and disconnects."""
 
 import asyncio
 import json
@@ -20,13 +20,14 @@ from foreword.config.options import Config
 from foreword.server.context import offload_if_large
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput
+from tests.support.waiting import wait_until
 
 USER = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
 SLOW = FakeOutput("Hello world", (1,), hang_after=3)
 
 
-def test_the_api_process_does_not_import_torch() -> None:
+def test_api_process_does_not_import_torch() -> None:
     code = "import sys, foreword.server.app; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -42,7 +43,7 @@ def test_live_and_version(served: RunningServer) -> None:
     assert served.http.get("/version").json()["version"]
 
 
-def test_while_the_engine_is_loading(served: RunningServer) -> None:
+def test_loading_engine_is_a_503(served: RunningServer) -> None:
     info, served.client.info = served.client.info, None
     try:
         assert served.http.post(CHAT, json={"messages": USER}).status_code == 503
@@ -51,7 +52,7 @@ def test_while_the_engine_is_loading(served: RunningServer) -> None:
         served.client.info = info
 
 
-def test_the_docs_load_nothing_from_elsewhere(served: RunningServer) -> None:
+def test_docs_page_is_self_contained(served: RunningServer) -> None:
     page = served.http.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert not re.search(r"https?://|//[a-z]+\.[a-z]", page.text)
@@ -102,7 +103,7 @@ def test_tokenize_a_conversation(served: RunningServer) -> None:
         ("/detokenize", {}, "tokens"),
     ],
 )
-def test_tokenize_refuses(served: RunningServer, path: str, body: Any, param: str) -> None:
+def test_tokenize_errors(served: RunningServer, path: str, body: Any, param: str) -> None:
     reply = served.http.post(path, json=body)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == param
 
@@ -114,28 +115,21 @@ def test_request_ids(served: RunningServer) -> None:
     assert len(served.http.get("/live", headers={"X-Request-Id": "x" * 999}).headers["X-Request-Id"]) == 32
 
 
-# Clients that go away
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+# Disconnects
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_leaves_a_stream_frees_the_engine(served: RunningServer, n: int) -> None:
+def test_disconnect_from_a_stream_frees_the_engine(served: RunningServer, n: int) -> None:
     served.set_output(SLOW)
     with served.http.stream("POST", CHAT, json={"messages": USER, "stream": True, "n": n}) as stream:
         lines = stream.iter_lines()
         next(lines)
-        wait_for(lambda: len(served.client.live) == n)
+        wait_until(lambda: len(served.client.live) == n)
     served.wait_until_idle()
     assert len(served.client.aborted) == n
 
 
-def test_a_client_that_leaves_without_an_answer_frees_the_engine(served: RunningServer) -> None:
+def test_disconnect_before_an_answer_frees_the_engine(served: RunningServer) -> None:
     served.set_output(SLOW)
     with pytest.raises(httpx.ReadTimeout):
         served.http.post(CHAT, json={"messages": USER, "n": 2}, timeout=0.3)
@@ -143,7 +137,7 @@ def test_a_client_that_leaves_without_an_answer_frees_the_engine(served: Running
     assert len(served.client.aborted) == 2
 
 
-def test_neighbours_of_a_failure_go_on(served: RunningServer) -> None:
+def test_failed_request_leaves_others_running(served: RunningServer) -> None:
     served.set_output(
         lambda request: FakeOutput(
             "good answer", (1,), delay_s=0.01, fail_after=2 if request.prompt_ids[0] == ord("x") else None
@@ -166,7 +160,7 @@ def test_neighbours_of_a_failure_go_on(served: RunningServer) -> None:
 
 
 @pytest.fixture(scope="module")
-def guarded() -> Iterator[RunningServer]:
+def keyed_server() -> Iterator[RunningServer]:
     config = Config(
         api_key="alpha, beta", cors_origins="https://a.example", max_body_mb=1, max_waiting=3, seed=11
     )
@@ -174,56 +168,58 @@ def guarded() -> Iterator[RunningServer]:
         yield server
 
 
-def keyed(key: str) -> dict[str, str]:
+def key_headers(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_keys(guarded: RunningServer) -> None:
-    assert guarded.chat().choices[0].message.content == "ok"
+def test_keys(keyed_server: RunningServer) -> None:
+    assert keyed_server.chat().choices[0].message.content == "ok"
     for headers in (
         {},
-        keyed("gamma"),
-        keyed("alph"),
+        key_headers("gamma"),
+        key_headers("alph"),
         {"Authorization": "Bearer"},
         {"Authorization": "Basic alpha"},
     ):
-        reply = guarded.http.post(CHAT, json={"messages": USER}, headers=headers)
+        reply = keyed_server.http.post(CHAT, json={"messages": USER}, headers=headers)
         assert reply.status_code == 401
         assert reply.json()["error"]["code"] == "invalid_api_key" and "X-Request-Id" in reply.headers
     for path in ("/health", "/live", "/version", "/metrics"):
-        assert guarded.http.get(path).status_code == 200
-    assert guarded.http.get("/v1/models").status_code == 401
+        assert keyed_server.http.get(path).status_code == 200
+    assert keyed_server.http.get("/v1/models").status_code == 401
 
 
-def test_each_key_has_its_own_prefix_cache(guarded: RunningServer) -> None:
-    guarded.client.submitted.clear()
+def test_each_key_has_its_own_prefix_cache(keyed_server: RunningServer) -> None:
+    keyed_server.client.submitted.clear()
     for key in ("alpha", "beta", "alpha"):
-        assert guarded.http.post(CHAT, json={"messages": USER}, headers=keyed(key)).status_code == 200
-    first, second, third = (request.tenant for request in guarded.client.submitted)
+        assert (
+            keyed_server.http.post(CHAT, json={"messages": USER}, headers=key_headers(key)).status_code == 200
+        )
+    first, second, third = (request.cache_salt for request in keyed_server.client.submitted)
     assert first == third != second and "alpha" not in first
 
 
-def test_the_seed_of_the_server(guarded: RunningServer) -> None:
-    assert (guarded.chat().seed, guarded.chat(seed=5).seed) == (11, 5)
+def test_server_seed(keyed_server: RunningServer) -> None:
+    assert (keyed_server.chat().seed, keyed_server.chat(seed=5).seed) == (11, 5)
 
 
-def test_browsers_may_call_from_where_they_are_allowed(guarded: RunningServer) -> None:
+def test_cors_origins(keyed_server: RunningServer) -> None:
     asking = {
         "Origin": "https://a.example",
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization",
     }
     assert (
-        guarded.http.options(CHAT, headers=asking).headers["access-control-allow-origin"]
+        keyed_server.http.options(CHAT, headers=asking).headers["access-control-allow-origin"]
         == "https://a.example"
     )
-    refused = guarded.http.get("/v1/models", headers={"Origin": "https://a.example"})
+    refused = keyed_server.http.get("/v1/models", headers={"Origin": "https://a.example"})
     assert (
         refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://a.example"
     )
     assert (
         "access-control-allow-origin"
-        not in guarded.http.get("/live", headers={"Origin": "https://b.example"}).headers
+        not in keyed_server.http.get("/live", headers={"Origin": "https://b.example"}).headers
     )
 
 
@@ -232,26 +228,27 @@ def megabytes(count: int) -> Iterator[bytes]:
         yield b"x" * 1_000_000
 
 
-def test_a_large_body_is_refused_while_it_is_read(guarded: RunningServer) -> None:
+def test_large_body_is_refused_while_reading(keyed_server: RunningServer) -> None:
     for content in (b"x" * 50_000_000, megabytes(50)):
-        reply = guarded.http.post(CHAT, content=content, headers=keyed("alpha"))
+        reply = keyed_server.http.post(CHAT, content=content, headers=key_headers("alpha"))
         assert reply.status_code == 413
         assert reply.json()["error"]["message"] == "the body is larger than 1000000 bytes"
-    assert guarded.chat().choices[0].message.content == "ok"
+    assert keyed_server.chat().choices[0].message.content == "ok"
 
 
-def test_a_large_body_is_refused_before_it_is_sent(guarded: RunningServer) -> None:
-    host, port = guarded.url.removeprefix("http://").split(":")
+def test_large_body_is_refused_by_its_length(keyed_server: RunningServer) -> None:
+    host, port = keyed_server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as raw:
         raw.sendall(
-            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer beta\r\nContent-Length: 50000000\r\n\r\n".encode()
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer beta\r\n".encode()
+            + b"Content-Length: 50000000\r\n\r\n"
         )
         assert raw.recv(1000).startswith(b"HTTP/1.1 413")
 
 
 @pytest.mark.parametrize("framing", ["Content-Length: 5000000", "Transfer-Encoding: chunked"])
-def test_a_client_that_sends_on_still_gets_the_refusal(guarded: RunningServer, framing: str) -> None:
-    host, port = guarded.url.removeprefix("http://").split(":")
+def test_sending_client_gets_the_refusal(keyed_server: RunningServer, framing: str) -> None:
+    host, port = keyed_server.url.removeprefix("http://").split(":")
     part = b"x" * 50_000 if framing.startswith("Content") else b"c350\r\n" + b"x" * 50_000 + b"\r\n"
     with socket.create_connection((host, int(port)), timeout=10) as raw:
         raw.sendall(
@@ -264,34 +261,34 @@ def test_a_client_that_sends_on_still_gets_the_refusal(guarded: RunningServer, f
         assert raw.recv(1000).startswith(b"HTTP/1.1 413")
 
 
-def test_a_body_below_the_limit_is_read(guarded: RunningServer) -> None:
-    reply = guarded.http.post(
-        CHAT, json={"messages": [{"role": "user", "content": "x" * 200_000}]}, headers=keyed("beta")
+def test_body_below_the_limit_is_read(keyed_server: RunningServer) -> None:
+    reply = keyed_server.http.post(
+        CHAT, json={"messages": [{"role": "user", "content": "x" * 200_000}]}, headers=key_headers("beta")
     )
     assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_more_requests_than_may_wait(guarded: RunningServer) -> None:
-    guarded.set_output(SLOW)
-    with guarded.http.stream(
-        "POST", CHAT, json={"messages": USER, "stream": True, "n": 2}, headers=keyed("beta")
+def test_too_many_requests_are_refused(keyed_server: RunningServer) -> None:
+    keyed_server.set_output(SLOW)
+    with keyed_server.http.stream(
+        "POST", CHAT, json={"messages": USER, "stream": True, "n": 2}, headers=key_headers("beta")
     ) as stream:
         lines = stream.iter_lines()
         next(lines)
-        reply = guarded.http.post(CHAT, json={"messages": USER, "n": 2}, headers=keyed("beta"))
+        reply = keyed_server.http.post(CHAT, json={"messages": USER, "n": 2}, headers=key_headers("beta"))
         assert reply.status_code == 429 and reply.json()["error"]["type"] == "rate_limit_error"
         assert int(reply.headers["Retry-After"]) >= 1
-    guarded.wait_until_idle()
-    guarded.set_output(FakeOutput("ok"))
-    assert len(guarded.chat(n=3).choices) == 3
+    keyed_server.wait_until_idle()
+    keyed_server.set_output(FakeOutput("ok"))
+    assert len(keyed_server.chat(n=3).choices) == 3
     with pytest.raises(openai.BadRequestError, match="at most 3"):
-        guarded.chat(n=4)
+        keyed_server.chat(n=4)
 
 
-# Together
+# Concurrency
 
 
-def test_many_at_once(served: RunningServer) -> None:
+def test_many_concurrent_requests(served: RunningServer) -> None:
     served.set_output(lambda request: FakeOutput(bytes(request.prompt_ids), (3, 1)))
 
     async def one(client: httpx.AsyncClient, i: int) -> str:
@@ -304,16 +301,16 @@ def test_many_at_once(served: RunningServer) -> None:
         chunks = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line.startswith("data: {")]
         return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
-    async def everyone() -> list[str]:
+    async def send_all() -> list[str]:
         async with httpx.AsyncClient(
             base_url=served.url, timeout=20, limits=httpx.Limits(max_connections=32)
         ) as client:
             return await asyncio.gather(*(one(client, i) for i in range(100)))
 
-    assert asyncio.run(everyone()) == [f"text {i}" for i in range(100)]
+    assert asyncio.run(send_all()) == [f"text {i}" for i in range(100)]
 
 
 @pytest.mark.parametrize(("size", "elsewhere"), [(100, False), (100_000, True)])
-async def test_a_big_prompt_is_prepared_in_a_thread(size: int, elsewhere: bool) -> None:
+async def test_large_prompt_is_tokenized_in_a_thread(size: int, elsewhere: bool) -> None:
     request = Request({"type": "http", "state": {"body_bytes": size}})
     assert (await offload_if_large(request, threading.get_ident) != threading.get_ident()) == elsewhere

@@ -1,4 +1,4 @@
-"""What a request may say about speculation, with a real engine at the other end."""
+"""Speculation fields of a request, with a real engine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from foreword.engine_client.client import SubprocessClient
 from tests.server.conftest import RunningServer, run_server
 from tests.support.checkpoints import write_checkpoint
 
-LETTERS = "bcdfgjklm"  # no merge of the tokenizer is made of these: text and tokens are one to one
+LETTERS = "bcdfgjklm"  # the tokenizer merges none of these: text and tokens are one to one
 LONG = {"max_tokens": 60, "ignore_eos": True, "metrics": True}
 PREDICTION_ONLY = {"speculation": {"method": "prediction"}}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Drafts are as long as there is something to guess, so that what is counted does not depend on the clock."""
+    """Fixed draft lengths, so that counts do not depend on timing."""
     path = write_checkpoint(tmp_path_factory.mktemp("speculation") / "model", "llama", seed=5)
     config = Config(
         model=str(path),
@@ -45,15 +45,15 @@ def ask(server: RunningServer, **fields: Any) -> Any:
     return server.complete("bcd", **fields)
 
 
-def predicted(text: str) -> dict[str, str]:
+def prediction_of(text: str) -> dict[str, str]:
     return {"type": "content", "content": text}
 
 
 def counters(server: RunningServer) -> dict[str, float]:
-    """Totals of what was drafted, and of what was decided about drafts."""
+    """Totals of drafted tokens and of draft decisions."""
     families = text_string_to_metric_families(server.http.get("/metrics").text)
     samples = [sample for family in families for sample in family.samples]
-    assert all(sample.value == sample.value for sample in samples), "a nan"
+    assert all(sample.value == sample.value for sample in samples), "a NaN metric"
     kept = ("spec_drafts_total", "spec_draft_tokens_total", "spec_no_draft_total", "spec_draft_length_count")
     return {
         f"{s.name}{s.labels}": s.value
@@ -62,30 +62,30 @@ def counters(server: RunningServer) -> dict[str, float]:
     }
 
 
-def test_a_prediction_that_comes_true_is_accepted_whole(server: RunningServer) -> None:
+def test_correct_prediction_is_accepted_completely(server: RunningServer) -> None:
     plain = ask(server, speculation={"method": "off"})
     text = plain.choices[0].text
-    guessed = ask(server, prediction=predicted(text), **PREDICTION_ONLY)
+    guessed = ask(server, prediction=prediction_of(text), **PREDICTION_ONLY)
     assert guessed.choices[0].text == text
     details = guessed.usage.completion_tokens_details
-    # One token comes of the prompt; then each step verifies eight tokens and yields nine, the last one four of five.
+    # The prompt yields one token; each step then verifies 8 tokens and yields 9, the last 4 of 5.
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (6 * 8 + 4, 0)
     assert guessed.metrics["draft_tokens"] == 52 and guessed.metrics["verify_steps"] == 7
     assert guessed.usage.completion_tokens == plain.usage.completion_tokens == 60
 
 
-def test_an_edited_prediction_is_found_again(server: RunningServer) -> None:
+def test_edited_prediction_is_resumed(server: RunningServer) -> None:
     text = ask(server).choices[0].text
     wrong = text[:20] + "mmmm" + text[23:40] + text[45:]
-    guessed = ask(server, prediction=predicted(wrong), **PREDICTION_ONLY)
+    guessed = ask(server, prediction=prediction_of(wrong), **PREDICTION_ONLY)
     assert guessed.choices[0].text == text
     details = guessed.usage.completion_tokens_details
     assert details.accepted_prediction_tokens >= 35 and details.rejected_prediction_tokens > 0
 
 
-def test_a_stream_has_the_same(server: RunningServer) -> None:
+def test_stream_matches_the_whole_answer(server: RunningServer) -> None:
     text = ask(server).choices[0].text
-    fields = {"prediction": predicted(text[:30] + "zzz" + text[30:]), **PREDICTION_ONLY}
+    fields = {"prediction": prediction_of(text[:30] + "zzz" + text[30:]), **PREDICTION_ONLY}
     whole = ask(server, **fields)
     chunks = list(ask(server, stream=True, stream_options={"include_usage": True}, **fields))
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == text
@@ -93,10 +93,10 @@ def test_a_stream_has_the_same(server: RunningServer) -> None:
     assert whole.usage.completion_tokens_details.accepted_prediction_tokens > 40
 
 
-def test_choices_predict_for_themselves(server: RunningServer) -> None:
+def test_choices_predict_independently(server: RunningServer) -> None:
     plain = ask(server, n=3, temperature=1, seed=3, **PREDICTION_ONLY)
     guessed = ask(
-        server, n=3, temperature=1, seed=3, prediction=predicted(plain.choices[1].text), **PREDICTION_ONLY
+        server, n=3, temperature=1, seed=3, prediction=prediction_of(plain.choices[1].text), **PREDICTION_ONLY
     )
     assert [choice.text for choice in guessed.choices] == [choice.text for choice in plain.choices]
     accepted = guessed.usage.completion_tokens_details.accepted_prediction_tokens
@@ -106,11 +106,11 @@ def test_choices_predict_for_themselves(server: RunningServer) -> None:
     assert drafted[1] == 52
 
 
-def test_off_wastes_nothing(server: RunningServer) -> None:
+def test_off_drafts_nothing(server: RunningServer) -> None:
     text = ask(server).choices[0].text
     before = counters(server)
-    answer = ask(server, speculation={"method": "off"}, prediction=predicted(text))
-    assert counters(server) == before, "something was drafted, or thought about"
+    answer = ask(server, speculation={"method": "off"}, prediction=prediction_of(text))
+    assert counters(server) == before, "a draft was proposed or considered"
     assert answer.choices[0].text == text
     assert "draft_tokens" not in answer.metrics and "verify_steps" not in answer.metrics
     details = answer.usage.completion_tokens_details
@@ -126,10 +126,10 @@ def test_prediction_without_a_prediction_drafts_nothing(server: RunningServer) -
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3, 99])
-def test_a_request_may_lower_the_bound_and_not_raise_it(server: RunningServer, bound: int) -> None:
+def test_request_may_only_lower_the_draft_length(server: RunningServer, bound: int) -> None:
     text = ask(server).choices[0].text
     answer = ask(
-        server, prediction=predicted(text), speculation={"method": "prediction", "max_tokens": bound}
+        server, prediction=prediction_of(text), speculation={"method": "prediction", "max_tokens": bound}
     )
     assert answer.choices[0].text == text
     longest = min(bound, 8)
@@ -137,14 +137,14 @@ def test_a_request_may_lower_the_bound_and_not_raise_it(server: RunningServer, b
     assert answer.metrics.get("mean_acceptance_length", 1) > longest * 0.8
 
 
-def test_only_the_drafter_that_is_named_drafts(server: RunningServer) -> None:
+def test_named_drafter_drafts_alone(server: RunningServer) -> None:
     before = counters(server)
-    ask(server, speculation={"method": "suffix"}, prediction=predicted("bcd"))
+    ask(server, speculation={"method": "suffix"}, prediction=prediction_of("bcd"))
     grown = {name for name, value in counters(server).items() if value != before.get(name)}
     assert grown and not [name for name in grown if "'prediction'" in name]
 
 
-def test_an_unknown_method_names_those_that_run(server: RunningServer) -> None:
+def test_unknown_method_error_lists_the_drafters(server: RunningServer) -> None:
     reply = server.http.post("/v1/completions", json={"prompt": "x", "speculation": {"method": "ngram"}})
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, "speculation.method")

@@ -1,4 +1,4 @@
-"""What a body says about the form of its answer reaches the engine as one constraint, or is a 400 that names the field."""
+"""Structured output fields: one constraint in the engine, or a 400 that names the field."""
 
 import json
 import re
@@ -30,7 +30,7 @@ LEGACY_TAG = {
 TAG = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {}}}
 
 
-def wanted(**fields: Any) -> StructuredOutput | None:
+def constraint_of(**fields: Any) -> StructuredOutput | None:
     return ChatBody.model_validate({"messages": [], **fields}).params().structured
 
 
@@ -81,16 +81,16 @@ def outputs(**fields: Any) -> dict[str, Any]:
         ({"json_schema": SCHEMA, "response_format": {"type": "text"}, **outputs()}, "json_schema", TEXT),
     ],
 )
-def test_every_spelling(fields: dict[str, Any], kind: str, text: str) -> None:
-    structured = wanted(**fields)
+def test_all_fields_give_the_same_constraint(fields: dict[str, Any], kind: str, text: str) -> None:
+    structured = constraint_of(**fields)
     assert structured is not None and (structured.constraint_type, structured.text) == (kind, text)
     assert structured.whitespace and structured.after is None
     completion = CompletionBody.model_validate({"prompt": "", **fields}).params().structured
     assert completion == structured
 
 
-def test_vllms_older_structural_tags() -> None:
-    structured = wanted(response_format=LEGACY_TAG)
+def test_older_structural_tags_of_vllm() -> None:
+    structured = constraint_of(response_format=LEGACY_TAG)
     assert (
         structured is not None
         and '"triggers":["<f"]' in structured.text
@@ -110,19 +110,19 @@ def test_vllms_older_structural_tags() -> None:
         {"guided_json": None},
     ],
 )
-def test_nothing_is_wanted(fields: dict[str, Any]) -> None:
-    assert wanted(**fields) is None
+def test_no_constraint(fields: dict[str, Any]) -> None:
+    assert constraint_of(**fields) is None
 
 
-def test_whitespace_and_where_it_begins() -> None:
+def test_whitespace_and_after() -> None:
     format_ = {"type": "json_object"}
-    assert wanted(response_format=format_, **outputs(after="</think>")).after == "</think>"  # type: ignore[union-attr]
+    assert constraint_of(response_format=format_, **outputs(after="</think>")).after == "</think>"  # type: ignore[union-attr]
     for fields in (
         outputs(disable_any_whitespace=True),
         outputs(whitespace_pattern=""),
         {"guided_whitespace_pattern": ""},
     ):
-        assert not wanted(response_format=format_, **fields).whitespace  # type: ignore[union-attr]
+        assert not constraint_of(response_format=format_, **fields).whitespace  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -159,19 +159,21 @@ def test_whitespace_and_where_it_begins() -> None:
             "disable_any_whitespace",
         ),
         (outputs(after="</think>"), "structured_outputs.after", "needs a constraint"),
-        (outputs(after="", regex="a"), "structured_outputs.after", "not empty"),
+        (outputs(after="", regex="a"), "structured_outputs.after", "must not be empty"),
         (outputs(colour=1), "structured_outputs.colour", "unknown field"),
         (outputs(disable_additional_properties=True), "disable_additional_properties", "not supported"),
         (outputs(json=5), "structured_outputs.json", "JSON schema"),
-        (outputs(regex=""), "structured_outputs.regex", "not empty"),
+        (outputs(regex=""), "structured_outputs.regex", "must not be empty"),
         (outputs(structural_tag=5), "structured_outputs.structural_tag", "object"),
-        ({"guided_choice": []}, "guided_choice", "list of texts"),
-        ({"guided_choice": ["a", ""]}, "guided_choice", "none of them empty"),
+        ({"guided_choice": []}, "guided_choice", "list of non-empty strings"),
+        ({"guided_choice": ["a", ""]}, "guided_choice", "list of non-empty strings"),
         ({"guided_regex": "\ud800"}, "guided_regex", "surrogate"),
         ({"guided_json": "x" * (1 << 20) + "x"}, "guided_json", "1048576"),
     ],
 )
-def test_what_is_refused(served: RunningServer, fields: dict[str, Any], param: str, reason: str) -> None:
+def test_invalid_constraints_are_named(
+    served: RunningServer, fields: dict[str, Any], param: str, reason: str
+) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], **fields})
     reply = served.http.post(
         "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
@@ -208,8 +210,8 @@ def answer_schema(demo: RunningServer, number: int, speculation: str) -> Any:
     )
 
 
-def test_schemas_of_many_kinds(demo: RunningServer) -> None:
-    """A part of benchmarks/structured.py: nearly all finish, all that finish conform, and drafts change nothing."""
+def test_answers_conform_to_schemas(demo: RunningServer) -> None:
+    """Part of benchmarks/structured.py: nearly all answers finish, and every finished one conforms."""
     numbers = range(0, 300, 10)
     with ThreadPoolExecutor(8) as threads:
         drafted, plain = (
@@ -239,14 +241,14 @@ def test_schemas_of_many_kinds(demo: RunningServer) -> None:
         (outputs(structural_tag=TAG | {"format": {"type": "const_string", "value": "as told"}}), "as told"),
     ],
 )
-def test_other_forms(demo: RunningServer, extra: dict[str, Any], expression: str) -> None:
+def test_other_constraint_types(demo: RunningServer, extra: dict[str, Any], expression: str) -> None:
     for temperature in (0, 1.5):
         answer = ask(demo, extra=extra, n=3, seed=5, temperature=temperature, max_tokens=30)
         for choice in answer.choices:
             assert choice.finish_reason == "stop" and re.fullmatch(expression, choice.message.content)
 
 
-def test_streamed_and_whole_are_the_same(demo: RunningServer) -> None:
+def test_stream_matches_the_whole_answer(demo: RunningServer) -> None:
     messages = [{"role": "user", "content": "Write JSON: name=Paul, age=42, city=Lisbon, job=pilot"}]
     fields: dict[str, Any] = {
         "messages": messages,
@@ -261,8 +263,8 @@ def test_streamed_and_whole_are_the_same(demo: RunningServer) -> None:
     assert streamed == whole and isinstance(json.loads(whole), dict)
 
 
-def test_the_constraint_begins_behind_the_reasoning(demo: RunningServer) -> None:
-    """The text that ends the reasoning comes by a bias here; before it anything may stand, behind it only what was asked for."""
+def test_constraint_begins_after_the_reasoning(demo: RunningServer) -> None:
+    """A bias produces the text that ends the reasoning; only the text after it is constrained."""
     (token,) = demo.http.post("/tokenize", json={"prompt": "!"}).json()["tokens"]
     extra = outputs(regex="[0-9]{4}", after="!") | {"logit_bias": {str(token): 100}}
     answer = ask(demo, extra=extra, max_tokens=60, temperature=0)
@@ -270,11 +272,11 @@ def test_the_constraint_begins_behind_the_reasoning(demo: RunningServer) -> None
     assert found and re.fullmatch("[0-9]{4}", text), answer
 
 
-def test_hostile_grammars_hurt_nobody(demo: RunningServer) -> None:
-    """Each is a 400, while another answer goes on as it would alone."""
+def test_hostile_grammars_leave_others_running(demo: RunningServer) -> None:
+    """Each is a 400, and a concurrent answer does not change."""
     fields: dict[str, Any] = {"seed": 1, "temperature": 1.0, "max_tokens": 400, "extra": {"ignore_eos": True}}
     alone = ask(demo, **fields).choices[0].message.content
-    ask(demo, extra=outputs(regex="a"))  # the worker is up
+    ask(demo, extra=outputs(regex="a"))  # the worker has started
     with ThreadPoolExecutor(1) as threads:
         for number, (name, structured) in enumerate(REJECTED.items()):
             beside = threads.submit(ask, demo, **fields) if number % 10 == 0 else None
@@ -289,7 +291,7 @@ def test_hostile_grammars_hurt_nobody(demo: RunningServer) -> None:
             assert beside is None or beside.result().choices[0].message.content == alone
 
 
-def test_contradictions_are_the_callers(demo: RunningServer) -> None:
+def test_contradictory_constraint_is_a_400(demo: RunningServer) -> None:
     with pytest.raises(openai.BadRequestError, match="no token") as caught:
         ask(
             demo,

@@ -1,4 +1,4 @@
-"""The report that this project began with: a vision model that is asked for n = 8, by the real client of a real server."""
+"""n = 8 choices of a vision model through the openai client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foreword.config.options import Config
 from tests.support.images import image_part, png
 from tests.support.vision_checkpoints import write_vision_checkpoint
 
-ASKED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 9, "seed": 11}
+PARAMS: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 9, "seed": 11}
 MORE = {"repetition_penalty": 1.05}
 MESSAGES: Any = [
     {
@@ -50,7 +50,7 @@ def choices_of(answer: Any) -> dict[int, str]:
 
 
 def streamed(chunks: Any) -> tuple[dict[int, str], Any]:
-    """Texts by index, and usage."""
+    """Texts by choice index, and usage."""
     texts: dict[int, str] = {}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -59,32 +59,34 @@ def streamed(chunks: Any) -> tuple[dict[int, str], Any]:
     return texts, usage
 
 
-def test_eight_choices_come_back(server: tuple[ServerProcess, str]) -> None:
+def test_eight_choices_are_returned(server: tuple[ServerProcess, str]) -> None:
     running, speculate = server
     with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
 
         def ask(n: int, seed: int = 11, **fields: Any) -> Any:
-            asked = {**ASKED, "seed": seed, **fields}
+            asked = {**PARAMS, "seed": seed, **fields}
             return client.chat.completions.create(
                 model="llava-tiny", messages=MESSAGES, n=n, extra_body=MORE, **asked
             )
 
         for n in (8, 16):
-            whole = ask(n)
-            texts = choices_of(whole)
+            response = ask(n)
+            texts = choices_of(response)
             assert sorted(texts) == list(range(n))
             assert streamed(ask(n, stream=True, stream_options={"include_usage": True}))[0] == texts
             assert texts[n - 1] == choices_of(ask(1, seed=11 + n - 1))[0]
         assert len(set(texts.values())) > 1
-        assert whole.usage.prompt_tokens_details.image_tokens == 2 * 16
+        assert response.usage.prompt_tokens_details.image_tokens == 2 * 16
     scrape = httpx.get(running.url + "/metrics").text
     assert re.search(r"^foreword_choices_returned_total 50\.0$", scrape, re.M)
     deadline = time.monotonic() + 10
     while not any("Throughput:" in line for line in running.read_log()) and time.monotonic() < deadline:
         time.sleep(0.05)
     lines = running.read_log()
-    told = [line for line in lines if "request chatcmpl-" in line]
-    assert len(told) == 6 and all("32 for 2 pictures)" in line for line in told)
+    request_lines = [line for line in lines if "request chatcmpl-" in line]
+    assert len(request_lines) == 6 and all("32 for 2 images)" in line for line in request_lines)
     assert not [line for line in lines if "base64" in line or "data:" in line]
-    said = [line for line in (*lines, *scrape.splitlines()) if re.search("spec|draft", line, re.IGNORECASE)]
-    assert bool(said) == (speculate != "off"), said[:5]
+    speculation_lines = [
+        line for line in (*lines, *scrape.splitlines()) if re.search("spec|draft", line, re.IGNORECASE)
+    ]
+    assert bool(speculation_lines) == (speculate != "off"), speculation_lines[:5]

@@ -1,4 +1,4 @@
-"""Constraints that nobody means well with. Each is refused soon, or accepted and then harmless."""
+"""Hostile constraints. Each is rejected soon, or accepted and then harmless."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def _nested(depth: int) -> str:
 
 
 def _all_of_product(width: int, depth: int) -> dict[str, Any]:
-    """width ** depth combinations."""
+    """A schema with width ** depth combinations."""
     any_of = {"anyOf": [{"properties": {f"p{i}": {"const": i}}, "required": [f"p{i}"]} for i in range(width)]}
     return {"type": "object", "allOf": [any_of] * depth}
 
 
 def _doubling_refs(depth: int) -> dict[str, Any]:
-    """2 ** depth leaves."""
+    """A schema with 2 ** depth leaves."""
     defs: dict[str, Any] = {
         f"d{i}": {
             "type": "array",
@@ -48,7 +48,7 @@ def _doubling_lark(depth: int) -> str:
     return "\n".join(["start: T0", *terminals, f'T{depth}: "a"'])
 
 
-# Nothing of these can be served.
+# Must be rejected.
 REJECTED: dict[str, StructuredOutput] = {
     "schema: depth 10,000": _schema(_nested(10_000)),
     "schema: depth 150": _schema(_nested(150)),
@@ -110,7 +110,7 @@ REJECTED: dict[str, StructuredOutput] = {
     ),
 }
 
-# Whatever is said to these, nothing may come of them.
+# May be rejected or accepted, but must not harm the server.
 ADVERSARIAL: dict[str, StructuredOutput] = {
     **REJECTED,
     "schema: no end to what is required": _schema(

@@ -1,4 +1,4 @@
-"""The real application over a real engine, all in the process of a test: nothing has to be started."""
+"""The real application with a real engine, all within the test's process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["ASGIServer", "InProcessEngineClient", "serving"]
 
 
 class InProcessEngineClient:
-    """Implements foreword.engine_client.client.EngineClient; steps are taken in the event loop."""
+    """Implements EngineClient with an engine that steps in the event loop."""
 
     def __init__(self, prepared: CheckpointInfo) -> None:
         self.local = LocalClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
@@ -86,7 +86,7 @@ class InProcessEngineClient:
 
 @dataclass
 class ASGIServer:
-    """An application, and a client of it."""
+    """An application and its client."""
 
     app: Any
     client: InProcessEngineClient

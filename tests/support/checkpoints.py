@@ -1,13 +1,13 @@
-"""Tiny checkpoints in Hugging Face's format: random weights that do not babble, and a byte-level tokenizer.
+"""Tiny random checkpoints in Hugging Face's format with a byte-level tokenizer, written without transformers.
 
-Written without transformers, so that a test pays milliseconds. Weights are scaled so that greedy outputs
-vary instead of falling into a loop: a sharp head, strong attention, every position worth something.
+Weights are scaled so that greedy outputs vary and do not loop: a sharp head and strong attention.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,38 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-__all__ = ["EOS", "FAMILIES", "VOCAB_SIZE", "write_checkpoint", "write_drafter"]
+__all__ = [
+    "EOS",
+    "FAMILIES",
+    "VOCAB_SIZE",
+    "Shapes",
+    "linear_shapes",
+    "norm_shapes",
+    "random_weights",
+    "write_checkpoint",
+    "write_drafter",
+    "write_json",
+    "write_tokenizer",
+]
+
+Shapes = dict[str, tuple[int, ...]]
 
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
 MERGES = ("t h", "i n", "th e", "Ġ the", "a n", "e r", "o n", "Ġ a", "in g", "Ġ t")
-EOS = 257  # the 256 bytes come first
+EOS = 257  # after the 256 bytes and <bos>
 VOCAB_SIZE = 272
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# IMAGE is to be replaced by the family's placeholder.
+IMAGE_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 COMMON: dict[str, Any] = {
@@ -79,14 +103,13 @@ ARCHITECTURES = {
 def write_checkpoint(
     path: Path, family: str = "llama", seed: int = 0, dtype: str = "float32", **overrides: Any
 ) -> Path:
-    """A checkpoint directory of a family with options of config.json overridden (... removes one, None writes null)."""
+    """A checkpoint directory with options of config.json overridden (... removes one, None writes null)."""
     path.mkdir(parents=True, exist_ok=True)
     config = {**COMMON, **FAMILIES[family], "torch_dtype": dtype, **overrides}
     config = {key: value for key, value in config.items() if value is not ...}
     config |= {"model_type": family, "architectures": [ARCHITECTURES[family]]}
-    _write_json(path / "config.json", config)
-    kind = getattr(torch, dtype)
-    tensors = {name: tensor.to(kind) for name, tensor in random_weights(config, seed).items()}
+    write_json(path / "config.json", config)
+    tensors = {name: value.to(getattr(torch, dtype)) for name, value in random_weights(config, seed).items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(path)
     return path
@@ -104,21 +127,24 @@ def write_drafter(path: Path, seed: int = 1, **overrides: Any) -> Path:
     return write_checkpoint(path, "llama", seed, **{**shape, **overrides})
 
 
-def write_tokenizer(path: Path) -> None:
+def write_tokenizer(path: Path, special_tokens: Sequence[str] = (), template: str = CHAT_TEMPLATE) -> None:
     """tokenizer.json, tokenizer_config.json with a chat template, generation_config.json."""
-    tokenizer().save(str(path / "tokenizer.json"))
-    special = {
+    backend = tokenizer()
+    backend.add_special_tokens(list(special_tokens))
+    backend.save(str(path / "tokenizer.json"))
+    options = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",
         "eos_token": "<eos>",
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
         "add_bos_token": False,
     }
-    _write_json(path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
-    _write_json(path / "generation_config.json", {"bos_token_id": 256, "eos_token_id": EOS})
+    write_json(path / "tokenizer_config.json", options)
+    write_json(path / "generation_config.json", {"bos_token_id": 256, "eos_token_id": EOS})
 
 
 def tokenizer() -> Tokenizer:
-    """Ids 0..255 are the bytes (in ByteLevel's alphabet, sorted), then the special tokens, then a few merges."""
+    """Ids 0..255 are the bytes (sorted alphabet of ByteLevel), then special tokens, then merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {text: index for index, text in enumerate([*alphabet, *SPECIAL_TOKENS])}
     merges = [(left, right) for left, right in (merge.split() for merge in MERGES)]
@@ -132,7 +158,7 @@ def tokenizer() -> Tokenizer:
 
 
 def random_weights(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
-    """Tensors of a checkpoint with this config, by name, float32."""
+    """float32 tensors of a checkpoint, by name."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: _scaled(name, torch.randn(shape, generator=generator), config)
@@ -141,7 +167,7 @@ def random_weights(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
 
 
 def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
-    """Layers must outweigh the embedding where it is the head too, or every token would repeat itself."""
+    """Layers must outweigh a tied embedding, or every token would repeat itself."""
     gemma = config["model_type"].startswith("gemma")
     if name.endswith("norm.weight"):
         return 0.2 * value + _norm_center(name, gemma)
@@ -160,13 +186,18 @@ def _norm_center(name: str, gemma: bool) -> float:
     return 1.0 if "q_norm" in name or "k_norm" in name else 0.0
 
 
-def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def linear_shapes(name: str, outputs: int, inputs: int, bias: bool = True) -> Shapes:
+    return {f"{name}.weight": (outputs, inputs), **({f"{name}.bias": (outputs,)} if bias else {})}
+
+
+def norm_shapes(name: str, size: int) -> Shapes:
+    return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
+
+
+def shapes(config: dict[str, Any]) -> Shapes:
     """Names and shapes of a checkpoint's tensors."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    result: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (vocab, hidden),
-        "model.norm.weight": (hidden,),
-    }
+    result: Shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     if not config["tie_word_embeddings"]:
         result["lm_head.weight"] = (vocab, hidden)
     for index in range(config["num_hidden_layers"]):
@@ -176,21 +207,19 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return result
 
 
-def _norm_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _norm_shapes(config: dict[str, Any]) -> Shapes:
     names = ["input_layernorm", "post_attention_layernorm"]
     if config["model_type"].startswith("gemma"):
         names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     return {f"{name}.weight": (config["hidden_size"],) for name in names}
 
 
-def _attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _attention_shapes(config: dict[str, Any]) -> Shapes:
     family, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim", hidden // heads)
     q, kv = heads * head_dim, (config["num_key_value_heads"] or heads) * head_dim
     outputs = {"qkv_proj": q + 2 * kv} if family == "phi3" else {"q_proj": q, "k_proj": kv, "v_proj": kv}
-    result: dict[str, tuple[int, ...]] = {
-        f"self_attn.{name}.weight": (size, hidden) for name, size in outputs.items()
-    }
+    result: Shapes = {f"self_attn.{name}.weight": (size, hidden) for name, size in outputs.items()}
     result["self_attn.o_proj.weight"] = (hidden, q)
     if family == "qwen2" or config.get("attention_bias"):
         result |= {f"self_attn.{name}.bias": (size,) for name, size in outputs.items()}
@@ -201,19 +230,17 @@ def _attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return result
 
 
-def _mlp_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _mlp_shapes(config: dict[str, Any]) -> Shapes:
     hidden, size = config["hidden_size"], config["intermediate_size"]
     outputs = (
         {"gate_up_proj": 2 * size} if config["model_type"] == "phi3" else {"gate_proj": size, "up_proj": size}
     )
-    result: dict[str, tuple[int, ...]] = {
-        f"mlp.{name}.weight": (width, hidden) for name, width in outputs.items()
-    }
+    result: Shapes = {f"mlp.{name}.weight": (width, hidden) for name, width in outputs.items()}
     result["mlp.down_proj.weight"] = (hidden, size)
     if config.get("mlp_bias"):
         result |= {f"mlp.{name}.bias": (width,) for name, width in {**outputs, "down_proj": hidden}.items()}
     return result
 
 
-def _write_json(path: Path, values: Any) -> None:
+def write_json(path: Path, values: Any) -> None:
     path.write_text(json.dumps(values, indent=1), encoding="utf-8")

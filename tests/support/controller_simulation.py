@@ -1,7 +1,7 @@
-"""A simulated engine: machines with ridges, drafters with known acceptance, and time that only costs move.
+"""A simulated engine: roofline machines, drafters with known acceptance, and a simulated clock.
 
-The text of every answer is the token 1 over and over; a guess is right if it is 1 and wrong if it is 0. Which places of
-an answer can be guessed is fixed by its seed, so that two policies are tried on the same luck.
+Each output token is 1; a draft token is right if it is 1 and wrong if it is 0. A seed fixes which positions
+of an output are drafted correctly, so policies are compared on the same drafts.
 
 `python -m tests.support.controller_simulation` prints the tables of docs/lab/controller.md.
 """
@@ -28,15 +28,12 @@ STEP = 0.01  # seconds of a step of one row
 
 @dataclass(frozen=True)
 class SimulatedMachine:
-    """A roofline: steps take the same up to `ridge` rows, then grow with the rows.
-
-    speed  how fast it is at a time, 1 as calibrated; noise: relative deviation of a step
-    """
+    """A roofline: step time is constant up to `ridge_rows`, then proportional to the rows."""
 
     name: str
     ridge_rows: int
-    speed: Callable[[float], float] = lambda now: 1.0
-    noise: float = 0.0
+    speed: Callable[[float], float] = lambda now: 1.0  # at a time; 1 as calibrated
+    noise: float = 0.0  # relative deviation of a step
 
     def seconds(self, rows: int) -> float:
         return STEP * max(rows / self.ridge_rows, 1.0)
@@ -53,17 +50,12 @@ def swinging_bandwidth(now: float) -> float:
 
 @dataclass(frozen=True)
 class SimulatedOutput:
-    """One answer.
-
-    chance  that a guess of the token at an output index is right
-    told    the drafter's confidence is that chance; otherwise it has none
-    offers  share of the places where the drafter has a guess at all
-    """
+    """One output to generate."""
 
     num_tokens: int
-    acceptance: Callable[[int], float]
-    has_confidence: bool = False
-    draft_share: float = 1.0
+    acceptance: Callable[[int], float]  # P(draft token right) by output index
+    has_confidence: bool = False  # drafts state this probability
+    draft_share: float = 1.0  # of the positions with a draft
     num_prompt_tokens: int = 8
 
 
@@ -74,7 +66,7 @@ def constant_acceptance(chance: float) -> Callable[[int], float]:
 def mixed_acceptance(
     seed: int, good: float = 0.97, bad: float = 0.15, share: float = 0.5
 ) -> Callable[[int], float]:
-    """Places that are easy and places that are hard, about a dozen of one sort in a row."""
+    """Easy and hard positions, about a dozen of one kind in a row."""
 
     def chance(index: int) -> float:
         return good if random.Random(seed * 7919 + index // 12).random() < share else bad
@@ -84,7 +76,7 @@ def mixed_acceptance(
 
 @dataclass
 class DraftablePositions:
-    """Which places of one answer can be guessed, and what a drafter knows of it."""
+    """The positions of one output that a drafter drafts, and drafts correctly."""
 
     right: list[bool]
     chance: list[float]
@@ -92,19 +84,19 @@ class DraftablePositions:
 
     @classmethod
     def sample(cls, text: SimulatedOutput, seed: int) -> DraftablePositions:
-        luck = random.Random(seed)
+        rng = random.Random(seed)
         chance = [text.acceptance(index) for index in range(text.num_tokens + 64)]
         return cls(
-            [luck.random() < p for p in chance], chance, [luck.random() < text.draft_share for _ in chance]
+            [rng.random() < p for p in chance], chance, [rng.random() < text.draft_share for _ in chance]
         )
 
 
 class SimulatedHostDrafter:
-    """Looks things up: each ask takes `seconds`."""
+    """A lookup drafter: each request costs `seconds`."""
 
-    def __init__(self, name: str, world: SimulatedServer, seconds: float) -> None:
+    def __init__(self, name: str, server: SimulatedServer, seconds: float) -> None:
         self.name = name
-        self.world = world
+        self.server = server
         self.seconds = seconds
 
     def start(self, state: RequestState) -> None: ...
@@ -114,24 +106,25 @@ class SimulatedHostDrafter:
     def check(self, live: Container[str]) -> None: ...
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        self.world.now += self.seconds * len(requests)
-        return [self._propose(ask) for ask in requests]
+        self.server.now += self.seconds * len(requests)
+        return [self._propose(request) for request in requests]
 
     def _propose(self, request: DraftRequest) -> Draft | None:
-        text, places = self.world.texts[request.state.id], self.world.places[self.name, request.state.id]
-        start = request.num_tokens - request.state.num_prompt
-        if not places.offered[start]:
+        state = request.state
+        text, positions = self.server.texts[state.id], self.server.positions[self.name, state.id]
+        start = state.num_output
+        if not positions.offered[start]:
             return None
         part = slice(start, start + request.max_tokens)
-        confidence = tuple(places.chance[part]) if text.has_confidence else ()
-        return Draft(tuple(map(int, places.right[part])), self.name, confidence)
+        confidence = tuple(positions.chance[part]) if text.has_confidence else ()
+        return Draft(tuple(map(int, positions.right[part])), self.name, confidence)
 
 
 class SimulatedModelDrafter(SimulatedHostDrafter):
-    """Runs a model whose pass takes `share` of a step of as many rows."""
+    """A draft model whose pass costs `share` of a step of as many rows."""
 
-    def __init__(self, name: str, world: SimulatedServer, share: float) -> None:
-        super().__init__(name, world, 0.0)
+    def __init__(self, name: str, server: SimulatedServer, share: float) -> None:
+        super().__init__(name, server, 0.0)
         self.share = share
         self.computed: dict[str, int] = {}
 
@@ -142,20 +135,20 @@ class SimulatedModelDrafter(SimulatedHostDrafter):
         return max(request.num_tokens - self.computed.get(request.state.id, 0), 1)
 
     def pass_seconds(self, num_rows: int, num_sampled: int) -> float:
-        return self.share * self.world.machine.seconds(num_rows)
+        return self.share * self.server.machine.seconds(num_rows)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         self._pass(sum(map(self.num_pending_rows, requests)))
-        drafts = [self._propose(ask) for ask in requests]
-        kept = [self._truncated(ask, draft) for ask, draft in zip(requests, drafts, strict=True)]
+        drafts = [self._propose(request) for request in requests]
+        kept = [self._truncated(request, draft) for request, draft in zip(requests, drafts, strict=True)]
         for length in range(1, max(len(draft.token_ids) for draft in kept)):
             self._pass(sum(len(draft.token_ids) > length for draft in kept))
-        for ask in requests:
-            self.computed[ask.state.id] = ask.num_tokens
+        for request in requests:
+            self.computed[request.state.id] = request.num_tokens
         return list(kept)
 
     def _pass(self, rows: int) -> None:
-        self.world.now += self.share * self.world.machine.seconds(rows) * self.world.slowdown()
+        self.server.now += self.share * self.server.machine.seconds(rows) * self.server.slowdown()
 
     def _truncated(self, request: DraftRequest, draft: Draft | None) -> Draft:
         assert draft is not None
@@ -169,11 +162,11 @@ class SimulatedModelDrafter(SimulatedHostDrafter):
 
 @dataclass
 class SimulationResult:
-    """What a run showed. Seconds of each request by its place in the list of texts, from its start to its end."""
+    """Result of a run."""
 
     seconds: float = 0.0
     tokens: int = 0
-    latencies: dict[int, float] = field(default_factory=dict)
+    latencies: dict[int, float] = field(default_factory=dict)  # seconds by index of the output
     rows: int = 0
     emitted: int = 0
     steps: list[tuple[float, int, int]] = field(default_factory=list)
@@ -184,12 +177,12 @@ class SimulationResult:
 
     @property
     def efficiency(self) -> float:
-        """Emitted tokens by verified rows, over the steps that verified a draft."""
+        """Emitted tokens per verified row, over requests with drafts."""
         return self.emitted / self.rows if self.rows else 1.0
 
 
 class SimulatedServer:
-    """A machine that serves texts, `concurrency` at once; the next begins when one ends."""
+    """A machine that generates outputs, `concurrency` at once; the next begins when one ends."""
 
     def __init__(
         self,
@@ -204,7 +197,7 @@ class SimulatedServer:
         self.concurrency = concurrency
         self.now = 0.0
         self.texts: dict[str, SimulatedOutput] = {}
-        self.places: dict[tuple[str, str], DraftablePositions] = {}
+        self.positions: dict[tuple[str, str], DraftablePositions] = {}
         self.hosts = [SimulatedHostDrafter("suffix", self, asking * STEP / concurrency)]
         self.models = [SimulatedModelDrafter("draft", self, share)] if share else []
         self._rng = random.Random(5)
@@ -219,41 +212,41 @@ class SimulatedServer:
         }
 
     def run(self, policy: Policy | None, hosts: bool = True) -> SimulationResult:
-        """Serve all texts; policy None: speculation is off."""
+        """Generate all outputs; policy None: speculation is off."""
         names = [*self.hosts] if hosts else []
-        door = Proposer(names, 2, policy, self.models) if policy else None
+        proposer = Proposer(names, 2, policy, self.models) if policy else None
         outcome = SimulationResult()
         live: dict[str, tuple[RequestState, float]] = {}
         waiting = count()
         while live or len(outcome.latencies) < len(self.outputs):
             while len(live) < self.concurrency and (index := next(waiting)) < len(self.outputs):
-                self._start(index, live, door)
-            self._step(live, door, outcome)
+                self._start(index, live, proposer)
+            self._step(live, proposer, outcome)
         outcome.seconds = self.now
         return outcome
 
     def _start(
-        self, index: int, live: dict[str, tuple[RequestState, float]], drafting: Proposer | None
+        self, index: int, live: dict[str, tuple[RequestState, float]], proposer: Proposer | None
     ) -> None:
         text, name = self.outputs[index], str(index)
         self.texts[name] = text
-        self.places["suffix", name] = DraftablePositions.sample(text, index)
-        self.places["draft", name] = DraftablePositions.sample(text, index + 10_000)
+        self.positions["suffix", name] = DraftablePositions.sample(text, index)
+        self.positions["draft", name] = DraftablePositions.sample(text, index + 10_000)
         params = SamplingParams(temperature=0.0, max_tokens=text.num_tokens)
         state = RequestState(Request(name, (1,) * text.num_prompt_tokens, params, 0), index, 1 << 20)
         live[name] = state, self.now
-        if drafting:
-            drafting.start(state)
+        if proposer:
+            proposer.start(state)
 
     def _step(
         self,
         live: dict[str, tuple[RequestState, float]],
-        drafting: Proposer | None,
+        proposer: Proposer | None,
         outcome: SimulationResult,
     ) -> None:
         begin = self.now
         states = [state for state, _ in live.values()]
-        self._draft(states, drafting)
+        self._draft(states, proposer)
         drafted = self.now
         runs = [_run(state) for state in states]
         rows = sum(state.num_uncomputed + len(state.draft) for state in states)
@@ -265,8 +258,8 @@ class SimulatedServer:
             for s, run in zip(states, runs, strict=True)
         )
         self._count(outcome, served)
-        if drafting and not drafting.is_skipping:
-            drafting.record_step(
+        if proposer and not proposer.is_skipping:
+            proposer.record_step(
                 StepRecord(served, {"forward": self.now - drafted, "draft": drafted - begin})
             )
         for state, run in zip(states, runs, strict=True):
@@ -275,22 +268,22 @@ class SimulatedServer:
             state.set_draft((), "")
             if len(state.tokens) == state.max_len:
                 outcome.latencies[int(state.id)] = self.now - live.pop(state.id)[1]
-                if drafting:
-                    drafting.finish(state.id)
+                if proposer:
+                    proposer.finish(state.id)
         outcome.steps.append((self.now - begin, sum(map(len, runs)), rows))
 
-    def _draft(self, states: Sequence[RequestState], drafting: Proposer | None) -> None:
-        """Ask for those that have one token left to compute."""
-        if drafting is None:
+    def _draft(self, states: Sequence[RequestState], proposer: Proposer | None) -> None:
+        """Propose for decoding requests."""
+        if proposer is None:
             return
         ready = [state for state in states if state.num_uncomputed == 1]
         prompts = [state.num_uncomputed for state in states if state.num_uncomputed > 1]
         for state, draft in zip(
-            ready, drafting.propose(ready, PrefillLoad(sum(prompts), sum(prompts))), strict=True
+            ready, proposer.propose(ready, PrefillLoad(sum(prompts), sum(prompts))), strict=True
         ):
             if draft:
                 state.set_draft(draft.token_ids, draft.drafter)
-        assert not drafting.errors, drafting.errors
+        assert not proposer.errors, proposer.errors
 
     def _count(self, outcome: SimulationResult, served: Sequence[RequestStep]) -> None:
         outcome.tokens += sum(one.num_emitted for one in served)
@@ -300,7 +293,7 @@ class SimulatedServer:
 
 
 def _run(state: RequestState) -> tuple[int, ...]:
-    """What a step emits: the right guesses and one token more, within the limit."""
+    """Tokens that a step emits: the correct draft tokens and one more, within the limit."""
     wrong = state.draft.index(0) if 0 in state.draft else len(state.draft)
     return (1,) * min(wrong + 1, state.max_len - len(state.tokens))
 
@@ -318,7 +311,7 @@ LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 class SimulationCase:
-    """One machine, its texts and how many run at once: plain, adaptive, and with fixed lengths."""
+    """One machine and workload: without drafts, adaptive, and with fixed lengths."""
 
     def __init__(
         self,
@@ -330,10 +323,10 @@ class SimulationCase:
     ):
         self._parts = machine, texts, concurrency, asking, share
         self.off = self._new_server().run(None)
-        world = self._new_server()
-        self.controller = DraftLengthController(machine.calibration(), 32, world.passes())
+        server = self._new_server()
+        self.controller = DraftLengthController(machine.calibration(), 32, server.passes())
         self.hosts = not share
-        self.auto = world.run(self.controller, self.hosts)
+        self.auto = server.run(self.controller, self.hosts)
 
     def _new_server(self) -> SimulatedServer:
         return SimulatedServer(*self._parts)
@@ -343,13 +336,13 @@ class SimulationCase:
         return self.auto.rate / self.off.rate
 
     def best_fixed(self, lengths: Sequence[int] = LENGTHS) -> float:
-        """The best gain that any one length has, not drafting at all among them."""
+        """The best gain of any fixed length, or of no drafts."""
         rates = [self._new_server().run(FixedLength(length), self.hosts).rate for length in lengths]
         return max([*rates, self.off.rate]) / self.off.rate
 
     @property
     def slowest(self) -> float:
-        """Of all requests, the least time off by the time with drafts."""
+        """The lowest speedup of any request."""
         return min(self.off.latencies[i] / self.auto.latencies[i] for i in self.off.latencies)
 
     @property
@@ -357,27 +350,27 @@ class SimulationCase:
         return self.controller.stats().exploring_seconds / self.auto.seconds
 
     def row(self, name: str) -> str:
-        """A line of a table."""
+        """One line of a table."""
         machine, _, concurrency, _, _ = self._parts
         gain, best = self.gain, self.best_fixed()
         ratios = f"{gain:.2f} | {best:.2f} | {gain / best:.2f} | {self.slowest:.2f}"
-        return f"| {machine.name} | {concurrency} | {name} | {ratios} | {self.auto.efficiency:.0%} | {self.exploring:.2%} |"
+        shares = f"{self.auto.efficiency:.0%} | {self.exploring:.2%}"
+        return f"| {machine.name} | {concurrency} | {name} | {ratios} | {shares} |"
 
 
 def tables() -> None:
-    """The grid: drafts that cost nothing, then those of a model."""
-    title = (
-        "| machine | at once | {} | auto | best fixed | of best | slowest request | efficiency | exploring |\n"
-        + 9 * "|---"
-        + "|"
+    """Print the grid: free drafts, then those of a draft model."""
+    columns = (
+        "| machine | at once | {} | auto | best fixed | of best | slowest request | efficiency | exploring |"
     )
-    print(title.format("guesses right"))
+    title = columns + "\n" + 9 * "|---" + "|"
+    print(title.format("acceptance"))
     for machine in (GPU, CPU, SMALL_CPU, *NOISY):
         for concurrency in (1, 4, 16, 64):
             count = concurrency * max(2, 6 // concurrency)
             for name, texts in _kinds_of_texts(count).items():
                 print(SimulationCase(machine, texts, concurrency).row(name), flush=True)
-    print("\n" + title.format("a pass; guesses right"))
+    print("\n" + title.format("pass cost; acceptance"))
     for machine in (GPU, CPU):
         for concurrency in (1, 4, 16):
             for share in (0.05, 0.15, 0.4):
@@ -402,8 +395,8 @@ def _kinds_of_texts(count: int) -> dict[str, list[SimulatedOutput]]:
         "95 or 2 %, by request": [
             SimulatedOutput(300, constant_acceptance(0.95 if i % 2 else 0.02)) for i in range(count)
         ],
-        "97 or 15 %, by place": [SimulatedOutput(300, mixed_acceptance(i)) for i in range(count)],
-        "the same, told": [
+        "97 or 15 %, by position": [SimulatedOutput(300, mixed_acceptance(i)) for i in range(count)],
+        "the same, with confidence": [
             SimulatedOutput(300, mixed_acceptance(i), has_confidence=True) for i in range(count)
         ],
     }

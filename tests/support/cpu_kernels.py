@@ -1,4 +1,4 @@
-"""Native backends and values for tests."""
+"""Native backends and random values for tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["cpu_ops_by_threads", "randn", "same_bits"]
 
 @functools.cache
 def cpu_ops_by_threads(isa: str) -> tuple[CpuOps, ...]:
-    """With one, two and three threads."""
+    """Backends with one, two and three threads."""
     return tuple(CpuOps(isa, threads) for threads in (1, 2, 3))
 
 
@@ -23,7 +23,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """NaN, whose bits nothing promises, counts as one value; 0.0 does not equal -0.0."""
+    """Bit equality; all NaN are equal, 0.0 differs from -0.0."""
     ints = torch.int32 if left.dtype == torch.float32 else torch.int16
     left, right = (
         torch.where(values.isnan(), torch.full_like(values, torch.nan), values) for values in (left, right)

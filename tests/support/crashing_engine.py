@@ -1,8 +1,8 @@
-"""An engine process that dies, hangs or errs in the step that a request names: its id is "FAULT-NUMBER-ANYTHING", or
-"FAULT-encoding-ANYTHING" where that is to be while a picture of it is encoded.
+"""An engine process that crashes or hangs where a request id says; an `entry_module` of SubprocessClient.
 
-Run by tests as the `entry` of a ProcessClient. The fault strikes when NUMBER tokens of the answer are there, unless the engine
-already replaces one that it struck. "poison" strikes always. Every step takes a moment, so that tests can strike too.
+"FAULT-NUMBER-ANYTHING" triggers the fault once the answer has NUMBER tokens, "FAULT-encoding-ANYTHING" while
+an image of the request is encoded. A resumed request triggers no fault again, except "poison". Every step
+takes a moment, so tests can kill the engine within one.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from foreword.core.outputs import StepOutput
 from foreword.core.request import RequestState
 from foreword.engine.encoder_runner import FeatureKey
 from foreword.engine.engine import Engine
-from foreword.engine_client import worker as process
+from foreword.engine_client import worker
 
 STEP_S: Final = 0.002
 
 
 def main(fd: int) -> int:
-    return process.main(fd, make_crashing)
+    return worker.main(fd, make_crashing)
 
 
 def make_crashing(engine: Engine) -> None:
-    """Wrap the forward pass of an engine that has just been loaded."""
+    """Wrap the forward pass and the image encoder of a loaded engine."""
     run = engine.model_runner.run
 
-    def mortal_run(batch: Batch, *args: Any) -> list[StepOutput]:
+    def crashing_run(batch: Batch, *args: Any) -> list[StepOutput]:
         for state in engine.scheduler.running:
             trigger_fault(state)
         time.sleep(STEP_S)
         return run(batch, *args)
 
-    engine.model_runner.run = mortal_run  # type: ignore[method-assign]
-    piece = engine.encoder._encode_piece
+    engine.model_runner.run = crashing_run  # type: ignore[method-assign]
+    encode_piece = engine.encoder._encode_piece
 
-    def mortal_piece(key: FeatureKey, needed: Mapping[FeatureKey, Any]) -> int:
-        if engine.encoder._job is not None:  # not with the first piece
+    def crashing_piece(key: FeatureKey, needed: Mapping[FeatureKey, Any]) -> int:
+        if engine.encoder._job is not None:  # after the first piece
             for state in needed[key].states:
                 trigger_fault(state, encoding=True)
-        return piece(key, needed)
+        return encode_piece(key, needed)
 
-    engine.encoder._encode_piece = mortal_piece  # type: ignore[method-assign]
+    engine.encoder._encode_piece = crashing_piece  # type: ignore[method-assign]
 
 
 def trigger_fault(state: RequestState, encoding: bool = False) -> None:
@@ -56,10 +56,9 @@ def trigger_fault(state: RequestState, encoding: bool = False) -> None:
     when, fault = rest.partition("-")[0], FAULTS.get(name)
     if fault is None or (when == "encoding") != encoding:
         return
-    struck = (
-        state.request.queue_deadline_s is None if encoding else state.request.resume_output_ids
-    )  # who ran need not begin in time again
-    if struck and name != "poison":
+    # A request that ran before a crash has no queue deadline.
+    is_resumed = state.request.queue_deadline_s is None if encoding else state.request.resume_output_ids
+    if is_resumed and name != "poison":
         return
     if encoding or state.num_output >= int(when):
         fault()

@@ -1,7 +1,7 @@
-"""Rounds in process: the twin of what runs on a device, for tests of whoever launches and collects them.
+"""Decode loops in process: a reference of the device loop, for tests of overlap scheduling.
 
-A round is computed when it is launched, by the model's own forward pass and the host's sampler, and told when it is collected. So
-what is under way has written to its blocks already, whatever becomes of its requests.
+A step is computed when it is launched, by the model's forward pass and the host's sampler, and returned when
+it is collected. So a step in flight has written to its blocks, whatever happens to its requests.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ FAR_LENGTH = 1 << 20
 def use_overlap(
     engine: Engine, on_call: Callable[[str, TwinForward], None] = lambda verb, twin: None
 ) -> OverlapLoop:
-    """Let an engine run ahead by twins of its models. `strike` is called with each verb before it is done."""
-    runner, drafting = engine.model_runner, engine.proposer
+    """Give an engine an overlap loop; `on_call` is called before each "begin", "launch" and "collect"."""
+    runner, proposer = engine.model_runner, engine.proposer
     twin = TwinForward(
-        runner._forward, runner.sampler._ops, runner.vocab_size, engine.info.resolved.max_model_len, on_call
+        runner.forward, runner.sampler._ops, runner.vocab_size, engine.info.resolved.max_model_len, on_call
     )
-    runner._forward = twin
-    for drafter in drafting.model_drafters:
+    runner.forward = twin
+    for drafter in proposer.model_drafters:
         if isinstance(drafter, ModelDrafter):
-            own = TwinForward(
+            forward = TwinForward(
                 drafter._eager_loop._forward,
                 drafter.model.ops,
                 drafter.model.vocab_size,
                 drafter._window,
                 on_call,
             )
-            drafter.decode_loop_forward = own
-            drafting.device_drafter = drafter
-    ahead = make_overlap_loop(runner, engine.scheduler, drafting, engine.timer, engine.info.resolved)
-    assert ahead is not None
-    engine.overlap = ahead
-    return ahead
+            drafter.decode_loop_forward = forward
+            proposer.device_drafter = drafter
+    overlap = make_overlap_loop(runner, engine.scheduler, proposer, engine.timer, engine.info.resolved)
+    assert overlap is not None
+    engine.overlap = overlap
+    return overlap
 
 
 class TwinForward:
-    """A forward pass that RunsAhead. made: rounds by the drafter that they were made with; as of a device, they are kept."""
+    """A forward pass with decode loops, which are kept per drafter as on a device."""
 
     def __init__(
         self,
@@ -92,9 +92,9 @@ class TwinForward:
 
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk], block_size: int) -> Tensor:
-        """Of the sampled rows [R, V]"""
+        """Logits [R, V] of the sampled rows."""
         assert all(chunk.start + len(chunk.token_ids) <= self.max_len for chunk in chunks), (
-            "beyond what the model can read"
+            "a position exceeds the context of the model"
         )
         return self.forward(build_batch(chunks, block_size, self.ops.row_tile, "cpu")).clone()
 
@@ -114,7 +114,7 @@ class _Slot:
 
 
 class TwinDecodeLoop:
-    """See executor/decode_loop.py. launched, collected: how many rounds so far."""
+    """A DecodeLoop (executor/decode_loop.py) that counts its steps."""
 
     def __init__(
         self,
@@ -129,42 +129,42 @@ class TwinDecodeLoop:
         self._block_size = block_size
         self._sampler = Sampler(target.ops, target.vocab_size, never_sampled_ids.tolist(), with_hashes)
         if drafter is not None:
-            mine = [i for i in never_sampled_ids.tolist() if i < drafter.vocab_size]
-            mine += range(target.vocab_size, drafter.vocab_size)
-            self._draft_sampler = Sampler(drafter.ops, drafter.vocab_size, mine)
+            unused_ids = [i for i in never_sampled_ids.tolist() if i < drafter.vocab_size]
+            unused_ids += range(target.vocab_size, drafter.vocab_size)
+            self._draft_sampler = Sampler(drafter.ops, drafter.vocab_size, unused_ids)
         self._slots: list[_Slot] = []
         self._in_flight: deque[dict[int, DecodeResult]] = deque()
         self.launched = self.collected = 0
 
     def start(self, slots: Sequence[DecodeSlot]) -> None:
         self._target.on_call("begin", self._target)
-        assert not self._in_flight, "a run begins while a round is under way"
+        assert not self._in_flight, "a run starts with a step in flight"
         self._slots = [
-            _Slot(_state(lane), tuple(lane.block_table), tuple(lane.draft_block_table)) for lane in slots
+            _Slot(_state(slot), tuple(slot.block_table), tuple(slot.draft_block_table)) for slot in slots
         ]
 
     def extend_blocks(
         self, slot: int, block_table: Sequence[int], draft_block_table: Sequence[int] = ()
     ) -> None:
-        one = self._slots[slot]
-        assert tuple(block_table[: len(one.blocks)]) == one.blocks, "a block table only grows"
-        assert tuple(draft_block_table[: len(one.draft_blocks)]) == one.draft_blocks
-        one.blocks, one.draft_blocks = tuple(block_table), tuple(draft_block_table)
+        state = self._slots[slot]
+        assert tuple(block_table[: len(state.blocks)]) == state.blocks, "a block table only grows"
+        assert tuple(draft_block_table[: len(state.draft_blocks)]) == state.draft_blocks
+        state.blocks, state.draft_blocks = tuple(block_table), tuple(draft_block_table)
 
     @torch.inference_mode()
     def launch(self, active_slots: Sequence[int], num_draft_tokens: int) -> None:
         self._target.on_call("launch", self._target)
-        assert len(self._in_flight) < 2, "a third round is launched before the first is collected"
+        assert len(self._in_flight) < 2, "a third step is launched before the first is collected"
         assert active_slots and len(set(active_slots)) == len(active_slots)
-        lanes = [self._slots[number] for number in active_slots if self._slots[number].alive]
-        if self._drafter is not None and lanes:
-            self._draft(self._drafter, lanes, num_draft_tokens)
-        results = self._verify(lanes) if lanes else []
-        numbers = [number for number in active_slots if self._slots[number].alive]
-        self._in_flight.append(dict(zip(numbers, results, strict=True)))
-        for lane, result in zip(lanes, results, strict=True):
-            lane.alive = result.token_ids[-1] >= 0
-            lane.token_ids.extend(token_id for token_id in result.token_ids if token_id >= 0)
+        slots = [self._slots[index] for index in active_slots if self._slots[index].alive]
+        if self._drafter is not None and slots:
+            self._draft(self._drafter, slots, num_draft_tokens)
+        results = self._verify(slots) if slots else []
+        indices = [index for index in active_slots if self._slots[index].alive]
+        self._in_flight.append(dict(zip(indices, results, strict=True)))
+        for slot, result in zip(slots, results, strict=True):
+            slot.alive = result.token_ids[-1] >= 0
+            slot.token_ids.extend(token_id for token_id in result.token_ids if token_id >= 0)
         self.launched += 1
 
     def collect(self) -> dict[int, DecodeResult]:
@@ -174,65 +174,65 @@ class TwinDecodeLoop:
         return results
 
     def _draft(self, drafter: TwinForward, slots: Sequence[_Slot], num_draft: int) -> None:
-        """The last two tokens are computed again; then one guess a pass."""
+        """Recompute the last two tokens, then draft one token per pass."""
         chunks = []
-        for lane in slots:
-            lane.draft_ids, lane.logprobs = [], []
-            known = [token_id if token_id < drafter.vocab_size else 0 for token_id in lane.token_ids[-2:]]
-            chunks.append(Chunk(known, len(lane.token_ids) - len(known), lane.draft_blocks, 1))
+        for slot in slots:
+            slot.draft_ids, slot.logprobs = [], []
+            token_ids = [token_id if token_id < drafter.vocab_size else 0 for token_id in slot.token_ids[-2:]]
+            chunks.append(Chunk(token_ids, len(slot.token_ids) - len(token_ids), slot.draft_blocks, 1))
         for _ in range(num_draft):
             logits = drafter.logits(chunks, self._block_size)
-            rows = [SampleRow(lane.state, tuple(lane.draft_ids)) for lane in slots]
-            guessed = self._draft_sampler(logits, rows, logprobs=False).token_ids
+            rows = [SampleRow(slot.state, tuple(slot.draft_ids)) for slot in slots]
+            drafted = self._draft_sampler(logits, rows, logprobs=False).token_ids
             scores = torch.log_softmax(logits.double(), 1)
-            for number, (lane, token_id) in enumerate(zip(slots, guessed, strict=True)):
-                lane.draft_ids.append(max(token_id, 0))
-                lane.logprobs.append(min(float(scores[number, max(token_id, 0)]), 0.0))
+            for index, (slot, token_id) in enumerate(zip(slots, drafted, strict=True)):
+                slot.draft_ids.append(max(token_id, 0))
+                slot.logprobs.append(min(float(scores[index, max(token_id, 0)]), 0.0))
             chunks = [
                 Chunk(
-                    lane.draft_ids[-1:], len(lane.token_ids) + len(lane.draft_ids) - 1, lane.draft_blocks, 1
+                    slot.draft_ids[-1:], len(slot.token_ids) + len(slot.draft_ids) - 1, slot.draft_blocks, 1
                 )
-                for lane in slots
+                for slot in slots
             ]
 
     def _verify(self, slots: Sequence[_Slot]) -> list[DecodeResult]:
         chunks = [
             Chunk(
-                [lane.token_ids[-1], *lane.draft_ids],
-                len(lane.token_ids) - 1,
-                lane.blocks,
-                1 + len(lane.draft_ids),
+                [slot.token_ids[-1], *slot.draft_ids],
+                len(slot.token_ids) - 1,
+                slot.blocks,
+                1 + len(slot.draft_ids),
             )
-            for lane in slots
+            for slot in slots
         ]
         logits = self._target.logits(chunks, self._block_size)
         rows = [
-            SampleRow(lane.state, tuple(lane.draft_ids[:n]))
-            for lane in slots
-            for n in range(len(lane.draft_ids) + 1)
+            SampleRow(slot.state, tuple(slot.draft_ids[:n]))
+            for slot in slots
+            for n in range(len(slot.draft_ids) + 1)
         ]
         sampled = self._sampler(logits, rows)
         results, line = [], 0
-        for lane in slots:
-            end = line + len(lane.draft_ids) + 1
+        for slot in slots:
+            end = line + len(slot.draft_ids) + 1
             run = sampled.token_ids[line:end]
-            size = verify(run, lane.draft_ids) + 1
+            size = verify(run, slot.draft_ids) + 1
             hashes = tuple(sampled.logits_hashes[line : line + size])
             results.append(
-                DecodeResult(tuple(run[:size]), tuple(lane.draft_ids), tuple(lane.logprobs), hashes)
+                DecodeResult(tuple(run[:size]), tuple(slot.draft_ids), tuple(slot.logprobs), hashes)
             )
             line = end
         return results
 
 
-def _state(lane: DecodeSlot) -> RequestState:
-    """A request that samples alike, and has as many tokens."""
-    how: Any = lane.sampling
+def _state(slot: DecodeSlot) -> RequestState:
+    """A request with the same sampling parameters and number of tokens."""
+    sampling: Any = slot.sampling
     params = SamplingParams(
-        temperature=0.0 if how.greedy else how.temperature,
-        top_k=max(how.top_k, 0),
-        top_p=how.top_p,
-        min_p=how.min_p,
+        temperature=0.0 if sampling.greedy else sampling.temperature,
+        top_k=max(sampling.top_k, 0),
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
     )
-    known = (0,) * (lane.num_tokens - len(lane.last_token_ids)) + lane.last_token_ids
-    return RequestState(Request("lane", known, params, how.seed), 0, FAR_LENGTH)
+    token_ids = (0,) * (slot.num_tokens - len(slot.last_token_ids)) + slot.last_token_ids
+    return RequestState(Request("slot", token_ids, params, sampling.seed), 0, FAR_LENGTH)

@@ -1,8 +1,7 @@
-"""Where tests compute, and what may be missing there.
+"""The device of the tests, and optional packages.
 
-On a machine with an NVIDIA GPU engines go to it by themselves, and what builds its tensors by hand takes DEVICE.
-FOREWORD_TEST_PARTIAL=1 lets modules be skipped whose packages are not installed; without it they fail, as they must where
-everything is installed.
+Engines use an NVIDIA GPU if there is one; tests that create tensors use DEVICE. FOREWORD_TEST_PARTIAL=1 skips
+modules whose packages are not installed; otherwise they fail.
 """
 
 from __future__ import annotations
@@ -31,34 +30,34 @@ OPTIONAL_PACKAGES = frozenset(
         "triton",
     }
 )
-MEMORY_SHARE = 0.9  # of a GPU's memory, by all workers together
+MEMORY_SHARE = 0.9  # of a GPU's memory for all workers
 
-MemoryInfo = tuple[int, int]  # bytes that are free, and in all
+MemoryInfo = tuple[int, int]  # free and total bytes
 
 
 def num_workers(environment: Mapping[str, str] = os.environ) -> int:
-    """Processes that share the machine: those of pytest-xdist."""
+    """Processes of pytest-xdist that share the machine."""
     return int(environment.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
 def limit_memory_info(
     mem_get_info: Callable[..., MemoryInfo], reserved: Callable[[], int], count: int
 ) -> Callable[..., MemoryInfo]:
-    """What one of `count` workers is told of a GPU's memory: its share is all there is.
+    """mem_get_info for one of `count` workers, which sees only its share of the GPU's memory.
 
-    told, reserved  as torch.cuda.mem_get_info and torch.cuda.memory_reserved
+    mem_get_info, reserved: torch.cuda.mem_get_info and torch.cuda.memory_reserved
     """
 
-    def of_share(*device: object) -> MemoryInfo:
+    def share_info(*device: object) -> MemoryInfo:
         free, total = mem_get_info(*device)
         share = int(total * MEMORY_SHARE) // count
         return min(free, max(share - reserved(), 0)), share
 
-    return of_share
+    return share_info
 
 
 def missing_package(error: BaseException | None) -> str | None:
-    """The package of OPTIONAL whose absence is behind an error, if one is."""
+    """The package of OPTIONAL_PACKAGES whose absence caused the error, if any."""
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and error.name is not None:
             name = error.name.split(".")[0]

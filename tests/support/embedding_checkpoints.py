@@ -1,4 +1,4 @@
-"""Small random encoders in Hugging Face's format, and the tokenizers of their families."""
+"""Small random encoder checkpoints and tokenizers of all families."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ RANKER_OPTIONS = {"num_labels": 1, "id2label": {0: "LABEL_0"}, "label2id": {"LAB
 
 @dataclass(frozen=True)
 class EncoderFamily:
-    """model: class of the bare model; ranker: with a head; options of its config beyond SMALL (None removes one)."""
+    """transformers' classes of a family."""
 
     model: str
-    ranker: str
+    ranker: str  # model with a ranking head
     config: str
-    tokenizer: str
-    options: dict[str, Any]
+    tokenizer: str  # key of TOKENIZERS
+    options: dict[str, Any]  # config options besides SMALL; None removes one
 
 
 FAMILIES = {
@@ -72,22 +72,14 @@ FAMILIES = {
 def write_encoder(
     path: Path, family: str = "bert", ranks: bool = False, seed: int = 0, **options: Any
 ) -> Any:
-    """A checkpoint directory; returns transformers' model of it."""
+    """Write a checkpoint; returns transformers' model of it."""
     path.mkdir(parents=True, exist_ok=True)
     shape = FAMILIES[family]
     tokenizer = TOKENIZERS[shape.tokenizer]()
     write_tokenizer(path, shape.tokenizer, tokenizer)
-    values = {
-        "vocab_size": tokenizer.get_vocab_size(),
-        "max_position_embeddings": 130,
-        **SMALL,
-        **shape.options,
-    }
-    values = {
-        key: value
-        for key, value in {**values, **(RANKER_OPTIONS if ranks else {}), **options}.items()
-        if value is not None
-    }
+    values = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 130, **SMALL}
+    values |= {**shape.options, **(RANKER_OPTIONS if ranks else {}), **options}
+    values = {key: value for key, value in values.items() if value is not None}
     torch.manual_seed(seed)
     config = getattr(transformers, shape.config)(**values)
     model = getattr(transformers, shape.ranker if ranks else shape.model)(config).eval()
@@ -97,7 +89,7 @@ def write_encoder(
 
 
 def _randomize_all_weights(model: Any) -> None:
-    """Weights that leave no part of the model without influence: norms and biases too."""
+    """Random weights, norms and biases included, so that each part has an effect."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
@@ -115,7 +107,7 @@ def write_tokenizer(path: Path, kind: str, backend: tokenizers.Tokenizer) -> Non
 
 
 def wordpiece() -> tokenizers.Tokenizer:
-    """As BERT; no decoder is known for it."""
+    """BERT's tokenizer."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer()
@@ -133,7 +125,7 @@ def wordpiece() -> tokenizers.Tokenizer:
 
 
 def unigram() -> tokenizers.Tokenizer:
-    """As XLM-RoBERTa."""
+    """XLM-RoBERTa's tokenizer."""
     special = ["<s>", "<pad>", "</s>", "<unk>"]
     backend = tokenizers.Tokenizer(models.Unigram())
     backend.normalizer = normalizers.NFKC()
@@ -150,7 +142,7 @@ def unigram() -> tokenizers.Tokenizer:
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """As RoBERTa."""
+    """RoBERTa's tokenizer."""
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,10 +1,11 @@
-"""A pretended GPU: its tensors lie in the host's memory, say that they are on "cuda:0", and are as strict as if they were.
+"""A fake GPU: its tensors are in host memory, report "cuda:0", and are as strict as GPU tensors.
 
-What a first run on a card would find, it finds: tensors of the host among those of the device, reads of the device that nobody
-counted, copies that are awaited, pinned memory that is read before the copy is done or changed before it was read, and work that
-a graph cannot hold. Triton's kernels run in the interpreter; what they get must be on the device. Figures mean nothing here.
+It finds the errors of a first run on a GPU: host tensors mixed with device tensors, hidden device reads,
+blocking copies, pinned memory that is read before a copy is done or changed before it is read, and work that
+a CUDA graph cannot hold. Triton kernels run in the interpreter and accept device tensors only. Timings mean
+nothing.
 
-The pretence holds in the thread that enters `Pretended`, and for calls from Python.
+The fake is active in the thread that enters `FakeCuda`, for calls from Python.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime import interpreter
 
-from foreword.executor import cuda_graphs as graphs
-from foreword.kernels import gpu as cards
+from foreword.executor import cuda_graphs
+from foreword.kernels import gpu
 from foreword.kernels.triton import checks
 from tests.support.graph_capture_fake import OpTape
 
@@ -34,42 +35,31 @@ __all__ = ["FakeCuda", "FakeCudaTensor"]
 
 DEVICE = torch.device("cuda:0")
 TOTAL_BYTES = 1 << 30
-CONTEXT_BYTES = 480 << 20  # that nobody's tensors take
-POISON = 0x5A  # bytes of memory that a copy has yet to reach
+CONTEXT_BYTES = 480 << 20  # bytes beside tensors
+POISON = 0x5A  # byte value of memory before a copy reaches it
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 
-# Whoever calls one of these waits for the device, if it is given a tensor that lies there.
+# Calls that wait for the device if given a device tensor.
 HOST_READS = frozenset(
-    {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal", "allclose", "nonzero",
-     "masked_select", "unique", "bincount", "repeat_interleave", "argwhere", "is_nonzero", "__format__", "__repr__"}
+    {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal", "allclose",
+     "nonzero", "masked_select", "unique", "bincount", "repeat_interleave", "argwhere", "is_nonzero",
+     "__format__", "__repr__"}
 )  # fmt: skip
-FORBIDDEN = frozenset(
-    {"numpy", "__array__", "data_ptr", "from_numpy", "__dlpack__"}
-)  # of a tensor on the device
-# What has no kernel for float8 on a GPU, whatever there is for a CPU.
+FORBIDDEN = frozenset({"numpy", "__array__", "data_ptr", "from_numpy", "__dlpack__"})  # on device tensors
+# Operations without a float8 kernel on GPUs, though some exist for CPUs.
 NOT_IN_FLOAT8 = frozenset(
     {"index_select", "index_copy_", "gather", "scatter_", "where", "abs", "take_along_dim"}
     | {f"__{name}__" for name in ("add", "sub", "mul", "truediv", "lt", "gt", "le", "ge", "eq", "ne")}
 )
+# Operations that refuse even a host scalar among device tensors.
 SAME_DEVICE_OPS = frozenset(
-    {
-        "cat",
-        "stack",
-        "gather",
-        "index_select",
-        "matmul",
-        "__matmul__",
-        "mm",
-        "bmm",
-        "linear",
-        "scatter_",
-        "index_copy_",
-    }
-)
+    {"cat", "stack", "gather", "index_select", "matmul", "__matmul__", "mm", "bmm", "linear", "scatter_",
+     "index_copy_"}
+)  # fmt: skip
 
 
 class FakeCudaTensor(Tensor):
-    """A tensor of the pretended device."""
+    """A tensor on the fake device."""
 
     __torch_function__ = NO_TORCH_FUNCTION
     device = property(lambda self: DEVICE)  # type: ignore[assignment]
@@ -78,13 +68,13 @@ class FakeCudaTensor(Tensor):
 
 
 class PinnedTensor(Tensor):
-    """A tensor in pinned memory of the host."""
+    """A tensor in pinned host memory."""
 
     __torch_function__ = NO_TORCH_FUNCTION
 
 
 class _FakeEvent:
-    """What was queued before record() is done when synchronize() returns."""
+    """Copies queued before record() are done when synchronize() returns."""
 
     def __init__(self, gpu: FakeCuda) -> None:
         self._gpu = gpu
@@ -100,33 +90,33 @@ class _FakeEvent:
         self._gpu.finish_copies(self._queued)
 
     def wait(self, stream: object = None) -> None:
-        """Everything here is in order."""
+        """All work is in order."""
 
     def query(self) -> bool:
         return self._gpu.settled >= self._queued
 
 
 class _FakeStream:
-    """There is but one, in truth."""
+    """All streams are value."""
 
     def __init__(self, device: object = None) -> None:
         self.device = DEVICE
 
     def wait_stream(self, other: object) -> None:
-        """Everything here is in order."""
+        """All work is in order."""
 
     wait_event = wait_stream
 
 
 class _FakeGenerator(torch.Generator):
-    """A generator of the device is one of the host in disguise."""
+    """A device generator is a host generator."""
 
     def __new__(cls, device: object = "cpu") -> _FakeGenerator:
         return super().__new__(cls, "cpu")
 
 
 class _FakeGraph:
-    """What was dispatched and launched while it was captured, to be done again on the same memory."""
+    """Operations and launches during capture, replayed on the same memory."""
 
     def __init__(self) -> None:
         self.tape = OpTape()
@@ -138,24 +128,20 @@ class _FakeGraph:
 
 @dataclass(slots=True)
 class _PendingCopy:
-    """Queued, not awaited: `finish` is what the host sees of it when it is done."""
+    """A queued copy; `finish` makes its effect visible to the host."""
 
     finish: Callable[[], None]
 
 
 @dataclass(eq=False)
 class FakeCuda(TorchFunctionMode):
-    """A card of this compute capability, while it is entered.
-
-    counts   "look": reads that wait for the device; "upload", "download": copies that are queued, out of and into pinned memory;
-             "blocking upload": those that are awaited; "wait": for an event; "launch" of kernels, "replay" of graphs
-    refused  what a GPU would not have done, whatever became of it
-    where    of each kind that was counted, the last places that it came from
-    """
+    """A GPU of this compute capability, while entered."""
 
     capability: tuple[int, int] = (9, 0)
+    # "look": reads that wait for the device; "upload", "download": queued copies from and to pinned memory;
+    # "blocking upload"; "wait": for an event; "launch": of kernels; "replay": of graphs
     counts: Counter[str] = field(default_factory=Counter)
-    refused: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)  # operations that a GPU would refuse
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -167,15 +153,15 @@ class FakeCuda(TorchFunctionMode):
         self._pinned: set[int] = set()
         self._pins: list[Tensor] = []
 
-    # The machine
+    # Device
 
     def __enter__(self) -> FakeCuda:
         patches, cuda = self._patches, torch.cuda
-        stand_ins: dict[str, Any] = {
+        fakes: dict[str, Any] = {
             "is_available": lambda: True,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
-            "get_device_name": lambda device=None: "Pretended GPU",
+            "get_device_name": lambda device=None: "Fake GPU",
             "get_device_capability": lambda device=None: self.capability,
             "mem_get_info": lambda device=None: (
                 TOTAL_BYTES - CONTEXT_BYTES - self._allocated(),
@@ -195,15 +181,14 @@ class FakeCuda(TorchFunctionMode):
             "CUDAGraph": _FakeGraph,
             "graph": self._capture,
         }
-        for name, stand_in in stand_ins.items():
-            patches.setattr(cuda, name, stand_in)
-        patches.setattr(torch.version, "cuda", "pretended")
+        for name, fake in fakes.items():
+            patches.setattr(cuda, name, fake)
+        patches.setattr(torch.version, "cuda", "fake")
         patches.setattr(torch, "Generator", _FakeGenerator)
         builder, launch = interpreter.interpreter_builder, interpreter.GridExecutor.__call__
-        patches.setattr(
-            builder, "options", replace(builder.options, sanitize_overflow=False)
-        )  # takes most of the time
-        patches.setattr(graphs, "NUM_WARM_UPS", 0)
+        # Overflow checks take most of the time.
+        patches.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+        patches.setattr(cuda_graphs, "NUM_WARM_UPS", 0)
         patches.setattr(
             interpreter.GridExecutor,
             "__call__",
@@ -213,31 +198,31 @@ class FakeCuda(TorchFunctionMode):
         check = checks.check_row_invariance
         patches.setattr(checks, "check_row_invariance", lambda ops, device: check(ops, device, **small))
         patches.setattr(checks, "check_attention_invariance", lambda ops, device: None)
-        cards.triton_unavailable_reason.cache_clear()
+        gpu.triton_unavailable_reason.cache_clear()
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._patches.undo()
-        cards.triton_unavailable_reason.cache_clear()
+        gpu.triton_unavailable_reason.cache_clear()
 
     def forbid(self, what: str) -> None:
-        """Nothing of the kind while a graph is captured."""
+        """Refuse `what` while a graph is captured."""
         if self.capturing is not None:
             raise self._refusal(f"{what} while a graph is captured")
 
     def finish_copies(self, count: int) -> None:
-        """The first `count` copies are done."""
+        """Finish the first `count` copies."""
         while self.settled < count:
             self.settled += 1
             self._copies.pop(0).finish()
 
     @contextmanager
     def count_calls(self) -> Iterator[Counter[str]]:
-        """What happens meanwhile."""
-        before, found = Counter(self.counts), Counter[str]()
-        yield found
-        found.update(self.counts - before)
+        """Counts within the block, filled at its end."""
+        before, within = Counter(self.counts), Counter[str]()
+        yield within
+        within.update(self.counts - before)
 
     def _allocated(self) -> int:
         with torch._C.DisableTorchFunction():
@@ -272,16 +257,16 @@ class FakeCuda(TorchFunctionMode):
     def _launch(
         self, launch: Callable[..., Any], executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """A kernel reads addresses: they must be the device's."""
-        for one in tree_leaves((args, kwargs)):
-            if isinstance(one, Tensor) and not isinstance(one, FakeCudaTensor):
-                raise self._refusal(f"the kernel {executor.fn.__name__} gets a tensor of the host")
+        """Launch a kernel: its tensors must be on the device."""
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and not isinstance(value, FakeCudaTensor):
+                raise self._refusal(f"kernel {executor.fn.__name__} gets a host tensor")
         self.counts["launch"] += 1
 
         def run() -> None:
             with torch._C.DisableTorchFunction(), _disable_current_modes():
                 plain = tree_map(
-                    lambda one: one.as_subclass(Tensor) if isinstance(one, Tensor) else one, (args, kwargs)
+                    lambda x: x.as_subclass(Tensor) if isinstance(x, Tensor) else x, (args, kwargs)
                 )
                 launch(executor, *plain[0], **plain[1])
 
@@ -289,7 +274,7 @@ class FakeCuda(TorchFunctionMode):
             self.capturing.record_call(run)
         run()
 
-    # What is called
+    # Calls
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -303,43 +288,40 @@ class FakeCuda(TorchFunctionMode):
         )
         if special is not None:
             return special(func, args, kwargs)
-        there = self._compute(name, args, kwargs)
-        return self._wrap_result(func(*args, **kwargs), there)
+        on_device = self._compute(name, args, kwargs)
+        return self._wrap_result(func(*args, **kwargs), on_device)
 
     def _compute(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the result is on the device; all that is asked for beside computing is refused, or counted and taken out of
-        `kwargs`."""
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        there = any(map(_is_on_device, tensors))
-        if there:
+        """Whether the result is on the device; refuse or count the rest, and pop `device`."""
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        on_device = any(map(_is_on_device, tensors))
+        if on_device:
             if name in FORBIDDEN:
-                raise self._refusal(f"{name}() of a tensor on the device")
+                raise self._refusal(f"{name}() of a device tensor")
             if name in HOST_READS and not (
                 name == "repeat_interleave" and isinstance((args[1:] or (None,))[0], int)
             ):
                 self._count_host_read(name)
-            if name in NOT_IN_FLOAT8 and any(one.dtype == torch.float8_e4m3fn for one in tensors):
+            if name in NOT_IN_FLOAT8 and any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors):
                 raise self._refusal(f"{name}() of float8")
-            strangers = [
-                one
-                for one in tensors
-                if not _is_on_device(one) and (one.dim() > 0 or name in SAME_DEVICE_OPS)
+            on_host = [
+                tuple(tensor.shape)
+                for tensor in tensors
+                if not _is_on_device(tensor) and (tensor.dim() > 0 or name in SAME_DEVICE_OPS)
             ]
-            if strangers:
-                raise self._refusal(
-                    f"{name}(): tensors of the device and of the host, {[tuple(one.shape) for one in strangers]}"
-                )
+            if on_host:
+                raise self._refusal(f"{name}(): device tensors and host tensors {on_host}")
         device = kwargs.pop("device", None)
-        return there if device is None else torch.device(device).type == "cuda"
+        return on_device if device is None else torch.device(device).type == "cuda"
 
-    def _wrap_result(self, result: Any, there: bool) -> Any:
-        """Tensors of a result are on the device, or in pinned memory that they share."""
-        if not there and not self._pins:
+    def _wrap_result(self, result: Any, on_device: bool) -> Any:
+        """Mark tensors of a result as on the device, or as sharing pinned memory."""
+        if not on_device and not self._pins:
             return result
         if isinstance(result, Tensor):
-            return self._to_device(result) if there else self._share_memory(result)
-        if isinstance(result, tuple | list) and any(isinstance(one, Tensor) for one in result):
-            return type(result)([self._wrap_result(one, there) for one in result])
+            return self._to_device(result) if on_device else self._share_memory(result)
+        if isinstance(result, tuple | list) and any(isinstance(value, Tensor) for value in result):
+            return type(result)([self._wrap_result(value, on_device) for value in result])
         return result
 
     def _to_device(self, result: Tensor) -> Tensor:
@@ -371,20 +353,20 @@ class FakeCuda(TorchFunctionMode):
             self._move(source, target, _is_on_device(target), non_blocking)
         return self._wrap_result(result, _is_on_device(target))
 
-    def _move(self, source: Tensor, target: Tensor, there: bool, non_blocking: bool) -> None:
-        """Count a copy, and let the host see no more of it than it would."""
-        if _is_on_device(source) == there:
+    def _move(self, source: Tensor, target: Tensor, on_device: bool, non_blocking: bool) -> None:
+        """Count a copy, and delay its effect as long as a GPU could."""
+        if _is_on_device(source) == on_device:
             return
-        queued = non_blocking and isinstance(source if there else target, PinnedTensor)
-        if there and queued:
+        queued = non_blocking and isinstance(source if on_device else target, PinnedTensor)
+        if on_device and queued:
             queued = source.is_contiguous() and source.dtype == target.dtype
         self.forbid("a copy between host and device")
         if not queued:
-            self.counts["blocking upload" if there else "look"] += 1
+            self.counts["blocking upload" if on_device else "look"] += 1
             self.finish_copies(self.queued)
             return
-        self.counts["upload" if there else "download"] += 1
-        if there:
+        self.counts["upload" if on_device else "download"] += 1
+        if on_device:
             before = source.clone()
             self._queue(lambda: self._check_unchanged(source, before))
         else:
@@ -393,11 +375,11 @@ class FakeCuda(TorchFunctionMode):
             self._queue(lambda: target.copy_(value))
 
     def _queue(self, finish: Callable[[], Any]) -> None:
-        def plainly() -> None:
+        def run() -> None:
             with torch._C.DisableTorchFunction(), torch.inference_mode():
                 finish()
 
-        self._copies.append(_PendingCopy(plainly))
+        self._copies.append(_PendingCopy(run))
         self.queued += 1
 
     def _check_unchanged(self, source: Tensor, before: Tensor) -> None:
@@ -407,23 +389,23 @@ class FakeCuda(TorchFunctionMode):
     def _do_to(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source, *rest = args
         device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
-        for one in rest:
-            if isinstance(one, Tensor):
-                device, dtype = one.device, one.dtype
-            elif isinstance(one, torch.dtype):
-                dtype = one
-            elif isinstance(one, str | torch.device):
-                device = one
-            elif one is not None:
-                raise AssertionError(f"to({one!r})")
-        there = _is_on_device(source) if device is None else torch.device(device).type == "cuda"
+        for value in rest:
+            if isinstance(value, Tensor):
+                device, dtype = value.device, value.dtype
+            elif isinstance(value, torch.dtype):
+                dtype = value
+            elif isinstance(value, str | torch.device):
+                device = value
+            elif value is not None:
+                raise AssertionError(f"to({value!r})")
+        on_device = _is_on_device(source) if device is None else torch.device(device).type == "cuda"
         non_blocking = kwargs.pop("non_blocking", False)
-        copy = kwargs.pop("copy", False) or there != _is_on_device(source)
+        copy = kwargs.pop("copy", False) or on_device != _is_on_device(source)
         target = source.to(dtype or source.dtype, copy=copy, **kwargs)
-        if there != _is_on_device(source):
+        if on_device != _is_on_device(source):
             target = target.as_subclass(Tensor)
-        self._move(source, target, there, non_blocking)
-        return self._wrap_result(target, there)
+        self._move(source, target, on_device, non_blocking)
+        return self._wrap_result(target, on_device)
 
     def _do_cpu(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._do_to(func, (args[0], "cpu"), kwargs)
@@ -433,7 +415,7 @@ class FakeCuda(TorchFunctionMode):
 
     def _do_pin_memory(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _is_on_device(args[0]):
-            raise self._refusal("pin_memory() of a tensor on the device")
+            raise self._refusal("pin_memory() of a device tensor")
         self.forbid("pinned memory")
         return self._pin(args[0].clone())
 
@@ -443,29 +425,29 @@ class FakeCuda(TorchFunctionMode):
     def _pin(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
         self._pinned.add(tensor.untyped_storage().data_ptr())
-        self._pins.append(tensor)  # so that nobody else gets its address
+        self._pins.append(tensor)  # keeps the address from being reused
         return tensor.as_subclass(PinnedTensor)
 
     def _do_empty(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pinned = kwargs.pop("pin_memory", False)
-        there = self._compute("empty", args, kwargs)
+        on_device = self._compute("empty", args, kwargs)
         result = func(*args, **kwargs)
         _bytes(result).fill_(POISON)
         if pinned:
-            assert not there
+            assert not on_device
             return self._pin(result)
-        return self._wrap_result(result, there)
+        return self._wrap_result(result, on_device)
 
     def _do_tensor(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(map(_is_on_device, tree_leaves(args[0]))):
             self._count_host_read("tensor")
-        there = torch.device(kwargs.pop("device", None) or "cpu").type == "cuda"
-        if there:
+        on_device = torch.device(kwargs.pop("device", None) or "cpu").type == "cuda"
+        if on_device:
             self._blocking_upload("torch.tensor")
-        return self._wrap_result(func(*args, **kwargs), there)
+        return self._wrap_result(func(*args, **kwargs), on_device)
 
     def _blocking_upload(self, name: str) -> None:
-        self.forbid(f"{name} of values of the host")
+        self.forbid(f"{name} of host values")
         self.counts["blocking upload"] += 1
         self.finish_copies(self.queued)
 
@@ -477,43 +459,43 @@ class FakeCuda(TorchFunctionMode):
 
     def _do_setitem(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target, index, value = args
-        self._indexed(target, index, masks_are_looks=isinstance(value, Tensor))
+        self._indexed(target, index, count_masks=isinstance(value, Tensor))
         if isinstance(value, Tensor) and (value.dim() or _is_on_device(value)):
             if not _has_tensor_index(index):
                 self._move(value, target, _is_on_device(target), non_blocking=False)
             elif _is_on_device(value) != _is_on_device(target):
-                raise self._refusal("an index with values of the other side")
+                raise self._refusal("an index with values on the other device")
         return func(*args)
 
-    def _indexed(self, tensor: Tensor, index: Any, masks_are_looks: bool = True) -> None:
-        """What an index costs: values of the host are copied, masks are looked at."""
-        there = _is_on_device(tensor)
-        for one in index if isinstance(index, tuple) else (index,):
-            if isinstance(one, list | range | np.ndarray) and there:
+    def _indexed(self, tensor: Tensor, index: Any, count_masks: bool = True) -> None:
+        """Count the cost of an index: host values are copied, masks are read."""
+        on_device = _is_on_device(tensor)
+        for value in index if isinstance(index, tuple) else (index,):
+            if isinstance(value, list | range | np.ndarray) and on_device:
                 self._blocking_upload("an index")
-            elif isinstance(one, Tensor):
-                if _is_on_device(one) and not there:
-                    raise self._refusal("a tensor of the host is indexed by one of the device")
-                if there and not _is_on_device(one):
+            elif isinstance(value, Tensor):
+                if _is_on_device(value) and not on_device:
+                    raise self._refusal("a host tensor is indexed by a device tensor")
+                if on_device and not _is_on_device(value):
                     self._blocking_upload("an index")
-                if there and (one.dtype in (torch.bool, torch.uint8)) and masks_are_looks:
+                if on_device and (value.dtype in (torch.bool, torch.uint8)) and count_masks:
                     self._count_host_read("a mask")
-                if _is_on_device(one) and one.dim() == 0 and one.dtype != torch.bool:
+                if _is_on_device(value) and value.dim() == 0 and value.dtype != torch.bool:
                     self._count_host_read("an index of no dimension")
 
 
-def _is_on_device(one: Any) -> bool:
-    return isinstance(one, FakeCudaTensor)
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, FakeCudaTensor)
 
 
 def _has_tensor_index(index: Any) -> bool:
-    return any(isinstance(one, Tensor | list) for one in (index if isinstance(index, tuple) else (index,)))
+    return any(
+        isinstance(value, Tensor | list) for value in (index if isinstance(index, tuple) else (index,))
+    )
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Of its memory; what is no whole number may not be equal to itself."""
-    return (
-        tensor.as_subclass(Tensor).contiguous().view(-1).view(torch.uint8)
-        if tensor.numel()
-        else tensor.new_empty(0)
-    )
+    """The bytes of a tensor: floats may differ from themselves."""
+    if not tensor.numel():
+        return tensor.new_empty(0)
+    return tensor.as_subclass(Tensor).contiguous().view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Stand-ins for what costs weights: a byte tokenizer, and an engine client that says what a script tells it."""
+"""Fakes without weights: a byte tokenizer, and an engine client with scripted outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHATML = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
-VOCAB_SIZE = 264  # as of a model whose vocabulary is padded
+VOCAB_SIZE = 264  # padded, as of many models
 
 
 def byte_backend() -> tokenizers.Tokenizer:
@@ -51,7 +51,7 @@ def byte_backend() -> tokenizers.Tokenizer:
 
 
 def byte_tokenizer(chat_template: str | None = CHATML) -> Tokenizer:
-    """A tokenizer whose token of a byte is the byte: encode("a") == [97]."""
+    """A tokenizer whose token ids are bytes: encode("a") == [97]."""
     named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
     return Tokenizer(
         byte_backend(),
@@ -60,39 +60,30 @@ def byte_tokenizer(chat_template: str | None = CHATML) -> Tokenizer:
 
 
 def engine_info(max_model_len: int = 2048, config: Config | None = None) -> EngineInfo:
-    machine = HardwareInfo(device="cpu", cores=1, free_bytes=1 << 30, supports_bfloat16=True)
-    facts = ModelInfo("fake", max_model_len, "float32", 1000, VOCAB_SIZE, 8)
-    resolved = resolve(config or Config(), machine, facts)
+    hardware = HardwareInfo(device="cpu", cores=1, free_bytes=1 << 30, supports_bfloat16=True)
+    model_info = ModelInfo("fake", max_model_len, "float32", 1000, VOCAB_SIZE, 8)
+    resolved = resolve(config or Config(), hardware, model_info)
     return EngineInfo("fake", 1000, VOCAB_SIZE, resolved, "fp_fake", "reference", {"weights": 0.0})
 
 
 @dataclass(frozen=True, slots=True)
 class FakeOutput:
-    """What the fake engine says to one request.
+    """The fake engine's output for one request."""
 
-    text        the answer; the eos token follows it
-    bursts      tokens of one event, repeated as long as needed; all but the last of a burst were guessed
-    drafter     who had guessed them
-    fail_after  tokens after which `error` comes instead of more
-    hang_after  tokens after which nothing comes any more
-    delay_s     before each event
-    logprob     of every token
-    """
-
-    text: str | bytes = "Hello world"
-    bursts: tuple[int, ...] = (1,)
+    text: str | bytes = "Hello world"  # followed by the EOS token
+    bursts: tuple[int, ...] = (1,)  # tokens per event, cycled; all but the last of a burst are drafted
     drafter: str = "suffix"
-    fail_after: int | None = None
+    fail_after: int | None = None  # tokens before `error`
     error: ForewordError = field(default_factory=lambda: ForewordError("the script says so"))
-    hang_after: int | None = None
-    delay_s: float = 0.0
+    hang_after: int | None = None  # tokens before the engine hangs
+    delay_s: float = 0.0  # before each event
     num_cached: int = 0
     eos: int = EOS
-    logprob: float = -0.5
+    logprob: float = -0.5  # of every token
 
 
 class FakeEngineClient:
-    """Implements foreword.engine_client.client.EngineClient; answers end where the engine ends them."""
+    """Implements EngineClient; requests finish by the engine's own rules."""
 
     def __init__(
         self,
@@ -145,7 +136,7 @@ class FakeEngineClient:
         self.alive = False
 
     def kill(self) -> None:
-        """The engine dies: every open stream fails with its next event."""
+        """Simulate a crash: every open stream fails with its next event."""
         self.alive = False
 
     async def _events(self, request: Request) -> AsyncIterator[Event]:
@@ -180,7 +171,7 @@ class FakeEngineClient:
 
 
 def _play(script: FakeOutput, request: Request, max_model_len: int) -> Iterator[Event]:
-    """The events of a script; ends without a finish where the script hangs."""
+    """Events of a script; no finish event if it hangs."""
     if request.pooling is not None:
         if script.hang_after is None:
             yield (
@@ -229,20 +220,20 @@ def _burst(script: FakeOutput, state: RequestState, ids: list[int], size: int) -
 
 
 def vector_of(request: Request) -> bytes:
-    """How often each of the first letters stands in the prompt: texts that share letters are alike."""
+    """Counts of the letters a to h in the prompt: texts that share letters are similar."""
     return array("f", [request.prompt_ids.count(letter) for letter in range(ord("a"), ord("i"))]).tobytes()
 
 
 def logprob_of(token_id: int, count: int | None) -> TokenLogprob:
-    """A distribution for which one can compute the answer by hand: -0.5 for the token, then lower by one each."""
+    """A simple distribution: -0.5 for the token, then one less for each alternative."""
     others = [(token_id + 1 + i) % 256 for i in range(max((count or 0) - 1, 0))]
     top = [(token_id, -0.5), *((other, -1.5 - i) for i, other in enumerate(others))]
     return TokenLogprob(token_id, -0.5, 1, tuple(top[: count or 0]))
 
 
 def _logprob(token_id: int, request: Request, script: FakeOutput) -> TokenLogprob:
-    asked = tuple((other, -float(other)) for other in request.params.logprob_token_ids)
-    return replace(logprob_of(token_id, request.params.logprobs), logprob=script.logprob, asked=asked)
+    requested = tuple((other, -float(other)) for other in request.params.logprob_token_ids)
+    return replace(logprob_of(token_id, request.params.logprobs), logprob=script.logprob, requested=requested)
 
 
 def _prompt_logprobs(request: Request) -> tuple[TokenLogprob | None, ...]:

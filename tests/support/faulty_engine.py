@@ -1,4 +1,4 @@
-"""An engine process with faults, run by tests as the `entry` of a ProcessClient: those that the environment names, as JSON."""
+"""An engine process with injected faults, given as JSON in an environment variable."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from typing import Final
 
 from foreword.engine.engine import Engine
-from foreword.engine_client import worker as process
+from foreword.engine_client import worker
 from tests.support.fault_injection import Fault, FaultInjector
 
 __all__ = ["FAULTS_VARIABLE", "main"]
@@ -16,7 +16,7 @@ FAULTS_VARIABLE: Final = "FOREWORD_TEST_FAULTS"
 
 
 def main(fd: int) -> int:
-    return process.main(fd, _install_faults)
+    return worker.main(fd, _install_faults)
 
 
 def _install_faults(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Drives a model without an engine."""
+"""Runs a model without an engine."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from foreword.core.batch import Chunk, build_batch
 from foreword.core.images import MRopePositions, PromptImage
+from foreword.executor.graph_runner import with_graphs
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kv_cache.storage import KVStorage
@@ -18,7 +19,7 @@ __all__ = ["ForwardHelper"]
 
 
 class ForwardHelper:
-    """One request at a time, in blocks that are not in order."""
+    """Runs one request at a time, in shuffled KV blocks."""
 
     def __init__(
         self,
@@ -41,12 +42,12 @@ class ForwardHelper:
         self.block_size = block_size
         num_blocks = -(-max_len // block_size)
         self.kv = KVStorage(num_blocks, block_size, self.model.kv_layer_shapes, kv_dtype or dtype)
-        self.compiled = self.model.compile_logits(self.kv)
+        self.compiled = with_graphs(self.model.ops, self.model.compile_logits(self.kv))
         self.features: dict[bytes, Tensor] = {}
         self.blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).add(1).tolist()
 
     def logits(self, token_ids: Sequence[int], start: int = 0, images: Sequence[PromptImage] = ()) -> Tensor:
-        """float32 [len(token_ids), V]; the positions before `start` are in the cache; `pictures` are all of the request."""
+        """float32 [len(token_ids), V]; positions before `start` are cached; `images` of the request."""
         end = start + len(token_ids)
         features = self._features(images, start, end)
         chunk = Chunk(token_ids, start, self.blocks, len(token_ids), MRopePositions(images), features)
@@ -62,26 +63,24 @@ class ForwardHelper:
         return output
 
     def encode(self, image: PromptImage) -> Tensor:
-        """Its features [num_tokens, width]."""
+        """Features [num_tokens, feature_size]."""
         assert self.model.vision_encoder is not None
         work = self.model.vision_encoder.encode(image)
         with torch.inference_mode():
             while True:
                 try:
-                    assert next(work) > 0, "a piece that costs nothing"
+                    assert next(work) > 0, "a piece without cost"
                 except StopIteration as done:
                     return done.value
 
     def _features(self, images: Sequence[PromptImage], start: int, end: int) -> list[tuple[int, Tensor]]:
-        """Of the pictures' tokens from `start` to `end`: (row within, features)."""
-        seen = [one for one in images if one.start < end and one.end > start]
-        return [
-            (max(one.start - start, 0), self._encode_cached(one)[max(start - one.start, 0) : end - one.start])
-            for one in seen
-        ]
-
-    def _encode_cached(self, image: PromptImage) -> Tensor:
-        """Its features, computed once."""
-        if image.digest not in self.features:
-            self.features[image.digest] = self.encode(image)
-        return self.features[image.digest]
+        """(row in the chunk, features) of images with tokens in [start, end)."""
+        result = []
+        for image in images:
+            if image.start >= end or image.end <= start:
+                continue
+            if image.digest not in self.features:
+                self.features[image.digest] = self.encode(image)
+            features = self.features[image.digest][max(start - image.start, 0) : end - image.start]
+            result.append((max(image.start - start, 0), features))
+        return result

@@ -1,7 +1,4 @@
-"""Writes GGUF files for tests: checkpoints and tokenizers as llama.cpp's converter would, and raw bytes by hand.
-
-The `gguf` package writes what is well formed; `Raw` writes anything.
-"""
+"""Writes GGUF files for tests: valid ones like llama.cpp's converter, and arbitrary bytes with RawGGUF."""
 
 from __future__ import annotations
 
@@ -38,10 +35,10 @@ def write_gguf(
     more: Write | None = None,
     **metadata: Any,
 ) -> Path:
-    """A checkpoint of tests/support/checkpoints.py as one file; its matrices become `kind`, or what it says of their names.
+    """Convert a checkpoint of tests/support/checkpoints.py; `tensor_type` may depend on the name.
 
     more      writes further keys and tensors
-    metadata  keys of the architecture by name, dots as two underscores; None leaves one out
+    metadata  keys of the architecture, dots as two underscores; None removes one
     """
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
@@ -56,13 +53,11 @@ def write_gguf(
         writer, backend, "gpt-2", bos="<bos>", eos="<eos>", add_bos=False, template=template, size=size
     )
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
-        called = gguf_name(name, architecture)
-        _add_tensor(
-            writer,
-            called,
-            to_gguf_layout(name, tensor, config),
-            tensor_type(called) if callable(tensor_type) else tensor_type,
-        )
+        file_name = gguf_name(name, architecture)
+        values = to_gguf_layout(name, tensor, config)
+        named_type = tensor_type(file_name) if callable(tensor_type) else tensor_type
+        stored_type = named_type if values.ndim == 2 else Kind.F32  # vectors stay float32
+        writer.add_tensor(file_name, quantize(values, stored_type), raw_dtype=stored_type)
     if more is not None:
         more(writer)
     finish(writer)
@@ -114,28 +109,20 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def to_gguf_layout(name: str, tensor: Tensor, config: dict[str, Any]) -> Array:
-    """As the converter changes some tensors: rows of q and k stand in another order, Gemma's norms have 1 added."""
+    """Changes by the converter: permuted rows of q and k, and Gemma's norms plus 1."""
     value = tensor.to(torch.float32)
     family = config["model_type"]
     if family.startswith("gemma") and name.endswith("norm.weight"):
         value = value + 1
     if family in ("llama", "mistral") and (".q_proj." in name or ".k_proj." in name):
-        heads = (
-            config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
-            or config["num_attention_heads"]
-        )
+        key = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
+        heads = config[key] or config["num_attention_heads"]
         value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
     return value.numpy()
 
 
-def _add_tensor(writer: gguf.GGUFWriter, name: str, value: Array, tensor_type: Kind) -> None:
-    """Vectors stay float32."""
-    wanted = tensor_type if value.ndim == 2 else Kind.F32
-    writer.add_tensor(name, quantize(value, wanted), raw_dtype=wanted)
-
-
 def quantize(value: Array, tensor_type: Kind) -> Array:
-    """[N, K] in the blocks of `kind`, as bytes [N, bytes of a row] (floats as such)."""
+    """[N, K] -> blocks of `tensor_type`, bytes [N, bytes of a row]; floats stay floats."""
     if tensor_type in K_QUANTS:
         return K_QUANTS[tensor_type](value).reshape(value.shape[0], -1)
     return gguf.quantize(np.ascontiguousarray(value), tensor_type)
@@ -152,7 +139,7 @@ def write_byte_level(
     template: str | None = None,
     size: int | None = None,
 ) -> None:
-    """A byte-level BPE as the converter writes it; ids without a token are unused ones."""
+    """A byte-level BPE as the converter writes it; ids without a token become unused tokens."""
     model = json.loads(backend.to_str())["model"]
     tokens = {index: token for token, index in backend.get_vocab(with_added_tokens=True).items()}
     added = backend.get_added_tokens_decoder()
@@ -220,7 +207,7 @@ def _write_specials(
 
 
 class RawGGUF:
-    """A GGUF file's bytes, put together by hand. `text` and `pair` and `tensor` give their pieces."""
+    """Bytes of a GGUF file. `text`, `pair` and `tensor` make its parts."""
 
     def __init__(self, pairs: list[bytes], tensors: list[bytes], data: bytes = b"") -> None:
         self.pairs, self.tensors, self.data = pairs, tensors, data
@@ -249,12 +236,12 @@ class RawGGUF:
 
     @classmethod
     def tensor(cls, name: str, dims: tuple[int, ...], tensor_type: int = 0, offset: int = 0) -> bytes:
-        """dims as in the file: those of a row first"""
+        """dims as in the file: innermost first"""
         return cls.text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, tensor_type, offset)
 
     @classmethod
     def sample(cls, metadata: Mapping[str, str] | None = None) -> RawGGUF:
-        """A sound file with two texts, a list of each kind and two tensors."""
+        """A valid file with two strings, a list of each kind and two tensors."""
         pairs = [
             cls.pair(key, 8, cls.text(value))
             for key, value in (metadata or {"general.architecture": "llama", "b": "ü"}).items()

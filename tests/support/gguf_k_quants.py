@@ -1,4 +1,4 @@
-"""Writes the K-quants that the `gguf` package can only read: simple rounding, for tests."""
+"""Quantizes to K-quants, which the `gguf` package can only read, with simple rounding."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SUPER_BLOCK = 256  # values of a block
 
 
 def _ratio(a: Array, b: Array) -> Array:
-    """0 where b is."""
+    """a / b, or 0 where b is 0."""
     return np.divide(a, b, out=np.zeros(np.broadcast(a, b).shape, np.float32), where=b != 0)
 
 
 def _half(values: Array) -> tuple[Array, Array]:
-    """As bytes, and as the float32 that they stand for."""
+    """float16 as bytes, and their values as float32."""
     halves = values.astype(np.float16)
     return halves.view(np.uint8), halves.astype(np.float32)
 

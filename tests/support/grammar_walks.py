@@ -1,4 +1,4 @@
-"""Outputs that a grammar permits, drawn at random, token by token."""
+"""Grammars over the demo model's vocabulary, and random walks through them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from foreword.demo import MODEL
 from foreword.grammar.manager import GrammarManager
 from foreword.tokenizer.tokenizer import Tokenizer
 
-PADDING = 13  # ids of the model that no token has
+CLOSING = ('"', "}", "]", '"}', '"]', "</f>")
+PADDING = 13  # columns of the logits beyond the vocabulary
 
 
 @cache
 def tokenizer() -> Tokenizer:
     return Tokenizer.from_directory(MODEL)
+
+
+EOS = tokenizer().eos_token_ids[0]
 
 
 def vocab_size() -> int:
@@ -58,6 +62,12 @@ def encode(text: str) -> tuple[int, ...]:
     return tuple(tokenizer().encode(text, add_special_tokens=False))
 
 
+def is_legal(grammars: GrammarManager, structured: StructuredOutput, text: str) -> bool:
+    """Whether the grammar accepts the text as a complete output."""
+    draft = (*encode(text), EOS)
+    return begin_request(grammars, structured).num_legal(draft) == len(draft)
+
+
 def legal_ids(mask: Tensor | None) -> list[int]:
     assert mask is not None
     bits = (mask[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
@@ -67,30 +77,24 @@ def legal_ids(mask: Tensor | None) -> list[int]:
 def random_walk(
     grammar: RequestGrammar, draw: random.Random, max_tokens: int = 300, end_soon: float = 0.5
 ) -> list[int]:
-    """Tokens up to and with the one that ends the answer; fewer than all if max_tokens are drawn.
+    """A random output up to and including EOS, or its first max_tokens tokens.
 
-    Mostly short tokens are drawn: the longer an answer, the sooner it takes what brings it to its end.
+    The longer the output, the more likely the walk picks tokens that close a bracket or a string.
     """
     output: list[int] = []
     eos = set(tokenizer().eos_token_ids)
     while len(output) < max_tokens:
         legal = legal_ids(grammar.mask(()))
-        assert legal, f"stuck behind {tokenizer().decode(output)!r}: {grammar.error}"
+        assert legal, f"no legal token after {tokenizer().decode(output)!r}: {grammar.error}"
         ends = [token_id for token_id in legal if token_id in eos]
         if ends and draw.random() < end_soon:
             token_id = draw.choice(ends)
         else:
-            token_id = (
-                _closing(legal, draw) if draw.random() < len(output) / max_tokens else draw.choice(legal)
-            )
+            should_close = draw.random() < len(output) / max_tokens
+            closing = [i for i in legal if tokenizer().token_text(i) in CLOSING] if should_close else []
+            token_id = draw.choice(closing or legal)
         output.append(token_id)
         grammar.accept([token_id])
         if token_id in eos:
             break
     return output
-
-
-def _closing(legal: list[int], draw: random.Random) -> int:
-    """A token that closes something, if there is one."""
-    closing = [i for i in legal if tokenizer().token_text(i) in ('"', "}", "]", '"}', '"]', "</f>")]
-    return draw.choice(closing or legal)

@@ -1,8 +1,6 @@
-"""A recordable backend that needs no GPU, and graphs that are captured and launched again without one.
+"""CUDA graphs without a GPU: a backend that never reads values on the host, and captures as tapes.
 
-`Recordable` is the reference, but that nothing in it looks at values on the host. `Tape` notes every operation of torch that
-is dispatched, and refuses those that a CUDA graph could not hold: so whatever is replayed depends on tensors at fixed addresses
-alone, as on a GPU.
+A tape of torch operations refuses those that a CUDA graph cannot hold: a replay reads only fixed addresses.
 """
 
 from __future__ import annotations
@@ -19,9 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from foreword.core.batch import Batch, KVLayer
 from foreword.executor.cuda_graphs import CudaGraphPool
-from foreword.executor.graph_runner import GraphRunner
+from foreword.executor.graph_runner import GraphRunner, with_graphs
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference.backend import ReferenceOps
+from foreword.kernels.reference.decode_ops import DecodeOps
 from foreword.kernels.reference.sampling import gumbel
 from foreword.kv_cache.storage import KVStorage
 from foreword.models.base import Precision
@@ -39,19 +38,18 @@ HOST_READS = (
 
 
 class GraphCapturableOps(ReferenceOps):
-    """Every row attends alone to CONTEXT positions, of which it sees some: one shape, whatever the batch."""
+    """The reference with attention of one shape: each row over CONTEXT_LEN masked positions."""
 
-    name = "recordable"
+    name = "graph-capturable"
     supports_graphs = True
 
     def __init__(self) -> None:
         super().__init__(row_tile=1)
-
-    def compile(self, forward: Callable[[Batch], Tensor]) -> GraphRunner:
-        return GraphRunner(self, forward)
+        self.eager = False
+        self.decode_ops = DecodeOps()
 
     def build_attention_metadata(self, batch: Batch, window: int | None = None) -> int | None:  # type: ignore[override]
-        """The window: all else is in the batch."""
+        """Only the window: the rest is in the batch."""
         assert batch.request_index is not None
         return window
 
@@ -74,9 +72,9 @@ class GraphCapturableOps(ReferenceOps):
             + at % batch.block_size
         )
         position = batch.positions[:, None]
-        seen = (at <= position) & (at > position - (window or CONTEXT_LEN))
+        mask = (at <= position) & (at > position - (window or CONTEXT_LEN))
         owned = batch.request_index < len(tables) - 1
-        rows = [_attend(q[t], cache, slots[t], seen[t], scale) for t in range(len(q))]
+        rows = [_attend(q[t], cache, slots[t], mask[t], scale) for t in range(len(q))]
         return torch.where(owned[:, None, None], torch.stack(rows), 0.0).to(q.dtype)
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
@@ -85,21 +83,21 @@ class GraphCapturableOps(ReferenceOps):
         return torch.where(logits.amax(dim=1).isfinite(), best, -1)
 
 
-def _attend(q: Tensor, cache: KVLayer, slots: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """q [Hq, D], slots and seen [CONTEXT] -> [Hq, D]"""
+def _attend(q: Tensor, cache: KVLayer, slots: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """q [Hq, D], slots and mask [CONTEXT_LEN] -> [Hq, D]"""
     group = q.shape[0] // cache.k.shape[1]
     keys, values = (part.index_select(0, slots).float() for part in (cache.k, cache.v))
     keys, values = (
-        torch.where(seen[:, None, None], part, 0.0).repeat_interleave(group, 1).transpose(0, 1)
+        torch.where(mask[:, None, None], part, 0.0).repeat_interleave(group, 1).transpose(0, 1)
         for part in (keys, values)
     )
-    scores = torch.where(seen, (keys @ q.float()[:, :, None])[..., 0] * scale, -torch.inf)
+    scores = torch.where(mask, (keys @ q.float()[:, :, None])[..., 0] * scale, -torch.inf)
     return (torch.softmax(scores, -1)[:, None] @ values)[:, 0]
 
 
 @dataclass(frozen=True, slots=True)
 class _RecordedCall:
-    """func(*args, **kwargs) whose results lie in `outs`, but for those that are views of what it got."""
+    """A call func(*args, **kwargs); `outs` are its results, without views of its arguments."""
 
     func: Any
     args: tuple[Any, ...]
@@ -108,7 +106,7 @@ class _RecordedCall:
 
 
 class OpTape(TorchDispatchMode):
-    """What was dispatched, to be done again with the same tensors in the same memory."""
+    """Records dispatched operations, to replay them on the same tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,53 +115,53 @@ class OpTape(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        assert func not in HOST_READS, f"{func} cannot be part of a graph"
+        assert func not in HOST_READS, f"a CUDA graph cannot hold {func}"
         result = func(*args, **(kwargs or {}))
-        given = {
-            one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)
-        }
-        outs = tuple(one for one in tree_leaves(result) if isinstance(one, Tensor))
-        new = outs if not any(one.untyped_storage().data_ptr() in given for one in outs) else ()
-        self.calls.append(_RecordedCall(func, args, kwargs or {}, new))
+        inputs = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        outs = _tensors(result)
+        is_view = any(tensor.untyped_storage().data_ptr() in inputs for tensor in outs)
+        self.calls.append(_RecordedCall(func, args, kwargs or {}, () if is_view else outs))
         return result
 
     def record_call(self, run: Callable[[], None]) -> None:
-        """What does its work beside torch: done again as it is."""
+        """Record a call that bypasses torch."""
         self.calls.append(_RecordedCall(run, (), {}, ()))
 
     def replay(self) -> None:
-        """Memory of results may have held anything meanwhile."""
+        """Overwrite all results first: their memory may have been reused."""
         for call in self.calls:
             for out in call.outs:
                 out.fill_(True if out.dtype == torch.bool else -77)
         for call in self.calls:
-            found = [
-                one for one in tree_leaves(call.func(*call.args, **call.kwargs)) if isinstance(one, Tensor)
-            ]
-            for out, again in zip(call.outs, found, strict=False):
-                out.copy_(again)
+            results = _tensors(call.func(*call.args, **call.kwargs))
+            for out, result in zip(call.outs, results, strict=False):
+                out.copy_(result)
+
+
+def _tensors(tree: Any) -> tuple[Tensor, ...]:
+    return tuple(leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 class TapedGraphPool(CudaGraphPool):
-    """Warms up, captures and replays as on a GPU."""
+    """Warms up, captures and replays as a CudaGraphPool on a GPU."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
         run()
         with OpTape() as tape:
             run()
-        self.count += 1
+        self.num_graphs += 1
         return tape.replay
 
 
 class GraphTestBed:
-    """A checkpoint on a recordable backend, its KV and its forward pass, which is captured once reserve() was called."""
+    """A model on a graph-capturable backend with its KV cache; passes are captured after reserve()."""
 
     def __init__(self, path: Path, ops: Ops | None = None) -> None:
         self.ops = GraphCapturableOps() if ops is None else ops
         self.model = load_model(path, self.ops, Precision.from_dtypes("float32"), "cpu", CONTEXT_LEN)
         self.kv = KVStorage(6 * MAX_BLOCKS, BLOCK_SIZE, self.model.kv_layer_shapes, "float32")
-        forward = self.model.compile_logits(self.kv)
+        forward = with_graphs(self.ops, self.model.compile_logits(self.kv))
         assert isinstance(forward, GraphRunner)
         self.forward = forward
 
@@ -171,12 +169,12 @@ class GraphTestBed:
         self.forward.reserve(rows, MAX_BLOCKS, self.model.uses_mrope, "cpu", BLOCK_SIZE)
 
     def clear_cache(self) -> None:
-        """Nothing is in the cache; a value that nobody wrote is no number."""
+        """Fill the KV cache with NaN, so reads of unwritten values show."""
         for part in self._parts():
             part.fill_(torch.nan)
 
     def copy_cache(self) -> list[Tensor]:
-        """K and V of all layers but for the scratch block, a copy."""
+        """K and V of all layers without the null block."""
         return [part[BLOCK_SIZE:].clone() for part in self._parts()]
 
     def _parts(self) -> Sequence[Tensor]:

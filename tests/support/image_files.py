@@ -1,4 +1,4 @@
-"""Picture files as they come from outside, sound and unsound, made by Pillow or by hand."""
+"""Image files, made by Pillow or by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PNG_HEAD = b"\x89PNG\r\n\x1a\n"
 
 
 def random_drawing(height: int, width: int, seed: int = 0, bands: int = 3) -> Image.Image:
-    """Coloured cells with some noise: neither flat nor noise alone."""
+    """Coloured cells with some noise."""
     rng = np.random.default_rng(seed)
     shape = (height, width, bands)
     cells = rng.integers(0, 256, (-(-height // CELL), -(-width // CELL), bands))
@@ -27,7 +27,6 @@ def random_drawing(height: int, width: int, seed: int = 0, bands: int = 3) -> Im
 
 
 def encode_image(image: Image.Image, image_format: str = "PNG", **options: Any) -> bytes:
-    """As Pillow writes it."""
     file = io.BytesIO()
     image.save(file, image_format, **options)
     return file.getvalue()
@@ -38,13 +37,13 @@ def png_chunk(chunk_type: bytes, data: bytes) -> bytes:
 
 
 def png(width: int, height: int, data: bytes, *extra: bytes, depth: int = 8, colour: int = 2) -> bytes:
-    """A PNG file with this compressed `data`, and extra chunks in front of it."""
+    """A PNG file with this compressed `data`, after the extra chunks."""
     head = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
     return PNG_HEAD + head + b"".join(extra) + png_chunk(b"IDAT", data) + png_chunk(b"IEND", b"")
 
 
 def black_png(width: int, height: int) -> bytes:
-    """Black, a bit a pixel: a few kB that become very many pixels."""
+    """A black image of 1 bit per pixel: a small file with many pixels."""
     row = b"\0" * (1 + -(-width // 8))
     packer = zlib.compressobj(9)
     data = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()

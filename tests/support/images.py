@@ -1,4 +1,4 @@
-"""Pictures for tests: files as Pillow writes them, URLs of them, and a processor that makes little of them."""
+"""Images for tests: PNG files, data URLs, and an image processor with few tokens."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ PLACEHOLDER, PLACEHOLDER_TEXT = 260, "<image>"
 SIDE, TOKENS = 28, 4
 PARTS_TEMPLATE = CHATML.replace(
     "message['content'] }}",
-    "'' }}{%- for part in message['content'] -%}{{ '<image>' if part['type'] == 'image' else part['text'] }}{%- endfor -%}",
+    "'' }}{%- for part in message['content'] -%}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{%- endfor -%}",
 )
 
 
 def png(colour: str = "red", size: tuple[int, int] = (40, 30), **options: Any) -> bytes:
-    """A file of one colour; `size` is (width, height)."""
+    """A PNG file of one colour; `size` is (width, height)."""
     file = io.BytesIO()
     Image.new("RGB", size, colour).save(file, "PNG", **options)
     return file.getvalue()
@@ -46,12 +47,12 @@ def data_url(data: bytes | None = None) -> str:
 
 
 def image_part(data: bytes | None = None) -> dict[str, Any]:
-    """A part of a message, as OpenAI has it."""
+    """An image part of a message in OpenAI's format."""
     return {"type": "image_url", "image_url": {"url": data_url(data)}}
 
 
 def image_tokenizer() -> Tokenizer:
-    """That of tests/support/fakes.py with a token for pictures, and a template that walks through parts."""
+    """The byte tokenizer with an image placeholder, and a template for message parts."""
     backend = byte_backend()
     backend.add_special_tokens([PLACEHOLDER_TEXT])
     named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
@@ -61,5 +62,5 @@ def image_tokenizer() -> Tokenizer:
 
 
 def image_processor() -> LlavaProcessor:
-    """Four tokens for each picture, 28 x 28 pixels."""
+    """Four tokens per image of 28 x 28 pixels."""
     return LlavaProcessor(PLACEHOLDER, PLACEHOLDER_TEXT, TOKENS, SIDE, None, SIDE, True, Resampling.BICUBIC)

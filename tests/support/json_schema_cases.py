@@ -1,4 +1,4 @@
-"""JSON schemas of many kinds, made from a seed: what people write, and what they would not."""
+"""Random JSON schemas of many kinds, common and unusual, deterministic by seed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def schema_prompt(schema: Schema) -> str:
 
 
 def make_schema(number: int) -> Schema:
-    """Schema `number`: the same each time; an object at its top, definitions where it refers to them."""
+    """Schema `number`, deterministic: an object at the top level, with definitions if it has references."""
     random = Random(number)
     schema = _object(random, 0)
     definitions = {f"d{i}": _any_schema(random, MAX_DEPTH - 1, references=False) for i in range(3)}
@@ -119,7 +119,7 @@ def _union(random: Random, depth: int) -> Schema:
 
 
 def _discriminated_union(random: Random, depth: int) -> Schema:
-    """Objects that are told apart by a constant."""
+    """Objects with a constant as discriminator."""
     return {
         "oneOf": [
             {
@@ -134,7 +134,7 @@ def _discriminated_union(random: Random, depth: int) -> Schema:
 
 
 def _all_of(random: Random, depth: int) -> Schema:
-    """Two schemas of different properties at once."""
+    """allOf of two schemas with different properties."""
     first, second = random.sample(NAMES, 2)
     return {
         "allOf": [

@@ -1,4 +1,4 @@
-"""Rows of logits for tests: ordinary, coarse (many ties), masked, and such that no token can be sampled."""
+"""Rows of logits for tests: ordinary, coarse (many ties), masked and non-finite."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ NON_FINITE_KINDS = ("masked", "nan", "-nan", "inf")
 def make_row(row_kind: str, width: int, seed: int) -> Tensor:
     """float32 [width]"""
     generator = torch.Generator().manual_seed(seed)
-    row = torch.randn(width, generator=generator) * {"flat": 0.01, "steep": 30.0, "huge": 1e30}.get(
-        row_kind, 3.0
-    )
+    scale = {"flat": 0.01, "steep": 30.0, "huge": 1e30}.get(row_kind, 3.0)
+    row = torch.randn(width, generator=generator) * scale
     place = int(torch.randint(width, (), generator=generator))
     if row_kind == "ties":
         row.round_()
     elif row_kind == "equal":
         row.fill_(1.5)
     elif row_kind == "tied scores":
-        row = row.round() * 1e10  # too coarse for noise to tell apart
+        row = row.round() * 1e10  # too coarse for noise to break ties
     elif row_kind == "few":
         row[torch.rand(width, generator=generator) < 0.9] = -torch.inf
         row[place] = 1.0
@@ -43,10 +42,7 @@ def random_rows(
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN equals NaN here, and 0.0 does not equal -0.0."""
+    """Bit equality; all NaN are equal, 0.0 differs from -0.0."""
     if a.dtype == torch.float32:
-        a, b = (
-            torch.where(a.isnan(), 1e38, a).view(torch.int32),
-            torch.where(b.isnan(), 1e38, b).view(torch.int32),
-        )
+        a, b = (torch.where(x.isnan(), 1e38, x).view(torch.int32) for x in (a, b))
     return torch.equal(a, b)

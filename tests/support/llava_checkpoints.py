@@ -1,4 +1,4 @@
-"""What tests/support/vision_checkpoints.py needs to know of LLaVA and LLaVA-NeXT."""
+"""Configs, tensor shapes and image geometry of tiny LLaVA and LLaVA-NeXT checkpoints."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from foreword.core.images import compute_tiling
+from tests.support.checkpoints import IMAGE_CHAT_TEMPLATE, Shapes, linear_shapes, norm_shapes
 
 __all__ = [
     "CLIP",
@@ -20,21 +21,14 @@ __all__ = [
     "clip_preprocessor",
     "llava_image_geometry",
     "llava_next_image_geometry",
-    "llava_next_shapes",
     "llava_processor",
     "llava_shapes",
     "siglip_preprocessor",
 ]
 
 IMAGE_TOKEN = "<image>"
-IMAGE_TOKEN_ID = 270  # behind the bytes, the special tokens and the merges
-LLAVA_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>\n{% else %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+IMAGE_TOKEN_ID = 270  # after the bytes, special tokens and merges
+LLAVA_TEMPLATE = IMAGE_CHAT_TEMPLATE.replace("IMAGE", "<image>\n")
 LLAVA_PREFIXES = {
     "language_model.model.": "model.language_model.",
     "language_model.lm_head.": "lm_head.",
@@ -84,90 +78,63 @@ NORMALIZATION: dict[str, Any] = {
     "resample": 3,
     "rescale_factor": 0.00392156862745098,
 }
-Shapes = dict[str, tuple[int, ...]]
 ImageGeometry = tuple[tuple[int, int, int, int], tuple[int, int, int], int]
 
 
-def clip_shapes(config: dict[str, Any]) -> Shapes:
-    """A CLIP tower, with what nobody needs: the layers above the feature layer and the last norm."""
-    vision = config["vision_config"]
-    hidden, side = vision["hidden_size"], vision["image_size"] // vision["patch_size"]
-    prefix = "vision_tower.vision_model."
+def _vit_shapes(vision: dict[str, Any]) -> Shapes:
+    """A CLIP or SigLIP encoder, including the tensors that are not loaded: upper layers, last norm, head."""
+    hidden, patch = vision["hidden_size"], vision["patch_size"]
+    num_patches = (vision["image_size"] // patch) ** 2
+    is_clip = vision["model_type"] == "clip_vision_model"
+    result: Shapes = {"embeddings.class_embedding": (hidden,)} if is_clip else {}
+    result["embeddings.patch_embedding.weight"] = (hidden, 3, patch, patch)
+    if not is_clip:
+        result["embeddings.patch_embedding.bias"] = (hidden,)
+    result["embeddings.position_embedding.weight"] = (num_patches + is_clip, hidden)
+    if is_clip:
+        result |= norm_shapes("pre_layrnorm", hidden)
+    result |= {**_encoder(vision), **norm_shapes("post_layernorm", hidden)}
+    return {**result, **(_siglip_head(vision) if vision.get("vision_use_head") else {})}
+
+
+def _siglip_head(vision: dict[str, Any]) -> Shapes:
+    hidden, size = vision["hidden_size"], vision["intermediate_size"]
     return {
-        f"{prefix}embeddings.class_embedding": (hidden,),
-        f"{prefix}embeddings.patch_embedding.weight": (hidden, 3, vision["patch_size"], vision["patch_size"]),
-        f"{prefix}embeddings.position_embedding.weight": (side * side + 1, hidden),
-        **_norm(f"{prefix}pre_layrnorm", hidden),
-        **_encoder(prefix, vision),
-        **_norm(f"{prefix}post_layernorm", hidden),
+        "head.probe": (1, 1, hidden),
+        "head.attention.in_proj_weight": (3 * hidden, hidden),
+        "head.attention.in_proj_bias": (3 * hidden,),
+        **linear_shapes("head.attention.out_proj", hidden, hidden),
+        **norm_shapes("head.layernorm", hidden),
+        **linear_shapes("head.mlp.fc1", size, hidden),
+        **linear_shapes("head.mlp.fc2", hidden, size),
     }
 
 
-def siglip_shapes(config: dict[str, Any]) -> Shapes:
-    """A SigLIP tower, with its head if the config says that it has one."""
-    vision = config["vision_config"]
-    hidden, side = vision["hidden_size"], vision["image_size"] // vision["patch_size"]
-    prefix = "vision_tower.vision_model."
-    return {
-        f"{prefix}embeddings.patch_embedding.weight": (hidden, 3, vision["patch_size"], vision["patch_size"]),
-        f"{prefix}embeddings.patch_embedding.bias": (hidden,),
-        f"{prefix}embeddings.position_embedding.weight": (side * side, hidden),
-        **_encoder(prefix, vision),
-        **_norm(f"{prefix}post_layernorm", hidden),
-        **(_siglip_head(prefix + "head.", vision) if vision["vision_use_head"] else {}),
-    }
-
-
-def _siglip_head(prefix: str, vision: dict[str, Any]) -> Shapes:
-    hidden = vision["hidden_size"]
-    return {
-        f"{prefix}probe": (1, 1, hidden),
-        f"{prefix}attention.in_proj_weight": (3 * hidden, hidden),
-        f"{prefix}attention.in_proj_bias": (3 * hidden,),
-        **_linear(f"{prefix}attention.out_proj", hidden, hidden),
-        **_norm(f"{prefix}layernorm", hidden),
-        **_linear(f"{prefix}mlp.fc1", vision["intermediate_size"], hidden),
-        **_linear(f"{prefix}mlp.fc2", hidden, vision["intermediate_size"]),
-    }
-
-
-def _encoder(prefix: str, vision: dict[str, Any]) -> Shapes:
+def _encoder(vision: dict[str, Any]) -> Shapes:
     hidden, size = vision["hidden_size"], vision["intermediate_size"]
     result: Shapes = {}
     for index in range(vision["num_hidden_layers"]):
-        layer = f"{prefix}encoder.layers.{index}."
+        layer = f"encoder.layers.{index}."
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            result |= _linear(f"{layer}self_attn.{name}", hidden, hidden)
-        result |= {**_linear(f"{layer}mlp.fc1", size, hidden), **_linear(f"{layer}mlp.fc2", hidden, size)}
-        result |= {**_norm(f"{layer}layer_norm1", hidden), **_norm(f"{layer}layer_norm2", hidden)}
+            result |= linear_shapes(f"{layer}self_attn.{name}", hidden, hidden)
+        result |= linear_shapes(f"{layer}mlp.fc1", size, hidden)
+        result |= linear_shapes(f"{layer}mlp.fc2", hidden, size)
+        result |= norm_shapes(f"{layer}layer_norm1", hidden) | norm_shapes(f"{layer}layer_norm2", hidden)
     return result
 
 
 def llava_shapes(config: dict[str, Any]) -> Shapes:
-    """The tower and the projector."""
+    """Vision encoder, projector, and the newline of LLaVA-NeXT."""
     vision, text = config["vision_config"], config["text_config"]["hidden_size"]
-    tower = clip_shapes if vision["model_type"] == "clip_vision_model" else siglip_shapes
     layers = config["vision_feature_layer"]
     inputs = vision["hidden_size"] * (len(layers) if isinstance(layers, list) else 1)
     bias = config.get("multimodal_projector_bias", True)
     return {
-        **tower(config),
-        **_linear("multi_modal_projector.linear_1", text, inputs, bias),
-        **_linear("multi_modal_projector.linear_2", text, text, bias),
+        **{f"vision_tower.vision_model.{name}": shape for name, shape in _vit_shapes(vision).items()},
+        **linear_shapes("multi_modal_projector.linear_1", text, inputs, bias),
+        **linear_shapes("multi_modal_projector.linear_2", text, text, bias),
+        **({"image_newline": (text,)} if config["model_type"] == "llava_next" else {}),
     }
-
-
-def llava_next_shapes(config: dict[str, Any]) -> Shapes:
-    """The tower, the projector, and what ends a row of tiles."""
-    return {**llava_shapes(config), "image_newline": (config["text_config"]["hidden_size"],)}
-
-
-def _linear(name: str, outputs: int, inputs: int, bias: bool = True) -> Shapes:
-    return {f"{name}.weight": (outputs, inputs), **({f"{name}.bias": (outputs,)} if bias else {})}
-
-
-def _norm(name: str, size: int) -> Shapes:
-    return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
 
 
 def clip_preprocessor(config: dict[str, Any]) -> dict[str, Any]:
@@ -200,9 +167,7 @@ def anyres_preprocessor(config: dict[str, Any]) -> dict[str, Any]:
 def llava_processor(config: dict[str, Any]) -> dict[str, Any]:
     vision = config["vision_config"]
     return {
-        "processor_class": {"llava": "LlavaProcessor", "llava_next": "LlavaNextProcessor"}[
-            config["model_type"]
-        ],
+        "processor_class": "LlavaProcessor" if config["model_type"] == "llava" else "LlavaNextProcessor",
         "image_token": IMAGE_TOKEN,
         "patch_size": vision["patch_size"],
         "num_additional_image_tokens": 1 if vision["model_type"] == "clip_vision_model" else 0,
@@ -224,8 +189,7 @@ def llava_image_geometry(config: dict[str, Any], height: int, width: int) -> Ima
 def llava_next_image_geometry(config: dict[str, Any], height: int, width: int) -> ImageGeometry:
     vision = config["vision_config"]
     size, side = vision["image_size"], vision["image_size"] // vision["patch_size"]
-    tiles = compute_tiling(
-        (height, width), [(one[0], one[1]) for one in config["image_grid_pinpoints"]], size, side
-    )
+    pinpoints = [(rows, columns) for rows, columns in config["image_grid_pinpoints"]]
+    tiles = compute_tiling((height, width), pinpoints, size, side)
     tokens = side * side + tiles.num_tokens
     return (1 + math.prod(tiles.tile_grid), 3, size, size), (1, 1, tokens), tokens

@@ -1,4 +1,4 @@
-"""Random quantized weights for tests, and the values that the native products multiply with."""
+"""Random quantized weights for tests, and the values that native products use."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from torch.nn import functional as F
 from foreword.kernels.ops import Matrix, QuantizedBlocks
 from foreword.kernels.quantization import QUANT_BLOCKS, dequantize, fake_quantize
 
-SCALE_OFFSETS = {
-    "q6_k": (208,),
-    "q4_k": (0, 2),
-    "q5_k": (0, 2),
-}  # bytes of a block where float16 scales stand; (0,) elsewhere
+SCALE_OFFSETS = {"q6_k": (208,), "q4_k": (0, 2), "q5_k": (0, 2)}  # of float16 scales in a block; others: (0,)
 WEIGHT_FORMATS = ("int8", "int4", *QUANT_BLOCKS)
 
 
@@ -24,7 +20,7 @@ def random_weight(rows: int, columns: int, seed: int = 0) -> Tensor:
 def random_blocks(
     weight_format: str, rows: int, columns: int, seed: int = 0, scale: float = 0.01
 ) -> QuantizedBlocks:
-    """Any bytes for values, normally distributed float16 scales."""
+    """Random bytes for values, normally distributed float16 scales."""
     block = QUANT_BLOCKS[weight_format]
     generator = torch.Generator().manual_seed(seed)
     shape = (rows, columns // block.num_values)
@@ -36,11 +32,9 @@ def random_blocks(
 
 
 def random_matrix(weight_format: str, rows: int, columns: int, seed: int = 0) -> Matrix:
-    return (
-        random_weight(rows, columns, seed)
-        if weight_format in ("int8", "int4")
-        else random_blocks(weight_format, rows, columns, seed)
-    )
+    if weight_format in ("int8", "int4"):
+        return random_weight(rows, columns, seed)
+    return random_blocks(weight_format, rows, columns, seed)
 
 
 def weight_values(matrix: Matrix, weight_format: str) -> Tensor:
@@ -48,7 +42,7 @@ def weight_values(matrix: Matrix, weight_format: str) -> Tensor:
 
 
 def fake_quantize_activations(x: Tensor, weight_format: str) -> Tensor:
-    """x [T, K] as products with weights of `kind` take it: int8 values with a scale for each row, 32 or 256 values."""
+    """x [T, K] as int8 values with a scale for each row, 32 or 256 values, by weight format."""
     columns = x.shape[1]
     run = {"int8": columns, "q4_k": 256, "q5_k": 256, "q6_k": 256}.get(weight_format, 32)
     runs = F.pad(x.float(), (0, -columns % run)).reshape(x.shape[0], -1, run)

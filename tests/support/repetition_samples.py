@@ -1,8 +1,7 @@
-"""Texts that repeat themselves for good reason, made from a number: no guard against runaways may take them for one.
+"""Seeded samples of legitimate repetitive texts, which repetition detection must not report.
 
-In none of them do more than `MOST` characters in a row repeat one pattern: as many tokens as the guard's least allowance has,
-whatever the tokenizer, less a few. That bounds what a model may rightly say without a warning: a ruler of 240 characters, a
-row of 80 zeros.
+No text repeats one pattern for more than MAX_ITEMS characters, slightly fewer than the lowest limit in
+tokens, so no tokenizer reaches it: for example a ruler of 240 characters or a row of 80 zeros.
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ import json
 import random
 from collections.abc import Callable, Mapping
 
-MAX_ITEMS = 240
+MAX_ITEMS = 240  # characters
 
 WORDS = tuple(
     word
     for line in (
-        "river stone lantern harbor meadow signal copper window garden market winter bridge silver forest engine letter",
-        "number planet coffee button morning shadow island ticket pillow castle thread marble pocket ribbon",
+        "river stone lantern harbor meadow signal copper window garden market winter bridge silver forest",
+        "engine letter number planet coffee button morning shadow island ticket pillow castle thread marble",
+        "pocket ribbon",
     )
     for word in line.split()
 )
@@ -47,7 +47,7 @@ def equal_objects(chance: random.Random) -> str:
 
 
 def matrix(chance: random.Random) -> str:
-    """A diagonal of ones: each row is the one before it, moved."""
+    """An identity matrix: each row is the previous one, shifted."""
     size = chance.randint(4, 30)
     return json.dumps([[int(row == column) for column in range(size)] for row in range(size)])
 
@@ -75,7 +75,7 @@ def cases(chance: random.Random) -> str:
 
 
 def calls(chance: random.Random) -> str:
-    """The same statement again and again, as unrolled loops and drawings have it."""
+    """One repeated statement, as in unrolled loops."""
     line = chance.choice(("    step();\n", "    x = x * 2;\n", "nop\n", "<td></td>\n", "    pass\n"))
     return f"begin {_words(chance, 3, 9)}\n" + line * (MAX_ITEMS // len(line)) + "end"
 
@@ -90,7 +90,7 @@ def base64_dump(chance: random.Random) -> str:
 
 
 def hex_dump(chance: random.Random) -> str:
-    """Lines of zeros between others, each with its address."""
+    """Lines of zeros between others, with addresses."""
     lines = []
     for number in range(chance.randint(10, 60)):
         row = bytes(16) if chance.random() < 0.7 else chance.randbytes(16)
@@ -117,7 +117,7 @@ def poem(chance: random.Random) -> str:
 
 
 def chorus(chance: random.Random) -> str:
-    """One line, as often as a song may have it."""
+    """One repeated line, as in a song."""
     line = _words(chance, 4, 8) + "\n"
     return _words(chance, 9, 20) + "\n" + line * (MAX_ITEMS // len(line)) + _words(chance, 9, 20)
 
@@ -125,7 +125,8 @@ def chorus(chance: random.Random) -> str:
 def bottles(chance: random.Random) -> str:
     thing = chance.choice(WORDS)
     return "\n".join(
-        f"{n} green {thing}s on the wall, {n} green {thing}s. Take one down, {n - 1} green {thing}s on the wall."
+        f"{n} green {thing}s on the wall, {n} green {thing}s. "
+        f"Take one down, {n - 1} green {thing}s on the wall."
         for n in range(chance.randint(20, 60), 1, -1)
     )
 
@@ -183,6 +184,6 @@ SAMPLE_KINDS: Mapping[str, Callable[[random.Random], str]] = {
 
 
 def sample(number: int) -> tuple[str, str]:
-    """(kind, text) of sample `number`; the kinds take turns."""
+    """(kind, text) of sample `number`; kinds alternate."""
     kind = list(SAMPLE_KINDS)[number % len(SAMPLE_KINDS)]
     return kind, SAMPLE_KINDS[kind](random.Random(number))

@@ -1,4 +1,4 @@
-"""An engine process that comes to life and is killed by its first step. Run by tests as the `entry` of a ProcessClient."""
+"""An engine process that is killed in its first step; an `entry_module` of SubprocessClient."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import signal
 from typing import Any
 
 from foreword.engine.engine import Engine
-from foreword.engine_client import worker as process
+from foreword.engine_client import worker
 
 
 def main(fd: int) -> int:
-    return process.main(fd, _fail_forward)
+    return worker.main(fd, _kill_in_forward)
 
 
-def _fail_forward(engine: Engine) -> None:
+def _kill_in_forward(engine: Engine) -> None:
     engine.model_runner.run = _kill_self  # type: ignore[method-assign]
 
 

@@ -1,4 +1,4 @@
-"""Sampler rows for tests, of requests that need no engine."""
+"""Sampler rows of requests without an engine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from foreword.sampling.logits_processors import LogitsProcessor
 VOCAB_SIZE = 300
 NEVER_SAMPLED = (297, 299)
 EOS = 2
-JSON = StructuredOutput("json_object")  # any constraint: what it means is the grammar's
+JSON = StructuredOutput("json_object")  # any constraint; the fake grammar decides
 
 
 class EveryThirdGrammar:
-    """A grammar for tests: after n tokens of output and draft, ids with n % 3 as their remainder may follow.
+    """A fake grammar: after n tokens of output and draft, ids congruent to n modulo 3 are legal.
 
-    free  rows that it leaves alone, by n; over  n from which only the end may follow
+    free  values of n without a constraint; over  n from which only EOS is legal
     """
 
     error: str | None = None
@@ -64,7 +64,7 @@ def make_state(
     grammar: RequestGrammar | None = None,
     **params: object,
 ) -> RequestState:
-    """A request that already has some output."""
+    """The state of a request with some output."""
     request = Request(
         id="r",
         prompt_ids=tuple(prompt),
@@ -84,7 +84,7 @@ def make_row(draft: Sequence[int] = (), **state: object) -> SampleRow:
 
 
 def apply(step: LogitsProcessor, ops: Ops, logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    """One step of the pipeline alone, in place."""
+    """Run one processor, in place."""
     gathered = step.gather(rows, logits.shape[1])
     if gathered is not None:
         step.apply(ops, logits, *upload(gathered, logits.device))

@@ -1,11 +1,12 @@
-"""A scheduler driven without a model: tokens come from a hash of the history, KV is a table of who wrote what.
+"""A scheduler without a model: tokens are a hash of the history, the KV cache is a table of histories.
 
-Every step checks what attention would read: for each row, each earlier position of its request must hold
-exactly the KV of that request's own tokens and pictures. A block shared wrongly, freed early or published too soon shows here.
+Every step checks each position that attention would read: it must hold the KV of the request's own tokens
+and images. So a block that is shared wrongly, freed early or indexed too soon fails here.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Generator, Sequence
 from hashlib import blake2b
 
@@ -25,17 +26,17 @@ from foreword.sampling.verify import verify
 
 VOCAB = 11
 EOS = 0
-IMAGE_VALUE_OFFSET = 100  # tokens of pictures are told as numbers from here on
+IMAGE_VALUE_OFFSET = 100  # image tokens read as values from here on
 
 
 def next_token(history: Sequence[int], seed: int) -> int:
-    """The token that the pretended model samples after `history`."""
+    """The token that the fake model samples after `history`."""
     digest = blake2b(bytes(history) + seed.to_bytes(8, "little"), digest_size=4).digest()
     return int.from_bytes(digest, "little") % VOCAB
 
 
 def expected_output(request: Request, max_model_len: int) -> list[int]:
-    """What plain decoding yields for a request."""
+    """The output of plain decoding."""
     state = RequestState(request, 0, max_model_len)
     history = readable_ids(request, state.tokens)
     while len(history) < state.max_len:
@@ -46,24 +47,23 @@ def expected_output(request: Request, max_model_len: int) -> list[int]:
 
 
 def readable_ids(request: Request, tokens: Sequence[int]) -> list[int]:
-    """What the pretended model reads: tokens, and parts of pictures."""
+    """The input of the fake model: token ids, with a value for each image token."""
     read = list(tokens)
-    for picture in request.images:
-        read[picture.start : picture.end] = [
-            IMAGE_VALUE_OFFSET + 10 * picture.digest[0] + place for place in range(picture.num_tokens)
-        ]
+    for image in request.images:
+        first = IMAGE_VALUE_OFFSET + 10 * image.digest[0]
+        read[image.start : image.end] = range(first, first + image.num_tokens)
     return read
 
 
-def make_image(which: int, start: int, num_tokens: int) -> PromptImage:
-    """One of few, of at most ten tokens."""
+def make_image(number: int, start: int, num_tokens: int) -> PromptImage:
+    """An image of at most ten tokens."""
     return PromptImage(
-        bytes([which, num_tokens]) * 8, num_tokens, (1, 1, num_tokens), (1, 1), (1, 3, 1, 1), b"abc", start
+        bytes([number, num_tokens]) * 8, num_tokens, (1, 1, num_tokens), (1, 1), (1, 3, 1, 1), b"abc", start
     )
 
 
-class FakeVisionTower:
-    """A feature is the number that the pretended model reads; two pieces for each token, of a row each."""
+class FakeVisionEncoder:
+    """Features are the values the fake model reads; each token takes two pieces of one row."""
 
     feature_size = 1
 
@@ -94,6 +94,21 @@ def no_draft(state: RequestState) -> Sequence[int]:
     return ()
 
 
+def noisy_drafter(seed: int, max_tokens: int, error_rate: float) -> DraftFunction:
+    """A drafter with an error rate, and sometimes no draft."""
+    chance = random.Random(seed)
+
+    def propose(state: RequestState) -> list[int]:
+        history = readable_ids(state.request, state.tokens)
+        draft: list[int] = []
+        for _ in range(chance.randint(0, max_tokens)):
+            token_id = next_token([*history, *draft], state.request.seed)
+            draft.append((token_id + 1) % VOCAB if chance.random() < error_rate else token_id)
+        return draft
+
+    return propose
+
+
 FaultFunction = Callable[[], str | None]
 
 
@@ -102,13 +117,7 @@ def no_fault() -> None:
 
 
 class SchedulerSimulation:
-    """A scheduler, a pretended model and drafter, and the outputs so far by request id.
-
-    fate     asked for each piece of work: "pass" if it fails before its KV is there, "commit" if it yields what cannot be taken
-    vectors  of prompts that become vectors: the tokens whose rows were pooled
-    failed   requests that ended with an error
-    memory   features that are kept
-    """
+    """A scheduler with a fake model and drafter, and the outputs so far by request id."""
 
     def __init__(
         self,
@@ -116,30 +125,35 @@ class SchedulerSimulation:
         block_size: int,
         max_model_len: int,
         draft_fn: DraftFunction = no_draft,
-        fault_fn: FaultFunction = no_fault,
-        cache_features: int = 0,
+        fault_fn: FaultFunction = no_fault,  # "pass": no KV is written, "commit": bad output
+        cache_features: int = 0,  # image tokens that the encoder cache holds
         **options: object,
     ) -> None:
         chosen = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefix_caching": True} | options
         rows: int = chosen["max_num_batched_tokens"]  # type: ignore[assignment]
         self.encoder = VisionEncoderRunner(
-            FakeVisionTower(), EncoderCache(4 * cache_features), 1, rows, 4, StepTimer()
+            FakeVisionEncoder(), EncoderCache(4 * cache_features), 1, rows, 4, StepTimer()
         )
         self.scheduler = Scheduler(
-            BlockPool(num_blocks), block_size, computable_until=self.encoder.computable_until, **chosen
+            BlockPool(num_blocks), block_size, computable_until=self._computable_until, **chosen
         )  # type: ignore[arg-type]
         self.max_model_len = max_model_len
         self.draft_fn = draft_fn
         self.fault_fn = fault_fn
-        self.failed: set[str] = set()
+        self.failed: set[str] = set()  # requests that ended with an error
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
-        self.vectors: dict[str, bytes] = {}
+        self.vectors: dict[str, bytes] = {}  # embeddings: the pooled tokens
+        self.num_image_lookups = 0
         self._rows: dict[str, int] = {}
         self.num_steps = 0
         self._made_progress = True
         self._arrivals = 0
         self._kv: dict[int, tuple[int, ...]] = {}
+
+    def _computable_until(self, state: RequestState, start: int) -> int:
+        self.num_image_lookups += 1
+        return self.encoder.computable_until(state, start)
 
     def add(self, request: Request) -> None:
         self.outputs[request.id] = list(request.resume_output_ids)
@@ -148,12 +162,12 @@ class SchedulerSimulation:
         self._made_progress = True
 
     def remove(self, request_id: str) -> bool:
-        """Give a request up; False if it has ended."""
+        """Abort a request; False if it has ended."""
         self._made_progress = True
-        found = self.scheduler.remove(request_id) is not None
+        state = self.scheduler.remove(request_id)
         self.encoder.evict(self.scheduler.running)
         self.scheduler.check()
-        return found
+        return state is not None
 
     def run(self) -> None:
         while not self.scheduler.idle:
@@ -165,83 +179,87 @@ class SchedulerSimulation:
         self.scheduler.set_drafts(
             {state.id: Draft(tuple(self.draft_fn(state)), "fake") for state in decoding}
         )
-        taken = self.encoder.cost_rows
-        plan = self.scheduler.schedule(taken)
-        works = (*plan.requests, *plan.pooling_requests)
-        worked = bool(works or taken or self.scheduler.idle)
-        assert worked or self._made_progress, (
-            "live requests, but nothing planned; only who begins with a picture has a step for itself"
+        used_rows = self.encoder.cost_rows
+        scheduled = self.scheduler.schedule(used_rows)
+        requests = (*scheduled.requests, *scheduled.pooling_requests)
+        progressed = bool(requests or used_rows or self.scheduler.idle)
+        assert progressed or self._made_progress, (
+            "live requests, but nothing is scheduled; only a first image has a step for itself"
         )
-        self._made_progress = worked
-        rows = sum(w.num_tokens + w.num_draft_tokens for w in works)
-        assert rows <= max(self.scheduler.max_num_batched_tokens - taken, self.scheduler.max_num_seqs)
-        assert all(w.num_tokens for w in works) and len({w.state.id for w in works}) == len(works)
-        fates = {work.state.id: self.fault_fn() for work in works}
-        for work in works:
-            if fates[work.state.id] != "pass":
-                self._write(work)
-        for work in works:
-            if fates[work.state.id] != "pass":
-                self._read(work)
-        outcomes = tuple(self._faulty_output(work, fates[work.state.id]) for work in plan.requests)
+        self._made_progress = progressed
+        rows = sum(r.num_tokens + r.num_draft_tokens for r in requests)
+        assert rows <= max(self.scheduler.max_num_batched_tokens - used_rows, self.scheduler.max_num_seqs)
+        assert all(r.num_tokens for r in requests) and len({r.state.id for r in requests}) == len(requests)
+        faults = {request.state.id: self.fault_fn() for request in requests}
+        for request in requests:
+            if faults[request.state.id] != "pass":
+                self._write(request)
+        for request in requests:
+            if faults[request.state.id] != "pass":
+                self._read(request)
+        outputs = tuple(self._faulty_output(r, faults[r.state.id]) for r in scheduled.requests)
         vectors = [
-            RequestFailed("a fault") if fates[work.state.id] else self._vector(work)
-            for work in plan.pooling_requests
+            RequestFailed("a fault") if faults[request.state.id] else self._vector(request)
+            for request in scheduled.pooling_requests
         ]
-        for event in (*self.scheduler.update(plan, outcomes), *self.scheduler.update_pooling(plan, vectors)):
-            self._on_event(event, has_fault=fates[event.request_id] is not None)
+        events = self.scheduler.update(scheduled, outputs)
+        events += self.scheduler.update_pooling(scheduled, vectors)
+        for event in events:
+            self._on_event(event, has_fault=faults[event.request_id] is not None)
         self.encoder.evict(self.scheduler.running)
         self.encoder.check(self.scheduler.running)
         self.scheduler.check()
         self.num_steps += 1
-        assert self.num_steps < 100_000, "runs without end"
-        return plan
+        assert self.num_steps < 100_000, "the simulation does not end"
+        return scheduled
 
     def _encode(self) -> None:
-        """Half of the step's rows for pictures."""
+        """Encode images with half of the step's rows."""
         rows = max(self.scheduler.max_num_batched_tokens // 2, 1)
         assert self.encoder.step(self.scheduler.running, rows, lambda states: None) is None
         assert self.encoder.cost_rows <= rows
 
-    def _read_tokens(self, work: ScheduledRequest) -> list[int]:
-        """What is read of a request; parts of pictures that the step computes are those that were encoded."""
-        state, end = work.state, work.start + work.num_tokens
-        read = readable_ids(state.request, state.tokens + state.draft[: work.num_draft_tokens])
-        for index, features in self.encoder.features(state, work.start, end):
-            first = work.start + index
+    def _read_tokens(self, request: ScheduledRequest) -> list[int]:
+        """The request's input; image tokens in the step must have encoded features."""
+        state, end = request.state, request.start + request.num_tokens
+        read = readable_ids(state.request, state.tokens + state.draft[: request.num_draft_tokens])
+        for index, features in self.encoder.features(state, request.start, end):
+            first = request.start + index
             assert features[:, 0].tolist() == read[first : first + len(features)]
             read[first : first + len(features)] = [0] * len(features)
-        assert all(number < IMAGE_VALUE_OFFSET for number in read[work.start : end]), (
-            "a part of a picture that is not there"
+        assert all(number < IMAGE_VALUE_OFFSET for number in read[request.start : end]), (
+            "an image token without features"
         )
-        return readable_ids(state.request, state.tokens + state.draft[: work.num_draft_tokens])
+        return readable_ids(state.request, state.tokens + state.draft[: request.num_draft_tokens])
 
     def _slot(self, state: RequestState, position: int) -> int:
         size = self.scheduler.block_size
         return state.blocks[position // size] * size + position % size
 
-    def _write(self, work: ScheduledRequest) -> None:
-        tokens = self._read_tokens(work)
-        for position in range(work.start, work.start + work.num_tokens + work.num_draft_tokens):
-            self._kv[self._slot(work.state, position)] = tuple(tokens[: position + 1])
+    def _write(self, request: ScheduledRequest) -> None:
+        tokens = self._read_tokens(request)
+        for position in range(request.start, request.start + request.num_tokens + request.num_draft_tokens):
+            self._kv[self._slot(request.state, position)] = tuple(tokens[: position + 1])
 
-    def _read(self, work: ScheduledRequest) -> None:
-        tokens = self._read_tokens(work)
-        for position in range(work.start + work.num_tokens + work.num_draft_tokens):
-            assert self._kv[self._slot(work.state, position)] == tuple(tokens[: position + 1]), (
-                "somebody else's KV"
+    def _read(self, request: ScheduledRequest) -> None:
+        tokens = self._read_tokens(request)
+        for position in range(request.start + request.num_tokens + request.num_draft_tokens):
+            assert self._kv[self._slot(request.state, position)] == tuple(tokens[: position + 1]), (
+                "KV of another request"
             )
 
-    def _faulty_output(self, work: ScheduledRequest, fate: str | None) -> StepOutput:
-        if fate == "pass":
+    def _faulty_output(self, request: ScheduledRequest, fault: str | None) -> StepOutput:
+        if fault == "pass":
             return StepOutput(error=RequestFailed("a fault"))
-        return StepOutput((1,) * (self.max_model_len + 1)) if fate == "commit" else self._step_output(work)
+        if fault == "commit":
+            return StepOutput((1,) * (self.max_model_len + 1))
+        return self._step_output(request)
 
-    def _step_output(self, work: ScheduledRequest) -> StepOutput:
-        state = work.state
-        if not work.is_sampled:
+    def _step_output(self, request: ScheduledRequest) -> StepOutput:
+        state = request.state
+        if not request.is_sampled:
             return StepOutput()
-        draft = state.draft[: work.num_draft_tokens]
+        draft = state.draft[: request.num_draft_tokens]
         tokens = readable_ids(state.request, state.tokens)
         sampled = [next_token([*tokens, *draft[:n]], state.request.seed) for n in range(len(draft) + 1)]
         accepted = verify(sampled, draft)
@@ -253,14 +271,14 @@ class SchedulerSimulation:
             stop_id=end.stop_id,
         )
 
-    def _vector(self, work: ScheduledRequest) -> bytes | None:
-        """A mean needs every row, in order and once since the last start."""
-        state = work.state
-        assert not work.is_sampled and not work.num_draft_tokens
-        rows = self._rows.get(state.id, 0) if work.start else 0
-        assert work.start == rows or state.request.pooling != "mean"
-        self._rows[state.id] = rows + work.num_tokens
-        return bytes(state.tokens) if work.start + work.num_tokens == len(state.tokens) else None
+    def _vector(self, request: ScheduledRequest) -> bytes | None:
+        """A mean needs every row once and in order since the last start."""
+        state = request.state
+        assert not request.is_sampled and not request.num_draft_tokens
+        rows = self._rows.get(state.id, 0) if request.start else 0
+        assert request.start == rows or state.request.pooling != "mean"
+        self._rows[state.id] = rows + request.num_tokens
+        return bytes(state.tokens) if request.start + request.num_tokens == len(state.tokens) else None
 
     def _on_event(self, event: Event, has_fault: bool) -> None:
         assert isinstance(event, ErrorEvent) == has_fault
@@ -268,11 +286,11 @@ class SchedulerSimulation:
             self.failed.add(event.request_id)
             return
         if isinstance(event, EmbeddingEvent):
-            assert event.request_id not in self.vectors, "an event after the end"
+            assert event.request_id not in self.vectors, "an event after the last one"
             self.vectors[event.request_id] = event.vector
             return
         assert event.index == len(self.outputs[event.request_id])
-        assert event.request_id not in self.reasons, "an event after the end"
+        assert event.request_id not in self.reasons, "an event after the last one"
         self.outputs[event.request_id] += event.token_ids
         if event.finish_reason:
             self.reasons[event.request_id] = event.finish_reason

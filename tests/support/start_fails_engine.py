@@ -1,17 +1,12 @@
-"""An engine process that is killed before it is ready. Run by tests as the `entry` of a ProcessClient."""
+"""An engine process that is killed before it is ready; an `entry_module` of SubprocessClient."""
 
 from __future__ import annotations
 
 import os
 import signal
 
-from foreword.engine.engine import Engine
-from foreword.engine_client import worker as process
+from foreword.engine_client import worker
 
 
 def main(fd: int) -> int:
-    return process.main(fd, _kill_self)
-
-
-def _kill_self(engine: Engine) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    return worker.main(fd, lambda engine: os.kill(os.getpid(), signal.SIGKILL))

@@ -1,4 +1,4 @@
-"""Small tokenizers of the families that checkpoints bring, built here so that no network is needed."""
+"""Small tokenizers of the families in use, built without a network."""
 
 from __future__ import annotations
 
@@ -41,9 +41,12 @@ DIFFICULT_TEXTS = [
 
 
 def byte_level_backend() -> tokenizers.Tokenizer:
-    """As Llama 3 and Qwen: byte-level BPE with a pattern."""
+    """Byte-level BPE with a pattern, as in Llama 3 and Qwen."""
     backend = tokenizers.Tokenizer(models.BPE())
-    pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -68,7 +71,7 @@ def byte_level_backend() -> tokenizers.Tokenizer:
 
 
 def sentencepiece_backend() -> tokenizers.Tokenizer:
-    """As Llama 2 and Mistral: "▁" for spaces, bytes for what the vocabulary lacks."""
+    """SentencePiece BPE with byte fallback, as in Llama 2 and Mistral."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     trained = tokenizers.Tokenizer(models.BPE())
     normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -97,7 +100,7 @@ def sentencepiece_tokenizer() -> Tokenizer:
 def write_checkpoint(
     path: Path, backend: tokenizers.Tokenizer, tokenizer_config: dict[str, Any], /, **files: Any
 ) -> Path:
-    """tokenizer.json, tokenizer_config.json and further JSON files by name."""
+    """Write tokenizer.json, tokenizer_config.json and further JSON files by name."""
     backend.save(str(path / "tokenizer.json"))
     for name, content in {
         "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer_config},

@@ -1,6 +1,6 @@
-"""Kernels compiled for GPUs that need not be here: what the compiler made of them can be read and tested.
+"""Kernels compiled for GPUs that are not present, to test the compiled code.
 
-A process without the interpreter compiles them, one and the same for all tests of a session.
+One process without the interpreter compiles for all tests of a session.
 """
 
 from __future__ import annotations
@@ -23,66 +23,55 @@ from typing import Any
 
 __all__ = ["MAX_SHARED", "KernelBinary", "KernelSource", "compile_all"]
 
-MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program can have, by compute capability
+MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes of a program, by compute capability
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSource:
-    """A kernel as it would be launched.
+    """A kernel with its launch parameters."""
 
-    kernel      "foreword.kernels.triton.linear:product"
-    arguments   name -> type ("*bf16", "i32", "fp32"), in the order of the kernel; constants are left out
-    constants   name -> value of each constexpr; None for a pointer that is not there
-    capability  80, 90, ...
-    divisible   arguments that are multiples of 16, as Triton finds when it launches: all pointers unless said otherwise
-    """
-
-    kernel: str
-    arguments: Mapping[str, str]
-    constants: Mapping[str, Any]
+    kernel: str  # "foreword.kernels.triton.gemm:gemm_kernel"
+    arguments: Mapping[
+        str, str
+    ]  # name -> type ("*bf16", "i32", "fp32") in the kernel's order, without constants
+    constants: Mapping[str, Any]  # name -> value of each constexpr; None for an absent pointer
     capability: int = 90
     num_warps: int = 4
     num_stages: int = 3
     enable_fp_fusion: bool = True
-    divisible: Sequence[str] | None = None
+    divisible: Sequence[str] | None = None  # arguments that are multiples of 16; default: all pointers
 
 
 @dataclass(frozen=True, slots=True)
 class KernelBinary:
-    """ptx        as text
-    shared     bytes of shared memory
-    registers  of a thread
-    stack      bytes of a thread: above 0 where registers were spilled
-    """
-
     ptx: str
-    shared: int
-    registers: int
-    stack: int
-    spills: int
+    shared: int  # bytes of shared memory
+    registers: int  # of a thread
+    stack: int  # bytes of a thread, above 0 after register spills
+    spills: int  # spill instructions
     products: list[str] = field(default_factory=list)
 
     def count(self, pattern: str) -> int:
-        """How often a regular expression occurs in the PTX."""
+        """Matches of a regular expression in the PTX."""
         return len(re.findall(pattern, self.ptx))
 
 
 def compile_all(sources: Sequence[KernelSource]) -> list[KernelBinary]:
-    """Compiled in the other process; what its compiler said is raised."""
+    """Compile in the worker process; raises its compiler errors."""
     worker = _worker()
     assert worker.stdin is not None and worker.stdout is not None
     worker.stdin.write(json.dumps([asdict(source) for source in sources]) + "\n")
     worker.stdin.flush()
     answer = worker.stdout.readline()
-    assert answer, f"the compiler's process ended: {worker.wait()}"
-    told = json.loads(answer)
-    assert isinstance(told, list), told[-6000:]
-    return [KernelBinary(**each) for each in told]
+    assert answer, f"the compiler process ended: {worker.wait()}"
+    binaries = json.loads(answer)
+    assert isinstance(binaries, list), binaries[-6000:]
+    return [KernelBinary(**binary) for binary in binaries]
 
 
 @cache
 def _worker() -> subprocess.Popen[str]:
-    """It answers each line, and ends when there are no more."""
+    """Answers each line of stdin."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(Path(__file__).parents[3]), environment.get("PYTHONPATH")))
@@ -99,7 +88,7 @@ def _worker() -> subprocess.Popen[str]:
 
 
 def _compile_all_json(line: str) -> str:
-    """Of lists of Source: of Compiled, or what went wrong."""
+    """JSON of KernelSources -> JSON of KernelBinaries, or a traceback."""
     with redirect_stdout(sys.stderr):
         try:
             return json.dumps([asdict(_compile(KernelSource(**each))) for each in json.loads(line)])
@@ -142,15 +131,15 @@ def _compile(source: KernelSource) -> KernelBinary:
 
 
 def _disassemble(package: Path, cubin: bytes) -> tuple[dict[str, int], str]:
-    """What a thread uses, and the machine code."""
+    """Resource usage of a thread, and the machine code."""
     tool = str(package / "backends" / "nvidia" / "bin" / "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run(
+        output = subprocess.run(
             [tool, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True
         ).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}, told
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", output)}, output
 
 
 if __name__ == "__main__":

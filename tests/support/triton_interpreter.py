@@ -1,8 +1,8 @@
-"""Triton's interpreter made exact where its numpy is not: for proofs about bits on a machine without a GPU.
+"""Triton's interpreter with exact products, to test bits without a GPU.
 
-`exact_dots()` gives `tl.dot` one order of summation whatever the shape of a tile, and right products of bfloat16. It stands for
-a tensor core whose rounding does not depend on the tile either. `programs_in()` runs the programs of a launch in another
-order. `prepared_once()` saves time. On kernels that are compiled they do nothing.
+`exact_dot()` gives `tl.dot` one order of summation for every tile shape, as tensor cores have, and correct
+bfloat16 products. `program_order()` runs the programs of a launch in another order.
+`patch_once_per_launch()` saves time. They do not affect compiled kernels.
 """
 
 from __future__ import annotations
@@ -28,29 +28,28 @@ AS_TORCH = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.
 
 @contextmanager
 def exact_dot() -> Iterator[None]:
-    """`tl.dot` in float64, k = 0, 1, ... added to the accumulator in this order, rounded once for each block. Whole numbers
-    become bfloat16 by their value."""
+    """`tl.dot` in float64 in order of k, rounded once per block; integers become bfloat16 by value."""
     with _replace_method("create_dot", _dot), _replace_method("create_si_to_fp", _cast_by_value):
         yield
 
 
 @contextmanager
 def program_order(order: Callable[[list[int]], list[int]]) -> Iterator[None]:
-    """Programs in the order that `order` makes of their numbers, x slowest, as the interpreter counts them."""
-    place = InterpreterBuilder.set_grid_idx
+    """Run programs in the order `order(numbers)`; x is slowest, as in the interpreter."""
+    original = InterpreterBuilder.set_grid_idx
 
-    def elsewhere(self: Any, x: int, y: int, z: int) -> None:
+    def reordered(self: Any, x: int, y: int, z: int) -> None:
         _, height, depth = self.grid_dim
         number = order(list(range(int(np.prod(self.grid_dim)))))[(x * height + y) * depth + z]
-        place(self, number // (height * depth), number // depth % height, number % depth)
+        original(self, number // (height * depth), number // depth % height, number % depth)
 
-    with _replace_method("set_grid_idx", elsewhere):
+    with _replace_method("set_grid_idx", reordered):
         yield
 
 
 @contextmanager
 def patch_once_per_launch() -> Iterator[None]:
-    """Triton's language is prepared once for a launch, not for each call between kernels' functions."""
+    """Patch Triton's language once per launch, not for each device function call."""
     once = _PatchOnce(interpreter._patch_lang)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", once)
@@ -61,7 +60,7 @@ def patch_once_per_launch() -> Iterator[None]:
 
 
 class _PatchOnce:
-    """Replaces the interpreter's `_patch_lang`: within a launch, what is prepared stays so until its end."""
+    """Replaces the interpreter's `_patch_lang`: patches stay until the end of a launch."""
 
     def __init__(self, prepare: Callable[[Any], Any]) -> None:
         self._prepare = prepare
@@ -77,7 +76,7 @@ class _PatchOnce:
         return self
 
     def restore(self) -> None:
-        """What a launch prepared itself is all that is put back, as without this."""
+        """Nothing: the launch restores its own patches."""
 
     def run_launch(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         def launched(executor: Any, *arguments: Any, **options: Any) -> Any:
@@ -93,7 +92,7 @@ class _PatchOnce:
 
 
 def _modules_of(function: Any) -> list[tuple[str, Any]]:
-    """(name, module) of the modules that a function sees."""
+    """(name, module) of the modules in a function's globals."""
     return [(value.__name__, value) for value in function.__globals__.values() if inspect.ismodule(value)]
 
 
@@ -117,7 +116,7 @@ def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprec
 
 
 def _cast_by_value(self: Any, source: Any, kind: Any) -> Any:
-    """The interpreter would take the bits of a whole number for those of bfloat16."""
+    """Convert integers to bfloat16 by value: the interpreter would reuse their bits."""
     if kind.scalar == tl.bfloat16:
         source = self.cast_impl(
             source, source.dtype.with_element_ty(tl.float32) if source.dtype.is_block() else tl.float32
@@ -126,7 +125,7 @@ def _cast_by_value(self: Any, source: Any, kind: Any) -> Any:
 
 
 def _to_float64(operand: Any) -> Any:
-    """float64; the interpreter keeps types that numpy lacks as unsigned integers."""
+    """The operand as float64; the interpreter stores types that numpy lacks as unsigned integers."""
     stored = AS_TORCH.get(operand.dtype.scalar)
     if stored is None:
         return operand.data.astype(np.float64)

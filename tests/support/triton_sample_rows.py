@@ -1,4 +1,4 @@
-"""Rows and comparisons for the tests of sampling on the device."""
+"""Rows and comparisons for tests of Triton sampling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFERENCE = ReferenceSampling()
 
 
 class SmallBlockSampling(TritonSampling):
-    """Rows of a few dozen ids are shared by several programs."""
+    """Several programs share rows of a few dozen ids."""
 
     sampling_block = BLOCK
 
@@ -27,7 +27,7 @@ OPS = SmallBlockSampling()
 
 
 def mixed_rows(width: int) -> Tensor:
-    """float32 [R, width]: a row of each kind, and one of the largest and the smallest values that there are."""
+    """float32 [R, width]: a row of each kind, and one of extreme values."""
     extreme = torch.tensor([EXTREMES[i * 7 % len(EXTREMES)] for i in range(width)])
     return torch.stack([*(make_row(kind, width, width) for kind in ROW_KINDS + NON_FINITE_KINDS), extreme])
 
@@ -44,11 +44,14 @@ def repeat_to(values: tuple[float, ...], count: int, dtype: torch.dtype) -> Tens
 
 
 def assert_same(operation: str, logits: Tensor, *operands: Tensor | int, ops: TritonSampling = OPS) -> None:
-    """What the device makes of rows equals what the reference makes of them, in place or returned."""
+    """The operation has the bits of the reference, in place or returned."""
     ours, theirs = logits.to(DEVICE, copy=True), logits.clone()
-    here = [operand.to(DEVICE) if isinstance(operand, Tensor) else operand for operand in operands]
-    found, wanted = getattr(ops, operation)(ours, *here), getattr(REFERENCE, operation)(theirs, *operands)
+    on_device = [operand.to(DEVICE) if isinstance(operand, Tensor) else operand for operand in operands]
+    result, expected = (
+        getattr(ops, operation)(ours, *on_device),
+        getattr(REFERENCE, operation)(theirs, *operands),
+    )
     assert same_bits(ours.cpu(), theirs), operation
-    assert (found is None) == (wanted is None)
-    if wanted is not None:
-        assert found.dtype == wanted.dtype and same_bits(found.cpu(), wanted), operation
+    assert (result is None) == (expected is None)
+    if expected is not None:
+        assert result.dtype == expected.dtype and same_bits(result.cpu(), expected), operation

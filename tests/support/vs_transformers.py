@@ -1,4 +1,4 @@
-"""LLaVA in transformers, to compare with."""
+"""LLaVA models of transformers as a reference."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image
 
 __all__ = ["SIZES", "TransformersReference", "backends", "check_chunked_prefill", "prompt_of"]
 
-SIZES = ((33, 77), (90, 20), (50, 50))  # of pictures, before they are prepared
+SIZES = ((33, 77), (90, 20), (50, 50))  # of images, before preprocessing
 
 
 class TransformersReference:
-    """The model of transformers in `path`, float32, that gets pictures as ours does."""
+    """The model of transformers in `path`, in float32, with the same preprocessed images."""
 
     def __init__(self, path: Path) -> None:
         transformers.utils.logging.disable_progress_bar()
@@ -53,7 +53,7 @@ class TransformersReference:
     def greedy(self, ids: Sequence[int], count: int, images: Sequence[PromptImage]) -> list[int]:
         known = torch.tensor([ids])
         with torch.inference_mode():
-            made = self.model.generate(
+            output = self.model.generate(
                 known,
                 attention_mask=torch.ones_like(known),
                 max_new_tokens=count,
@@ -61,18 +61,16 @@ class TransformersReference:
                 eos_token_id=None,
                 **self._inputs(images),
             )
-        return made[0, len(ids) :].tolist()
+        return output[0, len(ids) :].tolist()
 
     def _inputs(self, images: Sequence[PromptImage]) -> dict[str, Tensor]:
-        """Tiles beyond those of a picture are zeros, as transformers' own processor fills them up."""
-        each = [self._normalize(picture) for picture in images]
+        """Missing tiles are zeros, as padded by transformers' processor."""
+        tiles = [self._normalize(image) for image in images]
         if self.model.config.model_type == "llava":
-            return {"pixel_values": torch.cat(each)}
-        most = max(map(len, each))
-        full = [torch.cat((one, one.new_zeros(most - len(one), *one.shape[1:]))) for one in each]
+            return {"pixel_values": torch.cat(tiles)}
         return {
-            "pixel_values": torch.stack(full),
-            "image_sizes": torch.tensor([picture.original_size for picture in images]),
+            "pixel_values": torch.nn.utils.rnn.pad_sequence(tiles, batch_first=True),
+            "image_sizes": torch.tensor([image.original_size for image in images]),
         }
 
     def _normalize(self, image: PromptImage) -> Tensor:
@@ -82,12 +80,12 @@ class TransformersReference:
 
 
 def backends() -> list[Ops]:
-    """The specification, and the best native kernels that this processor runs, if there are any."""
+    """The reference, and the best native kernels of this CPU, if there are any."""
     return [ReferenceOps(), *(CpuOps(isa, threads=1) for isa in supported_isas()[-1:])]
 
 
 def prompt_of(path: Path, seed: int = 0) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-    """Three pictures of odd sizes within a text, two of them side by side."""
+    """Three images of odd sizes within a text, two of them adjacent."""
     text = [1, 2, 3, IMAGE_TOKEN_ID, 7, 8, 9, IMAGE_TOKEN_ID, IMAGE_TOKEN_ID, 10, 11, 12]
     return expand_placeholders(
         text, IMAGE_TOKEN_ID, [random_image(path, seed + index, *size) for index, size in enumerate(SIZES)]
@@ -95,10 +93,10 @@ def prompt_of(path: Path, seed: int = 0) -> tuple[tuple[int, ...], tuple[PromptI
 
 
 def check_chunked_prefill(ours: ForwardHelper, path: Path) -> None:
-    """Chunks that end within pictures, and rows one by one, have the bits of the whole."""
-    ids, pictures = prompt_of(path)
-    whole = ours.logits(ids, 0, pictures)
+    """Chunks that end within images, and single rows, have the bits of one chunk."""
+    ids, images = prompt_of(path)
+    expected = ours.logits(ids, 0, images)
     cuts = [0, 1, 10, 28, len(ids) - 5, *range(len(ids) - 4, len(ids) + 1)]
-    pieces = [ours.logits(ids[left:right], left, pictures) for left, right in pairwise(cuts)]
-    assert whole.isfinite().all()
-    assert torch.equal(torch.cat(pieces).view(torch.int32), whole.view(torch.int32))
+    pieces = [ours.logits(ids[left:right], left, images) for left, right in pairwise(cuts)]
+    assert expected.isfinite().all()
+    assert torch.equal(torch.cat(pieces).view(torch.int32), expected.view(torch.int32))

@@ -1,4 +1,8 @@
+"""Chat templates render as in transformers, and a hostile template cannot stall the server."""
+
 import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -6,8 +10,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from foreword.errors import CheckpointError, InvalidRequest, Unsupported
-from foreword.tokenizer.chat_template import ChatTemplate
+from foreword.tokenizer import chat_template
+from foreword.tokenizer.chat_template import MAX_INPUT_BYTES, MAX_SOURCE_CHARACTERS, ChatTemplate
 from foreword.tokenizer.tokenizer import Tokenizer
+from foreword.workers.pool import WorkerPool
 from tests.support.fakes import CHATML, byte_backend
 from tests.support.tokenizer_builders import write_checkpoint
 
@@ -69,14 +75,18 @@ MODERN = """{%- macro show(content) -%}
 {{- (messages | selectattr('role', 'equalto', 'user') | list)[-1].content | upper -}}
 {{- {'name': 'f', 'n': [1, 2.5, none, true]} | tojson -}}
 {{- '%s has %d' % ('it', messages|length) -}}
-{%- if add_generation_prompt -%}{{- '<|assistant|>\n' -}}{%- endif -%}"""
-TRIMS = "{% for message in messages %}{{ message['role'] + ':' + message['content'] | trim + eos_token }}{% endfor %}"
+{%- if add_generation_prompt -%}{{- '<|assistant|>\n' -}}{%- endif -%}"""  # noqa: E501
+TRIMS = (
+    "{% for message in messages %}"
+    "{{ message['role'] + ':' + message['content'] | trim + eos_token }}"
+    "{% endfor %}"
+)
 PLAIN = [{"role": "system", "content": 'Be <brief> & "exact".'}, {"role": "user", "content": " Hi there \n"}]
 LONG = [*PLAIN, {"role": "assistant", "content": "Hello, ü 👍 "}, {"role": "user", "content": "And?\n\n"}]
 OPEN = [*PLAIN, {"role": "assistant", "content": "The answer is "}]
 
 
-def both(tmp_path: Path, template: str) -> tuple[ChatTemplate, Any]:
+def load_both(tmp_path: Path, template: str) -> tuple[ChatTemplate, Any]:
     write_checkpoint(tmp_path, byte_backend(), {**NAMES, "chat_template": template})
     return ChatTemplate.from_tokenizer(Tokenizer.from_directory(tmp_path)), AutoTokenizer.from_pretrained(
         tmp_path
@@ -88,8 +98,8 @@ def both(tmp_path: Path, template: str) -> tuple[ChatTemplate, Any]:
 )
 @pytest.mark.parametrize("messages", [PLAIN, LONG, OPEN], ids=["plain", "long", "open"])
 @pytest.mark.parametrize("options", [{}, {"enable_thinking": False}], ids=["bare", "options"])
-def test_renders_as_transformers(tmp_path: Path, template: str, messages: Any, options: Any) -> None:
-    ours, theirs = both(tmp_path, template)
+def test_render_equals_transformers(tmp_path: Path, template: str, messages: Any, options: Any) -> None:
+    ours, theirs = load_both(tmp_path, template)
     for generation in (True, False):
         expected = theirs.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=generation, **options
@@ -100,8 +110,8 @@ def test_renders_as_transformers(tmp_path: Path, template: str, messages: Any, o
 @pytest.mark.parametrize(
     "template", [CHATML, STRICT, TRIMS], ids=["keeps spaces", "trims and adds one", "trims"]
 )
-def test_continues_the_final_message_as_transformers(tmp_path: Path, template: str) -> None:
-    ours, theirs = both(tmp_path, template)
+def test_continue_final_message_equals_transformers(tmp_path: Path, template: str) -> None:
+    ours, theirs = load_both(tmp_path, template)
     expected = theirs.apply_chat_template(OPEN, tokenize=False, continue_final_message=True)
     assert ours.render(OPEN, add_generation_prompt=False, continue_final_message=True) == expected
     assert expected.rstrip().endswith("The answer is")
@@ -122,38 +132,25 @@ def test_text_parts_are_joined() -> None:
         ([{"type": "text"}], "messages[0].content[0].text"),
     ],
 )
-def test_malformed_content_is_named(content: Any, param: str) -> None:
+def test_malformed_content_names_the_field(content: Any, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         ChatTemplate(CHATML, {}).render([{"role": "user", "content": content}])
     assert caught.value.param == param
 
 
-def test_a_model_that_sees_nothing_says_so() -> None:
+def test_image_for_text_only_model_is_unsupported() -> None:
     part = {"type": "image_url", "image_url": {"url": "data:,"}}
     with pytest.raises(
-        Unsupported, match=r"messages\[0\].content\[0\] is a picture, and this model takes none"
+        Unsupported, match=r"messages\[0\].content\[0\] is an image, and this model takes none"
     ):
         ChatTemplate(CHATML, {}).render([{"role": "user", "content": [part]}])
 
 
-def test_what_the_template_refuses_is_a_bad_request() -> None:
+def test_raise_exception_is_a_bad_request() -> None:
     twice = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     with pytest.raises(InvalidRequest, match="must alternate") as caught:
         ChatTemplate(STRICT, {"bos_token": ""}).render(twice)
     assert caught.value.param == "messages"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ messages[0].content.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
-        "{% for i in range(10**9) %}{% endfor %}",
-    ],
-)
-def test_the_sandbox_holds(source: str) -> None:
-    with pytest.raises(InvalidRequest):
-        ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
 
 
 def test_reserved_options_are_refused() -> None:
@@ -161,23 +158,23 @@ def test_reserved_options_are_refused() -> None:
         ChatTemplate(CHATML, {}).render(PLAIN, options={"messages": []})
 
 
-def test_no_template_is_a_clear_error() -> None:
+def test_missing_template_is_a_bad_request() -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
         ChatTemplate(None, {}).render(PLAIN)
 
 
-def test_no_messages_is_a_clear_error() -> None:
+def test_empty_messages_are_a_bad_request() -> None:
     with pytest.raises(InvalidRequest, match="at least one message"):
         ChatTemplate(CHATML, {}).render([])
 
 
-def test_a_syntax_error_is_found_at_load() -> None:
+def test_syntax_error_fails_at_load() -> None:
     with pytest.raises(CheckpointError, match="line 2"):
         ChatTemplate("\n{% for %}", {})
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])
-def test_where_templates_stand(tmp_path: Path, name: str) -> None:
+def test_template_file_precedence(tmp_path: Path, name: str) -> None:
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     write_checkpoint(
         tmp_path,
@@ -191,29 +188,101 @@ def test_where_templates_stand(tmp_path: Path, name: str) -> None:
     assert ChatTemplate.from_tokenizer(Tokenizer.from_directory(tmp_path)).render(PLAIN) == "yes"
 
 
-BUSY = "{% for i in range(messages[0]['content'] | length * 100000) %}{{ 'a' if i % 7 == 8 }}{% endfor %}"
+NESTED_LOOPS = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+HOSTILE = {
+    "nested loops": (NESTED_LOOPS, "CPU time"),
+    "long range": ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+    "exponential macro": (
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(40) }}",
+        "CPU time",
+    ),
+    "endless recursion": ("{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+    "huge power": ("{{ 10**(10**8) }}", "CPU time"),
+    "long text": ("{{ messages[0].content * 10**8 }}", "renders more than 32000000 characters"),
+    "text beyond memory": ("{{ ('x' * 10**12)|length }}", "MemoryError"),
+    "doubled text": ("{% set x = 'a' %}" + "{% set x = x ~ x %}" * 60, "MemoryError"),
+    "wide padding": ("{{ 'x'|center(100000000000) }}", "MemoryError"),
+    "exponential tuple": ("{% set x = (1,) %}" + "{% set x = (x, x) %}" * 60 + "{{ x }}", "CPU|MemoryError"),
+    "namespace in itself": ("{% set ns = namespace() %}{% set ns.x = [ns] %}{{ ns.x|tojson }}", "JSON"),
+    "wide date": ("{{ strftime_now('%1000000000Y') }}", "writes a date"),
+}  # fmt: skip
 
 
-def test_a_template_is_slow_until_it_is_known_and_for_a_while_after_it_was() -> None:
-    template = ChatTemplate(BUSY, {})
-    quick, heavy = ({"role": "user", "content": content} for content in ("", "a"))
-    assert template.is_slow
-    template.render([quick])
-    assert not template.is_slow
-    template.render([heavy])
-    template.render([quick])
-    assert template.is_slow
-    for _ in range(3000):
-        template.render([quick])
-    assert not template.is_slow
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_template_is_refused_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = replace(chat_template.LIMITS, cpu_s=0.5, num_bytes=256 << 20)
+    pool = WorkerPool(chat_template.WORKER, "render", lambda: None, limits, 1)
+    monkeypatch.setattr(chat_template, "_pool", pool)
+    source, reason = HOSTILE[name]
+    try:
+        template = ChatTemplate(source, {})
+        with pytest.raises(
+            InvalidRequest, match=f"chat template refuses these messages: .*({reason})"
+        ) as caught:
+            template.render([{"role": "user", "content": "a"}])
+        assert caught.value.param == "messages"
+        assert ChatTemplate("ok", {}).render([{"role": "user", "content": "a"}]) == "ok"
+    finally:
+        pool.close()
 
 
-def test_what_fails_late_is_slow_too() -> None:
-    template = ChatTemplate(
-        "{% if messages | length > 1 %}" + BUSY + "{{ raise_exception('no') }}{% endif %}", {}
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}",
+        "{{ " + "not " * 30_000 + "1 }}",
+        "{% for x in [1] %}" * 200 + "{% endfor %}" * 200,
+        "{" * 100_000,
+        "{# " * 40_000,
+        "x" * (MAX_SOURCE_CHARACTERS + 1),
+    ],
+    ids=["parentheses", "nots", "loops", "braces", "comments", "length"],
+)
+def test_template_that_does_not_compile_fails_at_load(source: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ChatTemplate(source, {})
+    assert caught.value.param == "chat_template"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ ''.__class__ }}", ""),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ ''['__class__'].__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "append"),
+        ("{{ '{0.__class__}'.format(1) }}", ""),
+        ("{{ raise_exception.__globals__ }}", ""),
+        ("{{ namespace.__init__ }}", ""),
+        ("{{ ['']|map(attribute='__class__')|list|string }}", "Undefined"),
+        ("{% include 'x' %}", "loader"),
+    ],
+)
+def test_sandbox_hides_internals(source: str, expected: str) -> None:
+    try:
+        text = ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
+    except InvalidRequest as error:
+        text = error.message
+    assert expected in text
+    assert "class" not in text.replace("__class__", "") and "function" not in text
+
+
+def test_long_message_is_rendered() -> None:
+    text = "ä" * 6_000_000
+    rendered = ChatTemplate("{{ messages[0].content|trim + '.' }}", {}).render(
+        [{"role": "user", "content": text}]
     )
-    template.render([{"role": "user", "content": "a"}])
-    assert not template.is_slow
-    with pytest.raises(InvalidRequest, match="no"):
-        template.render([{"role": "user", "content": "a"}] * 2)
-    assert template.is_slow
+    assert rendered == text + "."
+
+
+def test_input_beyond_the_limit_is_refused() -> None:
+    message = {"role": "user", "content": "x" * MAX_INPUT_BYTES}
+    with pytest.raises(InvalidRequest, match=f"takes at most {MAX_INPUT_BYTES}"):
+        ChatTemplate(CHATML, {}).render([message])
+
+
+def test_threads_render_side_by_side() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with ThreadPoolExecutor(4) as threads:
+        texts = list(threads.map(lambda n: template.render([{"role": "user", "content": str(n)}]), range(40)))
+    assert texts == [str(n) for n in range(40)]

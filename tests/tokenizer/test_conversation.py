@@ -1,4 +1,4 @@
-"""Pictures that a caller in this process gives, offline: whatever form they have, it is the same picture."""
+"""Images in offline inference: every form of the same image gives the same answer."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def user(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(parts)}]
 
 
-def test_every_form_of_a_picture_is_the_same(llm: LLM, tmp_path: Path) -> None:
+def test_every_form_of_an_image_is_equal(llm: LLM, tmp_path: Path) -> None:
     data = png("orange", (50, 20))
-    file = tmp_path / "a picture.png"
+    file = tmp_path / "an image.png"
     file.write_bytes(data)
     (expected,) = llm.chat(user(image_part(data), ASK), GREEDY)
     for given in (data, bytearray(data), file, str(file), Image.open(file), Image.open(file).convert("P")):
         (output,) = llm.chat(user({"type": "image", "image": given}, ASK), GREEDY)
         assert (output.token_ids, output.prompt_token_ids) == (expected.token_ids, expected.prompt_token_ids)
     (other,) = llm.chat(user(image_part(png("black")), ASK), GREEDY)
-    assert other.token_ids != expected.token_ids, "the picture matters"
+    assert other.token_ids != expected.token_ids, "the image matters"
 
 
-def test_several_conversations_and_choices(llm: LLM) -> None:
+def test_conversations_and_choices_in_one_batch(llm: LLM) -> None:
     red, blue = user(image_part(png("red")), ASK), user(image_part(png("blue")), ASK)
     params = SamplingParams(max_tokens=6, n=3, seed=4)
     together = llm.chat([red, blue, [{"role": "user", "content": "Hi"}]], params)
@@ -59,7 +59,7 @@ def test_several_conversations_and_choices(llm: LLM) -> None:
     assert "".join(piece.text for piece in llm.stream(red, GREEDY)) == llm.chat(red, GREEDY)[0].text
 
 
-def test_a_prompt_with_images_beside_it(llm: LLM) -> None:
+def test_prompt_with_images(llm: LLM) -> None:
     data = png("purple")
     (chat,) = llm.chat(user({"type": "image", "image": data}, ASK), GREEDY)
     assert chat.prompt is not None and chat.prompt.count("<image>") == 1
@@ -75,16 +75,16 @@ def test_a_prompt_with_images_beside_it(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompt", "reason"),
     [
-        ({"prompt": "no place", "images": [png()]}, "places for 0 pictures, and there are 1"),
-        ({"prompt": "<image><image>", "images": [png()]}, "places for 2 pictures, and there are 1"),
-        ({"prompt": "<image>"}, "stands for a picture"),
-        ("<image>", "stands for a picture"),
-        ({"prompt": "<image>" * 17, "images": [png()] * 17}, "images hold 17 pictures, of at most 16"),
+        ({"prompt": "no place", "images": [png()]}, "places for 0 images, got 1"),
+        ({"prompt": "<image><image>", "images": [png()]}, "places for 2 images, got 1"),
+        ({"prompt": "<image>"}, "represents an image"),
+        ("<image>", "represents an image"),
+        ({"prompt": "<image>" * 17, "images": [png()] * 17}, "images hold 17 images, of at most 16"),
         ({"images": [png()]}, "a prompt is a text"),
         ({"prompt": "<image>", "images": [b"nothing"]}, r"images\[0\]"),
         (
             {"prompt": "<image>", "images": [3]},
-            r"images\[0\] must be a path, the bytes of a file, or a PIL.Image, got int",
+            r"images\[0\] must be a path, file bytes or PIL.Image, got int",
         ),
         (
             {"prompt": "<image>", "images": ["/nowhere.png"]},
@@ -92,28 +92,28 @@ def test_a_prompt_with_images_beside_it(llm: LLM) -> None:
         ),
     ],
 )
-def test_what_is_impossible_is_told_before_anything_runs(llm: LLM, prompt: Any, reason: str) -> None:
+def test_invalid_prompt_is_refused_before_any_step(llm: LLM, prompt: Any, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         llm.generate(prompt, GREEDY)
     assert llm._client.idle
 
 
-def test_a_prompt_that_is_too_long_tells_what_pictures_take(llm: LLM) -> None:
-    with pytest.raises(ContextLengthExceeded, match="96 of them for 6 pictures"):
+def test_too_long_prompt_names_image_tokens(llm: LLM) -> None:
+    with pytest.raises(ContextLengthExceeded, match="96 of them for 6 images"):
         llm.chat(user(*[image_part()] * 6, {"type": "text", "text": "x" * 40}), GREEDY)
 
 
-def test_a_model_without_eyes(tmp_path: Path) -> None:
-    blind = LLM(str(write_checkpoint(tmp_path / "model", "llama")), **OPTIONS)
+def test_text_only_model_refuses_images(tmp_path: Path) -> None:
+    llm = LLM(str(write_checkpoint(tmp_path / "model", "llama")), **OPTIONS)
     for part in ({"type": "image", "image": png()}, image_part()):
         with pytest.raises(Unsupported, match="this model takes none"):
-            blind.chat(user(part), GREEDY)
-    with pytest.raises(Unsupported, match="this model takes no pictures"):
-        blind.generate({"prompt": "x", "images": [png()]}, GREEDY)
-    assert blind.generate("<image>", GREEDY)[0].token_ids, "there it is a text as any other"
+            llm.chat(user(part), GREEDY)
+    with pytest.raises(Unsupported, match="this model takes no images"):
+        llm.generate({"prompt": "x", "images": [png()]}, GREEDY)
+    assert llm.generate("<image>", GREEDY)[0].token_ids, "plain text for this model"
 
 
-def test_an_orientation_is_applied_to_files_and_not_to_what_was_opened(tmp_path: Path) -> None:
+def test_exif_orientation_applies_to_files_only(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     file = tmp_path / "turned.png"
@@ -122,5 +122,5 @@ def test_an_orientation_is_applied_to_files_and_not_to_what_was_opened(tmp_path:
     with Image.open(file) as opened:
         data = image_source(ImagePart("x", image=opened)).data
     assert data is not None and b"eXIf" not in data
-    with Image.open(file).convert("CMYK") as inks:
-        assert image_source(ImagePart("x", image=inks)).data is not None
+    with Image.open(file).convert("CMYK") as cmyk:
+        assert image_source(ImagePart("x", image=cmyk)).data is not None

@@ -1,4 +1,4 @@
-"""Tokenizers from GGUF metadata, token for token against the ones that were written there."""
+"""Tokenizers from GGUF metadata equal the tokenizers that the metadata was written from."""
 
 import io
 import json
@@ -57,9 +57,11 @@ TEXTS = [
     " " * 500,
 ]
 
-# What the tokenizer.json of a model of each family says, written down once more, as it stands there.
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Copies of the patterns in each family's tokenizer.json.
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = WORDS + r"\p{N}{1,3}|" + REST
+QWEN2 = WORDS + r"\p{N}|" + REST
 GPT4O = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
@@ -96,7 +98,7 @@ FAMILIES: dict[str, tuple[list[Any], bool, bool]] = {  # pre-tokenizers, NFC, ig
 
 @cache
 def byte_level(family: str) -> tokenizers.Tokenizer:
-    """A tokenizer of the family, trained here."""
+    """A small trained tokenizer of the family."""
     steps, nfc, ignore_merges = FAMILIES[family]
     backend = tokenizers.Tokenizer(models.BPE(ignore_merges=ignore_merges))
     if nfc:
@@ -114,7 +116,7 @@ def byte_level(family: str) -> tokenizers.Tokenizer:
 
 
 def with_tokens_across(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Tokens that would be found if a text were split otherwise, and one that no merges lead to."""
+    """Tokens that only another split would produce, and one without merges."""
     described = json.loads(backend.to_str())
     vocab, merges = described["model"]["vocab"], described["model"]["merges"]
     pairs = [
@@ -166,7 +168,7 @@ def same(ours: Tokenizer, theirs: tokenizers.Tokenizer, special: bool) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("add_bos", [True, False])
-def test_byte_level(family: str, add_bos: bool, tmp_path: Path) -> None:
+def test_byte_level_equals_its_source(family: str, add_bos: bool, tmp_path: Path) -> None:
     theirs = tokenizers.Tokenizer.from_str(byte_level(family).to_str())
     if add_bos:
         ids = [("<|bos|>", theirs.token_to_id("<|bos|>"))]
@@ -183,7 +185,7 @@ def test_byte_level(family: str, add_bos: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_texts(family: str, tmp_path: Path) -> None:
+def test_random_texts_equal_the_source(family: str, tmp_path: Path) -> None:
     theirs = byte_level(family)
     ours = read(tmp_path, lambda writer: write_byte_level(writer, theirs, family))
     chance = random.Random(7)
@@ -198,13 +200,13 @@ def test_random_texts(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "family, adds", [("llama-bpe", True), ("tekken", True), ("qwen2", False), ("smollm", False)]
 )
-def test_bos_where_the_file_does_not_say(family: str, adds: bool, tmp_path: Path) -> None:
-    """Many Llama 3 files lack the key, and their models expect the token."""
+def test_default_of_add_bos_token(family: str, adds: bool, tmp_path: Path) -> None:
+    """Many Llama 3 files lack the key, but their models expect BOS."""
     ours = read(tmp_path, lambda writer: write_byte_level(writer, byte_level(family), family, bos="<|bos|>"))
     assert (ours.encode("x")[0] == ours.token_to_id("<|bos|>")) is adds
 
 
-def test_eos_is_added_on_request(tmp_path: Path) -> None:
+def test_add_eos_token(tmp_path: Path) -> None:
     def write(writer: gguf.GGUFWriter) -> None:
         write_byte_level(writer, byte_level("qwen2"), "qwen2", eos="<|im_end|>")
         writer.add_add_eos_token(True)
@@ -212,7 +214,7 @@ def test_eos_is_added_on_request(tmp_path: Path) -> None:
     assert read(tmp_path, write).encode("x")[-1] == byte_level("qwen2").token_to_id("<|im_end|>")
 
 
-def test_rows_of_padding_have_no_token(tmp_path: Path) -> None:
+def test_unused_tokens_are_unassigned(tmp_path: Path) -> None:
     theirs = byte_level("qwen2")
     last = theirs.get_vocab_size()
     ours = read(tmp_path, lambda writer: write_byte_level(writer, theirs, "qwen2", size=last + 5))
@@ -220,8 +222,8 @@ def test_rows_of_padding_have_no_token(tmp_path: Path) -> None:
     assert ours.vocab_size == last
 
 
-def test_ends_of_answers(tmp_path: Path) -> None:
-    """That of the EOS key first, then the control tokens known to end a turn."""
+def test_end_token_ids(tmp_path: Path) -> None:
+    """EOS first, then known control tokens that end a turn."""
 
     def write(writer: gguf.GGUFWriter) -> None:
         write_byte_level(writer, byte_level("llama-bpe"), "llama-bpe", bos="<|bos|>", eos="<pad>")
@@ -238,8 +240,8 @@ def test_ends_of_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.NORMAL])
-def test_what_looks_like_a_control_token_is_one(kind: TokenType) -> None:
-    """Whatever a file calls it; plain words are believed."""
+def test_known_control_tokens_are_control_tokens(kind: TokenType) -> None:
+    """Whatever type the file states; other tokens keep their type."""
     tokens = ["a", "b", "ab", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<EOT>"]
     changed = {"tokens": tokens, "token_type": [1, 1, 1, 3, kind, kind, kind], "eos_token_id": 3}
     ours = build_gguf_tokenizer(
@@ -250,7 +252,7 @@ def test_what_looks_like_a_control_token_is_one(kind: TokenType) -> None:
     assert ours.eos_token_ids == ((3, 5, 6) if kind == TokenType.CONTROL else (3, 5))
 
 
-def test_an_unused_token_stays_unused() -> None:
+def test_unused_token_stays_unused() -> None:
     changed = {"tokens": ["a", "b", "ab", "<|im_end|>"], "token_type": [1, 1, 1, 5]}
     ours = build_gguf_tokenizer(
         {**SMALL, **{f"tokenizer.ggml.{key}": value for key, value in changed.items()}}, "x.gguf"
@@ -299,7 +301,7 @@ def sentencepiece_model(
 def pieces(
     model: sentencepiece.SentencePieceProcessor, user_defined: tuple[str, ...] = ()
 ) -> list[tuple[str, float, TokenType]]:
-    """As the converter takes them over: of user-defined ones it loses the score, and writes spaces as such."""
+    """As the converter writes them: user-defined tokens lose their scores and keep plain spaces."""
     return [
         (piece.replace("▁", " "), -1000.0, TokenType.USER_DEFINED)
         if (piece := model.id_to_piece(index)) in user_defined
@@ -323,7 +325,7 @@ GEMMA_TOKENS = (*RUNS, "<table>", "</td>")
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_sentencepiece(prefix: bool, tmp_path: Path) -> None:
+def test_sentencepiece_equals_its_source(prefix: bool, tmp_path: Path) -> None:
     theirs = sentencepiece_model(prefix)
     ours = read(
         tmp_path,
@@ -342,7 +344,7 @@ def test_sentencepiece(prefix: bool, tmp_path: Path) -> None:
     assert ours.eos_token_ids == (2,) and ours.special_tokens["unk_token"] == "<unk>"
 
 
-def test_gemma(tmp_path: Path) -> None:
+def test_gemma_equals_its_source(tmp_path: Path) -> None:
     theirs = sentencepiece_model(False, GEMMA_TOKENS)
     write = pieces(theirs, GEMMA_TOKENS)
     ours = read(tmp_path, lambda writer: write_sentencepiece(writer, write, add_space_prefix=False), "gemma2")
@@ -352,8 +354,8 @@ def test_gemma(tmp_path: Path) -> None:
     assert ours.decode(ours.encode("a    b\n\n c", add_special_tokens=False)) == "a    b\n\n c"
 
 
-def test_special_tokens_in_a_text(tmp_path: Path) -> None:
-    """Each part between them gets its space, as transformers and llama.cpp do it."""
+def test_special_tokens_in_text(tmp_path: Path) -> None:
+    """Each part between them gets a space prefix, as in transformers and llama.cpp."""
     theirs = sentencepiece_model(True)
     ours = read(tmp_path, lambda writer: write_sentencepiece(writer, pieces(theirs)))
     assert ours.encode("one</s>two", add_special_tokens=False) == [
@@ -363,8 +365,8 @@ def test_special_tokens_in_a_text(tmp_path: Path) -> None:
     ]
 
 
-def test_scores_that_the_converter_did_not_know(tmp_path: Path) -> None:
-    """They are all the same, and the tokens' order is all there is."""
+def test_equal_scores_use_the_order_of_ids(tmp_path: Path) -> None:
+    """The converter did not know the scores."""
     theirs = sentencepiece_model(True)
     write = [(piece, -1000.0, kind) for piece, _, kind in pieces(theirs)]
     ours = read(tmp_path, lambda writer: write_sentencepiece(writer, write))
@@ -372,7 +374,7 @@ def test_scores_that_the_converter_did_not_know(tmp_path: Path) -> None:
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(text)
 
 
-def test_phi3_strips_spaces_after_its_tokens(tmp_path: Path) -> None:
+def test_phi3_control_tokens_strip_spaces(tmp_path: Path) -> None:
     write = [
         *pieces(sentencepiece_model(True)),
         ("<|user|>", 0.0, TokenType.CONTROL),
@@ -384,7 +386,7 @@ def test_phi3_strips_spaces_after_its_tokens(tmp_path: Path) -> None:
     assert ours.encode("<|endoftext|> x") == plain.encode("<|endoftext|> x")
 
 
-# What is refused
+# Invalid metadata
 
 SMALL: dict[str, Any] = {
     "tokenizer.ggml.model": "gpt2",
@@ -397,13 +399,13 @@ SMALL: dict[str, Any] = {
 PIECES = {**SMALL, "tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-1.0, -2.0, -3.0, 0.0]}
 
 
-def test_the_small_ones_are_sound() -> None:
+def test_builders_are_valid() -> None:
     assert build_gguf_tokenizer(SMALL, "x").encode("ab") == [2]
     assert build_gguf_tokenizer(PIECES, "x").decode([2]) == "ab"
 
 
 def test_only_control_tokens_end_an_answer() -> None:
-    """A model may write <EOT> about something else."""
+    """<EOT> may be plain text."""
     values = {**SMALL, "tokenizer.ggml.tokens": ["a", "b", "ab", "<e>", "<EOT>", "<|im_end|>"]}
     assert build_gguf_tokenizer(
         {**values, "tokenizer.ggml.token_type": [1, 1, 1, 3, 1, 3]}, "x"
@@ -422,7 +424,7 @@ REFUSED: list[tuple[dict[str, Any], str, Any, str]] = [
     (SMALL, "token_type", [1, 1], "must be a list of 4 numbers"),
     (SMALL, "token_type", ["1"] * 4, "must be a list of 4 numbers"),
     (SMALL, "merges", None, "`tokenizer.ggml.merges` must be a list of texts"),
-    (SMALL, "merges", ["ab"], "holds 'ab', which is no pair"),
+    (SMALL, "merges", ["ab"], "holds 'ab', which is not a pair of tokens"),
     (SMALL, "merges", ["a x"], "`tokenizer.ggml.merges` do not fit the tokens: "),
     (SMALL, "eos_token_id", 4, "`tokenizer.ggml.eos_token_id` is 4; the vocabulary has 4 tokens"),
     (SMALL, "eos_token_id", -1, "is -1"),
@@ -443,20 +445,20 @@ REFUSED: list[tuple[dict[str, Any], str, Any, str]] = [
 
 
 @pytest.mark.parametrize("values, key, value, message", REFUSED)
-def test_refused(values: dict[str, Any], key: str, value: Any, message: str) -> None:
+def test_invalid_metadata_is_refused(values: dict[str, Any], key: str, value: Any, message: str) -> None:
     changed = {**values, f"tokenizer.ggml.{key}": value}
     with pytest.raises(CheckpointError) as caught:
         build_gguf_tokenizer({name: item for name, item in changed.items() if item is not None}, "file.gguf")
     assert message in str(caught.value) and "file.gguf" in str(caught.value)
 
 
-def test_a_template_that_is_no_text_is_refused() -> None:
+def test_chat_template_must_be_a_text() -> None:
     with pytest.raises(CheckpointError, match="chat_template"):
         build_gguf_tokenizer({**SMALL, "tokenizer.chat_template": 5}, "file.gguf")
 
 
-def test_metadata_is_plain(tmp_path: Path) -> None:
-    """Whatever the reader gives is JSON, so no type of its own reaches the text side."""
+def test_metadata_is_json(tmp_path: Path) -> None:
+    """The reader's values have no types other than those of JSON."""
     read(tmp_path, lambda writer: write_byte_level(writer, byte_level("qwen2"), "qwen2"))
     assert (
         json.loads(json.dumps(open_gguf(tmp_path / "x.gguf").metadata))

@@ -21,7 +21,7 @@ from tests.support.tokenizer_builders import byte_level_backend
 TOKENIZER = byte_tokenizer()
 
 
-def test_choices_are_requests_of_their_own() -> None:
+def test_each_choice_is_a_request() -> None:
     params = SamplingParams(n=3, seed=2**64 - 2, temperature=0.5)
     requests = make_requests([1, 2], params, TOKENIZER, "x", 100, cache_salt="t", priority=3)
     assert [request.id for request in requests] == ["x-0", "x-1", "x-2"]
@@ -41,7 +41,7 @@ def test_choices_are_requests_of_their_own() -> None:
         assert request.arrival_s > 0
 
 
-def test_seeds() -> None:
+def test_resolve_seed() -> None:
     assert resolve_seed(5, 7) == 5
     assert resolve_seed(None, 7) == 7
     assert resolve_seed(-1) == 2**64 - 1
@@ -49,13 +49,13 @@ def test_seeds() -> None:
     assert len(drawn) == 8 and max(drawn) < 2**64
 
 
-def test_a_prompt_must_leave_room_for_an_answer() -> None:
+def test_prompt_without_room_for_an_answer_is_refused() -> None:
     assert make_requests([1] * 99, SamplingParams(), TOKENIZER, "x", 100)
     with pytest.raises(ContextLengthExceeded, match=r"100 tokens.*100 tokens long.*at most 99"):
         make_requests([1] * 100, SamplingParams(), TOKENIZER, "x", 100)
 
 
-def test_an_empty_prompt_is_refused() -> None:
+def test_empty_prompt_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="empty"):
         make_requests([], SamplingParams(), TOKENIZER, "x", 100)
 
@@ -77,12 +77,12 @@ def test_ids_outside_the_vocabulary_are_refused(prompt: list[int], params: dict[
     assert caught.value.param == name
 
 
-def test_the_smaller_vocabulary_counts() -> None:
+def test_ids_are_limited_by_the_smaller_vocabulary() -> None:
     with pytest.raises(InvalidRequest, match="ends at 199"):
         make_requests([200], SamplingParams(), TOKENIZER, "x", 100, vocab_size=200)
 
 
-def test_bad_words_with_and_without_a_space() -> None:
+def test_bad_words_with_and_without_space() -> None:
     trained = Tokenizer(byte_level_backend())
     token = trained.encode(" the", add_special_tokens=False)
     assert len(token) == 1
@@ -93,12 +93,12 @@ def test_bad_words_with_and_without_a_space() -> None:
     assert encode_bad_words([" ab", "ab"], TOKENIZER) == ((97, 98),)
 
 
-def test_a_bad_word_of_spaces_is_refused() -> None:
+def test_blank_bad_word_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="bad_words"):
         encode_bad_words([" "], TOKENIZER)
 
 
-def test_breakers_are_tokens_that_hold_them_or_begin_them() -> None:
+def test_dry_breakers_contain_or_begin_the_text() -> None:
     tokenizer = Tokenizer(byte_level_backend())
     texts = {token_id: tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)}
     found = encode_dry_breakers((":", "b:"), tokenizer)
@@ -109,7 +109,7 @@ def test_breakers_are_tokens_that_hold_them_or_begin_them() -> None:
     assert len(found) == len(set(found)) and single and begun
 
 
-def test_breakers_are_looked_for_only_where_they_matter() -> None:
+def test_dry_breakers_only_with_dry_sampling() -> None:
     (plain,) = make_requests([1], SamplingParams(), TOKENIZER, "x", 100)
     (dry,) = make_requests(
         [1], SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=["ab"]), TOKENIZER, "x", 100
@@ -121,7 +121,7 @@ def test_breakers_are_looked_for_only_where_they_matter() -> None:
     ("wanted", "max_tokens", "kept"),
     [(3, None, 3), (50, None, 10), (-1, None, 10), (-1, 95, 5), (-1, 500, 1)],
 )
-def test_a_prompt_is_cut_to_its_end(wanted: int, max_tokens: int | None, kept: int) -> None:
+def test_truncation_keeps_the_end(wanted: int, max_tokens: int | None, kept: int) -> None:
     params = SamplingParams(truncate_prompt_tokens=wanted, max_tokens=max_tokens)
     (request,) = make_requests(list(range(10)), params, TOKENIZER, "x", 100)
     assert request.prompt_ids == tuple(range(10 - kept, 10))
@@ -142,53 +142,55 @@ def test_a_prompt_is_cut_to_its_end(wanted: int, max_tokens: int | None, kept: i
         ({"on_runaway": "stop"}, SamplingDefaults(max_tokens=0, on_runaway="off"), None, "stop"),
     ],
 )
-def test_defaults_hold_for_parameters_that_are_silent(
+def test_defaults_fill_unset_parameters(
     asked: dict[str, Any], defaults: SamplingDefaults, max_tokens: int | None, on_runaway: str | None
 ) -> None:
     for request in make_requests([1], SamplingParams(n=2, **asked), TOKENIZER, "x", 100, defaults):
         assert (request.params.max_tokens, request.params.on_runaway) == (max_tokens, on_runaway)
 
 
-def test_a_default_takes_no_room_from_the_prompt() -> None:
-    """What is cut for the sake of max_tokens is cut for a caller who named them."""
+def test_default_max_tokens_does_not_truncate_the_prompt() -> None:
+    """Only an explicit max_tokens does."""
     params = SamplingParams(truncate_prompt_tokens=-1)
     (request,) = make_requests([1] * 200, params, TOKENIZER, "x", 100, SamplingDefaults(max_tokens=1000))
     assert (len(request.prompt_ids), request.params.max_tokens) == (99, 1000)
 
 
-def test_the_default_seed() -> None:
+def test_default_seed() -> None:
     assert make_requests([1], SamplingParams(), TOKENIZER, "x", 100, SamplingDefaults(seed=5))[0].seed == 5
     assert (
         make_requests([1], SamplingParams(seed=6), TOKENIZER, "x", 100, SamplingDefaults(seed=5))[0].seed == 6
     )
 
 
-def test_a_prediction_becomes_tokens_of_every_choice() -> None:
+def test_prediction_is_tokenized_for_every_choice() -> None:
     requests = make_requests([1], SamplingParams(n=2, prediction="ab"), TOKENIZER, "x", 100)
     assert [request.prediction_ids for request in requests] == [(97, 98)] * 2
-    assert "prediction" not in requests[0].params.non_default_fields(), "its text would stand in the log"
+    assert "prediction" not in requests[0].params.non_default_fields(), "its text must not be logged"
     assert make_requests([1], SamplingParams(), TOKENIZER, "x", 100)[0].prediction_ids == ()
 
 
-def test_no_answer_is_longer_than_the_context() -> None:
+def test_prediction_longer_than_context_is_refused() -> None:
     assert len(encode_prediction("x" * 100, TOKENIZER, 100)) == 100
-    with pytest.raises(InvalidRequest, match="the prediction has 101 tokens; the context is 100") as caught:
+    with pytest.raises(
+        InvalidRequest, match="the prediction has 101 tokens; an answer has at most 100"
+    ) as caught:
         encode_prediction("x" * 101, TOKENIZER, 100)
     assert caught.value.param == "prediction"
     with pytest.raises(InvalidRequest, match="prediction is not valid Unicode"):
         encode_prediction("\ud800", TOKENIZER, 100)
 
 
-def test_the_end_of_reasoning_in_each_of_its_spellings() -> None:
+def test_reasoning_end_covers_all_tokenizations() -> None:
     assert encode_reasoning_end(None, byte_tokenizer()) == ()
-    # Bytes spell it alike beside whitespace; merges do not.
+    # Whitespace does not change byte tokens, but merged ones.
     assert encode_reasoning_end("<e>", byte_tokenizer()) == ((60, 101, 62),)
     merged = Tokenizer(byte_level_backend())
     spellings = encode_reasoning_end("return", merged)
     assert len(spellings) > 1
     for text in ("So return[]", "So\nreturn\n[]", "!return\n\n[]"):
         ids = tuple(merged.encode(text, add_special_tokens=False))
-        assert any(one == ids[i : i + len(one)] for one in spellings for i in range(len(ids))), text
+        assert any(known == ids[i : i + len(known)] for known in spellings for i in range(len(ids))), text
     (request,) = make_requests(
         [1], SamplingParams(structured=StructuredOutput.regex("a", after="<e>")), byte_tokenizer(), "r", 9
     )

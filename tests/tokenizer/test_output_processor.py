@@ -24,7 +24,7 @@ def feed(
     finish: str | None = None,
     stop_id: int | None = None,
 ) -> list[OutputDelta]:
-    """Feed a text in bursts until the answer is finished; all but the last of a burst were guessed."""
+    """Feed a text in bursts until the answer is finished; all but the last token of a burst were drafted."""
     raw = list(text.encode() if isinstance(text, str) else text) + ([] if stop_id is None else [stop_id])
     deltas, start = [], 0
     for size in cycle(bursts):
@@ -66,7 +66,9 @@ BURSTS = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
     st.booleans(),
 )
 @settings(max_examples=150)
-def test_bursts_change_nothing(text: str, stops: list[str], bursts: tuple[int, ...], include: bool) -> None:
+def test_output_does_not_depend_on_bursts(
+    text: str, stops: list[str], bursts: tuple[int, ...], include: bool
+) -> None:
     one, many = (answer(stop=tuple(stops), include_stop_str_in_output=include) for _ in range(2))
     single, burst = feed(one, text, (1,), "length"), feed(many, text, bursts, "length")
     assert (one.text, one.token_ids, one.finish_reason, one.stop_reason) == (
@@ -81,13 +83,13 @@ def test_bursts_change_nothing(text: str, stops: list[str], bursts: tuple[int, .
         assert all("".join(text for text, _ in delta.pieces) == delta.text for delta in deltas)
 
 
-def test_the_text_is_that_of_all_tokens() -> None:
+def test_text_is_that_of_all_tokens() -> None:
     to = answer()
     feed(to, "naïve 😀", (3,), "length")
     assert to.text == "naïve 😀" and to.finish_reason == "length" and to.stop_reason is None
 
 
-def test_a_stop_string_ends_the_answer_at_its_token() -> None:
+def test_stop_string_ends_the_answer_at_its_token() -> None:
     to = answer(stop=("STOP",), logprobs=2)
     deltas = feed(to, "ab STOP and more", (5,))
     assert to.text == "ab "
@@ -98,21 +100,21 @@ def test_a_stop_string_ends_the_answer_at_its_token() -> None:
     assert [delta.text for delta in deltas] == ["ab ", ""]
 
 
-def test_a_stop_string_before_the_stop_token_wins() -> None:
+def test_stop_string_before_stop_token_wins() -> None:
     to = answer(stop=("b",))
     deltas = feed(to, "abc", (4,), "stop", EOS)
     assert (to.text, to.num_tokens, to.stop_reason) == ("a", 2, "b")
     assert deltas[-1].event.stop_id is None
 
 
-def test_eos_is_counted_and_not_shown() -> None:
+def test_eos_is_counted_without_text() -> None:
     to = answer(skip_special_tokens=False)
     deltas = feed(to, "ab", (3,), "stop", EOS)
     assert (to.text, to.num_tokens, to.finish_reason, to.stop_reason) == ("ab", 3, "stop", None)
     assert not deltas[-1].hit_stop_string
 
 
-def test_a_stop_token_is_shown_on_request() -> None:
+def test_stop_token_text_on_request() -> None:
     hidden, shown = (
         answer(stop_token_ids=(ord("!"),)),
         answer(stop_token_ids=(ord("!"),), include_stop_str_in_output=True),
@@ -123,19 +125,19 @@ def test_a_stop_token_is_shown_on_request() -> None:
     assert (shown.text, shown.stop_reason) == ("ab!", ord("!"))
 
 
-def test_what_was_held_back_comes_at_the_end() -> None:
+def test_held_back_text_comes_at_the_end() -> None:
     to = answer(stop=("STOP",))
     deltas = feed(to, "ab ST", (5,), "length")
     assert deltas[-1].text == "ab ST"
 
 
-def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
+def test_stop_strings_before_min_tokens_are_ignored() -> None:
     to = answer(stop=("a",), min_tokens=2)
     feed(to, "aaaa", (4,), "length")
     assert (to.text, to.num_tokens) == ("aa", 3)
 
 
-def test_pieces_mark_what_was_guessed() -> None:
+def test_pieces_mark_draft_tokens() -> None:
     to = answer(stop=("XY",))
     deltas = feed(to, "abcX", (2, 1, 1), "length")
     assert [delta.pieces for delta in deltas] == [
@@ -145,7 +147,7 @@ def test_pieces_mark_what_was_guessed() -> None:
     ]
 
 
-def test_offsets_and_bytes_of_logprobs() -> None:
+def test_logprobs_have_offsets_and_bytes() -> None:
     to = answer(logprobs=1)
     feed(to, "aé", (3,), "stop", END)
     assert [(token.text, token.raw, token.offset) for token in to.logprobs] == [

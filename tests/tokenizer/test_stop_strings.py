@@ -7,7 +7,7 @@ WORDS = st.text(alphabet="ab", min_size=1, max_size=4)
 
 
 def expected(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """By definition: the first end at which some stop string ends, the longest of those that do."""
+    """The definition: the first position where a stop string ends, and the longest one there."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -17,7 +17,7 @@ def expected(text: str, stops: list[str], include: bool) -> tuple[str, str | Non
 
 
 @given(st.lists(WORDS, max_size=3), st.lists(st.text(alphabet="abc", max_size=5), max_size=8), st.booleans())
-def test_any_cut_into_pieces_gives_the_definition(stops: list[str], pieces: list[str], include: bool) -> None:
+def test_stop_search_does_not_depend_on_chunks(stops: list[str], pieces: list[str], include: bool) -> None:
     matcher = StopStrings(tuple(stops), include)
     shown, stop = "", None
     for piece in pieces:
@@ -29,7 +29,7 @@ def test_any_cut_into_pieces_gives_the_definition(stops: list[str], pieces: list
 
 
 @given(st.lists(WORDS, min_size=1, max_size=3), st.text(alphabet="abc", max_size=12))
-def test_only_what_may_become_a_stop_string_is_held_back(stops: list[str], text: str) -> None:
+def test_only_prefixes_of_stop_strings_are_held_back(stops: list[str], text: str) -> None:
     if any(stop in text for stop in stops):
         return
     shown, _ = StopStrings(tuple(stops)).feed(text)
@@ -39,20 +39,12 @@ def test_only_what_may_become_a_stop_string_is_held_back(stops: list[str], text:
     assert shown == text[: len(text) - held]
 
 
-def test_the_earliest_end_wins() -> None:
-    assert StopStrings(("abcd", "bc")).feed("xabcd") == ("xa", "bc")
-
-
-def test_of_those_that_end_together_the_longest_wins() -> None:
-    assert StopStrings(("b", "ab")).feed("xab") == ("x", "ab")
-
-
-def test_with_include_nothing_is_held_back() -> None:
+def test_include_holds_nothing_back() -> None:
     stops = StopStrings(("END",), include=True)
     assert [stops.feed(piece) for piece in ("a E", "N", "D b")] == [("a E", None), ("N", None), ("D", "END")]
 
 
-def test_what_ends_while_search_is_off_does_not_count() -> None:
+def test_stop_string_without_search_is_ignored() -> None:
     stops = StopStrings(("aa",))
     assert stops.feed("aa", search=False) == ("a", None)
     assert stops.feed("a") == ("", "aa")

@@ -39,7 +39,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path, build(), config)
 
 
-def test_ids_and_texts_are_those_of_transformers(checkpoint: Path) -> None:
+def test_encode_and_decode_equal_transformers(checkpoint: Path) -> None:
     ours, theirs = Tokenizer.from_directory(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
     for text in [*DIFFICULT_TEXTS, "a <extra> b <added> c", "".join(DIFFICULT_TEXTS)]:
         for special in (True, False):
@@ -50,14 +50,14 @@ def test_ids_and_texts_are_those_of_transformers(checkpoint: Path) -> None:
                 assert ours.decode(ids, skip_special_tokens=skip) == decoded, text
 
 
-def test_special_tokens_are_those_of_transformers(checkpoint: Path) -> None:
+def test_special_tokens_equal_transformers(checkpoint: Path) -> None:
     ours, theirs = Tokenizer.from_directory(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
     assert ours.vocab_size == len(theirs)
     assert ours.eos_token_ids == (theirs.eos_token_id,)
     assert {i for i in range(len(theirs)) if ours.is_special(i)} >= set(theirs.all_special_ids)
 
 
-def test_eos_of_the_generation_config_come_first(tmp_path: Path) -> None:
+def test_eos_of_generation_config_comes_first(tmp_path: Path) -> None:
     write_checkpoint(
         tmp_path,
         byte_backend(),
@@ -68,7 +68,7 @@ def test_eos_of_the_generation_config_come_first(tmp_path: Path) -> None:
     assert Tokenizer.from_directory(tmp_path).eos_token_ids == (END, BOS, EOS)
 
 
-def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
+def test_truncation_and_padding_are_ignored(tmp_path: Path) -> None:
     backend = byte_backend()
     backend.enable_truncation(3)
     backend.enable_padding(length=9)
@@ -80,12 +80,12 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
     ]
 
 
-def test_unused_ids_are_the_rows_without_a_token() -> None:
+def test_unassigned_ids() -> None:
     assert byte_tokenizer().unassigned_ids(264) == (260, 261, 262, 263)
     assert byte_tokenizer().unassigned_ids(100) == ()
 
 
-def test_bytes_and_texts_of_tokens() -> None:
+def test_token_bytes_and_text() -> None:
     tokenizer = byte_tokenizer()
     assert tokenizer.token_bytes(0xC3) == b"\xc3"
     assert tokenizer.token_text(0xC3) == "\ufffd"
@@ -93,7 +93,7 @@ def test_bytes_and_texts_of_tokens() -> None:
     assert tokenizer.token_bytes(9999) == b""
 
 
-def test_the_first_difference_is_named() -> None:
+def test_diff_names_the_first_difference() -> None:
     backend = byte_backend()
     backend.add_tokens(["more"])
     ours, theirs = byte_tokenizer(), Tokenizer(backend)
@@ -106,8 +106,8 @@ def test_the_first_difference_is_named() -> None:
     assert ours.diff(other) == "id 97 is 'a' in the one and 'b' in the other"
 
 
-def test_what_is_special_may_differ() -> None:
-    """Between a GGUF file and a checkpoint it does; what ids mean does not."""
+def test_diff_ignores_special_flags() -> None:
+    """They differ between a GGUF file and a checkpoint."""
     plain, special = byte_backend(), byte_backend()
     plain.add_tokens(["<tool>"])
     special.add_special_tokens(["<tool>"])
@@ -116,12 +116,12 @@ def test_what_is_special_may_differ() -> None:
     assert ours.diff(theirs) is None and theirs.diff(ours) is None
 
 
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_missing_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
         Tokenizer.from_directory(tmp_path)
 
 
-def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
         Tokenizer.from_directory(tmp_path)
@@ -158,9 +158,7 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
         ("chat_template.jinja", b"\xff", "is not UTF-8"),
     ],
 )
-def test_files_beside_it_that_lie_are_refused(
-    tmp_path: Path, name: str, content: object, complaint: str
-) -> None:
+def test_malformed_files_are_refused(tmp_path: Path, name: str, content: object, complaint: str) -> None:
     (tmp_path / "tokenizer.json").write_text(byte_backend().to_str())
     raw = content if isinstance(content, str | bytes) else json.dumps(content)
     (tmp_path / name).write_bytes(raw if isinstance(raw, bytes) else raw.encode())
@@ -168,24 +166,24 @@ def test_files_beside_it_that_lie_are_refused(
         Tokenizer.from_directory(tmp_path)
 
 
-def test_special_tokens_that_are_no_text_are_passed_over(tmp_path: Path) -> None:
+def test_malformed_special_tokens_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(byte_backend().to_str())
     special = {"eos_token": "\ud800", "bos_token": 3, "additional_special_tokens": "<x>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(special))
     assert not Tokenizer.from_directory(tmp_path).special_tokens
 
 
-def test_an_id_beyond_every_vocabulary_is_refused(tmp_path: Path) -> None:
-    """Lists as long as the highest id are made of it."""
+def test_huge_token_id_is_refused(tmp_path: Path) -> None:
+    """Lists of that length would exhaust memory."""
     content = json.loads(byte_backend().to_str())
     content["model"]["vocab"]["x"] = 1 << 31
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="a token with the id 2147483648"):
+    with pytest.raises(CheckpointError, match="a token with id 2147483648"):
         Tokenizer.from_directory(tmp_path)
 
 
-def test_a_vocabulary_without_its_unknown_token_is_refused(tmp_path: Path) -> None:
-    """The library notices with the first text that needs it, which would be somebody's request."""
+def test_missing_unknown_token_is_refused(tmp_path: Path) -> None:
+    """The library fails on the first text that needs it, so load probes one."""
     content = json.loads(byte_backend().to_str())
     content["model"] = {
         "type": "WordPiece",
@@ -199,13 +197,13 @@ def test_a_vocabulary_without_its_unknown_token_is_refused(tmp_path: Path) -> No
         Tokenizer.from_directory(tmp_path)
 
 
-def test_what_the_library_fails_on_ends_one_request() -> None:
+def test_library_panic_fails_one_request() -> None:
     class Panicking:
         def encode_batch(self, *_: object, **__: object) -> None:
             raise PanicException("index out of bounds")
 
     class PanicException(BaseException):
-        """As libraries written in Rust raise it: no Exception."""
+        """As Rust libraries raise it."""
 
     tokenizer = byte_tokenizer()
     tokenizer._backend = Panicking()  # type: ignore[assignment]
@@ -215,7 +213,7 @@ def test_what_the_library_fails_on_ends_one_request() -> None:
         tokenizer.encode_truncated("x", None, 1)
 
 
-def test_a_decoder_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+def test_unknown_decoder_is_refused_by_name(tmp_path: Path) -> None:
     content = json.loads(byte_backend().to_str())
     content["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
@@ -223,6 +221,6 @@ def test_a_decoder_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
         Tokenizer.from_directory(tmp_path)
 
 
-def test_a_lone_surrogate_is_a_clear_error() -> None:
+def test_lone_surrogate_is_a_bad_request() -> None:
     with pytest.raises(InvalidRequest, match="surrogate at character 1"):
         byte_tokenizer().encode("a\ud800")

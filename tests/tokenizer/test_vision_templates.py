@@ -14,8 +14,8 @@ from tests.support.fakes import CHATML, byte_backend
 from tests.support.tokenizer_builders import write_checkpoint
 
 NAMES = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
-# As LLaVA's: a walk over parts for each kind, pictures first. A content that is a text would be lost.
-PICTURES_FIRST = """{% for message in messages %}
+# As LLaVA's: loops over parts of each type, images first; drops content that is a text.
+IMAGES_FIRST = """{% for message in messages %}
 {% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif -%}
 {% for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\\n' }}{% endfor -%}
 {% if message['role'] == 'assistant' %}
@@ -25,8 +25,8 @@ PICTURES_FIRST = """{% for message in messages %}
 {%- for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] + ' ' }}{% endfor %}
 {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
-# As LLaVA-NeXT's on Mistral: instructions, pictures where they stand.
+{%- if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""  # noqa: E501
+# As LLaVA-NeXT's on Mistral: instructions, images in place.
 INSTRUCTIONS = """{%- for message in messages -%}
 {%- if message['role'] == 'user' -%}
 {{- '[INST] ' -}}
@@ -37,8 +37,8 @@ INSTRUCTIONS = """{%- for message in messages -%}
 {%- else -%}
 {%- for part in message['content'] if part['type'] == 'text' -%}{{- ' ' + part['text'] | trim + eos_token -}}{%- endfor -%}
 {%- endif -%}
-{%- endfor -%}"""
-# As Qwen's: texts or parts, pictures counted, with their names if asked for.
+{%- endfor -%}"""  # noqa: E501
+# As Qwen's: texts or parts, images counted, with names on request.
 COUNTED = """{%- set seen = namespace(pictures=0) -%}
 {%- for message in messages -%}
 {%- if loop.first and message.role != 'system' -%}<|im_start|>system\nBe helpful.<|im_end|>\n{% endif -%}
@@ -69,7 +69,7 @@ TURNS: list[dict[str, Any]] = [
     },
 ]
 OPEN = [*SHOWN, {"role": "assistant", "content": [{"type": "text", "text": "It is a"}]}]
-TEMPLATES = {"pictures first": PICTURES_FIRST, "instructions": INSTRUCTIONS, "counted": COUNTED}
+TEMPLATES = {"images first": IMAGES_FIRST, "instructions": INSTRUCTIONS, "counted": COUNTED}
 
 
 @pytest.fixture(params=TEMPLATES.values(), ids=TEMPLATES)
@@ -82,7 +82,7 @@ def both(request: Any, tmp_path: Path) -> tuple[ChatTemplate, Any]:
 
 @pytest.mark.parametrize("messages", [SHOWN, TURNS, OPEN], ids=["one", "turns", "open"])
 @pytest.mark.parametrize("options", [{}, {"add_vision_id": True}], ids=["bare", "named"])
-def test_renders_as_transformers(both: tuple[ChatTemplate, Any], messages: Any, options: Any) -> None:
+def test_render_equals_transformers(both: tuple[ChatTemplate, Any], messages: Any, options: Any) -> None:
     ours, theirs = both
     plain = [{**message, "content": [dict(part) for part in message["content"]]} for message in messages]
     for generation in (True, False):
@@ -93,7 +93,7 @@ def test_renders_as_transformers(both: tuple[ChatTemplate, Any], messages: Any, 
         assert expected.count("<image>") == sum(message["content"].count(IMAGE_PART) for message in messages)
 
 
-def test_continues_the_final_message_as_transformers(both: tuple[ChatTemplate, Any]) -> None:
+def test_continue_final_message_equals_transformers(both: tuple[ChatTemplate, Any]) -> None:
     ours, theirs = both
     plain = [{**message, "content": [dict(part) for part in message["content"]]} for message in OPEN]
     expected = theirs.apply_chat_template(plain, tokenize=False, continue_final_message=True)
@@ -101,8 +101,8 @@ def test_continues_the_final_message_as_transformers(both: tuple[ChatTemplate, A
     assert expected.rstrip().endswith("It is a")
 
 
-def test_a_text_is_a_part_of_its_own(both: tuple[ChatTemplate, Any]) -> None:
-    """Templates that walk through parts lose texts that are none."""
+def test_text_content_equals_a_text_part(both: tuple[ChatTemplate, Any]) -> None:
+    """Templates that iterate over parts would drop plain texts."""
     ours, _ = both
     alone, listed = (
         [{"role": "user", "content": "Hi"}],
@@ -111,7 +111,7 @@ def test_a_text_is_a_part_of_its_own(both: tuple[ChatTemplate, Any]) -> None:
     assert ours.render(alone) == ours.render(listed) and "Hi" in ours.render(alone)
 
 
-def test_a_template_that_knows_texts_only_gets_the_placeholder_in_place() -> None:
+def test_text_template_gets_placeholders_in_place() -> None:
     template = ChatTemplate(CHATML, {}, "<image>")
     assert (
         template.render(TURNS[-1:])
@@ -119,7 +119,7 @@ def test_a_template_that_knows_texts_only_gets_the_placeholder_in_place() -> Non
     )
 
 
-def test_a_template_that_writes_parts_out_knows_texts_only() -> None:
+def test_template_that_prints_parts_is_a_text_template() -> None:
     for source in (
         "{{ messages[0].content }}",
         "{{ messages[0].content | tojson }}",
@@ -130,13 +130,11 @@ def test_a_template_that_writes_parts_out_knows_texts_only() -> None:
             assert "<image>\\nWhat" in template.render(SHOWN) or "<image>\nWhat" in template.render(SHOWN)
 
 
-def test_a_text_must_not_look_like_a_picture(both: tuple[ChatTemplate, Any]) -> None:
+def test_placeholder_in_text_is_refused(both: tuple[ChatTemplate, Any]) -> None:
     ours, _ = both
     texts = [*TURNS, {"role": "user", "content": [{"type": "text", "text": "an <image> here"}]}]
     for messages in (texts, [{"role": "user", "content": "an <image> here"}]):
-        with pytest.raises(
-            InvalidRequest, match=r"has '<image>' in its text, which stands for a picture"
-        ) as caught:
+        with pytest.raises(InvalidRequest, match=r"contains '<image>', which represents an image") as caught:
             ours.render(messages)
         assert caught.value.param == f"messages[{len(messages) - 1}].content"
 
@@ -145,11 +143,13 @@ def test_a_text_must_not_look_like_a_picture(both: tuple[ChatTemplate, Any]) -> 
     ("kind", "hint"),
     [
         ("video_url", "as its frames"),
-        ("input_audio", "sound is not taken"),
-        ("file", "only texts and pictures"),
+        ("input_audio", "audio is not supported"),
+        ("file", "only texts and images"),
     ],
 )
-def test_other_parts_are_refused_with_a_hint(both: tuple[ChatTemplate, Any], kind: str, hint: str) -> None:
+def test_unsupported_parts_are_refused_with_a_hint(
+    both: tuple[ChatTemplate, Any], kind: str, hint: str
+) -> None:
     with pytest.raises(Unsupported, match=hint) as caught:
         both[0].render([{"role": "user", "content": [{"type": kind, kind: {}}]}])
     assert caught.value.param == "messages[0].content[0]"

@@ -1,4 +1,4 @@
-"""Memory that is given out in pieces."""
+"""Allocation from huge pages."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from foreword.utils.hugepages import ALIGNMENT, CHUNK_BYTES, HUGE_PAGE_BYTES, Hu
 ROLLUP = Path("/proc/self/smaps_rollup")
 
 
-def test_pieces_are_zeros_of_their_own():
+def test_allocations_are_zeroed_and_disjoint():
     memory = HugePages()
     pieces = [memory.allocate(size) for size in (1, 63, 64, 65, 100_000)]
     for value, piece in enumerate(pieces, 1):
@@ -20,16 +20,16 @@ def test_pieces_are_zeros_of_their_own():
     )
 
 
-def test_what_is_larger_than_a_chunk_begins_at_a_huge_page():
+def test_large_allocation_starts_at_a_huge_page():
     memory = HugePages()
     memory.allocate(1)
     assert memory.allocate(CHUNK_BYTES + 1).data_ptr() % HUGE_PAGE_BYTES == 0
 
 
-def test_pages_are_huge_where_the_system_has_them():
+def test_memory_is_in_huge_pages():
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[never]" in setting.read_text() or not ROLLUP.exists():
-        pytest.skip("this system has no huge pages to give")
+        pytest.skip("the system has no transparent huge pages")
     before = huge_kilobytes()
     piece = HugePages().allocate(8 * HUGE_PAGE_BYTES)
     piece.fill_(1)

@@ -1,1 +1,1 @@
-"""How the bundled vision model is made: pictures drawn here, questions about them, training. See training/README.md."""
+"""How the bundled vision model is made: generated images, questions, training. See training/README.md."""

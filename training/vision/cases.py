@@ -1,4 +1,4 @@
-"""Held-out questions about held-out pictures: other seeds, and every other one a combination that is never trained."""
+"""Held-out questions about held-out images: other seeds, every other one an untrained combination."""
 
 from dataclasses import dataclass
 from io import BytesIO
@@ -12,7 +12,7 @@ from training.vision.scenes import Scene, draw_scene
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """unseen: its scene may hold only combinations that are never trained; see `scenes.held_out`."""
+    """unseen: the scene holds only untrained combinations; see `scenes.held_out`."""
 
     scene: Scene
     question_answer: QuestionAnswer
@@ -27,13 +27,13 @@ class Case:
         return self.question_answer.question
 
     def png(self) -> bytes:
-        """The picture as a file."""
+        """The image as a file."""
         file = BytesIO()
         draw_image(self.scene).save(file, "PNG")
         return file.getvalue()
 
     def is_right(self, answer: str) -> bool:
-        """What the judge says."""
+        """The verdict of the judge."""
         return is_right(answer, self.question_answer.truth)
 
 

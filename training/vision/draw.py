@@ -18,7 +18,7 @@ _HOLE = 0.5  # of a ring, of its radius
 
 
 def draw_image(scene: Scene) -> Image.Image:
-    """Return the picture, RGB, as large as the scene says."""
+    """Return the image, RGB, in the size of the scene."""
     fine = Image.new("RGB", (scene.width * _FINE, scene.height * _FINE), scene.background)
     pen = ImageDraw.Draw(fine)
     for thing in scene.things:

@@ -1,11 +1,11 @@
-"""Measure the bundled vision model and its text-only drafter on held-out pictures.
+"""Measure the bundled vision model and its text-only drafter on held-out images.
 
     python -m training.vision.evaluate [--cases 2000] [--sampled 100]
 
-Regime: one question a picture, in the engine itself (bfloat16, all drafters off, then the draft model alone). Greedy: the share
-that the judge calls right, by kind of question and of picture. Sampled: 8 choices at temperature 0.7, how many of them are right,
-and how many different texts they are. Drafted: tokens that the target accepted of those that the drafter guessed. Prints a table
-and one JSON line.
+Regime: one question an image, in the engine itself (bfloat16, first without drafters, then with the draft
+model). Greedy: the share that the judge calls right, by kind of question and image. Sampled: of 8 choices
+at temperature 0.7, how many are right, and how many texts are distinct. Drafted: tokens accepted of those
+drafted. Prints a table and one JSON line.
 """
 
 import argparse
@@ -28,7 +28,7 @@ SAMPLED = SamplingParams(temperature=0.7, max_tokens=_MAX_TOKENS, n=8, seed=0)
 
 
 def messages(case: Case) -> list[dict[str, object]]:
-    """The conversation as the model is asked."""
+    """The conversation of a case."""
     parts = [{"type": "image", "image": draw_image(case.scene)}, {"type": "text", "text": case.question}]
     return [{"role": "user", "content": parts}]
 
@@ -36,13 +36,13 @@ def messages(case: Case) -> list[dict[str, object]]:
 def generate_answers(
     llm: LLM, cases: list[Case], params: SamplingParams, note: str
 ) -> Iterator[tuple[Case, RequestOutput]]:
-    """The cases with their answers, some at once."""
+    """The cases with their answers, in batches."""
     for part in track([cases[at : at + _AT_ONCE] for at in range(0, len(cases), _AT_ONCE)], note):
         yield from zip(part, llm.chat([messages(one) for one in part], params), strict=True)
 
 
 def groups(case: Case) -> list[str]:
-    """What the case counts as."""
+    """The groups that a case counts in."""
     names = [f"question: {case.kind}", f"picture: {case.scene.kind}", "all"]
     if case.unseen:
         names.append("combinations never trained")
@@ -52,7 +52,7 @@ def groups(case: Case) -> list[str]:
 
 
 def accuracy(llm: LLM, cases: list[Case]) -> dict[str, tuple[int, int]]:
-    """Right answers and cases: of each kind of question, each kind of picture, and more; see `groups`."""
+    """Right answers and cases by group; see `groups`."""
     right, count = Counter[str](), Counter[str]()
     for case, output in generate_answers(llm, cases, GREEDY, "greedy"):
         for name in groups(case):
@@ -62,7 +62,7 @@ def accuracy(llm: LLM, cases: list[Case]) -> dict[str, tuple[int, int]]:
 
 
 def count_phrasings(llm: LLM, cases: list[Case]) -> tuple[list[int], list[int]]:
-    """For each case: how many of 8 choices were right, and how many different texts they were."""
+    """For each case: right answers of 8 choices, and distinct texts."""
     right, different = [], []
     for case, output in generate_answers(llm, cases, SAMPLED, "sampled"):
         texts = [choice.text for choice in output.outputs]
@@ -72,7 +72,7 @@ def count_phrasings(llm: LLM, cases: list[Case]) -> tuple[list[int], list[int]]:
 
 
 def measure_acceptance(cases: list[Case], params: SamplingParams) -> dict[str, int]:
-    """What the text-only drafter guessed, and how much of that the target took."""
+    """Tokens drafted by the text-only drafter, and tokens accepted."""
     llm = LLM("demo-vision", draft_model="demo-vision", speculate="draft", draft_length="fixed")
     found = Counter[str]()
     for _, output in generate_answers(llm, cases, params, "drafted"):
@@ -84,7 +84,7 @@ def measure_acceptance(cases: list[Case], params: SamplingParams) -> dict[str, i
 
 
 def main() -> None:
-    """Measure, print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Decide whether an answer is right: by the facts that it states, whatever the phrasing."""
+"""Judge an answer by the facts that it states, not by its phrasing."""
 
 import re
 from typing import Final
@@ -15,7 +15,7 @@ _NUMBERS: Final[dict[str, str]] = {word: str(number) for number, word in enumera
 
 
 def is_right(answer: str, truth: Truth) -> bool:
-    """Whether the answer states all that it must and nothing that is not so."""
+    """Whether the answer states all required facts and no wrong one."""
     words = re.findall(r"[a-z]+|\d+", answer.lower())
     if not 0 < len(words) <= MAX_WORDS:
         return False
@@ -24,9 +24,9 @@ def is_right(answer: str, truth: Truth) -> bool:
 
 
 def extract_facts(words: list[str], paired: bool = False) -> frozenset[str]:
-    """What the words state: colours, shapes, numbers and digits, yes or no, or that nothing was shown.
+    """Facts in the words: colours, shapes, numbers, digits, yes or no, or a missing image.
 
-    paired  a colour and the shape or digit right behind it are one fact
+    paired  a colour and the shape or digit right after it are one fact
     """
     if _PICTURE & set(words) and ({"please", "without"} | _NO) & set(words):
         return frozenset({"nothing shown"})
@@ -44,7 +44,7 @@ def extract_facts(words: list[str], paired: bool = False) -> frozenset[str]:
 
 
 def _fact(word: str) -> str | None:
-    """The fact that a word alone states, if any."""
+    """The fact of a single word, if any."""
     if word in COLOURS or word in SHAPES or word.isdigit():
         return word
     if word in _YES or word in _NO:

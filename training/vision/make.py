@@ -1,4 +1,4 @@
-"""Make the bundled vision model anew: target, drafter, example picture, export, loss curve, evaluation. Repeat to resume.
+"""Make the bundled vision model: target, drafter, example image, export, curve, evaluation. Repeat to resume.
 
 python -m training.vision.make RUN [--minutes 65] [--drafter-minutes 3]
 """

@@ -21,7 +21,7 @@ from training.tokenizer import MAX_LENGTH
 from training.vision.rows import IMAGE, IMAGE_ID, NAMES, NUM_PATCHES, PATCH, PREFIX, SIDE, PatchLabels
 from training.vision.scenes import COLOURS, MAX_COUNT
 
-VOCABULARY: Final[int] = 1552  # the tokenizer's 1537, then rows that no token has: sizes that divide well
+VOCABULARY: Final[int] = 1552  # the tokenizer's 1537, then unused rows: sizes that divide well
 _END_ID: Final[int] = SPECIAL.index(END)
 # (hidden size, intermediate size, layers, query heads, key and value heads)
 TEXT: Final = {"target": (192, 384, 3, 6, 2), "drafter": (64, 128, 2, 2, 1)}
@@ -33,7 +33,7 @@ TOWER: Final = {
 }
 Model = LlavaForConditionalGeneration | LlamaForCausalLM
 
-# Pictures come first, wherever a message has them: so the model learned it.
+# Images come first in a message, as in training.
 CHAT_TEMPLATE: Final[str] = (
     "{%- for message in messages -%}"
     "{%- set role = message['role'] -%}"
@@ -52,7 +52,7 @@ CHAT_TEMPLATE: Final[str] = (
 
 
 def text_config(role: str) -> LlamaConfig:
-    """Heads of 32; embedding and head are one."""
+    """Heads of 32; embedding and head are tied."""
     hidden, intermediate, layers, heads, kv_heads = TEXT[role]
     return LlamaConfig(
         hidden_size=hidden,
@@ -88,7 +88,7 @@ def build(role: str) -> Model:
 
 
 class VisionTrainingModel(nn.Module):
-    """The model, and heads that tell from a patch alone what is in it. The heads are left behind after training."""
+    """The model, and heads that predict the content of a patch; export drops the heads."""
 
     def __init__(self, role: str) -> None:
         super().__init__()
@@ -107,14 +107,14 @@ class VisionTrainingModel(nn.Module):
         )
 
     def encode_image(self, pixels: Tensor) -> Tensor:
-        """Return what the tower makes of uint8 [B, 3, H, W], one row a patch: [B, P, W]."""
+        """Return the vision encoder's output for uint8 [B, 3, H, W], one row a patch: [B, P, W]."""
         tower = self.model.model.vision_tower
         embedded = tower.embeddings(pixels.float() / 127.5 - 1)
         seen: Tensor = tower.encoder(inputs_embeds=embedded).last_hidden_state
         return seen
 
     def patch_loss(self, image_features: Tensor, patches: PatchLabels) -> Tensor:
-        """Return the loss of the heads: the sum over what they tell, each a mean over patches."""
+        """Return the sum of the heads' losses, each a mean over patches."""
         losses = [
             F.cross_entropy(
                 head(image_features).float().flatten(0, 1), torch.from_numpy(getattr(patches, name)).flatten()
@@ -126,9 +126,9 @@ class VisionTrainingModel(nn.Module):
     def hidden(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, image_features: Tensor | None
     ) -> Tensor:
-        """Return the last hidden states [B, L, W]; features stand in for the placeholders, which come second in a row.
+        """Return the last hidden states [B, L, W]; features replace the placeholders after the first token.
 
-        mask  bool [B, 1, L, L]
+        mask    bool [B, 1, L, L]
         """
         text = self.model.model.language_model if self.role == "target" else self.model.model
         embedded = text.embed_tokens(tokens)
@@ -142,14 +142,14 @@ class VisionTrainingModel(nn.Module):
 
 
 def export(state: dict[str, Tensor], role: str, folder: Path, tokenizer: Tokenizer) -> None:
-    """Write a Hugging Face checkpoint in bfloat16, with tokenizer and, for the target, what prepares pictures."""
+    """Write a Hugging Face checkpoint in bfloat16, with tokenizer and, for the target, image processor."""
     model = build(role)
     model.load_state_dict(state)
     model.bfloat16().save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config", config)
-    # transformers 5 nests this under rope_parameters; other readers look for it here.
+    # transformers 5 nests this under rope_parameters; other readers expect it here.
     text["rope_theta"] = text["rope_parameters"]["rope_theta"]
     _write(folder / "config.json", config)
     _write(
@@ -164,7 +164,7 @@ def export(state: dict[str, Tensor], role: str, folder: Path, tokenizer: Tokeniz
 
 
 def with_image_token(tokenizer: Tokenizer) -> Tokenizer:
-    """The text model's tokenizer, with the placeholder as one more special token."""
+    """The text model's tokenizer with the placeholder as another special token."""
     tokenizer.add_special_tokens([AddedToken(IMAGE, special=True, normalized=False)])
     assert tokenizer.token_to_id(IMAGE) == IMAGE_ID
     return tokenizer

@@ -23,7 +23,7 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def draw(run: Path, target: Path) -> None:
-    """Plot what the tower tells of patches, and the loss of answers, over the pictures seen."""
+    """Plot the encoder's patch loss and the answer loss over the images seen."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
     for axes, role, field in (
         (left, "target", "told"),

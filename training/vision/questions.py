@@ -1,4 +1,4 @@
-"""Questions about a scene, and answers in several phrasings, none of them preferred."""
+"""Questions about a scene, and answers in several equally likely phrasings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ NUMBERS: Final[tuple[str, ...]] = ("zero", "one", "two", "three", "four", "five"
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What an answer has to say and what it may say besides, as the judge reads it; all else is wrong.
+    """Facts that an answer must state and those that it may; all others are wrong.
 
-    paired  colours belong to the word behind them: "red circle" is one fact, not two
+    paired    colours belong to the word after them: "red circle" is one fact, not two
     """
 
     must: frozenset[str]
@@ -33,7 +33,7 @@ class QuestionAnswer:
 
 
 def ask(rng: Random, scene: Scene, kind: str | None = None) -> QuestionAnswer:
-    """Return a random question about the scene, of a kind that suits it."""
+    """Return a random question that suits the scene."""
     kinds = [one for one in _SUIT[scene.kind] if kind in (None, one)]
     return _ASK[rng.choice(kinds)](rng, scene)
 
@@ -44,12 +44,12 @@ def kinds(scene: Scene) -> list[str]:
 
 
 def ask_pair(rng: Random, scene: Scene) -> QuestionAnswer:
-    """Return a question about two things, mostly for the colour of one: what a model needs to see often to learn it at all."""
+    """Return a question about two things, mostly for the colour of one, which takes many examples."""
     return ask(rng, scene, rng.choice(_PAIR))
 
 
 def ask_blind(rng: Random, scene: Scene) -> QuestionAnswer:
-    """Return a question about a picture that is not there."""
+    """Return a question about a missing image."""
     return QuestionAnswer(
         "no picture", ask(rng, scene).question, rng.choice(_BLIND), Truth(frozenset({"nothing shown"}))
     )
@@ -77,7 +77,7 @@ def _pick(rng: Random, phrasings: tuple[str, ...], **words: str) -> str:
 
 
 def _subject(scene: Scene, thing: Thing) -> str:
-    """How a thing, or what there are several of, is called without its colour."""
+    """The name of a thing, or of several alike, without its colour."""
     if scene.kind == "digit":
         return "digit"
     return _plural(thing.name) if scene.kind == "many" else thing.name
@@ -159,7 +159,7 @@ def _digit(rng: Random, scene: Scene) -> QuestionAnswer:
 
 
 def _yes_no(rng: Random, scene: Scene) -> QuestionAnswer:
-    """Half of the answers are yes; half of what is not there has the colour or the shape of something that is."""
+    """Half of the answers are yes; half of the absent things share a colour or shape with a present one."""
     looks = {(one.colour, one.name) for one in scene.things}
     names = DIGITS if scene.kind == "digit" else SHAPES
     colour, name = rng.choice(sorted(looks))
@@ -177,7 +177,7 @@ def _yes_no(rng: Random, scene: Scene) -> QuestionAnswer:
 
 
 def _pick_subject(rng: Random, colour: str, name: str) -> tuple[str | None, str | None]:
-    """What is asked for: a colour, a shape or digit, or both."""
+    """The subject of the question: a colour, a shape or digit, or both."""
     return rng.choice(((colour, name), (colour, name), (None, name), (colour, None)))
 
 
@@ -186,7 +186,7 @@ def _fits(told: tuple[str | None, str | None], colour: str, name: str) -> bool:
 
 
 def _called(told: tuple[str | None, str | None], thing: str) -> str:
-    """thing: how something of which only the colour is told is called."""
+    """thing: the phrase for something of which only the colour is known."""
     colour, name = told
     return _article(" ".join(word for word in told if word)) if name else f"{thing} {colour}"
 
@@ -337,7 +337,7 @@ _ASK: Final[dict[str, Callable[[Random, Scene], QuestionAnswer]]] = {
     "digit": _digit,
     "yes or no": _yes_no,
 }
-# Some are named several times: those that are harder to learn, or that say more.
+# Kinds that are harder to learn, or that say more, occur several times.
 _SUIT: Final[dict[str, tuple[str, ...]]] = {
     "one": ("what", "colour", "shape", "count", *["yes or no"] * 2),
     "many": (*["what"] * 2, "colour", "shape", *["count"] * 3, *["yes or no"] * 2),

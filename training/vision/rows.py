@@ -1,8 +1,8 @@
-"""Training rows: one picture and several conversations about it that do not see each other.
+"""Training rows: one image and several conversations about it that do not see each other.
 
-A row begins with the user's mark and the picture's placeholders. Each conversation behind them sees these and itself, at the
-places where it would stand alone, so that one pass over a picture teaches many questions. Some begin a prompt of their own,
-without a picture.
+A row begins with the user's mark and the image's placeholders. Each conversation after them sees these
+and itself, at the positions where it would stand alone, so that one pass over an image teaches many
+questions. Some begin a prompt of their own, without an image.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ PREFIX: Final[int] = 1 + NUM_PATCHES
 IMAGE: Final[str] = "<image>"
 NAMES: Final[tuple[str, ...]] = (*SHAPES, *DIGITS)
 _PAD, _END, _, _USER, _ASSISTANT = range(len(SPECIAL))
-IMAGE_ID: Final[int] = 1536  # behind the vocabulary of the text model
+IMAGE_ID: Final[int] = 1536  # after the vocabulary of the text model
 Ask = Callable[[Random, Scene], QuestionAnswer]
 _BLIND, _NEXT_TURN = (
     0.04,
@@ -39,13 +39,15 @@ _BLIND, _NEXT_TURN = (
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """pixels  uint8 [B + more, 3, 56, 56]: those of the rows, then more that nobody talks about
+    """Packed rows and their images.
 
+    pixels     uint8 [B + more, 3, 56, 56]: those of the rows, then images without rows
     tokens     int64 [B, L]
     positions  int64 [B, L]
-    talks      int32 [B, L]  0: seen by all behind it but by the blind, 1..: a conversation, below -1: a blind one, -1: padding
+    talks      int32 [B, L]  0: seen by all after it but blind conversations; 1..: a conversation;
+               below -1: a blind one; -1: padding
     labels     int64 [B, L]  the next token where it belongs to an answer, else -100
-    patches    of all pictures, see Patches
+    patches    of all images, see PatchLabels
     """
 
     pixels: NDArray[np.uint8]
@@ -57,16 +59,17 @@ class Rows:
 
     @property
     def has_text(self) -> bool:
-        """Whether there is more than pictures."""
+        """Whether there is more than images."""
         return len(self.tokens) > 0
 
 
 @dataclass(frozen=True, slots=True)
 class PatchLabels:
-    """What is to be seen in each patch; the tower learns from it directly. int64 [B, P], -100 where there is nothing.
+    """Content of each patch, which the vision encoder learns directly. int64 [B, P], -100: nothing.
 
-    names    index into NAMES      colours  index into COLOURS
-    counts   how many things the picture shows, less one
+    names    index into NAMES
+    colours  index into COLOURS
+    counts   number of things in the image, less one
     centres  1 where the middle of a thing lies, else 0; never -100
     """
 
@@ -89,10 +92,10 @@ def draw_rows(
     pair_share: float = 0.0,
     num_placeholders: int = NUM_PATCHES,
 ) -> Rows:
-    """Return so many rows, and so many pictures more.
+    """Return rows, and images without rows.
 
-    pairs  share of the rows that ask mostly for the colour of one of two things
-    shown  placeholders of a picture, 0 for who reads the text alone
+    pairs         share of rows that mostly ask for the colour of one of two things
+    placeholders  of an image; 0 for the text-only drafter
     """
     drilled = [rng.random() < pair_share for _ in range(count)]
     scenes = [draw_scene(rng, "two" if pair else None) for pair in drilled + [False] * num_extra_images]
@@ -128,7 +131,7 @@ def _fill(
     row: tuple[NDArray[np.integer], ...],
     prefix: int,
 ) -> None:
-    """Write conversations behind the picture until one does not fit."""
+    """Write conversations after the image until one does not fit."""
     tokens, positions, talks, labels = row
     at, number = prefix, 1
     while True:
@@ -144,7 +147,7 @@ def _fill(
 
 
 def conversation(tokenizer: Tokenizer, rng: Random, scene: Scene, about: Ask) -> tuple[list[int], list[bool]]:
-    """Token ids behind the picture, and which belong to answers. A blind one begins with the user's mark itself."""
+    """Token ids after the image, and which belong to answers; a blind one begins with the user's mark."""
     ids, learned, blind = list[int](), list[bool](), about is ask_blind
 
     def add(some: list[int], answer: bool) -> None:
@@ -161,7 +164,7 @@ def conversation(tokenizer: Tokenizer, rng: Random, scene: Scene, about: Ask) ->
 
 
 def patch_labels(scenes: list[Scene]) -> PatchLabels:
-    """What is to be seen in each patch: the thing whose middle is nearest, if it reaches that far."""
+    """Content of each patch: the thing with the nearest centre, if it reaches the patch."""
     shape = len(scenes), NUM_PATCHES
     names, colours, counts = (np.full(shape, -100, dtype=np.int64) for _ in range(3))
     centres = np.zeros(shape, dtype=np.int64)

@@ -1,6 +1,7 @@
-"""What a picture shows, before it is drawn: coloured shapes or a digit, where they lie and on what.
+"""The content of an image before it is drawn: coloured shapes or a digit, their places and the background.
 
-Four kinds: `one` shape, `many` (2 to 6 of one shape and colour), `two` shapes that differ in both, and a `digit`.
+Four kinds: `one` shape, `many` (2 to 6 of one shape and colour), `two` shapes that differ in both, and a
+`digit`.
 """
 
 import math
@@ -27,11 +28,11 @@ _JITTER = 16  # of a colour, either way, each channel
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """A shape or a digit. Lengths are shares of the picture's shorter side, places shares of its width and height.
+    """A shape or a digit. Lengths are shares of the shorter side, places shares of width and height.
 
-    radius  of the circle around it
+    radius  of the circumscribed circle
     turn    degrees
-    weight  how thick the strokes of a digit are, as a share of its height
+    weight  stroke width of a digit as a share of its height
     """
 
     colour: str
@@ -46,7 +47,7 @@ class Thing:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """All that is needed to draw a picture. noise: standard deviation of a channel, 0..255; seed: of the noise."""
+    """All parameters of an image. noise: standard deviation of a channel, 0..255; seed: of the noise."""
 
     kind: str
     things: tuple[Thing, ...]
@@ -58,12 +59,12 @@ class Scene:
 
     @property
     def first(self) -> Thing:
-        """The thing further left, where there are two."""
+        """The leftmost of two things."""
         return self.things[0]
 
 
 def held_out(kind: str, colour: str, name: str) -> bool:
-    """Whether this combination is never trained: 6 of 36 coloured shapes in numbers, 6 of 60 coloured digits."""
+    """Whether this combination is never trained: 6 of 36 coloured shapes, 6 of 60 coloured digits."""
     place = list(COLOURS).index(colour)
     if kind == "many":
         return SHAPES.index(name) == (place + 2) % len(SHAPES)
@@ -71,7 +72,7 @@ def held_out(kind: str, colour: str, name: str) -> bool:
 
 
 def draw_scene(rng: Random, kind: str | None = None, unseen: bool = False) -> Scene:
-    """Return a random scene; `unseen`: only combinations that are held out, else none of them."""
+    """Return a random scene; `unseen`: only held-out combinations, else none."""
     kind = kind or rng.choices(list(KINDS), list(KINDS.values()))[0]
     width, height = _size(rng)
     things = _things(rng, kind, unseen, min(width, height) / width, min(width, height) / height)
@@ -109,7 +110,10 @@ def _looks(rng: Random, kind: str, unseen: bool) -> list[tuple[str, str]]:
 def _places(
     rng: Random, count: int, size: float, across: float, down: float
 ) -> list[tuple[float, float]] | None:
-    """Centres that keep things apart and inside; None where some attempts found none. Two stand clearly side by side."""
+    """Centres apart from each other and inside; None after too many attempts.
+
+    Two are clearly side by side.
+    """
     centres: list[tuple[float, float]] = []
     for _ in range(60):
         x, y = (rng.uniform(size * share + 0.01, 0.99 - size * share) for share in (across, down))

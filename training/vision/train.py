@@ -3,9 +3,10 @@
     python -m training.vision.train target  RUN --minutes 65
     python -m training.vision.train drafter RUN --minutes 3
 
-RUN is a folder for checkpoints (every minute) and a loss log. First the tower learns alone what is in each patch, which is
-cheap; then all learn together to answer, for a while little but the colour of one of two things. Learning rates fall to zero
-at the end of the planned time, however fast the machine is; `--steps` plans by steps instead.
+RUN is a folder for checkpoints (every minute) and a loss log. First the vision encoder alone learns the
+content of each patch, which is cheap; then all parts learn to answer, for a while mostly the colour of
+one of two things. Learning rates fall to zero at the end of the planned time, however fast the machine
+is; `--steps` plans by steps.
 """
 
 import argparse
@@ -29,25 +30,24 @@ from training.vision.model import VisionTrainingModel, export, with_image_token
 from training.vision.rows import Rows, draw_rows
 from training.vision.scenes import COLOURS
 
-# Of a step, from a share of the planned time on: rows with a picture that is talked about, pictures more, and the share of rows
-# that ask mostly for the colour of one of two things. A few of these among many others taught nothing: the model went on naming
-# either colour, whatever it was asked for.
+# By share of the planned time: rows with questions, images without, and the share of rows that mostly ask for
+# the colour of one of two things. A few of these among many others taught nothing: it named either colour.
 TARGET: Final = {0.0: (0, 128, 0.0), 0.18: (40, 48, 0.0), 0.67: (24, 0, 1.0), 0.74: (40, 48, 0.4)}
 DRAFTER: Final = (32, 0)
 RATES = {"target": (0.02, 0.003), "drafter": (0.02, 0.004)}  # Muon, AdamW
 _WARM_UP_STEPS, _DECAY_FROM = 50, 0.4
-_COLOUR_WEIGHT = {"target": 4.0, "drafter": 1.0}  # of a word for a colour in an answer; others weigh 1
-_PATCH_LOSS_WEIGHT = 0.6  # of the patches' loss once answers are learned
+_COLOUR_WEIGHT = {"target": 4.0, "drafter": 1.0}  # of a colour word in an answer; others weigh 1
+_PATCH_LOSS_WEIGHT = 0.6  # of the patch loss once answers are learned
 _SAVE_EVERY_S = 60.0
 
 
 def lr_factor(step: int, progress: float) -> float:
-    """Return the factor on the learning rates: warm-up, constant, then straight down to zero."""
+    """Return the factor on the learning rates: warm-up, constant, then linear to zero."""
     return min(1.0, (step + 1) / _WARM_UP_STEPS, (1 - progress) / (1 - _DECAY_FROM))
 
 
 def optimizers(model: nn.Module, role: str) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices, AdamW for embeddings, norms, biases and the heads that are left behind."""
+    """Muon for the hidden matrices, AdamW for embeddings, norms, biases and the patch heads."""
     named = list(model.named_parameters())
     matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n and "heads" not in n]
     others = [p for n, p in named if not any(p is one for one in matrices)]
@@ -63,7 +63,7 @@ def optimizers(model: nn.Module, role: str) -> list[torch.optim.Optimizer]:
 
 
 def attention_mask(conversation_ids: Tensor) -> Tensor:
-    """Return bool [B, 1, L, L]: what each token may attend to, from the numbers of conversations [B, L]."""
+    """Return bool [B, 1, L, L] from the conversation ids [B, L]."""
     query, key = conversation_ids[:, None, :, None], conversation_ids[:, None, None, :]
     seen = (query == key) | ((key == 0) & (query > 0))
     return seen & torch.ones(seen.shape[-2:], dtype=torch.bool).tril()
@@ -94,7 +94,7 @@ class Run:
         self.step, self.talk_steps, self.pictures, self.elapsed_s = saved["clock"]
 
     def save(self) -> None:
-        """Write the checkpoint under another name first, so that a kill leaves the old one whole."""
+        """Write the checkpoint under another name first, so that a kill keeps the old one."""
         whole = {
             "seer": self.training_model.state_dict(),
             "mean": self.mean,
@@ -106,9 +106,9 @@ class Run:
         partial.replace(self.path)
 
     def draw(self, step: int, progress: float) -> Rows:
-        """The rows of a step; `progress`: share of the planned time that is over."""
+        """The rows of a step; `progress` is the share of the planned time."""
         rng = Random(f"vision:{self.seed}:{step}")
-        if self.role == "drafter":  # the engine shows it the text without pictures
+        if self.role == "drafter":  # the engine gives it the text without images
             return draw_rows(self.tokenizer, rng, *DRAFTER, num_placeholders=0)
         return draw_rows(self.tokenizer, rng, *TARGET[max(start for start in TARGET if start <= progress)])
 
@@ -143,7 +143,7 @@ class Run:
     def update(self, loss: Tensor, progress: float, has_text: bool) -> None:
         """Take one optimizer step and move the running mean."""
         loss.backward()
-        # Who has only now begun to learn warms up anew.
+        # Answers have a warm-up of their own.
         factor = lr_factor(self.talk_steps if has_text else self.step, progress)
         for one in self.optimizers:
             for group in one.param_groups:

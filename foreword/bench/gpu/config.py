@@ -1,10 +1,10 @@
-"""How much `foreword bench gpu` measures: all of it, a short look, or a rehearsal that runs every line on a CPU."""
+"""Sizes and budgets of `foreword bench gpu`: full, quick, and a dry run that executes every line on a CPU."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -13,8 +13,8 @@ from foreword.bench.shapes import SHAPES, ModelShape, model_shape
 __all__ = ["DRY_RUN", "FULL", "QUICK", "ROLES", "SECTIONS", "BenchConfig", "write_model"]
 
 ROLES = ("large", "small")
-MODEL_TYPES = MappingProxyType({"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"})
-BUDGETS = MappingProxyType(
+ARCHITECTURES = MappingProxyType({"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"})
+BUDGETS_S = MappingProxyType(
     {
         "ceilings": 8.0,
         "checks": 65.0,
@@ -25,142 +25,60 @@ BUDGETS = MappingProxyType(
         "peers": 90.0,
     }
 )
-SECTIONS = tuple(BUDGETS)
+SECTIONS = tuple(BUDGETS_S)
+SMALL_DRAFTER = model_shape("qwen2.5-drafter", 4, 896, 4864, 14, 2, 151936)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # hashed by identity: rooflines are cached by config
 class BenchConfig:
-    """Sizes and budgets.
-
-    device          "cuda" or "cpu"
-    dtype           of weights, activations and KV
-    large, small    the shapes that are measured; drafter is beside the large one, small_drafter beside the small one
-    budgets         seconds by section; what one leaves is its successors'
-    rounds          that count, of everything that is measured in turn
-    copy_bytes      of the copy that bandwidth is taken from
-    product         side of the square matrices that the product rate is taken from
-    working_set     bytes of weights that are read before one of them is read again: more than any cache holds
-    kernel_roles    of the shapes whose kernels are checked and measured
-    row_counts      of the checks of bits: at and around every threshold
-    check_context   tokens of the longest context in the checks of attention
-    check_places    in that context, at which rows are compared
-    sampled_rows    of logits whose sampling is measured
-    kernel_rows     of linear layers whose speed is measured
-    contexts        of attention
-    population      different requests in the checks of engines; `solo` of them are also answered one at a time
-    crowds          how many at once, in the checks of engines
-    check_tokens    of an answer there
-    streams         at once, where steps are measured; fast_streams where they are held against --fast-math
-    prompt, answer  tokens
-    long_prompt     tokens of the prompt whose speed is measured
-    replayed        tokens of an answer whose replay is measured
-    idle_steps      that the profiler sees
-    peer_tokens     of an answer of a peer
-    """
-
-    device: str
-    dtype: str
-    large: ModelShape
-    small: ModelShape
-    drafter: ModelShape
-    small_drafter: ModelShape
-    budgets: Mapping[str, float]
-    rounds: int
-    copy_bytes: int
-    product: int
-    working_set: int
-    kernel_roles: tuple[str, ...]
-    row_counts: tuple[int, ...]
-    check_context: int
-    check_places: int
-    sampled_rows: tuple[int, ...]
-    kernel_rows: tuple[int, ...]
-    contexts: tuple[int, ...]
-    num_requests: int
-    num_single: int
-    batch_sizes: tuple[int, ...]
-    check_tokens: int
-    streams: tuple[int, ...]
-    fast_streams: tuple[int, ...]
-    prompt: int
-    answer: int
-    long_prompt: int
-    replayed: int
-    idle_steps: int
-    peer_tokens: int
+    device: str = "cuda"  # "cuda" or "cpu"
+    dtype: str = "bfloat16"  # of weights, activations and KV
+    large: ModelShape = SHAPES["llama-3.1-8b"]
+    small: ModelShape = SHAPES["qwen2.5-0.5b"]
+    drafter: ModelShape = SHAPES["llama-3.2-1b"]  # draft model of `large`
+    small_drafter: ModelShape = SMALL_DRAFTER
+    # Seconds by section; a section inherits the unused time before it.
+    budgets: Mapping[str, float] = field(default_factory=lambda: BUDGETS_S)
+    rounds: int = 5  # counted rounds of every comparison
+    copy_bytes: int = 1 << 30  # of the copy that measures bandwidth
+    product: int = 8192  # side of the square matrices that measure the product rate
+    working_set: int = 1 << 29  # bytes of weights read in turn, larger than any cache
+    kernel_roles: tuple[str, ...] = ROLES  # shapes whose kernels are checked and timed
+    # Of the checks of bits: around every tile edge.
+    row_counts: tuple[int, ...] = (1, 8, 16, 17, 32, 33, 64, 65, 128, 129, 257, 1000, 4096)
+    check_context: int = 2500  # tokens, in the checks of attention
+    repeats: int = 500  # of one product in the check of repetition
+    sampled_rows: tuple[int, ...] = (1, 64)  # rows of logits in the sampler's timings
+    kernel_rows: tuple[int, ...] = (1, 8, 64, 256, 8192)  # of timed linear layers
+    contexts: tuple[int, ...] = (1024, 8192, 32768)  # tokens, of timed attention
+    num_requests: int = 256  # distinct requests in the engine checks
+    num_single: int = 8  # requests that are also answered one at a time
+    batch_sizes: tuple[int, ...] = (64, 256)  # concurrent requests in the engine checks
+    check_tokens: int = 24  # output tokens in the engine checks
+    streams: tuple[int, ...] = (1, 8, 64)  # concurrent requests of timed steps
+    fast_streams: tuple[int, ...] = (1, 64, 256)  # the same, compared with --fast-math
+    prompt: int = 64  # tokens
+    answer: int = 96  # tokens
+    long_prompt: int = 8192  # tokens of the timed prompt
+    replayed: int = 160  # output tokens of the speculation section
+    idle_steps: int = 24  # steps seen by the profiler
+    peer_tokens: int = 64  # output tokens of the transformers comparison
 
     @property
     def is_dry_run(self) -> bool:
-        """Its figures say nothing of a GPU."""
         return self.device == "cpu"
 
     def shape(self, role: str) -> ModelShape:
         return self.large if role == "large" else self.small
 
+    def draft_shape(self, role: str) -> ModelShape:
+        return self.drafter if role == "large" else self.small_drafter
 
-FULL = BenchConfig(
-    device="cuda",
-    dtype="bfloat16",
-    large=SHAPES["llama-3.1-8b"],
-    small=SHAPES["qwen2.5-0.5b"],
-    drafter=SHAPES["llama-3.2-1b"],
-    small_drafter=model_shape("qwen2.5-drafter", 4, 896, 4864, 14, 2, 151936),
-    budgets=BUDGETS,
-    rounds=5,
-    copy_bytes=1 << 30,
-    product=8192,
-    working_set=1 << 29,
-    kernel_roles=ROLES,
-    row_counts=(
-        1,
-        2,
-        3,
-        7,
-        8,
-        9,
-        15,
-        16,
-        17,
-        31,
-        32,
-        33,
-        63,
-        64,
-        65,
-        127,
-        128,
-        129,
-        255,
-        256,
-        257,
-        1000,
-        4096,
-        8191,
-        16384,
-    ),
-    check_context=2500,
-    check_places=6,
-    sampled_rows=(1, 64),
-    kernel_rows=(1, 8, 64, 256, 8192),
-    contexts=(1024, 8192, 32768),
-    num_requests=256,
-    num_single=8,
-    batch_sizes=(64, 256),
-    check_tokens=24,
-    streams=(1, 8, 64),
-    fast_streams=(1, 64, 256),
-    prompt=64,
-    answer=96,
-    long_prompt=8192,
-    replayed=160,
-    idle_steps=24,
-    peer_tokens=64,
-)
-QUICK = replace(
-    FULL,
-    budgets=MappingProxyType({name: seconds / 2 for name, seconds in BUDGETS.items()}),
+
+FULL = BenchConfig()
+QUICK = BenchConfig(
+    budgets=MappingProxyType({name: seconds / 2 for name, seconds in BUDGETS_S.items()}),
     rounds=2,
-    row_counts=(1, 2, 3, 8, 16, 17, 33, 64, 65, 128, 257, 4096, 16384),
     num_requests=64,
     num_single=4,
     batch_sizes=(16, 64),
@@ -177,9 +95,7 @@ DRY_RUN = BenchConfig(
     small=model_shape("tiny-small", 1, 32, 256, 2, 1, 272, head_dim=16),
     drafter=model_shape("tiny-drafter", 1, 32, 64, 2, 1, 272, head_dim=16),
     small_drafter=model_shape("tiny-small-drafter", 1, 32, 64, 2, 1, 272, head_dim=16),
-    budgets=MappingProxyType(
-        dict.fromkeys(SECTIONS, 600.0)
-    ),  # however slow the machine is: nothing is left out
+    budgets=MappingProxyType(dict.fromkeys(SECTIONS, 600.0)),  # a slow machine must skip nothing
     rounds=1,
     copy_bytes=1 << 16,
     product=32,
@@ -187,7 +103,7 @@ DRY_RUN = BenchConfig(
     kernel_roles=("small",),
     row_counts=(1, 2, 17),
     check_context=20,
-    check_places=1,
+    repeats=2,
     sampled_rows=(1,),
     kernel_rows=(1, 2),
     contexts=(20,),
@@ -207,11 +123,11 @@ DRY_RUN = BenchConfig(
 
 
 def write_model(folder: Path, shape: ModelShape, dtype: str, context: int = 1 << 16) -> Path:
-    """A directory that `--load-format dummy` can load: config.json, and nothing else."""
+    """Write a directory for `--load-format dummy`: config.json alone."""
     model_type = "qwen2" if shape.name.startswith("qwen") else "llama"
     config = {
         "model_type": model_type,
-        "architectures": [MODEL_TYPES[model_type]],
+        "architectures": [ARCHITECTURES[model_type]],
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,

@@ -1,4 +1,4 @@
-"""Time on a device: events, graphs without the host, and how long the device has nothing to do."""
+"""Time on a device, by events and CUDA graphs, and the device's ceilings that every share refers to."""
 
 from __future__ import annotations
 
@@ -7,46 +7,47 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, cached_property, partial
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["BenchDevice", "IdleShare", "idle_shares", "medians"]
+from foreword.bench.gpu.config import BenchConfig
+from foreword.bench.gpu.report import Report
 
-GAP_US = 4.0  # kernels of one graph follow each other within less: a longer gap is one between steps
-MIN_SECONDS = 0.002  # of one measurement: events of a device tell microseconds
+__all__ = ["BenchDevice", "IdleShare", "Roofline", "ceilings", "idle_shares", "roofline"]
+
+MAX_KERNEL_GAP_US = 4.0  # between kernels of one graph: a longer gap lies between steps
+MIN_TIMED_S = 0.002  # of one measurement: events have a resolution of microseconds
+LAUNCHES = 200
+LAUNCH_SIZE = 64  # values of the tensor in the launch measurement
 
 
 @dataclass(frozen=True, slots=True)
 class IdleShare:
-    """How long the device had nothing to do, as shares of the time from its first kernel to its last.
-
-    between  in gaps that are longer than those between kernels of one graph
-    all      in all gaps
-    """
+    """Idle time of the device as shares of the time from its first kernel to its last."""
 
     span_us: float
     kernels: int
-    between: float
-    all: float
+    between: float  # in gaps longer than those between kernels of one graph
+    all: float  # in all gaps
 
 
 class BenchDevice:
-    """ "cuda", or "cpu" for rehearsals, where nothing is asynchronous and graphs are plain calls."""
+    """ "cuda", or "cpu" for dry runs, where nothing is asynchronous and a graph is a plain call."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.cuda = name == "cuda"
 
     def wait(self) -> None:
-        """Until all that was launched is done."""
         if self.cuda:
             torch.cuda.synchronize()
 
     def graph(self, run: Callable[[], object]) -> Callable[[], object]:
-        """The same work without the host's part in it."""
+        """Capture `run`, so that its replay has no host time in it."""
         if not self.cuda:
             run()
             return run
@@ -61,8 +62,8 @@ class BenchDevice:
             run()
         return partial(_replay, graph, run)
 
-    def seconds(self, run: Callable[[], object], times: int = 1) -> float:
-        """Of one call out of `times` in a row, as the device sees it."""
+    def time(self, run: Callable[[], object], times: int = 1) -> float:
+        """Device seconds of one call out of `times` in a row."""
         if not self.cuda:
             started = time.perf_counter()
             for _ in range(times):
@@ -76,62 +77,115 @@ class BenchDevice:
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3 / times
 
-    def in_turn(self, runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-        """Seconds of each, round after round; each is called often enough to be measured."""
-        times = {name: self._times(run) for name, run in runs.items()}
-        found: dict[str, list[float]] = {name: [] for name in runs}
+    def medians(self, runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+        """Median seconds by name, measured in turn; short calls are repeated."""
+        times = dict.fromkeys(runs, 1)
+        if self.cuda:
+            for name, run in runs.items():
+                self.time(run)
+                times[name] = max(1, min(1000, int(MIN_TIMED_S / max(self.time(run), 1e-7))))
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(rounds):
             for name, run in runs.items():
-                found[name].append(self.seconds(run, times[name]))
-        return found
-
-    def _times(self, run: Callable[[], object]) -> int:
-        if not self.cuda:
-            return 1
-        self.seconds(run)
-        return max(1, min(1000, int(MIN_SECONDS / max(self.seconds(run), 1e-7))))
+                seconds[name].append(self.time(run, times[name]))
+        return {name: statistics.median(values) for name, values in seconds.items()}
 
     def idle(self, run: Callable[[], object]) -> IdleShare | None:
-        """While `run` runs; None if the profiler saw nothing of the device."""
-        activity, wanted = ProfilerActivity.CPU, DeviceType.CPU
-        if (
-            self.cuda
-        ):  # alone: to look at the host as well would slow it down, and the device would wait for it
-            activity, wanted = ProfilerActivity.CUDA, DeviceType.CUDA
+        """Idle shares of the device during `run`; None if the profiler saw no kernel."""
+        # CUDA activity alone: profiling the host too would slow it down, and the device would wait for it.
+        activity, kind = (
+            (ProfilerActivity.CUDA, DeviceType.CUDA) if self.cuda else (ProfilerActivity.CPU, DeviceType.CPU)
+        )
         self.wait()
-        with profile(activities=[activity]) as seen:
+        with profile(activities=[activity]) as profiler:
             run()
             self.wait()
         return idle_shares(
-            [(e.time_range.start, e.time_range.end) for e in seen.events() if e.device_type == wanted]
+            [(e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_type == kind]
         )
 
     def free(self) -> None:
-        """Give back the memory of what is no longer referred to."""
+        """Return the memory of dropped tensors to the device."""
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
 
 
 def _replay(graph: torch.cuda.CUDAGraph, run: Callable[[], object]) -> None:
-    """A graph reads what `run` refers to where it lay when it was captured: as long as one lives, so must the other."""
+    """Replay; the argument `run` keeps the captured tensors alive."""
     graph.replay()
 
 
 def idle_shares(intervals: Sequence[tuple[float, float]]) -> IdleShare | None:
-    """Intervals of work in microseconds, in any order; they may overlap."""
+    """Gaps between busy intervals (microseconds, any order, may overlap)."""
     if not intervals:
         return None
     ordered = sorted(intervals)
-    first, reached = ordered[0][0], ordered[0][0]
+    first = reached = ordered[0][0]
     gaps = []
     for begin, end in ordered:
         if begin > reached:
             gaps.append(begin - reached)
         reached = max(reached, end)
     span = max(reached - first, 1e-9)
-    return IdleShare(span, len(intervals), sum(gap for gap in gaps if gap > GAP_US) / span, sum(gaps) / span)
+    between = sum(gap for gap in gaps if gap > MAX_KERNEL_GAP_US)
+    return IdleShare(span, len(intervals), between / span, sum(gaps) / span)
 
 
-def medians(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    return {name: statistics.median(values) for name, values in found.items()}
+@dataclass
+class Roofline:
+    """Ceilings measured with torch alone, each at its first use; medians over rounds."""
+
+    config: BenchConfig
+    device: BenchDevice
+
+    @cached_property
+    def bandwidth(self) -> float:
+        """Bytes/s of a copy in device memory, read and written."""
+        source = torch.ones(self.config.copy_bytes, dtype=torch.uint8, device=self.device.name)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / self._median(lambda: target.copy_(source))
+
+    @cached_property
+    def product(self) -> float:
+        """Operations/s of square matrix products; a multiply-add is two."""
+        side, dtype = self.config.product, getattr(torch, self.config.dtype)
+        left = torch.randn(side, side, dtype=dtype, device=self.device.name)
+        return 2 * side**3 / self._median(lambda: left @ left)
+
+    @cached_property
+    def launch(self) -> float:
+        """Host seconds to launch one small torch operation."""
+        value = torch.zeros(LAUNCH_SIZE, device=self.device.name)
+        return self._median(lambda: [value.add_(1.0) for _ in range(LAUNCHES)]) / LAUNCHES
+
+    def _median(self, run: Callable[[], object]) -> float:
+        run()
+        return self.device.medians({"": run}, max(self.config.rounds, 3))[""]
+
+
+@cache
+def roofline(config: BenchConfig) -> Roofline:
+    return Roofline(config, BenchDevice(config.device))
+
+
+def ceilings(config: BenchConfig, report: Report) -> None:
+    """The section "ceilings"."""
+    limits = roofline(config)
+    report.measure("device", lambda: _describe_device(limits.device))
+    report.measure("copy", lambda: {"gb_s": limits.bandwidth / 1e9})
+    report.measure("product", lambda: {"tflop_s": limits.product / 1e12})
+    report.measure("launch", lambda: {"us": limits.launch * 1e6})
+
+
+def _describe_device(device: BenchDevice) -> dict[str, Any]:
+    if not device.cuda:
+        return {"name": "cpu (dry run)"}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": properties.name,
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())),
+        "gib": properties.total_memory / (1 << 30),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+    }

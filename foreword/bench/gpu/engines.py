@@ -1,95 +1,133 @@
-"""Engines with random weights under `foreword bench gpu`: what is asked of them, and what they answer."""
+"""Engines with random weights for `foreword bench gpu`, and its section "engines".
+
+Expected outputs come from an eager engine without overlap that serves one request at a time. Every other
+setting must give the same tokens and logits hashes; ordinary torch (--fast-math) must not.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from foreword.bench.gpu.config import ROLES, BenchConfig, write_model
+from foreword.bench.gpu.config import BenchConfig, write_model
 from foreword.bench.gpu.device import BenchDevice, IdleShare
+from foreword.bench.gpu.report import Report
 from foreword.config.options import Config
 from foreword.core.outputs import ErrorEvent, StepReport, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
-from foreword.core.structured import StructuredOutput, Vocabulary
+from foreword.core.structured import Vocabulary
 from foreword.engine_client.local import LocalClient
 
-__all__ = ["BenchEngine", "BenchRequest", "BenchResult", "EngineFactory", "make_requests"]
+__all__ = [
+    "BenchEngine",
+    "BenchResult",
+    "compare_outputs",
+    "engines",
+    "make_mixed_requests",
+    "make_requests",
+    "open_engine",
+    "replay_lines",
+    "with_method",
+]
 
 WARM_STEPS = 4
-FIRST_ID = 32  # prompts are of ids from here on
-BYTES = 256
+FIRST_ID = 32  # lowest token id of a prompt
+NUM_BYTES = 256
+ROLE = "small"  # of the section "engines"
+ERROR_RATE = 0.3  # of the replayed drafts
+SMALL_CACHE_SHARE = 3  # a small cache holds a third of the batch
+
+Outputs = tuple[list[int], list[int]]  # token ids and logits hashes of a request
 
 
-@dataclass(frozen=True, slots=True)
-class BenchRequest:
-    """What is asked; the same question may be asked under several names."""
-
-    prompt_ids: tuple[int, ...]
-    seed: int
-    max_tokens: int
-    method: str = "off"
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    structured: StructuredOutput | None = None
-
-    def request(self, name: str) -> Request:
-        params = SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            max_tokens=self.max_tokens,
-            ignore_eos=True,
-            seed=self.seed,
-            speculation=Speculation(self.method),
-            structured=self.structured,
-        )
-        return Request(name, self.prompt_ids, params, self.seed)
-
-
-def make_requests(count: int, prompt: int, max_tokens: int, vocab: int, **options: Any) -> list[BenchRequest]:
-    """Prompts of random ids, `prompt` tokens each, answered greedily unless options say otherwise."""
-    chance = Random(count * 1_000_003 + prompt)
+def make_requests(count: int, prompt: int, max_tokens: int, vocab: int, **params: Any) -> list[Request]:
+    """Requests of `prompt` random tokens, the same in every run; greedy by default."""
+    rng = Random(count * 1_000_003 + prompt)
     last = min(vocab, 1 << 16)
+    prompts = [tuple(rng.randrange(FIRST_ID, last) for _ in range(prompt)) for _ in range(count)]
+    return [_request(ids, seed, max_tokens, **params) for seed, ids in enumerate(prompts)]
+
+
+def make_mixed_requests(config: BenchConfig) -> list[Request]:
+    """Prompts of many lengths, some with a common prefix; half greedy, half sampled with filters."""
+    rng = Random(5)
+    last = min(config.shape(ROLE).vocab, 1 << 16)
+    prefix = [rng.randrange(FIRST_ID, last) for _ in range(config.prompt)]
+    settings: tuple[dict[str, Any], ...] = (
+        {},
+        {"temperature": 1.0},
+        {},
+        {"temperature": 0.7, "top_k": 40, "top_p": 0.9},
+    )
+    requests = []
+    for number in range(config.num_requests):
+        suffix = [rng.randrange(FIRST_ID, last) for _ in range(rng.randint(2, config.prompt))]
+        prompt = (*prefix[: rng.choice((0, 0, len(prefix) // 2))], *suffix)[: config.prompt]
+        requests.append(_request(prompt, 1000 + number, config.check_tokens, **settings[number % 4]))
+    return requests
+
+
+def _request(prompt_ids: tuple[int, ...], seed: int, max_tokens: int, **params: Any) -> Request:
+    sampling = SamplingParams(
+        **{"temperature": 0.0, **params},
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        seed=seed,
+        speculation=Speculation("off"),
+    )
+    return Request("", prompt_ids, sampling, seed)
+
+
+def with_method(requests: Sequence[Request], method: str) -> list[Request]:
+    """The same requests with drafts of `method`."""
     return [
-        BenchRequest(
-            tuple(chance.randrange(FIRST_ID, last) for _ in range(prompt)), number, max_tokens, **options
-        )
-        for number in range(count)
+        replace(request, params=replace(request.params, speculation=Speculation(method)))
+        for request in requests
+    ]
+
+
+def replay_lines(
+    requests: Sequence[Request], outputs: Sequence[Sequence[int]], error_rate: float
+) -> list[dict[str, Any]]:
+    """Lines of a --replay-file."""
+    return [
+        {
+            "prompt_token_ids": list(request.prompt_ids),
+            "token_ids": list(token_ids),
+            "seed": request.seed,
+            "error_rate": error_rate,
+        }
+        for request, token_ids in zip(requests, outputs, strict=True)
     ]
 
 
 @dataclass(slots=True)
 class BenchResult:
-    """Answers in the order of the questions.
+    """Outputs in the order of the requests, and time from the last first token to the last token."""
 
-    seconds   from when all had their first token to the last token of all
-    counted   tokens that came in that time, in `steps` steps
-    stages    seconds of those steps by stage
-    drafted, accepted  tokens of drafts that were verified in all of it
-    """
-
-    tokens: list[tuple[int, ...]]
-    hashes: list[tuple[int, ...]]
+    tokens: list[list[int]]
+    hashes: list[list[int]]
     seconds: float = 0.0
-    counted: int = 0
-    steps: int = 0
-    stages: list[dict[str, float]] = field(default_factory=list)
-    drafted: int = 0
+    counted: int = 0  # tokens delivered in that time
+    steps: int = 0  # in that time
+    stages: list[dict[str, float]] = field(default_factory=list)  # seconds of those steps by stage
+    drafted: int = 0  # verified draft tokens, of the whole run
     accepted: int = 0
     preemptions: int = 0
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens/s."""
         return self.counted / max(self.seconds, 1e-9)
 
     @property
@@ -102,173 +140,213 @@ class BenchResult:
 
 
 class BenchEngine:
-    """One engine, driven step by step. Nothing else is open on it while a method runs."""
+    """One engine, driven step by step; one method runs at a time."""
 
     def __init__(self, config: Config, device: BenchDevice) -> None:
-        self.client = LocalClient(config, (), lambda: _spelling(self.client.info.vocab_size))
+        self.client = LocalClient(config, (), lambda: _vocabulary(self.client.info.vocab_size))
         self._device = device
         self._serial = itertools.count()
+        self._running: dict[str, int] = {}  # index of a request by id
 
     def close(self) -> None:
-        """Let go of the engine, whoever still holds the bed."""
+        """Drop the engine even if a caller still refers to this object."""
         del self.client
 
-    def answer(self, asked: Sequence[BenchRequest]) -> BenchResult:
-        """All of them at once."""
-        return self._finish(_Inflight(asked, next(self._serial)))
+    def run(self, requests: Sequence[Request]) -> BenchResult:
+        """Answer all requests at once."""
+        result = self._start(requests)
+        before = sum(map(len, result.tokens))
+        started = time.perf_counter()
+        while self._running:
+            report = self._step(result)
+            result.stages.append(dict(report.stats.stage_seconds))
+            result.preemptions = report.stats.preemptions_total
+        self._device.wait()
+        result.seconds = time.perf_counter() - started
+        result.counted, result.steps = sum(map(len, result.tokens)) - before, len(result.stages)
+        return result
 
-    def one_by_one(self, asked: Sequence[BenchRequest]) -> BenchResult:
-        found = [self.answer([question]) for question in asked]
-        return BenchResult([one.tokens[0] for one in found], [one.hashes[0] for one in found])
+    def run_singly(self, requests: Sequence[Request]) -> BenchResult:
+        """Answer one request at a time; outputs alone."""
+        results = [self.run([request]) for request in requests]
+        return BenchResult([result.tokens[0] for result in results], [result.hashes[0] for result in results])
 
-    def first_token_s(self, question: BenchRequest) -> float:
-        """From asking to the first token, and no further."""
-        with self._begun([question]) as seconds:
-            return seconds
-
-    def idle(self, asked: Sequence[BenchRequest], steps: int) -> IdleShare | None:
-        """Of the device, while all of them decode."""
-        with self._begun(asked):
-            for _ in range(WARM_STEPS):
-                self.client.step()
-            return self._device.idle(lambda: [self.client.step() for _ in range(steps)])
-
-    @contextmanager
-    def _begun(self, asked: Sequence[BenchRequest]) -> Iterator[float]:
-        """All have their first token, so many seconds after they were asked; in the end they are given up."""
-        open_ = _Inflight(asked, next(self._serial))
+    def first_token_s(self, request: Request) -> float:
+        """Seconds from submission to the first token."""
         self._device.wait()
         started = time.perf_counter()
-        self._begin(open_)
-        yield time.perf_counter() - started
-        for name in open_.left:
-            self.client.abort(name)
-        while not self.client.idle:
-            self.client.step()
-
-    def _begin(self, open_: _Inflight) -> None:
-        for request in open_.requests:
-            self.client.submit(request)
-        while open_.waiting:
-            open_.take(self.client.step())
-
-    def _finish(self, open_: _Inflight) -> BenchResult:
-        self._begin(open_)
-        before, preempted = open_.num_tokens, 0
-        stages = []
-        started = time.perf_counter()
-        while open_.left:
-            report = self.client.step()
-            open_.take(report)
-            stages.append(dict(report.stats.stage_seconds))
-            preempted = report.stats.preemptions_total
-        self._device.wait()
+        self._start([request])
         seconds = time.perf_counter() - started
-        counted = open_.num_tokens - before
-        return replace(
-            open_.answered(),
-            seconds=seconds,
-            counted=counted,
-            steps=len(stages),
-            stages=stages,
-            preemptions=preempted,
-        )
+        self._abort()
+        return seconds
 
+    def idle(self, requests: Sequence[Request], steps: int) -> IdleShare | None:
+        """Idle shares of the device while all requests decode."""
+        self._start(requests)
+        for _ in range(WARM_STEPS):
+            self.client.step()
+        shares = self._device.idle(lambda: [self.client.step() for _ in range(steps)])
+        self._abort()
+        return shares
 
-class _Inflight:
-    """Questions under way.
+    def _start(self, requests: Sequence[Request]) -> BenchResult:
+        """Submit all requests and step until each has its first token."""
+        serial = next(self._serial)
+        result = BenchResult([[] for _ in requests], [[] for _ in requests])
+        self._running = {f"{serial}-{index}": index for index in range(len(requests))}
+        for name, index in self._running.items():
+            self.client.submit(replace(requests[index], id=name))
+        while not all(result.tokens):
+            self._step(result)
+        return result
 
-    waiting  names of those without a token; left: of those that are not over
-    """
-
-    def __init__(self, asked: Sequence[BenchRequest], serial: int) -> None:
-        self.requests = [question.request(f"{serial}-{number}") for number, question in enumerate(asked)]
-        self.waiting = {request.id for request in self.requests}
-        self.left = set(self.waiting)
-        self.num_tokens = self._drafted = self._accepted = 0
-        self._tokens: dict[str, list[int]] = {request.id: [] for request in self.requests}
-        self._hashes: dict[str, list[int]] = {request.id: [] for request in self.requests}
-
-    def take(self, report: StepReport) -> None:
+    def _step(self, result: BenchResult) -> StepReport:
+        report = self.client.step()
         for event in report.events:
             if isinstance(event, ErrorEvent):
                 raise event.error
             assert isinstance(event, TokenEvent)
-            self._tokens[event.request_id] += event.token_ids
-            self._hashes[event.request_id] += event.logits_hashes
-            self.num_tokens += len(event.token_ids)
-            self.waiting.discard(event.request_id)
+            index = self._running[event.request_id]
+            result.tokens[index] += event.token_ids
+            result.hashes[index] += event.logits_hashes
             if event.draft is not None:
-                self._drafted += event.draft.num_drafted
-                self._accepted += event.draft.num_accepted
+                result.drafted += event.draft.num_drafted
+                result.accepted += event.draft.num_accepted
             if event.finish_reason is not None:
-                self.left.discard(event.request_id)
+                del self._running[event.request_id]
+        return report
 
-    def answered(self) -> BenchResult:
-        tokens, hashes = (
-            [tuple(told[request.id]) for request in self.requests] for told in (self._tokens, self._hashes)
-        )
-        return BenchResult(tokens, hashes, drafted=self._drafted, accepted=self._accepted)
+    def _abort(self) -> None:
+        for name in self._running:
+            self.client.abort(name)
+        while not self.client.idle:
+            self.client.step()
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFactory:
-    """Where engines are made: one at a time, or as many as are compared.
+@contextmanager
+def open_engine(
+    config: BenchConfig,
+    role: str,
+    options: Mapping[str, Any] | None = None,
+    replay: Sequence[Mapping[str, Any]] = (),
+    draft: bool = False,
+) -> Iterator[BenchEngine]:
+    """An engine of the role's shape whose memory is freed on leaving; `options` are Config fields.
 
-    folder  of model directories and recordings
+    `replay` holds the lines of the replay file; with `draft`, the role's draft model is loaded too.
     """
-
-    scale: BenchConfig
-    device: BenchDevice
-    folder: Path
-
-    @contextmanager
-    def bed(self, role: str, **options: Any) -> Iterator[BenchEngine]:
-        """An engine of this role's shape; its memory is free again afterwards."""
-        bed = BenchEngine(self.config(role, **options), self.device)
+    max_batch = max(*config.fast_streams, *config.batch_sizes)
+    request_tokens = config.prompt + max(config.answer, config.check_tokens) + 64
+    fields: dict[str, Any] = {
+        "device": config.device,
+        "dtype": config.dtype,
+        "load_format": "dummy",
+        "kv_cache_memory": f"{max(max_batch * request_tokens, 2 * config.long_prompt) + 1024}tokens",
+        "max_num_seqs": max_batch,
+        "max_num_batched_tokens": max(config.long_prompt, max_batch),
+        "max_model_len": config.long_prompt + 64,
+        "prefix_caching": False,
+        "speculate": "off",
+        **(options or {}),
+    }
+    with tempfile.TemporaryDirectory(prefix="foreword-bench-") as name:
+        folder = Path(name)
+        fields["model"] = str(write_model(folder, config.shape(role), config.dtype))
+        if replay:
+            fields["replay_file"] = str(folder / "replay.jsonl")
+            (folder / "replay.jsonl").write_text("\n".join(map(json.dumps, replay)), encoding="utf-8")
+        if draft:
+            fields["draft_model"] = str(write_model(folder, config.draft_shape(role), config.dtype))
+        engine = BenchEngine(Config(**fields), BenchDevice(config.device))
         try:
-            yield bed
+            yield engine
         finally:
-            bed.close()
-            self.device.free()
-
-    def config(self, role: str, **options: Any) -> Config:
-        scale = self.scale
-        model = write_model(self.folder, scale.shape(role), scale.dtype)
-        options.setdefault("kv_cache_memory", f"{self.cache_tokens}tokens")
-        options.setdefault("max_num_seqs", max(*scale.fast_streams, *scale.batch_sizes))
-        options.setdefault("max_num_batched_tokens", max(scale.long_prompt, options["max_num_seqs"]))
-        options.setdefault("prefix_caching", False)
-        options.setdefault("speculate", "off")
-        options.setdefault("max_model_len", scale.long_prompt + 64)
-        return Config(
-            model=str(model),
-            device=scale.device,
-            dtype=scale.dtype,
-            load_format="dummy",
-            **options,
-        )
-
-    @property
-    def cache_tokens(self) -> int:
-        """Of a cache that holds all that is ever asked at once."""
-        scale = self.scale
-        longest = scale.prompt + max(scale.answer, scale.check_tokens) + 64
-        return max(max(*scale.fast_streams, *scale.batch_sizes) * longest, 2 * scale.long_prompt) + 1024
-
-    def drafter(self, role: str) -> str:
-        """The directory of the draft model beside a role's."""
-        scale = self.scale
-        return str(
-            write_model(self.folder, scale.drafter if role == ROLES[0] else scale.small_drafter, scale.dtype)
-        )
+            engine.close()
+            BenchDevice(config.device).free()
 
 
-def _spelling(vocab_size: int) -> Vocabulary:
-    """The first ids are the bytes, the others three letters each; the last one ends an answer."""
-    words = (
-        bytes((97 + n % 26, 97 + n // 26 % 26, 97 + n // 676 % 26)) for n in range(vocab_size - BYTES - 1)
-    )
-    return Vocabulary(
-        (*(bytes((n,)) for n in range(BYTES)), *words, b""), (vocab_size - 1,), (vocab_size - 1,)
-    )
+def _vocabulary(size: int) -> Vocabulary:
+    """256 bytes, then words of three letters; the last id ends an output."""
+    words = (bytes((97 + n % 26, 97 + n // 26 % 26, 97 + n // 676 % 26)) for n in range(size - NUM_BYTES - 1))
+    return Vocabulary((*(bytes((n,)) for n in range(NUM_BYTES)), *words, b""), (size - 1,), (size - 1,))
+
+
+def compare_outputs(expected: dict[int, Outputs], result: BenchResult) -> dict[str, Any]:
+    """Compare by request index; outputs of new indices are added to `expected`."""
+    tokens_differ, bits_differ, compared = [], [], 0
+    for index, (tokens, hashes) in enumerate(zip(result.tokens, result.hashes, strict=True)):
+        if index not in expected:
+            expected[index] = tokens, hashes
+            continue
+        compared += 1
+        tokens_differ += [index] if tokens != expected[index][0] else []
+        bits_differ += [index] if hashes != expected[index][1] else []
+    return {
+        "ok": not tokens_differ and not bits_differ,
+        "answers": len(result.tokens),
+        "compared": compared,
+        "tokens_differ": tokens_differ,
+        "bits_differ": bits_differ,
+        "preemptions": result.preemptions,
+    }
+
+
+def engines(config: BenchConfig, report: Report) -> None:
+    """The section "engines"."""
+    requests = make_mixed_requests(config)
+    single, batch = requests[: config.num_single], requests[: config.batch_sizes[0]]
+    expected: dict[int, Outputs] = {}
+    size = f"{len(batch)} at once"
+
+    def open_(options: Mapping[str, Any], **more: Any) -> Any:
+        defaults = {"test_mode": True, "max_num_seqs": max(config.batch_sizes)}
+        return open_engine(config, ROLE, {**defaults, **options}, **more)
+
+    def check(name: str, engine: BenchEngine, asked: Sequence[Request], method: str = "off") -> None:
+        drafted = with_method(asked, method)
+        report.measure(name, lambda: compare_outputs(expected, engine.run(drafted)))
+
+    def check_singly(name: str, engine: BenchEngine) -> None:
+        report.measure(name, lambda: compare_outputs(expected, engine.run_singly(single)), 5)
+
+    with report.guard("eager"), open_({"enforce_eager": True, "overlap": False}) as engine:
+        check_singly("one at a time", engine)
+        check(f"{size}, eager", engine, batch)
+    with report.guard("graphs"), open_({}) as engine:
+        check_singly("graphs, one at a time", engine)
+        for count in config.batch_sizes:
+            check(f"graphs, {count} at once", engine, requests[:count])
+    with report.guard("no overlap"), open_({"overlap": False}) as engine:
+        check(f"graphs without overlap, {size}", engine, batch)
+
+    outputs = [tokens for _, (tokens, _) in sorted(expected.items())]
+    lines = replay_lines(requests[: len(outputs)], outputs, ERROR_RATE)
+    fixed = {"draft_length": "fixed", "num_speculative_tokens": 5}
+    replayed = {"speculate": "suffix,ngram,replay", **fixed}
+    with report.guard("drafts"), open_(replayed, replay=lines) as engine:
+        for method in ("off", "replay", "suffix", "ngram"):
+            check(f"{method} drafts, {size}", engine, batch, method)
+        check("replay drafts, one at a time", engine, requests[:1], "replay")
+    with report.guard("draft model"), open_({"speculate": "draft", **fixed}, draft=True) as engine:
+        check(f"a draft model, {size}", engine, batch, "draft")
+        check("a draft model, one at a time", engine, requests[:1], "draft")
+
+    longest = max(len(request.prompt_ids) + config.check_tokens for request in requests)
+    cache_tokens = max(len(batch) // SMALL_CACHE_SHARE, 1) * (longest + 16) + 16
+    small = {"kv_cache_memory": f"{cache_tokens}tokens", "max_model_len": longest + 8, "prefix_caching": True}
+    chunks = {"max_num_seqs": len(batch), "max_num_batched_tokens": max(len(batch), 48)}
+    with report.guard("small cache"), open_({**replayed, **small, **chunks}, replay=lines) as engine:
+        check(f"preemption and small chunks, {size}", engine, batch)
+        check(f"preemption and replay drafts, {size}", engine, batch, "replay")
+    with report.guard("fast-math"), open_({"fast_math": True}) as engine:
+        report.measure("--fast-math, negative control", lambda: _negative_control(engine, single, batch))
+
+
+def _negative_control(
+    engine: BenchEngine, single: Sequence[Request], batch: Sequence[Request]
+) -> Mapping[str, Any]:
+    """One at a time against a batch, on the same engine."""
+    expected: dict[int, Outputs] = {}
+    compare_outputs(expected, engine.run_singly(single))
+    found = compare_outputs(expected, engine.run(batch))
+    return {"caught": not found["ok"], "compared": found["compared"], "bits_differ": found["bits_differ"]}

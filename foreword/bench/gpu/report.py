@@ -1,4 +1,4 @@
-"""What `foreword bench gpu` found so far: written after every part, so that a run that is killed leaves what it had."""
+"""Findings of `foreword bench gpu`: written after every part, so that a killed run keeps its figures."""
 
 from __future__ import annotations
 
@@ -8,68 +8,88 @@ import platform
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from foreword.cli.terminal import stderr_console
 
-__all__ = ["BenchSection", "Measurement", "Report", "run_sections"]
+__all__ = ["Report", "SectionTimeUp"]
 
-TOLD_LINES = 12  # of a traceback
-LEAST_S = 1.0  # with less left nothing more is loaded
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """A piece of a section: `run` yields its figures; it is left out where less than `needs_s` seconds are left.
-
-    A figure named `ok` says whether a check held.
-    """
-
-    name: str
-    run: Callable[[], Mapping[str, Any]]
-    needs_s: float = 2.0
+TRACEBACK_LINES = 12
+MIN_LEFT_S = 1.0  # with less time left, no further part or engine starts
 
 
-@dataclass(frozen=True, slots=True)
-class BenchSection:
-    """`parts` may load what its parts share between two of them, and free it."""
-
-    name: str
-    parts: Callable[[], Iterator[Measurement]]
-    budget_s: float
+class SectionTimeUp(Exception):
+    """The budget of the section is spent."""
 
 
 @dataclass(slots=True)
 class Report:
-    """Figures by section and part.
-
-    skipped   parts that were left out, with the reason
-    broken    parts that raised, with the last lines of the traceback
-    seconds   that each section took
-    path      where all of it is written, or None
-    """
+    """Figures by section and part."""
 
     regime: Mapping[str, Any]
     path: Path | None = None
+    clock: Callable[[], float] = time.perf_counter
     figures: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    broken: dict[str, str] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)  # reason by part
+    broken: dict[str, str] = field(default_factory=dict)  # last traceback lines by part
+    seconds: dict[str, float] = field(default_factory=dict)  # by section
+    _section: str = ""
+    _deadline: float = 0.0
+
+    def run_section(self, name: str, run: Callable[[], None], deadline: float) -> None:
+        """Run the parts of a section until `deadline` on the clock; write the findings."""
+        self._section, self._deadline = name, deadline
+        started = self.clock()
+        try:
+            with self.guard(""):
+                run()
+        except SectionTimeUp:
+            self.skipped[f"{name}: remaining parts"] = "the section's time is over"
+        self.seconds[name] = self.clock() - started
+        self.write()
+
+    def measure(self, part: str, run: Callable[[], Mapping[str, Any]], needs_s: float = 2.0) -> None:
+        """Run a part and keep its figures; `ok` says whether a check held. Raises SectionTimeUp.
+
+        A part that needs more seconds than are left is skipped.
+        """
+        left = self._deadline - self.clock()
+        name = f"{self._section}: {part}"
+        if left < needs_s:
+            self.skipped[name] = f"{max(left, 0.0):.0f} s were left, it needs about {needs_s:.0f}"
+            self._check_time()
+            return
+        stderr_console().print(f"{name} ...", style="dim")
+        with self.guard(part):
+            self.figures.setdefault(self._section, {})[part] = dict(run())
+        self.write()
+
+    @contextmanager
+    def guard(self, part: str) -> Iterator[None]:
+        """Record a failure of the block under `part` and go on after it. Raises SectionTimeUp."""
+        self._check_time()
+        try:
+            yield
+        except SectionTimeUp:
+            raise
+        except Exception:  # one failed part must not cost the others
+            name = f"{self._section}: {part}" if part else self._section
+            self.broken[name] = "".join(traceback.format_exc().splitlines(keepends=True)[-TRACEBACK_LINES:])
+            stderr_console().print(f"{name}: {self.broken[name].splitlines()[-1]}", style="red", markup=False)
 
     def get(self, section: str, part: str, name: str) -> Any:
-        """A figure, or None if there is none."""
         return self.figures.get(section, {}).get(part, {}).get(name)
 
     def failed_checks(self) -> list[str]:
-        """Parts whose `ok` is false."""
-        parts = (
-            (f"{section}: {name}", part)
+        return [
+            f"{section}: {name}"
             for section, parts in self.figures.items()
             for name, part in parts.items()
-        )
-        return [name for name, part in parts if part.get("ok") is False]
+            if part.get("ok") is False
+        ]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -83,49 +103,12 @@ class Report:
         }
 
     def write(self) -> None:
-        """All of it, in place of what was written before."""
+        """Replace the findings file."""
         if self.path is not None:
-            beside = self.path.with_name(self.path.name + ".part")
-            beside.write_text(json.dumps(self.as_json(), indent=1), encoding="utf-8")
-            os.replace(beside, self.path)
+            partial = self.path.with_name(self.path.name + ".part")
+            partial.write_text(json.dumps(self.as_json(), indent=1), encoding="utf-8")
+            os.replace(partial, self.path)
 
-
-def run_sections(
-    sections: list[BenchSection], findings: Report, clock: Callable[[], float] = time.perf_counter
-) -> None:
-    """Every part for which there is time. A part that raises is told, and the rest goes on."""
-    deadline = clock()
-    for section in sections:
-        deadline += section.budget_s
-        started = clock()
-        try:
-            _run_parts(section, findings, deadline, clock)
-        except Exception:  # between two parts: what the following ones need could not be had
-            _broke(findings, section.name)
-        findings.seconds[section.name] = clock() - started
-        findings.write()
-
-
-def _run_parts(section: BenchSection, findings: Report, deadline: float, clock: Callable[[], float]) -> None:
-    parts = section.parts()
-    for part in parts:
-        name = f"{section.name}: {part.name}"
-        left = deadline - clock()
-        if left < part.needs_s:
-            findings.skipped[name] = f"{max(left, 0.0):.0f} s were left, it needs about {part.needs_s:.0f}"
-            if left < LEAST_S:
-                findings.skipped[f"{section.name}: all behind that"] = "the section's time is over"
-                break
-            continue
-        stderr_console().print(f"{name} ...", style="dim")
-        try:
-            findings.figures.setdefault(section.name, {})[part.name] = dict(part.run())
-        except Exception:  # a figure that cannot be had must not cost the others
-            _broke(findings, name)
-        findings.write()
-    parts.close()  # type: ignore[attr-defined]
-
-
-def _broke(findings: Report, name: str) -> None:
-    findings.broken[name] = "".join(traceback.format_exc().splitlines(keepends=True)[-TOLD_LINES:])
-    stderr_console().print(f"{name}: {findings.broken[name].splitlines()[-1]}", style="red", markup=False)
+    def _check_time(self) -> None:
+        if self._deadline - self.clock() < MIN_LEFT_S:
+            raise SectionTimeUp

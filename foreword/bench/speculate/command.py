@@ -1,14 +1,14 @@
-"""`foreword bench speculate`: what speculation is worth by kind of work and by load, and that it never loses.
+"""`foreword bench speculate`: what speculation gains by category and load, and that it never loses.
 
-Regime: for every category and every number of requests at once (a cell) all modes answer the same requests, one mode
-after the other, in another order each round; the first round is not counted. Modes are `off`, each drafter that runs
-for itself, `auto`, and fixed lengths if asked for. No mode finds KV or finished answers of another, nor of its own
-rounds before. Requests are greedy except long answers (temperature 0.8) and the adversary's, which are random tokens
-in and out. One more cell has a KV cache too small for its requests.
+Regime: in every case (category and concurrency) all modes answer the same requests, one mode after the
+other, in another order each round; the first round is not counted. Modes are `off`, each drafter alone,
+`auto`, and fixed lengths if asked for. No mode finds KV or answers of another, nor of its own earlier
+rounds. Requests are greedy except long answers (temperature 0.8) and random tokens. One more case has a
+KV cache too small for its requests.
 
-Ratios are to `off`, above 1 is better, with 95 % intervals over the rounds. All modes must give the same tokens, or
-the exit code is 1. With --base-url a server is asked over HTTP; with --replay-acceptance recorded answers are
-drafted with so many tokens wrong, so that random weights can be measured too.
+Ratios are to `off`, above 1 is better, with 95 % intervals over the rounds. All modes must give the same
+tokens, or the exit code is 1. --base-url measures a server over HTTP; --replay-acceptance drafts recorded
+answers with a set share of right tokens, so that random weights can be measured too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from foreword.errors import ConfigError
 
 __all__ = ["run"]
 
-ConversationFactory = Callable[[str, int, int], tuple[Conversation, ...]]  # (category, how many, variant)
+ConversationFactory = Callable[[str, int, int], tuple[Conversation, ...]]  # (category, count, variant)
 DEFAULTS = {
     "rounds": 7,
     "categories": ",".join(ALL_CATEGORIES),
@@ -79,8 +79,8 @@ QUICK_DEFAULTS = {
     "requests": 2,
     "max_tokens": 48,
 }
-FULL_CONCURRENCY = 16  # at most, of the cell whose cache is full
-FULL_SHARE = 3  # its cache holds one third of what its requests need
+MAX_FULL_CONCURRENCY = 16  # of the case with a full cache
+FULL_SHARE = 3  # its cache holds one third of the tokens of its requests
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,9 +98,6 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result["equal"] and result["answered_all"] else 1
 
 
-# Who answers
-
-
 def _local(args: argparse.Namespace) -> dict[str, Any]:
     config = with_all_drafters(read_config(args))
     target = _load(config, args)
@@ -109,7 +106,7 @@ def _local(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _replay(args: argparse.Namespace) -> dict[str, Any]:
-    """The same with recorded answers as drafts, in categories of one acceptance each."""
+    """Recorded answers as drafts, in one category per acceptance rate."""
     rates = parse_acceptance_rates(args.replay_acceptance)
     base = [name for name in _categories(args) if name != MIXED]
     config = _replaying(args)
@@ -128,17 +125,14 @@ def _replay(args: argparse.Namespace) -> dict[str, Any]:
 
 def _remote(args: argparse.Namespace) -> dict[str, Any]:
     target = RemoteTarget(args.base_url, read_config(args).api_key)
-    reach = min(target.max_len, args.context)
-    room = PromptBudget.from_context(
-        reach, args.max_tokens, target.count, target.plain_ids(), library_functions()
+    context = min(target.max_len, args.context)
+    budget = PromptBudget.from_context(
+        context, args.max_tokens, target.count, target.plain_ids(), library_functions()
     )
-    make = functools.partial(make_conversations, budget=room)
-    cells = _make_cases(_categories(args), _parse_loads(args), args, make)
+    make = functools.partial(make_conversations, budget=budget)
+    cases = _make_cases(_categories(args), _parse_loads(args), args, make)
     modes = _modes(target.drafters, args)
-    return _result(target.model, args, modes, _measure(target, cells, modes, args.rounds))
-
-
-# What is measured
+    return _result(target.model, args, modes, _measure(target, cases, modes, args.rounds))
 
 
 def _measure_locally(
@@ -148,30 +142,32 @@ def _measure_locally(
     categories: Sequence[str],
     make: ConversationFactory,
 ) -> dict[str, Any]:
-    """All cells, and then the one with the small cache: its engines take the place of the first ones."""
+    """All cases, then the one with the small cache, on engines that replace the first ones."""
     resolved = target.engines[ADAPTIVE].info.resolved
     modes = _modes(resolved.drafters, args)
     loads = _parse_loads(args, resolved.max_num_seqs)
-    found = _measure(target, _make_cases(categories, loads, args, make), modes, args.rounds)
+    results = _measure(target, _make_cases(categories, loads, args, make), modes, args.rounds)
     if args.full_cache:
-        cell = _full_case(categories, loads, args, make)
-        small = _small_cache(config, target.engines[ADAPTIVE], cell)
+        load = max((load for load in loads if load <= MAX_FULL_CONCURRENCY), default=loads[0])
+        category = next(name for name in (MIXED_REPLAY, MIXED, categories[-1]) if name in categories)
+        case = _make_case(category, load, args, make, full=True)
+        small = _small_cache(config, target.engines[ADAPTIVE], case)
         target.engines.clear()
         gc.collect()
-        found += _measure(_load(small, args), [cell], modes, args.rounds)
-    return _result(str(config.model or DEMO), args, modes, found)
+        results += _measure(_load(small, args), [case], modes, args.rounds)
+    return _result(str(config.model or DEMO), args, modes, results)
 
 
 def _measure(
     target: BenchTarget, cases: Sequence[SpecCase], modes: Sequence[Mode], rounds: int
 ) -> list[dict[str, Any]]:
-    plan = [(cell, number) for cell in cases for number in range(rounds + 1)]
-    pairs: dict[str, dict[str, list[PairedRun]]] = {cell.name: {} for cell in cases}
-    for cell, number in track_progress(plan, "measuring", len(plan)):
-        for name, pair in target.run_pairs(cell, _applicable_modes(modes, cell), number).items():
+    plan = [(case, number) for case in cases for number in range(rounds + 1)]
+    pairs: dict[str, dict[str, list[PairedRun]]] = {case.name: {} for case in cases}
+    for case, number in track_progress(plan, "measuring", len(plan)):
+        for name, pair in target.run_pairs(case, _applicable_modes(modes, case), number).items():
             if number > 0:
-                pairs[cell.name].setdefault(name, []).append(pair)
-    return [case_result(cell, _applicable_modes(modes, cell), pairs[cell.name]) for cell in cases]
+                pairs[case.name].setdefault(name, []).append(pair)
+    return [case_result(case, _applicable_modes(modes, case), pairs[case.name]) for case in cases]
 
 
 def _result(
@@ -190,22 +186,22 @@ def _result(
 
 
 def _modes(drafters: Sequence[str], args: argparse.Namespace) -> tuple[Mode, ...]:
-    """All that is compared with `off`; a drafter that is alone is what `auto` is. Raises ConfigError."""
+    """Modes compared with `off`; a single drafter is the same as `auto`. Raises ConfigError."""
     alone = [Mode(name, speculation=Speculation(name)) for name in drafters] if len(drafters) > 1 else []
     lengths = [
         Mode(f"fixed {length}", FIXED, Speculation(max_tokens=length)) for length in _parse_lengths(args)
     ]
     plain = [Mode("plain", PLAIN, Speculation("off"))] if args.plain else []
-    found = (*alone, AUTO, *lengths, *plain)
+    modes = (*alone, AUTO, *lengths, *plain)
     if not args.modes:
-        return found
-    names = _parse_names("modes", args.modes, [mode.name for mode in found])
-    return tuple(mode for mode in found if mode.name in names)
+        return modes
+    names = _parse_names("modes", args.modes, [mode.name for mode in modes])
+    return tuple(mode for mode in modes if mode.name in names)
 
 
 def _applicable_modes(modes: Sequence[Mode], case: SpecCase) -> tuple[Mode, ...]:
-    """Without predictions there is nothing to see of the drafter that needs them; no category has a grammar."""
-    idle = {"grammar"} if any(script.prediction for script in case.make(0)) else {"grammar", "prediction"}
+    """Leave out drafters without input: no category has a grammar, few have predictions."""
+    idle = {"grammar"} if any(each.prediction for each in case.make(0)) else {"grammar", "prediction"}
     return tuple(mode for mode in modes if mode.speculation.method not in idle) or tuple(modes)
 
 
@@ -222,14 +218,6 @@ def _make_case(
     return SpecCase(category, load, lambda variant: make(category, count, variant), full)
 
 
-def _full_case(
-    categories: Sequence[str], loads: Sequence[int], args: argparse.Namespace, make: ConversationFactory
-) -> SpecCase:
-    load = max((load for load in loads if load <= FULL_CONCURRENCY), default=loads[0])
-    category = next(name for name in (MIXED_REPLAY, MIXED, categories[-1]) if name in categories)
-    return _make_case(category, load, args, make, full=True)
-
-
 def _num_requests(args: argparse.Namespace, load: int) -> int:
     """Requests of a round."""
     return max(int(args.requests), load)
@@ -242,9 +230,6 @@ def _prompt_budget(engine: LocalEngine, args: argparse.Namespace) -> PromptBudge
     return PromptBudget.from_context(
         min(engine.max_len, args.context), args.max_tokens, count, engine.plain_ids, library_functions()
     )
-
-
-# Engines
 
 
 def _load(config: Config, args: argparse.Namespace) -> LocalTarget:
@@ -262,35 +247,30 @@ def _without_speculation(config: Config) -> Config:
 
 
 def _replaying(args: argparse.Namespace) -> Config:
-    """Of the engines to be measured, but for the recording, which is not there yet."""
+    """The config of the measured engines, without the recording. Raises ConfigError."""
     given = {name: value for name, value in vars(args).items() if name not in ("speculate", "replay_cost")}
     drafters = getattr(args, "speculate", "replay")
     if "replay" not in drafters.split(","):
-        raise ConfigError(
-            f"--replay-acceptance needs the drafter replay, --speculate names {drafters}", "speculate"
-        )
+        message = f"--replay-acceptance needs the drafter replay, --speculate names {drafters}"
+        raise ConfigError(message, "speculate")
     return replace(read_config(argparse.Namespace(**given)), speculate=drafters, replay_file="recording")
 
 
 def _small_cache(config: Config, engine: LocalEngine, case: SpecCase) -> Config:
-    """A cache for a third of what the cell's requests need together, and for the longest two of them."""
-    needs = sorted(
-        len(engine.prompt_ids(script, ())) + script.max_tokens for script in case.make(0)[: case.concurrency]
-    )
-    tokens = max(sum(needs) // FULL_SHARE, sum(needs[-2:]))
+    """A cache for a third of the case's requests, at least for its longest two."""
+    conversations = case.make(0)[: case.concurrency]
+    sizes = sorted(len(engine.prompt_ids(each, ())) + each.max_tokens for each in conversations)
+    tokens = max(sum(sizes) // FULL_SHARE, sum(sizes[-2:]))
     return replace(config, kv_cache_memory=f"{tokens}tokens", max_model_len=min(engine.max_len, tokens))
 
 
-# The command line
-
-
 def _check(args: argparse.Namespace) -> None:
-    """What can be known before anything is loaded. Raises ConfigError."""
+    """Check the flags before anything is loaded. Raises ConfigError."""
     for read in (_categories, _parse_loads, _parse_lengths):
         read(args)
     if args.base_url and (args.fixed or args.plain or args.replay_acceptance):
         raise ConfigError(
-            "--fixed, --plain and --replay-acceptance need engines of their own: leave out --base-url"
+            "--fixed, --plain and --replay-acceptance load engines in this process: leave out --base-url"
         )
 
 
@@ -320,6 +300,6 @@ def _parse_lengths(args: argparse.Namespace) -> list[int]:
 
 
 def _parse_loads(args: argparse.Namespace, most: int | None = None) -> list[int]:
-    """Requests at once; no more than the engine runs."""
+    """Concurrencies, at most that of the engine."""
     given = _parse_numbers("concurrency", args.concurrency)
     return sorted({min(load, most or load) for load in given})

@@ -1,9 +1,8 @@
-"""Engines in this process, driven step by step, as `LLM` drives its own.
+"""Engines in this process, driven step by step, and replay of recorded answers with set acceptance.
 
-Acceptance as asked for: recorded answers are drafted, with so many tokens made wrong.
-
-Random weights of any size can be measured so, and the machinery apart from the guessing. The category "replay 0.6"
-has drafts whose tokens are right with probability 0.6 each; "replay mixed" has requests of all rates together.
+Replay measures random weights of any size, and the machinery apart from draft quality. In the category
+"replay 0.6" each draft token is right with probability 0.6; "replay mixed" has requests of all rates
+together.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,9 +55,14 @@ __all__ = [
 ]
 
 
+PREFIX = "replay "
+MIXED_REPLAY = PREFIX + "mixed"
+RANDOM = "random"
+
+
 @dataclass(slots=True)
 class _InflightRequest:
-    """A request under way. Seconds are of time.perf_counter()."""
+    """Times are of time.perf_counter()."""
 
     result: RequestResult
     output: ChoiceOutput
@@ -87,7 +91,7 @@ class LocalEngine:
         return self.info.resolved.max_model_len
 
     def prompt_ids(self, conversation: Conversation, history: Sequence[str]) -> list[int]:
-        """The prompt of the next turn; `history` holds the answers to the turns before."""
+        """The prompt of the next turn; `history` holds the answers so far."""
         if conversation.prompt_ids:
             return list(conversation.prompt_ids)
         text, templated = prompt_text(conversation, history, self.template)
@@ -96,9 +100,9 @@ class LocalEngine:
     def run(
         self, conversations: Sequence[Conversation], mode: Mode, concurrency: int, cache_salt: str
     ) -> BenchRepetition:
-        """Answer all scripts, `concurrency` at once; a script keeps its place until its last turn is answered.
+        """Answer all conversations, `concurrency` at once, each with its slot until its last turn.
 
-        tenant  whose text it is: another one finds neither its KV nor its outputs
+        Another `cache_salt` finds neither their KV nor their outputs.
         """
         return _RepetitionRun(self, conversations, mode, cache_salt).run(concurrency)
 
@@ -111,7 +115,7 @@ class LocalEngine:
 def prompt_text(
     conversation: Conversation, history: Sequence[str], template: ChatTemplate | None
 ) -> tuple[str, bool]:
-    """The text of the next turn, and whether a chat template made it."""
+    """The text of the next turn, and whether it is templated."""
     parts = interleave(conversation.turns, history)
     if conversation.raw or template is None:
         return "\n\n".join(parts), False
@@ -131,6 +135,7 @@ class _RepetitionRun:
         self._conversations = conversations
         self._mode = mode
         self._cache_salt = cache_salt
+        # Index of a conversation and the answers to its earlier turns.
         self._waiting: deque[tuple[int, tuple[str, ...]]] = deque(
             (number, ()) for number in range(len(conversations))
         )
@@ -148,25 +153,24 @@ class _RepetitionRun:
             if self._inflight:
                 self._process_report(self._engine.step())
         seconds = time.perf_counter() - started
-        calls = tuple(sorted(self._results, key=lambda call: call.key))
+        results = tuple(sorted(self._results, key=lambda result: result.key))
         before, after = self._before, self._engine.stats
         preemptions = after.preemptions_total - before.preemptions_total
         drafting = drafting_since(before.drafting, after.drafting)
-        return BenchRepetition(calls, seconds, dict(self._stages), self._draft_stats, preemptions, drafting)
+        return BenchRepetition(results, seconds, dict(self._stages), self._draft_stats, preemptions, drafting)
 
     def _submit(self, number: int, history: tuple[str, ...]) -> None:
-        """Send a script's next turn, unless its history has outgrown the context."""
-        script, turn = self._conversations[number], len(history)
-        prompt_ids = self._engine.prompt_ids(script, history)
-        if turn and len(prompt_ids) + script.max_tokens > self._engine.max_len:
+        """Submit a conversation's next turn, unless its history exceeds the context."""
+        conversation, turn = self._conversations[number], len(history)
+        prompt_ids = self._engine.prompt_ids(conversation, history)
+        if turn and len(prompt_ids) + conversation.max_tokens > self._engine.max_len:
             return
-        request = self._request(script, turn, prompt_ids)
+        request = self._request(conversation, turn, prompt_ids)
         self._engine.client.submit(request)
         now = time.perf_counter()
-        call = RequestResult(number, turn, request.seed, request.prompt_ids)
-        self._inflight[request.id] = _InflightRequest(
-            call, ChoiceOutput(self._engine.tokenizer, request), now, now, history
-        )
+        result = RequestResult(number, turn, request.seed, request.prompt_ids)
+        output = ChoiceOutput(self._engine.tokenizer, request)
+        self._inflight[request.id] = _InflightRequest(result, output, now, now, history)
 
     def _request(self, conversation: Conversation, turn: int, prompt_ids: Sequence[int]) -> Request:
         params = SamplingParams(
@@ -179,7 +183,6 @@ class _RepetitionRun:
         )
         name = f"{self._cache_salt}-{conversation.category}-{conversation.seed}-{turn}"
         engine = self._engine
-        vocab_size = engine.info.vocab_size
         (request,) = make_requests(
             prompt_ids,
             params,
@@ -187,7 +190,7 @@ class _RepetitionRun:
             name,
             engine.max_len,
             cache_salt=self._cache_salt,
-            vocab_size=vocab_size,
+            vocab_size=engine.info.vocab_size,
         )
         return request
 
@@ -201,48 +204,43 @@ class _RepetitionRun:
             self._deliver(self._inflight[event.request_id], event, now)
 
     def _deliver(self, inflight: _InflightRequest, event: TokenEvent, now: float) -> None:
-        call, count = inflight.result, len(event.token_ids)
+        result, count = inflight.result, len(event.token_ids)
         inflight.output.feed(event)
         if event.draft is not None and event.draft.num_drafted:
-            tally = self._draft_stats.setdefault(event.draft.drafter, SpecDecodeStats())
-            tally.add(event.draft.num_drafted, event.draft.num_accepted, count)
-        if count and call.ttft_s is None:
-            call.ttft_s = now - inflight.sent_s
+            stats = self._draft_stats.setdefault(event.draft.drafter, SpecDecodeStats())
+            stats.add(event.draft.num_drafted, event.draft.num_accepted, count)
+        if count and result.ttft_s is None:
+            result.ttft_s = now - inflight.sent_s
         elif count:
-            call.gaps.append((now - inflight.last_s, count))
+            result.gaps.append((now - inflight.last_s, count))
         inflight.last_s = now
         if event.finish_reason is not None:
             self._end(event.request_id, now)
 
     def _end(self, request_id: str, now: float) -> None:
-        open_ = self._inflight.pop(request_id)
-        call, answer = open_.result, open_.output
-        call.output, call.num_tokens = tuple(answer.token_ids), answer.num_tokens
-        call.total_s = now - open_.sent_s
-        self._results.append(call)
-        if call.turn + 1 < self._conversations[call.conversation].num_turns:
-            self._waiting.appendleft((call.conversation, (*open_.history, answer.text)))
+        inflight = self._inflight.pop(request_id)
+        result, output = inflight.result, inflight.output
+        result.output, result.num_tokens = tuple(output.token_ids), output.num_tokens
+        result.total_s = now - inflight.sent_s
+        self._results.append(result)
+        if result.turn + 1 < self._conversations[result.conversation].num_turns:
+            self._waiting.appendleft((result.conversation, (*inflight.history, output.text)))
 
 
 class LocalTarget:
-    """Engines by name (ADAPTIVE, FIXED, PLAIN), loaded side by side so that their rounds can take turns."""
+    """Engines by name (ADAPTIVE, FIXED, PLAIN), loaded side by side so that their rounds alternate."""
 
     def __init__(self, configs: Mapping[str, Config]) -> None:
         self.engines = {name: LocalEngine(config) for name, config in configs.items()}
 
     def run_pairs(self, case: SpecCase, modes: Sequence[Mode], number: int) -> Mapping[str, PairedRun]:
-        """Every mode has a tenant of its own, and in each round another: all of them start without KV and corpus."""
-        scripts = case.make(0)
+        """Every mode and round has a cache salt of its own, so that all start without KV and corpus."""
+        conversations = case.make(0)
         rounds: dict[str, BenchRepetition] = {}
         for mode in rotate((OFF, *modes), number):
-            tenant = f"{case.name}, {mode.name}, round {number}"
-            rounds[mode.name] = self.engines[mode.engine].run(scripts, mode, case.concurrency, tenant)
+            salt = f"{case.name}, {mode.name}, round {number}"
+            rounds[mode.name] = self.engines[mode.engine].run(conversations, mode, case.concurrency, salt)
         return {mode.name: PairedRun(rounds[OFF.name], rounds[mode.name]) for mode in modes}
-
-
-PREFIX = "replay "
-MIXED_REPLAY = PREFIX + "mixed"
-RANDOM = "random"
 
 
 def parse_acceptance_rates(text: str) -> tuple[float, ...]:
@@ -263,10 +261,10 @@ def replay_categories(rates: Sequence[float]) -> tuple[str, ...]:
 def make_replay_conversations(
     category: str, count: int, variant: int, base: Sequence[str], budget: PromptBudget
 ) -> tuple[Conversation, ...]:
-    """Scripts of the base categories in turn, under seeds of their own: a recording is found by prompt and seed."""
-    each = [make_conversations(name, count, variant, budget) for name in base if name != RANDOM]
+    """Conversations of the base categories in turn, under seeds of their own."""
+    columns = [make_conversations(name, count, variant, budget) for name in base if name != RANDOM]
     return tuple(
-        replace(each[number % len(each)][number], category=category, seed=stable_seed(category, number))
+        replace(columns[number % len(columns)][number], category=category, seed=stable_seed(category, number))
         for number in range(count)
     )
 
@@ -278,26 +276,16 @@ def record_outputs(
     concurrency: int,
     path: Path,
 ) -> None:
-    """Answer everything once without speculation and write what the drafter `replay` reads."""
-    with path.open("w", encoding="utf-8") as file:
-        for scripts in groups:
-            for line in _lines(engine, scripts, rates, concurrency):
-                file.write(json.dumps(line) + "\n")
-
-
-def _lines(
-    engine: LocalEngine, conversations: tuple[Conversation, ...], rates: Sequence[float], concurrency: int
-) -> Iterator[dict[str, object]]:
-    for call in engine.run(conversations, OFF, concurrency, "recording").results:
-        yield {
-            "prompt_token_ids": call.prompt_ids,
-            "token_ids": call.output,
-            "seed": call.seed,
-            "error_rate": 1.0 - _rate(conversations[call.conversation], call.conversation, rates),
-        }
-
-
-def _rate(conversation: Conversation, number: int, rates: Sequence[float]) -> float:
-    if conversation.category == MIXED_REPLAY:
-        return rates[number % len(rates)]
-    return float(conversation.category.removeprefix(PREFIX))
+    """Answer everything once without speculation and write the replay file."""
+    lines = []
+    for conversations in groups:
+        for result in engine.run(conversations, OFF, concurrency, "recording").results:
+            category = conversations[result.conversation].category
+            rate = (
+                rates[result.conversation % len(rates)]
+                if category == MIXED_REPLAY
+                else float(category.removeprefix(PREFIX))
+            )
+            line = {"prompt_token_ids": result.prompt_ids, "token_ids": result.output}
+            lines.append({**line, "seed": result.seed, "error_rate": 1.0 - rate})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

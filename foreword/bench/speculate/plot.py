@@ -1,4 +1,6 @@
-"""The findings of `foreword bench speculate` as one picture: ratios by load, acceptance by position, time by stage."""
+"""Results of `foreword bench speculate` as one plot: ratios by load, acceptance by position, time by
+stage.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,12 @@ __all__ = ["draw"]
 Cells = Sequence[Mapping[str, Any]]
 TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12)
 INK, GRID = "#222222", "#dddddd"
+# fmt: off
 COLORS = (
-    "#1f5fa8",
-    "#d1662b",
-    "#3c8d4f",
-    "#8a5aa8",
-    "#b8962e",
-    "#5aa6b8",
-    "#a83c5c",
-    "#777777",
-    "#6b8e23",
-    "#c06090",
+    "#1f5fa8", "#d1662b", "#3c8d4f", "#8a5aa8", "#b8962e",
+    "#5aa6b8", "#a83c5c", "#777777", "#6b8e23", "#c06090",
 )
+# fmt: on
 STAGES = {
     "forward": "#1f5fa8",
     "sample": "#5aa6b8",
@@ -52,21 +48,14 @@ def draw(result: Mapping[str, Any], file: Path) -> None:
     height = 1.6 + 0.42 * len(categories)
     figure = Figure(figsize=(3.0 + 2.9 * max(len(loads), 2), 2 * height + 1.6), layout="constrained")
     above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
-    for axes, load in zip(_row(above, len(loads), share=True), loads, strict=True):
-        _ratios(
-            axes,
-            [cell for cell in cells if (cell["cache_full"], cell["concurrency"]) == load],
-            categories,
-            result["modes"],
-        )
-    left, right = _row(below, 2)
+    for axes, load in zip(_subplots(above, len(loads), share=True), loads, strict=True):
+        of_load = [cell for cell in cells if (cell["cache_full"], cell["concurrency"]) == load]
+        _ratios(axes, of_load, categories, result["modes"])
+    left, right = _subplots(below, 2)
     _acceptance(left, cells, categories)
     _stages(right, cells, loads)
-    above.suptitle(
-        f"throughput against speculation off ({result['model']}; bars: 95 % intervals)",
-        color=INK,
-        fontsize=12,
-    )
+    title = f"throughput against speculation off ({result['model']}; bars: 95 % intervals)"
+    above.suptitle(title, color=INK, fontsize=12)
     handles, labels = above.axes[0].get_legend_handles_labels()
     above.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 8), frameon=False)
     try:
@@ -75,34 +64,24 @@ def draw(result: Mapping[str, Any], file: Path) -> None:
         raise ConfigError(f"--plot {file}: {error.strerror}", "plot") from None
 
 
-def _row(part: Any, count: int, share: bool = False) -> list[Axes]:
+def _subplots(part: Any, count: int, share: bool = False) -> list[Axes]:
     return list(part.subplots(1, count, sharey=share, squeeze=False)[0])
 
 
 def _ratios(axes: Axes, cells: Cells, categories: Sequence[str], modes: Sequence[str]) -> None:
-    """A dot for every category and mode, `auto` large; the modes of one category lie a little apart."""
+    """A dot for every category and mode, `auto` large."""
     shown = [mode for mode in modes if mode != OFF.name]
-    for place, mode in enumerate(shown):
-        have = [cell for cell in cells if "throughput" in cell["modes"].get(mode, {})]
-        ratios = [cell["modes"][mode]["throughput"] for cell in have]
-        heights = [
-            categories.index(cell["category"]) + 0.6 * (place + 0.5) / len(shown) - 0.3 for cell in have
-        ]
+    for index, mode in enumerate(shown):
+        measured = [cell for cell in cells if "throughput" in cell["modes"].get(mode, {})]
+        ratios = [cell["modes"][mode]["throughput"] for cell in measured]
+        offset = 0.6 * (index + 0.5) / len(shown) - 0.3
+        heights = [categories.index(cell["category"]) + offset for cell in measured]
         values = [ratio["ratio"] for ratio in ratios]
         lower = [ratio["ratio"] - ratio.get("low", ratio["ratio"]) for ratio in ratios]
         upper = [ratio.get("high", ratio["ratio"]) - ratio["ratio"] for ratio in ratios]
-        size = 7 if mode == AUTO.name else 4
-        color = INK if mode == AUTO.name else COLORS[place % len(COLORS)]
-        axes.errorbar(
-            values,
-            heights,
-            xerr=[lower, upper],
-            fmt="o",
-            color=color,
-            markersize=size,
-            linewidth=1.2,
-            label=mode,
-        )
+        size, color = (7, INK) if mode == AUTO.name else (4, COLORS[index % len(COLORS)])
+        style: dict[str, Any] = {"fmt": "o", "color": color, "markersize": size, "linewidth": 1.2}
+        axes.errorbar(values, heights, xerr=[lower, upper], label=mode, **style)
     axes.axvline(1, color=INK, linewidth=0.8)
     axes.set_xscale("log")
     axes.set_xlim(*_span(cells))
@@ -113,48 +92,37 @@ def _ratios(axes: Axes, cells: Cells, categories: Sequence[str], modes: Sequence
     axes.set_ylim(len(categories) - 0.5, -0.5)
     axes.grid(axis="x", color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.set_title(
-        f"{cells[0]['concurrency']} at once" + (", cache full" if cells[0]["cache_full"] else ""), fontsize=11
-    )
+    suffix = ", cache full" if cells[0]["cache_full"] else ""
+    axes.set_title(f"{cells[0]['concurrency']} at once{suffix}", fontsize=11)
 
 
 def _span(cells: Cells) -> tuple[float, float]:
-    """Of the values, not of their intervals: one noisy cell must not squeeze all others."""
-    found = [
-        mode["throughput"]["ratio"]
-        for cell in cells
-        for mode in cell["modes"].values()
-        if "throughput" in mode
-    ]
-    return min(0.75, *found) / 1.1, max(1.6, *found) * 1.15
+    """Limits by the values, not by their intervals: one noisy case must not squeeze all others."""
+    figures = [mode for cell in cells for mode in cell["modes"].values() if "throughput" in mode]
+    ratios = [mode["throughput"]["ratio"] for mode in figures]
+    return min(0.75, *ratios) / 1.1, max(1.6, *ratios) * 1.15
 
 
 def _acceptance(axes: Axes, cells: Cells, categories: Sequence[str]) -> None:
-    """Share accepted of the drafts of `auto` that reached each position, at the smallest load."""
+    """Acceptance of `auto` by position, at the lowest concurrency."""
     least = min(cell["concurrency"] for cell in cells)
-    at = {
-        cell["category"]: _positions(cell)
-        for cell in cells
-        if cell["concurrency"] == least and not cell["cache_full"]
+    shown = [cell for cell in cells if cell["concurrency"] == least and not cell["cache_full"]]
+    shares = {
+        cell["category"]: cell["modes"].get(AUTO.name, {}).get("acceptance_by_position", []) for cell in shown
     }
-    width = max((len(of) for of in at.values()), default=0) or 1
-    rows = [[*at.get(name, []), *[float("nan")] * (width - len(at.get(name, [])))] for name in categories]
+    width = max(map(len, shares.values()), default=0) or 1
+    rows = [[*shares.get(name, []), *[float("nan")] * width][:width] for name in categories]
     image = axes.imshow(rows, aspect="auto", vmin=0, vmax=1, cmap="YlGnBu", interpolation="nearest")
     axes.set_yticks(range(len(categories)), categories)
-    axes.set_xticks(
-        range(0, width, max(width // 8, 1)), [str(place + 1) for place in range(0, width, max(width // 8, 1))]
-    )
-    axes.set_xlabel("place in the draft")
-    axes.set_title(f"share of auto's guesses accepted, {least} at once", fontsize=11)
+    ticks = range(0, width, max(width // 8, 1))
+    axes.set_xticks(ticks, [str(tick + 1) for tick in ticks])
+    axes.set_xlabel("position in the draft")
+    axes.set_title(f"share of auto's draft tokens accepted, {least} at once", fontsize=11)
     axes.figure.colorbar(image, ax=axes, shrink=0.9)
 
 
-def _positions(cell: Mapping[str, Any]) -> list[float]:
-    return list(cell["modes"].get(AUTO.name, {}).get("acceptance_by_position", []))
-
-
 def _stages(axes: Axes, cells: Cells, loads: Sequence[tuple[bool, int]]) -> None:
-    """Time of a delivered token, mean over categories, each in units of its own time without speculation."""
+    """Time of a delivered token, mean over categories, each relative to its time without speculation."""
     bars = [(load, mode) for load in loads for mode in (OFF.name, AUTO.name)]
     left = [0.0] * len(bars)
     for stage, color in STAGES.items():
@@ -162,22 +130,19 @@ def _stages(axes: Axes, cells: Cells, loads: Sequence[tuple[bool, int]]) -> None
         axes.barh(range(len(bars)), widths, left=left, color=color, label=stage, height=0.75)
         left = [total + width for total, width in zip(left, widths, strict=True)]
     axes.axvline(1, color=INK, linewidth=0.8)
-    axes.set_yticks(
-        range(len(bars)), [f"{'full ' if full else ''}x{count} {mode}" for (full, count), mode in bars]
-    )
+    labels = [f"{'full ' if full else ''}x{count} {mode}" for (full, count), mode in bars]
+    axes.set_yticks(range(len(bars)), labels)
     axes.invert_yaxis()
     axes.set_title("time of a token by stage, off = 1", fontsize=11)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False, ncols=3)
 
 
 def _share(cells: Cells, load: tuple[bool, int], mode: str, stage: str) -> float:
-    mine = [
-        cell["modes"]
-        for cell in cells
-        if (cell["cache_full"], cell["concurrency"]) == load and mode in cell["modes"]
-    ]
+    of_load = [cell["modes"] for cell in cells if (cell["cache_full"], cell["concurrency"]) == load]
     shares = [
-        of[mode]["stage_us_per_token"].get(stage, 0.0) / sum(of[OFF.name]["stage_us_per_token"].values())
-        for of in mine
+        modes[mode]["stage_us_per_token"].get(stage, 0.0)
+        / sum(modes[OFF.name]["stage_us_per_token"].values())
+        for modes in of_load
+        if mode in modes
     ]
     return statistics.fmean(shares) if shares else 0.0

@@ -1,7 +1,7 @@
-"""A running server, asked over HTTP: latencies are those that the client sees, counts those of its /metrics.
+"""A running server over HTTP: latencies are the client's, counts come from its /metrics.
 
-Every pair has prompts of its own, which no pair before it has asked: what a drafter learnt from one mode's answers
-must not help another. Before a pair its prompts are read once into the prefix cache, so that both find them there.
+Every pair has new prompts, so that no mode drafts from another's answers. Before a pair its prompts are
+read once into the prefix cache, so that both modes find them there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,19 +28,15 @@ from foreword.metrics.spec_stats import SpecDecodeStats
 
 __all__ = ["Counters", "RemoteTarget", "draft_stats_since", "run_conversation"]
 
-Counters = Mapping[
-    tuple[str, str, str], float
-]  # by metric, drafter or stage, and place in the draft ("" for none)
+# By metric, drafter or stage, and position in the draft ("" for none).
+Counters = Mapping[tuple[str, str, str], float]
 ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789 ABCDEFGHIJKLMNOPQRSTUVWXYZ .,:;!?(){}[]+-*/=_"
-PRIMED = Mode("primed", speculation=Speculation("off"))
+ROLES = ("user", "assistant")
+PRIMING = Mode("priming", speculation=Speculation("off"))
 
 
 class RemoteTarget:
-    """A Foreword server that nobody else uses. Raises ForewordError where it cannot be asked.
-
-    reach    tokens that a prompt and its answer may fill
-    drafters those that it runs
-    """
+    """A Foreword server without other users. Raises ForewordError where a request fails."""
 
     def __init__(
         self, base_url: str, api_key: str | None, transport: httpx.AsyncBaseTransport | None = None
@@ -56,15 +52,15 @@ class RemoteTarget:
         card = json.loads(self._request("GET", "/v1/models"))["data"][0]
         self.model = str(card["id"])
         self.max_len = int(card["max_model_len"])
-        self.drafters = tuple(
-            sorted({drafter for name, drafter, _ in self.read_counters() if name == "spec_drafts_total"})
-        )
+        counters = self.read_counters()
+        drafters = {drafter for name, drafter, _ in counters if name == "spec_drafts_total"}
+        self.drafters = tuple(sorted(drafters))
 
     def count(self, text: str) -> int:
         return len(self._tokens(text))
 
     def plain_ids(self) -> tuple[int, ...]:
-        """Ids to draw random prompts from: those of printable text, which a server takes for sure."""
+        """Token ids of printable text, for random prompts."""
         return tuple(sorted(set(self._tokens(ALPHABET + CODE_SAMPLE + PROSE_SAMPLE))))
 
     def run_pairs(self, case: SpecCase, modes: Sequence[Mode], number: int) -> Mapping[str, PairedRun]:
@@ -74,7 +70,7 @@ class RemoteTarget:
         }
 
     def read_counters(self) -> Counters:
-        """Every sample of /metrics, without the prefix."""
+        """Samples of /metrics without the prefix; no buckets."""
         families = text_string_to_metric_families(self._request("GET", "/metrics"))
         return {
             _key(sample): sample.value
@@ -84,12 +80,12 @@ class RemoteTarget:
         }
 
     def _run_pair(self, case: SpecCase, mode: Mode, number: int, variant: int) -> PairedRun:
-        scripts = case.make(variant)
-        first_turns = [replace(script, turns=script.turns[:1], max_tokens=1) for script in scripts]
-        self._run_repetition(first_turns, PRIMED, case.concurrency)
+        conversations = case.make(variant)
+        first_turns = [replace(each, turns=each.turns[:1], max_tokens=1) for each in conversations]
+        self._run_repetition(first_turns, PRIMING, case.concurrency)
         rounds = {
-            which.name: self._run_repetition(scripts, which, case.concurrency)
-            for which in rotate((OFF, mode), number)
+            ordered.name: self._run_repetition(conversations, ordered, case.concurrency)
+            for ordered in rotate((OFF, mode), number)
         }
         return PairedRun(rounds[OFF.name], rounds[mode.name])
 
@@ -98,62 +94,62 @@ class RemoteTarget:
     ) -> BenchRepetition:
         before = self.read_counters()
         started = time.perf_counter()
-        calls = asyncio.run(self._run_conversations(conversations, mode, concurrency))
+        results = asyncio.run(self._run_conversations(conversations, mode, concurrency))
         seconds = time.perf_counter() - started
         after = self.read_counters()
-        preempted = ("preemptions_total", "", "")
         stages = {
             stage: value - before.get((name, stage, ""), 0.0)
             for (name, stage, _), value in after.items()
             if name == "step_seconds_sum"
         }
-        preemptions = int(after.get(preempted, 0) - before.get(preempted, 0))
-        return BenchRepetition(tuple(calls), seconds, stages, draft_stats_since(before, after), preemptions)
+        preemptions = _increase(before, after, "preemptions_total", "")
+        return BenchRepetition(tuple(results), seconds, stages, draft_stats_since(before, after), preemptions)
 
     async def _run_conversations(
         self, conversations: Sequence[Conversation], mode: Mode, concurrency: int
     ) -> list[RequestResult]:
-        room = asyncio.Semaphore(concurrency)
+        semaphore = asyncio.Semaphore(concurrency)
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         async with httpx.AsyncClient(**self._options, limits=limits) as http:
 
-            async def one(number: int, script: Conversation) -> list[RequestResult]:
-                async with room:
-                    return await run_conversation(http, self.model, number, script, mode)
+            async def run(number: int, conversation: Conversation) -> list[RequestResult]:
+                async with semaphore:
+                    return await run_conversation(http, self.model, number, conversation, mode)
 
-            found = await asyncio.gather(
-                *(one(number, script) for number, script in enumerate(conversations))
-            )
-        return [call for calls in found for call in calls]
+            results = await asyncio.gather(*(run(*item) for item in enumerate(conversations)))
+        return [result for of_conversation in results for result in of_conversation]
 
     def _tokens(self, text: str) -> list[int]:
         return list(json.loads(self._request("POST", "/tokenize", {"prompt": text}))["tokens"])
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> str:
+        async def send() -> str:
+            async with httpx.AsyncClient(**self._options) as http:
+                return (await http.request(method, path, json=body)).raise_for_status().text
+
         try:
-            return asyncio.run(_answer_to(self._options, method, path, body))
+            return asyncio.run(send())
         except httpx.HTTPError as error:
-            raise ForewordError(
-                f"{self._options['base_url']}{path}: {error or type(error).__name__}"
-            ) from None
+            url = f"{self._options['base_url']}{path}"
+            raise ForewordError(f"{url}: {error or type(error).__name__}") from None
 
 
 async def run_conversation(
     http: httpx.AsyncClient, model: str, number: int, conversation: Conversation, mode: Mode
 ) -> list[RequestResult]:
-    """All turns of a script, until one fails or the context is full."""
-    calls: list[RequestResult] = []
+    """Send all turns, until one fails or the context is full."""
+    results: list[RequestResult] = []
     history: list[str] = []
     for turn in range(conversation.num_turns):
         path, body = _request_body(model, conversation, history, mode, turn)
-        call, text = await _send(http, path, body, RequestResult(number, turn, conversation.seed + turn))
-        if turn and call.error is not None and "400" in call.error:
+        result, text = await _send(http, path, body, RequestResult(number, turn, conversation.seed + turn))
+        if turn and result.error is not None and "400" in result.error:
             break
-        calls.append(call)
+        results.append(result)
         history.append(text)
-        if call.error is not None:
+        if result.error is not None:
             break
-    return calls
+    return results
 
 
 def _request_body(
@@ -166,43 +162,36 @@ def _request_body(
         ignore_eos=conversation.ignore_eos,
         seed=conversation.seed + turn,
     )
-    asked: dict[str, Any] = {"method": mode.speculation.method, "max_tokens": mode.speculation.max_tokens}
-    more: dict[str, Any] = {"speculation": asked, "stream": True, "return_token_ids": True}
+    speculation = {"method": mode.speculation.method, "max_tokens": mode.speculation.max_tokens}
+    more: dict[str, Any] = {"speculation": speculation, "stream": True, "return_token_ids": True}
     if conversation.prediction is not None:
         more["prediction"] = {"type": "content", "content": conversation.prediction}
     if conversation.prompt_ids:
         path, body = request_body(model, "", params)
         return path, {**body, **more, "prompt": list(conversation.prompt_ids)}
     parts = interleave(conversation.turns, history)
-    asking: Any = "\n\n".join(parts) if conversation.raw else _messages(parts)
-    path, body = request_body(model, asking, params)
+    messages = [{"role": ROLES[index % 2], "content": part} for index, part in enumerate(parts)]
+    path, body = request_body(model, "\n\n".join(parts) if conversation.raw else messages, params)
     return path, {**body, **more}
-
-
-async def _answer_to(options: dict[str, Any], method: str, path: str, body: dict[str, Any] | None) -> str:
-    async with httpx.AsyncClient(**options) as http:
-        response = await http.request(method, path, json=body)
-        return response.raise_for_status().text
-
-
-def _messages(parts: Sequence[str]) -> list[dict[str, str]]:
-    return [{"role": ("user", "assistant")[index % 2], "content": part} for index, part in enumerate(parts)]
 
 
 async def _send(
     http: httpx.AsyncClient, path: str, body: dict[str, Any], result: RequestResult
 ) -> tuple[RequestResult, str]:
-    """The call, filled, and the answer's text."""
+    """The filled result, and the answer's text."""
     started = last = time.perf_counter()
     ids: list[int] = []
     text, finished = "", False
     try:
-        async for choice in _choices(http, path, body):
-            now, new = time.perf_counter(), token_ids_of(choice)
-            text += text_of(choice)
-            finished = finished or choice.get("finish_reason") is not None
-            ids += new
-            last = _record_burst(result, len(new), started, last, now)
+        async with http.stream("POST", path, json=body) as response:
+            response.raise_for_status()
+            async for chunk in iter_chunks_async(response):
+                for choice in choices_of(chunk):
+                    now, burst = time.perf_counter(), token_ids_of(choice)
+                    text += text_of(choice)
+                    finished = finished or choice.get("finish_reason") is not None
+                    ids += burst
+                    last = _record_burst(result, len(burst), started, last, now)
     except (httpx.HTTPError, ForewordError) as error:
         result.error = f"{type(error).__name__}: {error}"
     if result.error is None and not finished:
@@ -212,7 +201,7 @@ async def _send(
 
 
 def _record_burst(result: RequestResult, count: int, started: float, last: float, now: float) -> float:
-    """Note a burst of tokens; returns when the newest came."""
+    """Record a burst of tokens; returns the time of the newest."""
     if not count:
         return last
     if result.ttft_s is None:
@@ -222,34 +211,20 @@ def _record_burst(result: RequestResult, count: int, started: float, last: float
     return now
 
 
-async def _choices(
-    http: httpx.AsyncClient, path: str, body: dict[str, Any]
-) -> AsyncIterator[Mapping[str, Any]]:
-    """The choices of a stream's chunks. Raises httpx.HTTPError and ForewordError."""
-    async with http.stream("POST", path, json=body) as response:
-        response.raise_for_status()
-        async for chunk in iter_chunks_async(response):
-            for choice in choices_of(chunk):
-                yield choice
-
-
 def draft_stats_since(before: Counters, after: Counters) -> dict[str, SpecDecodeStats]:
-    """What was drafted between two readings, by drafter."""
-    tallies: dict[str, SpecDecodeStats] = {}
+    """Draft statistics between two readings, by drafter."""
+    by_drafter: dict[str, SpecDecodeStats] = {}
     for name, drafter, _ in after:
         if name == "spec_drafts_total" and (steps := _increase(before, after, name, drafter)):
-            tally = tallies[drafter] = SpecDecodeStats()
-            tally.num_verify_steps = steps
-            tally.num_drafted = _increase(before, after, "spec_draft_tokens_total", drafter)
-            tally.num_accepted = _increase(before, after, "spec_accepted_tokens_total", drafter)
-            tally.num_emitted = _increase(before, after, "spec_emitted_tokens_total", drafter)
-            tally.drafted_per_position = _counts_by_position(
-                before, after, "spec_draft_tokens_per_position_total", drafter
-            )
-            tally.accepted_per_position = _counts_by_position(
-                before, after, "spec_accepted_tokens_per_position_total", drafter
-            )
-    return tallies
+            stats = by_drafter[drafter] = SpecDecodeStats()
+            stats.num_verify_steps = steps
+            stats.num_drafted = _increase(before, after, "spec_draft_tokens_total", drafter)
+            stats.num_accepted = _increase(before, after, "spec_accepted_tokens_total", drafter)
+            stats.num_emitted = _increase(before, after, "spec_emitted_tokens_total", drafter)
+            drafted, accepted = (f"spec_{kind}_tokens_per_position_total" for kind in ("draft", "accepted"))
+            stats.drafted_per_position = _counts_by_position(before, after, drafted, drafter)
+            stats.accepted_per_position = _counts_by_position(before, after, accepted, drafter)
+    return by_drafter
 
 
 def _increase(before: Counters, after: Counters, name: str, drafter: str, position: str = "") -> int:
@@ -257,18 +232,14 @@ def _increase(before: Counters, after: Counters, name: str, drafter: str, positi
 
 
 def _counts_by_position(before: Counters, after: Counters, name: str, drafter: str) -> list[int]:
-    """Counts by place in the draft, up to the last one that grew."""
-    places = [int(place) for metric, owner, place in after if (metric, owner) == (name, drafter)]
-    grown = [_increase(before, after, name, drafter, str(place)) for place in sorted(places)]
-    while grown and not grown[-1]:
-        grown.pop()
-    return grown
+    """Counts by position in the draft, without trailing zeros."""
+    positions = sorted(int(key[2]) for key in after if key[:2] == (name, drafter))
+    counts = [_increase(before, after, name, drafter, str(position)) for position in positions]
+    while counts and not counts[-1]:
+        counts.pop()
+    return counts
 
 
 def _key(sample: Any) -> tuple[str, str, str]:
-    labels = sample.labels
-    return (
-        sample.name.removeprefix(PREFIX),
-        labels.get("drafter", labels.get("stage", "")),
-        labels.get("position", ""),
-    )
+    name, labels = sample.name.removeprefix(PREFIX), sample.labels
+    return name, labels.get("drafter", labels.get("stage", "")), labels.get("position", "")

@@ -1,4 +1,4 @@
-"""What `foreword bench speculate` found, as tables and as JSON."""
+"""Results of `foreword bench speculate` as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -17,48 +17,51 @@ RATIOS = {
     "token_p99": "p99 a token",
     "slowest_request": "slowest request",
 }
+FIGURES = ("accepted", "tokens a step", "drafted", "efficiency", "of best fixed")
+COLUMNS = ("category", "mode", *RATIOS.values(), *FIGURES)
 
 
 def case_result(
     case: SpecCase, modes: Sequence[Mode], pairs: Mapping[str, Sequence[PairedRun]]
 ) -> dict[str, Any]:
-    """All figures of one cell. A pair that was not answered in full has no figures, only its errors."""
-    sound = {name: [pair for pair in of if not _errors(pair)] for name, of in pairs.items()}
-    errors = sorted({error for of in pairs.values() for pair in of for error in _errors(pair)})
+    """All figures of one case. A pair with an unanswered request has errors and no figures."""
+    complete = {name: [pair for pair in of_mode if not _errors(pair)] for name, of_mode in pairs.items()}
+    errors = sorted({error for of_mode in pairs.values() for pair in of_mode for error in _errors(pair)})
     result: dict[str, Any] = {
         "category": case.category,
         "concurrency": case.concurrency,
         "cache_full": case.full,
         "errors": errors,
     }
-    if not all(sound.values()):
+    if not all(complete.values()):
         return {**result, "modes": {}}
-    first = sound[modes[0].name]
+    first = complete[modes[0].name]
     result["requests"] = len(first[0].plain.results)
     result["modes"] = {OFF.name: repetition_figures([pair.plain for pair in first])}
-    result["modes"] |= {name: mode_figures(of) for name, of in sound.items()}
+    result["modes"] |= {name: mode_figures(of_mode) for name, of_mode in complete.items()}
     fixed = [mode.name for mode in modes if mode.engine == FIXED]
-    against = best_fixed(sound, AUTO.name, fixed) if AUTO.name in sound else None
-    return result | ({"auto_to_best_fixed": against} if against else {})
+    best = best_fixed(complete, AUTO.name, fixed) if AUTO.name in complete else None
+    return result | ({"auto_to_best_fixed": best} if best else {})
 
 
 def _errors(pair: PairedRun) -> list[str]:
-    return [call.error for one in (pair.plain, pair.other) for call in one.results if call.error is not None]
+    results = (*pair.plain.results, *pair.other.results)
+    return [result.error for result in results if result.error is not None]
 
 
 def worst_cases(cells: Sequence[Mapping[str, Any]], mode: str) -> dict[str, dict[str, Any]]:
-    """For each kind of ratio the cell where `mode` does worst."""
-    found: dict[str, dict[str, Any]] = {}
+    """The case with the lowest value of each ratio."""
+    worst: dict[str, dict[str, Any]] = {}
     for name in RATIOS:
-        have = [(cell["modes"][mode][name], cell) for cell in cells if name in cell["modes"].get(mode, {})]
-        if have:
-            ratio, cell = min(have, key=lambda one: float(one[0]["ratio"]))
-            found[name] = {"cell": case_name(cell), **ratio}
-    against = [cell for cell in cells if "auto_to_best_fixed" in cell]
-    if against and mode == AUTO.name:
-        cell = min(against, key=lambda cell: float(cell["auto_to_best_fixed"]["ratio"]))
-        found["best_fixed"] = {"cell": case_name(cell), **cell["auto_to_best_fixed"]}
-    return found
+        ratios = [(cell["modes"][mode][name], cell) for cell in cells if name in cell["modes"].get(mode, {})]
+        if ratios:
+            ratio, cell = min(ratios, key=lambda pair: float(pair[0]["ratio"]))
+            worst[name] = {"cell": case_name(cell), **ratio}
+    with_fixed = [cell for cell in cells if "auto_to_best_fixed" in cell]
+    if with_fixed and mode == AUTO.name:
+        cell = min(with_fixed, key=lambda cell: float(cell["auto_to_best_fixed"]["ratio"]))
+        worst["best_fixed"] = {"cell": case_name(cell), **cell["auto_to_best_fixed"]}
+    return worst
 
 
 def case_name(case: Mapping[str, Any]) -> str:
@@ -66,34 +69,20 @@ def case_name(case: Mapping[str, Any]) -> str:
 
 
 def print_result(result: Mapping[str, Any]) -> None:
-    """Tables: one for each number of requests at once, the time by stage, the worst cells."""
+    """Print a table by concurrency, time by stage, and the worst cases."""
     cells = result["cells"]
-    for full, count in sorted({(cell["cache_full"], cell["concurrency"]) for cell in cells}):
-        _show_cells(
-            [cell for cell in cells if (cell["cache_full"], cell["concurrency"]) == (full, count)],
-            full,
-            count,
-        )
+    for full, count in sorted({_load(cell) for cell in cells}):
+        rows = [row for cell in cells if _load(cell) == (full, count) for row in _rows(cell)]
+        cache = ", in a cache too small for them" if full else ""
+        print_table(f"{count} at once{cache}: ratios to off with 95 % intervals", COLUMNS, rows)
     _show_stages(cells)
     for mode, ratios in result["worst"].items():
         rows = [[name, of["cell"], _ratio(of)] for name, of in ratios.items()]
         print_table(f"where {mode} does worst", ("ratio", "cell", "value"), rows)
 
 
-def _show_cells(cells: Sequence[Mapping[str, Any]], full: bool, count: int) -> None:
-    columns = (
-        "category",
-        "mode",
-        *RATIOS.values(),
-        "accepted",
-        "tokens a step",
-        "drafted",
-        "efficiency",
-        "of best fixed",
-    )
-    rows = [row for cell in cells for row in _rows(cell)]
-    cache = ", in a cache too small for them" if full else ""
-    print_table(f"{count} at once{cache}: ratios to off with 95 % intervals", columns, rows)
+def _load(case: Mapping[str, Any]) -> tuple[bool, int]:
+    return case["cache_full"], case["concurrency"]
 
 
 def _rows(case: Mapping[str, Any]) -> list[list[str]]:
@@ -118,18 +107,16 @@ def _rows(case: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _show_stages(cells: Sequence[Mapping[str, Any]]) -> None:
-    """Without speculation and with all of it, side by side."""
-    measured = [(cell, mode) for cell in cells for mode in (OFF.name, AUTO.name) if mode in cell["modes"]]
-    stages = list(
-        dict.fromkeys(stage for cell, mode in measured for stage in cell["modes"][mode]["stage_us_per_token"])
-    )
+    """Time by stage of `off` and `auto`, side by side."""
+    measured = [
+        (case_name(cell), mode, cell["modes"][mode]["stage_us_per_token"])
+        for cell in cells
+        for mode in (OFF.name, AUTO.name)
+        if mode in cell["modes"]
+    ]
+    stages = list(dict.fromkeys(stage for _, _, times in measured for stage in times))
     rows = [
-        [
-            case_name(cell),
-            mode,
-            *(f"{cell['modes'][mode]['stage_us_per_token'].get(stage, 0.0):.0f}" for stage in stages),
-        ]
-        for cell, mode in measured
+        [name, mode, *(f"{times.get(stage, 0.0):.0f}" for stage in stages)] for name, mode, times in measured
     ]
     print_table("microseconds a delivered token, by stage", ("cell", "mode", *stages), rows)
 
@@ -142,7 +129,7 @@ def _ratio(figures: Mapping[str, Any] | None) -> str:
 
 
 def _number(value: float) -> str:
-    """Two rounds may leave an interval without end; its digits would take the room of others."""
+    """Two rounds may leave a huge interval, whose digits would widen the column."""
     return f"{value:.2f}" if value < 99 else ">99"
 
 

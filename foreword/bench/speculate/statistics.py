@@ -1,8 +1,7 @@
-"""From rounds to figures: ratios to plain decoding with 95 % intervals, acceptance, where the time went.
+"""From rounds to figures: ratios to plain decoding with 95 % intervals, acceptance, time by stage.
 
-A ratio above 1 is better than plain decoding, whatever it is of: throughput, time to first token, tail of the
-time between tokens, or a single request. It is taken within each pair of neighbouring rounds; the figure is the
-geometric mean over the pairs, and its interval that of Student's t over their logarithms.
+Above 1 a ratio is better than plain decoding. It is taken within each pair of neighbouring rounds; the
+figure is the geometric mean over the pairs, with the interval of Student's t over their logarithms.
 """
 
 from __future__ import annotations
@@ -28,32 +27,19 @@ __all__ = [
     "repetition_figures",
 ]
 
-# Student's t at 97.5 %, by degrees of freedom from 1 on; the last serves for all beyond.
+# Student's t at 97.5 % by degrees of freedom from 1 on; the last serves all beyond.
+# fmt: off
 T_975 = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-    2.12,
-    2.05,
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.12, 2.05,
 )
+# fmt: on
 TAIL = 99  # percent
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A geometric mean with its 95 % interval; None: one round has no interval."""
+    """A geometric mean with its 95 % interval; one round has no interval."""
 
     value: float
     low: float | None = None
@@ -65,7 +51,7 @@ class Ratio:
 
 
 def geometric_mean_ratio(ratios: Sequence[float]) -> Ratio | None:
-    """Of one ratio a round; None of nothing."""
+    """`ratios` by round; None of no rounds."""
     if not ratios:
         return None
     logs = [math.log(ratio) for ratio in ratios]
@@ -73,21 +59,19 @@ def geometric_mean_ratio(ratios: Sequence[float]) -> Ratio | None:
     if len(logs) == 1:
         return Ratio(math.exp(mean))
     t = T_975[min(len(logs) - 1, len(T_975)) - 1]
-    reach = t * statistics.stdev(logs) / math.sqrt(len(logs))
-    return Ratio(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
+    width = t * statistics.stdev(logs) / math.sqrt(len(logs))
+    return Ratio(math.exp(mean), math.exp(mean - width), math.exp(mean + width))
 
 
 def mode_figures(pairs: Sequence[PairedRun]) -> dict[str, Any]:
-    """Of one mode in one cell; what does not exist is absent."""
+    """Figures of one mode in one case; a ratio without samples is absent."""
+    tokens = [value for pair in pairs if (value := _tail_latencies(pair, _per_token))]
+    bursts = [value for pair in pairs if (value := _tail_latencies(pair, _per_burst))]
     ratios = {
         "throughput": geometric_mean_ratio([_rate(pair.other) / _rate(pair.plain) for pair in pairs]),
         "first_token": geometric_mean_ratio([_first_token(pair) for pair in pairs]),
-        "token_p99": geometric_mean_ratio(
-            [found for pair in pairs if (found := _tail_latencies(pair, _per_token))]
-        ),
-        "burst_p99": geometric_mean_ratio(
-            [found for pair in pairs if (found := _tail_latencies(pair, _per_burst))]
-        ),
+        "token_p99": geometric_mean_ratio(tokens),
+        "burst_p99": geometric_mean_ratio(bursts),
         "slowest_request": _slowest_request(pairs),
     }
     shown = {name: ratio.as_dict() for name, ratio in ratios.items() if ratio is not None}
@@ -99,18 +83,18 @@ def mode_figures(pairs: Sequence[PairedRun]) -> dict[str, Any]:
 
 
 def repetition_figures(repetitions: Sequence[BenchRepetition]) -> dict[str, Any]:
-    """What needs no comparison: rates, acceptance, stages."""
-    tallies = merge_draft_stats(one.draft_stats for one in repetitions)
+    """Figures without a comparison: rates, acceptance, stages."""
+    stats = merge_draft_stats(one.draft_stats for one in repetitions)
     tokens = sum(one.num_tokens for one in repetitions)
     figures: dict[str, Any] = {
         "tokens_per_second": statistics.median(_rate(one) for one in repetitions),
         "tokens_per_step": tokens / sum(one.bursts for one in repetitions),
         "preemptions": sum(one.preemptions for one in repetitions),
         "stage_us_per_token": _stages(repetitions, tokens),
-        "drafters": {name: _draft_figures(tally) for name, tally in tallies.items()},
+        "drafters": {name: _draft_figures(of_drafter) for name, of_drafter in stats.items()},
     }
-    if tallies:
-        figures |= _draft_figures(_merge_stats(tallies.values()))
+    if stats:
+        figures |= _draft_figures(_merge_stats(stats.values()))
     decided = [one.drafting for one in repetitions if one.drafting is not None]
     return figures | (_decisions(decided, sum(one.seconds for one in repetitions)) if decided else {})
 
@@ -118,49 +102,49 @@ def repetition_figures(repetitions: Sequence[BenchRepetition]) -> dict[str, Any]
 def best_fixed(
     pairs: Mapping[str, Sequence[PairedRun]], auto: str, fixed: Sequence[str]
 ) -> dict[str, Any] | None:
-    """How `auto` stands to the fixed length that was best in this very cell, round by round; no speculation is length 0."""
+    """`auto` over the best fixed length of this case, by round; `off` is length 0."""
     if not fixed:
         return None
-    zero = [_rate(pair.plain) for pair in pairs[auto]]
-    rates = {"off": zero, **{name: [_rate(pair.other) for pair in pairs[name]] for name in fixed}}
+    rates = {name: [_rate(pair.other) for pair in pairs[name]] for name in (auto, *fixed)}
+    auto_rates = rates.pop(auto)
+    rates = {"off": [_rate(pair.plain) for pair in pairs[auto]], **rates}
     best = max(rates, key=lambda name: statistics.fmean(map(math.log, rates[name])))
-    own = [_rate(pair.other) for pair in pairs[auto]]
-    ratio = geometric_mean_ratio([a / b for a, b in zip(own, rates[best], strict=True)])
-    assert ratio is not None, "a cell without rounds"
+    ratio = geometric_mean_ratio([a / b for a, b in zip(auto_rates, rates[best], strict=True)])
+    assert ratio is not None, "a case without rounds"
     return {"best": best, **ratio.as_dict()}
 
 
 def merge_draft_stats(repetitions: Iterable[Mapping[str, SpecDecodeStats]]) -> dict[str, SpecDecodeStats]:
-    """The tallies of all rounds, by drafter."""
+    """Draft statistics of all rounds, by drafter."""
     by_name: dict[str, list[SpecDecodeStats]] = {}
-    for tallies in repetitions:
-        for name, tally in tallies.items():
-            by_name.setdefault(name, []).append(tally)
-    return {name: _merge_stats(tallies) for name, tallies in by_name.items()}
+    for repetition in repetitions:
+        for name, stats in repetition.items():
+            by_name.setdefault(name, []).append(stats)
+    return {name: _merge_stats(stats) for name, stats in by_name.items()}
 
 
 def _merge_stats(stats: Iterable[SpecDecodeStats]) -> SpecDecodeStats:
     total = SpecDecodeStats()
-    for tally in stats:
-        total.merge(tally)
+    for part in stats:
+        total.merge(part)
     return total
 
 
-def _draft_figures(tally: SpecDecodeStats) -> dict[str, Any]:
-    """Acceptance by position: the share accepted among the drafts that reached it."""
+def _draft_figures(stats: SpecDecodeStats) -> dict[str, Any]:
+    """Acceptance by position is the share accepted of the drafts that reached it."""
     return {
-        "acceptance": tally.acceptance_rate,
-        "acceptance_by_position": list(tally.acceptance_per_position),
-        "mean_draft_length": tally.num_drafted / tally.num_verify_steps,
-        "mean_acceptance_length": tally.mean_acceptance_len,
-        "system_efficiency": tally.system_efficiency,
-        "drafted": tally.num_drafted,
-        "verify_steps": tally.num_verify_steps,
+        "acceptance": stats.acceptance_rate,
+        "acceptance_by_position": list(stats.acceptance_per_position),
+        "mean_draft_length": stats.num_drafted / stats.num_verify_steps,
+        "mean_acceptance_length": stats.mean_acceptance_len,
+        "system_efficiency": stats.system_efficiency,
+        "drafted": stats.num_drafted,
+        "verify_steps": stats.num_verify_steps,
     }
 
 
 def _decisions(decided: Sequence[DraftingStats], seconds: float) -> dict[str, Any]:
-    """Why there was no draft, what steps were thought to cost, and time spent to learn."""
+    """Reasons for no draft, predicted over real step time, and the share of time spent exploring."""
     reasons: Counter[str] = Counter()
     for one in decided:
         reasons.update(one.no_draft_counts)
@@ -175,28 +159,29 @@ def _rate(one: BenchRepetition) -> float:
     return one.num_tokens / one.seconds
 
 
-def _both(pair: PairedRun) -> Iterator[tuple[RequestResult, RequestResult]]:
-    """The same request in both rounds; a later turn may be missing where answers differ."""
-    others = {call.key: call for call in pair.other.results}
-    return ((call, others[call.key]) for call in pair.plain.results if call.key in others)
+def _matched(pair: PairedRun) -> Iterator[tuple[RequestResult, RequestResult]]:
+    """The same request in both rounds; a later turn may lack where answers differ."""
+    others = {result.key: result for result in pair.other.results}
+    return ((result, others[result.key]) for result in pair.plain.results if result.key in others)
 
 
 def _first_token(pair: PairedRun) -> float:
     """Geometric mean over requests, so that a short prompt counts as much as a long one."""
-    logs = [
-        math.log(plain.ttft_s / other.ttft_s) for plain, other in _both(pair) if plain.ttft_s and other.ttft_s
-    ]
+    times = [(plain.ttft_s, other.ttft_s) for plain, other in _matched(pair)]
+    logs = [math.log(plain / other) for plain, other in times if plain and other]
     return math.exp(statistics.fmean(logs)) if logs else 1.0
 
 
-def _per_token(calls: Iterable[RequestResult]) -> list[float]:
-    """Seconds of each token behind the first burst: a burst of m tokens after t counts m times t / m, as in /metrics."""
-    return [gap_s / count for call in calls for gap_s, count in call.gaps for _ in range(count)]
+def _per_token(results: Iterable[RequestResult]) -> list[float]:
+    """Seconds of each token after the first burst: m tokens after t seconds count m times t / m, as in
+    /metrics.
+    """
+    return [gap_s / count for result in results for gap_s, count in result.gaps for _ in range(count)]
 
 
-def _per_burst(calls: Iterable[RequestResult]) -> list[float]:
-    """Seconds that a reader waits for the next piece, however long it is."""
-    return [gap_s for call in calls for gap_s, _ in call.gaps]
+def _per_burst(results: Iterable[RequestResult]) -> list[float]:
+    """Seconds that a reader waits for the next burst."""
+    return [gap_s for result in results for gap_s, _ in result.gaps]
 
 
 def _tail_latencies(
@@ -207,17 +192,17 @@ def _tail_latencies(
 
 
 def _slowest_request(pairs: Sequence[PairedRun]) -> Ratio | None:
-    """The request that gained least, or lost most, from sending it to its last token."""
+    """The ratio of the request that gained least, over its whole time."""
     by_request: dict[tuple[int, int], list[float]] = {}
     for pair in pairs:
-        for plain, other in _both(pair):
+        for plain, other in _matched(pair):
             by_request.setdefault(plain.key, []).append(plain.total_s / other.total_s)
-    ratios = [found for of in by_request.values() if (found := geometric_mean_ratio(of))]
+    ratios = [ratio for of_request in by_request.values() if (ratio := geometric_mean_ratio(of_request))]
     return min(ratios, key=lambda ratio: ratio.value, default=None)
 
 
 def _stages(repetitions: Sequence[BenchRepetition], tokens: int) -> dict[str, float]:
-    """Microseconds a delivered token, by stage."""
+    """Microseconds per delivered token, by stage."""
     total: Counter[str] = Counter()
     for one in repetitions:
         total.update(one.stages)

@@ -1,4 +1,4 @@
-"""The nouns of `foreword bench speculate`: a cell, the modes compared in it, and what one round of a mode showed."""
+"""Records of `foreword bench speculate`: cases, the modes compared in them, and the results of a round."""
 
 from __future__ import annotations
 
@@ -28,16 +28,13 @@ __all__ = [
 
 Key = TypeVar("Key", str, int)
 
-ADAPTIVE, FIXED, PLAIN = (
-    "adaptive",
-    "fixed",
-    "plain",
-)  # engines: the one that is asked about, one of fixed lengths, one without
+# Engines: the measured one, one with fixed draft lengths, one started without speculation.
+ADAPTIVE, FIXED, PLAIN = "adaptive", "fixed", "plain"
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A way to answer: which engine, and what its requests ask for."""
+    """An engine and the `speculation` field of its requests."""
 
     name: str
     engine: str = ADAPTIVE
@@ -50,16 +47,12 @@ AUTO = Mode("auto")
 
 @dataclass(frozen=True, slots=True)
 class SpecCase:
-    """Scripts of one category, `concurrency` at once.
-
-    make  the scripts, in the variant of that number
-    full  in a KV cache too small for all of them: requests wait and are preempted
-    """
+    """Conversations of one category, `concurrency` at once."""
 
     category: str
     concurrency: int
-    make: Callable[[int], tuple[Conversation, ...]]
-    full: bool = False
+    make: Callable[[int], tuple[Conversation, ...]]  # by variant
+    full: bool = False  # the KV cache is too small: requests wait and are preempted
 
     @property
     def name(self) -> str:
@@ -68,24 +61,17 @@ class SpecCase:
 
 @dataclass(slots=True)
 class RequestResult:
-    """One request: turn `turn` of script `script`. Seconds since it was sent.
-
-    prompt_ids  empty where a server holds the tokenizer
-    output      what was answered: token ids, or the text from a server
-    first_s     until its first tokens; None: it has none
-    gaps        (seconds since the tokens before, how many came) for each later burst
-    error       why there is no answer, or None
-    """
+    """One turn of a conversation."""
 
     conversation: int
     turn: int
     seed: int = 0
-    prompt_ids: tuple[int, ...] = ()
-    output: Sequence[int] | str = ()
+    prompt_ids: tuple[int, ...] = ()  # () where a server holds the tokenizer
+    output: Sequence[int] | str = ()  # token ids, or a server's text
     num_tokens: int = 0
     ttft_s: float | None = None
     total_s: float = 0.0
-    gaps: list[tuple[float, int]] = field(default_factory=list)
+    gaps: list[tuple[float, int]] = field(default_factory=list)  # (seconds, tokens) of each later burst
     error: str | None = None
 
     @property
@@ -95,39 +81,32 @@ class RequestResult:
 
 @dataclass(frozen=True, slots=True)
 class BenchRepetition:
-    """All calls of one mode, in the order of their scripts and turns, and what the engine counted meanwhile.
-
-    seconds      from the first request to the last answer
-    stages       seconds by stage of the engine's steps
-    tallies      by drafter
-    preemptions  requests put back to make room
-    drafting     what the policy decided, in this round alone; None where nobody tells
-    """
+    """All requests of one mode in one round, by conversation and turn, and the engine's counts."""
 
     results: tuple[RequestResult, ...]
-    seconds: float
-    stages: Mapping[str, float]
-    draft_stats: Mapping[str, SpecDecodeStats]
+    seconds: float  # from the first request to the last answer
+    stages: Mapping[str, float]  # seconds by stage of the engine's steps
+    draft_stats: Mapping[str, SpecDecodeStats]  # by drafter
     preemptions: int = 0
-    drafting: DraftingStats | None = None
+    drafting: DraftingStats | None = None  # decisions of the policy in this round; None from a server
 
     @property
     def outputs(self) -> tuple[Sequence[int] | str, ...]:
-        return tuple(call.output for call in self.results)
+        return tuple(result.output for result in self.results)
 
     @property
     def num_tokens(self) -> int:
-        return sum(call.num_tokens for call in self.results)
+        return sum(result.num_tokens for result in self.results)
 
     @property
     def bursts(self) -> int:
-        """Steps that delivered something to a request, over all requests."""
-        return sum((call.ttft_s is not None) + len(call.gaps) for call in self.results)
+        """Deliveries of tokens to a request, over all requests."""
+        return sum((result.ttft_s is not None) + len(result.gaps) for result in self.results)
 
 
 @dataclass(frozen=True, slots=True)
 class PairedRun:
-    """The same scripts without speculation and in some mode, run next to each other."""
+    """The same conversations without speculation and in another mode, run next to each other."""
 
     plain: BenchRepetition
     other: BenchRepetition
@@ -138,14 +117,14 @@ class PairedRun:
 
 
 class BenchTarget(Protocol):
-    """What answers: engines in this process, or a server."""
+    """Engines in this process, or a server."""
 
     def run_pairs(self, case: SpecCase, modes: Sequence[Mode], number: int) -> Mapping[str, PairedRun]:
-        """Round `number` of a cell: every mode beside `off`, by its name."""
+        """Round `number` of a case: every mode paired with `off`, by name."""
 
 
 def drafting_since(before: DraftingStats, after: DraftingStats) -> DraftingStats:
-    """What was decided between two totals."""
+    """Decisions between two totals."""
     return DraftingStats(
         draft_length_counts={
             name: _increase(before.draft_length_counts.get(name, {}), counts)

@@ -1,12 +1,8 @@
-"""The categories of `foreword bench speculate`: what users ask, generated, sized to the model's context.
+"""The prompts of `foreword bench speculate` by category, generated and sized to the model's context.
 
-A category is a function of a random source and of the room there is. Requests are greedy, except long answers and those
-of the adversary. The same (category, number) is the same script in every run on the same model.
-
-What the prompts of `foreword bench speculate` are made of: words, records, code, and the installed standard library.
-
-Everything is a function of the random source. The words are those that the bundled model knows; the standard
-library's sources are text that nobody trained on together with the edits that are asked for.
+The same (category, number) gives the same conversation in every run on the same model. Words are those of
+the bundled model's training; functions of the installed standard library are text that no model saw with
+these edits.
 """
 
 from __future__ import annotations
@@ -29,102 +25,44 @@ __all__ = [
     "QUICK_CATEGORIES",
     "Conversation",
     "PromptBudget",
-    "PromptCategory",
-    "fill",
-    "functions",
     "interleave",
-    "json_lines",
     "library_functions",
     "make_conversation",
     "make_conversations",
-    "record",
-    "record_in_words",
-    "sentence",
-    "sentences",
     "stable_seed",
 ]
 
+# fmt: off
 NAMES = (
-    "Anna",
-    "Ben",
-    "Clara",
-    "David",
-    "Emma",
-    "Felix",
-    "Greta",
-    "Hugo",
-    "Ida",
-    "Jonas",
-    "Karla",
-    "Leo",
-    "Mia",
-    "Nora",
+    "Anna", "Ben", "Clara", "David", "Emma", "Felix", "Greta", "Hugo", "Ida", "Jonas", "Karla", "Leo",
+    "Mia", "Nora",
 )
 CITIES = (
-    "Oslo",
-    "Rome",
-    "Paris",
-    "Berlin",
-    "Madrid",
-    "Vienna",
-    "Prague",
-    "London",
-    "Dublin",
-    "Lisbon",
-    "Athens",
+    "Oslo", "Rome", "Paris", "Berlin", "Madrid", "Vienna", "Prague", "London", "Dublin", "Lisbon", "Athens",
     "Cairo",
 )
 JOBS = ("baker", "teacher", "doctor", "pilot", "farmer", "painter", "nurse", "lawyer", "singer", "driver")
 COLORS = ("red", "blue", "green", "yellow", "black", "white", "brown", "grey")
 ANIMALS = ("cat", "dog", "fox", "bear", "mouse", "horse", "owl", "rabbit", "duck", "wolf")
 THINGS = (
-    "lamp",
-    "book",
-    "key",
-    "stone",
-    "cup",
-    "ball",
-    "hat",
-    "coin",
-    "map",
-    "box",
-    "bell",
-    "clock",
-    "basket",
+    "lamp", "book", "key", "stone", "cup", "ball", "hat", "coin", "map", "box", "bell", "clock", "basket",
     "mirror",
 )
 PLACES = (
-    "forest",
-    "village",
-    "garden",
-    "river",
-    "mountain",
-    "harbor",
-    "castle",
-    "market",
-    "school",
-    "valley",
+    "forest", "village", "garden", "river", "mountain", "harbor", "castle", "market", "school", "valley",
 )
 ADJECTIVES = ("old", "small", "big", "bright", "quiet", "happy", "brave", "kind", "clever", "lazy")
 VERBS = ("found", "sold", "moved", "saw", "lost", "painted", "carried", "opened")
 VARIABLES = ("count", "total", "name", "price", "index", "value", "result", "limit", "start", "size")
 MODULES = (
-    "textwrap",
-    "shlex",
-    "heapq",
-    "bisect",
-    "fnmatch",
-    "colorsys",
-    "difflib",
-    "statistics",
-    "string",
+    "textwrap", "shlex", "heapq", "bisect", "fnmatch", "colorsys", "difflib", "statistics", "string",
     "configparser",
 )
-MIN_FUNCTION_LINES, MAX_FUNCTION_LINES = 6, 40  # lines of a function worth editing
+# fmt: on
+MIN_FUNCTION_LINES, MAX_FUNCTION_LINES = 6, 40  # of an edited library function
 
 
 def sentence(rng: Random) -> str:
-    """A plain statement about somebody, something and a place."""
     name, verb, thing = rng.choice(NAMES), rng.choice(VERBS), rng.choice(THINGS)
     return rng.choice(
         (
@@ -137,61 +75,37 @@ def sentence(rng: Random) -> str:
     )
 
 
-def sentences(rng: Random) -> Iterator[str]:
-    while True:
-        yield sentence(rng)
-
-
 def record(rng: Random) -> dict[str, str | int]:
-    """A person or an item, field by field."""
+    """Fields of a person or an item."""
     if rng.random() < 0.5:
-        return {
-            "name": rng.choice(NAMES),
-            "age": rng.randint(18, 90),
-            "city": rng.choice(CITIES),
-            "job": rng.choice(JOBS),
-        }
-    return {
-        "item": rng.choice(THINGS),
-        "color": rng.choice(COLORS),
-        "price": 5 * rng.randint(1, 100),
-        "count": rng.randint(1, 20),
-    }
-
-
-def json_lines(rng: Random) -> Iterator[str]:
-    """Records as JSON, one a line."""
-    while True:
-        yield json.dumps(record(rng))
-
-
-def record_in_words(fields: dict[str, str | int]) -> str:
-    """A record in words: "name=Paul, age=42"."""
-    return ", ".join(f"{name}={value}" for name, value in fields.items())
+        person: dict[str, str | int] = {"name": rng.choice(NAMES), "age": rng.randint(18, 90)}
+        return person | {"city": rng.choice(CITIES), "job": rng.choice(JOBS)}
+    item: dict[str, str | int] = {"item": rng.choice(THINGS), "color": rng.choice(COLORS)}
+    return item | {"price": 5 * rng.randint(1, 100), "count": rng.randint(1, 20)}
 
 
 def functions(rng: Random, variable: str | None = None) -> Iterator[str]:
-    """Small Python functions; `variable` stands in every one of them."""
+    """Small Python functions; `variable` occurs in each."""
     while True:
         a = variable or rng.choice(VARIABLES)
         b = rng.choice([name for name in VARIABLES if name != a])
         thing, number = rng.choice(THINGS), rng.randint(2, 20)
         yield rng.choice(
             (
-                f"def {thing}_{b}({a}, items):\n    {b} = 0\n    for item in items:\n        {b} += item * {a}\n    return {b}\n",
-                f"def check_{thing}({a}):\n    if {a} > {number}:\n        return {a} - {number}\n    return {a}\n",
+                f"def {thing}_{b}({a}, items):\n    {b} = 0\n    for item in items:\n"
+                f"        {b} += item * {a}\n    return {b}\n",
+                f"def check_{thing}({a}):\n    if {a} > {number}:\n"
+                f"        return {a} - {number}\n    return {a}\n",
                 f"def show_{thing}({a}, {b}):\n    print({a}, {b})\n    {b} = {b} + {a}\n    return {b}\n",
             )
         )
 
 
 def library_functions() -> tuple[str, ...]:
-    """Functions of medium length out of the installed standard library, as they stand there; the same on each call."""
+    """Functions of medium length from the installed standard library, the same on each call."""
     folder = Path(sysconfig.get_path("stdlib"))
-    sources = [
-        file.read_text(encoding="utf-8") for name in MODULES if (file := folder / f"{name}.py").is_file()
-    ]
-    return tuple(text for source in sources for text in _functions_of(source))
+    files = [file for name in MODULES if (file := folder / f"{name}.py").is_file()]
+    return tuple(text for file in files for text in _functions_of(file.read_text(encoding="utf-8")))
 
 
 def _functions_of(source: str) -> Iterator[str]:
@@ -202,7 +116,7 @@ def _functions_of(source: str) -> Iterator[str]:
 
 
 def fill(pieces: Iterator[str], characters: int, separator: str = "\n") -> str:
-    """Pieces joined, at most so many characters; the first one is cut if it is too long by itself."""
+    """Join pieces up to `characters`; the first is cut if it is longer."""
     taken = next(pieces)[:characters]
     while len(longer := taken + separator + next(pieces)) <= characters:
         taken = longer
@@ -223,30 +137,22 @@ CHAT_PROMPTS = (
     "What is the KV cache, and why does it matter?",
     "Which models can I serve?",
 )
-NUM_TURNS = 4  # of an agent's loop
-VARIANT = 13_000  # scripts before the next variant begins: a multiple of the number of categories
-STORY = 0.8  # temperature of long answers
-NOISE = 100.0  # temperature at which every token is about as likely as any other
+NUM_TURNS = 4  # of an agent conversation
+VARIANT = 13_000  # conversations of a variant: a multiple of the number of categories
+STORY_TEMPERATURE = 0.8
+NOISE_TEMPERATURE = 100.0  # all tokens are about equally likely
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBudget:
-    """What a script may fill.
+    """Limits of a conversation."""
 
-    prompt_tokens  of one request, at most
-    answer_tokens  of an ordinary answer, at most
-    code           characters of a token in code and JSON
-    prose          characters of a token in plain sentences
-    ids            token ids that a random prompt is drawn from
-    library        functions of the standard library
-    """
-
-    prompt_tokens: int
-    answer_tokens: int
-    code: float
-    prose: float
-    ids: Sequence[int]
-    library: tuple[str, ...]
+    prompt_tokens: int  # at most, of one request
+    answer_tokens: int  # at most, of an ordinary answer
+    code: float  # characters per token in code and JSON
+    prose: float  # characters per token in sentences
+    ids: Sequence[int]  # token ids of random prompts
+    library: tuple[str, ...]  # functions of the standard library
 
     @classmethod
     def from_context(
@@ -257,53 +163,38 @@ class PromptBudget:
         ids: Sequence[int],
         library: tuple[str, ...],
     ) -> PromptBudget:
-        """`reach` tokens for a prompt and its answer together, as `count` counts them."""
+        """Limits within `max_len` tokens of prompt and answer; `count` counts tokens of a text."""
         code, json_, prose = (
             len(sample) / max(count(sample), 1) for sample in (CODE_SAMPLE, JSON_SAMPLE, PROSE_SAMPLE)
         )
         return cls(max_len // 2, min(answer_tokens, max_len // 4), min(code, json_), prose, ids, library)
 
     def num_chars(self, share: float, density: float) -> int:
-        """Characters of a part of the prompt; one tenth stays for instructions and the template."""
+        """Characters of a share of the prompt; one tenth is left for instructions and template."""
         return max(int(self.prompt_tokens * share * 0.9 * density), 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What one client asks, turn by turn; a later turn is asked when the answer before it is there.
+    """Turns of one client, each sent after the answer to the one before."""
 
-    turns       user messages, or one text to go on with (raw)
-    prompt_ids  the prompt itself, instead of turns
-    prediction  what the caller expects the answer to be, or None
-    category    what was asked for, not what a mixture took
-    seed        of its first turn; turn t has seed + t
-    """
-
-    turns: tuple[str, ...] = ()
+    turns: tuple[str, ...] = ()  # user messages, or one text to continue (raw)
     raw: bool = False
-    prompt_ids: tuple[int, ...] = ()
-    prediction: str | None = None
+    prompt_ids: tuple[int, ...] = ()  # instead of turns
+    prediction: str | None = None  # expected answer, as in the API
     max_tokens: int = 128
     temperature: float = 0.0
     ignore_eos: bool = False
-    category: str = ""
-    seed: int = 0
+    category: str = ""  # requested, which may be a mixture
+    seed: int = 0  # of the first turn; turn t has seed + t
 
     @property
     def num_turns(self) -> int:
         return max(len(self.turns), 1)
 
 
-@dataclass(frozen=True, slots=True)
-class PromptCategory:
-    """What it stands for, and how one script of it is made."""
-
-    help: str
-    make: Callable[[Random, PromptBudget], Conversation]
-
-
 def _chat(rng: Random, budget: PromptBudget) -> Conversation:
-    """Half of them are asked again and again, as in a shop."""
+    """Short questions, half of them from a small fixed set."""
     name, thing, place = rng.choice(NAMES), rng.choice(THINGS), rng.choice(PLACES)
     fresh = rng.choice(
         (
@@ -316,7 +207,7 @@ def _chat(rng: Random, budget: PromptBudget) -> Conversation:
 
 
 def _code_completion(rng: Random, budget: PromptBudget) -> Conversation:
-    """Ends in the middle of a function like those before it."""
+    """Python that ends within a function like those before it."""
     text = fill(functions(rng, rng.choice(VARIABLES)), budget.num_chars(0.5, budget.code))
     return Conversation((text[: text.rindex("(") + 1],), raw=True, max_tokens=budget.answer_tokens)
 
@@ -330,20 +221,21 @@ def _code_edit(rng: Random, budget: PromptBudget) -> Conversation:
 
 
 def _json(rng: Random, budget: PromptBudget) -> Conversation:
-    asked = "; ".join(record_in_words(record(rng)) for _ in range(2))
-    return Conversation((f"Turn this into JSON: {asked}",), max_tokens=budget.answer_tokens)
+    """Facts to be written as JSON."""
+    records = [", ".join(f"{name}={value}" for name, value in record(rng).items()) for _ in range(2)]
+    return Conversation((f"Turn this into JSON: {'; '.join(records)}",), max_tokens=budget.answer_tokens)
 
 
 def _repeat(rng: Random, budget: PromptBudget) -> Conversation:
     old, new = rng.sample(THINGS, 2)
-    text = fill(sentences(rng), budget.num_chars(0.4, budget.prose), " ")
+    text = fill(_repeatedly(sentence, rng), budget.num_chars(0.4, budget.prose), " ")
     return Conversation(
         (f"Replace the word {old} with {new}:\n{text}",), max_tokens=_tokens_for(text, budget)
     )
 
 
 def _predicted(rng: Random, budget: PromptBudget) -> Conversation:
-    """The same, and the caller sends the text before the change as the expected answer."""
+    """_repeat with the unchanged text as `prediction`."""
     script = _repeat(rng, budget)
     return Conversation(
         script.turns, prediction=script.turns[0].partition("\n")[2], max_tokens=script.max_tokens
@@ -351,44 +243,49 @@ def _predicted(rng: Random, budget: PromptBudget) -> Conversation:
 
 
 def _long_document(rng: Random, budget: PromptBudget) -> Conversation:
-    text = fill(json_lines(rng), budget.num_chars(1.0, budget.code))
-    asked = rng.choice(("Which cities are named?", "What is the price of the lamp?", "Who is the oldest?"))
-    return Conversation((f"{asked}\n{text}",), max_tokens=budget.answer_tokens)
+    text = fill(_repeatedly(_json_record, rng), budget.num_chars(1.0, budget.code))
+    question = rng.choice(("Which cities are named?", "What is the price of the lamp?", "Who is the oldest?"))
+    return Conversation((f"{question}\n{text}",), max_tokens=budget.answer_tokens)
 
 
 def _long_rewrite(rng: Random, budget: PromptBudget) -> Conversation:
     old, new = rng.sample(COLORS, 2)
-    text = fill(sentences(rng), budget.num_chars(0.8, budget.prose), " ")
+    text = fill(_repeatedly(sentence, rng), budget.num_chars(0.8, budget.prose), " ")
     return Conversation(
         (f"Replace the word {old} with {new}:\n{text}",), max_tokens=_tokens_for(text, budget, most=1.0)
     )
 
 
 def _long_answer(rng: Random, budget: PromptBudget) -> Conversation:
-    asked = f"Tell me a long story about {rng.choice(NAMES)}, a {rng.choice(THINGS)} and the {rng.choice(PLACES)}."
+    name, thing, place = rng.choice(NAMES), rng.choice(THINGS), rng.choice(PLACES)
+    prompt = f"Tell me a long story about {name}, a {thing} and the {place}."
     return Conversation(
-        (asked,), max_tokens=min(4 * budget.answer_tokens, budget.prompt_tokens), temperature=STORY
+        (prompt,),
+        max_tokens=min(4 * budget.answer_tokens, budget.prompt_tokens),
+        temperature=STORY_TEMPERATURE,
     )
 
 
 def _agent(rng: Random, budget: PromptBudget) -> Conversation:
-    """Each turn shows the file as it stands and wants it back with one more change: the history holds all of them."""
+    """Each turn shows a file and asks for it with one more change; the history grows."""
     names = rng.sample(VARIABLES, NUM_TURNS + 1)
     text = fill(functions(rng, names[0]), budget.num_chars(0.6 / NUM_TURNS, budget.code))
     turns = tuple(
-        f"Tool: {json.dumps(record(rng))}\nRename {old} to {new} and show the file:\n{text.replace(names[0], old)}"
+        f"Tool: {_json_record(rng)}\nRename {old} to {new} and show the file:\n{text.replace(names[0], old)}"
         for old, new in itertools.pairwise(names)
     )
     return Conversation(turns, max_tokens=min(_tokens_for(text, budget), budget.prompt_tokens // NUM_TURNS))
 
 
 def _random(rng: Random, budget: PromptBudget) -> Conversation:
-    """Nothing in it can be looked up: every token of prompt and answer is about as likely as any other.
+    """The adversary: random tokens in and out, with nothing to look up.
 
-    A draft model has the same noise as the model, and noise is all that counts here: it guesses even this.
+    A draft model still drafts well: its noise is the target's, and noise alone decides here.
     """
     ids = tuple(rng.choices(budget.ids, k=max(budget.prompt_tokens // 4, 1)))
-    return Conversation(prompt_ids=ids, max_tokens=budget.answer_tokens, temperature=NOISE, ignore_eos=True)
+    return Conversation(
+        prompt_ids=ids, max_tokens=budget.answer_tokens, temperature=NOISE_TEMPERATURE, ignore_eos=True
+    )
 
 
 def _library_edit(rng: Random, budget: PromptBudget) -> Conversation:
@@ -411,25 +308,21 @@ def _library_continuation(rng: Random, budget: PromptBudget) -> Conversation:
     return Conversation((text[: -len(text) // 8],), raw=True, max_tokens=budget.answer_tokens)
 
 
-CATEGORIES: Mapping[str, PromptCategory] = MappingProxyType(
+CATEGORIES: Mapping[str, Callable[[Random, PromptBudget], Conversation]] = MappingProxyType(
     {
-        "chat": PromptCategory("short questions", _chat),
-        "code completion": PromptCategory("Python that goes on like what stands above it", _code_completion),
-        "code edit": PromptCategory("a variable gets another name", _code_edit),
-        "json": PromptCategory("facts from a sentence, as JSON", _json),
-        "repeat": PromptCategory("a text again, with one word replaced", _repeat),
-        "predicted": PromptCategory("the same, with the text as `prediction`", _predicted),
-        "long document": PromptCategory("a question on a long document", _long_document),
-        "long rewrite": PromptCategory("long input, long output: a long text with changes", _long_rewrite),
-        "long answer": PromptCategory("a short prompt with a long answer", _long_answer),
-        "agent": PromptCategory(f"{NUM_TURNS} turns, each with everything before it", _agent),
-        "random": PromptCategory("the adversary: random tokens in, random tokens out", _random),
-        "library edit": PromptCategory(
-            "a name changed in functions of the installed standard library", _library_edit
-        ),
-        "library continuation": PromptCategory(
-            "functions of the installed standard library, continued", _library_continuation
-        ),
+        "chat": _chat,
+        "code completion": _code_completion,
+        "code edit": _code_edit,
+        "json": _json,
+        "repeat": _repeat,
+        "predicted": _predicted,
+        "long document": _long_document,
+        "long rewrite": _long_rewrite,
+        "long answer": _long_answer,
+        "agent": _agent,
+        "random": _random,
+        "library edit": _library_edit,
+        "library continuation": _library_continuation,
     }
 )
 ALL_CATEGORIES = (*CATEGORIES, MIXED)
@@ -439,14 +332,14 @@ QUICK_CATEGORIES = ("chat", "code edit", "agent", "random")
 def make_conversations(
     category: str, count: int, variant: int, budget: PromptBudget
 ) -> tuple[Conversation, ...]:
-    """The first `count` scripts of a category, or of one after the other; other variants are other scripts."""
+    """The first `count` conversations of a category; every variant has others."""
     return tuple(make_conversation(category, variant * VARIANT + number, budget) for number in range(count))
 
 
 def make_conversation(category: str, number: int, budget: PromptBudget) -> Conversation:
-    """One script; a mixture takes the categories in turn."""
+    """A mixture takes the categories in turn."""
     kind = tuple(CATEGORIES)[number % len(CATEGORIES)] if category == MIXED else category
-    made = CATEGORIES[kind].make(Random(stable_seed(kind, number)), budget)
+    made = CATEGORIES[kind](Random(stable_seed(kind, number)), budget)
     return replace(made, category=category, seed=stable_seed(category, number))
 
 
@@ -456,13 +349,13 @@ def stable_seed(text: str, number: int) -> int:
 
 
 def interleave(turns: Sequence[str], history: Sequence[str]) -> list[str]:
-    """Turn, answer, turn, ... up to the turn that is asked next; `history` holds the answers to those before."""
+    """Turn, answer, turn, ... up to the next turn; `history` holds the answers so far."""
     parts = [part for pair in zip(turns, history, strict=False) for part in pair]
     return [*parts, turns[len(history)]]
 
 
 def _tokens_for(text: str, budget: PromptBudget, most: float = 0.5) -> int:
-    """Tokens of an answer that gives a text back, with a little to spare; at most a share of what a prompt may have."""
+    """Tokens of an answer that repeats a text, at most a share of the prompt's."""
     return max(
         min(int(1.2 * len(text) / min(budget.code, budget.prose)), int(most * budget.prompt_tokens)), 8
     )
@@ -471,3 +364,12 @@ def _tokens_for(text: str, budget: PromptBudget, most: float = 0.5) -> int:
 def _shuffle(rng: Random, texts: Sequence[str]) -> Iterator[str]:
     while True:
         yield from rng.sample(texts, len(texts))
+
+
+def _repeatedly(make: Callable[[Random], str], rng: Random) -> Iterator[str]:
+    while True:
+        yield make(rng)
+
+
+def _json_record(rng: Random) -> str:
+    return json.dumps(record(rng))

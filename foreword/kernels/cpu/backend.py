@@ -1,4 +1,4 @@
-"""The operations of the engine on native kernels."""
+"""The operations on the native CPU kernels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NULL_OPERAND = Operand(AddressSpace.ABSOLUTE, 0, 0, 0)
 
 
 class CpuOps(NativeSampling, UnfusedOps):
-    """Each operation is a command (csrc/program.h) that runs at once; a compiled function is a list of them.
+    """Each operation is an instruction (csrc/program.h) that runs at once; a compiled function is a program.
 
     Activations are float32 or bfloat16. One caller at a time.
     """
@@ -46,7 +46,7 @@ class CpuOps(NativeSampling, UnfusedOps):
     supports_graphs = False
 
     def __init__(self, isa: str = "auto", threads: int = 1) -> None:
-        """isa is one of isas(), or "auto" for the best of them."""
+        """isa is one of supported_isas(), or "auto" for the best of them."""
         library, reason = load_library()
         if library is None:
             raise RuntimeError(reason)
@@ -58,11 +58,11 @@ class CpuOps(NativeSampling, UnfusedOps):
         self._builder: ProgramBuilder | None = None
 
     def num_torch_threads(self, max_threads: int) -> int:
-        """Torch gets one: the threads of the kernels are their own."""
+        """One: the kernels have their own threads."""
         return 1
 
     def compile(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        """Recorded over three rows that read and write the scratch block; the result is overwritten by the next call."""
+        """Trace `forward` over three rows of the null block; each call overwrites the last result."""
         chunk = Chunk([0] * TRACE_ROWS, 0, [0] * TRACE_ROWS, TRACE_SAMPLED)
         batch = build_batch([chunk], 1, self.row_tile, "cpu", mrope=True)
         assert batch.mrope_positions is not None
@@ -77,87 +77,69 @@ class CpuOps(NativeSampling, UnfusedOps):
     def pack_linear(
         self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None = None
     ) -> CpuLinear:
-        """See CpuLinear."""
         return self._packer.pack(parts, weight_format, bias)
 
     def linear(
         self, x: Tensor, weight: CpuLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None
     ) -> Tensor:
-        """x [T, K] -> [T, N]"""
         out = torch.empty(x.shape[0], weight.out_features, dtype=dtype or x.dtype)
-        for piece in weight.blocks:
-            columns = out[:, piece.first_row : piece.first_row + piece.weight.n]
-            self._execute(Opcode.LINEAR, (x,), columns, target=piece.weight, keep_alive=piece)
+        for block in weight.blocks:
+            columns = out[:, block.first_row : block.first_row + block.weight.n]
+            self._execute(Opcode.LINEAR, (x,), columns, target=block.weight, keep_alive=block)
         return out if add_to is None else self.add(add_to, out)
 
     def embedding(
         self, token_ids: Tensor, weight: CpuLinear, dtype: torch.dtype, scale: float = 1.0
     ) -> Tensor:
-        """ids [T] -> [T, H]"""
-        (piece,) = weight.blocks
+        (block,) = weight.blocks
         out = torch.empty(token_ids.shape[0], weight.in_features, dtype=dtype)
         return self._execute(
-            Opcode.EMBEDDING, (token_ids,), out, target=piece.weight, keep_alive=piece, scalars=(scale,)
+            Opcode.EMBEDDING, (token_ids,), out, target=block.weight, keep_alive=block, scalars=(scale,)
         )
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return self._execute(Opcode.ADD, (a, b), torch.empty(a.shape, dtype=a.dtype), sizes=(a[0].numel(),))
 
     def index_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """x [T, H], rows [R] -> [R, H]"""
         out = torch.empty(rows.shape[0], x.shape[1], dtype=x.dtype)
         return self._execute(Opcode.INDEX_ROWS, (x, rows), out, sizes=(x.shape[1] * x.itemsize,))
 
     def scatter_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
-        """x [T, H], rows [N], values [N, H]"""
-        assert self._builder is None, "pictures do not come through what is compiled"
+        assert self._builder is None, "image embeddings cannot be part of a compiled pass"
         x.index_copy_(0, rows, values)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, ..., H] -> the same"""
         assert weight.dtype == torch.float32 and weight.is_contiguous()
-        width = x.shape[-1]
-        out = torch.empty(x.shape, dtype=x.dtype)
-        sizes = (x[0].numel() // width, width)
+        out, sizes = torch.empty(x.shape, dtype=x.dtype), (x[0].numel() // x.shape[-1], x.shape[-1])
+        address = weight.data_ptr()
         return self._execute(
-            Opcode.RMS_NORM,
-            (x,),
-            out,
-            target=weight.data_ptr(),
-            keep_alive=weight,
-            sizes=sizes,
-            scalars=(eps,),
+            Opcode.RMS_NORM, (x,), out, target=address, keep_alive=weight, sizes=sizes, scalars=(eps,)
         )
 
     def rope(
         self, x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None
     ) -> Tensor:
-        """x [T, heads, D] -> the same"""
         assert cos_sin.dtype == torch.float32 and cos_sin.is_contiguous()
         assert positions.dtype == torch.int64 and positions.dim() == (1 if mrope_sections is None else 2)
-        directions = None if mrope_sections is None else _axes_array(mrope_sections)
-        assert directions is None or len(directions) == cos_sin.shape[1] // 2, "an angle without a direction"
-        turns = RopeTable(
-            cos_sin.data_ptr(), ctypes.cast(directions, ctypes.c_void_p) if directions else None
-        )
+        axes = None if mrope_sections is None else _axes_array(mrope_sections)
+        assert axes is None or len(axes) == cos_sin.shape[1] // 2, "an angle without an axis"
+        table = RopeTable(cos_sin.data_ptr(), ctypes.cast(axes, ctypes.c_void_p) if axes else None)
         out = torch.empty(x.shape, dtype=x.dtype)
         sizes = (x.shape[1], x.shape[2], cos_sin.shape[1])
         return self._execute(
-            Opcode.ROPE, (x, positions), out, target=turns, keep_alive=(cos_sin, directions), sizes=sizes
+            Opcode.ROPE, (x, positions), out, target=table, keep_alive=(cos_sin, axes), sizes=sizes
         )
 
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
-        """[T, 2I] -> [T, I]"""
         width = gate_up.shape[1] // 2
         out = torch.empty(gate_up.shape[0], width, dtype=gate_up.dtype)
         return self._execute(Opcode.GATED_ACT, (gate_up,), out, sizes=(width, ACTIVATIONS[activation]))
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
-        """k, v [T, Hk, D]"""
         self._execute(Opcode.WRITE_KV, (k, v, slots), None, target=_kv_pointers(cache), keep_alive=cache)
 
     def build_attention_metadata(self, batch: Batch, window: int | None = None) -> None:
-        """The kernel reads the batch itself."""
+        """None: the kernel reads the batch itself."""
 
     def attention(
         self,
@@ -169,7 +151,6 @@ class CpuOps(NativeSampling, UnfusedOps):
         softcap: float | None = None,
         metadata: None = None,
     ) -> Tensor:
-        """q [T, Hq, D] -> the same"""
         return self._execute(
             Opcode.ATTENTION,
             (q,),
@@ -190,23 +171,14 @@ class CpuOps(NativeSampling, UnfusedOps):
         cu_seqlens_k: Sequence[int],
         scale: float,
     ) -> Tensor:
-        """q [N, heads, D], k and v [M, heads, D] -> [N, heads, D]: requests whose cache is k and v, one row a block, and whose
-        rows all stand at the last position."""
-        assert self._builder is None, "pictures do not come through what is compiled"
+        """Paged attention with k and v as the cache, one row per block, and all rows at the last position."""
+        assert self._builder is None, "image embeddings cannot be part of a compiled pass"
         assert cu_seqlens_q[-1] == len(q) and cu_seqlens_k[-1] == len(k)
         first, lengths = torch.tensor(cu_seqlens_k[:-1]), torch.tensor(cu_seqlens_to_lens(cu_seqlens_k))
         positions = (lengths - 1).repeat_interleave(torch.tensor(cu_seqlens_to_lens(cu_seqlens_q)))
-        tables = first[:, None] + torch.arange(int(lengths.max()))  # beyond a section nobody reads
-        batch = Batch(
-            positions,
-            positions,
-            positions,
-            tables,
-            tuple(cu_seqlens_q),
-            tuple(lengths.tolist()),
-            positions,
-            block_size=1,
-        )
+        tables = first[:, None] + torch.arange(int(lengths.max()))  # entries beyond a section are not read
+        starts, seq_lens = tuple(cu_seqlens_q), tuple(lengths.tolist())
+        batch = Batch(positions, positions, positions, tables, starts, seq_lens, positions, block_size=1)
         return self.attention(q, KVLayer(k.contiguous(), v.contiguous()), batch, scale)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
@@ -225,11 +197,11 @@ class CpuOps(NativeSampling, UnfusedOps):
         scalars: tuple[float, ...] = (),
         batch: Batch | None = None,
     ) -> Tensor:
-        """Run one command, and note it while something is recorded. `keep` owns what `target` points to."""
+        """Run one instruction, and record it while tracing; keep_alive owns the memory of `target`."""
         first = inputs[0] if inputs else out
         assert first is not None
         written = first if out is None else out
-        command = Instruction(
+        instruction = Instruction(
             op=opcode,
             type=DTYPE_IDS.get(first.dtype, 0),
             out_type=DTYPE_IDS[written.dtype],
@@ -239,13 +211,13 @@ class CpuOps(NativeSampling, UnfusedOps):
             sizes=sizes,
             numbers=scalars,
         )
-        rows, row_starts = (
-            (ProgramInputs(num_rows=written.shape[0]), None) if batch is None else build_inputs(batch)
-        )
-        self._run_program((Instruction * 1)(command), rows)
-        del row_starts
+        if batch is None:
+            self._run_program((Instruction * 1)(instruction), ProgramInputs(num_rows=written.shape[0]))
+        else:
+            program_inputs, _query_start_loc = build_inputs(batch)  # the tensor must outlive the call
+            self._run_program((Instruction * 1)(instruction), program_inputs)
         if self._builder is not None:
-            self._builder.add(command, inputs, out, (target, keep_alive))
+            self._builder.add(instruction, inputs, out, (target, keep_alive))
         return written
 
     def _run_program(self, program: ctypes.Array[Instruction], inputs: ProgramInputs) -> None:
@@ -261,13 +233,12 @@ class CpuOps(NativeSampling, UnfusedOps):
 
 @functools.cache
 def _axes_array(mrope_sections: MRopeSections) -> ctypes.Array[ctypes.c_int32]:
-    """Of every angle."""
-    directions = mrope_sections.angle_axes()
-    return (ctypes.c_int32 * len(directions))(*directions)
+    axes = mrope_sections.angle_axes()
+    return (ctypes.c_int32 * len(axes))(*axes)
 
 
 def _make_operand(tensor: Tensor) -> Operand:
-    """Rows of the first dimension; what one row holds must be consecutive."""
+    """Rows along the first dimension, each contiguous."""
     assert tensor.device.type == "cpu" and tensor[:1].is_contiguous(), "values of a row must be consecutive"
     return Operand(AddressSpace.ABSOLUTE, tensor.data_ptr(), 0, tensor.stride(0) * tensor.itemsize)
 

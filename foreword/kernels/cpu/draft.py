@@ -1,4 +1,4 @@
-"""Requests of a draft as C++ takes them (csrc/draft.h), and what it says of them."""
+"""Jobs of a draft in the layout of C++ (csrc/draft.h), and their results."""
 
 from __future__ import annotations
 
@@ -13,59 +13,54 @@ from foreword.kernels.ops import DraftJob, DraftTokens
 
 __all__ = ["DraftCall"]
 
-JOB_STRUCT = struct.Struct("=6qQ2q4d")  # struct Lane
+JOB_STRUCT = struct.Struct("=6qQ2q4d")  # struct DraftJob
 
 
 class DraftCall:
-    """One call, and the memory that it reads and writes: as many columns of guesses as any lane wants."""
+    """The memory that one call reads and writes; draft rows are as wide as the largest max_tokens."""
 
     def __init__(self, jobs: Sequence[DraftJob], block_size: int) -> None:
         self._num_jobs = len(jobs)
-        self._max_tokens = max((lane.max_tokens for lane in jobs), default=0)
+        self._max_tokens = max((job.max_tokens for job in jobs), default=0)
         self._jobs = array("q", bytes(JOB_STRUCT.size * self._num_jobs))
         self._token_ids = array("q")
         self._block_tables = array("q")
         self._draft_ids = array("q", bytes(8 * self._num_jobs * self._max_tokens))
         self._draft_logprobs = array("d", bytes(8 * self._num_jobs * self._max_tokens))
         self._draft_lengths = array("q", bytes(8 * self._num_jobs))
-        for number, lane in enumerate(jobs):
-            rows = len(lane.token_ids) + lane.max_tokens - (lane.max_tokens > 0)
-            assert len(lane.block_table) * block_size >= lane.start_position + rows, "a row without a slot"
-            self._pack(number, lane)
+        for index, job in enumerate(jobs):
+            rows = len(job.token_ids) + job.max_tokens - (job.max_tokens > 0)
+            assert len(job.block_table) * block_size >= job.start_position + rows, "a row without a slot"
+            self._pack(index, job)
 
     @property
     def num_rows(self) -> int:
-        """Of the first pass, which has the most."""
+        """Rows of the first pass, which has the most."""
         return len(self._token_ids)
 
     def build_args(self, never_sampled_ids: Tensor, vocab_size: int) -> DraftArgs:
-        """Points into this object. unused int64 [U]; width of a row of logits."""
+        """Pointers into this object, which must outlive the call; never_sampled_ids int64 [U]."""
         return DraftArgs(
-            lanes=_address(self._jobs),
-            num_lanes=self._num_jobs,
+            jobs=_address(self._jobs),
+            num_jobs=self._num_jobs,
             token_ids=_address(self._token_ids),
-            blocks=_address(self._block_tables),
-            unused=never_sampled_ids.data_ptr(),
-            num_unused=never_sampled_ids.numel(),
-            width=vocab_size,
-            columns=self._max_tokens,
-            guesses=_address(self._draft_ids),
-            logprobs=_address(self._draft_logprobs),
-            counts=_address(self._draft_lengths),
+            block_tables=_address(self._block_tables),
+            never_sampled_ids=never_sampled_ids.data_ptr(),
+            num_never_sampled=never_sampled_ids.numel(),
+            vocab_size=vocab_size,
+            max_tokens=self._max_tokens,
+            draft_ids=_address(self._draft_ids),
+            draft_logprobs=_address(self._draft_logprobs),
+            draft_lengths=_address(self._draft_lengths),
         )
 
     def read_drafts(self) -> list[DraftTokens]:
-        """After the call."""
-        found: list[DraftTokens] = []
-        for number, count in enumerate(self._draft_lengths):
-            first = number * self._max_tokens
-            found.append(
-                DraftTokens(
-                    tuple(self._draft_ids[first : first + count]),
-                    tuple(self._draft_logprobs[first : first + count]),
-                )
-            )
-        return found
+        """The results, after the call."""
+        drafts: list[DraftTokens] = []
+        for index, count in enumerate(self._draft_lengths):
+            row = slice(index * self._max_tokens, index * self._max_tokens + count)
+            drafts.append(DraftTokens(tuple(self._draft_ids[row]), tuple(self._draft_logprobs[row])))
+        return drafts
 
     def _pack(self, index: int, job: DraftJob) -> None:
         sampling = job.sampling

@@ -1,4 +1,4 @@
-"""The compiled library, and its structures as ctypes sees them (csrc/program.h, csrc/kernels.h)."""
+"""The compiled library and its structures in ctypes (csrc/program.h, csrc/kernels.h)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ __all__ = [
     "supported_isas",
 ]
 
-ABI_VERSION = 7  # of the signatures and structures below, as in api.cpp
+ABI_VERSION = 7  # version of the signatures and structures below, as in api.cpp
 ISAS = ("portable", "avx2", "avx512", "amx")  # enum Isa
-FORMAT_NAMES = (
+FORMAT_NAMES = [
     "float32",
     "bfloat16",
     "float16",
@@ -46,7 +46,7 @@ FORMAT_NAMES = (
     "q4_k",
     "q5_k",
     "q6_k",
-)
+]
 FORMAT_IDS = MappingProxyType({name: number for number, name in enumerate(FORMAT_NAMES)})  # enum Kind
 DTYPE_IDS = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.int8: 2})  # enum Type
 
@@ -81,13 +81,13 @@ NUM_SPACES = len(AddressSpace)
 
 
 class Operand(ctypes.Structure):
-    """Rows of `stride` bytes from spaces[space] + address + per_row * (rows of the batch) on."""
+    """Rows of `stride` bytes from spaces[space] + address + per_row * (rows of the batch)."""
 
     _fields_ = (("space", c_int64), ("address", c_int64), ("per_row", c_int64), ("stride", c_int64))
 
 
 class Instruction(ctypes.Structure):
-    """One operation; program.cpp tells what its fields hold."""
+    """One operation; program.cpp defines its fields."""
 
     _fields_ = (
         ("op", c_int32),
@@ -103,7 +103,7 @@ class Instruction(ctypes.Structure):
 
 
 class ProgramInputs(ctypes.Structure):
-    """What differs from one run to the next."""
+    """The inputs of one run."""
 
     _fields_ = (
         ("num_rows", c_int64),
@@ -116,20 +116,20 @@ class ProgramInputs(ctypes.Structure):
 
 
 class DraftArgs(ctypes.Structure):
-    """Several passes and the sampling between them; csrc/draft.h tells what its fields hold."""
+    """A draft: several passes and the sampling between them; csrc/draft.h defines the fields."""
 
     _fields_ = (
-        ("lanes", c_void_p),
-        ("num_lanes", c_int64),
+        ("jobs", c_void_p),
+        ("num_jobs", c_int64),
         ("token_ids", c_void_p),
-        ("blocks", c_void_p),
-        ("unused", c_void_p),
-        ("num_unused", c_int64),
-        ("width", c_int64),
-        ("columns", c_int64),
-        ("guesses", c_void_p),
-        ("logprobs", c_void_p),
-        ("counts", c_void_p),
+        ("block_tables", c_void_p),
+        ("never_sampled_ids", c_void_p),
+        ("num_never_sampled", c_int64),
+        ("vocab_size", c_int64),
+        ("max_tokens", c_int64),
+        ("draft_ids", c_void_p),
+        ("draft_logprobs", c_void_p),
+        ("draft_lengths", c_void_p),
     )
 
 
@@ -137,7 +137,7 @@ class Weight(ctypes.Structure):
     """A packed weight [n, k]."""
 
     _fields_ = (
-        ("kind", c_int32),
+        ("format", c_int32),
         ("reserved", c_int32),
         ("n", c_int64),
         ("k", c_int64),
@@ -147,9 +147,9 @@ class Weight(ctypes.Structure):
 
 
 class RopeTable(ctypes.Structure):
-    """What rope turns by: cosines and sines by position, and the direction of each angle (or none)."""
+    """Cosines and sines by position, and the M-RoPE axis of each angle (or null)."""
 
-    _fields_ = (("table", c_void_p), ("directions", c_void_p))
+    _fields_ = (("cos_sin", c_void_p), ("angle_axes", c_void_p))
 
 
 class KVPointers(ctypes.Structure):
@@ -167,7 +167,8 @@ class KVPointers(ctypes.Structure):
     )
 
 
-ROW_ARGS = (c_void_p, c_void_p, c_int64, c_int64)  # machine, logits, rows, width
+ROW_ARGS = (c_void_p, c_void_p, c_int64, c_int64)  # CPU context, logits, rows, vocabulary size
+RUN_ARGS = (c_void_p, POINTER(Instruction), c_int64, POINTER(ProgramInputs))
 SIGNATURES = MappingProxyType(
     {
         "foreword_log_sum_exp": (None, *ROW_ARGS, c_void_p),
@@ -186,15 +187,8 @@ SIGNATURES = MappingProxyType(
         "foreword_supported": (c_int32, c_int32),
         "foreword_machine_new": (c_void_p, c_int32, c_int32),
         "foreword_machine_delete": (None, c_void_p),
-        "foreword_run": (None, c_void_p, POINTER(Instruction), c_int64, POINTER(ProgramInputs)),
-        "foreword_draft": (
-            None,
-            c_void_p,
-            POINTER(Instruction),
-            c_int64,
-            POINTER(ProgramInputs),
-            POINTER(DraftArgs),
-        ),
+        "foreword_run": (None, *RUN_ARGS),
+        "foreword_draft": (None, *RUN_ARGS, POINTER(DraftArgs)),
         "foreword_packed_bytes": (c_int64, c_int32, c_int64, c_int64),
         "foreword_pack": (None, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
         "foreword_unpack": (None, c_void_p, POINTER(Weight), c_void_p),
@@ -209,15 +203,15 @@ SIGNATURES = MappingProxyType(
 
 
 NOT_BUILT = (
-    "the native kernels were not built when Foreword was installed (no compiler, or it failed: `pip install -v` shows it); "
-    "everything runs in torch, much slower"
+    "the native kernels were not built when Foreword was installed (no compiler, or it failed: "
+    "`pip install -v` shows the error); everything runs in torch, much slower"
 )
 PACKAGE_DIR = Path(__file__).parents[1]
-LIBRARY_ENV = "FOREWORD_NATIVE"  # names a library of another build, as one with sanitizers
+LIBRARY_ENV = "FOREWORD_NATIVE"  # path of another build of the library, such as one with sanitizers
 
 
 def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
-    """The compiled library beside this package (or in `folder`), or None and a reason that can be read."""
+    """The compiled library of this package (or in `folder`), or None and the reason."""
     path = _find_library(folder or PACKAGE_DIR)
     if path is None:
         return None, NOT_BUILT
@@ -227,10 +221,8 @@ def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
     except (OSError, AttributeError) as error:
         return None, f"{path.name} cannot be loaded ({error}); everything runs in torch, much slower"
     if version != ABI_VERSION:
-        return (
-            None,
-            f"{path.name} is of another version of Foreword; everything runs in torch, much slower, until it is built again",
-        )
+        reason = f"{path.name} is from another version of Foreword; everything runs in torch, much slower"
+        return None, f"{reason}, until it is rebuilt"
     for name, (result, *arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = arguments
@@ -239,17 +231,15 @@ def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
 
 
 def library_digest() -> str:
-    """Tells builds apart: another compiler or another source may round differently. Empty without the library."""
+    """Digest of the build: another compiler or source may round differently. Empty without the library."""
     path = _find_library(PACKAGE_DIR)
-    return (
-        ""
-        if path is None or not path.is_file()
-        else hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
-    )
+    if path is None or not path.is_file():
+        return ""
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
 
 
 def _find_library(folder: Path) -> Path | None:
-    """The newest library there, or the one that the environment names instead of the package's own."""
+    """The newest library in `folder`, or the one in the environment instead of the package's own."""
     if folder == PACKAGE_DIR and os.environ.get(LIBRARY_ENV):
         return Path(os.environ[LIBRARY_ENV])
     return max(folder.glob("_native*.so"), key=lambda path: path.stat().st_mtime, default=None)
@@ -257,7 +247,7 @@ def _find_library(folder: Path) -> Path | None:
 
 @functools.cache
 def supported_isas() -> tuple[str, ...]:
-    """Names of the instruction sets that this processor runs, the best one last; none without the library."""
+    """Names of the instruction sets that this processor runs, best last; empty without the library."""
     library, _ = load_library()
     if library is None:
         return ()

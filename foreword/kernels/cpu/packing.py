@@ -1,4 +1,4 @@
-"""Weights laid out for the native kernels, in huge pages of their own."""
+"""Weights in the layout of the native kernels, in their own huge pages."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ DTYPE_FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.flo
 
 @dataclass(frozen=True, slots=True)
 class PackedBlock:
-    """Rows [first, first + weight.n) of a matrix, packed as one kind. `keep` owns the memory that `weight` points to."""
+    """Rows [first_row, first_row + weight.n) of a matrix, packed in one format."""
 
     weight: Weight
     first_row: int
-    keep_alive: tuple[Tensor, ...]
+    keep_alive: tuple[Tensor, ...]  # owns the memory of `weight`
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLinear:
-    """A packed matrix [outputs, inputs]: mostly one piece, or several where a file mixes kinds."""
+    """A packed matrix [N, K]: one block, or several where a file mixes formats."""
 
     blocks: tuple[PackedBlock, ...]
     out_features: int
@@ -39,7 +39,7 @@ class CpuLinear:
 
 
 class Packer:
-    """Packs with the threads of one machine (csrc/program.h)."""
+    """Packs with the threads of a CPU context (csrc/program.h)."""
 
     def __init__(self, library: ctypes.CDLL, cpu_context: int) -> None:
         self._library = library
@@ -50,16 +50,16 @@ class Packer:
         """See Ops.pack_linear."""
         inputs = _num_columns(parts[0])
         assert all(_num_columns(part) == inputs for part in parts)
-        wide = None if bias is None else bias.to(torch.float32).contiguous()
-        pieces = tuple(self._pack_blocks(parts, weight_format, wide))
-        return CpuLinear(pieces, sum(piece.weight.n for piece in pieces), inputs)
+        float_bias = None if bias is None else bias.to(torch.float32).contiguous()
+        blocks = tuple(self._pack_blocks(parts, weight_format, float_bias))
+        return CpuLinear(blocks, sum(block.weight.n for block in blocks), inputs)
 
     def _pack_blocks(
         self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None
     ) -> Iterator[PackedBlock]:
         first = 0
-        for source, run in groupby(parts, _source_format):
-            rows = np.concatenate([_row_pointers(part) for part in run])
+        for source, same_format in groupby(parts, _source_format):
+            rows = np.concatenate([_row_pointers(part) for part in same_format])
             target = source if source not in DTYPE_FORMATS.values() else weight_format
             yield self._pack_block(rows, source, target, _num_columns(parts[0]), first, bias)
             first += len(rows)
@@ -68,21 +68,15 @@ class Packer:
         self, row_pointers: np.ndarray, source: str, target: str, k: int, first_row: int, bias: Tensor | None
     ) -> PackedBlock:
         n = len(row_pointers)
-        tiles = self._memory.allocate(self._library.foreword_packed_bytes(FORMAT_IDS[target], n, k))
-        self._library.foreword_pack(
-            self._cpu_context,
-            FORMAT_IDS[target],
-            FORMAT_IDS[source],
-            row_pointers.ctypes.data,
-            n,
-            k,
-            tiles.data_ptr(),
-        )
-        own = None if bias is None else bias[first_row : first_row + n]
-        weight = Weight(
-            FORMAT_IDS[target], 0, n, k, tiles.data_ptr(), None if own is None else own.data_ptr()
-        )
-        return PackedBlock(weight, first_row, (tiles,) if own is None else (tiles, own))
+        format_id, rows = FORMAT_IDS[target], row_pointers.ctypes.data
+        tiles = self._memory.allocate(self._library.foreword_packed_bytes(format_id, n, k))
+        data = tiles.data_ptr()
+        self._library.foreword_pack(self._cpu_context, format_id, FORMAT_IDS[source], rows, n, k, data)
+        if bias is None:
+            return PackedBlock(Weight(format_id, 0, n, k, data, None), first_row, (tiles,))
+        block_bias = bias[first_row : first_row + n]
+        weight = Weight(format_id, 0, n, k, data, block_bias.data_ptr())
+        return PackedBlock(weight, first_row, (tiles, block_bias))
 
 
 def _num_columns(part: Matrix) -> int:
@@ -94,7 +88,7 @@ def _source_format(part: Matrix) -> str:
 
 
 def _row_pointers(part: Matrix) -> np.ndarray:
-    """uint64 [N]: where each row begins."""
+    """uint64 [N]: address of each row."""
     data = part.data if isinstance(part, QuantizedBlocks) else part
     assert data.device.type == "cpu" and (data.stride(1) == 1 or data.shape[1] == 1)
     stride = data.stride(0) * data.itemsize

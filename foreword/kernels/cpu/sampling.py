@@ -1,10 +1,11 @@
-"""Sampling in C++ (`csrc/`), called through ctypes: the same bits as `reference_sampling`, much sooner."""
+"""Sampling in C++ (`csrc/`) through ctypes: the same bits as `reference.sampling`, much faster."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,34 +18,30 @@ __all__ = ["NativeSampling"]
 
 
 class NativeSampling(ReferenceSampling):
-    """Overrides the operations on rows of logits; what is not float32, contiguous and on the CPU goes to torch."""
+    """Operations on rows of logits; tensors that are not contiguous float32 on the CPU go to torch."""
 
     def __init__(self, library: ctypes.CDLL, isa: str = "portable", threads: int = 1) -> None:
         super().__init__()
         self._library = library
         self._cpu_context: int = library.foreword_machine_new(ISAS.index(isa), threads)
         if not self._cpu_context:
-            raise ConfigError(
-                f"threads: the system does not grant {threads} threads; fewer would work", "threads"
-            )
-        # Not at exit: another thread may still compute, and the threads end with the process anyway.
+            raise ConfigError(f"threads: the system does not grant {threads} threads; use fewer", "threads")
+        # Not at exit: another thread may still compute, and the process ends the threads anyway.
         weakref.finalize(self, _delete_context, library, self._cpu_context, os.getpid()).atexit = False
 
     def log_sum_exp(self, logits: Tensor) -> Tensor:
-        """[R, V] -> float32 [R]"""
         if not _is_supported(logits):
             return super().log_sum_exp(logits)
         out = torch.empty(logits.shape[0], dtype=torch.float32)
-        self._library.foreword_log_sum_exp(self._cpu_context, *_row_args(logits), out.data_ptr())
+        self._call(self._library.foreword_log_sum_exp, logits, out)
         return out
 
     def top_ids(self, logits: Tensor, k: int) -> Tensor:
-        """[R, V] -> int64 [R, k]"""
         if not _is_supported(logits):
             return super().top_ids(logits, k)
         assert 0 <= k <= logits.shape[1]
         out = torch.empty(logits.shape[0], k, dtype=torch.int64)
-        self._library.foreword_top_ids(self._cpu_context, *_row_args(logits), k, out.data_ptr())
+        self._call(self._library.foreword_top_ids, logits, k, out)
         return out
 
     def apply_mask(self, logits: Tensor, masks: Tensor) -> None:
@@ -52,19 +49,14 @@ class NativeSampling(ReferenceSampling):
             return super().apply_mask(logits, masks)
         assert masks.dtype == torch.int32 and masks.dim() == 2 and masks.shape[0] == logits.shape[0]
         masks = masks.cpu().contiguous()
-        self._library.foreword_keep_allowed(
-            self._cpu_context, *_row_args(logits), masks.data_ptr(), masks.shape[1]
-        )
+        self._call(self._library.foreword_keep_allowed, logits, masks, masks.shape[1])
 
     def add_bias(self, logits: Tensor, starts: Tensor, ids: Tensor, biases: Tensor) -> None:
         if not _is_supported(logits):
             return super().add_bias(logits, starts, ids, biases)
         starts, ids = _check_ids(starts, ids, logits)
         assert biases.dtype == torch.float32 and biases.shape == ids.shape
-        biases = biases.cpu().contiguous()
-        self._library.foreword_add_at(
-            self._cpu_context, *_row_args(logits), starts.data_ptr(), ids.data_ptr(), biases.data_ptr()
-        )
+        self._call(self._library.foreword_add_at, logits, starts, ids, biases.cpu().contiguous())
 
     def apply_repetition_penalty(
         self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor
@@ -73,39 +65,36 @@ class NativeSampling(ReferenceSampling):
             return super().apply_repetition_penalty(logits, starts, ids, penalties)
         starts, ids = _check_ids(starts, ids, logits)
         penalties = _check_per_row(penalties, logits, torch.float32)
-        self._library.foreword_penalize(
-            self._cpu_context, *_row_args(logits), starts.data_ptr(), ids.data_ptr(), penalties.data_ptr()
-        )
+        self._call(self._library.foreword_penalize, logits, starts, ids, penalties)
+
+    def _apply_filter(
+        self, function: Callable[..., None], logits: Tensor, values: Tensor, dtype: torch.dtype
+    ) -> bool:
+        """Call the C function of a filter with one value per row; False if it does not support the logits."""
+        if not _is_supported(logits):
+            return False
+        self._call(function, logits, _check_per_row(values, logits, dtype))
+        return True
 
     def apply_top_n_sigma(self, logits: Tensor, n: Tensor) -> None:
-        if not _is_supported(logits):
-            return super().apply_top_n_sigma(logits, n)
-        n = _check_per_row(n, logits, torch.float64)
-        self._library.foreword_keep_top_n_sigma(self._cpu_context, *_row_args(logits), n.data_ptr())
+        if not self._apply_filter(self._library.foreword_keep_top_n_sigma, logits, n, torch.float64):
+            super().apply_top_n_sigma(logits, n)
 
     def apply_top_k(self, logits: Tensor, k: Tensor) -> None:
-        if not _is_supported(logits):
-            return super().apply_top_k(logits, k)
-        k = _check_per_row(k, logits, torch.int64)
-        self._library.foreword_keep_top_k(self._cpu_context, *_row_args(logits), k.data_ptr())
+        if not self._apply_filter(self._library.foreword_keep_top_k, logits, k, torch.int64):
+            super().apply_top_k(logits, k)
 
     def apply_top_p(self, logits: Tensor, p: Tensor) -> None:
-        if not _is_supported(logits):
-            return super().apply_top_p(logits, p)
-        p = _check_per_row(p, logits, torch.float64)
-        self._library.foreword_keep_top_p(self._cpu_context, *_row_args(logits), p.data_ptr())
+        if not self._apply_filter(self._library.foreword_keep_top_p, logits, p, torch.float64):
+            super().apply_top_p(logits, p)
 
     def apply_typical_p(self, logits: Tensor, p: Tensor) -> None:
-        if not _is_supported(logits):
-            return super().apply_typical_p(logits, p)
-        p = _check_per_row(p, logits, torch.float64)
-        self._library.foreword_keep_typical_p(self._cpu_context, *_row_args(logits), p.data_ptr())
+        if not self._apply_filter(self._library.foreword_keep_typical_p, logits, p, torch.float64):
+            super().apply_typical_p(logits, p)
 
     def apply_min_p(self, logits: Tensor, p: Tensor) -> None:
-        if not _is_supported(logits):
-            return super().apply_min_p(logits, p)
-        p = _check_per_row(p, logits, torch.float64)
-        self._library.foreword_keep_min_p(self._cpu_context, *_row_args(logits), p.data_ptr())
+        if not self._apply_filter(self._library.foreword_keep_min_p, logits, p, torch.float64):
+            super().apply_min_p(logits, p)
 
     def apply_xtc(
         self, logits: Tensor, seeds: Tensor, positions: Tensor, probabilities: Tensor, thresholds: Tensor
@@ -114,57 +103,43 @@ class NativeSampling(ReferenceSampling):
             return super().apply_xtc(logits, seeds, positions, probabilities, thresholds)
         keys = [_check_per_row(values, logits, torch.int64) for values in (seeds, positions)]
         bounds = [_check_per_row(values, logits, torch.float64) for values in (probabilities, thresholds)]
-        self._library.foreword_exclude_top(
-            self._cpu_context, *_row_args(logits), *(values.data_ptr() for values in (*keys, *bounds))
-        )
+        self._call(self._library.foreword_exclude_top, logits, *keys, *bounds)
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
-        """[R, V] -> int64 [R]"""
         if not _is_supported(logits):
             return super().sample(logits, seeds, positions, greedy)
         seeds = _check_per_row(seeds, logits, torch.int64)
         positions = _check_per_row(positions, logits, torch.int64)
         greedy = _check_per_row(greedy, logits, torch.bool)
         out = torch.empty(logits.shape[0], dtype=torch.int64)
-        self._library.foreword_sample(
-            self._cpu_context,
-            *_row_args(logits),
-            seeds.data_ptr(),
-            positions.data_ptr(),
-            greedy.data_ptr(),
-            out.data_ptr(),
-        )
+        self._call(self._library.foreword_sample, logits, seeds, positions, greedy, out)
         return out
+
+    def _call(self, function: Callable[..., None], logits: Tensor, *args: Tensor | int) -> None:
+        """Call a C function on rows of logits; tensors are passed as pointers."""
+        pointers = (value.data_ptr() if isinstance(value, Tensor) else value for value in args)
+        function(self._cpu_context, logits.data_ptr(), *logits.shape, *pointers)
 
 
 def _delete_context(library: ctypes.CDLL, cpu_context: int, owner_pid: int) -> None:
-    """A forked child has no threads to wait for: it leaves its copy alone."""
+    """Delete the context in its own process only: a forked child has no threads to join."""
     if os.getpid() == owner_pid:
         library.foreword_machine_delete(cpu_context)
 
 
 def _is_supported(logits: Tensor) -> bool:
-    return (
-        logits.device.type == "cpu"
-        and logits.dtype == torch.float32
-        and logits.dim() == 2
-        and logits.is_contiguous()
-    )
-
-
-def _row_args(logits: Tensor) -> tuple[int, int, int]:
-    return logits.data_ptr(), logits.shape[0], logits.shape[1]
+    on_cpu = logits.device.type == "cpu" and logits.dtype == torch.float32
+    return on_cpu and logits.dim() == 2 and logits.is_contiguous()
 
 
 def _check_ids(starts: Tensor, ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """As _per_row: starts [R+1] of ids [N]."""
-    assert (
-        starts.dtype == ids.dtype == torch.int64 and starts.shape == (logits.shape[0] + 1,) and ids.dim() == 1
-    )
+    """starts [R+1] and ids [N], checked as by _check_per_row()."""
+    assert starts.dtype == ids.dtype == torch.int64
+    assert starts.shape == (logits.shape[0] + 1,) and ids.dim() == 1
     return starts.cpu().contiguous(), ids.cpu().contiguous()
 
 
 def _check_per_row(values: Tensor, logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Checked, since C++ reads it through a pointer. The caller keeps the result alive over the call."""
+    """Check values [R], which C++ reads through a pointer; the caller keeps the result alive."""
     assert values.dtype == dtype and values.shape == logits.shape[:1], f"wanted {dtype} [{logits.shape[0]}]"
     return values.cpu().contiguous()

@@ -6,26 +6,26 @@
 namespace foreword {
 namespace {
 
-constexpr int64_t ALONE = 1 << 16;  // products of pairs and KV values that are not worth waking another thread for
+constexpr int64_t MIN_PARALLEL_WORK = 1 << 16;  // products of pairs and KV values; fewer are done sooner than a thread wakes
 
-// The pieces of one call. A request with few rows is spread over its splits, whose states meet in shared memory.
+// The tasks of one call. A request with few rows has a task for each split; their states are merged from shared memory.
 class Plan {
 public:
     explicit Plan(const AttentionArgs& args) : args_(args), group_(args.heads / args.kv.heads) {
         for (int64_t request = 0; request < args.num_requests; request++) add_request(request);
     }
 
-    // Floats between the states of a piece's splits.
-    int64_t stride(const Piece& piece) const { return piece.rows * group_ * state_size(args_); }
+    // Floats between the states of a task's splits.
+    int64_t stride(const AttnTask& task) const { return task.rows * group_ * state_size(args_); }
 
-    std::vector<Piece> pieces;  // to attend
-    std::vector<Piece> spread;  // to merge afterwards
+    std::vector<AttnTask> tasks;  // to attend
+    std::vector<AttnTask> split_tasks;  // to merge afterwards
     int64_t states = 0;         // floats of shared memory
-    int64_t work = 0;           // see ALONE
+    int64_t work = 0;           // see MIN_PARALLEL_WORK
 
 private:
     void add_request(int64_t request) {
-        const int64_t begin = args_.row_starts[request], end = args_.row_starts[request + 1];
+        const int64_t begin = args_.query_start_loc[request], end = args_.query_start_loc[request + 1];
         const int64_t most = std::max<int64_t>(MAX_PAIRS / group_, 1);
         for (int64_t row = begin; row < end; row += most) {
             for (int64_t head = 0; head < args_.kv.heads; head++) add(request, head, row, std::min(most, end - row), end - begin);
@@ -33,33 +33,33 @@ private:
     }
 
     void add(int64_t request, int64_t head, int64_t row, int64_t rows, int64_t rows_of_request) {
-        Piece piece = {request, head, row, rows, 0, 0, -1};
-        const Span span = seen(row, rows);
-        piece.first = span.begin / SPLIT;
-        piece.last = (span.end + SPLIT - 1) / SPLIT;
+        AttnTask task = {request, head, row, rows, 0, 0, -1};
+        const Span span = visible(row, rows);
+        task.first = span.begin / SPLIT;
+        task.last = (span.end + SPLIT - 1) / SPLIT;
         work += rows * group_ * (span.end - span.begin) * args_.kv.dim;
-        if (rows < rows_of_request || piece.last - piece.first < 2) {
-            pieces.push_back(piece);
+        if (rows < rows_of_request || task.last - task.first < 2) {
+            tasks.push_back(task);
         } else {
-            spread_out(piece);
+            add_split_task(task);
         }
     }
 
-    void spread_out(Piece piece) {
-        piece.states = states;
-        spread.push_back(piece);
-        for (Piece part = piece; part.first < piece.last; part.first++) {
+    void add_split_task(AttnTask task) {
+        task.states = states;
+        split_tasks.push_back(task);
+        for (AttnTask part = task; part.first < task.last; part.first++) {
             part.last = part.first + 1;
             part.states = states;
-            pieces.push_back(part);
-            states += stride(piece);
+            tasks.push_back(part);
+            states += stride(task);
         }
     }
 
-    Span seen(int64_t row, int64_t rows) const {
-        Span span = seen_by(args_, row);
+    Span visible(int64_t row, int64_t rows) const {
+        Span span = visible_positions(args_, row);
         for (int64_t other = row + 1; other < row + rows; other++) {
-            const Span more = seen_by(args_, other);
+            const Span more = visible_positions(args_, other);
             span = {std::min(span.begin, more.begin), std::max(span.end, more.end)};
         }
         return span;
@@ -69,23 +69,23 @@ private:
     const int64_t group_;
 };
 
-// body(piece, thread) for all pieces, by this thread alone if that is little work.
+// body(task, thread) for all tasks, by this thread alone for little work.
 template <class Body>
-void for_each(Pool& pool, const std::vector<Piece>& pieces, bool alone, const Body& body) {
-    const auto count = static_cast<int64_t>(pieces.size());
-    if (!alone) return pool.run(count, [&](int64_t index, int thread) { body(pieces[index], thread); });
-    for (const Piece& piece : pieces) body(piece, 0);
+void for_each(ThreadPool& pool, const std::vector<AttnTask>& tasks, bool alone, const Body& body) {
+    const auto count = static_cast<int64_t>(tasks.size());
+    if (!alone) return pool.run(count, [&](int64_t index, int thread) { body(tasks[index], thread); });
+    for (const AttnTask& task : tasks) body(task, 0);
 }
 
 void attend(Context& context, const AttentionArgs& args, const AttentionKernels& kernels) {
     const Plan plan(args);
-    Pool& pool = context.pool;
+    ThreadPool& pool = context.pool;
     auto* shared = reinterpret_cast<float*>(context.shared.get(plan.states * bytes_of(Type::F32)));
-    for_each(pool, plan.pieces, plan.work < ALONE, [&](const Piece& piece, int thread) {
-        kernels.attend(pool, thread, args, piece, piece.states < 0 ? nullptr : shared + piece.states);
+    for_each(pool, plan.tasks, plan.work < MIN_PARALLEL_WORK, [&](const AttnTask& task, int thread) {
+        kernels.attend(pool, thread, args, task, task.states < 0 ? nullptr : shared + task.states);
     });
-    for_each(pool, plan.spread, plan.states < ALONE, [&](const Piece& piece, int thread) {
-        kernels.merge(pool, thread, args, piece, shared + piece.states, plan.stride(piece));
+    for_each(pool, plan.split_tasks, plan.states < MIN_PARALLEL_WORK, [&](const AttnTask& task, int thread) {
+        kernels.merge(pool, thread, args, task, shared + task.states, plan.stride(task));
     });
 }
 

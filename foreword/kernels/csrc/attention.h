@@ -1,9 +1,9 @@
-// How attention is cut into pieces of work, and what each instruction set does with one.
+// How attention is divided into tasks, and the kernels of a task.
 //
 // A "pair" is a row and a query head. The positions of a request are cut into splits at multiples of SPLIT. A pair's result
-// over one split is a State: a softmax over the positions that it sees there; the states of its splits are merged in order.
-// Each of these is one fixed sequence of operations for each pair, so neither the grouping of pairs nor the order in which
-// splits are computed changes a bit.
+// over one split is a state: the softmax over its visible positions there. The states of its splits are merged in order.
+// Each step is one fixed sequence of operations for each pair, so neither the grouping of pairs nor the order of splits
+// changes a bit.
 #pragma once
 
 #include "kernels.h"
@@ -11,7 +11,7 @@
 namespace foreword {
 
 constexpr int64_t SPLIT = 512;     // positions
-constexpr int64_t MAX_PAIRS = 112;  // that share what was made of one split of a KV head
+constexpr int64_t MAX_PAIRS = 112;  // that share one packed split of a KV head
 
 // State of a pair: the largest score (to base 2), the sum of weights, then from HEADER on the weighted values.
 constexpr int64_t TOP = 0, TOTAL = 1, HEADER = 16;
@@ -23,24 +23,25 @@ struct Span {
     int64_t begin, end;
 };
 
-// The positions that a row sees.
-inline Span seen_by(const AttentionArgs& args, int64_t row) {
+// The positions that a row attends to.
+inline Span visible_positions(const AttentionArgs& args, int64_t row) {
     const int64_t end = args.positions[row] + 1;
     return {args.window > 0 && end > args.window ? end - args.window : 0, end};
 }
 
 // Rows [row, row + rows) of one request with the query heads of one KV head, over splits [first, last).
-struct Piece {
+struct AttnTask {
     int64_t request, kv_head, row, rows, first, last;
-    int64_t states;  // where the states of split `first` begin in shared memory, in floats; -1: they stay with the thread
+    int64_t states;  // offset of the states of split `first` in shared memory, in floats; -1: thread-local
 };
 
 struct AttentionKernels {
-    // All splits of a piece: its states to `states` (one split only), or if that is null, merged, to the output.
-    void (*attend)(Pool& pool, int thread, const AttentionArgs& args, const Piece& piece, float* states);
+    // All splits of a task: states to `states` (one split only), or merged to the output if that is null.
+    void (*attend)(ThreadPool& pool, int thread, const AttentionArgs& args, const AttnTask& task, float* states);
 
-    // Merges the states of a piece's splits, each `stride` floats after the one before, and writes the output.
-    void (*merge)(Pool& pool, int thread, const AttentionArgs& args, const Piece& piece, const float* states, int64_t stride);
+    // Merge the states of a task's splits, `stride` floats apart, and write the output.
+    void (*merge)(ThreadPool& pool, int thread, const AttentionArgs& args, const AttnTask& task, const float* states,
+                  int64_t stride);
 };
 
 extern const AttentionKernels ATTENTION_PORTABLE;

@@ -10,7 +10,7 @@
 
 namespace foreword {
 namespace {
-constexpr int MAX_ROWS = 6, VECS = 2;  // MAX_ROWS * VECS sums, and what they are made of, fit the 16 registers
+constexpr int MAX_ROWS = 6, VECS = 2;  // MAX_ROWS * VECS sums and their operands fit the 16 registers
 }
 }  // namespace foreword
 
@@ -19,19 +19,19 @@ constexpr int MAX_ROWS = 6, VECS = 2;  // MAX_ROWS * VECS sums, and what they ar
 namespace foreword {
 namespace {
 
-void attend_any(Pool& pool, int thread, const AttentionArgs& args, const Piece& piece, float* states) {
+void attend_any(ThreadPool& pool, int thread, const AttentionArgs& args, const AttnTask& task, float* states) {
     switch (args.kv.type) {
-        case Type::F32: return attend_piece<Wide, float>(pool, thread, args, piece, states);
-        case Type::BF16: return attend_piece<Wide, Bf16>(pool, thread, args, piece, states);
-        case Type::I8: return attend_piece<Wide, int8_t>(pool, thread, args, piece, states);
+        case Type::F32: return attend_task<FloatProduct, float>(pool, thread, args, task, states);
+        case Type::BF16: return attend_task<FloatProduct, Bf16>(pool, thread, args, task, states);
+        case Type::I8: return attend_task<FloatProduct, int8_t>(pool, thread, args, task, states);
     }
 }
 
 }  // namespace
 
-const AttentionKernels ATTENTION_AVX2 = {attend_any, merge_piece};
+const AttentionKernels ATTENTION_AVX2 = {attend_any, merge_task};
 
 }  // namespace foreword
-#include "target_end.h"
+#include "isa_pop.h"
 
 #endif

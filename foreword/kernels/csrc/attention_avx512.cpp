@@ -10,7 +10,7 @@
 
 namespace foreword {
 namespace {
-constexpr int MAX_ROWS = 6, VECS = 4;  // 24 sums, 6 values of the rows and what they are multiplied with: 32 registers
+constexpr int MAX_ROWS = 6, VECS = 4;  // 24 sums and their operands: 32 registers
 }
 }  // namespace foreword
 
@@ -20,7 +20,7 @@ namespace foreword {
 namespace {
 
 // Pairs of bfloat16; sums in float32. An int8 value is a bfloat16 exactly.
-struct Pairs {
+struct Bf16PairProduct {
     using Value = Bf16;
     static constexpr int64_t DEPTH = 2;
 
@@ -57,19 +57,19 @@ struct Pairs {
     };
 };
 
-void attend_any(Pool& pool, int thread, const AttentionArgs& args, const Piece& piece, float* states) {
+void attend_any(ThreadPool& pool, int thread, const AttentionArgs& args, const AttnTask& task, float* states) {
     switch (args.kv.type) {
-        case Type::F32: return attend_piece<Wide, float>(pool, thread, args, piece, states);
-        case Type::BF16: return attend_piece<Pairs, Bf16>(pool, thread, args, piece, states);
-        case Type::I8: return attend_piece<Pairs, int8_t>(pool, thread, args, piece, states);
+        case Type::F32: return attend_task<FloatProduct, float>(pool, thread, args, task, states);
+        case Type::BF16: return attend_task<Bf16PairProduct, Bf16>(pool, thread, args, task, states);
+        case Type::I8: return attend_task<Bf16PairProduct, int8_t>(pool, thread, args, task, states);
     }
 }
 
 }  // namespace
 
-const AttentionKernels ATTENTION_AVX512 = {attend_any, merge_piece};
+const AttentionKernels ATTENTION_AVX512 = {attend_any, merge_task};
 
 }  // namespace foreword
-#include "target_end.h"
+#include "isa_pop.h"
 
 #endif

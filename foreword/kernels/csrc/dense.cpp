@@ -5,26 +5,26 @@
 namespace foreword {
 namespace {
 
-constexpr int64_t PASS_ROWS = 256;         // a chain of so many rows stays in the second-level cache
-constexpr int64_t STRIP_TILES = 8;         // that use it one after the other
-constexpr int64_t ITEM_BYTES = 96 * 1024;  // of weights: long enough to stream, short enough to share out
+constexpr int64_t PASS_ROWS = 256;         // a chain of these rows stays in the L2 cache
+constexpr int64_t STRIP_TILES = 8;         // tiles that use it in turn
+constexpr int64_t ITEM_BYTES = 96 * 1024;  // of weights: long enough to stream, short enough to share
 constexpr int64_t ITEMS_PER_THREAD = 8;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
-// Few rows: weights are streamed, so a thread needs no more than a run of them. Many: it needs full inner loops.
-DenseCuts cut_dense(const DenseShape& shape, int threads) {
+// Few rows: weights are streamed, so a work item is a run of weights. Many rows: it needs full inner loops.
+DenseTiling choose_tiling(const DenseShape& shape, int threads) {
     const bool few = shape.rows <= shape.group_rows;
     const int64_t most = round_up(few ? divide_up(ITEM_BYTES, shape.tile_bytes) : STRIP_TILES, shape.group_tiles);
     const int64_t fair = divide_up(shape.tiles, threads * ITEMS_PER_THREAD);
-    DenseCuts cuts;
+    DenseTiling tiling;
     const int64_t passes = std::max<int64_t>(divide_up(shape.rows, PASS_ROWS), 1);
-    cuts.pass_rows = round_up(divide_up(shape.rows, passes), shape.group_rows);
-    cuts.item_tiles = std::clamp<int64_t>(fair, few ? 1 : shape.group_tiles, most);
-    cuts.strip_tiles = few ? shape.group_tiles : cuts.item_tiles;
-    return cuts;
+    tiling.pass_rows = round_up(divide_up(shape.rows, passes), shape.group_rows);
+    tiling.item_tiles = std::clamp<int64_t>(fair, few ? 1 : shape.group_tiles, most);
+    tiling.strip_tiles = few ? shape.group_tiles : tiling.item_tiles;
+    return tiling;
 }
 
 Linear dense_linear(Isa isa) {

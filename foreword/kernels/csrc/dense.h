@@ -1,9 +1,8 @@
-// Products with dense weights (F32, BF16, F16): what the files of all instruction sets share.
+// Products with dense weights (F32, BF16, F16): the part that all instruction sets share.
 //
 // y[row, column] is a sum of chains, added in order: one for each CHAIN values of k, multiplied and added one after the
-// other from zero. So errors grow with the square root of k, as those of torch do, and nothing else decides its bits: how
-// rows and columns are cut up, and who computes what, only moves sums between registers and memory. (AMX: one chain, in
-// the order of its instruction.)
+// other from zero. So errors grow with the square root of k, as in torch. Tiling and threading only move sums between
+// registers and memory and change no bit. (AMX: one chain, in the order of its instruction.)
 #pragma once
 
 #include "kernels.h"
@@ -19,23 +18,23 @@ void dense_amx(Context& context, const LinearArgs& args);
 #endif
 
 constexpr int64_t CHAIN = 256;              // values of k
-constexpr int64_t MAX_TILES = 4;            // that an inner loop takes together
-constexpr int64_t AHEAD = 4096;             // bytes of weights from what is multiplied to what is fetched
-constexpr int64_t ALONE_BYTES = 64 * 1024;  // of x that one thread lays out sooner than several
+constexpr int64_t MAX_TILES = 4;            // of an inner loop
+constexpr int64_t AHEAD = 4096;             // bytes of weights to prefetch ahead
+constexpr int64_t MIN_PARALLEL_BYTES = 64 * 1024;  // of x; less is arranged sooner by one thread
 
-// How a product is cut up, for speed alone.
-struct DenseCuts {
-    int64_t pass_rows;    // rows of x laid out and multiplied before the next ones
-    int64_t item_tiles;   // tiles that a thread takes at a time
-    int64_t strip_tiles;  // tiles whose chains are computed side by side, before the next ones
+// How a product is tiled; affects speed only.
+struct DenseTiling {
+    int64_t pass_rows;    // rows of x of one pass
+    int64_t item_tiles;   // tiles of a work item
+    int64_t strip_tiles;  // tiles whose chains are computed side by side
 };
 
-// `group_rows`, `group_tiles`: what one inner loop keeps in registers.
+// group_rows, group_tiles: held in registers by one inner loop.
 struct DenseShape {
     int64_t rows, tiles, tile_bytes;
     int64_t group_rows, group_tiles;
 };
 
-DenseCuts cut_dense(const DenseShape& shape, int threads);
+DenseTiling choose_tiling(const DenseShape& shape, int threads);
 
 }  // namespace foreword

@@ -1,4 +1,4 @@
-// BF16 weights times tiles of x: TDPBF16PS, for every number of rows. The other kinds are left to AVX-512.
+// BF16 weights times tiles of x: TDPBF16PS, for every number of rows. Other formats use AVX-512.
 #include "dense.h"
 
 #if FOREWORD_X86
@@ -6,7 +6,7 @@
 
 #include <cstring>
 
-#include "target_amx.h"
+#include "isa_push_amx.h"
 
 namespace foreword {
 namespace {
@@ -17,7 +17,7 @@ constexpr int64_t LINE = 64;                         // bytes of one row of a re
 constexpr int64_t HEIGHT = 16;                       // rows of a register
 constexpr int64_t STEP_VALUES = 32, STEP_PAIRS = 16;  // of k
 constexpr int64_t STEP_BYTES = HEIGHT * LINE;        // of weights in one tile
-constexpr int64_t BLOCK_STEPS = 16;                  // whose weights stay in cache while all rows use them
+constexpr int64_t BLOCK_STEPS = 16;                  // whose weights stay in cache for all rows
 
 struct alignas(64) TileShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -35,17 +35,17 @@ void shape_registers(int64_t height) {
     _tile_loadconfig(&shapes);
 }
 
-// What one inner loop reads and writes: steps of x (one after the other) and of weights, and sums of a group of rows.
+// Operands of one inner loop: steps of x and of weights, and sums of a group of rows.
 struct Block {
-    const char *x, *next_x;  // of one group of rows, and of the one after it
+    const char *x, *next_x;  // of one group of rows, and of the next
     int64_t x_step;          // bytes
     const uint8_t* tiles[MAX_TILES];
     int64_t steps;
     float* sums[MAX_TILES];
 };
 
-// The compiler does not know that the instructions on tiles read and write memory.
-void settle_memory() { __asm__ volatile("" ::: "memory"); }
+// The compiler does not know that tile instructions read and write memory.
+void memory_barrier() { __asm__ volatile("" ::: "memory"); }
 
 void fetch_ahead(const uint8_t* weights) {
 #pragma GCC unroll 16
@@ -100,27 +100,27 @@ void accumulate_square(const Block& block) {
 }
 
 // One pass: rows [first_row, first_row + rows) of x times the weights. The rows are divided into one group, or into
-// an even number of equal ones; those of padding are like the first row.
+// an even number of equal ones; padding repeats the first row.
 class Pass {
 public:
-    Pass(const LinearArgs& args, int64_t first_row, int64_t rows, DenseCuts cuts)
+    Pass(const LinearArgs& args, int64_t first_row, int64_t rows, DenseTiling tiling)
         : args_(args),
           first_row_(first_row),
           rows_(rows),
-          cuts_(cuts),
+          tiling_(tiling),
           groups_(rows <= HEIGHT ? 1 : round_up((rows + HEIGHT - 1) / HEIGHT, 2)),
           height_((rows + groups_ - 1) / groups_),
           steps_((args.weight.k + STEP_VALUES - 1) / STEP_VALUES) {}
 
     void run(Context& context) {
         arrange(context);
-        const int64_t tiles = num_tiles(args_.weight.n), each = cuts_.item_tiles;
+        const int64_t tiles = num_tiles(args_.weight.n), each = tiling_.item_tiles;
         context.pool.run((tiles + each - 1) / each, [&](int64_t item, int thread) {
             const int64_t end = smaller((item + 1) * each, tiles);
-            const int64_t bytes = round_up(cuts_.strip_tiles, MAX_TILES) * tile_sums() * 4;
+            const int64_t bytes = round_up(tiling_.strip_tiles, MAX_TILES) * tile_sums() * 4;
             auto* sums = reinterpret_cast<float*>(context.pool.scratch(thread, bytes));
-            for (int64_t first = item * each; first < end; first += cuts_.strip_tiles) {
-                const int64_t count = smaller(cuts_.strip_tiles, end - first);
+            for (int64_t first = item * each; first < end; first += tiling_.strip_tiles) {
+                const int64_t count = smaller(tiling_.strip_tiles, end - first);
                 std::memset(sums, 0, bytes);
                 multiply(first, count, sums);
                 finish(args_, {sums, first_row_, rows_, first, count, tile_sums()});
@@ -134,16 +134,16 @@ private:
 
     const char* row_of_x(int64_t row) const { return args_.x.data + (first_row_ + (row < rows_ ? row : 0)) * args_.x.stride; }
 
-    // Makes x_ what the inner loops read: [group][step][row of the group][STEP_VALUES].
+    // Arrange x_ for the inner loops: [group][step][row of the group][STEP_VALUES].
     void arrange(Context& context) {
-        const bool stands = args_.x_type == Type::BF16 && args_.weight.k % STEP_VALUES == 0;
+        const bool readable_in_place = args_.x_type == Type::BF16 && args_.weight.k % STEP_VALUES == 0;
         x_ = row_of_x(0);
-        if (stands && rows_ == 1) return;
+        if (readable_in_place && rows_ == 1) return;
         char* panel = context.shared.get(groups_ * group_bytes());
         x_ = panel;
         const auto fill = [&](int64_t row, int thread) {
             const char* from = row_of_x(row);
-            if (!stands) {
+            if (!readable_in_place) {
                 auto* copy = reinterpret_cast<uint32_t*>(context.pool.scratch(thread, steps_ * LINE));
                 pair_values(from, args_.x_type, args_.weight.k, steps_ * STEP_PAIRS, copy);
                 from = reinterpret_cast<const char*>(copy);
@@ -151,14 +151,14 @@ private:
             char* to = panel + row / height_ * group_bytes() + row % height_ * LINE;
             for (int64_t step = 0; step < steps_; step++) std::memcpy(to + step * height_ * LINE, from + step * LINE, LINE);
         };
-        if (groups_ * group_bytes() > ALONE_BYTES) return context.pool.run(groups_ * height_, fill);
+        if (groups_ * group_bytes() > MIN_PARALLEL_BYTES) return context.pool.run(groups_ * height_, fill);
         for (int64_t row = 0; row < groups_ * height_; row++) fill(row, 0);
     }
 
     void multiply(int64_t first, int64_t count, float* sums) const {
         const int64_t together = groups_ == 1 ? MAX_TILES : MAX_TILES / 2;
         shape_registers(height_);
-        settle_memory();
+        memory_barrier();
         for (int64_t step = 0; step < steps_; step += BLOCK_STEPS)
             for (int64_t tile = 0; tile < count; tile += together) {
                 if (groups_ == 1) {
@@ -167,11 +167,11 @@ private:
                     multiply_groups(step, first, tile, count, sums);
                 }
             }
-        settle_memory();
+        memory_barrier();
         _tile_release();
     }
 
-    // Beyond the last tile, that one is multiplied again.
+    // Beyond the last tile, it is multiplied again.
     const uint8_t* weights(int64_t step, int64_t first, int64_t tile, int64_t count) const {
         return args_.weight.tiles + ((first + smaller(tile, count - 1)) * steps_ + step) * STEP_BYTES;
     }
@@ -199,7 +199,7 @@ private:
 
     const LinearArgs& args_;
     const int64_t first_row_, rows_;
-    const DenseCuts cuts_;
+    const DenseTiling tiling_;
     const int64_t groups_, height_, steps_;
     const char* x_ = nullptr;
 };
@@ -207,16 +207,16 @@ private:
 }  // namespace
 
 void dense_amx(Context& context, const LinearArgs& args) {
-    if (args.weight.kind != Kind::BF16) return dense_avx512(context, args);
+    if (args.weight.format != Format::BF16) return dense_avx512(context, args);
     const bool few = args.rows <= HEIGHT;
-    const int64_t bytes = tile_bytes(args.weight.kind, args.weight.k);
+    const int64_t bytes = tile_bytes(args.weight.format, args.weight.k);
     const DenseShape shape{args.rows, num_tiles(args.weight.n), bytes, few ? HEIGHT : 2 * HEIGHT, few ? MAX_TILES : MAX_TILES / 2};
-    const DenseCuts cuts = cut_dense(shape, context.pool.size());
-    for (int64_t row = 0; row < args.rows; row += cuts.pass_rows)
-        Pass(args, row, smaller(cuts.pass_rows, args.rows - row), cuts).run(context);
+    const DenseTiling tiling = choose_tiling(shape, context.pool.size());
+    for (int64_t row = 0; row < args.rows; row += tiling.pass_rows)
+        Pass(args, row, smaller(tiling.pass_rows, args.rows - row), tiling).run(context);
 }
 
 }  // namespace foreword
 
-#include "target_end.h"
+#include "isa_pop.h"
 #endif

@@ -5,7 +5,7 @@
 
 #include <cstring>
 
-#include "target_avx512.h"
+#include "isa_push_avx512.h"
 
 namespace foreword {
 namespace {
@@ -63,14 +63,14 @@ struct Loops {
 }  // namespace
 
 void dense_avx512(Context& context, const LinearArgs& args) {
-    switch (args.weight.kind) {
-        case Kind::BF16: return multiply_dense<PairCore>(context, args);
-        case Kind::F16: return multiply_dense<F16Core<Vector>>(context, args);
+    switch (args.weight.format) {
+        case Format::BF16: return multiply_dense<PairCore>(context, args);
+        case Format::F16: return multiply_dense<F16Core<Vector>>(context, args);
         default: return multiply_dense<F32Core<Vector>>(context, args);
     }
 }
 
 }  // namespace foreword
 
-#include "target_end.h"
+#include "isa_pop.h"
 #endif

@@ -13,7 +13,7 @@ constexpr int64_t LANES = 2;
 
 #include "dense_floats.inc"
 
-// Vectors of the compiler: whatever the processor makes of four floats.
+// Vectors of four floats by compiler extension.
 struct Vector {
     typedef float Part __attribute__((vector_size(16)));
     typedef uint32_t Bits __attribute__((vector_size(16)));
@@ -32,7 +32,7 @@ struct Vector {
         return Part{value, value, value, value};
     }
 
-    // Exponent and mantissa moved to their places of a float32 make it too small by 2^112, also where it is subnormal.
+    // Exponent and mantissa shifted into float32 places are too small by 2^112, also for subnormals.
     static Part halves(const uint8_t* from) {
         const Bits half = __builtin_convertvector(read<Halves>(from), Bits);
         const Part magnitude = reinterpret_cast<Part>((half & 0x7fff) << 13) * 0x1p112f;
@@ -66,9 +66,9 @@ struct Loops {
 }  // namespace
 
 void dense_portable(Context& context, const LinearArgs& args) {
-    switch (args.weight.kind) {
-        case Kind::BF16: return multiply_dense<BF16Core<Vector>>(context, args);
-        case Kind::F16: return multiply_dense<F16Core<Vector>>(context, args);
+    switch (args.weight.format) {
+        case Format::BF16: return multiply_dense<BF16Core<Vector>>(context, args);
+        case Format::F16: return multiply_dense<F16Core<Vector>>(context, args);
         default: return multiply_dense<F32Core<Vector>>(context, args);
     }
 }

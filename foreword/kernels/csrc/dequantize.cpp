@@ -1,4 +1,4 @@
-// Blocks of files, taken apart; and every type of a file as float32.
+// Unpacks blocks of files, and converts every file type to float32.
 #include "packing.h"
 #include "quantized_blocks.h"
 #include "quantized_half.h"
@@ -6,7 +6,7 @@
 namespace foreword {
 namespace {
 
-// 16 bytes -> 32 values: the low halves, then the high halves.
+// 16 bytes -> 32 values: low nibbles, then high nibbles.
 void split_nibbles(const uint8_t* bytes, int count, uint8_t* q) {
     for (int i = 0; i < count; i++) {
         q[i] = bytes[i] & 15;
@@ -14,7 +14,7 @@ void split_nibbles(const uint8_t* bytes, int count, uint8_t* q) {
     }
 }
 
-// Bits of 32 bytes, from `shift` on, go above the fourth of 32 values.
+// Bits of 32 bytes, from `shift`, become the upper bits of 32 values.
 template <int MASK>
 void add_bits(const uint8_t* bytes, int shift, uint8_t* q) {
     for (int i = 0; i < 32; i++) q[i] |= (bytes[i] >> shift & MASK) << 4;
@@ -26,10 +26,10 @@ void read_q8_0(const uint8_t* bytes, SmallBlock& block) {
 
 void read_q4_0(const uint8_t* bytes, SmallBlock& block) { split_nibbles(bytes + 2, SMALL / 2, block.q); }
 
-// Bit i of `bits` goes above the fourth of q[i].
+// Bit i of `bits` becomes the fifth bit of q[i].
 void add_eight_bits(uint8_t bits, uint8_t* q) {
     constexpr uint64_t EACH = 0x0101010101010101, BIT_OF_EACH = 0x8040201008040201;
-    const uint64_t chosen = (bits * EACH) & BIT_OF_EACH;  // a byte is zero, or its own bit alone
+    const uint64_t chosen = (bits * EACH) & BIT_OF_EACH;  // each byte is zero or one bit
     uint64_t values;
     std::memcpy(&values, q, sizeof values);
     values |= ((chosen + 0x7f * EACH) & 0x80 * EACH) >> 3;
@@ -72,13 +72,13 @@ void read_q6_k(const uint8_t* bytes, SuperBlock& block) {
 }
 
 template <class Block, class Read>
-void dequantize_blocks(Kind kind, const void* row, int64_t k, float* out, const Read& read) {
+void dequantize_blocks(Format format, const void* row, int64_t k, float* out, const Read& read) {
     constexpr int64_t values = sizeof Block::q;
     const auto* bytes = static_cast<const uint8_t*>(row);
     Block block;
     for (int64_t i = 0; i < k / values; i++) {
-        read(kind, bytes + i * file_block_bytes(kind), block);
-        block_values(kind, block, out + i * values);
+        read(format, bytes + i * file_block_bytes(format), block);
+        block_values(format, block, out + i * values);
     }
 }
 
@@ -90,45 +90,45 @@ void widen(const void* row, int64_t k, float* out) {
 
 }  // namespace
 
-void read_small_block(Kind kind, const uint8_t* bytes, SmallBlock& block) {
+void read_small_block(Format format, const uint8_t* bytes, SmallBlock& block) {
     block.d = read_half(bytes);
-    if (kind == Kind::Q8_0) return read_q8_0(bytes, block);
-    if (kind == Kind::Q5_0) return read_q5_0(bytes, block);
+    if (format == Format::Q8_0) return read_q8_0(bytes, block);
+    if (format == Format::Q5_0) return read_q5_0(bytes, block);
     read_q4_0(bytes, block);
 }
 
-void read_super_block(Kind kind, const uint8_t* bytes, SuperBlock& block) {
-    block.d = read_half(kind == Kind::Q6_K ? bytes + 208 : bytes);
+void read_super_block(Format format, const uint8_t* bytes, SuperBlock& block) {
+    block.d = read_half(format == Format::Q6_K ? bytes + 208 : bytes);
     block.dmin = read_half(bytes + 2);
-    if (kind == Kind::Q4_K) return read_q4_k(bytes, block);
-    if (kind == Kind::Q5_K) return read_q5_k(bytes, block);
+    if (format == Format::Q4_K) return read_q4_k(bytes, block);
+    if (format == Format::Q5_K) return read_q5_k(bytes, block);
     read_q6_k(bytes, block);
 }
 
-void block_values(Kind kind, const SmallBlock& block, float* out) {
+void block_values(Format format, const SmallBlock& block, float* out) {
     const float d = half_to_float(block.d);
-    for (int i = 0; i < SMALL; i++) out[i] = d * static_cast<float>(block.q[i] - zero_of(kind));
+    for (int i = 0; i < SMALL; i++) out[i] = d * static_cast<float>(block.q[i] - zero_of(format));
 }
 
-void block_values(Kind kind, const SuperBlock& block, float* out) {
+void block_values(Format format, const SuperBlock& block, float* out) {
     const float d = half_to_float(block.d), dmin = half_to_float(block.dmin);
     for (int part = 0; part < 16; part++) {
-        const int place = kind == Kind::Q6_K ? part : part / 2;
-        const int scale = kind == Kind::Q6_K ? static_cast<int8_t>(block.scales[place]) : block.scales[place];
+        const int place = format == Format::Q6_K ? part : part / 2;
+        const int scale = format == Format::Q6_K ? static_cast<int8_t>(block.scales[place]) : block.scales[place];
         const float step = d * static_cast<float>(scale);
-        const float least = kind == Kind::Q6_K ? 0.0f : dmin * static_cast<float>(block.mins[place]);
+        const float least = format == Format::Q6_K ? 0.0f : dmin * static_cast<float>(block.mins[place]);
         for (int i = 16 * part; i < 16 * part + 16; i++) {
-            out[i] = step * static_cast<float>(block.q[i] - zero_of(kind)) - least;
+            out[i] = step * static_cast<float>(block.q[i] - zero_of(format)) - least;
         }
     }
 }
 
-void dequantize(Kind source, const void* row, int64_t k, float* out) {
-    if (source == Kind::F32) {
+void dequantize(Format source, const void* row, int64_t k, float* out) {
+    if (source == Format::F32) {
         std::memcpy(out, row, k * sizeof(float));
-    } else if (source == Kind::BF16) {
+    } else if (source == Format::BF16) {
         widen<bfloat_to_float>(row, k, out);
-    } else if (source == Kind::F16) {
+    } else if (source == Format::F16) {
         widen<half_to_float>(row, k, out);
     } else if (is_super(source)) {
         dequantize_blocks<SuperBlock>(source, row, k, out, read_super_block);

@@ -1,5 +1,5 @@
-// What changes rows of logits before they are sampled: operations of reference_sampling.py, to the same bits. Callers have
-// checked shapes and types.
+// Masks, penalties and filters of logits, with the bits of kernels/reference/sampling.py. Callers have checked shapes and
+// types.
 
 #include <algorithm>
 #include <cfloat>
@@ -14,22 +14,22 @@ namespace foreword {
 namespace {
 
 constexpr int WORD_BITS = 32;
-constexpr double SIGMA_UNITS = 1024;  // to one: deviations are whole numbers of these, so that their sums are exact
-constexpr double SIGMA_REACH = 1024;
+constexpr double SIGMA_UNITS = 1024;  // deviations are rounded to 1 / 1024, so that their sums are exact
+constexpr double SIGMA_MAX_DISTANCE = 1024;
 
-// Whole numbers of less than 2^51, exactly, without the instructions that only newer processors have.
-inline int64_t to_int(double x) { return bits<int64_t>(x + ROUNDER) - bits<int64_t>(ROUNDER); }
-inline double to_double(int64_t x) { return bits<double>(x + bits<int64_t>(ROUNDER)) - ROUNDER; }
+// Integers below 2^51, exactly, without instructions of newer processors only.
+inline int64_t to_int(double x) { return bits<int64_t>(x + ROUND_MAGIC) - bits<int64_t>(ROUND_MAGIC); }
+inline double to_double(int64_t x) { return bits<double>(x + bits<int64_t>(ROUND_MAGIC)) - ROUND_MAGIC; }
 
 inline double below(float value, float top) { return static_cast<double>(value) - static_cast<double>(top); }
 
-// How much of `total` reaches the share p of it.
+// The least weight that is a share p of `total`.
 inline int64_t share_of(int64_t total, double p) {
     return std::min(static_cast<int64_t>(std::ceil(static_cast<double>(total) * p)), total);
 }
 
-// Sum of weight times distance from the top, rounded for each id.
-WIDEST int64_t weighted_distance(Row row, float top, const int64_t* weights) {
+// Sum of weight times (value - maximum), rounded for each id.
+MULTIVERSION int64_t weighted_distance(Row row, float top, const int64_t* weights) {
     int64_t sum = 0;
     for (int64_t i = 0; i < row.width; i++) {
         const double distance = weights[i] > 0 ? below(row.values[i], top) : 0.0;
@@ -38,21 +38,21 @@ WIDEST int64_t weighted_distance(Row row, float top, const int64_t* weights) {
     return sum;
 }
 
-// Keys that rank ids by how near their distance from the top is to `mean`.
-WIDEST void typical_keys(Row row, float top, double mean, float* keys) {
+// Keys that rank ids by the distance of (value - maximum) from `mean`.
+MULTIVERSION void typical_keys(Row row, float top, double mean, float* keys) {
     for (int64_t i = 0; i < row.width; i++) keys[i] = -static_cast<float>(std::fabs(below(row.values[i], top) - mean));
 }
 
-// Of the distances from the top in units of 1 / SIGMA_UNITS.
+// Moments of (value - maximum) in units of 1 / SIGMA_UNITS.
 struct Moments {
     int64_t count, sum, squares;
 };
 
-WIDEST Moments moments(Row row, float top) {
+MULTIVERSION Moments moments(Row row, float top) {
     Moments found = {0, 0, 0};
     for (int64_t i = 0; i < row.width; i++) {
-        const double distance = std::max(below(row.values[i], top), -SIGMA_REACH);
-        const double steps = row.values[i] > MASKED ? distance * SIGMA_UNITS + ROUNDER - ROUNDER : 0.0;
+        const double distance = std::max(below(row.values[i], top), -SIGMA_MAX_DISTANCE);
+        const double steps = row.values[i] > MASKED ? distance * SIGMA_UNITS + ROUND_MAGIC - ROUND_MAGIC : 0.0;
         found.count += row.values[i] > MASKED;
         found.sum += to_int(steps);
         found.squares += to_int(steps * steps);
@@ -71,7 +71,7 @@ void keep(Row row, const std::vector<Entry>& kept) {
     for (const Entry& entry : kept) row.values[entry.id] = entry.value;
 }
 
-WIDEST void keep_above(Row row, float top, double floor) {
+MULTIVERSION void mask_below(Row row, float top, double floor) {
     for (int64_t i = 0; i < row.width; i++) {
         row.values[i] = below(row.values[i], top) >= floor ? row.values[i] : MASKED;
     }
@@ -79,86 +79,86 @@ WIDEST void keep_above(Row row, float top, double floor) {
 
 }  // namespace
 
-WIDEST void keep_allowed_row(Row row, const uint32_t* words, int64_t num_words) {
+MULTIVERSION void apply_mask_row(Row row, const uint32_t* words, int64_t num_words) {
     for (int64_t first = 0; first < row.width; first += WORD_BITS) {
         const uint32_t word = first / WORD_BITS < num_words ? words[first / WORD_BITS] : 0;
         if (word == ~uint32_t{0}) continue;
         const int count = static_cast<int>(std::min<int64_t>(WORD_BITS, row.width - first));
         float* values = row.values + first;
-        if (count == WORD_BITS)  // a count that the compiler knows becomes vectors
+        if (count == WORD_BITS)  // a constant count is vectorized
             for (int i = 0; i < WORD_BITS; i++) values[i] = (word >> i & 1) || !(values[i] < INFINITY) ? values[i] : MASKED;
         else
             for (int i = 0; i < count; i++) values[i] = (word >> i & 1) || !(values[i] < INFINITY) ? values[i] : MASKED;
     }
 }
 
-WIDEST void divide_row(Row row, float by) {
+MULTIVERSION void apply_temperature_row(Row row, float by) {
     for (int64_t i = 0; i < row.width; i++) row.values[i] /= by;
 }
 
-void keep_top_k_row(Row row, int64_t k) {
-    const Peak peak = find_peak(row.values, row.width);
-    if (peak.sound && k < row.width) keep(row, first_ids(row, peak.value, k));
+void apply_top_k_row(Row row, int64_t k) {
+    const RowMax row_max = find_max(row.values, row.width);
+    if (row_max.finite && k < row.width) keep(row, first_ids(row, row_max.value, k));
 }
 
-void keep_top_p_row(Row row, double p, int64_t* weights) {
-    const Peak peak = find_peak(row.values, row.width);
-    if (!peak.sound || p >= 1) return;
-    const int64_t total = masses(row, peak.value, weights);
+void apply_top_p_row(Row row, double p, int64_t* weights) {
+    const RowMax row_max = find_max(row.values, row.width);
+    if (!row_max.finite || p >= 1) return;
+    const int64_t total = exp_weights(row, row_max.value, weights);
     const int64_t need = share_of(total, p);
-    auto kept = candidates(row, peak.value, need, [&](float floor) { return weight_above(row, floor, weights); });
-    kept.resize(partition_run(kept, need, [&](const Entry& entry) { return weights[entry.id]; }));
+    auto kept = candidates(row, row_max.value, need, [&](float floor) { return weight_above(row, floor, weights); });
+    kept.resize(partition_prefix(kept, need, [&](const Entry& entry) { return weights[entry.id]; }));
     keep(row, kept);
 }
 
-// The distance of -log(probability) from its mean is that of the logit from its own: what normalizes them cancels.
-void keep_typical_p_row(Row row, double p, int64_t* weights, float* keys) {
-    const Peak peak = find_peak(row.values, row.width);
-    if (!peak.sound || p >= 1) return;
-    const int64_t total = masses(row, peak.value, weights), need = share_of(total, p);
-    const double mean = static_cast<double>(weighted_distance(row, peak.value, weights)) / static_cast<double>(total);
-    typical_keys(row, peak.value, mean, keys);
+// The distance of -log(probability) from its mean is that of the logit from its mean: normalization cancels.
+void apply_typical_p_row(Row row, double p, int64_t* weights, float* keys) {
+    const RowMax row_max = find_max(row.values, row.width);
+    if (!row_max.finite || p >= 1) return;
+    const int64_t total = exp_weights(row, row_max.value, weights), need = share_of(total, p);
+    const double mean = static_cast<double>(weighted_distance(row, row_max.value, weights)) / static_cast<double>(total);
+    typical_keys(row, row_max.value, mean, keys);
     const Row ranked = {keys, row.width};
     auto kept = candidates(ranked, 0, need, [&](float floor) { return weight_above(ranked, floor, weights); });
-    kept.resize(partition_run(kept, need, [&](const Entry& entry) { return weights[entry.id]; }));
+    kept.resize(partition_prefix(kept, need, [&](const Entry& entry) { return weights[entry.id]; }));
     for (Entry& entry : kept) entry.value = row.values[entry.id];
     keep(row, kept);
 }
 
-void keep_top_n_sigma_row(Row row, double n) {
-    const Peak peak = find_peak(row.values, row.width);
-    if (peak.sound) keep_above(row, peak.value, -(n * deviation(moments(row, peak.value))));
+void apply_top_n_sigma_row(Row row, double n) {
+    const RowMax row_max = find_max(row.values, row.width);
+    if (row_max.finite) mask_below(row, row_max.value, -(n * deviation(moments(row, row_max.value))));
 }
 
-void exclude_top_row(Row row, Key key, double chance, double threshold) {
-    if ((philox_word(key, XTC_COIN) + 0.5) * 0x1p-32 >= chance) return;
-    const Peak peak = find_peak(row.values, row.width);
-    if (!peak.sound) return;
-    const double bound = threshold * static_cast<double>(masses(row, peak.value, nullptr));
-    const double nearest = portable_log(std::max(threshold, DBL_MIN)) - 1;  // the sum is at least the likeliest's own mass
+void apply_xtc_row(Row row, Key key, double probability, double threshold) {
+    if ((philox_word(key, XTC_COIN) + 0.5) * 0x1p-32 >= probability) return;
+    const RowMax row_max = find_max(row.values, row.width);
+    if (!row_max.finite) return;
+    const double bound = threshold * static_cast<double>(exp_weights(row, row_max.value, nullptr));
+    const double nearest = portable_log(std::max(threshold, DBL_MIN)) - 1;  // the sum is at least the weight of the maximum
     std::vector<Entry> reaching;
     for (int64_t id = 0; id < row.width; id++) {
-        const double distance = below(row.values[id], peak.value);
+        const double distance = below(row.values[id], row_max.value);
         if (row.values[id] == MASKED || (threshold > 0 && distance < nearest)) continue;
-        if (static_cast<double>(mass(distance)) >= bound) reaching.push_back({row.values[id], static_cast<int32_t>(id)});
+        if (static_cast<double>(exp_fixed_point(distance)) >= bound) reaching.push_back({row.values[id], static_cast<int32_t>(id)});
     }
     if (reaching.empty()) return;
-    const auto last = std::max_element(reaching.begin(), reaching.end(), before);
+    const auto last = std::max_element(reaching.begin(), reaching.end(), ranks_before);
     for (const Entry& entry : reaching)
         if (entry.id != last->id) row.values[entry.id] = MASKED;
 }
 
-void keep_min_p_row(Row row, double p) {
-    const Peak peak = find_peak(row.values, row.width);
-    if (peak.sound && p > 0) keep_above(row, peak.value, portable_log(std::max(p, DBL_MIN)));
+void apply_min_p_row(Row row, double p) {
+    const RowMax row_max = find_max(row.values, row.width);
+    if (row_max.finite && p > 0) mask_below(row, row_max.value, portable_log(std::max(p, DBL_MIN)));
 }
 
-// body(row, first, end) for the ids of each row; starts[r] is where those of row r begin.
+// body(row, r, first, end) for the ids of each row; starts[r] is the first id of row r.
 template <class Body>
-void each_row_of_ids(Machine* machine, float* logits, int64_t num_rows, int64_t width, const int64_t* starts, const Body& body) {
+void each_row_of_ids(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const int64_t* starts, const Body& body) {
     const auto one = [&](int64_t r, int) { body(Row{logits + r * width, width}, r, starts[r], starts[r + 1]); };
     const FloatMode mode;
-    if (starts[num_rows] >= WORTH_SHARING) return machine->pool().run(num_rows, one);
+    if (starts[num_rows] >= MIN_PARALLEL_VALUES) return cpu->pool().run(num_rows, one);
     for (int64_t r = 0; r < num_rows; r++) one(r, 0);
 }
 
@@ -168,56 +168,56 @@ using namespace foreword;
 
 extern "C" {
 
-void foreword_keep_allowed(Machine* machine, float* logits, int64_t num_rows, int64_t width, const uint32_t* masks,
+void foreword_keep_allowed(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const uint32_t* masks,
                            int64_t num_words) {
-    each_row(machine, logits, num_rows, width,
-             [&](Row row, int64_t r, int) { keep_allowed_row(row, masks + r * num_words, num_words); });
+    each_row(cpu, logits, num_rows, width,
+             [&](Row row, int64_t r, int) { apply_mask_row(row, masks + r * num_words, num_words); });
 }
 
-void foreword_keep_top_k(Machine* machine, float* logits, int64_t num_rows, int64_t width, const int64_t* k) {
-    each_row(machine, logits, num_rows, width, [&](Row row, int64_t r, int) { keep_top_k_row(row, k[r]); });
+void foreword_keep_top_k(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const int64_t* k) {
+    each_row(cpu, logits, num_rows, width, [&](Row row, int64_t r, int) { apply_top_k_row(row, k[r]); });
 }
 
-void foreword_keep_top_p(Machine* machine, float* logits, int64_t num_rows, int64_t width, const double* p) {
-    each_row(machine, logits, num_rows, width, [&](Row row, int64_t r, int thread) {
-        keep_top_p_row(row, p[r], reinterpret_cast<int64_t*>(machine->pool().scratch(thread, width * 8)));
+void foreword_keep_top_p(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const double* p) {
+    each_row(cpu, logits, num_rows, width, [&](Row row, int64_t r, int thread) {
+        apply_top_p_row(row, p[r], reinterpret_cast<int64_t*>(cpu->pool().scratch(thread, width * 8)));
     });
 }
 
-void foreword_keep_min_p(Machine* machine, float* logits, int64_t num_rows, int64_t width, const double* p) {
-    each_row(machine, logits, num_rows, width, [&](Row row, int64_t r, int) { keep_min_p_row(row, p[r]); });
+void foreword_keep_min_p(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const double* p) {
+    each_row(cpu, logits, num_rows, width, [&](Row row, int64_t r, int) { apply_min_p_row(row, p[r]); });
 }
 
-void foreword_keep_typical_p(Machine* machine, float* logits, int64_t num_rows, int64_t width, const double* p) {
-    each_row(machine, logits, num_rows, width, [&](Row row, int64_t r, int thread) {
-        auto* weights = reinterpret_cast<int64_t*>(machine->pool().scratch(thread, width * 12));
-        keep_typical_p_row(row, p[r], weights, reinterpret_cast<float*>(weights + width));
+void foreword_keep_typical_p(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const double* p) {
+    each_row(cpu, logits, num_rows, width, [&](Row row, int64_t r, int thread) {
+        auto* weights = reinterpret_cast<int64_t*>(cpu->pool().scratch(thread, width * 12));
+        apply_typical_p_row(row, p[r], weights, reinterpret_cast<float*>(weights + width));
     });
 }
 
-void foreword_keep_top_n_sigma(Machine* machine, float* logits, int64_t num_rows, int64_t width, const double* n) {
-    each_row(machine, logits, num_rows, width, [&](Row row, int64_t r, int) { keep_top_n_sigma_row(row, n[r]); });
+void foreword_keep_top_n_sigma(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const double* n) {
+    each_row(cpu, logits, num_rows, width, [&](Row row, int64_t r, int) { apply_top_n_sigma_row(row, n[r]); });
 }
 
-void foreword_exclude_top(Machine* machine, float* logits, int64_t num_rows, int64_t width, const int64_t* seeds,
-                          const int64_t* positions, const double* chances, const double* thresholds) {
-    each_row(machine, logits, num_rows, width, [&](Row row, int64_t r, int) {
+void foreword_exclude_top(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const int64_t* seeds,
+                          const int64_t* positions, const double* probabilities, const double* thresholds) {
+    each_row(cpu, logits, num_rows, width, [&](Row row, int64_t r, int) {
         const Key key = {static_cast<uint64_t>(seeds[r]), static_cast<uint32_t>(positions[r])};
-        exclude_top_row(row, key, chances[r], thresholds[r]);
+        apply_xtc_row(row, key, probabilities[r], thresholds[r]);
     });
 }
 
-void foreword_add_at(Machine* machine, float* logits, int64_t num_rows, int64_t width, const int64_t* starts, const int64_t* ids,
-                     const float* amounts) {
-    each_row_of_ids(machine, logits, num_rows, width, starts, [&](Row row, int64_t, int64_t first, int64_t end) {
+void foreword_add_at(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const int64_t* starts, const int64_t* ids,
+                     const float* biases) {
+    each_row_of_ids(cpu, logits, num_rows, width, starts, [&](Row row, int64_t, int64_t first, int64_t end) {
         for (int64_t i = first; i < end; i++)
-            if (ids[i] < row.width) row.values[ids[i]] += amounts[i];
+            if (ids[i] < row.width) row.values[ids[i]] += biases[i];
     });
 }
 
-void foreword_penalize(Machine* machine, float* logits, int64_t num_rows, int64_t width, const int64_t* starts,
+void foreword_penalize(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const int64_t* starts,
                        const int64_t* ids, const float* penalties) {
-    each_row_of_ids(machine, logits, num_rows, width, starts, [&](Row row, int64_t r, int64_t first, int64_t end) {
+    each_row_of_ids(cpu, logits, num_rows, width, starts, [&](Row row, int64_t r, int64_t first, int64_t end) {
         for (int64_t i = first; i < end; i++) {
             if (ids[i] >= row.width) continue;
             float& value = row.values[ids[i]];

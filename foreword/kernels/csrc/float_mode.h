@@ -1,4 +1,4 @@
-// All threads round alike while they compute: to nearest, with subnormal numbers, whatever the caller's library has set.
+// One rounding mode for all threads while they compute: to nearest, with subnormals, whatever the caller has set.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace foreword {
 
-// Sets the mode of this thread, and puts the caller's back when it goes.
+// Sets the mode of this thread, and restores the caller's at the end of the scope.
 class FloatMode {
 public:
     FloatMode() : before_(get()) { set(STANDARD); }

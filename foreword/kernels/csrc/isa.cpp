@@ -8,7 +8,7 @@
 namespace foreword {
 namespace {
 
-// Linux gives tiles only to those who ask: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). Holds for all threads.
+// Linux grants AMX tiles on request, for all threads: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 bool tiles_granted() {
 #if FOREWORD_X86 && defined(__linux__)
     return syscall(SYS_arch_prctl, 0x1023, 18) == 0;

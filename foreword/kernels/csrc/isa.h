@@ -1,4 +1,4 @@
-// Instruction sets that a kernel can be written for, and which of them this processor runs.
+// Instruction sets of the kernels, and whether this processor supports them.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace foreword {
 
-// In order of preference, the last one first.
+// Ascending in preference.
 //   PORTABLE  any processor
 //   AVX2      with FMA and F16C
 //   AVX512    with BW, DQ, VL, VNNI and BF16

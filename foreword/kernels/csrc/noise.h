@@ -1,4 +1,4 @@
-// Keyed Gumbel noise: Philox 4x32-10 (Salmon et al. 2011) and what is made of its words.
+// Keyed Gumbel noise from Philox 4x32-10 (Salmon et al. 2011).
 #pragma once
 
 #include <cmath>
@@ -9,10 +9,10 @@
 namespace foreword {
 
 constexpr int LANES = 4;  // words of one Philox block
-constexpr int BLOCKS = 64;  // computed together; fewer are unrolled by the compiler before it thinks of vectors
+constexpr int BLOCKS = 64;  // computed together; the compiler unrolls fewer instead of vectorizing them
 constexpr int CHUNK = LANES * BLOCKS;
 constexpr int ROUNDS = 10;
-constexpr uint32_t TOKEN_NOISE = 0, XTC_COIN = 1;  // third counter word: what the noise is for
+constexpr uint32_t TOKEN_NOISE = 0, XTC_COIN = 1;  // third counter word: purpose of the noise
 constexpr float NOISE_MAX = 22.88f;  // above 33 ln 2, the noise of the largest word
 
 struct Key {
@@ -20,7 +20,7 @@ struct Key {
     uint32_t position;
 };
 
-// The words of COUNT blocks from `block` on.
+// The words of COUNT blocks from `block`.
 template <int COUNT>
 inline void philox(Key key, uint32_t purpose, uint32_t block, uint32_t (&words)[LANES * COUNT]) {
     uint32_t c0[COUNT], c1[COUNT], c2[COUNT], c3[COUNT];
@@ -56,7 +56,7 @@ inline void philox_chunk(Key key, int64_t first, uint32_t (&words)[CHUNK]) {
     philox<BLOCKS>(key, TOKEN_NOISE, static_cast<uint32_t>(first / LANES), words);
 }
 
-// The first word of a purpose that needs no more.
+// The first word of a purpose.
 inline uint32_t philox_word(Key key, uint32_t purpose) {
     uint32_t words[LANES];
     philox<1>(key, purpose, 0, words);
@@ -69,8 +69,8 @@ inline float noise(uint32_t x) {
     return static_cast<float>(-portable_log(-portable_log(u)));
 }
 
-// Not below noise(x), within 0.1 of it for large x, and free of logarithms: noise <= -log(1 - u), and the
-// exponent and mantissa of a float, read as one number, are never above its log2 (which is concave).
+// Upper bound of noise(x) without logarithms, within 0.1 for large x: noise <= -log(1 - u), and the exponent and
+// mantissa of a float, read as one number, are at most its log2 (which is concave).
 inline float noise_bound(uint32_t x) {
     const float rest = static_cast<float>(static_cast<double>(~x) + 0.5);
     const float log2 = static_cast<float>(bits<int32_t>(rest)) * 0x1p-23f - 127.0f;

@@ -1,4 +1,4 @@
-// Quantized rows to tiles and back. quantized_layout.h says how tiles look.
+// Packs quantized rows into tiles, and back; quantized_layout.h defines the layout.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -10,10 +10,10 @@
 namespace foreword {
 namespace {
 
-constexpr float TINY = 0x1p-100f;          // a largest magnitude below this counts as zero: its inverse could not be written
+constexpr float TINY = 0x1p-100f;          // a largest magnitude below this counts as zero: its inverse would overflow
 constexpr float ROUNDER = 0x1.8p23f;       // added to a small float, leaves it rounded in the lowest bits
 constexpr float HALF_MAX = 65504.0f;
-// Int4: the value of largest magnitude in a group becomes one of these; the one with the least squared error wins.
+// Int4: candidates for the value of largest magnitude in a group; the least squared error wins.
 constexpr float INT4_ENDS[] = {-8.0f, -8.5f, -7.5f, -9.0f, -7.0f, -9.5f, -6.5f};
 
 uint32_t read_quad(const uint8_t* bytes) {
@@ -23,7 +23,7 @@ uint32_t read_quad(const uint8_t* bytes) {
 }
 
 template <class T>
-void put(uint8_t* bytes, T value) {
+void store_partial(uint8_t* bytes, T value) {
     std::memcpy(bytes, &value, sizeof value);
 }
 
@@ -43,12 +43,12 @@ void put_group_of(const uint8_t* q, uint8_t* group) {
     uint32_t quads[8], planes[2] = {0, 0};
     std::memcpy(quads, q, sizeof quads);
     if (BITS == 8) {
-        for (int j = 0; j < 8; j++) put(group + 64 * j, quads[j]);
+        for (int j = 0; j < 8; j++) store_partial(group + 64 * j, quads[j]);
         return;
     }
-    for (int j = 0; j < 4; j++) put(group + 64 * j, (quads[j] & LOW_HALVES) | (quads[j + 4] & LOW_HALVES) << 4);
+    for (int j = 0; j < 4; j++) store_partial(group + 64 * j, (quads[j] & LOW_HALVES) | (quads[j + 4] & LOW_HALVES) << 4);
     for (int j = 0; j < 8; j++) planes[j / PER_PLANE] |= (quads[j] >> 4 & LOW_HALVES) << (8 / PER_PLANE * (j % PER_PLANE));
-    for (int plane = 0; plane < BITS - 4; plane++) put(group + 256 + 64 * plane, planes[plane]);
+    for (int plane = 0; plane < BITS - 4; plane++) store_partial(group + 256 + 64 * plane, planes[plane]);
 }
 
 void put_group(int bits, const uint8_t* q, uint8_t* group) {
@@ -60,7 +60,7 @@ void put_group(int bits, const uint8_t* q, uint8_t* group) {
     }
 }
 
-// The bits above the fourth of quad j.
+// The bits of quad j above the fourth.
 uint32_t upper_bits(int bits, const uint8_t* group, int j) {
     if (bits == 5) return read_quad(group + 256) >> j & 0x01010101;
     if (bits == 6) return read_quad(group + 256 + 64 * (j / 4)) >> (2 * (j % 4)) & 0x03030303;
@@ -71,24 +71,24 @@ void get_group(int bits, const uint8_t* group, uint8_t* q) {
     for (int j = 0; j < 8; j++) {
         const uint32_t whole = read_quad(group + 64 * (bits == 8 ? j : j % 4));
         const uint32_t low = whole >> (j / 4 * 4) & LOW_HALVES;
-        put(q + 4 * j, bits == 8 ? whole : low | upper_bits(bits, group, j) << 4);
+        store_partial(q + 4 * j, bits == 8 ? whole : low | upper_bits(bits, group, j) << 4);
     }
 }
 
-void put_small(Kind kind, const SmallBlock& block, int64_t index, int64_t column, uint8_t* tile) {
-    put(tile + scales_at(kind, index) + 2 * column, block.d);
-    put_group(bits_of(kind), block.q, tile + quants_at(kind, index) + 4 * column);
+void put_small(Format format, const SmallBlock& block, int64_t index, int64_t column, uint8_t* tile) {
+    store_partial(tile + scales_at(format, index) + 2 * column, block.d);
+    put_group(bits_of(format), block.q, tile + quants_at(format, index) + 4 * column);
 }
 
-void get_small(Kind kind, const uint8_t* tile, int64_t index, int64_t column, SmallBlock& block) {
-    block.d = get<uint16_t>(tile + scales_at(kind, index) + 2 * column);
-    get_group(bits_of(kind), tile + quants_at(kind, index) + 4 * column, block.q);
+void get_small(Format format, const uint8_t* tile, int64_t index, int64_t column, SmallBlock& block) {
+    block.d = get<uint16_t>(tile + scales_at(format, index) + 2 * column);
+    get_group(bits_of(format), tile + quants_at(format, index) + 4 * column, block.q);
 }
 
-// Of Q4_K and Q5_K: d, the least, and eight scales and minimums. Minimums stand in pairs.
+// Q4_K and Q5_K: d, dmin, and eight scales and minimums; minimums are in pairs.
 void put_parts(const SuperBlock& block, int64_t column, uint8_t* super) {
-    put(super + 2 * column, block.d);
-    put(super + 32 + 2 * column, block.dmin);
+    store_partial(super + 2 * column, block.d);
+    store_partial(super + 32 + 2 * column, block.dmin);
     for (int part = 0; part < 8; part++) {
         super[SUPER_SCALES + TILE * part + column] = block.scales[part];
         super[SUPER_MINS + part / 2 * 32 + 2 * column + part % 2] = block.mins[part];
@@ -104,20 +104,20 @@ void get_parts(const uint8_t* super, int64_t column, SuperBlock& block) {
     }
 }
 
-void put_super(Kind kind, const SuperBlock& block, int64_t column, uint8_t* super) {
-    if (kind == Kind::Q6_K) {
-        put(super + 2 * column, block.d);
+void put_super(Format format, const SuperBlock& block, int64_t column, uint8_t* super) {
+    if (format == Format::Q6_K) {
+        store_partial(super + 2 * column, block.d);
         for (int part = 0; part < 16; part++) super[SUPER_SCALES + TILE * part + column] = block.scales[part];
     } else {
         put_parts(block, column, super);
     }
     for (int group = 0; group < 8; group++) {
-        put_group(bits_of(kind), block.q + SMALL * group, super + SUPER_QUANTS + group * group_bytes(kind) + 4 * column);
+        put_group(bits_of(format), block.q + SMALL * group, super + SUPER_QUANTS + group * group_bytes(format) + 4 * column);
     }
 }
 
-void get_super(Kind kind, const uint8_t* super, int64_t column, SuperBlock& block) {
-    if (kind == Kind::Q6_K) {
+void get_super(Format format, const uint8_t* super, int64_t column, SuperBlock& block) {
+    if (format == Format::Q6_K) {
         block.d = get<uint16_t>(super + 2 * column);
         block.dmin = 0;
         for (int part = 0; part < 16; part++) block.scales[part] = super[SUPER_SCALES + TILE * part + column];
@@ -125,34 +125,34 @@ void get_super(Kind kind, const uint8_t* super, int64_t column, SuperBlock& bloc
         get_parts(super, column, block);
     }
     for (int group = 0; group < 8; group++) {
-        get_group(bits_of(kind), super + SUPER_QUANTS + group * group_bytes(kind) + 4 * column, block.q + SMALL * group);
+        get_group(bits_of(format), super + SUPER_QUANTS + group * group_bytes(format) + 4 * column, block.q + SMALL * group);
     }
 }
 
-void pack_file_row(Kind kind, const uint8_t* row, int64_t k, int64_t column, uint8_t* tile) {
-    if (is_super(kind)) {
+void pack_file_row(Format format, const uint8_t* row, int64_t k, int64_t column, uint8_t* tile) {
+    if (is_super(format)) {
         SuperBlock block;
         for (int64_t i = 0; i < k / SUPER; i++) {
-            read_super_block(kind, row + i * file_block_bytes(kind), block);
-            put_super(kind, block, column, tile + i * super_bytes(kind));
+            read_super_block(format, row + i * file_block_bytes(format), block);
+            put_super(format, block, column, tile + i * super_bytes(format));
         }
         return;
     }
     SmallBlock block;
     for (int64_t i = 0; i < k / SMALL; i++) {
-        read_small_block(kind, row + i * file_block_bytes(kind), block);
-        put_small(kind, block, i, column, tile);
+        read_small_block(format, row + i * file_block_bytes(format), block);
+        put_small(format, block, i, column, tile);
     }
 }
 
-// The bits of the largest magnitude: order of the bits is order of the values, with infinity and NaN last.
+// The bits of the largest magnitude: bits are ordered like values, with infinity and NaN last.
 uint32_t largest_magnitude(const float* values, int64_t count) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < count; i++) largest = std::max(largest, bits_of_float(values[i]) & 0x7fffffff);
     return largest;
 }
 
-// k values (`values` is filled up with zeros to a multiple of 64) as bytes of the tile; returns their scale.
+// k values (zero-padded to a multiple of 64) as bytes of the tile; returns their scale.
 float pack_int8_row(const float* values, int64_t k, uint8_t* quads) {
     const float largest = float_of_bits(largest_magnitude(values, k));
     if (!std::isfinite(largest)) return float_of_bits(0x7fc00000);
@@ -160,21 +160,21 @@ float pack_int8_row(const float* values, int64_t k, uint8_t* quads) {
     for (int64_t i = 0; i < round_up(k, I8_MULTIPLE); i += 16) {
         uint8_t bytes[16];
         for (int j = 0; j < 16; j++) bytes[j] = static_cast<uint8_t>(bits_of_float(values[i + j] * inverse + ROUNDER) + 128);
-        for (int j = 0; j < 4; j++) put(quads + (i / 4 + j) * 64, read_quad(bytes + 4 * j));
+        for (int j = 0; j < 4; j++) store_partial(quads + (i / 4 + j) * 64, read_quad(bytes + 4 * j));
     }
     return largest >= TINY ? largest / 127.0f : 0.0f;
 }
 
-void pack_int8_tile(Kind source, const void* const* rows, int64_t count, int64_t k, uint8_t* tile) {
+void pack_int8_tile(Format source, const void* const* rows, int64_t count, int64_t k, uint8_t* tile) {
     std::vector<float> values(round_up(k, I8_MULTIPLE));
     for (int64_t column = 0; column < count; column++) {
         dequantize(source, rows[column], k, values.data());
         const float scale = pack_int8_row(values.data(), k, tile + 4 * column);
-        put(tile + round_up(k, I8_MULTIPLE) * TILE + 4 * column, scale);
+        store_partial(tile + round_up(k, I8_MULTIPLE) * TILE + 4 * column, scale);
     }
 }
 
-// One group of int4 of all columns: [32][16] floats, so that columns are computed side by side.
+// One group of int4 of all columns: [32][16] floats, so that columns are vectorized.
 struct Int4Group {
     float x[SMALL][TILE];
     float scale[TILE];  // of the best rounding so far
@@ -196,14 +196,14 @@ void add_errors(const float* x, const float* inverse, const float* scale, float*
     }
 }
 
-// int4 at load takes seconds without wide vectors; the results are the same.
+// Wide vectors save seconds of int4 packing at load; the results are the same.
 #if FOREWORD_X86 && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 #define FOREWORD_WIDE __attribute__((target_clones("avx2", "default")))
 #else
 #define FOREWORD_WIDE
 #endif
 
-// Keeps `scale` [16] for the columns where its squared error, summed from the first value on, is the least.
+// Keep `scale` [16] for the columns where its squared error, summed in order, is the least.
 FOREWORD_WIDE void try_scales(Int4Group& group, const float* scale) {
     float inverse[TILE], error[TILE] = {};
     for (int c = 0; c < TILE; c++) inverse[c] = inverse_of(scale[c]);
@@ -216,7 +216,7 @@ FOREWORD_WIDE void try_scales(Int4Group& group, const float* scale) {
 }
 
 // The value of largest magnitude of each column.
-void find_peaks(const Int4Group& group, float* peak) {
+void find_peaks(const Int4Group& group, float* row_max) {
     float low[TILE] = {}, high[TILE] = {};
     for (int i = 0; i < SMALL; i++) {
         for (int c = 0; c < TILE; c++) {
@@ -224,24 +224,24 @@ void find_peaks(const Int4Group& group, float* peak) {
             high[c] = std::max(high[c], group.x[i][c]);
         }
     }
-    for (int c = 0; c < TILE; c++) peak[c] = -low[c] >= high[c] ? low[c] : high[c];
+    for (int c = 0; c < TILE; c++) row_max[c] = -low[c] >= high[c] ? low[c] : high[c];
 }
 
 void choose_scales(Int4Group& group) {
-    float peak[TILE], scale[TILE];
-    find_peaks(group, peak);
+    float row_max[TILE], scale[TILE];
+    find_peaks(group, row_max);
     std::fill_n(group.scale, TILE, 0.0f);
     std::fill_n(group.error, TILE, HUGE_VALF);
     for (const float end : INT4_ENDS) {
         for (int c = 0; c < TILE; c++) {
-            const float wanted = std::min(std::max(peak[c] / end, -HALF_MAX), HALF_MAX);
+            const float wanted = std::min(std::max(row_max[c] / end, -HALF_MAX), HALF_MAX);
             scale[c] = half_to_float(float_to_half(wanted));
         }
         try_scales(group, scale);
     }
 }
 
-// What the values of a column become, 0 to 15. Columns with a value that is not finite get a scale that is NaN.
+// The quantized values of a column, 0 to 15. Columns with a non-finite value get a NaN scale.
 void put_int4_group(const Int4Group& group, int64_t index, uint8_t* tile) {
     float inverse[TILE], wrong[TILE] = {};
     uint8_t q[SMALL][TILE];
@@ -256,11 +256,11 @@ void put_int4_group(const Int4Group& group, int64_t index, uint8_t* tile) {
         SmallBlock block;
         for (int i = 0; i < SMALL; i++) block.q[i] = q[i][c];
         block.d = wrong[c] == 0.0f ? float_to_half(group.scale[c]) : 0x7e00;
-        put_small(Kind::I4, block, index, c, tile);
+        put_small(Format::I4, block, index, c, tile);
     }
 }
 
-void pack_int4_tile(Kind source, const void* const* rows, int64_t count, int64_t k, uint8_t* tile) {
+void pack_int4_tile(Format source, const void* const* rows, int64_t count, int64_t k, uint8_t* tile) {
     const int64_t width = round_up(k, SMALL);
     std::vector<float> values(width * TILE);
     for (int64_t column = 0; column < count; column++) dequantize(source, rows[column], k, &values[column * width]);
@@ -279,49 +279,49 @@ void unpack_int8_row(const uint8_t* tile, int64_t column, int64_t k, float* out)
     for (int64_t i = 0; i < k; i++) out[i] = scale * static_cast<float>(tile[i / 4 * 64 + 4 * column + i % 4] - 128);
 }
 
-void unpack_small_row(Kind kind, const uint8_t* tile, int64_t column, int64_t k, float* out) {
+void unpack_small_row(Format format, const uint8_t* tile, int64_t column, int64_t k, float* out) {
     SmallBlock block;
     float values[SMALL];
     for (int64_t i = 0; i < k; i += SMALL) {
-        get_small(kind, tile, i / SMALL, column, block);
-        block_values(kind, block, values);
+        get_small(format, tile, i / SMALL, column, block);
+        block_values(format, block, values);
         std::copy_n(values, std::min<int64_t>(SMALL, k - i), out + i);
     }
 }
 
-void unpack_super_row(Kind kind, const uint8_t* tile, int64_t column, int64_t k, float* out) {
+void unpack_super_row(Format format, const uint8_t* tile, int64_t column, int64_t k, float* out) {
     SuperBlock block;
     for (int64_t i = 0; i < k / SUPER; i++) {
-        get_super(kind, tile + i * super_bytes(kind), column, block);
-        block_values(kind, block, out + i * SUPER);
+        get_super(format, tile + i * super_bytes(format), column, block);
+        block_values(format, block, out + i * SUPER);
     }
 }
 
 }  // namespace
 
-int64_t tile_bytes(Kind kind, int64_t k) {
-    if (kind == Kind::F32) return TILE * 4 * round_up(k, 32);
-    if (is_dense(kind)) return TILE * 2 * round_up(k, 32);
-    if (kind == Kind::I8) return TILE * round_up(k, I8_MULTIPLE) + TILE * 4;
-    if (is_super(kind)) return k / SUPER * super_bytes(kind);
+int64_t tile_bytes(Format format, int64_t k) {
+    if (format == Format::F32) return TILE * 4 * round_up(k, 32);
+    if (is_dense(format)) return TILE * 2 * round_up(k, 32);
+    if (format == Format::I8) return TILE * round_up(k, I8_MULTIPLE) + TILE * 4;
+    if (is_super(format)) return k / SUPER * super_bytes(format);
     const int64_t blocks = (k + SMALL - 1) / SMALL;
-    return (blocks + 1) / 2 * 64 + blocks * group_bytes(kind);
+    return (blocks + 1) / 2 * 64 + blocks * group_bytes(format);
 }
 
-void pack_quantized_tile(Kind kind, Kind source, const void* const* rows, int64_t count, int64_t k, uint8_t* tile) {
-    std::memset(tile, 0, tile_bytes(kind, k));
-    if (kind == Kind::I8) return pack_int8_tile(source, rows, count, k, tile);
-    if (kind == Kind::I4) return pack_int4_tile(source, rows, count, k, tile);
+void pack_quantized_tile(Format format, Format source, const void* const* rows, int64_t count, int64_t k, uint8_t* tile) {
+    std::memset(tile, 0, tile_bytes(format, k));
+    if (format == Format::I8) return pack_int8_tile(source, rows, count, k, tile);
+    if (format == Format::I4) return pack_int4_tile(source, rows, count, k, tile);
     for (int64_t column = 0; column < count; column++) {
-        pack_file_row(kind, static_cast<const uint8_t*>(rows[column]), k, column, tile);
+        pack_file_row(format, static_cast<const uint8_t*>(rows[column]), k, column, tile);
     }
 }
 
 void unpack_quantized_row(const Weight& weight, int64_t row, float* out) {
-    const uint8_t* tile = weight.tiles + row / TILE * tile_bytes(weight.kind, weight.k);
-    if (weight.kind == Kind::I8) return unpack_int8_row(tile, row % TILE, weight.k, out);
-    if (is_super(weight.kind)) return unpack_super_row(weight.kind, tile, row % TILE, weight.k, out);
-    unpack_small_row(weight.kind, tile, row % TILE, weight.k, out);
+    const uint8_t* tile = weight.tiles + row / TILE * tile_bytes(weight.format, weight.k);
+    if (weight.format == Format::I8) return unpack_int8_row(tile, row % TILE, weight.k, out);
+    if (is_super(weight.format)) return unpack_super_row(weight.format, tile, row % TILE, weight.k, out);
+    unpack_small_row(weight.format, tile, row % TILE, weight.k, out);
 }
 
 }  // namespace foreword

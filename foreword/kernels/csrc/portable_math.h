@@ -1,4 +1,4 @@
-// log and exp whose bits are the same everywhere: the operations of portable_math.py, in the same order.
+// log and exp with the same bits on every machine: the operations of portable_math.py, in the same order.
 // Compile with -ffp-contract=off: a fused multiply-add would round differently.
 #pragma once
 
@@ -28,9 +28,9 @@ constexpr double EXP_SERIES[] = {1.0,
                                  1.0 / 479001600.0,
                                  1.0 / 6227020800.0};
 constexpr int FRACTION_BITS = 42;
-constexpr double FRACTION = 0x1p-42;
-constexpr double SMALLEST = -64.0;  // exp(-64) 2^42 rounds to 0
-constexpr double ROUNDER = 0x1.8p52;  // x + ROUNDER has x, rounded to even, in its low bits, for |x| < 2^51
+constexpr double FIXED_POINT_UNIT = 0x1p-42;
+constexpr double EXP_MIN_INPUT = -64.0;  // exp(-64) 2^42 rounds to 0
+constexpr double ROUND_MAGIC = 0x1.8p52;  // x + ROUND_MAGIC has x, rounded to even, in its low bits, for |x| < 2^51
 
 template <class To, class From>
 inline To bits(From from) {
@@ -62,14 +62,14 @@ inline double portable_log(double x) {
 }
 
 // exp(x) in units of 2^-42 for x <= 0, rounded.
-inline int64_t mass(double x) {
-    x = x > SMALLEST ? x : SMALLEST;
-    const double shifted = x * LOG2_E + ROUNDER;
-    const double n = shifted - ROUNDER;
+inline int64_t exp_fixed_point(double x) {
+    x = x > EXP_MIN_INPUT ? x : EXP_MIN_INPUT;
+    const double shifted = x * LOG2_E + ROUND_MAGIC;
+    const double n = shifted - ROUND_MAGIC;
     const double r = (x - n * LN2_HIGH) - n * LN2_LOW;
-    const int64_t exponent = bits<int64_t>(shifted) - bits<int64_t>(ROUNDER);
+    const int64_t exponent = bits<int64_t>(shifted) - bits<int64_t>(ROUND_MAGIC);
     const double scale = bits<double>((exponent + 1023 + FRACTION_BITS) << 52);
-    return bits<int64_t>(polynomial(EXP_SERIES, r) * scale + ROUNDER) - bits<int64_t>(ROUNDER);
+    return bits<int64_t>(polynomial(EXP_SERIES, r) * scale + ROUND_MAGIC) - bits<int64_t>(ROUND_MAGIC);
 }
 
 }  // namespace foreword

@@ -6,124 +6,125 @@
 
 namespace foreword {
 
-Machine::Machine(Isa isa, int num_threads)
+CpuContext::CpuContext(Isa isa, int num_threads)
     : pool_(num_threads),
       rows_(row_kernels(isa)),
       dense_(dense_linear(isa)),
       quantized_(quantized_linear(isa)),
       attention_(attention(isa)) {}
 
-// The commands of one program on the inputs of one batch.
-class Run {
+// Runs the instructions of a program on one batch.
+class Interpreter {
 public:
-    Run(Machine& machine, const Inputs& inputs) : machine_(machine), inputs_(inputs), context_{machine.pool_, machine.shared_} {}
+    Interpreter(CpuContext& cpu, const ProgramInputs& inputs) : cpu_(cpu), inputs_(inputs), context_{cpu.pool_, cpu.shared_} {}
 
-    // An operation on no rows (nothing of the batch is sampled) is none: kernels get at least one.
-    void execute(const Command& c) {
+    // Operations on no rows (nothing is sampled) are skipped: kernels get at least one row.
+    void execute(const Instruction& c) {
         if (count(c) == 0) return;
         switch (c.op) {
-            case Op::LINEAR: return linear(c);
-            case Op::EMBEDDING: return embedding(c);
-            case Op::ADD: return add(c);
-            case Op::TAKE_ROWS: return take_rows(c);
-            case Op::NORM: return norm(c);
-            case Op::ROPE: return rope(c);
-            case Op::GATED: return gated(c);
-            case Op::WRITE_KV: return write_kv(c);
-            case Op::ATTENTION: return attention(c);
-            case Op::SOFTCAP: return softcap(c);
+            case Opcode::LINEAR: return linear(c);
+            case Opcode::EMBEDDING: return embedding(c);
+            case Opcode::ADD: return add(c);
+            case Opcode::INDEX_ROWS: return index_rows(c);
+            case Opcode::RMS_NORM: return rms_norm(c);
+            case Opcode::ROPE: return rope(c);
+            case Opcode::GATED_ACT: return gated_act(c);
+            case Opcode::WRITE_KV: return write_kv(c);
+            case Opcode::ATTENTION: return attention(c);
+            case Opcode::SOFTCAP: return softcap(c);
         }
     }
 
 private:
     // in: x; object: Weight
-    void linear(const Command& c) {
+    void linear(const Instruction& c) {
         const Weight& weight = *static_cast<const Weight*>(c.object);
-        const Linear kernel = is_dense(weight.kind) ? machine_.dense_ : machine_.quantized_;
+        const Linear kernel = is_dense(weight.format) ? cpu_.dense_ : cpu_.quantized_;
         kernel(context_, {weight, c.type, c.out_type, rows(c.in[0]), rows(c.out), count(c)});
     }
 
     // in: ids; object: Weight; numbers: scale
-    void embedding(const Command& c) {
+    void embedding(const Instruction& c) {
         const Weight& weight = *static_cast<const Weight*>(c.object);
-        machine_.rows_.embedding(context_, {weight, ints(c.in[0]), c.numbers[0], c.out_type, rows(c.out), count(c)});
+        cpu_.rows_.embedding(context_, {weight, ints(c.in[0]), c.numbers[0], c.out_type, rows(c.out), count(c)});
     }
 
     // in: a, b; sizes: width
-    void add(const Command& c) {
-        machine_.rows_.add(context_, {c.type, rows(c.in[0]), rows(c.in[1]), rows(c.out), c.sizes[0], count(c)});
+    void add(const Instruction& c) {
+        cpu_.rows_.add(context_, {c.type, rows(c.in[0]), rows(c.in[1]), rows(c.out), c.sizes[0], count(c)});
     }
 
     // in: x, row numbers; sizes: bytes of a row
-    void take_rows(const Command& c) {
-        const Rows from = rows(c.in[0]), to = rows(c.out);
+    void index_rows(const Instruction& c) {
+        const RowView from = rows(c.in[0]), to = rows(c.out);
         const int64_t* numbers = ints(c.in[1]);
         for (int64_t r = 0; r < count(c); r++)
             std::memcpy(to.data + r * to.stride, from.data + numbers[r] * from.stride, c.sizes[0]);
     }
 
     // in: x; object: weight; sizes: heads, width; numbers: eps
-    void norm(const Command& c) {
+    void rms_norm(const Instruction& c) {
         const auto* weight = static_cast<const float*>(c.object);
-        machine_.rows_.norm(context_, {weight, c.numbers[0], c.type, rows(c.in[0]), rows(c.out), c.sizes[0], c.sizes[1], count(c)});
+        cpu_.rows_.rms_norm(context_, {weight, c.numbers[0], c.type, rows(c.in[0]), rows(c.out), c.sizes[0], c.sizes[1], count(c)});
     }
 
-    // in: x, positions; object: Turns; sizes: heads, dim, rotary
-    void rope(const Command& c) {
-        const auto& [table, directions] = *static_cast<const Turns*>(c.object);
-        machine_.rows_.rope(context_, {table, directions, rows(c.in[1]), c.type, rows(c.in[0]), rows(c.out), c.sizes[0], c.sizes[1],
+    // in: x, positions; object: RopeTable; sizes: heads, dim, rotary
+    void rope(const Instruction& c) {
+        const auto& [cos_sin, angle_axes] = *static_cast<const RopeTable*>(c.object);
+        cpu_.rows_.rope(context_, {cos_sin, angle_axes, rows(c.in[1]), c.type, rows(c.in[0]), rows(c.out), c.sizes[0], c.sizes[1],
                                        c.sizes[2], count(c)});
     }
 
     // in: x; sizes: width, activation
-    void gated(const Command& c) {
+    void gated_act(const Instruction& c) {
         const auto activation = static_cast<Activation>(c.sizes[1]);
-        machine_.rows_.gated(context_, {activation, c.type, rows(c.in[0]), rows(c.out), c.sizes[0], count(c)});
+        cpu_.rows_.gated_act(context_, {activation, c.type, rows(c.in[0]), rows(c.out), c.sizes[0], count(c)});
     }
 
     // in: k, v, slots; object: KV
-    void write_kv(const Command& c) {
+    void write_kv(const Instruction& c) {
         const KV& kv = *static_cast<const KV*>(c.object);
-        machine_.rows_.write_kv(context_, {kv, ints(c.in[2]), c.type, rows(c.in[0]), rows(c.in[1]), count(c)});
+        cpu_.rows_.write_kv(context_, {kv, ints(c.in[2]), c.type, rows(c.in[0]), rows(c.in[1]), count(c)});
     }
 
     // in: q; object: KV; sizes: heads, window; numbers: scale, softcap
-    void attention(const Command& c) {
-        machine_.attention_(context_, {*static_cast<const KV*>(c.object), ints(Space::POSITIONS), ints(Space::BLOCK_TABLES),
-                                       ints(Space::ROW_STARTS), inputs_.num_requests, inputs_.table_width, inputs_.block_size,
-                                       c.type, rows(c.in[0]), rows(c.out), c.sizes[0], c.sizes[1], c.numbers[0], c.numbers[1]});
+    void attention(const Instruction& c) {
+        cpu_.attention_(context_, {*static_cast<const KV*>(c.object), ints(AddressSpace::POSITIONS),
+                                   ints(AddressSpace::BLOCK_TABLES), ints(AddressSpace::QUERY_START_LOC),
+                                   inputs_.num_requests, inputs_.table_width, inputs_.block_size, c.type, rows(c.in[0]),
+                                   rows(c.out), c.sizes[0], c.sizes[1], c.numbers[0], c.numbers[1]});
     }
 
     // out: x, in place; sizes: width; numbers: cap
-    void softcap(const Command& c) {
-        machine_.rows_.softcap(context_, {c.numbers[0], rows(c.out), c.sizes[0], count(c)});
+    void softcap(const Instruction& c) {
+        cpu_.rows_.softcap(context_, {c.numbers[0], rows(c.out), c.sizes[0], count(c)});
     }
 
-    int64_t count(const Command& c) const { return c.sampled ? inputs_.num_sampled : inputs_.num_rows; }
+    int64_t count(const Instruction& c) const { return c.sampled ? inputs_.num_sampled : inputs_.num_rows; }
 
-    char* base(Space space) const { return inputs_.spaces[static_cast<int>(space)]; }
+    char* base(AddressSpace space) const { return inputs_.spaces[static_cast<int>(space)]; }
 
-    // Spaces begin anywhere, also nowhere (ABSOLUTE): no pointer arithmetic on a null pointer.
+    // The base of ABSOLUTE is null: no pointer arithmetic on it.
     char* address(const Operand& operand) const {
         const auto begin = reinterpret_cast<uintptr_t>(base(operand.space));
         return reinterpret_cast<char*>(begin + operand.address + operand.per_row * inputs_.num_rows);
     }
 
-    Rows rows(const Operand& operand) const { return {address(operand), operand.stride}; }
+    RowView rows(const Operand& operand) const { return {address(operand), operand.stride}; }
 
     const int64_t* ints(const Operand& operand) const { return reinterpret_cast<const int64_t*>(address(operand)); }
 
-    const int64_t* ints(Space space) const { return reinterpret_cast<const int64_t*>(base(space)); }
+    const int64_t* ints(AddressSpace space) const { return reinterpret_cast<const int64_t*>(base(space)); }
 
-    Machine& machine_;
-    const Inputs& inputs_;
+    CpuContext& cpu_;
+    const ProgramInputs& inputs_;
     Context context_;
 };
 
-void Machine::run(const Command* commands, int64_t count, const Inputs& inputs) {
+void CpuContext::run(const Instruction* instructions, int64_t count, const ProgramInputs& inputs) {
     const FloatMode mode;
-    Run run(*this, inputs);
-    for (int64_t i = 0; i < count; i++) run.execute(commands[i]);
+    Interpreter interpreter(*this, inputs);
+    for (int64_t i = 0; i < count; i++) interpreter.execute(instructions[i]);
 }
 
 }  // namespace foreword

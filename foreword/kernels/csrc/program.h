@@ -1,4 +1,4 @@
-// A forward pass as a list of commands, recorded once (kernels/cpu/program.py) and run for any number of rows.
+// A forward pass as a list of instructions, traced once (kernels/cpu/program.py) and run for any number of rows.
 #pragma once
 
 #include <cstdint>
@@ -7,29 +7,31 @@
 
 namespace foreword {
 
-enum class Op : int32_t { LINEAR, EMBEDDING, ADD, TAKE_ROWS, NORM, ROPE, GATED, WRITE_KV, ATTENTION, SOFTCAP };
+enum class Opcode : int32_t { LINEAR, EMBEDDING, ADD, INDEX_ROWS, RMS_NORM, ROPE, GATED_ACT, WRITE_KV, ATTENTION, SOFTCAP };
 
-// Where an address begins.
-enum class Space : int64_t { ABSOLUTE, ARENA, TOKEN_IDS, POSITIONS, SLOTS, BLOCK_TABLES, ROW_STARTS, SAMPLE_ROWS, ROPE_POSITIONS, OUTPUT, COUNT };
+// The base of an address.
+enum class AddressSpace : int64_t {
+    ABSOLUTE, ARENA, TOKEN_IDS, POSITIONS, SLOTS, BLOCK_TABLES, QUERY_START_LOC, SAMPLE_ROWS, MROPE_POSITIONS, OUTPUT, COUNT
+};
 
-// Rows from spaces[space] + address + per_row * (rows of the batch) on, `stride` bytes each.
+// Rows from spaces[space] + address + per_row * (rows of the batch), `stride` bytes apart.
 struct Operand {
-    Space space;
+    AddressSpace space;
     int64_t address;
     int64_t per_row;
     int64_t stride;
 };
 
-// How rope turns: as RopeArgs has them.
-struct Turns {
-    const float* table;
-    const int32_t* directions;
+// Fields of RopeArgs.
+struct RopeTable {
+    const float* cos_sin;
+    const int32_t* angle_axes;
 };
 
-// One operation. What the fields hold is told by the functions of program.cpp that read them.
-//   sampled  it has as many rows as are sampled, else as the batch has
-struct Command {
-    Op op;
+// One operation; the functions of program.cpp define its fields.
+//   sampled  it runs on the sampled rows, else on all rows of the batch
+struct Instruction {
+    Opcode op;
     int32_t sampled;
     Type type, out_type;
     Operand in[3];
@@ -39,28 +41,28 @@ struct Command {
     float numbers[2];
 };
 
-// What differs from one run to the next: see core/batch.py.
-struct Inputs {
+// The inputs of one run: see core/batch.py.
+struct ProgramInputs {
     int64_t num_rows, num_sampled, num_requests, table_width, block_size;
-    char* spaces[static_cast<int>(Space::COUNT)];
+    char* spaces[static_cast<int>(AddressSpace::COUNT)];
 };
 
-// One engine's or drafter's way to compute.
-class Machine {
+// Threads and kernels of one model.
+class CpuContext {
 public:
-    Machine(Isa isa, int num_threads);
+    CpuContext(Isa isa, int num_threads);
 
-    void run(const Command* commands, int64_t count, const Inputs& inputs);
-    Pool& pool() { return pool_; }
+    void run(const Instruction* instructions, int64_t count, const ProgramInputs& inputs);
+    ThreadPool& pool() { return pool_; }
 
 private:
-    Pool pool_;
+    ThreadPool pool_;
     Buffer shared_;
     const RowKernels& rows_;
     Linear dense_, quantized_;
     Attention attention_;
 
-    friend class Run;
+    friend class Interpreter;
 };
 
 }  // namespace foreword

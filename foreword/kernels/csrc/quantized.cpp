@@ -7,13 +7,13 @@ namespace foreword {
 namespace {
 
 constexpr int64_t ITEM_BYTES = 96 << 10;   // of weights that one item reads
-constexpr int64_t ALONE_BYTES = 32 << 10;  // of weights times rows that one thread multiplies sooner than it wakes others
-constexpr int64_t ITEMS_EACH = 4;          // items of each thread, at least: they do not take equally long
+constexpr int64_t MIN_PARALLEL_BYTES = 32 << 10;  // of weights times rows that one thread multiplies sooner than it wakes others
+constexpr int64_t ITEMS_EACH = 4;          // work items per thread, at least: they do not take equally long
 constexpr int64_t CHUNK_BYTES = 512 << 10;  // of rounded rows that stay in a cache while all weights pass
 constexpr int64_t TURN_ROWS = 64;  // that use a tile one after the other; a multiple of every group
-constexpr int64_t MIN_SHARED_VALUES = 1 << 14;  // rounding fewer is not worth waking anyone
+constexpr int64_t MIN_SHARED_VALUES = 1 << 14;  // values; fewer are quantized sooner than a thread wakes
 
-// Where everything of one product is.
+// The layout of one product.
 struct Plan {
     const QuantizedKernels& kernels;
     const LinearArgs& args;
@@ -30,21 +30,21 @@ struct Plan {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Tiles that the instruction set takes at once.
+// Tiles of one kernel call.
 int64_t tiles_together(const QuantizedKernels& kernels, const LinearArgs& args) {
-    return args.weight.kind == Kind::I8 && kernels.pair != nullptr && args.rows > kernels.max_group ? 2 : 1;
+    return args.weight.format == Format::I8 && kernels.pair != nullptr && args.rows > kernels.max_group ? 2 : 1;
 }
 
 int64_t tiles_of_item(const LinearArgs& args, int64_t stride, int64_t together, int threads) {
     const int64_t tiles = num_tiles(args.weight.n);
-    if (tiles * stride * args.rows <= ALONE_BYTES) return tiles;
+    if (tiles * stride * args.rows <= MIN_PARALLEL_BYTES) return tiles;
     return std::max(together, std::min(ITEM_BYTES / stride, tiles / (ITEMS_EACH * threads)));
 }
 
 Plan make_plan(const QuantizedKernels& kernels, Context& context, const LinearArgs& args) {
     const Weight& weight = args.weight;
-    const RowSize size = row_size(weight.kind, weight.k);
-    const int64_t stride = tile_bytes(weight.kind, weight.k);
+    const RowSize size = row_size(weight.format, weight.k);
+    const int64_t stride = tile_bytes(weight.format, weight.k);
     const int64_t together = tiles_together(kernels, args);
     const int64_t item_tiles = tiles_of_item(args, stride, together, context.pool.size());
     const int64_t group = kernels.max_group;
@@ -56,7 +56,7 @@ Plan make_plan(const QuantizedKernels& kernels, Context& context, const LinearAr
     return {kernels, args, size, stride, item_tiles, column_items, chunk, group, quads, scales, sums};
 }
 
-// The group that begins with row `begin`.
+// The group from row `begin`.
 Group group_at(const Plan& plan, int64_t begin) {
     const int64_t rows = std::min(plan.group_rows, plan.args.rows - begin);
     const RowSize& size = plan.size;
@@ -66,21 +66,21 @@ Group group_at(const Plan& plan, int64_t begin) {
 void round_group(const Plan& plan, int64_t begin) {
     const LinearArgs& args = plan.args;
     const Group group = group_at(plan, begin);
-    const Rounding rounding = rounding_of(args.weight.kind);
+    const Rounding rounding = rounding_of(args.weight.format);
     for (int64_t row = 0; row < group.rows; row++) {
         const char* x = args.x.data + (begin + row) * args.x.stride;
         plan.kernels.round_row(rounding, plan.size, args.x_type, x, args.weight.k, row, group);
     }
 }
 
-void round_rows(Pool& pool, const Plan& plan) {
+void round_rows(ThreadPool& pool, const Plan& plan) {
     const int64_t groups = ceil_div(plan.args.rows, plan.group_rows);
     const auto round = [&](int64_t item, int) { round_group(plan, item * plan.group_rows); };
     if (plan.args.rows * plan.args.weight.k >= MIN_SHARED_VALUES) return pool.run(groups, round);
     for (int64_t item = 0; item < groups; item++) round(item, 0);
 }
 
-// Columns of `count` tiles, rows from `row` on.
+// Columns of `count` tiles, rows from `row`.
 Output output_at(const LinearArgs& args, int64_t row, int64_t tile, int64_t count) {
     const int64_t column = tile * TILE;
     const float* bias = args.weight.bias == nullptr ? nullptr : args.weight.bias + column;
@@ -88,11 +88,11 @@ Output output_at(const LinearArgs& args, int64_t row, int64_t tile, int64_t coun
     return {{y, args.y.stride}, args.y_type, std::min(count * TILE, args.weight.n - column), bias};
 }
 
-// A group of rows times tiles [tile, tile + count): one, or a pair that the instruction set takes at once.
+// A group of rows times tiles [tile, tile + count): one, or a pair in one kernel call.
 void multiply_group(const Plan& plan, int64_t row, int64_t tile, int64_t count) {
     const LinearArgs& args = plan.args;
     const Group group = group_at(plan, row);
-    const auto& products = plan.kernels.products[static_cast<int>(args.weight.kind) - static_cast<int>(Kind::I8)];
+    const auto& products = plan.kernels.products[static_cast<int>(args.weight.format) - static_cast<int>(Format::I8)];
     const Product product = count == 2 ? plan.kernels.pair : products[group.rows - 1];
     product(args.weight.tiles + tile * plan.tile_stride, plan.size, group, output_at(args, row, tile, count));
 }
@@ -108,8 +108,8 @@ void multiply_tiles(const Plan& plan, int64_t tile, int64_t count, int64_t row_b
     }
 }
 
-// Items run through all columns for one chunk of rows before the next chunk. Within an item, some rows after the others run
-// through its tiles: these stay in a cache, and what they write to stands together.
+// Items cover all columns for one chunk of rows before the next chunk. Within an item, groups of rows run in turn through
+// its tiles, which stay in a cache; their outputs are adjacent.
 void multiply_item(const Plan& plan, int64_t item) {
     const int64_t tile = item % plan.column_items * plan.item_tiles, row = item / plan.column_items * plan.chunk_rows;
     const int64_t tile_end = std::min(tile + plan.item_tiles, num_tiles(plan.args.weight.n));

@@ -1,6 +1,6 @@
-// Quantized weights times tiles of rounded rows: TDPBUSD and TDPBSSD, for many rows. Few are left to AVX-512.
+// Quantized weights times tiles of quantized rows: TDPBUSD and TDPBSSD, for many rows; AVX-512 for few.
 //
-// Sums of integers are exact, and floats follow in the order of the other instruction sets: the bits are the same.
+// Integer sums are exact, and floats follow the order of the other instruction sets: the bits are the same.
 #include "quantized.h"
 
 #if FOREWORD_X86
@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "target_amx.h"
+#include "isa_push_amx.h"
 
 namespace foreword {
 namespace {
@@ -20,35 +20,35 @@ namespace {
 #include "quantized_tiles.inc"
 #include "quantized_unpacked.inc"
 
-constexpr int64_t PASS_ROWS = 256;          // that stay in the second-level cache while all weights pass
-constexpr int64_t ITEMS_EACH = 4;           // items of each thread, at least
+constexpr int64_t PASS_ROWS = 256;          // that stay in the L2 cache while all weights pass
+constexpr int64_t ITEMS_EACH = 4;           // work items per thread, at least
 constexpr int64_t MAX_ITEM_TILES = 8;
-constexpr int64_t MIN_SHARED_VALUES = 1 << 14;  // rounding fewer is not worth waking anyone
+constexpr int64_t MIN_SHARED_VALUES = 1 << 14;  // values; fewer are quantized sooner than a thread wakes
 
-// Fewer rows do not repay a register of 16, or taking the weights apart.
-constexpr int64_t min_rows(Kind kind) { return kind == Kind::I8 || kind == Kind::Q4_K || kind == Kind::Q5_K ? 17 : 64; }
+// Fewer rows do not pay for a register of 16 rows, or for unpacking the weights.
+constexpr int64_t min_rows(Format format) { return format == Format::I8 || format == Format::Q4_K || format == Format::Q5_K ? 17 : 64; }
 
-template <Kind KIND>
+template <Format KIND>
 constexpr MultiplyTiles multiply_tiles_of() {
-    if constexpr (KIND == Kind::I8) return multiply_whole;
-    if constexpr (KIND != Kind::I8) return multiply_blocks<KIND>;
+    if constexpr (KIND == Format::I8) return multiply_whole;
+    if constexpr (KIND != Format::I8) return multiply_blocks<KIND>;
 }
 
-MultiplyTiles multiply_tiles_of(Kind kind) {
-    switch (kind) {
-        case Kind::I8: return multiply_tiles_of<Kind::I8>();
-        case Kind::Q8_0: return multiply_tiles_of<Kind::Q8_0>();
-        case Kind::Q5_0: return multiply_tiles_of<Kind::Q5_0>();
-        case Kind::Q4_K: return multiply_tiles_of<Kind::Q4_K>();
-        case Kind::Q5_K: return multiply_tiles_of<Kind::Q5_K>();
-        case Kind::Q6_K: return multiply_tiles_of<Kind::Q6_K>();
-        default: return multiply_tiles_of<Kind::Q4_0>();
+MultiplyTiles multiply_tiles_of(Format format) {
+    switch (format) {
+        case Format::I8: return multiply_tiles_of<Format::I8>();
+        case Format::Q8_0: return multiply_tiles_of<Format::Q8_0>();
+        case Format::Q5_0: return multiply_tiles_of<Format::Q5_0>();
+        case Format::Q4_K: return multiply_tiles_of<Format::Q4_K>();
+        case Format::Q5_K: return multiply_tiles_of<Format::Q5_K>();
+        case Format::Q6_K: return multiply_tiles_of<Format::Q6_K>();
+        default: return multiply_tiles_of<Format::Q4_0>();
     }
 }
 
-// Rounded rows [first, first + rows) in the shared buffer.
+// Quantized rows [first, first + rows) in the shared buffer.
 Panel make_panel(Context& context, const LinearArgs& args, int64_t first, int64_t rows) {
-    const RowSize size = row_size(args.weight.kind, args.weight.k);
+    const RowSize size = row_size(args.weight.format, args.weight.k);
     const int64_t steps = (size.quads + STEP_QUADS - 1) / STEP_QUADS, groups = round_up((rows + HEIGHT - 1) / HEIGHT, 2);
     char* memory = context.shared.get(groups * HEIGHT * (steps * LINE + 4 * (size.scales + size.sums)));
     auto* scales = reinterpret_cast<float*>(memory + groups * HEIGHT * steps * LINE);
@@ -60,7 +60,7 @@ void round_to_panel(const LinearArgs& args, const Panel& panel, int64_t row, cha
     const RowSize& size = panel.size;
     const Group alone{reinterpret_cast<int32_t*>(scratch), panel.scales + row * size.scales, panel.sums + row * size.sums, 1};
     const char* x = args.x.data + (panel.first + row) * args.x.stride;
-    round_row(rounding_of(args.weight.kind), size, args.x_type, x, args.weight.k, 0, alone);
+    round_row(rounding_of(args.weight.format), size, args.x_type, x, args.weight.k, 0, alone);
     char* to = panel.x + row / HEIGHT * panel.group_bytes() + row % HEIGHT * LINE;
     for (int64_t step = 0; step < panel.steps; step++) std::memcpy(to + step * STEP_BYTES, scratch + step * LINE, LINE);
 }
@@ -73,18 +73,18 @@ void round_rows(Context& context, const LinearArgs& args, const Panel& panel) {
     for (int64_t row = 0; row < panel.rows; row++) round(row, 0);
 }
 
-int64_t scratch_bytes(Kind kind, const Panel& panel) {
-    return kind == Kind::I8 ? panel.groups * 2 * STEP_BYTES : unpacked_bytes(kind, panel.steps) + 6 * STEP_BYTES;
+int64_t scratch_bytes(Format format, const Panel& panel) {
+    return format == Format::I8 ? panel.groups * 2 * STEP_BYTES : unpacked_bytes(format, panel.steps) + 6 * STEP_BYTES;
 }
 
 void multiply_panel(Context& context, const LinearArgs& args, const Panel& panel) {
     const int64_t tiles = num_tiles(args.weight.n), fair = tiles / (ITEMS_EACH * context.pool.size());
     const int64_t each = smaller(round_up(fair + 1, 2), MAX_ITEM_TILES);
-    const MultiplyTiles multiply = multiply_tiles_of(args.weight.kind);
+    const MultiplyTiles multiply = multiply_tiles_of(args.weight.format);
     context.pool.run((tiles + each - 1) / each, [&](int64_t item, int thread) {
-        shape_registers(args.weight.kind);
+        shape_registers(args.weight.format);
         for (int64_t tile = item * each; tile < smaller((item + 1) * each, tiles); tile += 2) {
-            multiply(args, panel, tile, context.pool.scratch(thread, scratch_bytes(args.weight.kind, panel)));
+            multiply(args, panel, tile, context.pool.scratch(thread, scratch_bytes(args.weight.format, panel)));
         }
         _tile_release();
     });
@@ -93,7 +93,7 @@ void multiply_panel(Context& context, const LinearArgs& args, const Panel& panel
 }  // namespace
 
 void quantized_amx(Context& context, const LinearArgs& args) {
-    if (args.rows < min_rows(args.weight.kind)) return quantized_linear(Isa::AVX512)(context, args);
+    if (args.rows < min_rows(args.weight.format)) return quantized_linear(Isa::AVX512)(context, args);
     for (int64_t row = 0; row < args.rows; row += PASS_ROWS) {
         const Panel panel = make_panel(context, args, row, smaller(PASS_ROWS, args.rows - row));
         round_rows(context, args, panel);
@@ -103,5 +103,5 @@ void quantized_amx(Context& context, const LinearArgs& args) {
 
 }  // namespace foreword
 
-#include "target_end.h"
+#include "isa_pop.h"
 #endif

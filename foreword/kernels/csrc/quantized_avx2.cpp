@@ -1,4 +1,4 @@
-// Quantized products with AVX2. A product of two bytes is 16 bits wide: as many are added as fit before they widen.
+// Quantized products with AVX2. A product of two bytes is 16 bits wide: products are added in 16 bits as long as they fit.
 #include "quantized.h"
 
 #if FOREWORD_X86
@@ -9,12 +9,12 @@
 #include <type_traits>
 #include <utility>
 
-#include "target_avx2.h"
+#include "isa_push_avx2.h"
 
 namespace foreword {
 namespace {
 
-constexpr int64_t AHEAD = 8192;  // bytes that weights are fetched into the second cache before their use
+constexpr int64_t AHEAD = 8192;  // bytes of weights to prefetch into the L2 cache
 
 // Columns 0-7 and 8-15.
 struct Quads {
@@ -106,7 +106,7 @@ inline void store_floats(Floats a, char* p, int64_t count) {
     std::memcpy(p, values, count * sizeof(float));
 }
 
-// To the nearest, ties to even; in the upper halves.
+// To nearest, ties to even; in the upper halves.
 inline __m256i round_bfloats(__m256 a) {
     const __m256i bits = _mm256_castps_si256(a), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7fff));
@@ -153,7 +153,7 @@ inline __m256i load_half(const uint8_t* p) { return _mm256_load_si256(reinterpre
 
 inline void fetch_near(const int32_t*) {}
 
-// Weights of 8 bits are made signed.
+// 8-bit weights become signed.
 inline Quads load_bytes(const uint8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p + AHEAD), _MM_HINT_T1);
     const __m256i flip = _mm256_set1_epi8(-128);
@@ -181,7 +181,7 @@ inline Quads with_upper(Quads w, const uint8_t* plane) {
     return w;
 }
 
-// What a sum of products begins with, or is corrected with, to be that of signed weights. Those of 8 bits are signed already.
+// Start value or correction that turns a sum over unsigned weights into that of signed ones; 8-bit weights are signed.
 template <int BITS>
 inline Ints start(int32_t correction) {
     return BITS == 8 ? zero_ints() : all(correction);
@@ -226,7 +226,7 @@ inline void dot(Ints (&sums)[ROWS], const Quads (&w)[COUNT], const int32_t* x) {
     }
 }
 
-constexpr int RUN = 4;  // rows that take turns
+constexpr int RUN = 4;  // rows interleaved to hide latency
 
 #include "quantized_kernels.inc"
 
@@ -238,6 +238,6 @@ const QuantizedKernels& quantized_avx2() { return KERNELS; }
 
 }  // namespace foreword
 
-#include "target_end.h"
+#include "isa_pop.h"
 
 #endif

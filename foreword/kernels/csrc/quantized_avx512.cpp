@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "target_avx512.h"
+#include "isa_push_avx512.h"
 
 namespace foreword {
 namespace {
@@ -69,5 +69,5 @@ const QuantizedKernels& quantized_avx512() { return KERNELS; }
 
 }  // namespace foreword
 
-#include "target_end.h"
+#include "isa_pop.h"
 #endif

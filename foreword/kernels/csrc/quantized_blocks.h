@@ -1,4 +1,4 @@
-// The blocks of GGUF as they stand in files, and how to take them apart.
+// The blocks of GGUF files, and how to unpack them.
 #pragma once
 
 #include <cstdint>
@@ -11,36 +11,36 @@ namespace foreword {
 constexpr int SMALL = 32;    // values of a block of Q8_0, Q5_0, Q4_0 (and I4)
 constexpr int SUPER = 256;   // values of a block of Q4_K, Q5_K, Q6_K
 
-constexpr bool is_super(Kind kind) { return kind >= Kind::Q4_K; }
+constexpr bool is_super(Format format) { return format >= Format::Q4_K; }
 
 // Bits of one quantized value.
-constexpr int bits_of(Kind kind) {
-    switch (kind) {
-        case Kind::I8:
-        case Kind::Q8_0: return 8;
-        case Kind::Q6_K: return 6;
-        case Kind::Q5_0:
-        case Kind::Q5_K: return 5;
+constexpr int bits_of(Format format) {
+    switch (format) {
+        case Format::I8:
+        case Format::Q8_0: return 8;
+        case Format::Q6_K: return 6;
+        case Format::Q5_0:
+        case Format::Q5_K: return 5;
         default: return 4;
     }
 }
 
-// Quantized values are stored unsigned: what stands for zero. (Q4_K and Q5_K have a minimum of their own instead.)
-constexpr int zero_of(Kind kind) { return kind == Kind::Q4_K || kind == Kind::Q5_K ? 0 : 1 << (bits_of(kind) - 1); }
+// Quantized values are stored unsigned: the value of zero. (Q4_K and Q5_K have a minimum instead.)
+constexpr int zero_of(Format format) { return format == Format::Q4_K || format == Format::Q5_K ? 0 : 1 << (bits_of(format) - 1); }
 
 // Bytes of one block in a file.
-constexpr int64_t file_block_bytes(Kind kind) {
-    switch (kind) {
-        case Kind::Q8_0: return 34;
-        case Kind::Q5_0: return 22;
-        case Kind::Q4_0: return 18;
-        case Kind::Q4_K: return 144;
-        case Kind::Q5_K: return 176;
+constexpr int64_t file_block_bytes(Format format) {
+    switch (format) {
+        case Format::Q8_0: return 34;
+        case Format::Q5_0: return 22;
+        case Format::Q4_0: return 18;
+        case Format::Q4_K: return 144;
+        case Format::Q5_K: return 176;
         default: return 210;
     }
 }
 
-// 32 values: d * (q - zero_of(kind)). d is a float16.
+// 32 values: d * (q - zero_of(format)). d is a float16.
 struct SmallBlock {
     uint16_t d;
     uint8_t q[SMALL];
@@ -59,9 +59,9 @@ inline uint16_t read_half(const uint8_t* bytes) {
     return half;
 }
 
-void read_small_block(Kind kind, const uint8_t* bytes, SmallBlock& block);
-void read_super_block(Kind kind, const uint8_t* bytes, SuperBlock& block);
-void block_values(Kind kind, const SmallBlock& block, float* out);
-void block_values(Kind kind, const SuperBlock& block, float* out);
+void read_small_block(Format format, const uint8_t* bytes, SmallBlock& block);
+void read_super_block(Format format, const uint8_t* bytes, SuperBlock& block);
+void block_values(Format format, const SmallBlock& block, float* out);
+void block_values(Format format, const SuperBlock& block, float* out);
 
 }  // namespace foreword

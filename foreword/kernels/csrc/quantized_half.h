@@ -27,12 +27,12 @@ inline float half_to_float(uint16_t half) {
     return float_of_bits(sign | bits);
 }
 
-// To the nearest, ties to even; what is too large becomes infinity, NaN stays NaN.
+// To nearest, ties to even; overflow becomes infinity, NaN stays NaN.
 inline uint16_t float_to_half(float value) {
     const uint32_t bits = bits_of_float(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
     if (magnitude > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
     if (magnitude >= 0x47800000) return static_cast<uint16_t>(sign | 0x7c00);
-    if (magnitude < 0x38800000) {  // below 2^-14: the last place is 2^-24, as that of 0.5f
+    if (magnitude < 0x38800000) {  // below 2^-14: the unit in the last place is 2^-24, as of 0.5f
         return static_cast<uint16_t>(sign | (bits_of_float(float_of_bits(magnitude) + 0.5f) - bits_of_float(0.5f)));
     }
     const uint32_t odd = magnitude >> 13 & 1;

@@ -1,4 +1,4 @@
-// How quantized weights lie in a tile: TILE columns (rows of the weight), block after block of k.
+// Layout of quantized weights in a tile: TILE columns (rows of the weight), block after block of k.
 //
 // 32 values of each column are a group: 64 bytes for every bit of a value. Numbered by quads of consecutive k,
 //   bytes [4][16][4]  the low halves: quad j in bits 0-3, quad j + 4 in bits 4-7          (8 bits: [8][16][4], whole bytes)
@@ -19,20 +19,20 @@
 
 namespace foreword {
 
-constexpr int64_t I8_MULTIPLE = 64;  // k of I8 is filled up to a multiple of this
+constexpr int64_t I8_MULTIPLE = 64;  // k of I8 is padded to a multiple of this
 
-constexpr int64_t group_bytes(Kind kind) { return 64 * bits_of(kind); }
+constexpr int64_t group_bytes(Format format) { return 64 * bits_of(format); }
 
-// Kinds with a scale for each 32 values: bytes of the tile before the quants and the scales of a block.
-constexpr int64_t pair_bytes(Kind kind) { return 64 + 2 * group_bytes(kind); }
-constexpr int64_t quants_at(Kind kind, int64_t block) {
-    return block / 2 * pair_bytes(kind) + 64 + block % 2 * group_bytes(kind);
+// Formats with a scale for each 32 values: bytes of the tile before the quants and the scales of a block.
+constexpr int64_t pair_bytes(Format format) { return 64 + 2 * group_bytes(format); }
+constexpr int64_t quants_at(Format format, int64_t block) {
+    return block / 2 * pair_bytes(format) + 64 + block % 2 * group_bytes(format);
 }
-constexpr int64_t scales_at(Kind kind, int64_t block) { return block / 2 * pair_bytes(kind) + block % 2 * 32; }
+constexpr int64_t scales_at(Format format, int64_t block) { return block / 2 * pair_bytes(format) + block % 2 * 32; }
 
-// Kinds with blocks of 256: where things are in a block.
+// Formats with blocks of 256: offsets in a block.
 constexpr int64_t SUPER_SCALES = 64, SUPER_MINS = 192;
 constexpr int64_t SUPER_QUANTS = 320;
-constexpr int64_t super_bytes(Kind kind) { return SUPER_QUANTS + 8 * group_bytes(kind); }
+constexpr int64_t super_bytes(Format format) { return SUPER_QUANTS + 8 * group_bytes(format); }
 
 }  // namespace foreword

@@ -140,7 +140,7 @@ inline Quads with_upper(Quads w, const uint8_t* plane) {
     return w;
 }
 
-// What a sum of products of unsigned weights begins with, or is corrected with, to be that of the signed ones.
+// Start value or correction that turns a sum over unsigned weights into that of signed ones.
 template <int BITS>
 inline Ints start(int32_t correction) {
     return all(correction);
@@ -168,7 +168,7 @@ inline void dot(Ints (&sums)[ROWS], const Quads (&w)[COUNT], const int32_t* x) {
 
 inline void fetch_near(const int32_t*) {}
 
-constexpr int RUN = 4;  // rows that take turns
+constexpr int RUN = 4;  // rows interleaved to hide latency
 
 #include "quantized_kernels.inc"
 

@@ -1,7 +1,7 @@
 // Passes over a row of logits that filters and sampling share.
 //
-// Rows are float32 [num_rows, width], contiguous. A row is sound if it holds a finite value and neither NaN nor +inf;
-// filters leave other rows as they are.
+// Rows are float32 [num_rows, width], contiguous. A row is finite if it holds a finite value and neither NaN nor +inf;
+// filters leave other rows unchanged.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,13 @@
 #include "noise.h"
 #include "portable_math.h"
 #include "sampler.h"
-#include "selection.h"
+#include "topk.h"
 
-// One binary for every x86-64: the loader picks the widest version that the processor runs.
+// One binary for every x86-64: the loader picks the best version for the processor.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define WIDEST __attribute__((target_clones("default", "avx2", "avx512f")))
+#define MULTIVERSION __attribute__((target_clones("default", "avx2", "avx512f")))
 #else
-#define WIDEST
+#define MULTIVERSION
 #endif
 
 namespace foreword {
@@ -28,7 +28,7 @@ namespace {
 
 constexpr float MASKED = -std::numeric_limits<float>::infinity();
 
-// A float as a whole number of the same order: unlike a float's, its maximum may be taken in any order, so in vectors.
+// A float as an integer of the same order: its maximum is order-independent, so it vectorizes.
 inline int32_t ordered(float value) {
     const int32_t raw = bits<int32_t>(value);
     return raw ^ ((raw >> 31) & 0x7fffffff);
@@ -36,12 +36,12 @@ inline int32_t ordered(float value) {
 
 inline float from_ordered(int32_t value) { return bits<float>(value ^ ((value >> 31) & 0x7fffffff)); }
 
-struct Peak {
+struct RowMax {
     float value;
-    bool sound;
+    bool finite;
 };
 
-WIDEST Peak find_peak(const float* values, int64_t width) {
+MULTIVERSION RowMax find_max(const float* values, int64_t width) {
     int32_t top = ordered(MASKED), nans = 0;
     for (int64_t i = 0; i < width; i++) {
         top = std::max(top, ordered(values[i]));
@@ -51,7 +51,7 @@ WIDEST Peak find_peak(const float* values, int64_t width) {
     return {value, nans == 0 && std::isfinite(value)};
 }
 
-// The first CHUNK values from `first`, -inf beyond the row.
+// CHUNK values from `first`, -inf beyond the row.
 inline void load_chunk(Row row, int64_t first, float (&values)[CHUNK]) {
     if (row.width - first >= CHUNK) {
         std::memcpy(values, row.values + first, sizeof values);
@@ -66,34 +66,34 @@ inline float chunk_max(const float (&values)[CHUNK]) {
     return from_ordered(top);
 }
 
-// exp(value - top) of each value, in units of 2^-42; returns the sum.
-WIDEST int64_t masses(Row row, float top, int64_t* weights) {
+// exp(value - top) of each value in units of 2^-42; returns the sum.
+MULTIVERSION int64_t exp_weights(Row row, float top, int64_t* weights) {
     int64_t sum = 0;
     for (int64_t first = 0; first < row.width; first += CHUNK) {
         float values[CHUNK];
         int64_t found[CHUNK] = {};
         load_chunk(row, first, values);
         if (chunk_max(values) != MASKED)
-            for (int i = 0; i < CHUNK; i++) found[i] = mass(static_cast<double>(values[i]) - static_cast<double>(top));
+            for (int i = 0; i < CHUNK; i++) found[i] = exp_fixed_point(static_cast<double>(values[i]) - static_cast<double>(top));
         for (int64_t weight : found) sum += weight;
         if (weights) std::memcpy(weights + first, found, std::min<int64_t>(CHUNK, row.width - first) * sizeof *found);
     }
     return sum;
 }
 
-WIDEST int64_t weight_above(Row row, float floor, const int64_t* weights) {
+MULTIVERSION int64_t weight_above(Row row, float floor, const int64_t* weights) {
     int64_t sum = 0;
     for (int64_t i = 0; i < row.width; i++) sum += row.values[i] >= floor ? weights[i] : 0;
     return sum;
 }
 
-WIDEST int64_t count_above(Row row, float floor) {
+MULTIVERSION int64_t count_above(Row row, float floor) {
     int32_t count = 0;
     for (int64_t i = 0; i < row.width; i++) count += row.values[i] >= floor;
     return count;
 }
 
-// The ids not further below the peak than it takes to reach `need`; all finite ones if nothing less does.
+// The ids within a power-of-two distance of the maximum that reaches `need`; all finite ids if none does.
 template <class Above>
 std::vector<Entry> candidates(Row row, float top, int64_t need, Above above) {
     float floor = std::numeric_limits<float>::lowest();
@@ -108,10 +108,10 @@ std::vector<Entry> candidates(Row row, float top, int64_t need, Above above) {
     return found;
 }
 
-// The first k ids of a sound row, in no order; fewer if fewer are finite.
+// The first k ids of a finite row, unordered; fewer if fewer are finite.
 std::vector<Entry> first_ids(Row row, float top, int64_t k) {
     auto found = candidates(row, top, k, [&](float floor) { return count_above(row, floor); });
-    found.resize(partition_run(found, k, [](const Entry&) { return int64_t{1}; }));
+    found.resize(partition_prefix(found, k, [](const Entry&) { return int64_t{1}; }));
     return found;
 }
 

@@ -1,6 +1,6 @@
-// Guesses from the longest suffix match: the same as speculation/drafters/suffix_index.py, to the bit, which explains the method.
+// Drafts from the longest suffix match, with the bits of tests/support/suffix_index.py, which explains the method.
 //
-// Memory comes zeroed and is touched only as it fills: a zero is a boundary, or nowhere. Callers have checked handles.
+// Memory is zeroed and touched only as it fills: a zero is a separator, or no slot. Callers have checked handles.
 
 #include <algorithm>
 #include <array>
@@ -16,16 +16,16 @@ namespace {
 
 constexpr int NUM_ORDERS = 4;
 constexpr int ORDERS[NUM_ORDERS] = {1, 2, 4, 8};
-constexpr int MAX_WALK = 16;
-constexpr int MAX_MATCH = 32;
-constexpr int ENOUGH = 4;
-constexpr int MAX_PLACES = 2 * (ENOUGH - 1 + MAX_WALK);
-constexpr double MIN_REACH = 0.05;
-constexpr int64_t OWN_WEIGHT = 4;
-constexpr int32_t SMALLEST = 64;
-constexpr uint64_t FACTOR = 0x9E3779B97F4A7C15;
-constexpr int32_t BOUNDARY = 0;
-constexpr int32_t NOWHERE = 0;
+constexpr int MAX_CHAIN = 16;
+constexpr int MAX_MATCH_LEN = 32;
+constexpr int MIN_MATCHES = 4;
+constexpr int MAX_POSITIONS = 2 * (MIN_MATCHES - 1 + MAX_CHAIN);
+constexpr double MIN_PREFIX_PROB = 0.05;
+constexpr int64_t SELF_WEIGHT = 4;
+constexpr int32_t INITIAL_SLOTS = 64;
+constexpr uint64_t HASH_MULTIPLIER = 0x9E3779B97F4A7C15;
+constexpr int32_t SEPARATOR = 0;
+constexpr int32_t NULL_SLOT = 0;
 
 constexpr int64_t square(int64_t length) { return length * length; }
 
@@ -51,25 +51,25 @@ struct Keys {
     uint32_t of[NUM_ORDERS];
 };
 
-class Slots;
+class TokenRing;
 
-// Where a match goes on: the next token stands at `slot`.
-struct Place {
-    const Slots* slots;
+// The continuation of a match: the next token is at `slot`.
+struct MatchPosition {
+    const TokenRing* slots;
     int32_t slot;
     int32_t length;
     int64_t weight;
 };
 
-struct Places {
+struct MatchPositions {
     int count = 0;
-    std::array<Place, MAX_PLACES> of;
+    std::array<MatchPosition, MAX_POSITIONS> of;
 };
 
-// Class Slots of suffix_index.py.
-class Slots {
+// TokenRing of suffix_index.py.
+class TokenRing {
 public:
-    explicit Slots(int32_t capacity)
+    explicit TokenRing(int32_t capacity)
         : capacity_(capacity), tokens_(capacity), heads_(capacity * int64_t{NUM_ORDERS}), chains_(capacity) {}
 
     int32_t write() const { return write_; }
@@ -84,8 +84,8 @@ public:
         int32_t slot = write_;
         for (int length = 1; length <= ORDERS[NUM_ORDERS - 1]; length++) {
             slot = before(slot);
-            if (tokens_[slot] == BOUNDARY) break;
-            key = (key ^ static_cast<uint64_t>(tokens_[slot])) * FACTOR;
+            if (tokens_[slot] == SEPARATOR) break;
+            key = (key ^ static_cast<uint64_t>(tokens_[slot])) * HASH_MULTIPLIER;
             key ^= key >> 29;
             if (length == ORDERS[keys.count]) keys.of[keys.count++] = static_cast<uint32_t>(key >> 32);
         }
@@ -93,22 +93,22 @@ public:
     }
 
     void append(int32_t token, uint32_t owner) {
-        if (token != BOUNDARY) link(keys(owner));
+        if (token != SEPARATOR) link(keys(owner));
         tokens_[write_] = token;
         chains_[write_].owner = owner;
         write_ = after(write_);
     }
 
-    // Adds where the end of `text` stands here too, by the longest orders that have matches, until there are ENOUGH.
-    void find(const Keys& keys, const Slots& text, uint32_t owner, Places& places) const {
-        const int enough = places.count + ENOUGH;
-        for (int order = keys.count - 1; order >= 0 && places.count < enough; order--) {
-            walk(order, heads_[bucket(order, keys.of[order])], text, owner, places);
+    // Add the matches where the end of `text` occurs here too, longest orders first, until there are MIN_MATCHES.
+    void find(const Keys& keys, const TokenRing& text, uint32_t owner, MatchPositions& matches) const {
+        const int min_matches = matches.count + MIN_MATCHES;
+        for (int order = keys.count - 1; order >= 0 && matches.count < min_matches; order--) {
+            walk(order, heads_[bucket(order, keys.of[order])], text, owner, matches);
         }
     }
 
 private:
-    // Of one slot: the namespace of its token, and the slot before it in the chain of each order.
+    // Per slot: the namespace of its token, and the previous slot in the chain of each order.
     struct Chains {
         uint32_t owner;
         int32_t links[NUM_ORDERS];
@@ -127,29 +127,29 @@ private:
         }
     }
 
-    void walk(int order, int32_t slot, const Slots& text, uint32_t owner, Places& places) const {
+    void walk(int order, int32_t slot, const TokenRing& text, uint32_t owner, MatchPositions& matches) const {
         int32_t youngest = 0;
-        for (int looked = 0; looked < MAX_WALK && slot != NOWHERE; looked++) {
+        for (int visited = 0; visited < MAX_CHAIN && slot != NULL_SLOT; visited++) {
             const int32_t age = slot <= write_ ? write_ - slot : write_ - slot + capacity_ - 1;
             if (age <= youngest) return;
-            const int32_t length = chains_[slot].owner == owner ? common(slot, text) : 0;
+            const int32_t length = chains_[slot].owner == owner ? match_length(slot, text) : 0;
             if (length >= ORDERS[order] && (order == NUM_ORDERS - 1 || length < ORDERS[order + 1])) {
-                places.of[places.count++] = {this, slot, length, square(length) * (this == &text ? OWN_WEIGHT : 1)};
+                matches.of[matches.count++] = {this, slot, length, square(length) * (this == &text ? SELF_WEIGHT : 1)};
             }
             youngest = age;
             slot = chains_[slot].links[order];
         }
     }
 
-    // How many tokens before `slot` are those that end `text`.
-    int32_t common(int32_t slot, const Slots& text) const {
+    // Number of tokens before `slot` that match the end of `text`.
+    int32_t match_length(int32_t slot, const TokenRing& text) const {
         int32_t end = text.write_;
-        for (int32_t length = 0; length < MAX_MATCH; length++) {
+        for (int32_t length = 0; length < MAX_MATCH_LEN; length++) {
             slot = before(slot);
             end = text.before(end);
-            if (tokens_[slot] == BOUNDARY || tokens_[slot] != text.tokens_[end]) return length;
+            if (tokens_[slot] == SEPARATOR || tokens_[slot] != text.tokens_[end]) return length;
         }
-        return MAX_MATCH;
+        return MAX_MATCH_LEN;
     }
 
     int32_t capacity_;
@@ -161,66 +161,66 @@ private:
 
 struct Text {
     uint32_t owner;
-    Slots slots{SMALLEST};
+    TokenRing slots{INITIAL_SLOTS};
 
     void make_room(int64_t count) {
         int64_t capacity = slots.capacity();
         while (slots.write() + count >= capacity) capacity *= 2;
         if (capacity == slots.capacity()) return;
-        Slots larger(static_cast<int32_t>(capacity));
+        TokenRing larger(static_cast<int32_t>(capacity));
         for (int32_t slot = 1; slot < slots.write(); slot++) larger.append(slots.token(slot), owner);
         slots = std::move(larger);
     }
 };
 
-// What places say about one token: the sum of their weights, and the longest match.
+// Votes for one token: the sum of weights, and the longest match.
 struct Vote {
     int32_t token;
     int32_t length;
     int64_t weight;
 };
 
-class Guesser {
+class DraftBuilder {
 public:
-    Guesser(const Slots& text, const std::vector<double>& doubts) : text_(text), doubts_(doubts) {}
+    DraftBuilder(const TokenRing& text, const std::vector<double>& doubts) : text_(text), doubts_(doubts) {}
 
-    // Follows the places for as long as they go on and are likely to be right; returns the number of tokens.
-    int32_t guess(Places& places, int32_t max_tokens, int32_t* token_ids, double* confidence) {
-        double reach = 1.0;
+    // Follow the matches while they continue and are likely correct; returns the number of tokens.
+    int32_t draft(MatchPositions& matches, int32_t max_tokens, int32_t* token_ids, double* confidence) {
+        double prefix_prob = 1.0;
         for (int32_t step = 0; step < max_tokens; step++) {
-            count(places, token_ids);
+            count(matches, token_ids);
             if (num_votes_ == 0) return step;
             const Vote& best = winner();
             const double probability = static_cast<double>(best.weight) / (static_cast<double>(total_) + doubt(best.length, step));
-            reach *= probability;
-            if (reach < MIN_REACH) return step;
+            prefix_prob *= probability;
+            if (prefix_prob < MIN_PREFIX_PROB) return step;
             token_ids[step] = best.token - 1;
             confidence[step] = probability;
-            keep(places, best.token);
+            keep(matches, best.token);
         }
         return max_tokens;
     }
 
 private:
-    // What comes next at each place: votes in the order in which they were found.
-    void count(const Places& places, const int32_t* token_ids) {
+    // Votes for the next token of each match, in the order found.
+    void count(const MatchPositions& matches, const int32_t* token_ids) {
         num_votes_ = 0;
         total_ = 0;
-        for (int i = 0; i < places.count; i++) {
-            const Place& place = places.of[i];
-            tokens_[i] = next(place, token_ids);
-            if (tokens_[i] == BOUNDARY) continue;
+        for (int i = 0; i < matches.count; i++) {
+            const MatchPosition& match = matches.of[i];
+            tokens_[i] = next(match, token_ids);
+            if (tokens_[i] == SEPARATOR) continue;
             Vote& vote = vote_for(tokens_[i]);
-            vote.weight += place.weight;
-            vote.length = std::max(vote.length, place.length);
-            total_ += place.weight;
+            vote.weight += match.weight;
+            vote.length = std::max(vote.length, match.length);
+            total_ += match.weight;
         }
     }
 
-    // At the end of the own text it runs on into the guess.
-    int32_t next(const Place& place, const int32_t* token_ids) const {
-        if (place.slots == &text_ && place.slot >= text_.write()) return token_ids[place.slot - text_.write()] + 1;
-        return place.slots->token(place.slot);
+    // At the end of its own text, a match continues into the draft.
+    int32_t next(const MatchPosition& match, const int32_t* token_ids) const {
+        if (match.slots == &text_ && match.slot >= text_.write()) return token_ids[match.slot - text_.write()] + 1;
+        return match.slots->token(match.slot);
     }
 
     Vote& vote_for(int32_t token) {
@@ -231,34 +231,34 @@ private:
         return votes_[num_votes_++];
     }
 
-    // The token that weighs most, on a draw the one found first.
+    // The token with the largest weight, first found on a tie.
     const Vote& winner() const {
         return *std::max_element(
             votes_.begin(), votes_.begin() + num_votes_, [](const Vote& a, const Vote& b) { return a.weight < b.weight; }
         );
     }
 
-    // The match grows with the guess.
+    // The match grows with the draft.
     double doubt(int32_t length, int32_t step) const {
         const size_t grown = static_cast<size_t>(length) + step;
-        return doubts_[std::min(grown, doubts_.size() - 1)] * static_cast<double>(OWN_WEIGHT * square(length));
+        return doubts_[std::min(grown, doubts_.size() - 1)] * static_cast<double>(SELF_WEIGHT * square(length));
     }
 
-    // Those that say `token`, one token on.
-    void keep(Places& places, int32_t token) {
+    // Keep the matches that continue with `token`, advanced by one.
+    void keep(MatchPositions& matches, int32_t token) {
         int kept = 0;
-        for (int i = 0; i < places.count; i++) {
+        for (int i = 0; i < matches.count; i++) {
             if (tokens_[i] != token) continue;
-            Place& place = places.of[kept++] = places.of[i];
-            place.slot = place.slots == &text_ ? place.slot + 1 : place.slots->after(place.slot);
+            MatchPosition& match = matches.of[kept++] = matches.of[i];
+            match.slot = match.slots == &text_ ? match.slot + 1 : match.slots->after(match.slot);
         }
-        places.count = kept;
+        matches.count = kept;
     }
 
-    const Slots& text_;
+    const TokenRing& text_;
     const std::vector<double>& doubts_;
-    std::array<int32_t, MAX_PLACES> tokens_;
-    std::array<Vote, MAX_PLACES> votes_;
+    std::array<int32_t, MAX_POSITIONS> tokens_;
+    std::array<Vote, MAX_POSITIONS> votes_;
     int num_votes_ = 0;
     int64_t total_ = 0;
 };
@@ -267,7 +267,7 @@ class SuffixIndex {
 public:
     SuffixIndex(int32_t corpus_slots, std::vector<double> doubts, std::vector<uint8_t> never)
         : doubts_(std::move(doubts)), never_(std::move(never)) {
-        if (corpus_slots > 0) corpus_ = std::make_unique<Slots>(corpus_slots);
+        if (corpus_slots > 0) corpus_ = std::make_unique<TokenRing>(corpus_slots);
     }
 
     int32_t start(uint32_t owner) {
@@ -289,7 +289,7 @@ public:
         if (!corpus_ || count == 0) return;
         const int64_t first = count > corpus_->capacity() ? count - corpus_->capacity() : 0;
         for (int64_t i = first; i < count; i++) corpus_->append(token(output[i]), owner);
-        corpus_->append(BOUNDARY, owner);
+        corpus_->append(SEPARATOR, owner);
     }
 
     int32_t propose(int32_t id, int32_t max_tokens, const int32_t* added, int32_t count, int32_t* token_ids, double* confidence) {
@@ -297,22 +297,22 @@ public:
         text.make_room(count);
         for (int32_t i = 0; i < count; i++) text.slots.append(token(added[i]), text.owner);
         const Keys keys = text.slots.keys(text.owner);
-        Places places;
-        text.slots.find(keys, text.slots, text.owner, places);
-        if (corpus_) corpus_->find(keys, text.slots, text.owner, places);
-        return Guesser(text.slots, doubts_).guess(places, max_tokens, token_ids, confidence);
+        MatchPositions matches;
+        text.slots.find(keys, text.slots, text.owner, matches);
+        if (corpus_) corpus_->find(keys, text.slots, text.owner, matches);
+        return DraftBuilder(text.slots, doubts_).draft(matches, max_tokens, token_ids, confidence);
     }
 
     int64_t num_texts() const { return static_cast<int64_t>(texts_.size() - free_.size()); }
 
 private:
     int32_t token(int32_t id) const {
-        return static_cast<size_t>(id) < never_.size() && never_[id] ? BOUNDARY : id + 1;
+        return static_cast<size_t>(id) < never_.size() && never_[id] ? SEPARATOR : id + 1;
     }
 
     std::vector<double> doubts_;
     std::vector<uint8_t> never_;
-    std::unique_ptr<Slots> corpus_;
+    std::unique_ptr<TokenRing> corpus_;
     std::vector<std::unique_ptr<Text>> texts_;
     std::vector<int32_t> free_;
 };
@@ -324,7 +324,7 @@ using foreword::SuffixIndex;
 
 extern "C" {
 
-// never: a byte for each id, 1 for those that are neither matched nor guessed. Null if memory is short.
+// never: a byte for each id, 1 for ids that are neither matched nor drafted. Null if memory is short.
 SuffixIndex* foreword_suffix_new(
     int32_t corpus_slots, const double* doubts, int64_t num_doubts, const uint8_t* never, int64_t num_never
 ) {
@@ -353,9 +353,9 @@ void foreword_suffix_finish(SuffixIndex* index, int32_t text, const int32_t* out
 
 int64_t foreword_suffix_num_texts(const SuffixIndex* index) { return index->num_texts(); }
 
-// Each query is [text, max_tokens, count, count tokens]. Guesses lie one after the other in token_ids and confidence,
-// which have room for the sum of max_tokens; lengths has one for each query. Returns how many queries were answered:
-// fewer than there are if memory is short.
+// Each query is [text, max_tokens, count, count tokens]. Drafts are concatenated in token_ids and confidence, which have
+// room for the sum of max_tokens; lengths has one entry per query. Returns the number of queries answered: fewer than all
+// if memory is short.
 int64_t foreword_suffix_propose(
     SuffixIndex* index, const int32_t* queries, int64_t count, int32_t* lengths, int32_t* token_ids, double* confidence
 ) {

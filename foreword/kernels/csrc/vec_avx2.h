@@ -5,7 +5,7 @@
 
 #include "vec.h"
 
-#include "target_avx2.h"
+#include "isa_push_avx2.h"
 
 namespace foreword {
 namespace {

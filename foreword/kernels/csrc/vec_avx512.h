@@ -5,7 +5,7 @@
 
 #include "vec.h"
 
-#include "target_avx512.h"
+#include "isa_push_avx512.h"
 
 namespace foreword {
 namespace {

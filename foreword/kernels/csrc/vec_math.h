@@ -1,6 +1,6 @@
-// Ends of rows, and functions of vectors, the same for every instruction set. After a vec_<set>.h.
+// Row tails and math functions, the same for every instruction set. Included after a vec_<set>.h.
 //
-// Lanes never mix but in reduce_*, so a value's bits depend neither on its lane nor on its neighbours.
+// Lanes mix only in reduce_*, so a value's bits depend neither on its lane nor on its neighbours.
 #pragma once
 
 namespace foreword {
@@ -8,28 +8,28 @@ namespace {
 
 // The first `count` of LANES values, 0 for the others.
 template <class T>
-Vec load_part(const T* p, int64_t count) {
+Vec load_padded(const T* p, int64_t count) {
     T padded[LANES] = {};
     std::memcpy(padded, p, count * sizeof(T));
     return load(padded);
 }
 
 template <class T>
-void store_part(T* p, int64_t count, Vec x) {
+void store_padded(T* p, int64_t count, Vec x) {
     T padded[LANES];
     store(padded, x);
     std::memcpy(p, padded, count * sizeof(T));
 }
 
-// Values from p, of which `left` > 0 are there.
+// LANES values from p, zeros beyond `left` > 0 values.
 template <class T>
-Vec take(const T* p, int64_t left) {
-    return left >= LANES ? load(p) : load_part(p, left);
+Vec load_partial(const T* p, int64_t left) {
+    return left >= LANES ? load(p) : load_padded(p, left);
 }
 
 template <class T>
-void put(T* p, int64_t left, Vec x) {
-    left >= LANES ? store(p, x) : store_part(p, left, x);
+void store_partial(T* p, int64_t left, Vec x) {
+    left >= LANES ? store(p, x) : store_padded(p, left, x);
 }
 
 // coefficients[0] + coefficients[1] x + ...
@@ -76,7 +76,7 @@ inline float largest_of(Vec magnitudes) {
 
 inline Vec magnitude(Vec x) { return max_magnitude(x, splat(0.0f)); }
 
-// 1 / (1 + e^-x), also where that is small.
+// 1 / (1 + e^-x), accurate where small.
 inline Vec sigmoid(Vec x) { return splat(1.0f) / (splat(1.0f) + exp(splat(0.0f) - x)); }
 
 // (tanh(x) - x) / x^3 in powers of x^2, |x| < 0.625 (Cephes).
@@ -93,8 +93,8 @@ inline Vec tanh(Vec x) {
 constexpr float ERFC_SERIES[] = {-1.26551223f, 1.00002368f,  0.37409196f, 0.09678418f,  -0.18628806f,
                                  0.27886807f,  -1.13520398f, 1.48851587f, -0.82215223f, 0.17087277f};
 
-// The part of a normal distribution that lies below x.
-inline Vec normal_below(Vec x) {
+// Cumulative distribution function of the normal distribution.
+inline Vec normal_cdf(Vec x) {
     const Vec z = magnitude(x) * splat(0.70710678118654752f);
     const Vec t = splat(1.0f) / fma(z, splat(0.5f), splat(1.0f));
     const Vec tail = splat(0.5f) * t * exp(polynomial(ERFC_SERIES, t) - z * z);

@@ -1,10 +1,9 @@
 """Attention over a paged KV cache in plain torch, row-invariant by construction.
 
-The rows of each request are cut into query tiles of ROWS, its positions into KV tiles of WIDTH, both
-aligned to absolute position. Each pair of tiles is one product of fixed shape, in which a row's place is
-given by its position (a product may round its first and its last rows differently), and a row merges the
-KV tiles that it sees in order of position: nothing in that depends on the row's neighbours or on how the
-prompt was cut. Everything is computed in float32.
+Rows of a request are cut into query tiles of Q_TILE, positions into KV tiles of KV_TILE, both aligned to
+absolute position. Each pair of tiles is one product of fixed shape with a row's place given by its position
+(a product may round its first and last rows differently), and a row merges its KV tiles in order of position.
+So the bits depend neither on neighbouring rows nor on prefill chunks. All math is float32.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["ReferenceAttnMetadata", "attend", "build_attention_metadata"]
 
 Q_TILE = 8
 KV_TILE = 256
-GRAIN_SIZE = 32768  # a multiple of WIDTH
+GRAIN_SIZE = 32768  # values, a multiple of KV_TILE
 TILES_PER_GROUP = 8
 LOG2_E = math.log2(math.e)
 MIN_SCORE = torch.finfo(torch.float32).min
@@ -32,56 +31,42 @@ MIN_SCORE = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True, slots=True)
 class KVTileStep:
-    """The next KV tile of each query tile that has one left: the first `count` query tiles.
-
-    blocks   int64 [different KV tiles * WIDTH / block_size]  where they lie
-    sources  which of them each query tile reads
-    mask     float32 [count, 1, ROWS, 1, WIDTH]  -inf where a row must not see a position, else 0; None: all 0
-    blind    bool [count, 1, ROWS, 1, 1]         rows that see nothing of it; None: every row sees some
-    """
+    """The next KV tile of the first num_tiles query tiles: those that have one left."""
 
     num_tiles: int
-    block_ids: Tensor
-    kv_tile_index: tuple[int, ...]
-    mask: Tensor | None
-    fully_masked: Tensor | None
+    block_ids: Tensor  # int64 [unique KV tiles * KV_TILE / block_size]
+    kv_tile_index: tuple[int, ...]  # the unique KV tile that each query tile reads
+    mask: Tensor | None  # float32 [num_tiles, 1, Q_TILE, 1, KV_TILE]: -inf where masked, else 0; None: all 0
+    fully_masked: Tensor | None  # bool [num_tiles, 1, Q_TILE, 1, 1]: rows that see nothing; None: no such row
 
 
 @dataclass(frozen=True, slots=True)
 class TileGroup:
-    """A few query tiles that are computed together, so that what they need stays in the cache of a core.
+    """A few query tiles computed together, so that their data stays in a core's cache."""
 
-    filled  int64 [n * ROWS]    the batch's row at each place; a place without one repeats another row of its tile
-    places  int64 [rows here]   the places that count, and
-    rows    int64 [rows here]   the batch's rows that stand there
-    """
-
-    padded_rows: Tensor
-    valid_places: Tensor
-    valid_rows: Tensor
+    padded_rows: Tensor  # int64 [n * Q_TILE]: batch row of each place; padding repeats a row of its tile
+    valid_places: Tensor  # int64 [rows of the group]: the places that are not padding
+    valid_rows: Tensor  # int64 [rows of the group]: their batch rows
     steps: tuple[KVTileStep, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceAttnMetadata:
-    """What all layers with one window share in one forward pass."""
+    """The tiles and masks that all layers with one window share in a forward pass."""
 
     groups: tuple[TileGroup, ...]
     block_size: int
 
 
 class QueryTile(NamedTuple):
-    """Rows [row, row + size) of one request, at positions from `start`, all between two multiples of ROWS.
-
-    Its KV tiles are [first, last].
-    """
+    """Consecutive rows of one request, all between two multiples of Q_TILE."""
 
     request: int
     first_row: int
     num_rows: int
     start_position: int
     first_kv_tile: int
-    last_kv_tile: int
+    last_kv_tile: int  # inclusive
 
     @property
     def end_position(self) -> int:
@@ -89,46 +74,42 @@ class QueryTile(NamedTuple):
 
 
 class SoftmaxState(NamedTuple):
-    """Softmax over some positions: maximum (of scores to base 2) and sum [n, Hk, ROWS, G, 1], weighted values
-    [n, Hk, ROWS, G, D]."""
+    """Online softmax over some positions."""
 
-    max_score: Tensor
-    exp_sum: Tensor
-    values: Tensor
+    max_score: Tensor  # [n, Hk, Q_TILE, G, 1], of scores to base 2
+    exp_sum: Tensor  # [n, Hk, Q_TILE, G, 1]
+    values: Tensor  # [n, Hk, Q_TILE, G, D]: weighted sum
 
 
 def build_attention_metadata(batch: Batch, window: int | None = None) -> ReferenceAttnMetadata:
-    """Cut the batch into tiles and find out what each row sees of them."""
+    """Cut the batch into tiles, and compute the mask of each pair of tiles."""
     assert KV_TILE % batch.block_size == 0
     tiles = sorted(_iter_query_tiles(batch, window), key=lambda tile: tile.first_kv_tile - tile.last_kv_tile)
-    tables = _tables_by_tile(batch)
+    blocks_per_tile = KV_TILE // batch.block_size
+    tables = F.pad(
+        batch.block_tables, (0, -batch.block_tables.shape[1] % blocks_per_tile), value=NULL_BLOCK
+    ).view(batch.block_tables.shape[0], -1, blocks_per_tile)
     groups = (tiles[index : index + TILES_PER_GROUP] for index in range(0, len(tiles), TILES_PER_GROUP))
     return ReferenceAttnMetadata(
         tuple(_build_group(batch, group, tables, window) for group in groups), batch.block_size
     )
 
 
-def _tables_by_tile(batch: Batch) -> Tensor:
-    """Block tables cut into KV tiles, [B+1, tiles, blocks a tile]; scratch fills the last one up."""
-    tables = batch.block_tables
-    blocks_a_tile = KV_TILE // batch.block_size
-    padded = F.pad(tables, (0, -tables.shape[1] % blocks_a_tile), value=NULL_BLOCK)
-    return padded.view(tables.shape[0], -1, blocks_a_tile)
-
-
 def _build_group(batch: Batch, tiles: list[QueryTile], tables: Tensor, window: int | None) -> TileGroup:
-    filled: list[int] = []
+    """tables int64 [B+1, KV tiles, blocks per tile]"""
+    padded: list[int] = []
     places: list[int] = []
     rows: list[int] = []
     for tile in tiles:
-        first = len(filled) + tile.start_position % Q_TILE
-        filled += [tile.first_row] * Q_TILE
-        filled[first : first + tile.num_rows] = own = range(tile.first_row, tile.first_row + tile.num_rows)
+        first = len(padded) + tile.start_position % Q_TILE
+        tile_rows = range(tile.first_row, tile.first_row + tile.num_rows)
+        padded += [tile.first_row] * Q_TILE
+        padded[first : first + tile.num_rows] = tile_rows
         places += range(first, first + tile.num_rows)
-        rows += own
-    at = torch.tensor(filled, dtype=torch.int64, device=tables.device)
-    steps = _iter_kv_steps(tiles, tables, batch.positions[at].view(-1, Q_TILE), window)
-    return TileGroup(at, at.new_tensor(places), at.new_tensor(rows), tuple(steps))
+        rows += tile_rows
+    padded_rows = torch.tensor(padded, dtype=torch.int64, device=tables.device)
+    steps = _iter_kv_steps(tiles, tables, batch.positions[padded_rows].view(-1, Q_TILE), window)
+    return TileGroup(padded_rows, padded_rows.new_tensor(places), padded_rows.new_tensor(rows), tuple(steps))
 
 
 def _iter_query_tiles(batch: Batch, window: int | None) -> Iterator[QueryTile]:
@@ -145,45 +126,37 @@ def _iter_query_tiles(batch: Batch, window: int | None) -> Iterator[QueryTile]:
 def _iter_kv_steps(
     tiles: list[QueryTile], tables: Tensor, positions: Tensor, window: int | None
 ) -> Iterator[KVTileStep]:
-    """positions int64 [n, ROWS]; `tiles` are sorted by their number of KV tiles, most first."""
+    """positions int64 [n, Q_TILE]; `tiles` are sorted by their number of KV tiles, most first."""
     for number in range(tiles[0].last_kv_tile - tiles[0].first_kv_tile + 1):
         pairs = [
             (tile, tile.first_kv_tile + number)
             for tile in tiles
             if tile.first_kv_tile + number <= tile.last_kv_tile
         ]
-        order = {
-            key: index
-            for index, key in enumerate(dict.fromkeys((tile.request, kv_tile) for tile, kv_tile in pairs))
-        }
-        at = torch.tensor(list(order), dtype=torch.int64, device=tables.device)
-        sources = tuple(order[tile.request, kv_tile] for tile, kv_tile in pairs)
-        mask, blind = _build_mask(pairs, positions[: len(pairs)], window)
-        yield KVTileStep(len(pairs), tables[at[:, 0], at[:, 1]].view(-1), sources, mask, blind)
+        keys = [(tile.request, kv_tile) for tile, kv_tile in pairs]
+        order = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+        unique = torch.tensor(list(order), dtype=torch.int64, device=tables.device)
+        block_ids = tables[unique[:, 0], unique[:, 1]].view(-1)
+        mask, fully_masked = _build_mask(pairs, positions[: len(pairs)], window)
+        yield KVTileStep(len(pairs), block_ids, tuple(order[key] for key in keys), mask, fully_masked)
 
 
 def _build_mask(
     pairs: list[tuple[QueryTile, int]], positions: Tensor, window: int | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`mask` and `blind` of a Step; pairs of a query tile and a KV tile, positions int64 [pairs, ROWS]."""
+    """mask and fully_masked of a KVTileStep; pairs (query tile, KV tile), positions int64 [pairs, Q_TILE]."""
     if all(_is_unmasked(tile, kv_tile, window) for tile, kv_tile in pairs):
         return None, None
-    columns = torch.tensor(
-        [[kv_tile * KV_TILE] for _, kv_tile in pairs], dtype=torch.int64, device=positions.device
-    )
-    hidden = _build_hidden(columns + torch.arange(KV_TILE, device=positions.device), positions, window)
+    device = positions.device
+    starts = torch.tensor([[kv_tile * KV_TILE] for _, kv_tile in pairs], dtype=torch.int64, device=device)
+    columns = (starts + torch.arange(KV_TILE, device=device))[:, None, :]
+    hidden = columns > positions[:, :, None]  # [pairs, Q_TILE, KV_TILE]
+    if window is not None:
+        hidden |= columns <= positions[:, :, None] - window
     mask = torch.where(hidden, -math.inf, 0.0)[:, None, :, None, :]
     if not any(_has_fully_masked_row(tile, kv_tile, window) for tile, kv_tile in pairs):
         return mask, None
     return mask, hidden.all(2)[:, None, :, None, None]
-
-
-def _build_hidden(columns: Tensor, rows: Tensor, window: int | None) -> Tensor:
-    """Positions columns [n, WIDTH] and rows [n, ROWS] -> bool [n, ROWS, WIDTH]: outside (row - window, row]."""
-    hidden = columns[:, None, :] > rows[:, :, None]
-    if window is not None:
-        hidden |= columns[:, None, :] <= rows[:, :, None] - window
-    return hidden
 
 
 def _is_unmasked(tile: QueryTile, kv_tile: int, window: int | None) -> bool:
@@ -199,17 +172,16 @@ def _has_fully_masked_row(tile: QueryTile, kv_tile: int, window: int | None) -> 
 def attend(
     q: Tensor, cache: KVLayer, metadata: ReferenceAttnMetadata, scale: float, softcap: float | None
 ) -> Tensor:
-    """q [T, Hq, D] -> [T, Hq, D]; zeros where the plan has no row.
+    """q [T, Hq, D] -> [T, Hq, D]; zeros for rows without a tile.
 
-    What a row must not see is masked by adding -inf to its score, and then weighs 0: exact, and it says nothing
-    of the values, unless a key or value there is not finite (0 x NaN is NaN; slots that nobody wrote may hold
-    anything). Then the group is computed once more, and such values are selected away for each row alone.
+    Adding -inf to the score of a masked position makes its weight 0, which is exact for finite values. But
+    0 x NaN is NaN, and unwritten slots may hold anything: if the result is not finite, the group is computed
+    again, and masked values are replaced by 0 for each row.
     """
     out = q.new_zeros(q.shape)
     for group in metadata.groups:
-        queries = _gather_queries(q, cache.k.shape[1], group) * (
-            scale if softcap is not None else scale * LOG2_E
-        )
+        queries = _gather_queries(q, cache.k.shape[1], group)
+        queries *= scale if softcap is not None else scale * LOG2_E
         result = _attend_group(queries, cache, metadata.block_size, group, softcap, select_values=False)
         if not math.isfinite(result.sum().item()):
             result = _attend_group(queries, cache, metadata.block_size, group, softcap, select_values=True)
@@ -219,7 +191,7 @@ def attend(
 
 
 def _gather_queries(q: Tensor, kv_heads: int, group: TileGroup) -> Tensor:
-    """[T, Hq, D] -> float32 [n, Hk, ROWS, G, D]"""
+    """[T, Hq, D] -> float32 [n, Hk, Q_TILE, G, D]"""
     heads, dim = q.shape[1:]
     tiles = q.index_select(0, group.padded_rows).view(-1, Q_TILE, kv_heads, heads // kv_heads, dim)
     return tiles.permute(0, 2, 1, 3, 4).contiguous().to(torch.float32)
@@ -228,7 +200,7 @@ def _gather_queries(q: Tensor, kv_heads: int, group: TileGroup) -> Tensor:
 def _attend_group(
     q: Tensor, cache: KVLayer, block_size: int, group: TileGroup, softcap: float | None, select_values: bool
 ) -> Tensor:
-    """float32 [n, Hk, ROWS, G, D] -> the same"""
+    """q float32 [n, Hk, Q_TILE, G, D] -> the same shape"""
     state: SoftmaxState | None = None
     for step in group.steps:
         keys = _gather_kv(cache.k, cache.k_scale, block_size, step)
@@ -245,14 +217,15 @@ def _attend_group(
 def _attend_tile(
     q: Tensor, keys: Tensor, values: Tensor, step: KVTileStep, softcap: float | None, select_values: bool
 ) -> SoftmaxState:
-    """Softmax of queries [n, Hk, ROWS, G, D] over one KV tile each. A row that sees nothing gets top LOWEST."""
+    """Softmax of q [n, Hk, Q_TILE, G, D] over one KV tile each; MIN_SCORE for a fully masked row."""
     scores = _batched_matmul(q, keys.permute(0, 2, 3, 1), step.kv_tile_index)
     if softcap is not None:
         scores = torch.tanh(scores.div_(softcap)).mul_(softcap * LOG2_E)
     if step.mask is not None:
-        scores = (
-            scores.masked_fill_(step.mask.isneginf(), -math.inf) if select_values else scores.add_(step.mask)
-        )
+        if select_values:
+            scores.masked_fill_(step.mask.isneginf(), -math.inf)
+        else:
+            scores.add_(step.mask)
     top = scores.amax(-1, keepdim=True).clamp_min_(MIN_SCORE)
     weights = _exp2(scores.sub_(top))
     weigh = _weigh_row_by_row if select_values else _weigh_values
@@ -260,22 +233,21 @@ def _attend_tile(
 
 
 def _gather_kv(cache: Tensor, scales: Tensor | None, block_size: int, step: KVTileStep) -> Tensor:
-    """[S, Hk, D], perhaps with scales [S, Hk] -> float32 [different KV tiles, WIDTH, Hk, D]"""
+    """cache [S, Hk, D], scales [S, Hk] -> float32 [unique KV tiles, KV_TILE, Hk, D]"""
     values = _gather_blocks(cache, block_size, step).to(torch.float32)
     return values if scales is None else values.mul_(_gather_blocks(scales, block_size, step)[..., None])
 
 
 def _gather_blocks(cache: Tensor, block_size: int, step: KVTileStep) -> Tensor:
-    """[S, ...] -> [different KV tiles, WIDTH, ...]"""
-    stored = (
-        cache.view(torch.uint8) if cache.itemsize == 1 else cache
-    )  # torch does not select from all types of a byte
+    """[S, ...] -> [unique KV tiles, KV_TILE, ...]"""
+    # index_select lacks float8.
+    stored = cache.view(torch.uint8) if cache.itemsize == 1 else cache
     blocks = stored.view(-1, block_size, *cache.shape[1:]).index_select(0, step.block_ids)
     return blocks.view(-1, KV_TILE, *cache.shape[1:]).view(cache.dtype)
 
 
 def _batched_matmul(rows: Tensor, columns: Tensor, kv_tile_index: tuple[int, ...]) -> Tensor:
-    """[n, Hk, ROWS, G, K] x [different, Hk, K, N] -> [n, Hk, ROWS, G, N], each of the n by a call of its own."""
+    """[n, Hk, Q_TILE, G, K] x [unique, Hk, K, N] -> [n, Hk, Q_TILE, G, N]: one call for each of n."""
     count, kv_heads, _, group, inner = rows.shape
     out = rows.new_empty(count, kv_heads, Q_TILE * group, columns.shape[-1])
     right = columns.unbind()
@@ -287,38 +259,37 @@ def _batched_matmul(rows: Tensor, columns: Tensor, kv_tile_index: tuple[int, ...
 
 
 def _exp2(x: Tensor) -> Tensor:
-    """In place. Torch gives a thread at least GRAIN values; a piece that begins anywhere but at a row would end in a
-    scalar loop with other bits."""
+    """In place, by GRAIN_SIZE: elsewhere torch's threads would end in a scalar loop with other bits."""
     for piece in torch.split(x.view(-1), GRAIN_SIZE):
         piece.exp2_()
     return x
 
 
 def _weigh_values(weights: Tensor, values: Tensor, step: KVTileStep) -> Tensor:
-    """weights [n, Hk, ROWS, G, WIDTH], values [different, Hk, WIDTH, D] -> [n, Hk, ROWS, G, D]
+    """weights [n, Hk, Q_TILE, G, KV_TILE], values [unique, Hk, KV_TILE, D] -> [n, Hk, Q_TILE, G, D]
 
-    Adding 0 makes -0 to +0: the sign of a zero could tell of values that the row must not see.
+    Adding 0 turns -0 into +0: the sign of a zero could depend on masked values.
     """
     return _batched_matmul(weights, values, step.kv_tile_index).add_(0.0)
 
 
 def _weigh_row_by_row(weights: Tensor, values: Tensor, step: KVTileStep) -> Tensor:
-    """The same, with the values that a row must not see selected away for each row alone."""
+    """_weigh_values() with masked values replaced by 0, for each row separately."""
     if step.mask is None:
         return _weigh_values(weights, values, step)
-    own = values[list(step.kv_tile_index)]
+    tile_values = values[list(step.kv_tile_index)]
     out = weights.new_empty(*weights.shape[:-1], values.shape[-1])
     for row in range(Q_TILE):
-        seen = own.masked_fill(step.mask[:, :, row, 0, :, None].isneginf(), 0.0)
-        out[:, :, row] = _batched_matmul(weights, seen, tuple(range(step.num_tiles)))[:, :, row]
+        visible = tile_values.masked_fill(step.mask[:, :, row, 0, :, None].isneginf(), 0.0)
+        out[:, :, row] = _batched_matmul(weights, visible, tuple(range(step.num_tiles)))[:, :, row]
     return out.add_(0.0)
 
 
 def _merge(state: SoftmaxState, part: SoftmaxState, step: KVTileStep) -> None:
-    """Add the next positions to the first `count` tiles, in place. A row that sees none of them keeps its bits."""
+    """Merge the next KV tile into the first num_tiles query tiles; fully masked rows keep their bits."""
     old = SoftmaxState(*(tensor[: step.num_tiles] for tensor in state))
     top = torch.maximum(old.max_score, part.max_score)
-    keep, add = (torch.exp((share.max_score - top).div_(LOG2_E)) for share in (old, part))
+    keep, add = (torch.exp((each.max_score - top).div_(LOG2_E)) for each in (old, part))
     total = old.exp_sum * keep + part.exp_sum * add
     values = old.values * keep + part.values * add
     for target, merged in zip(old, (top, total, values), strict=True):

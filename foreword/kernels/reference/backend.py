@@ -1,16 +1,13 @@
 """The specification of every operation, in plain torch.
 
-Torch's own kernels change their order of summation, and even their exponential, with the shape of what
-they get. So whatever is not exact in itself runs on exactly `row_tile` rows, the last tile padded: then
-the bits of a row depend on nothing but the row.
-
-The reference without row tiles: faster for many rows, and its bits depend on the batch.
-
-This is `--fast-math`. It is also the negative control of the exactness tests, which must notice it.
+Torch changes its order of summation, and even its exponential, with the shape of the input. So each
+operation that is not exact by itself runs on exactly `row_tile` rows, the last tile padded: the bits of a row
+then depend only on the row. FastMathOps has no row tiles: faster for many rows, and bits depend on the batch.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -27,46 +24,45 @@ from foreword.kernels.reference.sampling import ReferenceSampling
 
 __all__ = ["FastMathOps", "ReferenceOps", "cu_seqlens_to_lens", "reference_threads"]
 
-VECTOR_MULTIPLE = 64  # values that no CPU's vector loop leaves a remainder of
-GRAIN_SIZE = 32768  # torch splits element-wise work above this among threads
+VECTOR_MULTIPLE = 64  # row widths without a remainder in any CPU's vector loop
+GRAIN_SIZE = 32768  # values; torch splits larger element-wise work among threads
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
 
 
 def reference_threads(cores: int) -> int:
-    """Torch threads to use on so many cores: a power of two, so that a tile of rows splits evenly."""
+    """Torch threads to use on `cores`: a power of two, so that a tile of rows splits evenly."""
     assert cores > 0
     return min(1 << (cores.bit_length() - 1), 16)
 
 
 @dataclass(frozen=True, slots=True)
 class TypedWeight:
-    """A weight for activations of one type: matrix [N, K], bias [N] or None.
+    """A weight for activations of one type."""
 
-    by_row  this machine's product rounds by a row's place in the tile: each row is computed alone
-    """
-
-    matrix: Tensor
-    bias: Tensor | None
-    row_by_row: bool = False
+    matrix: Tensor  # [N, K]
+    bias: Tensor | None  # [N]
+    row_by_row: bool = (
+        False  # this machine's product rounds by a row's place in the tile: compute each row alone
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceWeight:
-    """values [N, K] that the weight stands for, bias [N] or None, and what was made of them so far."""
+    """A weight, and its casts to the types of activations so far."""
 
-    values: Tensor
-    bias: Tensor | None
+    values: Tensor  # [N, K]
+    bias: Tensor | None  # [N]
     by_dtype: dict[torch.dtype, TypedWeight] = field(default_factory=dict)
 
 
 class ReferenceOps(ReferenceSampling, UnfusedOps):
-    """Row-invariant torch. `row_tile` rows are what every tiled operation runs on."""
+    """Row-invariant torch: every tiled operation runs on `row_tile` rows."""
 
     name = "reference"
     supports_graphs = False
@@ -75,17 +71,14 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         self.row_tile = row_tile
 
     def num_torch_threads(self, max_threads: int) -> int:
-        """Torch threads to use on so many cores."""
         return reference_threads(max_threads)
 
     def compile(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        """Torch computes it as it stands."""
         return forward
 
     def pack_linear(
         self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None = None
     ) -> ReferenceWeight:
-        """See Packed."""
         return ReferenceWeight(torch.cat([_cast_part(part, weight_format) for part in parts]), bias)
 
     def linear(
@@ -95,39 +88,33 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         dtype: torch.dtype | None = None,
         add_to: Tensor | None = None,
     ) -> Tensor:
-        """x [T, K] -> [T, N] of `dtype`"""
-        layout = self._get_typed_weight(weight, x.dtype)
-        product = self._matmul(x, layout)
+        product = self._matmul(x, self._get_typed_weight(weight, x.dtype))
         product = product if dtype is None else product.to(dtype)
         return product if add_to is None else self.add(add_to, product)
 
     def embedding(
         self, token_ids: Tensor, weight: ReferenceWeight, dtype: torch.dtype, scale: float = 1.0
     ) -> Tensor:
-        """ids [T], weight [V, H] -> [T, H], scaled in float32"""
         rows = weight.values.index_select(0, token_ids)
         return (rows if scale == 1.0 else rows.to(torch.float32) * scale).to(dtype)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """a + b"""
         return a + b
 
     def index_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """x [T, H], rows [R] -> [R, H]"""
         return x.index_select(0, rows)
 
     def scatter_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
-        """x [T, H], rows [N], values [N, H]"""
         x.index_copy_(0, rows, values)
 
     def _get_typed_weight(self, weight: ReferenceWeight, dtype: torch.dtype) -> TypedWeight:
-        """The weight for activations of this type, made when they first come."""
-        layout = weight.by_dtype.get(dtype)
-        if layout is None:
+        """The weight for activations of this type, cast on first use."""
+        typed = weight.by_dtype.get(dtype)
+        if typed is None:
             bias = None if weight.bias is None else weight.bias.to(dtype)
-            layout = TypedWeight(weight.values.to(dtype), bias)
-            layout = weight.by_dtype[dtype] = replace(layout, row_by_row=self._position_changes_bits(layout))
-        return layout
+            typed = TypedWeight(weight.values.to(dtype), bias)
+            typed = weight.by_dtype[dtype] = replace(typed, row_by_row=self._position_changes_bits(typed))
+        return typed
 
     def _matmul(self, x: Tensor, weight: TypedWeight) -> Tensor:
         if weight.row_by_row:
@@ -137,8 +124,7 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         return self._apply_by_tile(lambda rows: F.linear(rows, weight.matrix, weight.bias), x)
 
     def _position_changes_bits(self, weight: TypedWeight) -> bool:
-        """Whether one row, put at every place of a tile, comes out with different bits (some BLAS round their
-        first and last rows differently)."""
+        """Whether the same row gets different bits at different places of a tile, as in some BLAS."""
         like = weight.matrix[0]
         ramp = torch.arange(like.numel(), dtype=torch.float32, device=like.device)
         for step in (0.7, 1.9, 3.1):
@@ -149,7 +135,6 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         return False
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, ..., H], weight [H] -> [T, ..., H]"""
         scale = weight.to(torch.float32)
 
         def norm(rows: Tensor) -> Tensor:
@@ -162,20 +147,19 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
     def rope(
         self, x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None
     ) -> Tensor:
-        """x [T, heads, D], table [positions, D_rot] -> [T, heads, D]. Products and sums of single values: exact for any T."""
+        """See Ops.rope: products and sums of single values, exact for any T."""
         rotary = cos_sin.shape[1]
-        angles = (
-            cos_sin.index_select(0, positions)
-            if mrope_sections is None
-            else _gather_cos_sin(cos_sin, positions, mrope_sections)
-        )
+        if mrope_sections is None:
+            angles = cos_sin.index_select(0, positions)
+        else:
+            axes = torch.tensor(mrope_sections.angle_axes() * 2, device=cos_sin.device)
+            angles = cos_sin.gather(0, positions.index_select(1, axes))
         cos, sin = angles[:, None].chunk(2, -1)
         left, right = x[..., :rotary].to(torch.float32).chunk(2, -1)
-        turned = torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
-        return turned if rotary == x.shape[-1] else torch.cat((turned, x[..., rotary:]), -1)
+        rotated = torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
+        return rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), -1)
 
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
-        """gate_up [T, 2I] -> [T, I], computed in float32"""
         act = ACTIVATIONS[activation]
         gate, up = gate_up.chunk(2, -1)
         gate = gate.to(torch.float32).contiguous()
@@ -183,7 +167,6 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).mul_(up).to(gate_up.dtype)
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
-        """k, v [T, Hk, D] into the cache"""
         for vectors, values, scales in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
             if scales is None:
                 values.index_copy_(0, slots, vectors)
@@ -193,7 +176,6 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
                 scales.index_copy_(0, slots, scale)
 
     def build_attention_metadata(self, batch: Batch, window: int | None = None) -> ReferenceAttnMetadata:
-        """See reference_attention."""
         return build_attention_metadata(batch, window)
 
     def attention(
@@ -206,7 +188,6 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         softcap: float | None = None,
         metadata: ReferenceAttnMetadata | None = None,
     ) -> Tensor:
-        """q [T, Hq, D] -> [T, Hq, D]; see reference_attention"""
         return attend(q, cache, metadata or build_attention_metadata(batch, window), scale, softcap)
 
     def varlen_attention(
@@ -218,17 +199,16 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         cu_seqlens_k: Sequence[int],
         scale: float,
     ) -> Tensor:
-        """q [N, heads, D], k and v [M, heads, D] -> [N, heads, D], each section by a call of its own"""
+        """See Ops.varlen_attention: one call for each section."""
         queries = torch.split(q, cu_seqlens_to_lens(cu_seqlens_q))
-        keys, values = (torch.split(one, cu_seqlens_to_lens(cu_seqlens_k)) for one in (k, v))
+        keys, values = (torch.split(rows, cu_seqlens_to_lens(cu_seqlens_k)) for rows in (k, v))
         return torch.cat([_sdpa(*section, scale) for section in zip(queries, keys, values, strict=True)])
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
-        """cap * tanh(x / cap)"""
         return torch.tanh(x / cap).mul_(cap)
 
     def _apply_by_tile(self, operation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """`operation` on the rows of x, `row_tile` contiguous ones at a time."""
+        """Run `operation` on the rows of x, `row_tile` contiguous rows at a time."""
         num_rows = x.shape[0]
         if num_rows == self.row_tile:
             return operation(x.contiguous())
@@ -239,43 +219,37 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
 
 
 def cu_seqlens_to_lens(cu_seqlens: Sequence[int]) -> list[int]:
-    """Of sections that begin where the one before ends."""
+    """Lengths of sections from their cumulative starts."""
     return [end - start for start, end in pairwise(cu_seqlens)]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q [n, heads, D], k and v [m, heads, D] -> [n, heads, D]"""
-    q, k, v = (one.transpose(0, 1)[None] for one in (q, k, v))
+    q, k, v = (rows.transpose(0, 1)[None] for rows in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, scale=scale)[0].transpose(0, 1)
 
 
-def _gather_cos_sin(cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections) -> Tensor:
-    """Cosines and sines of each row [T, D_rot]; each angle turns by the position [T, 3] in its direction."""
-    directions = torch.tensor(mrope_sections.angle_axes() * 2, device=cos_sin.device)
-    return cos_sin.gather(0, positions.index_select(1, directions))
-
-
 def _max_rows_per_call(width: int, max_rows: int) -> int:
-    """How many contiguous rows an activation may take at once: the scalar loop that torch ends with must not
-    begin inside them, nor a thread. One row alone is always treated alike."""
+    """Contiguous rows of one activation call: neither torch's scalar tail loop nor a thread may start inside.
+
+    A single row is always treated alike.
+    """
     if width % VECTOR_MULTIPLE:
         return 1
     return max(min(max_rows, GRAIN_SIZE // width), 1)
 
 
 def _cast_part(part: Matrix, weight_format: str) -> Tensor:
-    """What a part stands for once it is of this kind."""
+    """The values of a part in this weight format."""
     if isinstance(part, QuantizedBlocks):
         return dequantize(part)
-    return (
-        fake_quantize(part, weight_format)
-        if weight_format in ("int8", "int4", "fp8")
-        else part.to(getattr(torch, weight_format))
-    )
+    if weight_format in ("int8", "int4", "fp8"):
+        return fake_quantize(part, weight_format)
+    return part.to(getattr(torch, weight_format))
 
 
 def _quantize_vectors(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[T, Hk, D] -> int8 or float8_e4m3fn [T, Hk, D], and a scale for each vector [T, Hk]: not finite where the vector is not."""
+    """[T, Hk, D] -> int8 or float8_e4m3fn, and scales [T, Hk], not finite where a vector is not."""
     largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
     wide = vectors.to(torch.float32)
     scale = wide.abs().amax(-1, keepdim=True) / largest
@@ -287,7 +261,7 @@ def _quantize_vectors(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 class FastMathOps(ReferenceOps):
-    """Ordinary torch on whole batches."""
+    """Torch on whole batches: `--fast-math`, and the negative control of the exactness tests."""
 
     name = "fast-math"
 
@@ -295,7 +269,6 @@ class FastMathOps(ReferenceOps):
         super().__init__(row_tile=1)
 
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
-        """gate_up [T, 2I] -> [T, I]"""
         gate, up = gate_up.chunk(2, -1)
         return ACTIVATIONS[activation](gate) * up
 

@@ -1,18 +1,20 @@
 """Sampling in plain torch: the specification of a token (docs: a token is a pure function).
 
-Rows are float32 [R, V]; masked ids are -inf. A row is *sound* if it holds a finite value and neither
-NaN nor +inf; filters leave other rows as they are, so that `sample` still sees what is wrong with them.
-Whatever is added up is a whole number, so no result depends on an order of summation.
+Rows are float32 [R, V]; masked ids are -inf. A row is *finite* if it holds a finite value and neither NaN nor
++inf; filters leave other rows unchanged, so that `sample` still detects them. All sums are of integers, so no
+result depends on the order of summation.
 """
 
 from __future__ import annotations
+
+import hashlib
 
 import torch
 from torch import Tensor
 
 from foreword.kernels.portable_math import FRACTION_BITS, exp_fixed_point, log
 
-__all__ = ["ReferenceSampling", "gumbel", "philox"]
+__all__ = ["ReferenceSampling", "gumbel", "hash_logits", "philox"]
 
 WORD_MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -20,8 +22,8 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 WORDS_PER_BLOCK = 4
 WORD_BITS = 32
-TOKEN_NOISE, XTC_COIN = 0, 1  # third counter word: what the noise is for
-SIGMA_UNITS = 1024.0  # to one: deviations are whole numbers of these, so that their sums are exact
+TOKEN_NOISE, XTC_COIN = 0, 1  # third counter word: purpose of the noise
+SIGMA_UNITS = 1024.0  # deviations are rounded to 1 / 1024, so that their sums are exact
 SIGMA_MAX_DISTANCE = 1024.0
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -31,18 +33,17 @@ class ReferenceSampling:
     """The operations of `Ops` on rows of logits."""
 
     def log_sum_exp(self, logits: Tensor) -> Tensor:
-        """[R, V] -> float32 [R]; NaN for a row that is not sound."""
+        """[R, V] -> float32 [R]; NaN for a row that is not finite."""
         top = logits.amax(dim=-1, keepdim=True).double()
         total = exp_fixed_point(logits.double() - top).sum(dim=-1)
         result = top[:, 0] + log(total.double() * 2.0**-FRACTION_BITS)
         return torch.where(_is_finite_row(logits), result, torch.nan).float()
 
     def top_ids(self, logits: Tensor, k: int) -> Tensor:
-        """[R, V] -> int64 [R, k]; the lowest ids of a row that is not sound."""
+        """[R, V] -> int64 [R, k]; the lowest ids of a row that is not finite."""
         order = _sort_ids(logits)[:, :k]
-        return torch.where(
-            _is_finite_row(logits)[:, None], order, torch.arange(order.shape[1], device=logits.device)
-        )
+        lowest = torch.arange(order.shape[1], device=logits.device)
+        return torch.where(_is_finite_row(logits)[:, None], order, lowest)
 
     def apply_mask(self, logits: Tensor, masks: Tensor) -> None:
         bits = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
@@ -51,15 +52,15 @@ class ReferenceSampling:
         logits.masked_fill_(torch.cat((clear, beyond), 1) & (logits < torch.inf), -torch.inf)
 
     def add_bias(self, logits: Tensor, starts: Tensor, ids: Tensor, biases: Tensor) -> None:
-        lines, inside = _rows_of_ids(logits, starts, ids)
-        logits[lines, ids[inside]] += biases[inside]
+        rows, inside = _rows_of_ids(logits, starts, ids)
+        logits[rows, ids[inside]] += biases[inside]
 
     def apply_repetition_penalty(
         self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor
     ) -> None:
-        lines, inside = _rows_of_ids(logits, starts, ids)
-        places = lines, ids[inside]
-        values, penalty = logits[places], penalties[lines]
+        rows, inside = _rows_of_ids(logits, starts, ids)
+        places = rows, ids[inside]
+        values, penalty = logits[places], penalties[rows]
         logits[places] = torch.where(values < 0, values * penalty, values / penalty)
 
     def apply_temperature(self, logits: Tensor, temperatures: Tensor) -> None:
@@ -125,7 +126,7 @@ class ReferenceSampling:
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Noise of ids 0..V-1: seeds int64 [R] (bits of the unsigned seed), positions int64 [R] -> float32 [R, V]."""
+    """Noise float32 [R, V]: seeds int64 [R] (bits of the unsigned seed), positions int64 [R]."""
     blocks = torch.arange(-(-vocab_size // WORDS_PER_BLOCK), device=seeds.device)[None]
     zero = torch.zeros_like(blocks)
     key = (seeds[:, None] & WORD_MASK, (seeds[:, None] >> 32) & WORD_MASK)
@@ -134,7 +135,7 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def noise(x: Tensor) -> Tensor:
-    """-log(-log u) of u = (x + 1/2) 2^-32, for uint32 values in int64. u and 1 - u are exact: they need 33 bits."""
+    """-log(-log u) of u = (x + 1/2) 2^-32, for uint32 in int64; u and 1 - u are exact: 33 bits."""
     u = (x.double() + 0.5) * 2.0**-32
     return (-log(-log(u))).float()
 
@@ -152,7 +153,7 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """The high and the low word of a product of 64 bits, formed from halves that cannot overflow int64."""
+    """High and low word of the 64-bit product, formed from halves that cannot overflow int64."""
     low = (word & 0xFFFF) * factor
     high = (word >> 16) * factor + (low >> 16)
     return high >> 16, (high << 16 | low & 0xFFFF) & WORD_MASK
@@ -164,7 +165,7 @@ def _sort_ids(logits: Tensor) -> Tensor:
 
 
 def _shortest_prefix(weights: Tensor, p: Tensor) -> Tensor:
-    """Of weights int64 [R, V] in order, the shortest run from the first on whose share of their sum reaches p."""
+    """Of ordered weights int64 [R, V], the shortest prefix whose share of their sum reaches p."""
     sums = weights.cumsum(dim=1)
     total = sums[:, -1]
     bound = (total.double() * p).ceil().long().clamp(max=total)
@@ -172,17 +173,23 @@ def _shortest_prefix(weights: Tensor, p: Tensor) -> Tensor:
 
 
 def _rows_of_ids(logits: Tensor, starts: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Lines of those ids that are below V, and where they stand; starts[r] is where those of line r begin."""
-    lines = torch.repeat_interleave(torch.arange(len(starts) - 1, device=logits.device), starts.diff())
+    """Rows of the ids below V, and the mask of those ids; starts[r] is the first id of row r."""
+    rows = torch.repeat_interleave(torch.arange(len(starts) - 1, device=logits.device), starts.diff())
     inside = ids < logits.shape[1]
-    return lines[inside], inside
+    return rows[inside], inside
 
 
 def _mask_all_but(logits: Tensor, kept: Tensor, order: Tensor) -> None:
-    """Mask the ids order[r, j] where not kept[r, j], in rows that are sound."""
+    """Mask the ids order[r, j] where not kept[r, j], in finite rows."""
     by_id = torch.empty_like(kept).scatter_(1, order, kept)
     logits.masked_fill_(~by_id & _is_finite_row(logits)[:, None], -torch.inf)
 
 
 def _is_finite_row(logits: Tensor) -> Tensor:
     return logits.amax(dim=1).isfinite()
+
+
+def hash_logits(row: Tensor) -> int:
+    """64-bit hash of one row of logits, for test mode."""
+    digest = hashlib.blake2b(row.cpu().contiguous().numpy().tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

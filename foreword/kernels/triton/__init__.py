@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA GPUs, one file an operation; importing a module of it needs Triton."""
+"""Triton kernels for NVIDIA GPUs; importing a module of this package needs Triton."""

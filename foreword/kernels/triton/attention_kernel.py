@@ -1,14 +1,14 @@
-"""Softmax over pages, with the same order of operations however its work is divided.
+"""Paged flash attention with one order of operations however the work is divided.
 
-Positions are cut into splits of SPLIT, and these into tiles of BLOCK_KV, both aligned to absolute position. A row's softmax
-runs over the tiles of a split in order, and over its splits in order, by one formula (`_merge`); what it does not see of a
-tile or a split leaves its bits alone. So it does not matter whether one program walks through all splits or each split has
-a program of its own.
+Positions are cut into splits of SPLIT, and these into tiles of BLOCK_KV, both aligned to absolute position.
+A row's softmax runs over the tiles of a split in order, and over its splits in order, by one formula
+(`_merge`); masked tiles and splits leave its bits unchanged. So it makes no difference whether one program
+walks all splits or each split has its own program.
 
-Keys and values are the M side of the products: scores are [BLOCK_KV, NQ], values [BLOCK_D, NQ], with a column for each pair
-of row and head. Columns do not meet, the tensor core's instruction has the same M and K for every NQ, and the sum over
-positions is laid out alike for every NQ as long as all warps lie along M. In float32 there are no such layouts: there the
-sum is a product with ones, which has one order by itself.
+Keys and values are the M side of the products: scores are [BLOCK_KV, NQ], values [BLOCK_D, NQ], with a
+column for each (row, head). Columns are independent, the tensor core instruction has the same M and K for
+every NQ, and sums over positions have one layout for every NQ while all warps lie along M. float32 has no
+such layouts: its sum is a product with ones, which has one order.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from foreword.kernels.triton.gemm_pack import from_float8
 
 __all__ = ["attend"]
 
-MIN_SCORE = tl.constexpr(-3.0e38)  # the maximum of nothing: finite, so that differences are
+MIN_SCORE = tl.constexpr(-3.0e38)  # maximum of no scores: finite, so that differences are too
 INFINITY = tl.constexpr(float("inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _merge(top, total, values, next_top, next_total, next_values):
-    """Softmax over some positions and over those that follow. Nothing merged with something yields its bits."""
+    """Merge the softmax of some positions with that of later ones; empty ones change no bit."""
     highest = tl.maximum(top, next_top)
     keep = tl.exp2(top - highest)
     add = tl.exp2(next_top - highest)
@@ -52,15 +52,15 @@ def _sum_positions(weights, dtype: tl.constexpr, BLOCK_KV: tl.constexpr):
 @triton.jit
 def _attend_positions(
     q, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, NQ: tl.constexpr, SPLIT: tl.constexpr, FLUSH: tl.constexpr,
-    MASK_NON_FINITE: tl.constexpr, STAGES: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, NQ: tl.constexpr,
+    SPLIT: tl.constexpr, FLUSH: tl.constexpr, MASK_NON_FINITE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Softmax of q [BLOCK_D, NQ] over the positions from begin, a multiple of BLOCK_KV, to end.
 
-    low, high  what any of the columns sees: nothing else is read
-    FLUSH      there may be more than one split
-    CAREFUL    values that are not finite do not reach columns that must not see them; those that see one get a total of NaN
+    low, high        range of positions that any column attends to; no others are read
+    FLUSH            there may be more than one split
+    MASK_NON_FINITE  masked non-finite values do not reach a column; a visible one makes its total NaN
     Returns top and total [NQ] and values [BLOCK_D, NQ].
     """
     d = tl.arange(0, BLOCK_D)
@@ -69,47 +69,47 @@ def _attend_positions(
     values = tl.zeros([BLOCK_D, NQ], tl.float32)
     all_top, all_total, all_values = top, total, values
     for start in tl.range(begin, end, BLOCK_KV, num_stages=STAGES):
-        if FLUSH:  # noqa: SIM102 (known when it is compiled)
+        if FLUSH:  # noqa: SIM102 (a constexpr)
             if start % SPLIT == 0:
                 all_top, all_total, all_values = _merge(all_top, all_total, all_values, top, total, values)
                 top = tl.full([NQ], MIN_SCORE, tl.float32)
                 total = tl.zeros([NQ], tl.float32)
                 values = tl.zeros([BLOCK_D, NQ], tl.float32)
         at = start + tl.arange(0, BLOCK_KV)
-        known = (at >= low) & (at <= high)
-        block = tl.load(block_table + at // BLOCK_SIZE, mask=known, other=0)
+        in_range = (at >= low) & (at <= high)
+        block = tl.load(block_table + at // BLOCK_SIZE, mask=in_range, other=0)
         vector = (block * BLOCK_SIZE + at % BLOCK_SIZE) * KV_HEADS
         places = vector[:, None] * D + d[None, :]
-        there = known[:, None] if D == BLOCK_D else known[:, None] & (d < D)[None, :]
-        scores = tl.dot(_upcast(tl.load(k + places, mask=there, other=0), q.dtype), q, input_precision="ieee")
+        loaded_mask = in_range[:, None] if D == BLOCK_D else in_range[:, None] & (d < D)[None, :]
+        scores = tl.dot(
+            _upcast(tl.load(k + places, mask=loaded_mask, other=0), q.dtype), q, input_precision="ieee"
+        )
         if k_scale is not None:
-            scores = scores * tl.load(k_scale + vector, mask=known, other=0.0)[:, None]
+            scores = scores * tl.load(k_scale + vector, mask=in_range, other=0.0)[:, None]
         scores = scores * scale
         if SOFTCAP:
             scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E)) + 1.0))
-        seen = at[:, None] <= positions[None, :]
+        visible = at[:, None] <= positions[None, :]
         if WINDOW > 0:
-            seen = seen & (at[:, None] > positions[None, :] - WINDOW)
-        scores = tl.where(seen, scores, -INFINITY)
+            visible = visible & (at[:, None] > positions[None, :] - WINDOW)
+        scores = tl.where(visible, scores, -INFINITY)
         highest = tl.maximum(top, tl.max(scores, 0))
         keep = tl.exp2(top - highest)
         weights = tl.exp2(scores - highest[None, :])
         top = highest
         total = total * keep + _sum_positions(weights, q.dtype, BLOCK_KV)
-        loaded = tl.load(v + places, mask=there, other=0)
+        loaded = tl.load(v + places, mask=loaded_mask, other=0)
         if v_scale is not None:
-            weights = tl.where(seen, weights * tl.load(v_scale + vector, mask=known, other=0.0)[:, None], 0.0)
+            weights = tl.where(
+                visible, weights * tl.load(v_scale + vector, mask=in_range, other=0.0)[:, None], 0.0
+            )
         if MASK_NON_FINITE:
-            sound = tl.abs(loaded.to(tl.float32)) < INFINITY
-            loaded = tl.where(sound, loaded, 0.0).to(loaded.dtype)
-            ill = tl.min(sound.to(tl.int32), 1) == 0
-            total = tl.where(tl.max((seen & ill[:, None]).to(tl.int32), 0) > 0, float("nan"), total)
-        values = tl.dot(
-            tl.trans(_upcast(loaded, q.dtype)),
-            weights.to(q.dtype),
-            values * keep[None, :],
-            input_precision="ieee",
-        )
+            finite = tl.abs(loaded.to(tl.float32)) < INFINITY
+            loaded = tl.where(finite, loaded, 0.0).to(loaded.dtype)
+            non_finite = tl.min(finite.to(tl.int32), 1) == 0
+            total = tl.where(tl.max((visible & non_finite[:, None]).to(tl.int32), 0) > 0, float("nan"), total)
+        loaded = tl.trans(_upcast(loaded, q.dtype))
+        values = tl.dot(loaded, weights.to(q.dtype), values * keep[None, :], input_precision="ieee")
     if FLUSH:
         return _merge(all_top, all_total, all_values, top, total, values)
     else:
@@ -118,20 +118,19 @@ def _attend_positions(
 
 @triton.jit
 def _is_finite(total, values):
-    """[NQ] and [BLOCK_D, NQ] -> int32 [NQ]: whether all is."""
-    return tl.minimum(
-        (tl.abs(total) < INFINITY).to(tl.int32), tl.min((tl.abs(values) < INFINITY).to(tl.int32), 0)
-    )
+    """total [NQ] and values [BLOCK_D, NQ] -> int32 [NQ]"""
+    finite_values = tl.min((tl.abs(values) < INFINITY).to(tl.int32), 0)
+    return tl.minimum((tl.abs(total) < INFINITY).to(tl.int32), finite_values)
 
 
 @triton.jit
 def _attend_split(
     q, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, NQ: tl.constexpr, SPLIT: tl.constexpr, FLUSH: tl.constexpr,
-    STAGES: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, NQ: tl.constexpr,
+    SPLIT: tl.constexpr, FLUSH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """_walk(), and once more with care where something is not finite. Quantized values are; their scales are selected away."""
+    """_attend_positions(), repeated with MASK_NON_FINITE if needed; quantized values are finite."""
     top, total, values = _attend_positions(
         q, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
         KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT, FLUSH, False, STAGES,
@@ -147,38 +146,41 @@ def _attend_split(
 
 @triton.jit
 def _store_output(out, places, exists, valid, total, values, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """To out, at places [NQ] and behind. Columns of padding are 0. A column that met what is not finite is NaN as a whole: which
-    of its values would be depends on the way. Adding 0 makes -0 to +0: the sign of a zero depends on it as well."""
+    """Store columns at out + places [NQ]; padding is 0.
+
+    A non-finite column becomes all NaN, as which values were NaN depends on the division of work. Adding 0
+    turns -0 into +0, as the sign of a zero depends on it too.
+    """
     d = tl.arange(0, BLOCK_D)
-    result = tl.where(
-        (_is_finite(total, values) == 1)[None, :],
-        values / tl.where(valid, total, 1.0)[None, :] + 0.0,
-        float("nan"),
-    )
+    result = values / tl.where(valid, total, 1.0)[None, :] + 0.0
+    result = tl.where((_is_finite(total, values) == 1)[None, :], result, float("nan"))
     result = tl.where(valid[None, :], result, 0.0).to(out.dtype.element_ty)
     tl.store(out + places[:, None] + d[None, :], tl.trans(result), mask=exists[:, None] & (d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_requests", "table_width", "max_splits"])
 def attend(
-    q, k, v, k_scale, v_scale, out, partials, split_stats, counters, tiles, request_index, positions, block_tables,
-    num_requests, table_width, max_splits, q_row, q_head, scale, softcap,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
-    NQ: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    q, k, v, k_scale, v_scale, out, partials, split_stats, counters, tiles, request_index, positions,
+    block_tables, num_requests, table_width, max_splits, q_row, q_head, scale, softcap,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, NQ: tl.constexpr, WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of rows, some heads of one group, and some splits.
 
-    q, out         [T, KV_HEADS * GROUP, D]; q's rows and heads lie q_row and q_head apart, out is contiguous
-    k, v           [S, KV_HEADS, D]; uint8 stands for float8; k_scale, v_scale float32 [S, KV_HEADS] or None
-    tiles          int32 [tiles, 2]: first row and number of rows, of one request but for padding
-    owners, positions, tables   as in Batch; table_width is M
-    partials, tops float32 [pairs, max_splits, D, NQ] and [pairs, max_splits, 2, NQ], unless WHOLE: what each split came to
-    counters       int32 [pairs], zeros before and after: programs that are done with a pair of tile and heads
+    q, out         [T, KV_HEADS * GROUP, D]; q has strides q_row and q_head, out is contiguous
+    k, v           [S, KV_HEADS, D], uint8 for float8 bits; k_scale, v_scale float32 [S, KV_HEADS] or None
+    tiles          int32 [tiles, 2]: first row and number of rows, of one request except padding
+    partials       float32 [pairs, max_splits, D, NQ]: values of each split, unless WHOLE
+    split_stats    float32 [pairs, max_splits, 2, NQ]: maximum and sum of each split, unless WHOLE
+    counters       int32 [pairs], zeros before and after: programs done with a (tile, heads) pair
+    request_index, positions, block_tables   as in Batch; table_width is M
     HEADS          heads of a group in one tile
-    scale          what makes scores of products, times log2(e), unless SOFTCAP: then softcap has that factor,
-                   and scores come divided by the cap
-    Grid (pairs, programs): program p has splits p, p + programs, ...; those that are last at a pair merge all in order.
+    scale          factor from products to scores, times log2(e); with SOFTCAP, divided by the cap, and
+                   softcap is the cap times log2(e)
+    Grid (pairs, programs): program p has splits p, p + programs, ...; the last one of a pair merges all in
+    order.
     """
     head_tiles: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     pair = tl.program_id(0)
@@ -205,8 +207,8 @@ def attend(
 
     d = tl.arange(0, BLOCK_D)
     heads = kv_head * GROUP + head
-    wanted = q + row.to(tl.int64)[:, None] * q_row + heads[:, None] * q_head + d[None, :]
-    queries = tl.trans(tl.load(wanted, mask=valid[:, None] & (d < D)[None, :], other=0.0))
+    q_places = q + row.to(tl.int64)[:, None] * q_row + heads[:, None] * q_head + d[None, :]
+    queries = tl.trans(tl.load(q_places, mask=valid[:, None] & (d < D)[None, :], other=0.0))
     places = (row.to(tl.int64) * (KV_HEADS * GROUP) + heads) * D
     table = block_tables + request.to(tl.int64) * table_width
     k += kv_head * D
@@ -222,10 +224,8 @@ def attend(
         _store_output(out, places, exists, valid, total, values, D, BLOCK_D)
     else:
         if (program == 0) & (num_splits <= 0):
-            tl.store(
-                out + places[:, None] + d[None, :], tl.zeros([NQ, BLOCK_D], tl.float32).to(out.dtype.element_ty),
-                mask=exists[:, None] & (d < D)[None, :],
-            )  # fmt: skip
+            zeros = tl.zeros([NQ, BLOCK_D], tl.float32).to(out.dtype.element_ty)
+            tl.store(out + places[:, None] + d[None, :], zeros, mask=exists[:, None] & (d < D)[None, :])
         if program < num_splits:
             base = pair.to(tl.int64) * max_splits
             inner = d[:, None] * NQ + column[None, :]
@@ -233,30 +233,27 @@ def attend(
             for split in range(program, num_splits, programs):
                 start = (first_split + split) * SPLIT
                 top, total, values = _attend_split(
-                    queries, k, v, k_scale, v_scale, table, tl.maximum(start, begin), tl.minimum(start + SPLIT, high + 1),
-                    low, high, at, scale, softcap,
-                    KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT, False, STAGES,
+                    queries, k, v, k_scale, v_scale, table,
+                    tl.maximum(start, begin), tl.minimum(start + SPLIT, high + 1), low, high, at,
+                    scale, softcap, KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT,
+                    False, STAGES,
                 )  # fmt: skip
                 tl.store(partials + (base + split) * (D * NQ) + inner, values, mask=kept)
                 tl.store(split_stats + (base + split) * (2 * NQ) + column, top)
                 tl.store(split_stats + (base + split) * (2 * NQ) + NQ + column, total)
             tl.debug_barrier()
-            arrived = tl.atomic_add(counters + pair, 1, sem="acq_rel")
-            if arrived == tl.minimum(programs, num_splits) - 1:
+            num_done = tl.atomic_add(counters + pair, 1, sem="acq_rel")
+            if num_done == tl.minimum(programs, num_splits) - 1:
                 top = tl.full([NQ], MIN_SCORE, tl.float32)
                 total = tl.zeros([NQ], tl.float32)
                 values = tl.zeros([BLOCK_D, NQ], tl.float32)
                 for split in tl.range(0, num_splits, num_stages=3):
-                    next_top = tl.load(split_stats + (base + split) * (2 * NQ) + column, cache_modifier=".cg")
-                    next_total = tl.load(
-                        split_stats + (base + split) * (2 * NQ) + NQ + column, cache_modifier=".cg"
-                    )
-                    part = tl.load(
-                        partials + (base + split) * (D * NQ) + inner,
-                        mask=kept,
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    top, total, values = _merge(top, total, values, next_top, next_total, part)
+                    # ".cg" reads past the L1 cache, as other multiprocessors wrote these.
+                    stats = split_stats + (base + split) * (2 * NQ) + column
+                    next_top = tl.load(stats, cache_modifier=".cg")
+                    next_total = tl.load(stats + NQ, cache_modifier=".cg")
+                    partial_places = partials + (base + split) * (D * NQ) + inner
+                    partial = tl.load(partial_places, mask=kept, other=0.0, cache_modifier=".cg")
+                    top, total, values = _merge(top, total, values, next_top, next_total, partial)
                 _store_output(out, places, exists, valid, total, values, D, BLOCK_D)
                 tl.store(counters + pair, 0)

@@ -1,34 +1,114 @@
-"""The operations of the engine on Triton kernels."""
+"""The operations on Triton kernels, and their fast-math variant."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from foreword.core.batch import Batch
-from foreword.executor.graph_runner import GraphRunner
+from foreword.core.batch import KVLayer
+from foreword.kernels.ops import Matrix, MRopeSections, PackedLinear
 from foreword.kernels.reference.backend import ReferenceOps
+from foreword.kernels.triton import elementwise, rope
 from foreword.kernels.triton.attention import TritonAttention
 from foreword.kernels.triton.decode_ops import TritonDecodeOps
 from foreword.kernels.triton.linear import TritonLinear
-from foreword.kernels.triton.rows import TritonRows
 from foreword.kernels.triton.sampling import TritonSampling
 
-__all__ = ["TritonOps"]
+__all__ = ["TritonFastMath", "TritonOps"]
+
+UNQUANTIZED_FORMATS = ("float32", "bfloat16", "float16")
 
 
-class TritonOps(TritonLinear, TritonAttention, TritonRows, TritonSampling, ReferenceOps):
-    """What no mixin has is the reference's: exact in itself, or never in a step."""
+class TritonOps(TritonLinear, TritonAttention, TritonSampling, ReferenceOps):
+    """Inherits the reference's operations that round at most once or never run within a step."""
 
     name = "triton"
     supports_graphs = True
 
     def __init__(self, eager: bool = False) -> None:
-        """eager: nothing is put into a graph."""
+        """eager: capture no CUDA graphs."""
         super().__init__(row_tile=1)
         self.eager = eager
+        self.decode_ops = TritonDecodeOps()
 
-    def compile(self, forward: Callable[[Batch], Tensor]) -> GraphRunner:
-        """Captured in graphs, but for passes of many rows."""
-        return GraphRunner(self, forward, self.eager, TritonDecodeOps())
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return elementwise.rms_norm(x, weight, eps)
+
+    def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
+        return elementwise.gated_act(gate_up, activation)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return elementwise.softcap(x, cap)
+
+    def rope(
+        self, x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None
+    ) -> Tensor:
+        return rope.rope(x, cos_sin, positions, mrope_sections)
+
+    def rope_and_cache(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        positions: Tensor,
+        mrope_sections: MRopeSections | None,
+        cache: KVLayer,
+        slots: Tensor,
+    ) -> Tensor:
+        return rope.rope_and_cache(q, k, v, cos_sin, positions, mrope_sections, cache, slots)
+
+    def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
+        rope.write_kv(k, v, cache, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWeight:
+    """A weight in the type of the activations."""
+
+    matrix: Tensor  # [N, K]
+    bias: Tensor | None  # [N]
+
+
+class TritonFastMath(TritonOps):
+    """`--fast-math`: matrix products of cuBLAS, whose bits depend on the batch.
+
+    Quantized weights keep the kernels of TritonOps: cuBLAS has no product for them.
+    """
+
+    name = "triton-fast-math"
+
+    def pack_linear(
+        self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None = None
+    ) -> PackedLinear:
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        if weight_format not in UNQUANTIZED_FORMATS or len(tensors) < len(parts):
+            return super().pack_linear(parts, weight_format, bias)
+        dtype = getattr(torch, weight_format)
+        matrix = torch.cat([part.to(dtype) for part in tensors])
+        return DenseWeight(matrix, None if bias is None else bias.to(dtype))
+
+    def linear(
+        self, x: Tensor, weight: PackedLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None
+    ) -> Tensor:
+        if not isinstance(weight, DenseWeight):
+            return super().linear(x, weight, dtype, add_to)
+        product = F.linear(x.to(weight.matrix.dtype), weight.matrix, weight.bias).to(dtype or x.dtype)
+        return product if add_to is None else add_to + product
+
+    def linear_gated_act(self, x: Tensor, weight: PackedLinear, activation: str) -> Tensor:
+        if not isinstance(weight, DenseWeight):
+            return super().linear_gated_act(x, weight, activation)
+        return self.gated_act(self.linear(x, weight), activation)
+
+    def embedding(
+        self, token_ids: Tensor, weight: PackedLinear, dtype: torch.dtype, scale: float = 1.0
+    ) -> Tensor:
+        if not isinstance(weight, DenseWeight):
+            return super().embedding(token_ids, weight, dtype, scale)
+        rows = weight.matrix.index_select(0, token_ids)
+        return (rows if scale == 1.0 else rows.to(torch.float32) * scale).to(dtype)

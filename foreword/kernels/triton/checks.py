@@ -1,4 +1,4 @@
-"""Whether this card's results for a row are the same in any company: tried once when a model is loaded."""
+"""Checks that this GPU computes a row with the same bits in every batch; run once when a model is loaded."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from foreword.kernels.triton import attention
 
 __all__ = ["ROW_COUNTS", "check_attention_invariance", "check_row_invariance"]
 
-# On both sides of what tiles.py decides by. In the first shape K has three parts, which have their own programs or share one;
-# the second is a multiple of nothing, and its K is one part.
+# On both sides of each threshold in gemm.py. K of the first shape has three splits, in their own programs or
+# one; the second shape is a multiple of nothing, and its K is one split.
 ROW_COUNTS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 100, 128, 130, 257)
 SHAPES = ((6144, 1024), (200, 500))
-BFLOAT16_CAPABILITY = (8, 0)  # compute capability from which on there is bfloat16
+BFLOAT16_CAPABILITY = (8, 0)  # compute capability with bfloat16
 BLOCK_SIZE = 16
 DRAFT_ROWS = 6
 
@@ -30,25 +30,26 @@ def check_row_invariance(
     shapes: Sequence[tuple[int, int]] = SHAPES,
     row_counts: Sequence[int] = ROW_COUNTS,
 ) -> str | None:
-    """None if the bits of every row are those of the row alone, else the first product that differs.
+    """The first product whose rows get other bits in a batch than alone, or None.
 
-    With weights [N, K] of these shapes, as they are in each type that the card has, and in 8 bits. These are some dozen short
-    launches for each kind; what takes time is compiling them, and Triton keeps that on disk.
+    shapes are of weights [N, K], in each dtype of the GPU and in int8. Compilation takes most of the time,
+    and Triton caches it on disk.
     """
     device = torch.device(device)
     for dtype in _dtypes(device):
         generator = torch.Generator().manual_seed(0)
-        kinds = (str(dtype).removeprefix("torch."), *(("int8",) if dtype == _dtypes(device)[0] else ()))
+        formats = (str(dtype).removeprefix("torch."), *(("int8",) if dtype == _dtypes(device)[0] else ()))
         for size, width in shapes:
             matrix, x, residual = (
                 torch.randn(shape, generator=generator).to(device, dtype)
                 for shape in ((size, width), (max(row_counts), width), (max(row_counts), size))
             )
-            for kind in kinds:
-                for name, run in _linear_layers(ops, kind, matrix, x, residual):
+            for weight_format in formats:
+                for name, run in _linear_layers(ops, weight_format, matrix, x, residual):
                     count = _first_differing(row_counts, run)
                     if count:
-                        return f"a {name} layer in {kind} gives other bits for {count} rows than for one"
+                        batch = f"{count} rows"
+                        return f"a {name} layer in {weight_format} gives other bits for {batch} than for one"
     return None
 
 
@@ -60,10 +61,10 @@ def check_attention_invariance(
     dim: int = 128,
     num_rows: int = 64,
 ) -> str | None:
-    """None if the bits of a row's attention are the same alone, in a draft, in a chunk of `rows` and in a crowd of each: tiles of
-    all widths, with as many programs for each as there are splits, half of that, and one. Else where they first differ.
+    """The first batch where a row's attention has other bits than in a prompt chunk of num_rows, or None.
 
-    The rows lie on both sides of where the third split begins. Requests of a crowd read the same blocks.
+    Batches: single rows, drafts, chunks and many requests of each, for tiles of all widths, with one program
+    per split, half as many, and one. The rows lie on both sides of the third split; requests share blocks.
     """
     device = torch.device(device)
     start = 2 * attention.SPLIT - num_rows // 2
@@ -85,12 +86,13 @@ def check_attention_invariance(
         whole = run([(0, num_rows)])
         for name, spans in _batches(num_rows, kv_heads):
             if not torch.equal(run(spans), torch.cat([whole[first:last] for first, last in spans])):
-                return f"attention in {str(dtype).removeprefix('torch.')} gives other bits for {name} than for a chunk of a prompt"
+                dtype_name = str(dtype).removeprefix("torch.")
+                return f"attention in {dtype_name} gives other bits for {name} than for a prompt chunk"
     return None
 
 
 def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """What is computed in; the first one is what models come in where there is no other wish."""
+    """Activation dtypes of the device, the default first."""
     if device.type == "cpu":
         return (torch.float32,)
     new = torch.cuda.get_device_capability(device) >= BFLOAT16_CAPABILITY
@@ -100,15 +102,17 @@ def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
 def _linear_layers(
     ops: Ops, weight_format: str, matrix: Tensor, x: Tensor, residual: Tensor
 ) -> Iterator[tuple[str, Callable[[slice], Tensor]]]:
-    """By name: what gives the rows of a slice of x."""
+    """(name, function from a slice of x to its output rows)"""
     weight = ops.pack_linear([matrix], weight_format, matrix[:, 0])
     yield "linear", lambda rows: ops.linear(x[rows], weight, None, residual[rows])
     yield "gated linear", lambda rows: ops.linear_gated_act(x[rows], weight, "silu")
 
 
 def _first_differing(row_counts: Sequence[int], run: Callable[[slice], Tensor]) -> int | None:
-    """The first number of rows whose bits are not those of its rows alone. Rows alone are compared with both ends of the largest
-    batch, and that one with all others."""
+    """The first row count whose bits differ from its rows alone, or None.
+
+    Rows alone are compared with both ends of the largest batch, and that batch with all others.
+    """
     whole = run(slice(0, max(row_counts)))
     for row in (0, len(whole) - 1):
         if not torch.equal(run(slice(row, row + 1))[0], whole[row]):
@@ -117,7 +121,7 @@ def _first_differing(row_counts: Sequence[int], run: Callable[[slice], Tensor]) 
 
 
 def _batches(num_rows: int, kv_heads: int) -> Iterator[tuple[str, list[Span]]]:
-    """By name: which of the rows each request of a batch has."""
+    """(name, rows of each request of a batch)"""
     alone, draft, chunk = (num_rows - 1, num_rows), (num_rows - DRAFT_ROWS, num_rows), (0, num_rows)
     enough = -(-attention.TARGET_NUM_PROGRAMS // kv_heads)
     for row in (0, num_rows // 2 - 1, num_rows // 2, num_rows - 1):

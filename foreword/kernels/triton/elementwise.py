@@ -1,9 +1,4 @@
-"""Values that are computed each for itself.
-
-Activations as device functions: float32 in, float32 out.
-
-The kernel of the embedding: rows out of a packed weight.
-"""
+"""Row-wise operations: activations, softcap, RMS norm, and the embedding of a packed weight."""
 
 from __future__ import annotations
 
@@ -14,7 +9,13 @@ from torch import Tensor
 
 from foreword.kernels.triton.gemm_pack import fp16_from_bits, unpack_word, values_per_word
 
-__all__ = ["activate", "embed_kernel", "gated_act", "softcap"]
+__all__ = ["activate", "embed_kernel", "gated_act", "rms_norm", "softcap"]
+
+BLOCK = 1024  # values of a program of gated_act() and softcap()
+NORM_VALUES_PER_PROGRAM = 2048  # narrower rows share a program
+NORM_VALUES_PER_WARP = 512
+NORM_MAX_WARPS = 16
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
@@ -22,7 +23,7 @@ TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 
 @triton.jit
 def activate(x, NAME: tl.constexpr):
-    """NAME is "silu", "gelu" or "gelu_tanh" (of the reference: the error function, and what approximates it)."""
+    """float32 -> float32; NAME is "silu", "gelu" (by the error function) or "gelu_tanh"."""
     if NAME == "silu":
         return x * _sigmoid(x)
     elif NAME == "gelu":
@@ -35,13 +36,9 @@ def activate(x, NAME: tl.constexpr):
 
 @triton.jit
 def _sigmoid(x):
-    """Without overflow on either side."""
+    """Sigmoid without overflow on either side."""
     decay = tl.exp(-tl.abs(x))
     return tl.where(x < 0, decay, 1.0) / (1.0 + decay)
-
-
-BLOCK = 1024
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -53,9 +50,8 @@ def _gated_act_kernel(
     inside = column < WIDTH
     gate = tl.load(gate_up + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(
-        out + row * WIDTH + column, (activate(gate, ACTIVATION) * up).to(out.dtype.element_ty), mask=inside
-    )
+    result = (activate(gate, ACTIVATION) * up).to(out.dtype.element_ty)
+    tl.store(out + row * WIDTH + column, result, mask=inside)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -68,14 +64,12 @@ def _softcap_kernel(x, out, cap, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    """By exp(-2 |x|), and by its series near 0, where that would cancel."""
+    """tanh by exp(-2 |x|); near 0, where that would cancel, by its series."""
     magnitude = tl.abs(x)
     small = tl.where(magnitude < 0.25, x, 0.0)
     square = small * small
-    series = small * (
-        1.0
-        + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0))))
-    )
+    series = square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0)))
+    series = small * (1.0 + square * (-1.0 / 3.0 + series))
     decay = tl.exp2(magnitude * (-2.0 * LOG2_E))
     by_exp = (1.0 - decay) / (1.0 + decay)
     return tl.where(magnitude < 0.25, series, tl.where(x < 0, -by_exp, by_exp))
@@ -87,20 +81,14 @@ def gated_act(gate_up: Tensor, activation: str) -> Tensor:
     assert gate_up.stride(1) == 1
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
-        _gated_act_kernel[num_rows, triton.cdiv(width, BLOCK)](
-            gate_up,
-            out,
-            gate_up.stride(0),
-            WIDTH=width,
-            ACTIVATION=activation,
-            BLOCK=BLOCK,
-            enable_fp_fusion=False,
-        )
+        operands, options = (gate_up, out, gate_up.stride(0)), {"BLOCK": BLOCK, "enable_fp_fusion": False}
+        grid = num_rows, triton.cdiv(width, BLOCK)
+        _gated_act_kernel[grid](*operands, WIDTH=width, ACTIVATION=activation, **options)
     return out
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap), of any shape"""
+    """x of any shape"""
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel():
@@ -112,19 +100,10 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 
 @triton.jit
 def embed_kernel(
-    token_ids,
-    w,
-    scales,
-    out,
-    K,
-    BLOCKS,
-    scale,
-    FORMAT: tl.constexpr,
-    FLOAT8: tl.constexpr,
-    BK: tl.constexpr,
-    BLOCKS_PER_PROGRAM: tl.constexpr,
-):
-    """out[t, :K] = row ids[t] of w, times its scales and `factor` in float32. Programs: [T, BLOCKS / TOGETHER]."""
+    token_ids, w, scales, out, K, BLOCKS, scale,
+    FORMAT: tl.constexpr, FLOAT8: tl.constexpr, BK: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
+):  # fmt: skip
+    """out[t, :K] = row token_ids[t] of w times its scales and `scale`, in float32; grid (T, block groups)."""
     values: tl.constexpr = values_per_word(FORMAT)
     width: tl.constexpr = BK // values
     t = tl.program_id(0).to(tl.int64)
@@ -137,11 +116,49 @@ def embed_kernel(
     for j in tl.static_range(values):
         value = unpack_word(words, j, FORMAT, FLOAT8, tl.float32).to(tl.float32)
         if FORMAT == "int4" or FORMAT == "q8_0":
-            pair = tl.load(
-                scales + place * (32 * values) + 64 * (j // 2) + row % 64, mask=blocks < BLOCKS, other=0
-            )
+            scale_places = place * (32 * values) + 64 * (j // 2) + row % 64
+            pair = tl.load(scales + scale_places, mask=blocks < BLOCKS, other=0)
             value *= fp16_from_bits(pair, j % 2)[:, None]
         elif FORMAT != "dense":
             value *= tl.load(scales + row)
         columns = (blocks * BK + width * j)[:, None] + k[None, :]
         tl.store(out + t * K + columns, (value * scale).to(out.dtype.element_ty), mask=columns < K)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    x, weight, out, num_rows, eps, outer, inner,
+    ROWS_INSIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Row r of x is at r // ROWS_INSIDE * outer + r % ROWS_INSIDE * inner."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+    places = row // ROWS_INSIDE * outer + row % ROWS_INSIDE * inner
+    values = tl.load(x + places[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(values * values, 1) / WIDTH + eps)
+    result = values * inverse[:, None] * scale[None, :]
+    tl.store(out + row[:, None] * WIDTH + column[None, :], result.to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Ops.rms_norm. Rows of a program depend on the width alone, so a row's order of summation does too."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.dim() > 3:
+        x = x.reshape(x.shape[0], -1, x.shape[-1])
+    width = x.shape[-1]
+    assert x.stride(-1) == 1 and weight.is_contiguous()
+    inside, inner = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    num_rows = x.shape[0] * inside
+    if not num_rows:
+        return out
+    block = triton.next_power_of_2(width)
+    rows = max(NORM_VALUES_PER_PROGRAM // block, 1)
+    operands = x, weight, out, num_rows, eps, x.stride(0), inner
+    shape = {"ROWS_INSIDE": inside, "WIDTH": width, "ROWS": rows, "BLOCK": block}
+    num_warps = min(max(rows * block // NORM_VALUES_PER_WARP, 1), NORM_MAX_WARPS)
+    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        *operands, **shape, num_warps=num_warps, enable_fp_fusion=False
+    )
+    return out

@@ -1,27 +1,25 @@
-"""How weights lie in memory, and in which order their products are summed: fixed at load from their shape alone.
+"""Layout of weights in GPU memory, and the order of summation: fixed at load by the weight's shape alone.
 
-A matrix [N, K] is cut into panels of 64 rows and blocks of 64 or 128 columns; the values of a panel and a block stand together,
-so that a program reads one stretch of memory from its first block to its last. Zeros fill what is missing.
+A matrix [N, K] is cut into panels of 64 rows and blocks of 64 or 128 columns, padded with zeros. The values
+of a panel and block are contiguous, so a program reads one stretch of memory from its first block to its
+last.
 
-The sum over K has `splits` parts, each summed block after block, added one after the other: p0 + p1 + ... This is the order
-for every number of rows. With few rows, reading weights is all there is to do, and each part has its own program: with fewer
-than about two for each of 132 multiprocessors some of them wait, with more there are more partial sums to write and to read,
-which hurts at 64 rows. A part has at least 256 columns, or there would be nothing to load ahead. So Llama 3.1 8B has 3, 4, 1
-and 4 parts (q-k-v, output, gate-up, down), Qwen2.5 0.5B has 3, 3, 2 and 16. The card at hand does not enter.
+The sum over K has `splits` parts, each summed block by block, then added in order: p0 + p1 + ... for every
+number of rows. With few rows, reading weights dominates, and each split has its own program. Below about two
+programs for each of 132 multiprocessors some idle; more mean more partial sums, which costs at 64 rows. A
+split has at least 256 columns, so that loads can be pipelined. Llama 3.1 8B has 3, 4, 1 and 4 splits (qkv,
+output, gate-up, down), Qwen2.5 0.5B has 3, 3, 2 and 16. The GPU at hand does not enter.
 
 | format | block of a panel | scales |
 |---|---|---|
 | dense | [64, 64] of the weight's type | none |
-| int8, fp8 | int16 [64, 64]: low bytes columns 0 to 63, high bytes 64 to 127; fp8 is float8_e4m3fn | float32, one for each row |
-| q8_0 | int16 [64, 32]: low bytes columns 0 to 31, high bytes 32 to 63 | int32 [1, 64]: two of float16, for 32 columns each |
-| int4 | int16 [64, 32]: four values a word, the lowest column 0 to 31, each plus 8 | int32 [2, 64] likewise |
+| int8, fp8 | int16 [64, 64]: low bytes are columns 0 to 63, high bytes 64 to 127 | float32, one per row |
+| q8_0 | int16 [64, 32]: low bytes are columns 0 to 31, high bytes 32 to 63 | int32 [1, 64]: two float16 |
+| int4 | int16 [64, 32]: 4 values + 8 a word, lowest bits are columns 0 to 31 | int32 [2, 64]: two each |
 
-Words are as wide as what the tensor cores multiply, so that one layout of shared memory serves both: with single bytes the
-compiler copies 8 bytes at a time on Hopper, with words 16. Scales come in pairs because nothing below 4 bytes is loaded ahead.
-
-Values out of the words that weights are packed in; see packing.py.
-
-float8_e4m3fn by arithmetic on bits: the same on every card, also where the hardware has no such type.
+fp8 is float8_e4m3fn; q8_0 and int4 have a scale for each 32 columns. Words are as wide as the tensor core
+operands, so one shared memory layout serves both: with bytes, the compiler copies 8 bytes at a time on
+Hopper, with words 16. Scales come in pairs because loads below 4 bytes are not pipelined.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foreword.kernels.ops import Matrix, QuantizedBlocks
-from foreword.kernels.quantization import QuantizedWeight, dequantize, quantize, split_blocks
+from foreword.kernels.quantization import dequantize, quantize, split_blocks
 
 __all__ = [
     "PANEL_ROWS",
@@ -52,9 +50,9 @@ __all__ = [
 ]
 
 PANEL_ROWS = 64
-MAX_SLICE_VALUES = 1 << 23  # values that are packed at a time; some of them as float32 are 32 MiB
-TARGET_NUM_PROGRAMS = 256  # programs that fill a card
-MIN_SPLIT_COLUMNS = 256  # of a part
+MAX_SLICE_VALUES = 1 << 23  # values packed at a time, 32 MiB as float32
+TARGET_NUM_PROGRAMS = 256  # programs that fill a GPU
+MIN_SPLIT_COLUMNS = 256  # columns
 MAX_SPLITS = 16
 ROW_SCALED_FORMATS = ("int8", "fp8")
 GROUP_SCALED_FORMATS = ("int4", "q8_0")
@@ -62,66 +60,55 @@ GROUP_SCALED_FORMATS = ("int4", "q8_0")
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """data, scales  as the table above says: [panels, blocks, ...], or scales float32 [panels * 64] for each row
-    bias          float32 [N] or None
-    rows, columns N and K
-    blocks        along K
-    splits        parts of the sum over K
-    """
-
     format: str
-    data: Tensor
-    scales: Tensor | None
-    bias: Tensor | None
-    rows: int
-    columns: int
-    blocks: int
-    splits: int
+    data: Tensor  # [panels, blocks, ...] as in the table above
+    scales: Tensor | None  # [panels, blocks, ...], or float32 [panels * 64] for each row
+    bias: Tensor | None  # float32 [N]
+    rows: int  # N
+    columns: int  # K
+    blocks: int  # along K
+    splits: int  # of the sum over K
 
 
 def columns_per_block(weight_format: str) -> int:
-    """Columns of a block."""
     return 128 if weight_format in ("int8", "fp8", "int4") else 64
 
 
 def num_splits(rows: int, columns: int, weight_format: str) -> int:
-    """Parts that the sum over K has. Quantized values are fewer bytes, so more programs keep enough of them on their way."""
-    filled = TARGET_NUM_PROGRAMS if weight_format == "dense" else 2 * TARGET_NUM_PROGRAMS
+    """Splits of the sum over K. Quantized values have fewer bytes, so loads need more programs in flight."""
+    programs = TARGET_NUM_PROGRAMS if weight_format == "dense" else 2 * TARGET_NUM_PROGRAMS
     panels = -(-rows // PANEL_ROWS)
-    return max(1, min(-(-filled // panels), columns // MIN_SPLIT_COLUMNS, MAX_SPLITS))
+    return max(1, min(-(-programs // panels), columns // MIN_SPLIT_COLUMNS, MAX_SPLITS))
 
 
 def pack(parts: Sequence[Matrix], weight_format: str, bias: Tensor | None) -> PackedWeight:
     """See Ops.pack_linear.
 
-    Blocks of a file stay what they are where products can read them: q4_0 is what int4 is, q8_0 is a format. The others, and
-    parts that differ, become values of the type that `kind` names, bfloat16 if it names none. Beside the parts and the result
-    there is never more than some slices of rows.
+    q4_0 (as int4) and q8_0 blocks keep their format. Other blocks and mixed parts become dense values of
+    weight_format, or bfloat16 if that is quantized. Temporary memory is a few slices of rows.
     """
-    form = _pick_format(parts, weight_format)
+    packed_format = _pick_format(parts, weight_format)
     rows = sum(_num_rows(part) for part in parts)
     columns = {part.columns if isinstance(part, QuantizedBlocks) else part.shape[1] for part in parts}.pop()
-    dtype = (
-        torch.bfloat16
-        if weight_format in (*ROW_SCALED_FORMATS, *GROUP_SCALED_FORMATS)
-        else getattr(torch, weight_format)
-    )
+    quantized = weight_format in (*ROW_SCALED_FORMATS, *GROUP_SCALED_FORMATS)
+    dtype = torch.bfloat16 if quantized else getattr(torch, weight_format)
     height = max(MAX_SLICE_VALUES // columns // PANEL_ROWS, 1) * PANEL_ROWS
-    whole: tuple[Tensor, ...] = ()
+    packed: tuple[Tensor, ...] = ()
     for first in range(0, rows, height):
-        made = _pack_slice(_slice(parts, first, first + height), form, dtype)
-        whole = whole or tuple(one.new_empty(-(-rows // PANEL_ROWS), *one.shape[1:]) for one in made)
-        for held, one in zip(whole, made, strict=True):
-            held[first // PANEL_ROWS :][: len(one)] = one
-    data, *scales = whole
-    wide = None if bias is None else bias.to(torch.float32)
-    splits = num_splits(rows, columns, form)
-    held_scales = None if not scales else scales[0].flatten() if form in ROW_SCALED_FORMATS else scales[0]
-    return PackedWeight(form, data, held_scales, wide, rows, columns, data.shape[1], splits)
+        panels = _pack_slice(_slice(parts, first, first + height), packed_format, dtype)
+        packed = packed or tuple(part.new_empty(-(-rows // PANEL_ROWS), *part.shape[1:]) for part in panels)
+        for target, part in zip(packed, panels, strict=True):
+            target[first // PANEL_ROWS :][: len(part)] = part
+    data, scales = packed if len(packed) == 2 else (packed[0], None)
+    if scales is not None and packed_format in ROW_SCALED_FORMATS:
+        scales = scales.flatten()
+    float_bias = None if bias is None else bias.to(torch.float32)
+    splits = num_splits(rows, columns, packed_format)
+    return PackedWeight(packed_format, data, scales, float_bias, rows, columns, data.shape[1], splits)
 
 
 def _slice(parts: Sequence[Matrix], first: int, last: int) -> list[Matrix]:
-    """Rows `first` to `last` of the parts one below the other."""
+    """Rows first to last of the stacked parts."""
     pieces: list[Matrix] = []
     for part in parts:
         rows = slice(max(first, 0), max(last, 0))
@@ -136,22 +123,18 @@ def _slice(parts: Sequence[Matrix], first: int, last: int) -> list[Matrix]:
 
 
 def _pack_slice(parts: Sequence[Matrix], weight_format: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Panels of all parts together, and their scales unless they are dense, [panels, ...] each."""
+    """Panels of all parts, and their scales unless dense, [panels, ...] each."""
     if weight_format == "dense":
-        matrix = torch.cat(
-            [(dequantize(part) if isinstance(part, QuantizedBlocks) else part).to(dtype) for part in parts]
-        )
-        return (_to_panels(matrix, PANEL_ROWS),)
-    each = [_quantize_part(part, weight_format) for part in parts]
-    steps, scales = (
-        torch.cat([one.quants for one in each]).flatten(1),
-        torch.cat([one.scales for one in each]),
-    )
-    return (
-        _pack_row_scaled(steps, scales, weight_format)
-        if weight_format in ROW_SCALED_FORMATS
-        else _pack_group_scaled(steps, scales, weight_format)
-    )
+        matrices = (dequantize(part) if isinstance(part, QuantizedBlocks) else part for part in parts)
+        return (_to_panels(torch.cat([matrix.to(dtype) for matrix in matrices]), PANEL_ROWS),)
+    quantized = [
+        split_blocks(part) if isinstance(part, QuantizedBlocks) else quantize(part, weight_format)
+        for part in parts
+    ]
+    quants = torch.cat([part.quants for part in quantized]).flatten(1)
+    scales = torch.cat([part.scales for part in quantized])
+    pack_format = _pack_row_scaled if weight_format in ROW_SCALED_FORMATS else _pack_group_scaled
+    return pack_format(quants, scales, weight_format)
 
 
 def _num_rows(part: Matrix) -> int:
@@ -165,33 +148,24 @@ def _pick_format(parts: Sequence[Matrix], weight_format: str) -> str:
     return {"q4_0": "int4", "q8_0": "q8_0"}.get(stored.pop(), "dense") if len(stored) == 1 else "dense"
 
 
-def _quantize_part(part: Matrix, weight_format: str) -> QuantizedWeight:
-    return split_blocks(part) if isinstance(part, QuantizedBlocks) else quantize(part, weight_format)
-
-
 def _to_panels(matrix: Tensor, width: int) -> Tensor:
     """[N, K] -> [panels, blocks, 64, width]"""
     rows, columns = matrix.shape
-    padded = (
-        F.pad(matrix, (0, -columns % width, 0, -rows % PANEL_ROWS))
-        if columns % width or rows % PANEL_ROWS
-        else matrix
-    )
-    return padded.reshape(-1, PANEL_ROWS, padded.shape[1] // width, width).transpose(1, 2).contiguous()
+    if columns % width or rows % PANEL_ROWS:
+        matrix = F.pad(matrix, (0, -columns % width, 0, -rows % PANEL_ROWS))
+    return matrix.reshape(-1, PANEL_ROWS, matrix.shape[1] // width, width).transpose(1, 2).contiguous()
 
 
 def _pack_row_scaled(quants: Tensor, scales: Tensor, weight_format: str) -> tuple[Tensor, Tensor]:
-    """steps float32 [N, K], scales [N, 1] -> [panels, ...] and [panels, 64]"""
-    values = (
-        quants.to(torch.int8) if weight_format == "int8" else quants.to(torch.float8_e4m3fn).view(torch.int8)
-    )
-    return _pack_words(_to_panels(values, columns_per_block(weight_format)), 2), F.pad(
-        scales[:, 0], (0, -len(scales) % PANEL_ROWS)
-    ).view(-1, PANEL_ROWS)
+    """quants float32 [N, K], scales [N, 1] -> [panels, ...] and [panels, 64]"""
+    values = quants.to(torch.int8 if weight_format == "int8" else torch.float8_e4m3fn).view(torch.int8)
+    padded_scales = F.pad(scales[:, 0], (0, -len(scales) % PANEL_ROWS))
+    panels = _to_panels(values, columns_per_block(weight_format))
+    return _pack_words(panels, 2), padded_scales.view(-1, PANEL_ROWS)
 
 
 def _pack_group_scaled(quants: Tensor, scales: Tensor, weight_format: str) -> tuple[Tensor, Tensor]:
-    """steps float32 [N, K], scales [N, K / 32]"""
+    """quants float32 [N, K], scales [N, K / 32]"""
     values = 4 if weight_format == "int4" else 2
     panels = _to_panels(quants.to(torch.int8), columns_per_block(weight_format))
     data = _pack_words(panels + 8 if weight_format == "int4" else panels, values)
@@ -200,7 +174,7 @@ def _pack_group_scaled(quants: Tensor, scales: Tensor, weight_format: str) -> tu
 
 
 def _pack_words(panels: Tensor, values_per_word: int) -> Tensor:
-    """int8 [..., BK] -> int16 [..., BK / values]: runs of BK / values columns, the first in the lowest bits."""
+    """int8 [..., BK] -> int16 [..., BK / values]: runs of BK / values columns, lowest bits first."""
     bits = 16 // values_per_word
     runs = panels.unflatten(-1, (values_per_word, -1))
     words = torch.zeros_like(runs[..., 0, :], dtype=torch.int16)
@@ -211,14 +185,12 @@ def _pack_words(panels: Tensor, values_per_word: int) -> Tensor:
 
 NAN_BITS = tl.constexpr(0x7F)
 MIN_NORMAL_BITS = tl.constexpr(121 << 23)  # 2^-6 as float32
-SUBNORMAL_BITS = tl.constexpr(
-    141 << 23
-)  # 2^14: the last place of its float32 is worth 2^-9, the smallest subnormal
+SUBNORMAL_BITS = tl.constexpr(141 << 23)  # 2^14 as float32: its unit in the last place is 2^-9
 
 
 @triton.jit
 def to_float8(x):
-    """float32, magnitudes of at most 448 -> the bits uint8, rounded to nearest, ties to even."""
+    """float32 with magnitudes up to 448 -> float8_e4m3fn bits as uint8, to nearest, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     odd = (magnitude >> 20) & 1
@@ -230,29 +202,29 @@ def to_float8(x):
 
 @triton.jit
 def from_float8(x, dtype: tl.constexpr):
-    """The bits uint8 -> float16, bfloat16 or float32, exactly: shifted into place, then 2^(difference of the exponents' biases)
-    times as large."""
+    """float8_e4m3fn bits as uint8 -> float16, bfloat16 or float32, exactly, on GPUs without the type too.
+
+    Shift into place, then multiply by 2^(difference of exponent biases).
+    """
     if dtype == tl.float16:
         wide = x.to(tl.int16)
         scaled = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
         value = scaled * tl.full([], 256.0, tl.float16)
     else:
         wide = x.to(tl.int32)
-        value = (((wide & 0x80) << 24) | ((wide & 0x7F) << 20)).to(
-            tl.float32, bitcast=True
-        ) * 1.329227995784916e36
+        scaled = (((wide & 0x80) << 24) | ((wide & 0x7F) << 20)).to(tl.float32, bitcast=True)
+        value = scaled * 1.329227995784916e36
     return tl.where((wide & 0x7F) == NAN_BITS, float("nan"), value).to(dtype)
 
 
 @triton.constexpr_function
 def values_per_word(weight_format: str) -> int:
-    """How many values a word holds."""
     return {"dense": 1, "int4": 4}.get(weight_format, 2)
 
 
 @triton.jit
 def unpack_word(words, j, FORMAT: tl.constexpr, FLOAT8: tl.constexpr, DTYPE: tl.constexpr):
-    """The values at place j of each word: as they are, int16, or of a type that holds float8 exactly."""
+    """The values at place j of each word: unchanged, int16, or a type that holds float8 exactly."""
     if FORMAT == "dense":
         return words
     elif FORMAT == "int4":

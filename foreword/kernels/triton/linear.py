@@ -1,7 +1,7 @@
-"""Linear layers and the embedding on Triton: `packing.py` lays weights out, `product.py` multiplies, `tiles.py` chooses tiles.
+"""Linear layers and the embedding on Triton: gemm_pack.py lays weights out, gemm.py multiplies.
 
-The kernels run one after the other, on one stream: they share one workspace for partial sums, and counters that each launch
-leaves at zero. Both are allocated when the first weight is packed, never within a graph.
+Kernels run in order on one stream, so they share one workspace for partial sums, and counters that each
+launch resets to zero. Both are allocated when the first weight is packed, never during graph capture.
 """
 
 from __future__ import annotations
@@ -20,21 +20,16 @@ from foreword.kernels.triton.gemm_pack import PackedWeight, columns_per_block, p
 
 __all__ = ["TritonLinear"]
 
-GROUP_M = 8
-BLOCKS_PER_PROGRAM = 16
-FLOAT8_CAPABILITY = (8, 9)  # compute capability from which on the hardware converts float8_e4m3fn
+GROUP_M = 8  # weight tiles of a group in gemm_kernel()
+BLOCKS_PER_PROGRAM = 16  # of embed_kernel()
+FLOAT8_CAPABILITY = (8, 9)  # compute capability with hardware conversion of float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """partial  float32: sums over parts of K
-    arrived  int32: programs that have come to a tile; zeros between launches
-    float8   the hardware converts float8_e4m3fn
-    """
-
-    partial_sums: Tensor
-    tile_counters: Tensor
-    has_float8: bool
+    partial_sums: Tensor  # float32: sums over splits of K
+    tile_counters: Tensor  # int32: programs done with a tile; zeros between launches
+    has_float8: bool  # the hardware converts float8_e4m3fn
 
 
 class TritonLinear(ReferenceOps):
@@ -47,36 +42,35 @@ class TritonLinear(ReferenceOps):
     def pack_linear(
         self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None = None
     ) -> PackedLinear:
-        """See packing.pack()"""
         weight = pack(parts, weight_format, bias)
         if weight.data.device not in self._workspaces:
-            self._workspaces[weight.data.device] = _allocate_workspace(weight.data.device)
+            device = weight.data.device
+            has_float8 = (
+                device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
+            )
+            partial_sums = torch.empty(WORKSPACE_VALUES, dtype=torch.float32, device=device)
+            counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+            self._workspaces[device] = Workspace(partial_sums, counters, has_float8)
         return weight
 
     def linear(
         self, x: Tensor, weight: PackedLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None
     ) -> Tensor:
-        """x [T, K] -> [T, N] of `dtype`; bias and add_to are added in float32, and all is rounded once."""
+        """Ops.linear; bias and add_to are added in float32, and the result is rounded once."""
         return self._launch_gemm(x, weight, weight.rows, dtype or x.dtype, None, add_to)
 
     def linear_gated_act(self, x: Tensor, weight: PackedLinear, activation: str) -> Tensor:
-        """x [T, K], weight [2I, K] -> [T, I], in float32 up to its one rounding"""
+        """Ops.linear_gated_act in float32, rounded once."""
         return self._launch_gemm(x, weight, weight.rows // 2, x.dtype, activation, None)
 
     def embedding(
         self, token_ids: Tensor, weight: PackedLinear, dtype: torch.dtype, scale: float = 1.0
     ) -> Tensor:
-        """ids [T], weight [V, H] -> [T, H], scaled in float32"""
         out = torch.empty(len(token_ids), weight.columns, dtype=dtype, device=token_ids.device)
         if len(token_ids):
+            operands = token_ids, weight.data, weight.scales, out, weight.columns, weight.blocks, scale
             embed_kernel[(len(token_ids), -(-weight.blocks // BLOCKS_PER_PROGRAM))](
-                token_ids,
-                weight.data,
-                weight.scales,
-                out,
-                weight.columns,
-                weight.blocks,
-                scale,
+                *operands,
                 FORMAT=weight.format,
                 FLOAT8=self._workspaces[token_ids.device].has_float8,
                 BK=columns_per_block(weight.format),
@@ -101,27 +95,18 @@ class TritonLinear(ReferenceOps):
             return y
         workspace = self._workspaces[x.device]
         tile = pick_tile(weight.format, x.itemsize, rows)
-        tiles = -(-weight.rows // tile.bm) * -(-rows // tile.bn)
-        parts = pick_split_mode(tiles, tile, weight.splits, rows)
+        num_tiles = -(-weight.rows // tile.bm) * -(-rows // tile.bn)
+        split_mode = pick_split_mode(num_tiles, tile, weight.splits, rows)
         block = columns_per_block(weight.format)
-        gemm_kernel[(tiles, weight.splits if parts == "apart" else 1)](
-            x.contiguous(),
-            weight.data,
-            weight.scales,
-            weight.bias,
-            None if add_to is None else add_to.contiguous(),
-            y,
-            workspace.partial_sums,
-            workspace.tile_counters,
-            rows,
-            out_features,
-            weight.columns,
-            weight.blocks,
-            weight.splits,
+        packed = weight.data, weight.scales, weight.bias
+        residual = None if add_to is None else add_to.contiguous()
+        sizes = rows, out_features, weight.columns, weight.blocks, weight.splits
+        gemm_kernel[(num_tiles, weight.splits if split_mode == "split_k" else 1)](
+            *(x.contiguous(), *packed, residual, y, workspace.partial_sums, workspace.tile_counters, *sizes),
             FORMAT=weight.format,
             FLOAT8=workspace.has_float8,
             ACTIVATION=activation,
-            SPLIT_MODE=parts,
+            SPLIT_MODE=split_mode,
             EVEN_K=weight.columns % block == 0,
             BM=tile.bm,
             BN=tile.bn,
@@ -132,9 +117,3 @@ class TritonLinear(ReferenceOps):
             enable_fp_fusion=False,
         )
         return y
-
-
-def _allocate_workspace(device: torch.device) -> Workspace:
-    float8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
-    partial = torch.empty(WORKSPACE_VALUES, dtype=torch.float32, device=device)
-    return Workspace(partial, torch.zeros(MAX_TILES, dtype=torch.int32, device=device), float8)

@@ -1,4 +1,4 @@
-"""Philox 4x32-10 (Salmon et al. 2011) and the noise made of its words, to the bits of `reference_sampling`."""
+"""Philox 4x32-10 (Salmon et al. 2011) and Gumbel noise, with the bits of `reference.sampling`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNIT: tl.constexpr = tl.constexpr(2.0**-32)
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """Four words of each counter; all of them uint32 blocks of one shape."""
+    """Four words of each counter; all uint32 blocks of one shape."""
     for _ in tl.static_range(ROUNDS):
         high0 = tl.umulhi(c0, tl.full(c0.shape, MULTIPLIER_0, tl.uint32))
         low0 = c0 * tl.full(c0.shape, MULTIPLIER_0, tl.uint32)
@@ -40,7 +40,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def philox_at(blocks, seed, position, purpose: tl.constexpr):
-    """philox() of counters (block, position, purpose, 0): blocks uint32 [N], seed and position int64 scalars."""
+    """philox() of counters (block, position, purpose, 0); blocks uint32 [N], seed, position int64."""
     zero = tl.zeros_like(blocks)
     wide = zero.to(tl.int64)
     k0 = ((wide + seed) & 0xFFFFFFFF).to(tl.uint32)
@@ -51,7 +51,7 @@ def philox_at(blocks, seed, position, purpose: tl.constexpr):
 
 @triton.jit
 def random_words(first_block, seed, position, BLOCK: tl.constexpr):
-    """uint32 [BLOCK]: the words of ids LANES * first_block and following, four of each block."""
+    """uint32 [BLOCK]: words of ids from WORDS_PER_BLOCK * first_block on, four of each Philox block."""
     blocks = (first_block + tl.arange(0, BLOCK // WORDS_PER_BLOCK)).to(tl.uint32)
     w0, w1, w2, w3 = philox_at(blocks, seed, position, TOKEN_NOISE)
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
@@ -59,13 +59,13 @@ def random_words(first_block, seed, position, BLOCK: tl.constexpr):
 
 @triton.jit
 def uniform(seed, position):
-    """A float64 scalar in (0, 1), of the seed and the position alone."""
+    """A float64 scalar in (0, 1), the coin of XTC."""
     word, _, _, _ = philox_at(tl.arange(0, 1).to(tl.uint32), seed, position, XTC_COIN)
     return (tl.max(word.to(tl.int64)).to(tl.float64) + 0.5) * UNIT
 
 
 @triton.jit
 def noise(words):
-    """-log(-log u) of u = (x + 1/2) 2^-32: float32 of uint32."""
+    """-log(-log u) of u = (x + 1/2) 2^-32: uint32 -> float32."""
     u = (words.to(tl.float64) + 0.5) * UNIT
     return (-log(-log(u))).to(tl.float32)

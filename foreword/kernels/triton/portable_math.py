@@ -18,10 +18,8 @@ LOG2_E: tl.constexpr = tl.constexpr(portable_math.LOG2_E)
 SQRT_HALF: tl.constexpr = tl.constexpr(portable_math.SQRT_HALF)
 EXP_MIN_INPUT: tl.constexpr = tl.constexpr(portable_math.EXP_MIN_INPUT)
 FRACTION_BITS: tl.constexpr = tl.constexpr(portable_math.FRACTION_BITS)
-FIXED_POINT_UNIT: tl.constexpr = tl.constexpr(2.0**-portable_math.FRACTION_BITS)  # the unit of mass()
-ROUND_MAGIC: tl.constexpr = tl.constexpr(
-    1.5 * 2.0**52
-)  # x + ROUNDER - ROUNDER is x rounded to even, for |x| < 2^51
+FIXED_POINT_UNIT: tl.constexpr = tl.constexpr(2.0**-portable_math.FRACTION_BITS)
+ROUND_MAGIC: tl.constexpr = tl.constexpr(1.5 * 2.0**52)  # x + this - this rounds |x| < 2^51 to even
 ATANH_SERIES: tl.constexpr = tl.constexpr(tuple(portable_math.ATANH_SERIES))
 EXP_SERIES: tl.constexpr = tl.constexpr(tuple(portable_math.EXP_SERIES))
 ATANH_DEGREE: tl.constexpr = tl.constexpr(len(portable_math.ATANH_SERIES) - 1)
@@ -61,5 +59,5 @@ def exp_fixed_point(x):
 
 @triton.jit
 def round_to_int(x):
-    """float64 of less than 2^51, rounded to the nearest whole number, ties to even."""
+    """float64 |x| < 2^51 to the nearest integer, ties to even."""
     return (x + ROUND_MAGIC) - ROUND_MAGIC

@@ -1,4 +1,4 @@
-"""Rotary position embedding, and what goes to the cache with it."""
+"""Rotary position embedding, fused with writing K and V to the cache."""
 
 from __future__ import annotations
 
@@ -15,37 +15,32 @@ __all__ = ["rope", "rope_and_cache", "write_kv"]
 
 VALUES_PER_PROGRAM = 1024
 NUM_WARPS = 2
-ROUND_MAGIC = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2^23: adding and taking it away rounds to whole numbers, ties to even
+ROUND_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: x + this - this rounds float32 to integers, ties to even
 
 
 @triton.jit
 def _load_cos_sin(cos_sin, positions, row, angle, inside, HALF: tl.constexpr, MROPE_SECTIONS: tl.constexpr):
-    """Cosines and sines [ANGLES] of a row. AXES: none, or three sections and whether directions take turns."""
+    """Cosines and sines [BLOCK] of a row. MROPE_SECTIONS: empty, or three sections and `interleaved`."""
     if len(MROPE_SECTIONS) == 0:
         place = tl.load(positions + row) * (2 * HALF) + angle
     else:
         if MROPE_SECTIONS[3]:
             turn = angle % 3
-            lasts = tl.where(turn == 1, 3 * MROPE_SECTIONS[1], 3 * MROPE_SECTIONS[2])
-            direction = tl.where((turn != 0) & (angle < lasts), turn, 0)
+            end = tl.where(turn == 1, 3 * MROPE_SECTIONS[1], 3 * MROPE_SECTIONS[2])
+            axis = tl.where((turn != 0) & (angle < end), turn, 0)
         else:
-            direction = (angle >= MROPE_SECTIONS[0]).to(tl.int32) + (
-                angle >= MROPE_SECTIONS[0] + MROPE_SECTIONS[1]
-            ).to(tl.int32)
-        place = tl.load(positions + row * 3 + direction, mask=inside, other=0) * (2 * HALF) + angle
-    return tl.load(cos_sin + place, mask=inside, other=0.0), tl.load(
-        cos_sin + place + HALF, mask=inside, other=0.0
-    )
+            axis = (angle >= MROPE_SECTIONS[0]).to(tl.int32)
+            axis += (angle >= MROPE_SECTIONS[0] + MROPE_SECTIONS[1]).to(tl.int32)
+        place = tl.load(positions + row * 3 + axis, mask=inside, other=0) * (2 * HALF) + angle
+    cos = tl.load(cos_sin + place, mask=inside, other=0.0)
+    return cos, tl.load(cos_sin + place + HALF, mask=inside, other=0.0)
 
 
 @triton.jit
-def _quantize(x, inverse_scale, usable, dtype: tl.constexpr):
-    """float32 [HEADS, n] times [HEADS] -> what int8 or uint8 (float8) caches hold; 0 where the vector is not usable."""
-    scaled = tl.where(
-        usable[:, None], tl.div_rn(x, tl.where(usable, inverse_scale, 1.0)[:, None] + tl.zeros_like(x)), 0.0
-    )
+def _quantize(x, scale, usable, dtype: tl.constexpr):
+    """float32 x [HEADS, n] / scale [HEADS] -> int8 or uint8 (float8 bits); 0 if the scale is unusable."""
+    divisor = tl.where(usable, scale, 1.0)[:, None] + tl.zeros_like(x)
+    scaled = tl.where(usable[:, None], tl.div_rn(x, divisor), 0.0)
     if dtype == tl.uint8:
         return to_float8(tl.minimum(tl.maximum(scaled, -448.0), 448.0))
     else:
@@ -54,16 +49,18 @@ def _quantize(x, inverse_scale, usable, dtype: tl.constexpr):
 
 @triton.jit
 def _rotate_heads(
-    source, source_head, cos_sin, positions, row, target, scales, target_row, first, ROTATE: tl.constexpr,
-    COUNT: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, MROPE_SECTIONS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    REST: tl.constexpr,
+    source, source_head, cos_sin, positions, row, target, scales, target_row, first,
+    ROTATE: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    MROPE_SECTIONS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads from `first` on of one row of source, turned if ROTATE, to row target_row of target [., COUNT, D], with a scale
-    for each head in scales [., COUNT] unless they are None."""
+    """Copy HEADS heads from `first` on of one row of source, rotated if ROTATE, to row target_row of target.
+
+    target is [., COUNT, D], quantized if scales [., COUNT] are given.
+    """
     head = first + tl.arange(0, HEADS)
     angle = tl.arange(0, BLOCK)
-    there = (head < COUNT)[:, None]
-    inside = there & (angle < HALF)[None, :]
+    exists = (head < COUNT)[:, None]
+    inside = exists & (angle < HALF)[None, :]
     at = source + head[:, None] * source_head + angle[None, :]
     into = target + (target_row * COUNT + head)[:, None] * D + angle[None, :]
     left = tl.load(at, mask=inside, other=0.0)
@@ -73,45 +70,46 @@ def _rotate_heads(
         wide_left, wide_right = left.to(tl.float32), right.to(tl.float32)
         left = (wide_left * cos[None, :] - wide_right * sin[None, :]).to(source.dtype.element_ty)
         right = (wide_right * cos[None, :] + wide_left * sin[None, :]).to(source.dtype.element_ty)
-    behind = tl.arange(0, REST)
-    more = there & (behind < D - 2 * HALF)[None, :]
-    rest = tl.load(source + head[:, None] * source_head + 2 * HALF + behind[None, :], mask=more, other=0.0)
-    rest_into = target + (target_row * COUNT + head)[:, None] * D + 2 * HALF + behind[None, :]
+    tail = tl.arange(0, REST)
+    in_rest = exists & (tail < D - 2 * HALF)[None, :]
+    rest = tl.load(source + head[:, None] * source_head + 2 * HALF + tail[None, :], mask=in_rest, other=0.0)
+    rest_into = target + (target_row * COUNT + head)[:, None] * D + 2 * HALF + tail[None, :]
     if scales is None:
         tl.store(into, left.to(target.dtype.element_ty), mask=inside)
         tl.store(into + HALF, right.to(target.dtype.element_ty), mask=inside)
         if D > 2 * HALF:
-            tl.store(rest_into, rest.to(target.dtype.element_ty), mask=more)
+            tl.store(rest_into, rest.to(target.dtype.element_ty), mask=in_rest)
     else:
         left, right, rest = left.to(tl.float32), right.to(tl.float32), rest.to(tl.float32)
         largest = tl.maximum(_max_abs(left), _max_abs(right))
         if D > 2 * HALF:
             largest = tl.maximum(largest, _max_abs(rest))
-        most: tl.constexpr = 448.0 if target.dtype.element_ty == tl.uint8 else 127.0
-        scale = tl.div_rn(largest, tl.full([HEADS], most, tl.float32))
+        max_value: tl.constexpr = 448.0 if target.dtype.element_ty == tl.uint8 else 127.0
+        scale = tl.div_rn(largest, tl.full([HEADS], max_value, tl.float32))
         scale = tl.where(largest < float("inf"), scale, float("inf"))
         usable = (scale > 0) & (scale < float("inf"))
         tl.store(into, _quantize(left, scale, usable, target.dtype.element_ty), mask=inside)
         tl.store(into + HALF, _quantize(right, scale, usable, target.dtype.element_ty), mask=inside)
         if D > 2 * HALF:
-            tl.store(rest_into, _quantize(rest, scale, usable, target.dtype.element_ty), mask=more)
+            tl.store(rest_into, _quantize(rest, scale, usable, target.dtype.element_ty), mask=in_rest)
         tl.store(scales + target_row * COUNT + head, scale, mask=head < COUNT)
 
 
 @triton.jit
 def _max_abs(x):
-    """Magnitudes [HEADS, n] -> [HEADS]; what is not finite counts as infinite."""
+    """Largest magnitude of x [HEADS, n] -> [HEADS]; infinite for non-finite values."""
     magnitude = tl.abs(x)
     return tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 1)
 
 
 @triton.jit
 def _rope_and_cache_kernel(
-    q, k, v, out, k_cache, v_cache, k_scale, v_scale, cos_sin, positions, slots, q_row, q_head, k_row, k_head, v_row, v_head,
+    q, k, v, out, k_cache, v_cache, k_scale, v_scale, cos_sin, positions, slots,
+    q_row, q_head, k_row, k_head, v_row, v_head,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ROTATE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     MROPE_SECTIONS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, tiles of heads of q, then of k, then of v)."""
+    """Grid (T, tiles of q heads, then of k heads, then of v heads)."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     q_tiles: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
@@ -127,20 +125,19 @@ def _rope_and_cache_kernel(
         slot = tl.load(slots + row)
         if (tile >= 0) & (tile < kv_tiles):
             _rotate_heads(
-                k + row * k_row, k_head, cos_sin, positions, row, k_cache, k_scale, slot, tile * HEADS, ROTATE,
-                KV_HEADS, D, HALF, MROPE_SECTIONS, HEADS, BLOCK, REST,
+                k + row * k_row, k_head, cos_sin, positions, row, k_cache, k_scale, slot, tile * HEADS,
+                ROTATE, KV_HEADS, D, HALF, MROPE_SECTIONS, HEADS, BLOCK, REST,
             )  # fmt: skip
         if tile >= kv_tiles:
             _rotate_heads(
-                v + row * v_row, v_head, cos_sin, positions, row, v_cache, v_scale, slot, (tile - kv_tiles) * HEADS, False,
-                KV_HEADS, D, HALF, MROPE_SECTIONS, HEADS, BLOCK, REST,
+                v + row * v_row, v_head, cos_sin, positions, row, v_cache, v_scale, slot,
+                (tile - kv_tiles) * HEADS, False, KV_HEADS, D, HALF, MROPE_SECTIONS, HEADS, BLOCK, REST,
             )  # fmt: skip
 
 
 def rope(
     x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None
 ) -> Tensor:
-    """x [T, heads, D] -> the same, turned"""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_rope(x, None, None, out, None, cos_sin, positions, mrope_sections, None)
     return out
@@ -156,14 +153,12 @@ def rope_and_cache(
     cache: KVLayer,
     slots: Tensor,
 ) -> Tensor:
-    """q [T, Hq, D] turned; k [T, Hk, D], turned, and v go to the cache"""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _launch_rope(q, k, v, out, cache, cos_sin, positions, mrope_sections, slots)
     return out
 
 
 def write_kv(k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
-    """k, v [T, Hk, D] into the cache"""
     _launch_rope(None, k, v, None, cache, None, None, None, slots)
 
 
@@ -178,45 +173,33 @@ def _launch_rope(
     mrope_sections: MRopeSections | None,
     slots: Tensor | None,
 ) -> None:
-    """What is None is not there: q and out, or the keys and values with their cache, or the table with its positions."""
+    """Absent inputs are None: q and out, or k, v, cache and slots, or cos_sin and positions (no rotation)."""
     first = k if q is None else q
     assert first is not None
     num_rows, _, dim = first.shape
     rotary = dim // 2 * 2 if cos_sin is None else cos_sin.shape[1]
     if not num_rows:
         return
-    assert all(one is None or one.stride(-1) == 1 for one in (q, k, v)) and (
-        positions is None or positions.is_contiguous()
-    )
+    assert all(x is None or x.stride(-1) == 1 for x in (q, k, v))
+    assert positions is None or positions.is_contiguous()
     q_heads = 0 if q is None else q.shape[1]
     kv_heads = 0 if k is None else k.shape[1]
     block = triton.next_power_of_2(max(rotary // 2, 1))
     heads = max(VALUES_PER_PROGRAM // (2 * block), 1)
     heads = min(heads, triton.next_power_of_2(max(q_heads, kv_heads)))
-    k_cache, v_cache = (None, None) if cache is None else (_as_bytes(cache.k), _as_bytes(cache.v))
+    stored: tuple[Tensor | None, ...] = (None,) * 4
+    if cache is not None:
+        stored = _as_bytes(cache.k), _as_bytes(cache.v), cache.k_scale, cache.v_scale
+    strides = [stride for x in (q, k, v) for stride in ((0, 0) if x is None else x.stride()[:2])]
+    sections = () if mrope_sections is None else (*mrope_sections.sections, mrope_sections.interleaved)
     _rope_and_cache_kernel[num_rows, triton.cdiv(q_heads, heads) + 2 * triton.cdiv(kv_heads, heads)](
-        q,
-        k,
-        v,
-        out,
-        k_cache,
-        v_cache,
-        None if cache is None else cache.k_scale,
-        None if cache is None else cache.v_scale,
-        cos_sin,
-        positions,
-        slots,
-        *_row_and_head_strides(q),
-        *_row_and_head_strides(k),
-        *_row_and_head_strides(v),
+        *(q, k, v, out, *stored, cos_sin, positions, slots, *strides),
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         ROTATE=cos_sin is not None,
         D=dim,
         HALF=rotary // 2,
-        MROPE_SECTIONS=()
-        if mrope_sections is None
-        else (*mrope_sections.sections, mrope_sections.interleaved),
+        MROPE_SECTIONS=sections,
         HEADS=heads,
         BLOCK=block,
         REST=triton.next_power_of_2(max(dim - rotary, 1)),
@@ -228,8 +211,3 @@ def _launch_rope(
 def _as_bytes(values: Tensor) -> Tensor:
     assert values.is_contiguous()
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
-
-
-def _row_and_head_strides(x: Tensor | None) -> tuple[int, int]:
-    """Of rows and heads."""
-    return (0, 0) if x is None else (x.stride(0), x.stride(1))

@@ -1,7 +1,7 @@
-"""Sampling on the device: the bits of `reference_sampling`, without a sort and without a word to the host.
+"""Sampling on the GPU: the bits of `reference.sampling`, without a sort or a synchronization.
 
-What is launched depends on shapes alone. Bounds are a tensor for each row; a neutral one (k of the whole vocabulary, p = 1,
-min_p = 0, a divisor of 1) ends its programs at once.
+Launches depend on shapes alone. Filters take a parameter for each row; programs of a neutral one (k =
+vocabulary size, p = 1, min_p = 0, temperature 1) end at once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from foreword.kernels.reference.sampling import ReferenceSampling
-from foreword.kernels.triton.reduce import log_sum_exp, top_ids
 from foreword.kernels.triton.sampling_kernels import (
     add_bias,
     apply_mask,
@@ -21,28 +20,23 @@ from foreword.kernels.triton.sampling_kernels import (
     apply_xtc,
     sample,
 )
-from foreword.kernels.triton.selection import apply_top_k, apply_top_p, apply_typical_p
+from foreword.kernels.triton.topk import apply_top_k, apply_top_p, apply_typical_p, log_sum_exp, top_ids
 
 __all__ = ["TritonSampling"]
 
-MAX_TOP_IDS = 64  # more of them are sorted
+MAX_TOP_IDS = 64  # ids found by repeated search; more are sorted
 
 
 class TritonSampling(ReferenceSampling):
-    """Mixin of TritonOps: the operations on rows of logits, float32 [R, V], whose rows lie contiguous.
+    """Mixin of TritonOps: operations on logits float32 [R, V] with contiguous rows."""
 
-    sampling_block  ids of one program, a power of two; no result depends on it
-    """
-
-    sampling_block = 2048
+    sampling_block = 2048  # ids of one program, a power of two; no result depends on it
 
     def log_sum_exp(self, logits: Tensor) -> Tensor:
-        """[R, V] -> float32 [R]"""
         _check_logits(logits)
         return log_sum_exp(logits, self.sampling_block)
 
     def top_ids(self, logits: Tensor, k: int) -> Tensor:
-        """[R, V] -> int64 [R, k]"""
         _check_logits(logits)
         assert 0 <= k <= logits.shape[1]
         if not 0 < k <= MAX_TOP_IDS:
@@ -63,9 +57,8 @@ class TritonSampling(ReferenceSampling):
         self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor
     ) -> None:
         _check_ids(logits, starts, ids)
-        apply_repetition_penalty(
-            logits, starts.contiguous(), ids.contiguous(), _per_row(penalties, logits, torch.float32)
-        )
+        penalties = _per_row(penalties, logits, torch.float32)
+        apply_repetition_penalty(logits, starts.contiguous(), ids.contiguous(), penalties)
 
     def apply_temperature(self, logits: Tensor, temperatures: Tensor) -> None:
         _check_logits(logits)
@@ -102,26 +95,21 @@ class TritonSampling(ReferenceSampling):
         apply_xtc(logits, seeds, positions, probabilities, thresholds, self.sampling_block)
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
-        """[R, V] -> int64 [R]"""
         _check_logits(logits)
         seeds, positions = (_per_row(values, logits, torch.int64) for values in (seeds, positions))
         return sample(logits, seeds, positions, _per_row(greedy, logits, torch.bool), self.sampling_block)
 
 
 def _check_logits(logits: Tensor) -> None:
-    """Kernels read through pointers."""
-    assert (
-        logits.dtype == torch.float32
-        and logits.dim() == 2
-        and (logits.stride(1) == 1 or logits.shape[1] == 1)
-    )
+    """Check the dtype and layout that the kernels assume."""
+    assert logits.dtype == torch.float32 and logits.dim() == 2
+    assert logits.stride(1) == 1 or logits.shape[1] == 1
 
 
 def _check_ids(logits: Tensor, starts: Tensor, ids: Tensor) -> None:
     _check_logits(logits)
-    assert (
-        starts.dtype == ids.dtype == torch.int64 and starts.shape == (logits.shape[0] + 1,) and ids.dim() == 1
-    )
+    assert starts.dtype == ids.dtype == torch.int64
+    assert starts.shape == (logits.shape[0] + 1,) and ids.dim() == 1
 
 
 def _per_row(values: Tensor, logits: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,11 +1,4 @@
-"""Filters whose bound is a value: keep_top_n_sigma(), keep_min_p() and exclude_top() of `Ops`.
-
-keep_allowed() of `Ops`.
-
-add_at(), penalize() and divide() of `Ops`: single float32 operations, rounded to nearest.
-
-sample() of `Ops`: two launches, the best of each part of a row and the best of those.
-"""
+"""Sampling kernels: masks, penalties, temperature, filters whose bound is a value, and sample() of `Ops`."""
 
 from __future__ import annotations
 
@@ -15,14 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from foreword.kernels.reference import sampling as reference
-from foreword.kernels.triton import ranks
 from foreword.kernels.triton.philox import WORDS_PER_BLOCK, noise, random_words, uniform
 from foreword.kernels.triton.portable_math import exp_fixed_point, log, round_to_int
-from foreword.kernels.triton.ranks import (
+from foreword.kernels.triton.topk import (
     LAUNCH_OPTIONS,
     MASKED_BITS,
     MIN_P,
     XTC,
+    compute_block_expsums,
+    compute_block_maxes,
     is_enabled,
     is_finite_row,
     key_to_id,
@@ -46,161 +40,14 @@ __all__ = [
     "sample",
 ]
 
+IDS_PER_PROGRAM = 256  # ids of a program per iteration, in kernels over lists of ids
+MAX_PROGRAMS = 8  # per row in kernels over lists of ids; more ids take more iterations
+
 SIGMA_UNITS: tl.constexpr = tl.constexpr(reference.SIGMA_UNITS)
 SIGMA_MAX_DISTANCE: tl.constexpr = tl.constexpr(reference.SIGMA_MAX_DISTANCE)
-MAX_KEY: tl.constexpr = tl.constexpr(2**63 - 1)  # below every entry, as a depth
+WORD_BITS: tl.constexpr = tl.constexpr(reference.WORD_BITS)
+MAX_KEY: tl.constexpr = tl.constexpr(2**63 - 1)  # above every sort key
 MIN_NORMAL: tl.constexpr = tl.constexpr(torch.finfo(torch.float64).tiny)
-
-
-@triton.jit
-def _mask_below(logits, stride, V, row, part, row_max, threshold, BLOCK: tl.constexpr):
-    ids, values = load_values(logits, stride, V, row, part, BLOCK)
-    if tl.max(values) > -float("inf"):
-        kept = minus_max(values, row_max) >= threshold
-        tl.store(logits + row * stride + ids, -float("inf"), mask=(values > -float("inf")) & ~kept)
-
-
-@triton.jit(do_not_specialize_on_alignment=["p"])
-def _min_p_kernel(logits, stride, V, p, block_maxes, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if is_enabled(p, row, V, MIN_P):
-        peak = reduce_block_max(block_maxes, row, tl.num_programs(1), WIDTH)
-        if is_finite_row(peak):
-            share = tl.load(p + row)
-            floor = log(tl.where(share > MIN_NORMAL, share, MIN_NORMAL))
-            _mask_below(logits, stride, V, row, part, peak, floor, BLOCK)
-
-
-@triton.jit
-def _moments_kernel(
-    logits, stride, V, block_maxes, counts, sums, squares, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Of each part's distances from the top, in units of 1 / SIGMA_UNITS."""
-    row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    peak = reduce_block_max(block_maxes, row, count, WIDTH)
-    if is_finite_row(peak):
-        _, values = load_values(logits, stride, V, row, part, BLOCK)
-        below = minus_max(values, peak)
-        steps = round_to_int(
-            tl.where(below > -SIGMA_MAX_DISTANCE, below, -SIGMA_MAX_DISTANCE) * SIGMA_UNITS
-        ).to(tl.int64)
-        finite = (values > -float("inf")).to(tl.int64)
-        steps = steps * finite
-        tl.store(counts + row * count + part, tl.sum(finite))
-        tl.store(sums + row * count + part, tl.sum(steps))
-        tl.store(squares + row * count + part, tl.sum(steps * steps))
-
-
-@triton.jit(do_not_specialize_on_alignment=["n"])
-def _top_n_sigma_kernel(
-    logits, stride, V, n, block_maxes, counts, sums, squares, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    peak = reduce_block_max(block_maxes, row, parts, WIDTH)
-    if is_finite_row(peak):
-        count = reduce_block_sum(counts, row, parts, WIDTH).to(tl.float64)
-        mean = reduce_block_sum(sums, row, parts, WIDTH).to(tl.float64) / count
-        variance = reduce_block_sum(squares, row, parts, WIDTH).to(tl.float64) / count - mean * mean
-        deviation = tl.sqrt(tl.where(variance > 0, variance, 0.0)) / SIGMA_UNITS
-        _mask_below(logits, stride, V, row, part, peak, -(tl.load(n + row) * deviation), BLOCK)
-
-
-@triton.jit
-def _xtc_applies(seeds, positions, probabilities, row, V):
-    """Whether the coin of a row says that XTC happens."""
-    chosen = False
-    if is_enabled(probabilities, row, V, XTC):
-        chosen = uniform(tl.load(seeds + row), tl.load(positions + row)) < tl.load(probabilities + row)
-    return chosen
-
-
-@triton.jit
-def _above_threshold(values, row_max, threshold, block_expsums, row, count, WIDTH: tl.constexpr):
-    """Ids whose probability reaches the threshold."""
-    bound = threshold * reduce_block_sum(block_expsums, row, count, WIDTH).to(tl.float64)
-    return (exp_fixed_point(minus_max(values, row_max)).to(tl.float64) >= bound) & (values > -float("inf"))
-
-
-@triton.jit(do_not_specialize_on_alignment=["seeds", "positions", "chances", "thresholds"])
-def _xtc_last_kernel(
-    logits, stride, V, seeds, positions, probabilities, thresholds, block_maxes, block_expsums, last, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The last entry of each part that reaches the threshold, as a distance from the first possible one; 0 if none does."""
-    row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    if _xtc_applies(seeds, positions, probabilities, row, V):
-        peak = reduce_block_max(block_maxes, row, count, WIDTH)
-        if is_finite_row(peak):
-            ids, values = load_values(logits, stride, V, row, part, BLOCK)
-            reaching = _above_threshold(
-                values, peak, tl.load(thresholds + row), block_expsums, row, count, WIDTH
-            )
-            depths = tl.where(reaching, MAX_KEY - sort_keys(ranks.ordered_bits(values), ids), 0)
-            tl.store(last + row * count + part, tl.max(depths))
-
-
-@triton.jit(do_not_specialize_on_alignment=["seeds", "positions", "chances", "thresholds"])
-def _xtc_kernel(
-    logits, stride, V, seeds, positions, probabilities, thresholds, block_maxes, block_expsums, last, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    if _xtc_applies(seeds, positions, probabilities, row, V):
-        peak = reduce_block_max(block_maxes, row, count, WIDTH)
-        if is_finite_row(peak):
-            ids, values = load_values(logits, stride, V, row, part, BLOCK)
-            reaching = _above_threshold(
-                values, peak, tl.load(thresholds + row), block_expsums, row, count, WIDTH
-            )
-            kept = MAX_KEY - sort_keys(ranks.ordered_bits(values), ids) == reduce_block_max(
-                last, row, count, WIDTH
-            )
-            tl.store(logits + row * stride + ids, -float("inf"), mask=reaching & ~kept)
-
-
-def apply_min_p(logits: Tensor, p: Tensor, block: int) -> None:
-    """As `Ops.keep_min_p`."""
-    peaks = ranks.compute_block_maxes(logits, block, p, MIN_P)
-    width = triton.next_power_of_2(peaks.shape[1])
-    _min_p_kernel[peaks.shape](
-        logits, logits.stride(0), logits.shape[1], p, peaks, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS
-    )
-
-
-def apply_top_n_sigma(logits: Tensor, n: Tensor, block: int) -> None:
-    """As `Ops.keep_top_n_sigma`."""
-    row = logits, logits.stride(0), logits.shape[1]
-    peaks = ranks.compute_block_maxes(logits, block)
-    moments = [torch.empty_like(peaks) for _ in range(3)]
-    width = triton.next_power_of_2(peaks.shape[1])
-    _moments_kernel[peaks.shape](*row, peaks, *moments, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS)
-    _top_n_sigma_kernel[peaks.shape](*row, n, peaks, *moments, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS)
-
-
-def apply_xtc(
-    logits: Tensor, seeds: Tensor, positions: Tensor, probabilities: Tensor, thresholds: Tensor, block: int
-) -> None:
-    """As `Ops.exclude_top`."""
-    row = logits, logits.stride(0), logits.shape[1]
-    peaks = ranks.compute_block_maxes(logits, block, probabilities, XTC)
-    masses = ranks.compute_block_expsums(logits, block, peaks, probabilities, XTC)
-    last = torch.empty_like(peaks)
-    width = triton.next_power_of_2(peaks.shape[1])
-    for kernel in (_xtc_last_kernel, _xtc_kernel):
-        kernel[peaks.shape](
-            *row,
-            seeds,
-            positions,
-            probabilities,
-            thresholds,
-            peaks,
-            masses,
-            last,
-            WIDTH=width,
-            BLOCK=block,
-            **LAUNCH_OPTIONS,
-        )
-
-
-WORD_BITS: tl.constexpr = tl.constexpr(32)
 
 
 @triton.jit
@@ -211,24 +58,6 @@ def _apply_mask_kernel(logits, stride, V, masks, mask_stride, num_words, BLOCK: 
     words = tl.load(masks + row * mask_stride + place, mask=(ids < V) & (place < num_words), other=0)
     allowed = ((words >> (ids % WORD_BITS)) & 1) != 0
     tl.store(logits + row * stride + ids, -float("inf"), mask=(ids < V) & (values < float("inf")) & ~allowed)
-
-
-def apply_mask(logits: Tensor, masks: Tensor, block: int) -> None:
-    """As `Ops.keep_allowed`."""
-    _apply_mask_kernel[(logits.shape[0], num_blocks(logits, block))](
-        logits,
-        logits.stride(0),
-        logits.shape[1],
-        masks,
-        masks.stride(0),
-        masks.shape[1],
-        BLOCK=block,
-        **LAUNCH_OPTIONS,
-    )
-
-
-IDS_PER_PROGRAM = 256  # of one program at a time
-MAX_PROGRAMS = 8  # of one row; more ids are more turns
 
 
 @triton.jit
@@ -257,56 +86,115 @@ def _repetition_penalty_kernel(logits, stride, V, starts, ids, penalties, IDS: t
         tl.store(logits + row * stride + token_ids, penalized, mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["by"])
+@triton.jit(do_not_specialize_on_alignment=["temperatures"])
 def _temperature_kernel(logits, stride, V, temperatures, BLOCK: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    divisor = tl.load(temperatures + row)
-    if divisor != 1.0:
+    temperature = tl.load(temperatures + row)
+    if temperature != 1.0:
         ids, values = load_values(logits, stride, V, row, part, BLOCK)
-        tl.store(
-            logits + row * stride + ids, tl.div_rn(values, tl.zeros_like(values) + divisor), mask=ids < V
-        )
+        scaled = tl.div_rn(values, tl.zeros_like(values) + temperature)
+        tl.store(logits + row * stride + ids, scaled, mask=ids < V)
 
 
-def add_bias(logits: Tensor, starts: Tensor, ids: Tensor, biases: Tensor) -> None:
-    """As `Ops.add_at`."""
-    grid = logits.shape[0], _num_programs(ids)
-    _add_bias_kernel[grid](
-        logits,
-        logits.stride(0),
-        logits.shape[1],
-        starts,
-        ids,
-        biases,
-        IDS=IDS_PER_PROGRAM,
-        enable_fp_fusion=False,
-    )
+@triton.jit
+def _mask_below(logits, stride, V, row, part, row_max, threshold, BLOCK: tl.constexpr):
+    ids, values = load_values(logits, stride, V, row, part, BLOCK)
+    if tl.max(values) > -float("inf"):
+        kept = minus_max(values, row_max) >= threshold
+        tl.store(logits + row * stride + ids, -float("inf"), mask=(values > -float("inf")) & ~kept)
 
 
-def apply_repetition_penalty(logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor) -> None:
-    """As `Ops.penalize`."""
-    grid = logits.shape[0], _num_programs(ids)
-    _repetition_penalty_kernel[grid](
-        logits,
-        logits.stride(0),
-        logits.shape[1],
-        starts,
-        ids,
-        penalties,
-        IDS=IDS_PER_PROGRAM,
-        enable_fp_fusion=False,
-    )
+@triton.jit(do_not_specialize_on_alignment=["p"])
+def _min_p_kernel(logits, stride, V, p, block_maxes, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if is_enabled(p, row, V, MIN_P):
+        row_max = reduce_block_max(block_maxes, row, tl.num_programs(1), WIDTH)
+        if is_finite_row(row_max):
+            share = tl.load(p + row)
+            threshold = log(tl.where(share > MIN_NORMAL, share, MIN_NORMAL))
+            _mask_below(logits, stride, V, row, part, row_max, threshold, BLOCK)
 
 
-def apply_temperature(logits: Tensor, temperatures: Tensor, block: int) -> None:
-    """As `Ops.divide`."""
-    _temperature_kernel[(logits.shape[0], num_blocks(logits, block))](
-        logits, logits.stride(0), logits.shape[1], temperatures, BLOCK=block, **LAUNCH_OPTIONS
-    )
+@triton.jit
+def _moments_kernel(
+    logits, stride, V, block_maxes, counts, sums, squares, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Count, sum and sum of squares of (value - maximum) over each block, in units of 1 / SIGMA_UNITS."""
+    row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row_max = reduce_block_max(block_maxes, row, count, WIDTH)
+    if is_finite_row(row_max):
+        _, values = load_values(logits, stride, V, row, part, BLOCK)
+        below = minus_max(values, row_max)
+        below = tl.where(below > -SIGMA_MAX_DISTANCE, below, -SIGMA_MAX_DISTANCE)
+        finite = (values > -float("inf")).to(tl.int64)
+        steps = round_to_int(below * SIGMA_UNITS).to(tl.int64) * finite
+        tl.store(counts + row * count + part, tl.sum(finite))
+        tl.store(sums + row * count + part, tl.sum(steps))
+        tl.store(squares + row * count + part, tl.sum(steps * steps))
 
 
-def _num_programs(ids: Tensor) -> int:
-    return min(MAX_PROGRAMS, -(-ids.shape[0] // IDS_PER_PROGRAM))
+@triton.jit(do_not_specialize_on_alignment=["n"])
+def _top_n_sigma_kernel(
+    logits, stride, V, n, block_maxes, counts, sums, squares, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row_max = reduce_block_max(block_maxes, row, parts, WIDTH)
+    if is_finite_row(row_max):
+        count = reduce_block_sum(counts, row, parts, WIDTH).to(tl.float64)
+        mean = reduce_block_sum(sums, row, parts, WIDTH).to(tl.float64) / count
+        variance = reduce_block_sum(squares, row, parts, WIDTH).to(tl.float64) / count - mean * mean
+        deviation = tl.sqrt(tl.where(variance > 0, variance, 0.0)) / SIGMA_UNITS
+        _mask_below(logits, stride, V, row, part, row_max, -(tl.load(n + row) * deviation), BLOCK)
+
+
+@triton.jit
+def _xtc_applies(seeds, positions, probabilities, row, V):
+    """Whether a row's coin selects XTC."""
+    selected = False
+    if is_enabled(probabilities, row, V, XTC):
+        selected = uniform(tl.load(seeds + row), tl.load(positions + row)) < tl.load(probabilities + row)
+    return selected
+
+
+@triton.jit
+def _above_threshold(values, row_max, threshold, block_expsums, row, count, WIDTH: tl.constexpr):
+    """Ids whose probability reaches the threshold."""
+    bound = threshold * reduce_block_sum(block_expsums, row, count, WIDTH).to(tl.float64)
+    return (exp_fixed_point(minus_max(values, row_max)).to(tl.float64) >= bound) & (values > -float("inf"))
+
+
+@triton.jit(do_not_specialize_on_alignment=["seeds", "positions", "probabilities", "thresholds"])
+def _xtc_last_kernel(
+    logits, stride, V, seeds, positions, probabilities, thresholds, block_maxes, block_expsums, last,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """MAX_KEY minus the smallest key of each block that reaches the threshold; 0 if there is none."""
+    row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    if _xtc_applies(seeds, positions, probabilities, row, V):
+        row_max = reduce_block_max(block_maxes, row, count, WIDTH)
+        if is_finite_row(row_max):
+            ids, values = load_values(logits, stride, V, row, part, BLOCK)
+            threshold = tl.load(thresholds + row)
+            above = _above_threshold(values, row_max, threshold, block_expsums, row, count, WIDTH)
+            depths = tl.where(above, MAX_KEY - sort_keys(ordered_bits(values), ids), 0)
+            tl.store(last + row * count + part, tl.max(depths))
+
+
+@triton.jit(do_not_specialize_on_alignment=["seeds", "positions", "probabilities", "thresholds"])
+def _xtc_kernel(
+    logits, stride, V, seeds, positions, probabilities, thresholds, block_maxes, block_expsums, last,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    if _xtc_applies(seeds, positions, probabilities, row, V):
+        row_max = reduce_block_max(block_maxes, row, count, WIDTH)
+        if is_finite_row(row_max):
+            ids, values = load_values(logits, stride, V, row, part, BLOCK)
+            threshold = tl.load(thresholds + row)
+            above = _above_threshold(values, row_max, threshold, block_expsums, row, count, WIDTH)
+            depths = MAX_KEY - sort_keys(ordered_bits(values), ids)
+            masked = above & (depths != reduce_block_max(last, row, count, WIDTH))
+            tl.store(logits + row * stride + ids, -float("inf"), mask=masked)
 
 
 @triton.jit(do_not_specialize_on_alignment=["seeds", "positions", "greedy"])
@@ -316,12 +204,11 @@ def _block_argmax_kernel(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids, values = load_values(logits, stride, V, row, part, BLOCK)
     scores = ordered_bits(values)
-    peak = tl.max(scores)
-    tl.store(block_maxes + row * tl.num_programs(1) + part, peak)
-    if (peak > MASKED_BITS) & (tl.load(greedy + row) == 0):
-        words = random_words(
-            part * (BLOCK // WORDS_PER_BLOCK), tl.load(seeds + row), tl.load(positions + row), BLOCK
-        )
+    block_max = tl.max(scores)
+    tl.store(block_maxes + row * tl.num_programs(1) + part, block_max)
+    if (block_max > MASKED_BITS) & (tl.load(greedy + row) == 0):
+        first_block = part * (BLOCK // WORDS_PER_BLOCK)
+        words = random_words(first_block, tl.load(seeds + row), tl.load(positions + row), BLOCK)
         scores = ordered_bits(values + noise(words))
     tl.store(best_keys + row * tl.num_programs(1) + part, tl.max(sort_keys(scores, ids)))
 
@@ -329,26 +216,75 @@ def _block_argmax_kernel(
 @triton.jit
 def _row_argmax_kernel(block_maxes, best_keys, out, count, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    found = key_to_id(reduce_block_max(best_keys, row, count, WIDTH))
-    tl.store(out + row, tl.where(is_finite_row(reduce_block_max(block_maxes, row, count, WIDTH)), found, -1))
+    best = key_to_id(reduce_block_max(best_keys, row, count, WIDTH))
+    tl.store(out + row, tl.where(is_finite_row(reduce_block_max(block_maxes, row, count, WIDTH)), best, -1))
+
+
+def apply_mask(logits: Tensor, masks: Tensor, block: int) -> None:
+    row = logits, logits.stride(0), logits.shape[1]
+    grid = logits.shape[0], num_blocks(logits, block)
+    _apply_mask_kernel[grid](*row, masks, masks.stride(0), masks.shape[1], BLOCK=block, **LAUNCH_OPTIONS)
+
+
+def add_bias(logits: Tensor, starts: Tensor, ids: Tensor, biases: Tensor) -> None:
+    row, grid = (logits, logits.stride(0), logits.shape[1]), (logits.shape[0], _num_programs(ids))
+    _add_bias_kernel[grid](*row, starts, ids, biases, IDS=IDS_PER_PROGRAM, enable_fp_fusion=False)
+
+
+def apply_repetition_penalty(logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor) -> None:
+    row, grid = (logits, logits.stride(0), logits.shape[1]), (logits.shape[0], _num_programs(ids))
+    _repetition_penalty_kernel[grid](
+        *row, starts, ids, penalties, IDS=IDS_PER_PROGRAM, enable_fp_fusion=False
+    )
+
+
+def _num_programs(ids: Tensor) -> int:
+    return min(MAX_PROGRAMS, -(-ids.shape[0] // IDS_PER_PROGRAM))
+
+
+def apply_temperature(logits: Tensor, temperatures: Tensor, block: int) -> None:
+    row = logits, logits.stride(0), logits.shape[1]
+    grid = logits.shape[0], num_blocks(logits, block)
+    _temperature_kernel[grid](*row, temperatures, BLOCK=block, **LAUNCH_OPTIONS)
+
+
+def apply_min_p(logits: Tensor, p: Tensor, block: int) -> None:
+    row = logits, logits.stride(0), logits.shape[1]
+    maxes = compute_block_maxes(logits, block, p, MIN_P)
+    width = triton.next_power_of_2(maxes.shape[1])
+    _min_p_kernel[maxes.shape](*row, p, maxes, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS)
+
+
+def apply_top_n_sigma(logits: Tensor, n: Tensor, block: int) -> None:
+    row = logits, logits.stride(0), logits.shape[1]
+    maxes = compute_block_maxes(logits, block)
+    moments = [torch.empty_like(maxes) for _ in range(3)]
+    width = triton.next_power_of_2(maxes.shape[1])
+    _moments_kernel[maxes.shape](*row, maxes, *moments, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS)
+    _top_n_sigma_kernel[maxes.shape](*row, n, maxes, *moments, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS)
+
+
+def apply_xtc(
+    logits: Tensor, seeds: Tensor, positions: Tensor, probabilities: Tensor, thresholds: Tensor, block: int
+) -> None:
+    row = logits, logits.stride(0), logits.shape[1]
+    maxes = compute_block_maxes(logits, block, probabilities, XTC)
+    expsums = compute_block_expsums(logits, block, maxes, probabilities, XTC)
+    per_row, per_block = (
+        (seeds, positions, probabilities, thresholds),
+        (maxes, expsums, torch.empty_like(maxes)),
+    )
+    width = triton.next_power_of_2(maxes.shape[1])
+    for kernel in (_xtc_last_kernel, _xtc_kernel):
+        kernel[maxes.shape](*row, *per_row, *per_block, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS)
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor, block: int) -> Tensor:
-    """As `Ops.sample`."""
-    peaks = torch.empty(logits.shape[0], num_blocks(logits, block), dtype=torch.int64, device=logits.device)
-    best, out = torch.empty_like(peaks), torch.empty_like(seeds)
-    _block_argmax_kernel[peaks.shape](
-        logits,
-        logits.stride(0),
-        logits.shape[1],
-        seeds,
-        positions,
-        greedy.view(torch.uint8),
-        peaks,
-        best,
-        BLOCK=block,
-        **LAUNCH_OPTIONS,
-    )
-    width = triton.next_power_of_2(peaks.shape[1])
-    _row_argmax_kernel[(peaks.shape[0],)](peaks, best, out, peaks.shape[1], WIDTH=width, num_warps=1)
+    """Two launches: the best id of each block, then of each row."""
+    row, per_row = (logits, logits.stride(0), logits.shape[1]), (seeds, positions, greedy.view(torch.uint8))
+    maxes = torch.empty(logits.shape[0], num_blocks(logits, block), dtype=torch.int64, device=logits.device)
+    best, out = torch.empty_like(maxes), torch.empty_like(seeds)
+    _block_argmax_kernel[maxes.shape](*row, *per_row, maxes, best, BLOCK=block, **LAUNCH_OPTIONS)
+    width = triton.next_power_of_2(maxes.shape[1])
+    _row_argmax_kernel[(maxes.shape[0],)](maxes, best, out, maxes.shape[1], WIDTH=width, num_warps=1)
     return out

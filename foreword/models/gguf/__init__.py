@@ -1,1 +1,1 @@
-"""GGUF files: their metadata, what it says of a model, and their tensors."""
+"""GGUF files: metadata, model config and tensors."""

@@ -1,7 +1,4 @@
-"""What a GGUF file's metadata says of its model, as the options that config.json would have.
-
-Read as strictly: a key of the architecture that is not honoured here is refused by name.
-"""
+"""Converts GGUF metadata to the options of config.json. A key that is not supported is refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from foreword.errors import CheckpointError
 from foreword.models.gguf.metadata import MetadataReader
 from foreword.models.gguf.reader import GGUFFile
 from foreword.models.gguf.rope import TensorReader, read_rope_theta, rope_options
-from foreword.models.gguf.validate import check_shape
 
 __all__ = ["MODEL_TYPES", "read_hf_config"]
 
@@ -28,20 +24,20 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "qwen3": "qwen3",
     }
 )
-MMPROJ_ARCHITECTURE = "clip"  # of whatever model, in a file of its own
+MMPROJ_ARCHITECTURE = "clip"  # of a vision encoder in a separate file
 Options = dict[str, Any]
 
-# Activations beside quantized weights are bfloat16, as beside the weights that these were made from.
+# Model data type by tensor type; models with quantized weights are bfloat16, like the originals.
 DTYPES: Mapping[str, str] = MappingProxyType({"f32": "float32", "f16": "float16"})
 QUANTIZATION_VERSION = 2  # of the blocks' layout
-GEMMA_WINDOW_PERIOD: Mapping[str, int] = MappingProxyType(
-    {"gemma2": 2, "gemma3": 6}
-)  # the last layer of each run sees everything
+# Every n-th layer has full attention, the others a window.
+GEMMA_WINDOW_PERIOD: Mapping[str, int] = MappingProxyType({"gemma2": 2, "gemma3": 6})
 GEMMA2_WINDOW = 4096
 LOCAL_THETA = 10000.0
-# Layers of the 27B models, whose scores are scaled by hidden size / heads instead of the size of a head: no key tells.
+# The 27B models scale scores by hidden size / heads instead of the head size; only the layer count tells.
 GEMMA_27B_NUM_LAYERS: Mapping[str, int] = MappingProxyType({"gemma2": 46, "gemma3": 62})
-# Keys that may be there as long as they ask for nothing.
+FUSED_PROJECTIONS = ("phi3",)  # architectures with q, k and v in one tensor, and gate and up in one
+# Keys that are accepted with these values only.
 NOOP_VALUES: Mapping[str, Any] = MappingProxyType(
     {
         "attention.causal": True,
@@ -55,25 +51,20 @@ NOOP_VALUES: Mapping[str, Any] = MappingProxyType(
 
 
 def read_hf_config(gguf: GGUFFile, read_tensor: TensorReader) -> Options:
-    """config.json's options, `model_type` among them.
+    """Options of config.json, including `model_type`; read_tensor reads RoPE tensors by name.
 
-    factors  reads one of the small tensors that belong to RoPE, by name
     Raises CheckpointError, which names the key.
     """
     keys = MetadataReader(gguf, _read_architecture(gguf))
     keys.require_general_value("general.type", "model")
     keys.require_general_value("general.quantization_version", QUANTIZATION_VERSION)
-    check_shape(keys)
+    _check_shape(keys)
     options = (
-        _shape_options(keys)
-        | _bias_options(keys)
-        | rope_options(keys, read_tensor)
-        | _activation_options(keys)
-        | _family_options(keys)
+        _shape_options(keys) | _bias_options(keys) | rope_options(keys, read_tensor) | _family_options(keys)
     )
     for key, value in NOOP_VALUES.items():
         keys.require_value(key, value)
-    keys.ignore("vocab_size")  # the embedding's rows count
+    keys.ignore("vocab_size")  # the embedding's rows decide
     keys.check_all_read()
     return options
 
@@ -83,8 +74,8 @@ def _read_architecture(gguf: GGUFFile) -> str:
     if name not in MODEL_TYPES:
         if name == MMPROJ_ARCHITECTURE:
             raise CheckpointError(
-                f"{gguf.path}: `general.architecture` {name!r}: the file (mmproj) holds a tower that sees pictures, not the "
-                "model; models that see are read from directories in Hugging Face's format",
+                f"{gguf.path}: `general.architecture` {name!r}: the file (mmproj) is a vision encoder, not a "
+                "model; vision-language models are loaded from directories in Hugging Face's format",
                 "model",
             )
         known = ", ".join(sorted(MODEL_TYPES))
@@ -94,8 +85,51 @@ def _read_architecture(gguf: GGUFFile) -> str:
     return name
 
 
+def _check_shape(metadata: MetadataReader) -> None:
+    """Compare the claimed sizes with the tensors before anything is allocated. Raises CheckpointError."""
+    _check_layers(metadata)
+    hidden = metadata.get_int("embedding_length")
+    _check_dimension(metadata, "embedding_length", "token_embd.weight", 1, hidden)
+    _check_heads(metadata)
+    size = metadata.get_int("feed_forward_length") * (1 + (metadata.architecture in FUSED_PROJECTIONS))
+    _check_dimension(metadata, "feed_forward_length", "blk.0.ffn_up.weight", 0, size)
+
+
+def _check_layers(metadata: MetadataReader) -> None:
+    layers, tensors = metadata.get_int("block_count"), len(metadata.tensors)
+    if layers > tensors:
+        raise metadata.error("block_count", f"is {layers}, but the file has {tensors} tensors")
+    for layer, expected, reason in ((layers - 1, True, "missing"), (layers, False, "there too")):
+        name = f"blk.{layer}.attn_norm.weight"
+        if (name in metadata.tensors) is not expected:
+            raise metadata.error("block_count", f"is {layers}, but tensor `{name}` is {reason}")
+
+
+def _check_heads(metadata: MetadataReader) -> None:
+    heads, size = metadata.get_int("attention.head_count"), metadata.get_head_dim()
+    kv_heads = metadata.get_int("attention.head_count_kv", heads)
+    key = "attention.key_length" if "attention.key_length" in metadata else "attention.head_count"
+    if metadata.architecture in FUSED_PROJECTIONS:
+        _check_dimension(metadata, key, "blk.0.attn_qkv.weight", 0, (heads + 2 * kv_heads) * size)
+        return
+    _check_dimension(metadata, key, "blk.0.attn_q.weight", 0, heads * size)
+    _check_dimension(metadata, "attention.head_count_kv", "blk.0.attn_k.weight", 0, kv_heads * size)
+
+
+def _check_dimension(
+    metadata: MetadataReader, key: str, tensor_name: str, dimension: int, expected: int
+) -> None:
+    """The matrix must have `expected` rows (dimension 0) or columns (1), as `key` implies."""
+    shape = metadata.tensor_info(tensor_name).shape
+    if len(shape) != 2 or shape[dimension] != expected:
+        axis = ("rows", "columns")[dimension]
+        raise metadata.error(
+            key, f"makes {expected} {axis} of tensor `{tensor_name}`, which is {list(shape)}"
+        )
+
+
 def _shape_options(metadata: MetadataReader) -> Options:
-    head_dim = metadata.get_head_dim()
+    head_dim, heads = metadata.get_head_dim(), metadata.get_int("attention.head_count")
     metadata.require_value("attention.value_length", head_dim)
     return {
         "model_type": MODEL_TYPES[metadata.architecture],
@@ -104,10 +138,8 @@ def _shape_options(metadata: MetadataReader) -> Options:
         "hidden_size": metadata.get_int("embedding_length"),
         "intermediate_size": metadata.get_int("feed_forward_length"),
         "num_hidden_layers": metadata.get_int("block_count"),
-        "num_attention_heads": metadata.get_int("attention.head_count"),
-        "num_key_value_heads": metadata.get_int(
-            "attention.head_count_kv", metadata.get_int("attention.head_count")
-        ),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.get_int("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.get_int("context_length"),
         "rms_norm_eps": metadata.get_float("attention.layer_norm_rms_epsilon"),
@@ -116,7 +148,7 @@ def _shape_options(metadata: MetadataReader) -> Options:
 
 
 def _majority_dtype(metadata: MetadataReader) -> str:
-    """That of most weights."""
+    """Data type of most weights."""
     values: Counter[str] = Counter()
     for info in metadata.tensors.values():
         values[DTYPES.get(info.tensor_type.name, "bfloat16")] += info.num_values
@@ -124,7 +156,7 @@ def _majority_dtype(metadata: MetadataReader) -> str:
 
 
 def _bias_options(metadata: MetadataReader) -> Options:
-    """No key tells of biases; where the architecture leaves them open, the first layer's tensors do."""
+    """No key declares biases: where the architecture leaves them open, the first layer's tensors decide."""
     options: Options = {}
     if metadata.architecture in ("llama", "qwen3"):
         options["attention_bias"] = "blk.0.attn_q.bias" in metadata.tensors
@@ -133,19 +165,14 @@ def _bias_options(metadata: MetadataReader) -> Options:
     return options
 
 
-def _activation_options(metadata: MetadataReader) -> Options:
-    """No key tells of it either."""
-    return (
-        {"hidden_activation": "gelu_pytorch_tanh"}
-        if metadata.architecture in GEMMA_WINDOW_PERIOD
-        else {"hidden_act": "silu"}
-    )
-
-
 def _family_options(metadata: MetadataReader) -> Options:
+    """Activation (no key declares it), windows and softcaps."""
+    if metadata.architecture in GEMMA_WINDOW_PERIOD:
+        return {"hidden_activation": "gelu_pytorch_tanh"} | _gemma_options(metadata)
     if metadata.architecture == "phi3":
-        return {"sliding_window": metadata.get_int("attention.sliding_window", 0, low=0) or None}
-    return _gemma_options(metadata) if metadata.architecture in GEMMA_WINDOW_PERIOD else {}
+        window = metadata.get_int("attention.sliding_window", 0, low=0) or None
+        return {"hidden_act": "silu", "sliding_window": window}
+    return {"hidden_act": "silu"}
 
 
 def _gemma_options(metadata: MetadataReader) -> Options:
@@ -163,17 +190,15 @@ def _gemma_options(metadata: MetadataReader) -> Options:
 
 
 def _read_layer_types(metadata: MetadataReader, num_layers: int) -> list[str]:
-    """By a period or a list of flags; a Gemma 3 without a window sees everything in all layers."""
+    """From a period or a list of flags; a Gemma 3 without a window has full attention in all layers."""
     default = 0 if metadata.architecture == "gemma3" else GEMMA2_WINDOW
     if not metadata.get_int("attention.sliding_window", default, low=0):
         return ["full_attention"] * num_layers
     pattern = metadata.get("attention.sliding_window_pattern", GEMMA_WINDOW_PERIOD[metadata.architecture])
     if isinstance(pattern, list):
         if len(pattern) != num_layers or not all(isinstance(item, bool) for item in pattern):
-            raise metadata.error(
-                "attention.sliding_window_pattern",
-                f"must be a number or {num_layers} flags, got {len(pattern)} values",
-            )
+            reason = f"must be a number or {num_layers} flags, got {len(pattern)} values"
+            raise metadata.error("attention.sliding_window_pattern", reason)
         sliding = pattern
     else:
         period = metadata.get_int(

@@ -1,7 +1,6 @@
-"""Blocks of GGUF that no kernel multiplies with, as float32, in numpy.
+"""Dequantizes GGUF blocks without kernels to float32, in numpy.
 
-Each function takes uint8 [G, bytes of a block] and returns float32 [G, values of a block]. d is the scale of a block,
-m its minimum, both float16; small scales within a block are stored in few bits.
+Each function takes uint8 [G, bytes of a block] and returns float32 [G, values of a block].
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from foreword.models.gguf.tensor_types import TENSOR_TYPES
+from foreword.models.gguf.reader import TENSOR_TYPES
 
 __all__ = ["DEQUANTIZERS", "dequantize"]
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-# What the 16 codes of 4 bits stand for.
+# Values of the 16 codes of 4 bits.
 IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled
-E8M0_MIN_EXPONENT = -128  # of two, that a scale of 8 bits stands for; halved, since FP4 is doubled
+E8M0_MIN_EXPONENT = -128  # exponent of the smallest scale; one less, because FP4_VALUES are doubled
 
 
 def dequantize(type_name: str, rows: Bytes) -> Floats:
@@ -37,14 +36,14 @@ def _read_float16(data: Bytes) -> Floats:
 
 
 def _unpack_bits(data: Bytes, bits: int, run_bytes: int) -> Bytes:
-    """[G, n] -> [G, n * 8 / width]: of each run of bytes first the lowest `width` bits, then the next ones, and so on."""
+    """[G, n] -> [G, n * 8 / bits]: of each run of bytes first the lowest `bits`, then the next ones."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     runs = data.reshape(len(data), -1, 1, run_bytes)
     return (runs >> shifts & np.uint8((1 << bits) - 1)).reshape(len(data), -1)
 
 
 def _fifth_bits(data: Bytes) -> Bytes:
-    """[G, 4] -> [G, 32]: one bit for each value, as 16."""
+    """[G, 4] -> [G, 32]: one bit per value, shifted left by 4."""
     return np.unpackbits(data, axis=1, bitorder="little") << np.uint8(4)
 
 
@@ -59,7 +58,7 @@ def _q5_1(data: Bytes) -> Floats:
 
 
 def _q8_k(data: Bytes) -> Floats:
-    """The sums that follow the values are for dot products."""
+    """The sums after the values serve dot products and are not read."""
     scale: Floats = np.ascontiguousarray(data[:, :4]).view(np.float32)
     return _scale_groups(scale, data[:, 4:260].view(np.int8))
 
@@ -74,7 +73,7 @@ def _q2_k(data: Bytes) -> Floats:
 
 
 def _q3_k(data: Bytes) -> Floats:
-    """16 groups of 16 values; a value's third bit is set where 4 must not be taken off."""
+    """16 groups of 16 values; 4 is subtracted from values whose third bit is clear."""
     third = _unpack_bits(data[:, :32], 1, 32)
     values = (_unpack_bits(data[:, 32:96], 2, 32) | third << 2).astype(np.int8) - 4
     low, high = _unpack_bits(data[:, 96:104], 4, 8), _unpack_bits(data[:, 104:108], 2, 4)
@@ -88,7 +87,7 @@ def _iq4_nl(data: Bytes) -> Floats:
 
 
 def _iq4_xs(data: Bytes) -> Floats:
-    """8 groups of 32 values; a group's scale has 6 bits: two in a 16-bit word, four in a byte's half."""
+    """8 groups of 32 values; a scale has 6 bits: the upper two in a 16-bit word, four in a nibble."""
     codes = np.array(IQ4_NL_VALUES, np.float32)
     high = _unpack_bits(data[:, 2:4], 2, 1)
     small = (_unpack_bits(data[:, 4:8], 4, 1) | high << 4).astype(np.int8) - 32
@@ -102,7 +101,7 @@ def _mxfp4(data: Bytes) -> Floats:
 
 
 def _scale_groups(scales: Floats, values: npt.NDArray[Any]) -> Floats:
-    """scales [G, groups], values [G, n] -> [G, n], each value times the scale of its group"""
+    """scales [G, groups], values [G, n] -> [G, n]: each value times the scale of its group"""
     result: Floats = np.repeat(scales, values.shape[1] // scales.shape[1], axis=1) * values
     return result
 

@@ -1,18 +1,18 @@
-"""The keys of one architecture in a GGUF file's metadata, each asked for by its part after `architecture.`."""
+"""Strict reader of one architecture's keys in GGUF metadata."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from foreword.errors import CheckpointError
-from foreword.models.config import ConfigReader
+from foreword.models.config import MISSING, ConfigReader
 from foreword.models.gguf.reader import GGUFFile, TensorInfo
 
 __all__ = ["MetadataReader"]
 
 
 class MetadataReader:
-    """Strict access; every error names the key as it stands in the file."""
+    """Reads keys without their prefix `architecture.`; errors name the full key."""
 
     def __init__(self, gguf: GGUFFile, architecture: str) -> None:
         prefix = f"{architecture}."
@@ -32,53 +32,41 @@ class MetadataReader:
         return self._reader.get(self._prefix + key, *default)
 
     def get_int(self, key: str, default: int | None = None, low: int = 1) -> int:
-        """A whole number of at least `low`; must be there unless there is a default."""
-        name = self._prefix + key
-        return (
-            self._reader.get_int(name, low=low)
-            if default is None
-            else self._reader.get_int(name, default, low)
-        )
+        """A whole number of at least `low`; required unless there is a default."""
+        return self._reader.get_int(self._prefix + key, MISSING if default is None else default, low)
 
     def get_float(self, key: str, default: float | None = None) -> float:
-        """A positive number; must be there unless there is a default."""
-        return (
-            self._reader.get_float(self._prefix + key)
-            if default is None
-            else self._reader.get_float(self._prefix + key, default)
-        )
+        """A positive number; required unless there is a default."""
+        return self._reader.get_float(self._prefix + key, MISSING if default is None else default)
 
     def get_optional_float(self, key: str) -> float | None:
-        """A positive number; None where there is none, or 0."""
+        """A positive number; None if it is missing or 0."""
         return self.get_float(key) if self.get(key, 0) != 0 else None
 
     def get_choice(self, key: str, names: tuple[str, ...], default: str) -> str:
         return self._reader.get_choice(self._prefix + key, {name: name for name in names}, default)
 
     def require_value(self, key: str, value: Any) -> None:
-        """The key must be missing or have the only value that is honoured."""
+        """The key must be missing or have this value, the only supported one."""
         self._reader.require_value(self._prefix + key, value)
 
     def require_general_value(self, key: str, value: Any) -> None:
-        """See `expect`; the key is given whole."""
+        """Like require_value, for a full key."""
         self._general.require_value(key, value)
 
     def ignore(self, key: str) -> None:
         self.get(key, None)
 
     def error(self, key: str, reason: str) -> CheckpointError:
-        """An error about one key."""
         return self._reader.error(self._prefix + key, reason)
 
     def check_all_read(self) -> None:
-        """Raises CheckpointError for keys that nobody asked for."""
+        """Raises CheckpointError for keys that were not read."""
         self._reader.check_all_read()
 
     def get_head_dim(self) -> int:
-        """Size of one head."""
-        return self.get_int(
-            "attention.key_length", self.get_int("embedding_length") // self.get_int("attention.head_count")
-        )
+        share = self.get_int("embedding_length") // self.get_int("attention.head_count")
+        return self.get_int("attention.key_length", share)
 
     def tensor_info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
@@ -87,11 +75,7 @@ class MetadataReader:
 
 
 def _collapse_uniform(value: Any) -> Any:
-    """A list of one number for each layer, all the same, is that number."""
-    same = (
-        isinstance(value, list)
-        and value
-        and not isinstance(value[0], bool)
-        and value.count(value[0]) == len(value)
-    )
-    return value[0] if same else value
+    """Replace a list of equal numbers, one per layer, by the number."""
+    if not isinstance(value, list) or not value or isinstance(value[0], bool):
+        return value
+    return value[0] if value.count(value[0]) == len(value) else value

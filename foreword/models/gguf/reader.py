@@ -1,7 +1,4 @@
-"""Opens GGUF files: metadata as plain values, and where each tensor lies. Does not import torch, and believes nothing.
-
-Opening reads the header only; of a file that was split, each part's.
-"""
+"""Reads and validates headers of GGUF files: metadata and tensor locations. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,39 +9,81 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from foreword.errors import CheckpointError
 from foreword.models.gguf.binary_reader import BinaryReader
-from foreword.models.gguf.tensor_types import TENSOR_TYPES, TensorType
 
-__all__ = ["GGUFFile", "TensorInfo", "is_gguf", "open_gguf", "split_files"]
+__all__ = ["TENSOR_TYPES", "GGUFFile", "TensorInfo", "TensorType", "is_gguf", "open_gguf", "split_files"]
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-DEFAULT_ALIGNMENT = 32  # where general.alignment does not say
-MAX_ALIGNMENT = 1 << 20
+DEFAULT_ALIGNMENT = 32  # bytes
+MAX_ALIGNMENT = 1 << 20  # bytes
 MAX_DIMS = 4
-MIN_ENTRY_BYTES = 8 + 4 + 1  # bytes of a metadata entry: length of the key, type, value
-MIN_TENSOR_INFO_BYTES = (
-    8 + 4 + 8 + 4 + 8
-)  # bytes of a tensor's entry: length of the name, dimensions, one of them, type, offset
+MIN_ENTRY_BYTES = 8 + 4 + 1  # metadata entry: length of the key, type, value
+MIN_TENSOR_INFO_BYTES = 8 + 4 + 8 + 4 + 8  # length of the name, dimensions, one of them, type, offset
 SPLIT_FILE_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A tensor in a file.
+class TensorType:
+    """A data type of tensors, stored in blocks of values that are consecutive in a row."""
 
-    shape   outermost dimension first, as torch has it
-    offset  of its first byte in `file`
-    """
+    name: str  # as GGUF's tools write it, lower case
+    block_values: int
+    block_bytes: int
+
+
+TENSOR_TYPES: Mapping[int, TensorType] = MappingProxyType(
+    {
+        0: TensorType("f32", 1, 4),
+        1: TensorType("f16", 1, 2),
+        2: TensorType("q4_0", 32, 18),
+        3: TensorType("q4_1", 32, 20),
+        6: TensorType("q5_0", 32, 22),
+        7: TensorType("q5_1", 32, 24),
+        8: TensorType("q8_0", 32, 34),
+        9: TensorType("q8_1", 32, 36),
+        10: TensorType("q2_k", 256, 84),
+        11: TensorType("q3_k", 256, 110),
+        12: TensorType("q4_k", 256, 144),
+        13: TensorType("q5_k", 256, 176),
+        14: TensorType("q6_k", 256, 210),
+        15: TensorType("q8_k", 256, 292),
+        16: TensorType("iq2_xxs", 256, 66),
+        17: TensorType("iq2_xs", 256, 74),
+        18: TensorType("iq3_xxs", 256, 98),
+        19: TensorType("iq1_s", 256, 50),
+        20: TensorType("iq4_nl", 32, 18),
+        21: TensorType("iq3_s", 256, 110),
+        22: TensorType("iq2_s", 256, 82),
+        23: TensorType("iq4_xs", 256, 136),
+        24: TensorType("i8", 1, 1),
+        25: TensorType("i16", 1, 2),
+        26: TensorType("i32", 1, 4),
+        27: TensorType("i64", 1, 8),
+        28: TensorType("f64", 1, 8),
+        29: TensorType("iq1_m", 256, 56),
+        30: TensorType("bf16", 1, 2),
+        34: TensorType("tq1_0", 256, 54),
+        35: TensorType("tq2_0", 256, 66),
+        39: TensorType("mxfp4", 32, 17),
+        40: TensorType("nvfp4", 64, 36),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor in a file."""
 
     name: str
     tensor_type: TensorType
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # outermost dimension first, as in torch
     file: Path
-    offset: int
+    offset: int  # of the first byte in `file`
 
     @property
     def num_values(self) -> int:
@@ -61,19 +100,16 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """What stands in a file's header: numbers, bools, texts and lists by key; tensors by name.
-
-    files  the file itself, or all parts of a split one
-    """
+    """Header of a file. Metadata values are numbers, bools, strings and lists."""
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, TensorInfo]
-    files: tuple[Path, ...]
+    tensors: Mapping[str, TensorInfo]  # by name
+    files: tuple[Path, ...]  # all parts of a split file
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether `path` names a file in this format, by its ending or its first bytes."""
+    """Whether `path` is a GGUF file, by its suffix or its first bytes."""
     if not path.is_file():
         return False
     if path.suffix.lower() == ".gguf":
@@ -83,26 +119,21 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Read the header, and those of the other parts of a split file.
-
-    Raises CheckpointError, which names the file, the field and the limit.
-    """
+    """Read the headers of all parts. Raises CheckpointError, which names the file and the field."""
     first = _read_header(path)
-    parts = first.metadata.get("split.count", 1)
-    if not isinstance(parts, int) or parts <= 1:
+    num_parts = first.metadata.get("split.count", 1)
+    if not isinstance(num_parts, int) or num_parts <= 1:
         return first
-    others = [_read_header(file) for file in _remaining_parts(path, parts)]
-    return _merge_parts([first, *others])
+    return _merge_parts([first, *map(_read_header, _remaining_parts(path, num_parts))])
 
 
 def split_files(path: Path) -> list[Path]:
-    """The file itself, or all parts of a split one, by their names alone."""
+    """All parts of a split file, by name, or the file itself."""
     match = SPLIT_FILE_NAME.fullmatch(path.name)
     if match is None:
         return [path]
-    return [
-        path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, int(match[3]) + 1)
-    ]
+    numbers = range(1, int(match[3]) + 1)
+    return [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in numbers]
 
 
 def _read_header(path: Path) -> GGUFFile:
@@ -116,7 +147,7 @@ def _read_header(path: Path) -> GGUFFile:
 
 
 class _HeaderReader:
-    """Reads one file's header, from its first byte on."""
+    """Reads the header of one file."""
 
     def __init__(self, reader: BinaryReader, path: Path, size: int) -> None:
         self._reader = reader
@@ -136,37 +167,36 @@ class _HeaderReader:
         return GGUFFile(self._path, metadata, self._index_by_name(tensors), (self._path,))
 
     def _check_version(self) -> None:
-        cursor = self._reader
-        magic = cursor.read_scalar("4s", "the magic number")
+        reader = self._reader
+        magic = reader.read_scalar("4s", "the magic number")
         if magic != MAGIC:
-            raise cursor.error(f"this is no GGUF file: it begins with {magic!r}, not {MAGIC!r}")
-        version = cursor.read_scalar("I", "the version")
+            raise reader.error(f"this is no GGUF file: it begins with {magic!r}, not {MAGIC!r}")
+        version = reader.read_scalar("I", "the version")
         if version & 0xFFFF == 0:
-            raise cursor.error(
-                "the file is big-endian, which is not supported; gguf-convert-endian of the gguf package converts it"
-            )
+            hint = "gguf-convert-endian of the gguf package converts it"
+            raise reader.error(f"the file is big-endian, which is not supported; {hint}")
         if version not in VERSIONS:
-            raise cursor.error(f"the version is {version}; known: {', '.join(map(str, VERSIONS))}")
+            raise reader.error(f"the version is {version}; known: {', '.join(map(str, VERSIONS))}")
 
     def _read_metadata(self, count: int) -> dict[str, Any]:
         metadata: dict[str, Any] = {}
         for index in range(count):
             key = self._reader.read_str(f"the key of metadata entry {index}")
             if key in metadata:
-                raise self._reader.error(f"`{key}` stands in the metadata twice")
+                raise self._reader.error(f"`{key}` is in the metadata twice")
             metadata[key] = self._reader.read_value(f"`{key}`")
         return metadata
 
     def _read_tensor_entry(self, index: int) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape (outermost dimension first), type and offset of a tensor."""
-        cursor = self._reader
-        name = cursor.read_str(f"the name of tensor {index}")
-        num_dims = cursor.read_scalar("I", f"the number of dimensions of tensor `{name}`")
+        """Name, shape (outermost dimension first), type id and offset."""
+        reader = self._reader
+        name = reader.read_str(f"the name of tensor {index}")
+        num_dims = reader.read_scalar("I", f"the number of dimensions of tensor `{name}`")
         if not 1 <= num_dims <= MAX_DIMS:
-            raise cursor.error(f"tensor `{name}` has {num_dims} dimensions; 1 to {MAX_DIMS} are possible")
-        dims = [cursor.read_scalar("Q", f"a dimension of tensor `{name}`") for _ in range(num_dims)]
-        kind = cursor.read_scalar("I", f"the type of tensor `{name}`")
-        return name, tuple(reversed(dims)), kind, cursor.read_scalar("Q", f"the offset of tensor `{name}`")
+            raise reader.error(f"tensor `{name}` has {num_dims} dimensions; 1 to {MAX_DIMS} are possible")
+        dims = [reader.read_scalar("Q", f"a dimension of tensor `{name}`") for _ in range(num_dims)]
+        type_id = reader.read_scalar("I", f"the type of tensor `{name}`")
+        return name, tuple(reversed(dims)), type_id, reader.read_scalar("Q", f"the offset of tensor `{name}`")
 
     def _get_alignment(self, metadata: Mapping[str, Any]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
@@ -179,60 +209,51 @@ class _HeaderReader:
     def _make_tensor_info(
         self, name: str, shape: tuple[int, ...], type_id: int, offset: int, start: int, alignment: int
     ) -> TensorInfo:
-        """The tensor, if it lies within the file."""
+        """Check that the tensor is well-formed and within the file."""
         if type_id not in TENSOR_TYPES:
             raise self._reader.error(f"tensor `{name}` is of type {type_id}, which is not known")
-        info = TensorInfo(name, TENSOR_TYPES[type_id], shape, self._path, start + offset)
-        if min(shape) < 1 or shape[-1] % info.tensor_type.block_values:
-            block = info.tensor_type.block_values
-            raise self._reader.error(
-                f"tensor `{name}` is {list(shape)}: rows of {info.tensor_type.name} are whole blocks of {block} values"
-            )
+        tensor_type = TENSOR_TYPES[type_id]
+        info = TensorInfo(name, tensor_type, shape, self._path, start + offset)
+        if min(shape) < 1 or shape[-1] % tensor_type.block_values:
+            rule = f"rows of {tensor_type.name} are whole blocks of {tensor_type.block_values} values"
+            raise self._reader.error(f"tensor `{name}` is {list(shape)}: {rule}")
         if offset % alignment:
-            raise self._reader.error(
-                f"the offset {offset} of tensor `{name}` is no multiple of the alignment {alignment}"
-            )
-        if info.offset + info.num_bytes > self._size:
-            raise self._reader.error(
-                f"tensor `{name}` ends at byte {info.offset + info.num_bytes}, but the file at byte {self._size}: it is truncated"
-            )
+            rule = f"no multiple of the alignment {alignment}"
+            raise self._reader.error(f"the offset {offset} of tensor `{name}` is {rule}")
+        end = info.offset + info.num_bytes
+        if end > self._size:
+            limit = f"the file at byte {self._size}: it is truncated"
+            raise self._reader.error(f"tensor `{name}` ends at byte {end}, but {limit}")
         return info
 
     def _check_overlap(self, tensors: Iterable[TensorInfo]) -> None:
         for left, right in pairwise(sorted(tensors, key=lambda info: info.offset)):
             if left.offset + left.num_bytes > right.offset:
-                raise self._reader.error(
-                    f"tensors `{left.name}` and `{right.name}` overlap at byte {right.offset}"
-                )
+                names = f"`{left.name}` and `{right.name}`"
+                raise self._reader.error(f"tensors {names} overlap at byte {right.offset}")
 
     def _index_by_name(self, tensors: Iterable[TensorInfo]) -> dict[str, TensorInfo]:
-        named: dict[str, TensorInfo] = {}
+        by_name: dict[str, TensorInfo] = {}
         for info in tensors:
-            if named.setdefault(info.name, info) is not info:
+            if by_name.setdefault(info.name, info) is not info:
                 raise self._reader.error(f"tensor `{info.name}` is there twice")
-        return named
+        return by_name
 
 
 def _remaining_parts(path: Path, num_parts: int) -> list[Path]:
-    """The files after the first one of a split file."""
+    """The parts of a split file after the first."""
     match = SPLIT_FILE_NAME.fullmatch(path.name)
     if match is None or int(match[3]) != num_parts:
-        raise CheckpointError(
-            f"{path} is one of {num_parts} parts; its name must end in -00001-of-{num_parts:05}.gguf so that the others are found",
-            "model",
-        )
+        rule = f"its name must end in -00001-of-{num_parts:05}.gguf so that the others are found"
+        raise CheckpointError(f"{path} is one of {num_parts} parts; {rule}", "model")
     if int(match[2]) != 1:
-        first = f"{match[1]}-00001-of-{match[3]}.gguf"
-        raise CheckpointError(
-            f"{path} is part {int(match[2])} of {num_parts}; give the first one, {first}", "model"
-        )
-    others = split_files(path)[1:]
-    missing = [file.name for file in others if not file.is_file()]
+        hint = f"give the first one, {match[1]}-00001-of-{match[3]}.gguf"
+        raise CheckpointError(f"{path} is part {int(match[2])} of {num_parts}; {hint}", "model")
+    parts = split_files(path)[1:]
+    missing = ", ".join([file.name for file in parts if not file.is_file()][:3])
     if missing:
-        raise CheckpointError(
-            f"{path} has {num_parts} parts; missing beside it: {', '.join(missing[:3])}", "model"
-        )
-    return others
+        raise CheckpointError(f"{path} has {num_parts} parts; missing in its directory: {missing}", "model")
+    return parts
 
 
 def _merge_parts(parts: list[GGUFFile]) -> GGUFFile:
@@ -240,17 +261,14 @@ def _merge_parts(parts: list[GGUFFile]) -> GGUFFile:
     tensors: dict[str, TensorInfo] = {}
     for number, part in enumerate(parts):
         if part.metadata.get("split.no") != number or part.metadata.get("split.count") != len(parts):
-            raise CheckpointError(
-                f"{part.path}: `split.no` and `split.count` must say {number} and {len(parts)}", "model"
-            )
-        twice = tensors.keys() & part.tensors.keys()
-        if twice:
-            raise CheckpointError(f"{part.path}: tensor `{min(twice)}` is in another part too", "model")
+            expected = f"{number} and {len(parts)}"
+            raise CheckpointError(f"{part.path}: `split.no` and `split.count` must be {expected}", "model")
+        duplicates = tensors.keys() & part.tensors.keys()
+        if duplicates:
+            raise CheckpointError(f"{part.path}: tensor `{min(duplicates)}` is in another part too", "model")
         tensors |= part.tensors
-    wanted = first.metadata.get("split.tensors.count", len(tensors))
-    if wanted != len(tensors):
-        raise CheckpointError(
-            f"{first.path}: `split.tensors.count` is {wanted}, but the parts hold {len(tensors)} tensors",
-            "model",
-        )
+    expected_count = first.metadata.get("split.tensors.count", len(tensors))
+    if expected_count != len(tensors):
+        counts = f"is {expected_count}, but the parts hold {len(tensors)} tensors"
+        raise CheckpointError(f"{first.path}: `split.tensors.count` {counts}", "model")
     return GGUFFile(first.path, first.metadata, tensors, tuple(part.path for part in parts))

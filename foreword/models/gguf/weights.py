@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file by the names that they have in Hugging Face's format, where they stand in the file."""
+"""Tensors of a GGUF file by their names in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -19,28 +19,25 @@ from foreword.layers.weights import Weights
 from foreword.models.device_loader import DeviceLoader, FileSpan
 from foreword.models.gguf.dequantize import DEQUANTIZERS, dequantize
 from foreword.models.gguf.reader import GGUFFile, TensorInfo
-from foreword.models.gguf.rope import ROPE_TENSORS as ROPE_TENSORS
+from foreword.models.gguf.rope import ROPE_TENSORS
 from foreword.models.mmap_file import MappedFile
-from foreword.models.weights import PrefixedWeights
+from foreword.models.weights import PrefixedWeights, unexpected_tensors_error
 
 __all__ = ["GGUFWeights", "check_tensor_types", "gguf_name", "read_rope_factors", "with_memory_info"]
 
 FLOAT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 )
-# Kinds that are computed with as they are, and their bits; how the kernels lay them out: csrc/quantized_layout.h.
+# Bits per value of types with CPU kernels; their packed layout: csrc/quantized_layout.h.
 QUANT_BITS: Mapping[str, int] = MappingProxyType(
     {"q8_0": 8, "q5_0": 5, "q4_0": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6}
 )
-GPU_BYTES_PER_VALUE: Mapping[str, float] = MappingProxyType(
-    {"q8_0": 34 / 32, "q4_0": 18 / 32}
-)  # kinds kept there, and bytes of a value
-TILE_ROWS = 16  # rows that lie together; the last ones are filled up
-TILE_SCALE_BYTES = 320  # bytes beside the values: of a tile's block of 256 columns
-TILE_PAIR_SCALE_BYTES = 64  # the same of two blocks of 32
-PERMUTED_QK_ARCHITECTURES = (
-    "llama",
-)  # architectures whose rows of q and k stand in another order than in the checkpoint
+# Bytes per value of types with GPU kernels.
+GPU_BYTES_PER_VALUE: Mapping[str, float] = MappingProxyType({"q8_0": 34 / 32, "q4_0": 18 / 32})
+TILE_ROWS = 16  # rows of a packed tile; the last tile is padded
+TILE_SCALE_BYTES = 320  # scales of a tile's block of 256 columns
+TILE_PAIR_SCALE_BYTES = 64  # scales of a tile's two blocks of 32 columns
+PERMUTED_QK_ARCHITECTURES = ("llama",)  # the converter reorders rows of q and k
 LAYER_TENSOR_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 EMBEDDING_TENSOR, HEAD_TENSOR = "token_embd.weight", "output.weight"
 MODEL_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
@@ -77,7 +74,7 @@ GEMMA_NORM_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def gguf_name(name: str, architecture: str) -> str:
-    """What a GGUF file calls the tensor that a Hugging Face checkpoint calls `name`."""
+    """Name in GGUF files of the tensor called `name` in Hugging Face's format."""
     match = LAYER_TENSOR_PATTERN.fullmatch(name)
     if match is None:
         return MODEL_TENSOR_NAMES[name]
@@ -86,71 +83,61 @@ def gguf_name(name: str, architecture: str) -> str:
 
 
 def with_memory_info(model_info: ModelInfo, gguf: GGUFFile) -> ModelInfo:
-    """What a model of this file takes in memory: its blocks stay as they are, the rest gets a data type."""
-    kept = [info for info in gguf.tensors.values() if info.tensor_type.name in QUANT_BITS]
-    if not kept:
+    """Add the memory of quantized tensors, which stay packed; the rest gets a data type."""
+    packed = [info for info in gguf.tensors.values() if info.tensor_type.name in QUANT_BITS]
+    if not packed:
         return model_info
+    outer = [info for info in packed if info.name in (EMBEDDING_TENSOR, HEAD_TENSOR)]
+    on_gpu = [info for info in packed if info.tensor_type.name in GPU_BYTES_PER_VALUE]
     return replace(
         model_info,
-        packed_bytes=sum(map(_packed_bytes, kept)),
-        packed_parameters=sum(info.num_values for info in kept),
-        packed_embedding_parameters=sum(
-            info.num_values for info in kept if info.name in (EMBEDDING_TENSOR, HEAD_TENSOR)
-        ),
+        packed_bytes=sum(map(_packed_bytes, packed)),
+        packed_parameters=sum(info.num_values for info in packed),
+        packed_embedding_parameters=sum(info.num_values for info in outer),
         gpu_packed_bytes=sum(
-            int(info.num_values * GPU_BYTES_PER_VALUE.get(info.tensor_type.name, 0)) for info in kept
+            int(info.num_values * GPU_BYTES_PER_VALUE[info.tensor_type.name]) for info in on_gpu
         ),
-        gpu_packed_parameters=sum(
-            info.num_values for info in kept if info.tensor_type.name in GPU_BYTES_PER_VALUE
-        ),
+        gpu_packed_parameters=sum(info.num_values for info in on_gpu),
     )
 
 
 def _packed_bytes(info: TensorInfo) -> int:
-    """A little more than in the file."""
-    columns = info.shape[-1]
-    blocks = columns // info.tensor_type.block_values
-    scales = (
-        blocks * TILE_SCALE_BYTES
-        if info.tensor_type.block_values > 32
-        else (blocks + 1) // 2 * TILE_PAIR_SCALE_BYTES
-    )
+    """Bytes in the layout of the CPU kernels, slightly more than in the file."""
+    columns, block_values = info.shape[-1], info.tensor_type.block_values
+    blocks = columns // block_values
+    is_k_quant = block_values > 32
+    scales = blocks * TILE_SCALE_BYTES if is_k_quant else (blocks + 1) // 2 * TILE_PAIR_SCALE_BYTES
     tiles = -(-info.num_values // columns // TILE_ROWS)
     return tiles * (scales + columns * TILE_ROWS * QUANT_BITS[info.tensor_type.name] // 8)
 
 
 def check_tensor_types(gguf: GGUFFile, allow_dequantize: bool) -> None:
-    """Raises CheckpointError, which names it, for a type of tensors that cannot be computed with."""
+    """Raises CheckpointError for a tensor of a type without kernels."""
     for info in gguf.tensors.values():
-        kind = info.tensor_type.name
-        if kind in FLOAT_DTYPES or kind in QUANT_BITS or (kind in DEQUANTIZERS and allow_dequantize):
+        name = info.tensor_type.name
+        if name in FLOAT_DTYPES or name in QUANT_BITS or (name in DEQUANTIZERS and allow_dequantize):
             continue
         known = ", ".join((*FLOAT_DTYPES, *QUANT_BITS))
-        hint = "with --gguf-dequantize it becomes floats" if kind in DEQUANTIZERS else f"known: {known}"
-        raise CheckpointError(
-            f"{info.file}: tensor `{info.name}` is of type {kind}, which is not computed with here; {hint}",
-            "model",
-        )
+        hint = "--gguf-dequantize converts it to floats" if name in DEQUANTIZERS else f"known: {known}"
+        problem = f"tensor `{info.name}` is of type {name}, which has no kernels"
+        raise CheckpointError(f"{info.file}: {problem}; {hint}", "model")
 
 
 def read_rope_factors(gguf: GGUFFile, name: str) -> list[float]:
-    """The values of one of the small tensors that belong to RoPE, by its name in the file."""
+    """Values of a small tensor of RoPE, by its name in the file."""
     info = gguf.tensors[name]
     if info.tensor_type.name != "f32" or len(info.shape) != 1:
-        raise CheckpointError(
-            f"{info.file}: tensor `{name}` {list(info.shape)} must be one row of type f32", "model"
-        )
+        problem = f"tensor `{name}` {list(info.shape)} must be one row of type f32"
+        raise CheckpointError(f"{info.file}: {problem}", "model")
     return MappedFile(info.file).tensor(torch.float32, info.offset, info.num_values).tolist()
 
 
 class GGUFWeights:
-    """See `layers.weights.Weights`.
+    """Tensors of a GGUF file, see `layers.weights.Weights`. They are mapped if there is no device loader.
 
-    heads     query heads and key heads
-    widen     take types without kernels, as floats
-    progress  gets bytes done and bytes in all
-    staging   brings tensors to the engine's device; None: that is the CPU, which has them mapped into memory
-    Raises CheckpointError, here for types, in `take` and `matrices` for tensors, in `finish` for tensors left over.
+    num_heads  of queries and keys
+    progress   called with bytes done and bytes in total
+    Raises CheckpointError for tensor types, missing tensors, wrong shapes, and tensors that are not read.
     """
 
     def __init__(
@@ -174,7 +161,7 @@ class GGUFWeights:
         self.num_parameters = 0
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """The tensor of this name, which must have this shape, as float32."""
+        """float32 tensor of this shape, a copy."""
         info = self._lookup(name, shape)
         if info.tensor_type.name not in FLOAT_DTYPES:
             raise self._tensor_error(info, f"must be of type {', '.join(FLOAT_DTYPES)}")
@@ -184,65 +171,60 @@ class GGUFWeights:
 
     @contextmanager
     def weights(self, out_features: Mapping[str, int], in_features: int) -> Iterator[Sequence[Matrix]]:
-        """The tensors as they stand in the file; their memory is given back at the end."""
+        """Matrices as they are in the file; their pages are released at the end."""
         infos = {name: self._lookup(name, (size, in_features)) for name, size in out_features.items()}
         yield [self._matrix(name, info) for name, info in infos.items()]
         for info in infos.values():
             self._release(info)
 
     def prefixed(self, prefix: str) -> Weights:
-        """Names below `prefix`."""
         return PrefixedWeights(self, prefix)
 
     def check_all_read(self) -> None:
-        """Every tensor must have been taken."""
+        """Raises CheckpointError for tensors that were not read."""
         left = sorted(self._gguf.tensors.keys() - self._read_names - set(ROPE_TENSORS))
         if left:
-            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            raise CheckpointError(
-                f"{self._gguf.path}: unexpected tensors: {', '.join(left[:3])}{more}", "model"
-            )
+            raise unexpected_tensors_error(self._gguf.path, left)
         if self._progress is not None:
             self._progress(self._bytes_total, self._bytes_total)
 
     def _lookup(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
-        called = gguf_name(name, self._architecture)
-        info = self._gguf.tensors.get(called)
+        file_name = gguf_name(name, self._architecture)
+        info = self._gguf.tensors.get(file_name)
         if info is None:
-            raise CheckpointError(f"{self._gguf.path}: tensor `{called}` {list(shape)} is missing", "model")
+            raise CheckpointError(
+                f"{self._gguf.path}: tensor `{file_name}` {list(shape)} is missing", "model"
+            )
         if info.shape != shape:
             raise self._tensor_error(info, f"is {list(info.shape)}, the metadata says {list(shape)}")
-        self._read_names.add(called)
+        self._read_names.add(file_name)
         self.num_parameters += info.num_values
         return info
 
     def _matrix(self, name: str, info: TensorInfo) -> Matrix:
-        kind = info.tensor_type.name
-        if kind in FLOAT_DTYPES:
+        type_name = info.tensor_type.name
+        if type_name in FLOAT_DTYPES:
             return self._unpermute(name, self._read_floats(info))
-        if kind in QUANT_BITS:
-            return QuantizedBlocks(kind, self._unpermute(name, self._read_blocks(info)), info.shape[-1])
-        found = self._read_blocks(info)
-        return self._unpermute(name, torch.from_numpy(dequantize(kind, found.cpu().numpy())).to(found.device))
+        blocks = self._read_tensor(info, torch.uint8, (info.num_bytes // info.row_bytes, info.row_bytes))
+        if type_name in QUANT_BITS:
+            return QuantizedBlocks(type_name, self._unpermute(name, blocks), info.shape[-1])
+        values = torch.from_numpy(dequantize(type_name, blocks.cpu().numpy()))
+        return self._unpermute(name, values.to(blocks.device))
 
     def _read_floats(self, info: TensorInfo) -> Tensor:
         return self._read_tensor(info, FLOAT_DTYPES[info.tensor_type.name], info.shape)
 
-    def _read_blocks(self, info: TensorInfo) -> Tensor:
-        """uint8 [N, bytes of a row]"""
-        return self._read_tensor(info, torch.uint8, (info.num_bytes // info.row_bytes, info.row_bytes))
-
     def _read_tensor(self, info: TensorInfo, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """The tensor's bytes on the engine's device, as values of this type."""
+        """The tensor's bytes on the engine's device, viewed as `dtype`."""
         if self._device_loader is not None:
             return self._device_loader.tensor(FileSpan(info.file, info.offset, info.num_bytes), dtype, shape)
         count = info.num_bytes // dtype.itemsize
         return self._files[info.file].tensor(dtype, info.offset, count).view(shape)
 
     def _unpermute(self, name: str, rows: Tensor) -> Tensor:
-        """Rows as the checkpoint had them: first half and second half of each head, not interleaved."""
-        turned = ".self_attn.q_proj." in name or ".self_attn.k_proj." in name
-        if self._num_heads is None or not turned:
+        """Rows of q and k in the checkpoint's order: the two halves of each head, not interleaved."""
+        is_permuted = ".self_attn.q_proj." in name or ".self_attn.k_proj." in name
+        if self._num_heads is None or not is_permuted:
             return rows
         heads = self._num_heads[".k_proj." in name]
         return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

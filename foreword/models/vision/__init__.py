@@ -1,1 +1,1 @@
-"""Models that see pictures: one file an architecture, and the towers that they share."""
+"""Vision-language models: one file per architecture, and the vision encoders ("towers") that they share."""

@@ -1,4 +1,4 @@
-"""What is common to models that see pictures: a decoder as elsewhere, and a tower whose features stand in for tokens."""
+"""Vision-language models: a decoder, and a tower whose features replace placeholder embeddings."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ __all__ = [
     "PROCESSOR_FILE",
     "Normalization",
     "VisionModel",
+    "read_image_token_id",
     "read_normalization",
     "read_preprocessor_config",
 ]
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
-PROCESSOR_FILE = "processor_config.json"  # holds the same since transformers 5
-MAX_PIXEL_VALUE = 255.0  # of a colour
+PROCESSOR_FILE = "processor_config.json"  # holds the preprocessor's options since transformers 5
+MAX_PIXEL_VALUE = 255.0  # of one colour channel
 
 
 @dataclass(frozen=True, slots=True)
 class Normalization:
-    """Of colours, one value a channel: (byte * scale - mean) / std."""
+    """Per-channel normalization of pixels: (byte * scale - mean) / std."""
 
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
@@ -43,28 +44,17 @@ class Normalization:
 
     def normalize(self, image: PromptImage, device: str) -> Tensor:
         """float32 [tiles, 3, height, width]"""
-        assert image.pixels is not None, "a picture without its pixels"
-        values = (
-            torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8)
-            .view(image.shape)
-            .to(device, torch.float32)
-        )
-        mean, std = (
-            torch.tensor(one, dtype=torch.float32, device=device)[:, None, None]
-            for one in (self.mean, self.std)
-        )
-        return (values * self.scale - mean) / std
+        assert image.pixels is not None, "image has no pixels"
+        pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(image.shape)
+        mean = torch.tensor(self.mean, dtype=torch.float32, device=device)[:, None, None]
+        std = torch.tensor(self.std, dtype=torch.float32, device=device)[:, None, None]
+        return (pixels.to(device, torch.float32) * self.scale - mean) / std
 
 
 class VisionModel(ABC):
-    """What config.json says of a model that sees. A subclass, one to an architecture, reads it and builds the tower.
+    """Config of a vision-language model. A subclass per architecture reads it and builds the tower."""
 
-    PREFIXES        names of the parts as the tower asks for them ("model.", "lm_head." for the decoder), and beginnings of names
-                    that files have for them, the first found holds
-    decoder_type, decoder  the decoder
-    image_token_id  the placeholder in prompts
-    """
-
+    # Prefix that our modules use ("model." and "lm_head." for the decoder) -> prefixes in files, by priority.
     WEIGHT_PREFIXES: ClassVar[Mapping[str, tuple[str, ...]]]
 
     def __init__(
@@ -72,39 +62,46 @@ class VisionModel(ABC):
     ) -> None:
         self.decoder_type = decoder_type
         self.decoder_config = decoder_config
-        self.image_token_id = image_token_id
+        self.image_token_id = image_token_id  # placeholder in prompts
 
     @classmethod
     @abstractmethod
     def from_config(cls, config: ConfigReader, path: Path) -> Self:
-        """What config.json, and other files in `path`, say. Raises CheckpointError for what is not honoured."""
+        """Read config.json and other files in `path`. Raises CheckpointError."""
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        """Beginnings of names of tensors that are left alone, in the words of PREFIXES."""
+        """Prefixes of tensors that are not loaded, in terms of WEIGHT_PREFIXES' keys."""
         return ()
 
     @abstractmethod
     def build_tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> VisionEncoder:
-        """Build the tower; `weights` has the parts under the names of PREFIXES."""
+        """Build the tower; `weights` has the parts under the keys of WEIGHT_PREFIXES."""
+
+
+def read_image_token_id(config: ConfigReader, decoder_config: DecoderConfig) -> int:
+    """The placeholder's id. It needs a row in the embedding, which is looked up and then overwritten."""
+    key = "image_token_id" if "image_token_id" in config else "image_token_index"
+    token_id = config.get_int(key, low=0)
+    if token_id >= decoder_config.vocab_size:
+        limit = decoder_config.vocab_size
+        raise config.error(key, f"{token_id} must be below the vocab_size {limit} of the text_config")
+    return token_id
 
 
 def read_preprocessor_config(path: Path) -> Mapping[str, object]:
-    """How pictures are prepared, as the checkpoint in `path` says. Raises CheckpointError."""
+    """Image preprocessing options of the checkpoint in `path`. Raises CheckpointError."""
     if (path / PREPROCESSOR_FILE).is_file():
         return read_json(path / PREPROCESSOR_FILE)
-    values = (
-        read_json(path / PROCESSOR_FILE).get("image_processor") if (path / PROCESSOR_FILE).is_file() else None
-    )
+    processor = read_json(path / PROCESSOR_FILE) if (path / PROCESSOR_FILE).is_file() else {}
+    values = processor.get("image_processor")
     if not isinstance(values, dict):
-        raise CheckpointError(
-            f"{path} lacks {PREPROCESSOR_FILE}, which says how pictures are prepared", "model"
-        )
+        raise CheckpointError(f"{path} lacks {PREPROCESSOR_FILE}, which defines image preprocessing", "model")
     return values
 
 
 def read_normalization(values: Mapping[str, object]) -> Normalization:
-    """Of a preprocessor_config.json. Raises CheckpointError."""
+    """Read the normalization of a preprocessor_config.json. Raises CheckpointError."""
     mean, std = (_read_channels(values, key) for key in ("image_mean", "image_std"))
     scale = values.get("rescale_factor", 1 / MAX_PIXEL_VALUE)
     if not isinstance(scale, float) or not 0 < scale <= 1:

@@ -1,13 +1,13 @@
-"""The tower of CLIP (arXiv 2103.00020): a class token before the patches, and a norm before the layers."""
+"""Vision encoder of CLIP (arXiv 2103.00020): a class token before the patches, a norm before the layers."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from foreword.layers.norm import LayerNorm
 from foreword.layers.weights import Weights
 from foreword.models.config import ConfigReader
-from foreword.models.vision.layers import VisionLayerNorm
 from foreword.models.vision.vit import VisionTransformer, ViTConfig, read_vit_config
 
 __all__ = ["CLIP"]
@@ -21,14 +21,14 @@ class CLIP(VisionTransformer):
 
     @classmethod
     def read_config(cls, config: ConfigReader) -> ViTConfig:
-        """As OpenAI's own where it does not say."""
+        """Read vision_config; defaults are those of OpenAI's model."""
         return read_vit_config(config, "quick_gelu", 1e-5, image_size=224, patch_size=32, num_class_tokens=1)
 
     def load_embeddings(self, embeddings: Weights, weights: Weights) -> None:
-        """The norm has lost a letter in every checkpoint."""
+        """Load the class token and the norm, whose name is misspelt in every checkpoint."""
         config = self.config
         self._class_embedding = embeddings.tensor("class_embedding", config.hidden_size).to(self._dtype)
-        self._norm = VisionLayerNorm(weights, "pre_layrnorm", config.hidden_size, config.eps)
+        self._norm = LayerNorm(weights, "pre_layrnorm", config.hidden_size, config.eps)
 
     def embed(self, patches: Tensor) -> Tensor:
         """[side * side, H] -> [1 + side * side, H]"""

@@ -1,7 +1,6 @@
-"""The parts that towers are built of.
+"""Layers of vision encoders.
 
-A tower sees one picture, or one tile of it, at a time: what torch computes of it depends on nothing else, so that torch's own
-norms and activations are as good as the engine's, whose rows must not depend on how many there are.
+A tower encodes one image or tile at a time: bits cannot depend on the batch, so torch's ops suffice.
 """
 
 from __future__ import annotations
@@ -23,16 +22,14 @@ __all__ = [
     "ACTIVATIONS",
     "ATTENTION_COST_FACTOR",
     "PatchEmbedding",
-    "VisionLayerNorm",
     "VisionMLP",
     "activate",
     "build_linear",
     "unquantized_format",
 ]
 
-ATTENTION_COST_FACTOR: Final = (
-    4  # its multiply-adds take so many times as long as those of linear layers: 2 in float32, 8 in bfloat16
-)
+# Time of one multiply-add of attention, in those of linear layers: 2 in float32, 8 in bfloat16.
+ATTENTION_COST_FACTOR: Final = 4
 FLOAT_FORMATS = ("float32", "bfloat16", "float16")
 
 
@@ -47,7 +44,7 @@ def _quick_gelu(x: Tensor) -> Tensor:
 ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu, "relu": F.relu, "silu": F.silu}
 )
-# Names in checkpoints -> ours.
+# Name in config.json -> name in ACTIVATION_FUNCTIONS.
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {name: name for name in ACTIVATION_FUNCTIONS}
     | {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}
@@ -55,12 +52,12 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """Of x's type, computed in float32; `activation` is one of ours."""
+    """Computed in float32, returned in x's data type; `activation` is a name in ACTIVATION_FUNCTIONS."""
     return ACTIVATION_FUNCTIONS[activation](x.to(torch.float32)).to(x.dtype)
 
 
 def unquantized_format(precision: Precision) -> str:
-    """Of a tower's weights, which are not quantized: they are few, and what is not seen rightly cannot be answered rightly."""
+    """Weight format of a tower: never quantized, because its weights are few."""
     return (
         precision.linear_format
         if precision.linear_format in FLOAT_FORMATS
@@ -71,31 +68,26 @@ def unquantized_format(precision: Precision) -> str:
 def build_linear(
     ops: Ops, weights: Weights, weight_format: str, inputs: int, outputs: Mapping[str, int], bias: bool = True
 ) -> Linear:
-    """The layers of these names and numbers of outputs, which read the same, as one."""
+    """Layers with the same input, fused; `outputs` maps their names to their numbers of outputs."""
     return Linear(ops, load_linear(ops, weights, weight_format, inputs, outputs, bias))
 
 
-class VisionLayerNorm:
-    """Computed in float32."""
-
-    def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
-        self._weight = weights.tensor(f"{name}.weight", size)
-        self._bias = weights.tensor(f"{name}.bias", size)
-        self._eps = eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[N, H] -> [N, H]"""
-        return F.layer_norm(x.to(torch.float32), self._weight.shape, self._weight, self._bias, self._eps).to(
-            x.dtype
-        )
-
-
 class VisionMLP:
-    """down(activation(up(x)))"""
+    """down(activation(up(x))); `layers` maps the names of up and down to their numbers of outputs."""
 
-    def __init__(self, up: Linear, down: Linear, activation: str) -> None:
-        self._up = up
-        self._down = down
+    def __init__(
+        self,
+        ops: Ops,
+        weights: Weights,
+        weight_format: str,
+        inputs: int,
+        layers: Mapping[str, int],
+        activation: str,
+        bias: bool = True,
+    ) -> None:
+        (up, hidden), (down, outputs) = layers.items()
+        self._up = build_linear(ops, weights, weight_format, inputs, {up: hidden}, bias)
+        self._down = build_linear(ops, weights, weight_format, hidden, {down: outputs}, bias)
         self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -104,22 +96,20 @@ class VisionMLP:
 
 
 class PatchEmbedding:
-    """Squares of a tile, each as one row: a convolution whose stride is its size."""
+    """Linear layer over the flattened patches of a tile: a convolution whose stride is its kernel size."""
 
     def __init__(
         self, ops: Ops, weights: Weights, weight_format: str, patch_size: int, hidden_size: int, bias: bool
     ) -> None:
         matrix = weights.tensor("weight", hidden_size, 3, patch_size, patch_size).flatten(1)
-        self._linear = Linear(
-            ops,
-            ops.pack_linear([matrix], weight_format, weights.tensor("bias", hidden_size) if bias else None),
-        )
+        packed_bias = weights.tensor("bias", hidden_size) if bias else None
+        self._linear = Linear(ops, ops.pack_linear([matrix], weight_format, packed_bias))
         self._patch_size = patch_size
 
     def __call__(self, tile: Tensor) -> Tensor:
-        """[3, height, width] -> [rows * columns, H]; what is left at the right and below is not seen"""
+        """[3, height, width] -> [rows * columns, H]; partial patches at the edges are cut off"""
         size = self._patch_size
         rows, columns = tile.shape[1] // size, tile.shape[2] // size
-        whole = tile[:, : rows * size, : columns * size]
-        squares = whole.reshape(3, rows, size, columns, size).permute(1, 3, 0, 2, 4)
-        return self._linear(squares.reshape(rows * columns, -1))
+        cropped = tile[:, : rows * size, : columns * size]
+        patches = cropped.reshape(3, rows, size, columns, size).permute(1, 3, 0, 2, 4)
+        return self._linear(patches.reshape(rows * columns, -1))

@@ -1,31 +1,32 @@
-"""LLaVA-1.5 (arXiv 2310.03744): a tower that sees one square, and two layers between it and the decoder."""
+"""LLaVA-1.5 (arXiv 2310.03744): a vision encoder for one square image, and a projector of two layers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from foreword.core.images import PromptImage
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
+from foreword.models.architectures import read_decoder
 from foreword.models.base import Precision, VisionEncoder
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig
 from foreword.models.vision.base import (
     Normalization,
     VisionModel,
+    read_image_token_id,
     read_normalization,
     read_preprocessor_config,
 )
 from foreword.models.vision.clip import CLIP
-from foreword.models.vision.config_text import read_image_token_id, read_text_decoder
-from foreword.models.vision.layers import ACTIVATIONS, VisionMLP, build_linear, unquantized_format
+from foreword.models.vision.layers import ACTIVATIONS, VisionMLP, unquantized_format
 from foreword.models.vision.siglip import Siglip
 from foreword.models.vision.vit import VisionTransformer, ViTConfig
 
@@ -34,7 +35,7 @@ __all__ = ["Llava", "LlavaConfig", "LlavaTower", "read_llava_config"]
 VIT_TYPES: Mapping[str, type[VisionTransformer]] = MappingProxyType(
     {"clip_vision_model": CLIP, "siglip_vision_model": Siglip}
 )
-# A vision_config that is missing altogether means the tower of LLaVA-1.5.
+# vision_config of LLaVA-1.5, used where config.json has none.
 DEFAULT_VISION_CONFIG = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -43,85 +44,107 @@ DEFAULT_VISION_CONFIG = {
     "image_size": 336,
     "patch_size": 14,
 }
-NUM_DROPPED_ROWS = {"default": 1, "full": 0}  # first rows of a tile, as vision_feature_select_strategy says
+# Defaults of text_config: files on the hub hold only the differences.
+LLAMA_DEFAULTS = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+}
+TEXT_CONFIG_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama": {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 32000,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 2048,
+        },
+        "mistral": {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 32000,
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+        },
+        "qwen2": {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 151936,
+            "intermediate_size": 22016,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
+        },
+    }
+)
+NUM_DROPPED_ROWS = {"default": 1, "full": 0}  # first rows of a tile, by vision_feature_select_strategy
 MAX_FEATURE_LAYERS = 64
+IGNORED_KEYS = ("ignore_index", "image_seq_length", "vocab_size")  # of training, processors and text_config
 
 
 @dataclass(frozen=True, slots=True)
 class LlavaConfig:
-    """layers   behind so many of them the tower is read: side by side where there are several
-    dropped     first rows of a tile that are left away
-    activation  between the two layers of the projector
-    hidden      of the decoder
-    """
+    """Vision encoder and projector of a LLaVA checkpoint."""
 
     vit_type: type[VisionTransformer]
     vit: ViTConfig
-    feature_layers: tuple[int, ...]
-    num_dropped_rows: int
+    feature_layers: tuple[int, ...]  # features are the outputs after these layers, concatenated
+    num_dropped_rows: int  # first rows of a tile that are dropped: the class token
     projector_activation: str
     projector_bias: bool
-    hidden_size: int
+    hidden_size: int  # of the decoder
     normalization: Normalization
 
     @property
     def tokens_per_tile(self) -> int:
-        """Of one tile."""
         return self.vit.num_positions - self.num_dropped_rows
 
 
 class LlavaTower:
-    """The tower and the projector: sees tile by tile."""
+    """Vision encoder and projector, applied tile by tile."""
 
     def __init__(
         self, config: LlavaConfig, ops: Ops, precision: Precision, weights: Weights, device: str
     ) -> None:
-        kind, tower = unquantized_format(precision), weights.prefixed("vision_tower.")
+        weight_format, tower = unquantized_format(precision), weights.prefixed("vision_tower.")
         self.feature_size = config.hidden_size
         self.config = config
         self._device = device
-        self._vit = config.vit_type(config.vit, ops, kind, precision.dtype, tower, max(config.feature_layers))
-        inner, inputs = (
-            weights.prefixed("multi_modal_projector."),
-            config.vit.hidden_size * len(config.feature_layers),
-        )
+        num_layers = max(config.feature_layers)
+        self._vit = config.vit_type(config.vit, ops, weight_format, precision.dtype, tower, num_layers)
+        hidden, inputs = config.hidden_size, config.vit.hidden_size * len(config.feature_layers)
         self._projector = VisionMLP(
-            build_linear(ops, inner, kind, inputs, {"linear_1": config.hidden_size}, config.projector_bias),
-            build_linear(
-                ops, inner, kind, config.hidden_size, {"linear_2": config.hidden_size}, config.projector_bias
-            ),
+            ops,
+            weights.prefixed("multi_modal_projector."),
+            weight_format,
+            inputs,
+            {"linear_1": hidden, "linear_2": hidden},
             config.projector_activation,
+            config.projector_bias,
         )
-        self._projector_multiply_adds = (
-            config.tokens_per_tile * config.hidden_size * (inputs + config.hidden_size)
-        )
+        self._projector_multiply_adds = config.tokens_per_tile * hidden * (inputs + hidden)
 
     def encode(self, image: PromptImage) -> Generator[int, None, Tensor]:
-        """Features [num_tokens, width]; a piece is one layer and one tile."""
+        """Features [num_tokens, feature_size]; one piece is one layer of one tile."""
         side = self.config.vit.image_size
-        assert image.shape[2:] == (side, side), "a picture prepared for another tower"
+        assert image.shape[2:] == (side, side), "image preprocessed for another vision encoder"
         tiles = []
         for pixels in self.config.normalization.normalize(image, self._device):
-            seen = yield from self._vit.encode_tile(pixels, self.config.feature_layers)
-            tiles.append(self._projector(seen[self.config.num_dropped_rows :]))
+            hidden = yield from self._vit.encode_tile(pixels, self.config.feature_layers)
+            tiles.append(self._projector(hidden[self.config.num_dropped_rows :]))
             yield self._projector_multiply_adds
         features = self.arrange(tiles, image)
-        assert len(features) == image.num_tokens, (
-            "a picture with another number of placeholders than features"
-        )
+        assert len(features) == image.num_tokens, "number of features differs from the placeholders"
         return features
 
     def make_max_image(self, max_tokens: int) -> PromptImage:
-        """All pictures are alike."""
+        """Every image takes the same memory."""
         return self._make_black_image(self.config.tokens_per_tile, (self.config.vit.image_size,) * 2, 1)
 
     def _make_black_image(self, num_tokens: int, size: tuple[int, int], num_tiles: int) -> PromptImage:
-        """A picture of this size, cut into so many tiles."""
         shape = (num_tiles, 3, *(self.config.vit.image_size,) * 2)
         return PromptImage(bytes(16), num_tokens, (1, 1, num_tokens), size, shape, bytes(math.prod(shape)))
 
     def arrange(self, tiles: Sequence[Tensor], image: PromptImage) -> Tensor:
-        """Features of the tiles [tile_tokens, width] in the order of the picture's tokens."""
+        """Features of the tiles, each [tokens_per_tile, feature_size], in the order of the placeholders."""
         (tile,) = tiles
         return tile
 
@@ -156,73 +179,74 @@ class Llava(VisionModel):
 
     @classmethod
     def from_config(cls, config: ConfigReader, path: Path) -> Self:
-        """config.json, and preprocessor_config.json for the colours"""
         return cls(*read_llava_config(config, path))
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        """Layers above the one that is read, and what comes behind them."""
+        """Layers after the last feature layer, and the head."""
         above = range(max(self.config.feature_layers), self.config.vit.num_layers)
         names = (*self.config.vit_type.IGNORED_PREFIXES, *(f"encoder.layers.{index}." for index in above))
         return tuple(f"vision_tower.{name}" for name in names)
 
     def build_tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> VisionEncoder:
-        """Build the tower."""
         return LlavaTower(self.config, ops, precision, weights, device)
 
 
 def read_llava_config(
     config: ConfigReader, path: Path
 ) -> tuple[type[Decoder], DecoderConfig, int, LlavaConfig]:
-    """What LLaVA-1.5 and its descendants have in common. Raises CheckpointError."""
-    for key in (
-        "ignore_index",
-        "image_seq_length",
-        "vocab_size",
-    ):  # of training, of processors, and of the text_config again
+    """Read the options that LLaVA-1.5 and LLaVA-NeXT share. Raises CheckpointError."""
+    for key in IGNORED_KEYS:
         config.get(key, None)
-    decoder_type, decoder = read_text_decoder(config, "llama")
+    decoder_type, decoder = _read_text_decoder(config, "llama")
     vit_type, vit = _read_vit(config)
-    read = LlavaConfig(
+    strategies = {name: name for name in NUM_DROPPED_ROWS}
+    strategy = config.get_choice("vision_feature_select_strategy", strategies, "default")
+    llava = LlavaConfig(
         vit_type=vit_type,
         vit=vit,
         feature_layers=_read_feature_layers(config, vit.num_layers),
-        num_dropped_rows=NUM_DROPPED_ROWS[
-            config.get_choice(
-                "vision_feature_select_strategy", {name: name for name in NUM_DROPPED_ROWS}, "default"
-            )
-        ],
+        num_dropped_rows=NUM_DROPPED_ROWS[strategy],
         projector_activation=config.get_choice("projector_hidden_act", ACTIVATIONS, "gelu"),
         projector_bias=config.get_bool("multimodal_projector_bias", True),
         hidden_size=decoder.hidden_size,
         normalization=read_normalization(read_preprocessor_config(path)),
     )
-    if read.tokens_per_tile < 1:
-        raise config.error("vision_feature_select_strategy", "leaves nothing of a tile of one patch")
-    return decoder_type, decoder, read_image_token_id(config, decoder), read
+    if llava.tokens_per_tile < 1:
+        raise config.error("vision_feature_select_strategy", "leaves no token of a tile of one patch")
+    return decoder_type, decoder, read_image_token_id(config, decoder), llava
+
+
+def _read_text_decoder(config: ConfigReader, default_model_type: str) -> tuple[type[Decoder], DecoderConfig]:
+    """Read `text_config`; data type and tying of the outer config override it. Raises CheckpointError.
+
+    The head belongs to the whole model in transformers, so a softcap of text_config does not apply.
+    """
+    text = config.get_section("text_config") or ConfigReader({}, f"{config.source}: text_config")
+    text = text.with_defaults(TEXT_CONFIG_DEFAULTS.get(str(text.get("model_type", default_model_type)), {}))
+    architecture, decoder = read_decoder(text, default_model_type)
+    tied = config.get_bool("tie_word_embeddings", False) or decoder.tie_word_embeddings
+    dtype = config.get_dtype() if "dtype" in config or "torch_dtype" in config else decoder.dtype
+    return architecture, replace(decoder, tie_word_embeddings=tied, dtype=dtype, logit_softcap=None)
 
 
 def _read_vit(config: ConfigReader) -> tuple[type[VisionTransformer], ViTConfig]:
     source = f"{config.source}: vision_config"
     vision = config.get_section("vision_config") or ConfigReader(DEFAULT_VISION_CONFIG, source)
     name = vision.get_choice("model_type", {name: name for name in VIT_TYPES}, "clip_vision_model")
-    read = VIT_TYPES[name].read_config(vision)
+    vit = VIT_TYPES[name].read_config(vision)
     vision.check_all_read()
-    return VIT_TYPES[name], read
+    return VIT_TYPES[name], vit
 
 
 def _read_feature_layers(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """`vision_feature_layer`, a number or several: 0 is what the first layer reads, -1 what the last one writes."""
+    """`vision_feature_layer`, one or several: 0 is the input of the first layer, -1 the last output."""
     value = config.get("vision_feature_layer", -2)
-    given = value if isinstance(value, list) else [value]
-    if not 1 <= len(given) <= MAX_FEATURE_LAYERS or not all(
-        isinstance(item, int) and not isinstance(item, bool) for item in given
-    ):
-        raise config.error(
-            "vision_feature_layer",
-            f"must be a number or 1 to {MAX_FEATURE_LAYERS} of them, got {value!r:.60}",
-        )
-    for item in given:
-        if not -num_layers - 1 <= item <= num_layers:
-            raise config.error("vision_feature_layer", f"{item} is none of the tower's {num_layers} layers")
-    return tuple(item if item >= 0 else num_layers + 1 + item for item in given)
+    layers = value if isinstance(value, list) else [value]
+    if not 1 <= len(layers) <= MAX_FEATURE_LAYERS or not all(type(layer) is int for layer in layers):
+        reason = f"must be a number or 1 to {MAX_FEATURE_LAYERS} of them, got {value!r:.60}"
+        raise config.error("vision_feature_layer", reason)
+    for layer in layers:
+        if not -num_layers - 1 <= layer <= num_layers:
+            raise config.error("vision_feature_layer", f"{layer} is none of the tower's {num_layers} layers")
+    return tuple(layer if layer >= 0 else num_layers + 1 + layer for layer in layers)

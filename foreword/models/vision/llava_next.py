@@ -1,4 +1,4 @@
-"""LLaVA-NeXT (LLaVA-1.6): a picture as a whole, and then in tiles that show more of it."""
+"""LLaVA-NeXT (LLaVA-1.6): the image scaled down as one tile, then in tiles of a higher resolution."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_TILES = 1024
 
 
 class LlavaNextTower(LlavaTower):
-    """Tiles are put together as they lie in the picture, margins are cut off, and each row ends with a newline."""
+    """Joins tiles as they lie in the image, cuts off padding, and ends each row with a newline feature."""
 
     def __init__(
         self,
@@ -42,27 +42,25 @@ class LlavaNextTower(LlavaTower):
         self._image_newline = weights.tensor("image_newline", config.hidden_size).to(precision.dtype)
 
     def make_max_image(self, max_tokens: int) -> PromptImage:
-        """The largest resolution, filled; its tiles are seen one by one."""
+        """An image of the largest resolution."""
         vit = self.config.vit
         size = max(self._resolutions, key=math.prod)
         layout = compute_tiling(size, self._resolutions, vit.image_size, vit.patches_per_side)
         rows, columns = layout.feature_grid
-        return self._make_black_image(
-            self.config.tokens_per_tile + rows * (columns + 1), size, 1 + math.prod(layout.tile_grid)
-        )
+        num_tokens = self.config.tokens_per_tile + rows * (columns + 1)
+        return self._make_black_image(num_tokens, size, 1 + math.prod(layout.tile_grid))
 
     def arrange(self, tiles: Sequence[Tensor], image: PromptImage) -> Tensor:
-        """The first tile, the whole picture, as it is; then row by row what lies in the others."""
-        whole, *parts = tiles
+        """The first tile, which is the whole image, then the joined features of the others, row by row."""
+        overview, *parts = tiles
         vit = self.config.vit
         layout = compute_tiling(image.original_size, self._resolutions, vit.image_size, vit.patches_per_side)
-        assert len(parts) == math.prod(layout.tile_grid), "a picture cut into other tiles"
+        assert len(parts) == math.prod(layout.tile_grid), "number of tiles differs from the layout"
         (top, left), (rows, columns) = layout.padding, layout.feature_grid
-        area = _join_tiles(parts, layout.tile_grid, vit.patches_per_side)[
-            top : top + rows, left : left + columns
-        ]
+        joined = _join_tiles(parts, layout.tile_grid, vit.patches_per_side)
+        area = joined[top : top + rows, left : left + columns]
         lines = torch.cat((area, self._image_newline.expand(rows, 1, -1)), 1)
-        return torch.cat((whole, lines.flatten(0, 1)))
+        return torch.cat((overview, lines.flatten(0, 1)))
 
 
 class LlavaNext(Llava):
@@ -81,42 +79,37 @@ class LlavaNext(Llava):
 
     @classmethod
     def from_config(cls, config: ConfigReader, path: Path) -> Self:
-        """config.json, and preprocessor_config.json for the colours"""
         config.require_value("use_image_newline_parameter", True)
-        decoder_type, decoder, image_token_id, read = read_llava_config(config, path)
-        if read.tokens_per_tile != read.vit.patches_per_side**2:
-            raise config.error(
-                "vision_feature_select_strategy",
-                "must leave the patches of a tile, all of them and nothing else",
-            )
-        return cls(
-            decoder_type, decoder, image_token_id, read, _read_resolutions(config, read.vit.image_size)
-        )
+        decoder_type, decoder, image_token_id, llava = read_llava_config(config, path)
+        if llava.tokens_per_tile != llava.vit.patches_per_side**2:
+            reason = "must leave exactly the patches of a tile: LLaVA-NeXT joins them by position"
+            raise config.error("vision_feature_select_strategy", reason)
+        resolutions = _read_resolutions(config, llava.vit.image_size)
+        return cls(decoder_type, decoder, image_token_id, llava, resolutions)
 
     def build_tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> VisionEncoder:
-        """Build the tower."""
         return LlavaNextTower(self.config, self._resolutions, ops, precision, weights, device)
 
 
 def _join_tiles(tiles: Sequence[Tensor], grid: Size, side: int) -> Tensor:
-    """Tiles [side * side, H], row by row, as one area [rows * side, columns * side, H]"""
+    """Join tiles [side * side, H], given row by row, into one area [rows * side, columns * side, H]."""
     rows, columns = grid
     area = torch.stack(list(tiles)).view(rows, columns, side, side, -1)
     return area.transpose(1, 2).reshape(rows * side, columns * side, -1)
 
 
 def _read_resolutions(config: ConfigReader, tile_size: int) -> tuple[Size, ...]:
-    """`image_grid_pinpoints`: (height, width) pairs."""
+    """Read `image_grid_pinpoints`: (height, width) pairs."""
     value = config.get("image_grid_pinpoints", DEFAULT_PINPOINTS)
     if (
         not isinstance(value, list)
         or not 1 <= len(value) <= MAX_PINPOINTS
-        or not all(_is_resolution(one, tile_size) for one in value)
+        or not all(_is_resolution(pinpoint, tile_size) for pinpoint in value)
     ):
         raise config.error(
             "image_grid_pinpoints",
-            f"must be a list of [height, width], multiples of the tower's {tile_size} pixels and {MAX_TILES} tiles at most, "
-            f"got {value!r:.80}",
+            f"must be a list of [height, width], multiples of the tower's {tile_size} pixels and {MAX_TILES} "
+            f"tiles at most, got {value!r:.80}",
         )
     return tuple((height, width) for height, width in value)
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL (arXiv 2409.12191): every patch sees the whole picture, whatever its size."""
+"""Qwen2-VL (arXiv 2409.12191): full attention over images of any size."""
 
 from __future__ import annotations
 
@@ -6,67 +6,38 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from foreword.kernels.ops import Ops
+from foreword.layers.norm import LayerNorm
 from foreword.layers.weights import Weights
 from foreword.models.base import Precision, VisionEncoder
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import DecoderConfig
 from foreword.models.qwen2 import Qwen2
 from foreword.models.vision.base import VisionModel
-from foreword.models.vision.layers import VisionLayerNorm, VisionMLP, build_linear
 from foreword.models.vision.qwen_block import PatchMerger, QwenTowerConfig, VisionBlock
 from foreword.models.vision.qwen_config import (
     QWEN_WEIGHT_PREFIXES,
     read_hidden_size,
+    read_qwen2_decoder,
     read_qwen_image_token_id,
     read_qwen_tower_config,
     read_vision_config,
 )
-from foreword.models.vision.qwen_decoder import read_qwen2_decoder
 from foreword.models.vision.qwen_tower import QwenTower
 
 __all__ = ["Qwen2VL", "Qwen2VLTower"]
 
-EPS = 1e-6
 MAX_MLP_RATIO = 64
 
 
 class Qwen2VLTower(QwenTower):
-    """LayerNorm, and feed-forward layers that are not gated."""
+    """LayerNorm, and MLPs without a gate."""
 
     def build_block(self, weights: Weights) -> VisionBlock:
-        config, mlp = self.config, weights.prefixed("mlp.")
-        norms = (
-            VisionLayerNorm(weights, "norm1", config.hidden_size, EPS),
-            VisionLayerNorm(weights, "norm2", config.hidden_size, EPS),
-        )
-        up = build_linear(
-            self.ops, mlp, self.weight_format, config.hidden_size, {"fc1": config.intermediate_size}
-        )
-        down = build_linear(
-            self.ops, mlp, self.weight_format, config.intermediate_size, {"fc2": config.hidden_size}
-        )
-        feed_forward = VisionMLP(up, down, config.activation)
-        return VisionBlock(
-            self.ops,
-            config,
-            self.weight_format,
-            weights,
-            norms,
-            feed_forward,
-            2 * config.hidden_size * config.intermediate_size,
-        )
+        return self.build_layer_norm_block(weights, "fc1", "fc2")
 
     def build_merger(self, weights: Weights) -> PatchMerger:
-        config = self.config
-        up = build_linear(
-            self.ops, weights, self.weight_format, config.merged_size, {"mlp.0": config.merged_size}
-        )
-        down = build_linear(
-            self.ops, weights, self.weight_format, config.merged_size, {"mlp.2": config.out_hidden_size}
-        )
-        return PatchMerger(
-            config, VisionLayerNorm(weights, "ln_q", config.hidden_size, EPS), VisionMLP(up, down, "gelu")
-        )
+        norm = LayerNorm(weights, "ln_q", self.config.hidden_size, self.EPS)
+        return PatchMerger(self.config, norm, self.build_merger_mlp(weights, "mlp.0", "mlp.2"))
 
 
 class Qwen2VL(VisionModel):
@@ -80,7 +51,6 @@ class Qwen2VL(VisionModel):
 
     @classmethod
     def from_config(cls, config: ConfigReader, path: Path) -> Self:
-        """config.json, and preprocessor_config.json for the colours"""
         decoder, vision = read_qwen2_decoder(config), read_vision_config(config)
         hidden = read_hidden_size(vision, "embed_dim", 1280)
         intermediate = hidden * vision.get_int("mlp_ratio", 4, high=MAX_MLP_RATIO)
@@ -98,5 +68,4 @@ class Qwen2VL(VisionModel):
         return cls(decoder, read_qwen_image_token_id(config, decoder), tower)
 
     def build_tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> VisionEncoder:
-        """Build the tower."""
         return Qwen2VLTower(self.config, ops, precision, weights.prefixed("visual."), device)

@@ -1,6 +1,6 @@
-"""Qwen3-VL (arXiv 2511.21631): learned positions besides those that turn, and features of several depths.
+"""Qwen3-VL (arXiv 2511.21631): learned positions in addition to RoPE, and DeepStack features.
 
-What the tower sees behind some of its blocks is added behind the first layers of the decoder (DeepStack).
+Features of inner blocks are added to the hidden states after the decoder's first layers.
 """
 
 from __future__ import annotations
@@ -14,44 +14,40 @@ import torch
 from torch import Tensor
 
 from foreword.kernels.ops import Ops
+from foreword.layers.norm import LayerNorm
 from foreword.layers.weights import Weights
 from foreword.models.base import Precision, VisionEncoder
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import DecoderConfig
 from foreword.models.qwen3 import Qwen3
 from foreword.models.vision.base import VisionModel
-from foreword.models.vision.layers import VisionLayerNorm, VisionMLP, build_linear
 from foreword.models.vision.qwen_block import PatchMerger, QwenTowerConfig, VisionBlock
 from foreword.models.vision.qwen_config import (
     QWEN_WEIGHT_PREFIXES,
     read_block_indexes,
     read_hidden_size,
+    read_qwen3_decoder,
     read_qwen_image_token_id,
     read_qwen_tower_config,
     read_vision_config,
 )
-from foreword.models.vision.qwen_decoder import read_qwen3_decoder
-from foreword.models.vision.qwen_grid import PatchGrid
-from foreword.models.vision.qwen_tower import QwenTower
+from foreword.models.vision.qwen_tower import PatchGrid, QwenTower
 
 __all__ = ["DeepStackConfig", "Qwen3VL", "Qwen3VLTower"]
 
-EPS = 1e-6
-MAX_POSITIONS_PER_SIDE = 1 << 10  # learned positions of a side
+MAX_POSITIONS_PER_SIDE = 1 << 10  # learned positions
 
 
 @dataclass(frozen=True, slots=True)
 class DeepStackConfig:
-    """side   learned positions of a side: they are interpolated to the size of the picture
-    blocks  behind which features are taken that go deeper than the decoder's embedding
-    """
+    """Learned positions and DeepStack of Qwen3-VL."""
 
-    positions_per_side: int
-    block_indexes: tuple[int, ...]
+    positions_per_side: int  # learned positions, interpolated to the image's size
+    block_indexes: tuple[int, ...]  # blocks whose outputs become DeepStack features
 
 
 class Qwen3VLTower(QwenTower):
-    """LayerNorm, and feed-forward layers that are not gated."""
+    """LayerNorm, and MLPs without a gate."""
 
     PATCH_BIAS = True
 
@@ -71,80 +67,49 @@ class Qwen3VLTower(QwenTower):
         )
 
     def build_block(self, weights: Weights) -> VisionBlock:
-        config, mlp = self.config, weights.prefixed("mlp.")
-        norms = (
-            VisionLayerNorm(weights, "norm1", config.hidden_size, EPS),
-            VisionLayerNorm(weights, "norm2", config.hidden_size, EPS),
-        )
-        up = build_linear(
-            self.ops, mlp, self.weight_format, config.hidden_size, {"linear_fc1": config.intermediate_size}
-        )
-        down = build_linear(
-            self.ops, mlp, self.weight_format, config.intermediate_size, {"linear_fc2": config.hidden_size}
-        )
-        feed_forward = VisionMLP(up, down, config.activation)
-        return VisionBlock(
-            self.ops,
-            config,
-            self.weight_format,
-            weights,
-            norms,
-            feed_forward,
-            2 * config.hidden_size * config.intermediate_size,
-        )
+        return self.build_layer_norm_block(weights, "linear_fc1", "linear_fc2")
 
     def build_merger(self, weights: Weights) -> PatchMerger:
         return self._load_merger(weights, norm_by_patch=True)
 
     def build_deepstack(self, weights: Weights) -> list[tuple[int, PatchMerger]]:
-        mergers = (
-            weights.prefixed(f"deepstack_merger_list.{number}.")
-            for number in range(len(self._deepstack.block_indexes))
-        )
-        return [
-            (block, self._load_merger(inner, norm_by_patch=False))
-            for block, inner in zip(self._deepstack.block_indexes, mergers, strict=True)
-        ]
+        mergers = []
+        for number, block in enumerate(self._deepstack.block_indexes):
+            merger_weights = weights.prefixed(f"deepstack_merger_list.{number}.")
+            mergers.append((block, self._load_merger(merger_weights, norm_by_patch=False)))
+        return mergers
 
     def embed(self, patches: Tensor, grid: PatchGrid) -> Tensor:
-        return patches + interpolate_pos_embed(self._pos_embed, self._deepstack.positions_per_side, grid).to(
-            patches.dtype
-        )
+        positions = interpolate_pos_embed(self._pos_embed, self._deepstack.positions_per_side, grid)
+        return patches + positions.to(patches.dtype)
 
     def _load_merger(self, weights: Weights, norm_by_patch: bool) -> PatchMerger:
         config = self.config
-        norm = VisionLayerNorm(
-            weights, "norm", config.hidden_size if norm_by_patch else config.merged_size, EPS
+        norm = LayerNorm(
+            weights, "norm", config.hidden_size if norm_by_patch else config.merged_size, self.EPS
         )
-        up = build_linear(
-            self.ops, weights, self.weight_format, config.merged_size, {"linear_fc1": config.merged_size}
-        )
-        down = build_linear(
-            self.ops, weights, self.weight_format, config.merged_size, {"linear_fc2": config.out_hidden_size}
-        )
-        return PatchMerger(config, norm, VisionMLP(up, down, "gelu"), norm_by_patch)
+        mlp = self.build_merger_mlp(weights, "linear_fc1", "linear_fc2")
+        return PatchMerger(config, norm, mlp, norm_by_patch)
 
 
-def interpolate_pos_embed(pos_embed: Tensor, positions_per_side: int, grid: PatchGrid) -> Tensor:
-    """Learned positions [side * side, H], spread evenly over a picture with corner on corner -> [N, H]."""
+def interpolate_pos_embed(pos_embed: Tensor, side: int, grid: PatchGrid) -> Tensor:
+    """Learned positions [side * side, H] -> [N, H], bilinear with aligned corners."""
     _, rows, columns = grid.patch_positions().to(pos_embed.device).unbind(1)
-    found = torch.zeros(grid.num_patches, pos_embed.shape[1], dtype=pos_embed.dtype, device=pos_embed.device)
-    for row, row_share in _interpolation_weights(rows, grid.rows * grid.merge_size, positions_per_side):
-        for column, column_share in _interpolation_weights(
-            columns, grid.columns * grid.merge_size, positions_per_side
-        ):
-            found += pos_embed[row * positions_per_side + column] * (row_share * column_share)[:, None]
-    return found
+    row_weights = _interpolation_weights(rows, grid.rows * grid.merge_size, side)
+    column_weights = _interpolation_weights(columns, grid.columns * grid.merge_size, side)
+    result = pos_embed.new_zeros(grid.num_patches, pos_embed.shape[1])
+    for row, row_weight in row_weights:
+        for column, column_weight in column_weights:
+            result += pos_embed[row * side + column] * (row_weight * column_weight)[:, None]
+    return result
 
 
-def _interpolation_weights(
-    positions: Tensor, size: int, positions_per_side: int
-) -> list[tuple[Tensor, Tensor]]:
-    """The learned positions before and behind each place, and their shares."""
-    exact = positions.to(torch.float32) * (positions_per_side - 1) / max(size - 1, 1)
-    before = exact.floor()
-    behind = (before + 1).clamp(max=positions_per_side - 1)
-    return [(before.long(), 1 - (exact - before)), (behind.long(), exact - before)]
+def _interpolation_weights(positions: Tensor, size: int, side: int) -> list[tuple[Tensor, Tensor]]:
+    """(index, weight) of the learned positions before and after each of `size` positions."""
+    exact = positions.to(torch.float32) * (side - 1) / max(size - 1, 1)
+    lower = exact.floor()
+    upper = (lower + 1).clamp(max=side - 1)
+    return [(lower.long(), 1 - (exact - lower)), (upper.long(), exact - lower)]
 
 
 class Qwen3VL(VisionModel):
@@ -165,7 +130,6 @@ class Qwen3VL(VisionModel):
 
     @classmethod
     def from_config(cls, config: ConfigReader, path: Path) -> Self:
-        """config.json, and preprocessor_config.json for the colours"""
         decoder, vision = read_qwen3_decoder(config), read_vision_config(config)
         tower = read_qwen_tower_config(
             vision,
@@ -183,7 +147,6 @@ class Qwen3VL(VisionModel):
         return cls(decoder, read_qwen_image_token_id(config, decoder), tower, depths)
 
     def build_tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> VisionEncoder:
-        """Build the tower."""
         return Qwen3VLTower(self.config, self.deepstack, ops, precision, weights.prefixed("visual."), device)
 
 
@@ -196,8 +159,6 @@ def _read_deepstack(
         raise vision.error("num_position_embeddings", f"must be a square number, got {positions}")
     blocks = read_block_indexes(vision, "deepstack_visual_indexes", (8, 16, 24), tower.depth)
     if len(blocks) > len(decoder_config.layer_types):
-        raise vision.error(
-            "deepstack_visual_indexes",
-            f"names {len(blocks)} blocks, the decoder has {len(decoder_config.layer_types)} layers",
-        )
+        reason = f"has {len(blocks)} blocks, but the decoder has {len(decoder_config.layer_types)} layers"
+        raise vision.error("deepstack_visual_indexes", reason)
     return DeepStackConfig(side, blocks)

@@ -1,4 +1,4 @@
-"""The blocks of the towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: attention over a picture, or over windows of it."""
+"""Transformer block of the vision encoders of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from foreword.models.vision.layers import ATTENTION_COST_FACTOR, build_linear
 
 __all__ = ["ImageContext", "PatchMerger", "QwenTowerConfig", "RowwiseModule", "VisionBlock"]
 
-LINEAR_CHUNK_ROWS = 512  # patches that go through linear layers as one piece
-MERGE_CHUNK_CELLS = 128  # and cells, as they become tokens
-ATTN_CHUNK_PAIRS = 1 << 20  # of patches where one sees the other, in one piece
+LINEAR_CHUNK_ROWS = 512  # patches per piece in linear layers
+MERGE_CHUNK_CELLS = 128  # cells per piece in a merger
+ATTN_CHUNK_PAIRS = 1 << 20  # (query, key) pairs per piece in attention
 
 
 class RowwiseModule(Protocol):
@@ -30,58 +30,44 @@ class RowwiseModule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QwenTowerConfig:
-    """Shape of a tower.
-
-    hidden   values of a patch between two blocks
-    out      of a feature: H of the decoder
-    patch    pixels of a patch's side
-    frames   equal pictures that a patch is made of: the tower sees a picture as a film that stands still
-    merge    patches of the side of a cell, which becomes one token
-    theta    of the positions
-    """
+    """Shape of a vision encoder."""
 
     depth: int
     hidden_size: int
     num_heads: int
     intermediate_size: int
-    out_hidden_size: int
-    patch_size: int
-    temporal_patch_size: int
-    merge_size: int
+    out_hidden_size: int  # of a feature: H of the decoder
+    patch_size: int  # pixels of a patch's side
+    temporal_patch_size: int  # equal frames of a patch: an image is a still video
+    merge_size: int  # patches of the side of a cell, which becomes one token
     rope_theta: float
     activation: str
     normalization: Normalization
 
     @property
     def head_dim(self) -> int:
-        """D"""
         return self.hidden_size // self.num_heads
 
     @property
     def merged_size(self) -> int:
-        """Values of a cell."""
+        """Values of one cell."""
         return self.hidden_size * self.merge_size**2
 
 
 @dataclass(frozen=True, slots=True)
 class ImageContext:
-    """Of one picture, what all blocks share: positions and table as in Ops.rope, and which patches see each other.
+    """Inputs of one image that all blocks share. Attention is within sections, given by their boundaries."""
 
-    starts   of sections whose patches see each other, and their end: one section for the whole picture
-    windows  the same, where a block looks through windows
-    order    of the cells, int64; None: as they are read
-    """
-
-    positions: Tensor
+    positions: Tensor  # positions, table and sections as in Ops.rope
     cos_sin: Tensor
     mrope_sections: MRopeSections
-    cu_seqlens: Sequence[int]
-    window_cu_seqlens: Sequence[int]
-    cell_order: Tensor | None
+    cu_seqlens: Sequence[int]  # one section: the whole image
+    window_cu_seqlens: Sequence[int]  # one section per window
+    cell_order: Tensor | None  # int64 order of the cells; None: row by row
 
 
 class AttnChunk(NamedTuple):
-    """Queries, and the keys that they see; where sections begin among them, as in Ops.attend_sections."""
+    """Rows of one attention call, and their section boundaries as in Ops.varlen_attention."""
 
     queries: slice
     keys: slice
@@ -90,23 +76,20 @@ class AttnChunk(NamedTuple):
 
 
 def attention_chunks(cu_seqlens: Sequence[int]) -> Iterator[AttnChunk]:
-    """Attention of one block: small windows at once, the whole picture so many queries at a time that PAIRS is not exceeded."""
+    """Pieces of a block's attention: all windows at once, or at most ATTN_CHUNK_PAIRS of the image."""
     size = cu_seqlens[-1]
-    everything = slice(0, size)
+    all_rows = slice(0, size)
     if len(cu_seqlens) > 2:
-        yield AttnChunk(everything, everything, cu_seqlens, cu_seqlens)
+        yield AttnChunk(all_rows, all_rows, cu_seqlens, cu_seqlens)
         return
     step = max(1, ATTN_CHUNK_PAIRS // size)
     for begin in range(0, size, step):
         end = min(begin + step, size)
-        yield AttnChunk(slice(begin, end), everything, (0, end - begin), cu_seqlens)
+        yield AttnChunk(slice(begin, end), all_rows, (0, end - begin), cu_seqlens)
 
 
 class VisionBlock:
-    """Norm, attention, norm, feed-forward; each branch is added to what it read.
-
-    products  multiply-adds of the feed-forward layer for one patch
-    """
+    """Norm, attention, norm, MLP, with residuals. `mlp_multiply_adds` is the cost per patch."""
 
     def __init__(
         self,
@@ -131,8 +114,8 @@ class VisionBlock:
         self, x: Tensor, context: ImageContext, cu_seqlens: Sequence[int]
     ) -> Generator[int, None, Tensor]:
         """x [N, H] -> [N, H], a piece at a time."""
-        seen = yield from self._attend((yield from self._project_qkv(x)), context, cu_seqlens)
-        return (yield from self._apply_mlp(x, seen))
+        attn_output = yield from self._attend((yield from self._project_qkv(x)), context, cu_seqlens)
+        return (yield from self._apply_mlp(x, attn_output))
 
     def _project_qkv(self, x: Tensor) -> Generator[int, None, Tensor]:
         """[N, H] -> [N, 3 * heads, D]"""
@@ -145,47 +128,40 @@ class VisionBlock:
     def _attend(
         self, qkv: Tensor, context: ImageContext, cu_seqlens: Sequence[int]
     ) -> Generator[int, None, Tensor]:
-        """-> [N, H]"""
+        """qkv [N, 3 * heads, D] -> [N, H]"""
         heads, config = self._config.num_heads, self._config
         q, k = (
-            self._ops.rope(one, context.cos_sin, context.positions, context.mrope_sections)
-            for one in (qkv[:, :heads], qkv[:, heads : 2 * heads])
+            self._ops.rope(x, context.cos_sin, context.positions, context.mrope_sections)
+            for x in (qkv[:, :heads], qkv[:, heads : 2 * heads])
         )
         v = qkv[:, 2 * heads :].contiguous()
-        del qkv  # of a large picture it is the largest tensor
+        del qkv  # the largest tensor of a large image
+        scale = config.head_dim**-0.5
         parts = []
-        for queries, keys, q_starts, kv_starts in attention_chunks(cu_seqlens):
-            parts.append(
-                self._ops.varlen_attention(
-                    q[queries], k[keys], v[keys], q_starts, kv_starts, config.head_dim**-0.5
-                )
-            )
-            yield ATTENTION_COST_FACTOR * 2 * config.hidden_size * _count_pairs(q_starts, kv_starts)
+        for queries, keys, cu_q, cu_k in attention_chunks(cu_seqlens):
+            parts.append(self._ops.varlen_attention(q[queries], k[keys], v[keys], cu_q, cu_k, scale))
+            yield ATTENTION_COST_FACTOR * 2 * config.hidden_size * _count_pairs(cu_q, cu_k)
         return torch.cat(parts).flatten(1)
 
     def _apply_mlp(self, x: Tensor, attn_output: Tensor) -> Generator[int, None, Tensor]:
-        """x and what the attention saw [N, H] -> [N, H]"""
+        """x and attn_output [N, H] -> [N, H]"""
         parts = []
-        for rows, found in zip(
-            torch.split(x, LINEAR_CHUNK_ROWS), torch.split(attn_output, LINEAR_CHUNK_ROWS), strict=True
-        ):
-            between = rows + self._out(found)
-            parts.append(between + self._mlp(self._mlp_norm(between)))
+        chunks = (torch.split(tensor, LINEAR_CHUNK_ROWS) for tensor in (x, attn_output))
+        for residual, attended in zip(*chunks, strict=True):
+            rows = residual + self._out(attended)
+            parts.append(rows + self._mlp(self._mlp_norm(rows)))
             yield len(rows) * self._row_multiply_adds
         return torch.cat(parts)
 
 
 def _count_pairs(cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int]) -> int:
-    """How often a patch sees another one."""
+    """(query, key) pairs of all sections."""
     sections = zip(pairwise(cu_seqlens_q), pairwise(cu_seqlens_k), strict=True)
-    return sum((q_end - q_start) * (kv_end - kv_start) for (q_start, q_end), (kv_start, kv_end) in sections)
+    return sum((q_end - q_start) * (k_end - k_start) for (q_start, q_end), (k_start, k_end) in sections)
 
 
 class PatchMerger:
-    """Makes one token of the patches of a cell.
-
-    by_patch  the norm sees patches, else whole cells
-    """
+    """Merges the patches of a cell into one token. The norm is over patches, or else over whole cells."""
 
     def __init__(
         self, config: QwenTowerConfig, norm: RowwiseModule, mlp: RowwiseModule, norm_by_patch: bool = True
@@ -196,7 +172,7 @@ class PatchMerger:
         self._norm_by_patch = norm_by_patch
 
     def merge(self, x: Tensor) -> Generator[int, None, Tensor]:
-        """[N, H] -> [cells, out], a piece at a time."""
+        """[N, H] -> [cells, out_hidden_size], a piece at a time."""
         parts = []
         for cells in torch.split(x.view(-1, self._config.merged_size), MERGE_CHUNK_CELLS):
             rows = cells.view(-1, self._config.hidden_size) if self._norm_by_patch else cells

@@ -1,6 +1,6 @@
-"""The tower that Qwen2-VL, Qwen2.5-VL and Qwen3-VL have in common: it sees a picture at about its own size.
+"""Common part of the vision encoders of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images at their own resolution.
 
-What differs between them, norms, feed-forward layers and which patches see each other, is for each to say.
+A cell is a square of patches (2 x 2) that becomes one token. Rows are ordered by cell, then line by line.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -16,23 +18,65 @@ from torch import Tensor
 from foreword.core.images import PromptImage
 from foreword.kernels.ops import MRopeSections, Ops
 from foreword.layers.linear import Linear
+from foreword.layers.norm import LayerNorm
 from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
 from foreword.models.base import Precision
-from foreword.models.vision.layers import unquantized_format
+from foreword.models.vision.layers import VisionMLP, unquantized_format
 from foreword.models.vision.qwen_block import ImageContext, PatchMerger, QwenTowerConfig, VisionBlock
-from foreword.models.vision.qwen_grid import PatchGrid, extract_patches
 
-__all__ = ["QwenTower", "reorder_cells"]
+__all__ = ["PatchGrid", "QwenTower", "extract_patches", "partition_windows", "reorder_cells"]
+
+
+@dataclass(frozen=True, slots=True)
+class PatchGrid:
+    """Grid of an image's cells."""
+
+    rows: int
+    columns: int
+    merge_size: int  # patches of a cell's side
+
+    @property
+    def num_patches(self) -> int:
+        """N"""
+        return self.rows * self.columns * self.merge_size**2
+
+    def patch_positions(self) -> Tensor:
+        """int64 [N, 3]: 0, row and column of each patch."""
+        merge = self.merge_size
+        rows = torch.arange(self.rows * merge).view(self.rows, 1, merge, 1)
+        columns = torch.arange(self.columns * merge).view(1, self.columns, 1, merge)
+        shape = (self.rows, self.columns, merge, merge)
+        return torch.stack([x.expand(shape).flatten() for x in (torch.zeros_like(rows), rows, columns)], 1)
+
+
+def extract_patches(pixels: Tensor, patch_size: int, grid: PatchGrid) -> Tensor:
+    """[3, height, width] -> [N, 3 * patch_size * patch_size]"""
+    merge = grid.merge_size
+    patches = pixels.view(3, grid.rows, merge, patch_size, grid.columns, merge, patch_size)
+    return patches.permute(1, 4, 2, 5, 0, 3, 6).reshape(grid.num_patches, -1)
+
+
+def partition_windows(grid: PatchGrid, side_cells: int) -> tuple[Tensor, Sequence[int]]:
+    """Split the grid into windows of side_cells x side_cells cells, smaller at the right and bottom edges.
+
+    Returns cell indexes ordered by window, int64 [rows * columns], and the windows' boundaries in patches.
+    """
+    numbers = torch.arange(grid.rows * grid.columns).view(grid.rows, grid.columns)
+    windows = [
+        window.flatten()
+        for band in torch.split(numbers, side_cells)
+        for window in torch.split(band, side_cells, 1)
+    ]
+    starts = accumulate((len(window) * grid.merge_size**2 for window in windows), initial=0)
+    return torch.cat(windows), tuple(starts)
 
 
 class QwenTower(ABC):
-    """A subclass, one to an architecture, builds what differs; `weights` are those of the tower.
+    """Vision encoder. A subclass per architecture builds blocks and mergers."""
 
-    PATCH_BIAS  the embedding of patches has a bias
-    """
-
-    PATCH_BIAS: ClassVar[bool] = False
+    PATCH_BIAS: ClassVar[bool] = False  # whether the patch embedding has a bias
+    EPS: ClassVar[float] = 1e-6
 
     def __init__(
         self, config: QwenTowerConfig, ops: Ops, precision: Precision, weights: Weights, device: str
@@ -52,110 +96,98 @@ class QwenTower(ABC):
 
     @abstractmethod
     def build_block(self, weights: Weights) -> VisionBlock:
-        """One block."""
+        """Build one block."""
 
     @abstractmethod
     def build_merger(self, weights: Weights) -> PatchMerger:
-        """What comes behind the last block."""
+        """Build the merger after the last block."""
 
     def build_deepstack(self, weights: Weights) -> list[tuple[int, PatchMerger]]:
-        """Blocks whose results are added behind the decoder's first layers, in order, and what makes tokens of them."""
+        """(block index, merger) of features that are added after the decoder's first layers, in order."""
         return []
 
+    def build_layer_norm_block(self, weights: Weights, up_name: str, down_name: str) -> VisionBlock:
+        """Block of Qwen2-VL and Qwen3-VL: LayerNorm, and an MLP without a gate."""
+        config = self.config
+        hidden, size = config.hidden_size, config.intermediate_size
+        norms = LayerNorm(weights, "norm1", hidden, self.EPS), LayerNorm(weights, "norm2", hidden, self.EPS)
+        layers = {up_name: size, down_name: hidden}
+        mlp_weights = weights.prefixed("mlp.")
+        mlp = VisionMLP(self.ops, mlp_weights, self.weight_format, hidden, layers, config.activation)
+        return VisionBlock(self.ops, config, self.weight_format, weights, norms, mlp, 2 * hidden * size)
+
+    def build_merger_mlp(self, weights: Weights, up_name: str, down_name: str) -> VisionMLP:
+        layers = {up_name: self.config.merged_size, down_name: self.config.out_hidden_size}
+        return VisionMLP(self.ops, weights, self.weight_format, self.config.merged_size, layers, "gelu")
+
     def embed(self, patches: Tensor, grid: PatchGrid) -> Tensor:
-        """What the first block reads, given the embedded patches [N, H]."""
+        """Embedded patches [N, H] -> input of the first block."""
         return patches
 
     def build_context(self, grid: PatchGrid) -> ImageContext:
-        """Everything sees everything."""
-        whole = (0, grid.num_patches)
-        return ImageContext(
-            grid.patch_positions().to(self._device),
-            self._cos_sin(grid),
-            self._mrope_sections,
-            whole,
-            whole,
-            None,
-        )
+        """Full attention."""
+        positions = grid.patch_positions().to(self._device)
+        quarter = self.config.head_dim // 4
+        sections = MRopeSections((0, quarter, quarter))  # half of the angles by row, half by column
+        cu_seqlens = (0, grid.num_patches)
+        return ImageContext(positions, self._cos_sin(grid), sections, cu_seqlens, cu_seqlens, None)
 
     def block_cu_seqlens(self, block_index: int, context: ImageContext) -> Sequence[int]:
-        """Which sections a block sees."""
+        """Boundaries of the sections within which a block attends."""
         return context.cu_seqlens
 
     def encode(self, image: PromptImage) -> Generator[int, None, Tensor]:
-        """Features [num_tokens, width]"""
-        cells = self._patch_grid(image)
-        view = self.build_context(cells)
-        x = reorder_cells(self._embed_patches(image, cells), view.cell_order, cells.merge_size**2)
+        """Features [num_tokens, feature_size]"""
+        grid = self._patch_grid(image)
+        context = self.build_context(grid)
+        (pixels,) = self.config.normalization.normalize(image, self._device)
+        patches = extract_patches(pixels, self.config.patch_size, grid).to(self._dtype)
+        x = self.embed(self._patch_embedding(patches), grid)
+        x = reorder_cells(x, context.cell_order, grid.merge_size**2)
         yield x.numel() * 3 * self.config.patch_size**2
-        features = yield from self._run_blocks(x, view)
-        return features if view.cell_order is None else features[view.cell_order.argsort()]
+        features = yield from self._run_blocks(x, context)
+        return features if context.cell_order is None else features[context.cell_order.argsort()]
 
     def make_max_image(self, max_tokens: int) -> PromptImage:
         """A square, or nearly one."""
         rows = math.isqrt(max_tokens)
         columns, side = max_tokens // rows, self.config.merge_size * self.config.patch_size
-        shape = (1, 3, rows * side, columns * side)
-        return PromptImage(
-            bytes(16), rows * columns, (1, rows, columns), shape[2:], shape, bytes(math.prod(shape))
-        )
+        shape, grid = (1, 3, rows * side, columns * side), (1, rows, columns)
+        return PromptImage(bytes(16), rows * columns, grid, shape[2:], shape, bytes(math.prod(shape)))
 
     def _run_blocks(self, x: Tensor, context: ImageContext) -> Generator[int, None, Tensor]:
-        """Embedded patches [N, H] -> features [cells, width], both in the order of the view."""
-        seen = {}
+        """Embedded patches [N, H] -> features [cells, feature_size], in the order of the context."""
+        merged = {}
         for index, block in enumerate(self._blocks):
             x = yield from block.forward(x, context, self.block_cu_seqlens(index, context))
             for number, (layer, merger) in enumerate(self._mergers):
                 if layer == index:
-                    seen[number] = yield from merger.merge(x)
-        return torch.cat([seen[number] for number in range(len(self._mergers))], -1)
+                    merged[number] = yield from merger.merge(x)
+        return torch.cat([merged[number] for number in range(len(self._mergers))], -1)
 
     def _patch_grid(self, image: PromptImage) -> PatchGrid:
         _, rows, columns = image.grid_thw
         side = self.config.merge_size * self.config.patch_size
-        assert image.shape == (1, 3, rows * side, columns * side), "a picture prepared for another tower"
+        expected = (1, 3, rows * side, columns * side)
+        assert image.shape == expected, "image preprocessed for another vision encoder"
         return PatchGrid(rows, columns, self.config.merge_size)
 
-    def _embed_patches(self, image: PromptImage, grid: PatchGrid) -> Tensor:
-        """[N, H]"""
-        (pixels,) = self.config.normalization.normalize(image, self._device)
-        return self.embed(
-            self._patch_embedding(extract_patches(pixels, self.config.patch_size, grid).to(self._dtype)), grid
-        )
-
     def _load_patch_embedding(self, weights: Weights) -> Linear:
-        """All frames of a picture are equal: their weights are added up."""
+        """Sum the weights over frames: all frames of an image are equal."""
         config = self.config
-        matrix = (
-            weights.tensor(
-                "proj.weight",
-                config.hidden_size,
-                3,
-                config.temporal_patch_size,
-                config.patch_size,
-                config.patch_size,
-            )
-            .sum(2)
-            .flatten(1)
-        )
+        shape = (config.hidden_size, 3, config.temporal_patch_size, config.patch_size, config.patch_size)
+        matrix = weights.tensor("proj.weight", *shape).sum(2).flatten(1)
         bias = weights.tensor("proj.bias", config.hidden_size) if self.PATCH_BIAS else None
         return Linear(self.ops, self.ops.pack_linear([matrix], self.weight_format, bias))
 
-    @property
-    def _mrope_sections(self) -> MRopeSections:
-        """Half of the angles turn by the row, half by the column."""
-        return MRopeSections((0, self.config.head_dim // 4, self.config.head_dim // 4))
-
     def _cos_sin(self, grid: PatchGrid) -> Tensor:
-        """float32 [patches of the longer side, D]: the same angles for rows and columns."""
+        """float32 [patches of the longer side, D]: rows and columns have the same angles."""
         length = max(grid.rows, grid.columns) * grid.merge_size
-        rope = Rope(
-            RopeConfig("default", self.config.rope_theta, self.config.head_dim // 2), length, self._device
-        )
-        cosines, sines = rope.cos_sin.chunk(2, -1)
+        rope_config = RopeConfig("default", self.config.rope_theta, self.config.head_dim // 2)
+        cosines, sines = Rope(rope_config, length, self._device).cos_sin.chunk(2, -1)
         return torch.cat((cosines, cosines, sines, sines), -1)
 
 
 def reorder_cells(x: Tensor, order: Tensor | None, rows_per_cell: int) -> Tensor:
-    """Rows [N, ...] whose cells, of `size` rows each, come in this order."""
+    """Rows [N, ...] reordered so that their cells follow `order`."""
     return x if order is None else x.view(-1, rows_per_cell, *x.shape[1:])[order].view(x.shape)

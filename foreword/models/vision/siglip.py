@@ -1,4 +1,4 @@
-"""The tower of SigLIP (arXiv 2303.15343): patches and nothing else."""
+"""Vision encoder of SigLIP (arXiv 2303.15343): patches without a class token."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Siglip(VisionTransformer):
 
     @classmethod
     def read_config(cls, config: ConfigReader) -> ViTConfig:
-        """Its head, if it has one, makes one vector of a picture, which nobody needs here."""
+        """Read vision_config. The pooling head is accepted and ignored: only patch features are used."""
         config.get_bool("vision_use_head", True)
         return read_vit_config(
             config, "gelu_pytorch_tanh", 1e-6, image_size=224, patch_size=16, num_class_tokens=0
         )
 
     def load_embeddings(self, embeddings: Weights, weights: Weights) -> None:
-        """Nothing more."""
+        """No tensors beyond patches and positions."""
 
     def embed(self, patches: Tensor) -> Tensor:
-        """[side * side, H] -> the same"""
+        """[side * side, H] -> [side * side, H]"""
         return patches + self._position_embedding

@@ -1,4 +1,4 @@
-"""Vision transformers that see tiles of one size, with learned positions: what CLIP and SigLIP have in common."""
+"""Vision transformer with a fixed tile size and learned positions: the common part of CLIP and SigLIP."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foreword.kernels.ops import Ops
+from foreword.layers.norm import LayerNorm
 from foreword.layers.weights import Weights
 from foreword.models.common import MAX_HIDDEN_SIZE, MAX_LAYERS
 from foreword.models.config import ConfigReader
@@ -18,67 +19,57 @@ from foreword.models.vision.layers import (
     ACTIVATIONS,
     ATTENTION_COST_FACTOR,
     PatchEmbedding,
-    VisionLayerNorm,
     VisionMLP,
     build_linear,
 )
 
 __all__ = ["ViTConfig", "VisionTransformer", "read_vit_config"]
 
-MAX_SIDE_PIXELS = 1 << 13  # pixels
-MAX_PATCHES = 1 << 14  # of a tile: attention is square in them
+MAX_SIDE_PIXELS = 1 << 13
+MAX_PATCHES = 1 << 14  # per tile; attention is quadratic in them
+# Options of training, accepted and ignored.
+IGNORED_KEYS = ("projection_dim", "vocab_size", "initializer_factor", "tie_word_embeddings")
 
 
 @dataclass(frozen=True, slots=True)
 class ViTConfig:
-    """image_size, patch_size  pixels of a side
-    class_tokens           rows before the patches that stand for no place
-    """
+    """Shape of a vision transformer."""
 
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
-    image_size: int
-    patch_size: int
+    image_size: int  # pixels of a tile's side
+    patch_size: int  # pixels of a patch's side
     activation: str
     eps: float
-    num_class_tokens: int
+    num_class_tokens: int  # rows before the patches
 
     @property
     def patches_per_side(self) -> int:
-        """Patches of a side of a tile."""
         return self.image_size // self.patch_size
 
     @property
     def num_positions(self) -> int:
-        """N: of a tile."""
+        """N: rows of one tile."""
         return self.num_class_tokens + self.patches_per_side**2
 
     @property
     def multiply_adds(self) -> int:
-        """Of one layer and one tile, as a tower tells them."""
+        """Cost of one layer and one tile, in multiply-adds of linear layers."""
         attention = ATTENTION_COST_FACTOR * 2 * self.num_positions
-        return (
-            self.num_positions
-            * self.hidden_size
-            * (4 * self.hidden_size + 2 * self.intermediate_size + attention)
-        )
+        per_value = 4 * self.hidden_size + 2 * self.intermediate_size + attention
+        return self.num_positions * self.hidden_size * per_value
 
 
 def read_vit_config(
     config: ConfigReader, activation: str, eps: float, image_size: int, patch_size: int, num_class_tokens: int
 ) -> ViTConfig:
-    """A vision_config; the others are what holds where it does not say. Raises CheckpointError."""
+    """Read a vision_config; the other parameters are defaults. Raises CheckpointError."""
     config.require_value("num_channels", 3)
-    for key in (
-        "projection_dim",
-        "vocab_size",
-        "initializer_factor",
-        "tie_word_embeddings",
-    ):  # of what it was trained with
+    for key in IGNORED_KEYS:
         config.get(key, None)
-    read = ViTConfig(
+    vit = ViTConfig(
         hidden_size=config.get_int("hidden_size", 768, high=MAX_HIDDEN_SIZE),
         intermediate_size=config.get_int("intermediate_size", 3072, high=MAX_HIDDEN_SIZE),
         num_layers=config.get_int("num_hidden_layers", 12, high=MAX_LAYERS),
@@ -89,37 +80,32 @@ def read_vit_config(
         eps=config.get_float("layer_norm_eps", eps),
         num_class_tokens=num_class_tokens,
     )
-    if read.hidden_size % read.num_heads:
-        raise config.error(
-            "num_attention_heads", f"{read.num_heads} does not divide hidden_size {read.hidden_size}"
-        )
-    if not 1 <= read.patches_per_side**2 <= MAX_PATCHES:
-        raise config.error(
-            "patch_size",
-            f"{read.patch_size} makes {read.patches_per_side**2} patches of image_size {read.image_size}; 1 to {MAX_PATCHES} here",
-        )
-    return read
+    if vit.hidden_size % vit.num_heads:
+        reason = f"{vit.num_heads} does not divide hidden_size {vit.hidden_size}"
+        raise config.error("num_attention_heads", reason)
+    num_patches = vit.patches_per_side**2
+    if not 1 <= num_patches <= MAX_PATCHES:
+        reason = f"{vit.patch_size} makes {num_patches} patches of image_size {vit.image_size}"
+        raise config.error("patch_size", f"{reason}; 1 to {MAX_PATCHES} here")
+    return vit
 
 
 class ViTLayer:
-    """Norm, attention, norm, feed-forward; each branch is added to what it read."""
+    """Norm, attention, norm, MLP, with a residual around each branch."""
 
     def __init__(self, ops: Ops, config: ViTConfig, weight_format: str, weights: Weights) -> None:
         hidden, size = config.hidden_size, config.intermediate_size
         attention, mlp = weights.prefixed("self_attn."), weights.prefixed("mlp.")
         self._ops = ops
         self._heads = config.num_heads
-        self._attention_norm = VisionLayerNorm(weights, "layer_norm1", hidden, config.eps)
+        self._attention_norm = LayerNorm(weights, "layer_norm1", hidden, config.eps)
         self._qkv = build_linear(
             ops, attention, weight_format, hidden, dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden)
         )
         self._out = build_linear(ops, attention, weight_format, hidden, {"out_proj": hidden})
-        self._mlp_norm = VisionLayerNorm(weights, "layer_norm2", hidden, config.eps)
-        up, down = (
-            build_linear(ops, mlp, weight_format, hidden, {"fc1": size}),
-            build_linear(ops, mlp, weight_format, size, {"fc2": hidden}),
-        )
-        self._mlp = VisionMLP(up, down, config.activation)
+        self._mlp_norm = LayerNorm(weights, "layer_norm2", hidden, config.eps)
+        layers = {"fc1": size, "fc2": hidden}
+        self._mlp = VisionMLP(ops, mlp, weight_format, hidden, layers, config.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, H] -> [N, H]"""
@@ -127,22 +113,20 @@ class ViTLayer:
         return x + self._mlp(self._mlp_norm(x))
 
     def _attend(self, qkv: Tensor) -> Tensor:
-        """q, k and v [N, 3H] -> [N, H]: every row sees every other one."""
+        """q, k and v [N, 3H] -> [N, H], full attention."""
         q, k, v = qkv.view(len(qkv), 3, self._heads, -1).transpose(0, 1).contiguous()
-        whole = (0, len(qkv))
-        return self._ops.varlen_attention(q, k, v, whole, whole, q.shape[-1] ** -0.5).flatten(1)
+        cu_seqlens = (0, len(qkv))
+        return self._ops.varlen_attention(q, k, v, cu_seqlens, cu_seqlens, q.shape[-1] ** -0.5).flatten(1)
 
 
 class VisionTransformer(ABC):
-    """A tower without what comes behind it. A subclass, one to an architecture, reads the config and embeds a tile.
+    """Vision encoder without projector. A subclass per architecture reads the config and embeds a tile.
 
-    PATCH_BIAS  patches have one
-    UNUSED      beginnings of names of tensors that nobody needs here
-    layers      how many of them are needed: the others are not loaded
+    The first `num_layers` layers are loaded: later ones do not affect the features.
     """
 
-    PATCH_BIAS: ClassVar[bool]
-    IGNORED_PREFIXES: ClassVar[Sequence[str]]
+    PATCH_BIAS: ClassVar[bool]  # whether the patch embedding has a bias
+    IGNORED_PREFIXES: ClassVar[Sequence[str]]  # of tensors that are not loaded
 
     def __init__(
         self,
@@ -156,17 +140,12 @@ class VisionTransformer(ABC):
         embeddings = weights.prefixed("embeddings.")
         self.config = config
         self._dtype = dtype
+        hidden, patches = config.hidden_size, embeddings.prefixed("patch_embedding.")
         self._patch_embedding = PatchEmbedding(
-            ops,
-            embeddings.prefixed("patch_embedding."),
-            weight_format,
-            config.patch_size,
-            config.hidden_size,
-            self.PATCH_BIAS,
+            ops, patches, weight_format, config.patch_size, hidden, self.PATCH_BIAS
         )
-        self._position_embedding = embeddings.tensor(
-            "position_embedding.weight", config.num_positions, config.hidden_size
-        ).to(dtype)
+        positions = embeddings.tensor("position_embedding.weight", config.num_positions, hidden)
+        self._position_embedding = positions.to(dtype)
         self.load_embeddings(embeddings, weights)
         self._layers = [
             ViTLayer(ops, config, weight_format, weights.prefixed(f"encoder.layers.{index}."))
@@ -176,19 +155,21 @@ class VisionTransformer(ABC):
     @classmethod
     @abstractmethod
     def read_config(cls, config: ConfigReader) -> ViTConfig:
-        """A vision_config. Raises CheckpointError."""
+        """Read a vision_config. Raises CheckpointError."""
 
     @abstractmethod
     def load_embeddings(self, embeddings: Weights, weights: Weights) -> None:
-        """Take what `embed` needs besides patches and positions."""
+        """Load the tensors that `embed` needs besides patches and positions."""
 
     @abstractmethod
     def embed(self, patches: Tensor) -> Tensor:
-        """Patches [side * side, H] -> [N, H]: what the first layer reads."""
+        """Patches [side * side, H] -> [N, H], input of the first layer."""
 
     def encode_tile(self, tile: Tensor, feature_layers: Sequence[int]) -> Generator[int, None, Tensor]:
-        """One tile, float32 [3, image_size, image_size], as it is behind so many layers: [N, H * len(layers)]. Each yield
-        tells multiply-adds."""
+        """Tile float32 [3, image_size, image_size] -> [N, H * len(feature_layers)], after these layers.
+
+        Each yield is the cost since the last one, in multiply-adds.
+        """
         states = [self.embed(self._patch_embedding(tile.to(self._dtype)))]
         for layer in self._layers:
             states.append(layer(states[-1]))

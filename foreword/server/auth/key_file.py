@@ -1,13 +1,12 @@
-"""The file of API keys: who may come in, and how much each may take. It holds hashes, never keys.
+"""The YAML file of API keys: salted hashes, permissions and limits.
 
     keys:
       - name: alice
         hash: sha256:SALT:DIGEST
         requests_per_minute: 60
 
-A key is 32 random bytes. A slow hash (bcrypt, argon2) is for secrets that can be guessed: nobody tries out 2^256 keys, however
-fast the hash, while a slow one would let everybody keep the server busy by sending wrong keys. The entries of a file share a
-salt, so that a key that comes is hashed once, however many there are; entries that came from elsewhere may have their own.
+SHA-256 is enough for a key of 32 random bytes: a slow hash (bcrypt, argon2) would only help a flood of keys.
+New entries share one salt, so that the key of a request is hashed once.
 """
 
 from __future__ import annotations
@@ -41,57 +40,43 @@ __all__ = [
     "read_key_file",
 ]
 
-KEY_PREFIX = "fw-"  # so that whoever searches code for secrets finds them
+KEY_PREFIX = "fw-"  # lets secret scanners find keys in code
 SALT_BYTES, DIGEST_BYTES = 16, 32
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 HASH_PATTERN = re.compile(rf"sha256:([0-9a-f]{{{2 * SALT_BYTES}}}):([0-9a-f]{{{2 * DIGEST_BYTES}}})")
 MAX_FILE_BYTES = 16 << 20
 MAX_LIMIT = 1 << 53
-MAX_SHOWN_CHARS = 60  # characters of a wrong value
-FILE_HEADER = "# Written by `foreword keys`; comments are lost when it writes again. docs/serving.md tells what each field means.\n"
+MAX_SHOWN_CHARS = 60  # characters of an invalid value in a message
+FILE_HEADER = "# Written by `foreword keys`, which drops comments. docs/serving.md describes the fields.\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One entry.
+    """One entry. Limits of None mean no limit."""
 
-    name      whom requests are accounted to; unique
-    salt, digest  digest is SHA-256 of salt and key
-    admin     may use the routes below /admin
-    models    served names that it may use; None: all
-    expires   Unix time from which it is refused; None: never
-    requests_per_minute, tokens_per_minute, max_concurrency  limits; None: without. Tokens are those of prompts and answers,
-              concurrency counts open choices and texts
-    priority  the best that it may ask for (lower is better), and what it has by default if that is worse than 0; None: any
-    """
-
-    name: str
+    name: str  # unique; requests are accounted to it
     salt: bytes = field(repr=False)
-    digest: bytes = field(repr=False)
-    admin: bool = False
-    models: tuple[str, ...] | None = None
-    expires: float | None = None
+    digest: bytes = field(repr=False)  # SHA-256 of salt and key
+    admin: bool = False  # may use /admin
+    models: tuple[str, ...] | None = None  # served names; None: all
+    expires: float | None = None  # Unix time; None: never
     requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    max_concurrency: int | None = None
-    priority: int | None = 0
+    tokens_per_minute: int | None = None  # of prompts and answers
+    max_concurrency: int | None = None  # open choices and texts
+    priority: int | None = 0  # best allowed (lower is better), and the default if worse than 0; None: any
 
 
 def new_secret() -> str:
-    """A key that nobody has seen."""
     return KEY_PREFIX + secrets.token_urlsafe(32)
 
 
 def choose_salt(keys: Sequence[Key]) -> bytes:
-    """For one more entry of a file with these."""
+    """Salt for one more entry."""
     return keys[-1].salt if keys else secrets.token_bytes(SALT_BYTES)
 
 
 def hash_key(secret: bytes, salt: bytes) -> bytes:
     return hashlib.sha256(salt + secret).digest()
-
-
-# Reading
 
 
 def read_key_file(path: Path) -> tuple[Key, ...]:
@@ -109,21 +94,21 @@ def read_key_file(path: Path) -> tuple[Key, ...]:
 def parse_keys(text: bytes, path: Path) -> tuple[Key, ...]:
     """The entries of a file's text; `path` is for errors. Raises ConfigError."""
     try:
-        given = yaml.load(text, Loader=_StringLoader)
+        data = yaml.load(text, Loader=_StringLoader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise _key_file_error(path, f"is not YAML: {_describe_yaml_error(error)}") from None
-    if not isinstance(given, dict) or list(given) != ["keys"] or not isinstance(given["keys"], list):
+    if not isinstance(data, dict) or list(data) != ["keys"] or not isinstance(data["keys"], list):
         raise _key_file_error(
-            path, "must hold a list called `keys`, and nothing else; `keys: []` lets nobody in"
+            path, "must hold a list called `keys` and nothing else; `keys: []` refuses every key"
         )
-    keys = tuple(_parse_entry(path, index, entry) for index, entry in enumerate(given["keys"]))
+    keys = tuple(_parse_entry(path, index, entry) for index, entry in enumerate(data["keys"]))
     _check_unique(path, "name", [key.name for key in keys], keys)
     _check_unique(path, "hash", [key.digest for key in keys], keys)
     return keys
 
 
 class _StringLoader(yaml.BaseLoader):
-    """Takes every value as text, so that a name may be 123 or `no`, and no field twice."""
+    """Loads every value as text, so that a name may be 123 or `no`; refuses repeated fields."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
@@ -133,24 +118,24 @@ class _StringLoader(yaml.BaseLoader):
 
 
 def _describe_yaml_error(error: Exception) -> str:
-    """What is wrong, without the lines around it: they may hold a key."""
+    """The problem without the surrounding lines, which may hold a key."""
     mark = getattr(error, "problem_mark", None)
-    what = getattr(error, "problem", None) or type(error).__name__
-    return f"{what} in line {mark.line + 1}" if mark is not None else str(what)
+    problem = str(getattr(error, "problem", None) or type(error).__name__)
+    return problem if mark is None else f"{problem} in line {mark.line + 1}"
 
 
-def _parse_entry(path: Path, index: int, given: object) -> Key:
+def _parse_entry(path: Path, index: int, entry: object) -> Key:
     where = f"entry {index + 1}"
-    if not isinstance(given, dict):
+    if not isinstance(entry, dict):
         raise _key_file_error(path, f"{where} must hold `field: value` lines")
-    name = given.get("name")
+    name = entry.get("name")
     if isinstance(name, str) and NAME_PATTERN.fullmatch(name):
         where = f"{where} ({name})"
     for required in ("name", "hash"):
-        if required not in given:
+        if required not in entry:
             raise _key_file_error(path, f"{where}: {required} is missing")
     values: dict[str, Any] = {}
-    for field_name, value in given.items():
+    for field_name, value in entry.items():
         values |= _parse_field(path, where, field_name, value)
     return Key(**values)
 
@@ -163,10 +148,9 @@ def _parse_field(path: Path, where: str, name: object, value: object) -> dict[st
     try:
         parsed = PARSERS[name](value)
     except ValueError as error:
-        got = (
-            "" if name == "hash" else f", got {value!r:.{MAX_SHOWN_CHARS}}"
-        )  # somebody may have put the key there
-        raise _key_file_error(path, f"{where}: {name} must be {error}{got}") from None
+        # An invalid hash is not shown: it may be the key itself.
+        shown = "" if name == "hash" else f", got {value!r:.{MAX_SHOWN_CHARS}}"
+        raise _key_file_error(path, f"{where}: {name} must be {error}{shown}") from None
     return parsed if isinstance(parsed, dict) else {name: parsed}
 
 
@@ -196,7 +180,7 @@ def _parse_models(value: object) -> tuple[str, ...]:
 
 
 def parse_time(value: object) -> float:
-    """Unix time of a date or of a date and time, in UTC unless it says otherwise. Raises ValueError."""
+    """Unix time of an ISO date or time, in UTC by default. Raises ValueError."""
     try:
         moment = datetime.fromisoformat(str(value))
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
@@ -244,35 +228,29 @@ def _key_file_error(path: Path, message: str) -> ConfigError:
     return ConfigError(f"key file {path} {message}", "api_key_file")
 
 
-# Writing
-
-
 def dump_keys(keys: Sequence[Key]) -> str:
     """The text of a file with these entries."""
-    entries = [dict(_non_default_fields(key)) for key in keys]
+    entries = [dict(_entry_fields(key)) for key in keys]
     return FILE_HEADER + yaml.safe_dump({"keys": entries}, sort_keys=False, width=200)
 
 
-def _non_default_fields(key: Key) -> Iterator[tuple[str, Any]]:
-    """Fields that say more than their default."""
+def _entry_fields(key: Key) -> Iterator[tuple[str, Any]]:
+    """Name, hash, and the fields that differ from their defaults."""
     yield "name", key.name
     yield "hash", f"sha256:{key.salt.hex()}:{key.digest.hex()}"
     for item in fields(Key):
         value = getattr(key, item.name)
-        if item.default is not MISSING and value != item.default:
-            yield item.name, _to_yaml(item.name, value)
-
-
-def _to_yaml(name: str, value: Any) -> Any:
-    if name == "expires":
-        return datetime.fromtimestamp(value, UTC).isoformat()
-    return list(value) if isinstance(value, tuple) else value
+        if item.default is MISSING or value == item.default:
+            continue
+        if item.name == "expires":
+            value = datetime.fromtimestamp(value, UTC).isoformat()
+        yield item.name, list(value) if isinstance(value, tuple) else value
 
 
 def change_key_file(path: Path, change: Callable[[tuple[Key, ...]], Sequence[Key]]) -> None:
-    """Put the entries that `change` makes of the present ones in their place, all at once; a new file is its owner's alone.
+    """Replace the entries by `change(entries)`, atomically and under a lock. A new file has mode 0600.
 
-    Two who change it at the same time come one after the other. Raises ConfigError.
+    Raises ConfigError.
     """
     path = path.resolve()
     try:
@@ -285,31 +263,31 @@ def change_key_file(path: Path, change: Callable[[tuple[Key, ...]], Sequence[Key
 
 @contextmanager
 def _lock_directory(folder: Path) -> Iterator[None]:
-    """The folder's lock leaves nothing behind, as that of a file that is replaced would."""
-    held = os.open(folder, os.O_RDONLY)
+    """Locks the folder: a lock on the file would be lost when the file is replaced."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(held)
+        os.close(handle)
 
 
 def _replace_file(path: Path, text: str) -> None:
-    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             _keep_owner(file.fileno(), path)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(draft, path)
+        os.replace(temporary, path)
     except BaseException:
-        os.unlink(draft)
+        os.unlink(temporary)
         raise
 
 
 def _keep_owner(handle: int, path: Path) -> None:
-    """A file that the server's user or group could read stays so when somebody else, as root, changes it."""
+    """Keep owner and mode of the replaced file, so that the server can read it after root changes it."""
     if not path.exists():
         return
     before = path.stat()

@@ -1,7 +1,4 @@
-"""API keys: who holds which, and the door where they are asked for.
-
-Who asks, and what they may do.
-"""
+"""API keys: which keys are valid, and what each may do."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hmac import compare_digest
 from pathlib import Path
@@ -37,41 +34,33 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+PUBLIC_PATHS = frozenset({"/health", "/live", "/metrics", "/version", "/docs", "/openapi.json"})
+MAX_KEY_BYTES = 512  # longer keys are refused without hashing
+RawHeaders = Sequence[tuple[bytes, bytes]]
+FileStamp = tuple[int, int, int]
+
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """Who wants one request, and how.
+    """Scheduling and accounting of one request."""
 
-    tenant     namespace of the prefix cache
-    priority   lower is served first
-    timeout_s  seconds that the request may take in all; None: as long as the server allows
-    account    whose share of the engine it takes
-    meter      what it is counted by
-    """
-
-    cache_salt: str
-    priority: int
-    timeout_s: float | None = None
+    cache_salt: str  # namespace of the prefix cache
+    priority: int  # lower is served first
+    timeout_s: float | None = None  # for the whole request; None: no limit
     fairness_key: str = ""
     meter: UsageMeter = field(default_factory=UsageMeter)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPermissions:
-    """What a key opens; without keys, what everybody may do.
+    """The rights of one key, or of every client if the server has no keys."""
 
-    account   name of the key; "" without keys
-    tenant    namespace of the prefix cache
-    models    names of the models; None: all
-    priority  the best that may be asked for; None: any
-    """
-
-    fairness_key: str
-    cache_salt: str
+    fairness_key: str  # name of the key; "" without keys
+    cache_salt: str  # namespace of the prefix cache
     meter: UsageMeter
     admin: bool = False
-    models: tuple[str, ...] | None = None
-    priority: int | None = None
+    models: tuple[str, ...] | None = None  # None: all
+    priority: int | None = None  # best allowed; None: any
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models
@@ -90,7 +79,7 @@ class KeyPermissions:
             raise Forbidden("this key may not use the admin routes")
 
     def request_context(self, priority: int | None = None, timeout_s: float | None = None) -> RequestContext:
-        """Of one request, with what it asks for. Raises Forbidden for a better priority than this key's."""
+        """Context of a request. Raises Forbidden for a better priority than the key's."""
         best = self.priority
         if best is not None and priority is not None and priority < best:
             raise Forbidden(
@@ -109,32 +98,19 @@ def _get_permissions(request: Request) -> KeyPermissions:
 PermissionsDep = Annotated[KeyPermissions, Depends(_get_permissions)]
 
 
-PUBLIC_PATHS = frozenset({"/health", "/live", "/metrics", "/version", "/docs", "/openapi.json"})
-MAX_KEY_BYTES = 512  # bytes; what is longer is nobody's, and is not hashed
-RawHeaders = Sequence[tuple[bytes, bytes]]
-FileStamp = tuple[int, int, int]
-
-
 class Keyring:
-    """The keys that open this server: those of the command line, and those of a file, which may change; without any, it is open.
-
-    plain      keys joined by commas, or None
-    path       of the key file, or None
-    shared     all keys share one namespace of the prefix cache
-    on_refusal is told why a key's limits refused a request
-    now        Unix time, for what expires; clock: monotonic seconds, for limits
-    """
+    """The keys of the command line and of the key file, which is reloaded when it changes."""
 
     def __init__(
         self,
-        cli_keys: str | None,
-        path: Path | None,
+        cli_keys: str | None,  # joined by commas
+        path: Path | None,  # of the key file
         share_prefix_cache: bool,
-        on_refusal: Callable[[str], None] | None = None,
-        now: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic,
+        on_refusal: Callable[[str], None] | None = None,  # called with the limit that refused a request
+        now: Callable[[], float] = time.time,  # Unix time, for expiry
+        clock: Callable[[], float] = time.monotonic,  # for limits
     ) -> None:
-        """Raises ConfigError for a file that cannot be read."""
+        """Raises ConfigError for an invalid file."""
         self._cli_keys = _parse_cli_keys(cli_keys)
         self._path = path
         self._share_prefix_cache = share_prefix_cache
@@ -149,7 +125,7 @@ class Keyring:
 
     @property
     def is_open(self) -> bool:
-        """Nobody is asked for a key."""
+        """Whether requests need no key."""
         return not self._cli_keys and self._path is None
 
     @property
@@ -161,32 +137,28 @@ class Keyring:
         return [(key, self._meters[key.name]) for key in self._keys]
 
     def identify(self, secret: bytes | None) -> KeyPermissions:
-        """What this key opens. Raises Unauthorized, ExpiredKey.
+        """Permissions of a key. Raises Unauthorized, ExpiredKey.
 
-        Every entry is compared, so that the time does not tell which of them is nearly right.
+        It compares every entry, so that the response time does not depend on which entry matches.
         """
         if self.is_open:
             return self._anonymous
         if secret is None:
             raise Unauthorized("an API key is required: Authorization: Bearer KEY")
-        matches = self._matches(secret) if len(secret) <= MAX_KEY_BYTES else []
+        matches = []
+        if len(secret) <= MAX_KEY_BYTES:
+            digests = {salt: hash_key(secret, salt) for salt in self._salts}
+            matches = [compare_digest(digests[key.salt], key.digest) for key in self._keys]
         if True not in matches:
             raise Unauthorized("the API key is not known")
         key = self._keys[matches.index(True)]
         if key.expires is not None and self._now() >= key.expires:
             raise ExpiredKey("the API key has expired")
-        return self._permissions_of(key)
-
-    def _matches(self, secret: bytes) -> list[bool]:
-        digests = {salt: hash_key(secret, salt) for salt in self._salts}
-        return [compare_digest(digests[key.salt], key.digest) for key in self._keys]
-
-    def _permissions_of(self, key: Key) -> KeyPermissions:
-        tenant = "" if self._share_prefix_cache else hashlib.sha256(key.digest).hexdigest()[:16]
-        return KeyPermissions(key.name, tenant, self._meters[key.name], key.admin, key.models, key.priority)
+        salt = "" if self._share_prefix_cache else hashlib.sha256(key.digest).hexdigest()[:16]
+        return KeyPermissions(key.name, salt, self._meters[key.name], key.admin, key.models, key.priority)
 
     async def refresh(self) -> None:
-        """Read the file again if it has changed. One that is broken changes nothing, and is told of once."""
+        """Reload a changed file. An invalid file is logged once and changes nothing."""
         if self._path is None:
             return
         stamp = await asyncio.to_thread(_file_stamp, self._path)
@@ -197,23 +169,20 @@ class Keyring:
                 logger.error("%s; the keys stay as they were", error)
 
     async def reload(self) -> None:
-        """Read the file again. Raises ConfigError; then the keys stay as they were."""
-        assert self._path is not None, "no file to read"
-        self._file_stamp = await asyncio.to_thread(
-            _file_stamp, self._path
-        )  # before it is read: what changes meanwhile is seen later
+        """Reload the file. Raises ConfigError, which leaves the keys as they were."""
+        assert self._path is not None, "reload() needs a key file"
+        # Stamp before the read, so that a later change is noticed.
+        self._file_stamp = await asyncio.to_thread(_file_stamp, self._path)
         keys = await asyncio.to_thread(read_key_file, self._path)
-        before, after = ({key.name for key in some} for some in (self._keys[len(self._cli_keys) :], keys))
+        before = {key.name for key in self._keys[len(self._cli_keys) :]}
+        after = {key.name for key in keys}
         self._install(keys)
         logger.info(
-            "key file read: %d keys, %d of them new, %d gone",
-            len(keys),
-            len(after - before),
-            len(before - after),
+            "key file read: %d keys, %d new, %d removed", len(keys), len(after - before), len(before - after)
         )
 
     def _install(self, keys: Sequence[Key]) -> None:
-        """Let these keys of the file hold. What a key has taken it keeps, under its name."""
+        """Use these keys of the file. A key of the same name keeps its usage."""
         self._keys = (*self._cli_keys, *keys)
         self._salts = frozenset(key.salt for key in self._keys)
         self._meters = {key.name: self._meter_for(key) for key in self._keys}
@@ -228,44 +197,43 @@ class Keyring:
 
 
 def _parse_cli_keys(text: str | None) -> tuple[Key, ...]:
-    """The keys of the command line: without limits, and named "#1", "#2" ..., as no entry of a file can be."""
-    given = [part.strip().encode() for part in (text or "").split(",") if part.strip()]
+    """Keys without limits, named "#1", "#2" ..., which are no valid names in a file."""
+    secret_keys = [part.strip().encode() for part in (text or "").split(",") if part.strip()]
     salt = secrets.token_bytes(SALT_BYTES)
     return tuple(
-        Key(f"#{index}", salt, hash_key(key, salt), priority=None) for index, key in enumerate(given, start=1)
+        Key(f"#{index}", salt, hash_key(secret, salt), priority=None)
+        for index, secret in enumerate(secret_keys, start=1)
     )
 
 
 def _file_stamp(path: Path | None) -> FileStamp | None:
-    """Changes when the file does; None while there is none."""
+    """Differs after a change of the file; None without a file."""
     try:
-        found = os.stat(path) if path is not None else None
+        stat = os.stat(path) if path is not None else None
     except OSError:
         return None
-    return (found.st_mtime_ns, found.st_size, found.st_ino) if found is not None else None
+    return (stat.st_mtime_ns, stat.st_size, stat.st_ino) if stat is not None else None
 
 
 def key_from_headers(headers: RawHeaders) -> bytes | None:
-    """The key of `Authorization: Bearer KEY`, or else of `x-api-key`, which Anthropic's clients send; None without either.
+    """The key of `Authorization: Bearer KEY`, else of `x-api-key` (Anthropic's clients), else None.
 
-    Raises Unauthorized for another scheme, and for more than one: a proxy in front may have looked at the other.
+    Raises Unauthorized for another scheme, and for several keys, of which a proxy may have checked another.
     """
-    found: Mapping[bytes, list[bytes]] = {
-        wanted: [value for name, value in headers if name == wanted]
-        for wanted in (b"authorization", b"x-api-key")
-    }
-    if any(len(values) > 1 for values in found.values()):
+    authorization = [value.strip() for name, value in headers if name == b"authorization"]
+    api_key = [value.strip() for name, value in headers if name == b"x-api-key"]
+    if len(authorization) > 1 or len(api_key) > 1:
         raise Unauthorized("more than one API key was sent")
-    if not found[b"authorization"]:
-        return found[b"x-api-key"][0].strip() if found[b"x-api-key"] else None
-    scheme, _, given = found[b"authorization"][0].strip().partition(b" ")
-    if scheme.lower() != b"bearer" or not given.strip():
+    if not authorization:
+        return api_key[0] if api_key else None
+    scheme, _, key = authorization[0].partition(b" ")
+    if scheme.lower() != b"bearer" or not key.strip():
         raise Unauthorized("an API key is required: Authorization: Bearer KEY")
-    return given.strip()
+    return key.strip()
 
 
 class AuthenticationMiddleware:
-    """Refuses callers without a key, and says for the others what they may do: `request.state.access`."""
+    """Refuses clients without a valid key; `request.state.access` holds the permissions of the others."""
 
     def __init__(self, app: ASGIApp, keys: Keyring, on_refusal: Callable[[str], None]) -> None:
         self._app = app
@@ -275,11 +243,9 @@ class AuthenticationMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
             try:
-                scope.setdefault("state", {})["access"] = self._identify(scope["headers"])
+                secret = None if self._keys.is_open else key_from_headers(scope["headers"])
+                scope.setdefault("state", {})["access"] = self._keys.identify(secret)
             except ForewordError as error:
                 self._on_refusal("unauthorized")
                 return await error_response(error)(scope, receive, send)
         await self._app(scope, receive, send)
-
-    def _identify(self, headers: RawHeaders) -> KeyPermissions:
-        return self._keys.identify(None if self._keys.is_open else key_from_headers(headers))

@@ -1,32 +1,35 @@
-"""What every request body has in common: types are strict, and no field is ever ignored in silence."""
+"""Strict request bodies: exact types, and every unknown or unsupported field is refused by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, WithJsonSchema, model_validator
 
 from foreword.errors import InvalidRequest, Unsupported
 
-__all__ = ["StrictModel"]
+__all__ = ["StrictModel", "TextOrIds", "TextsOrIds", "is_token_ids"]
+
+TextOrIds = str | Sequence[int]
+_TEXT_SCHEMA = {"type": "string"}
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}}
+_LIST_SCHEMAS = [{"type": "array", "items": schema} for schema in (_TEXT_SCHEMA, _IDS_SCHEMA)]
+# One text or token ids, or a list of either; checked by the body, whose errors are clearer than pydantic's.
+TextsOrIds = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT_SCHEMA, _IDS_SCHEMA, *_LIST_SCHEMAS]})]
+
+
+def is_token_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 class StrictModel(BaseModel):
-    """A JSON object.
-
-    unsupported  fields that OpenAI or vLLM know and this server does not, with the values that ask for nothing;
-                 any other value raises Unsupported
-    reasons      why such a field is refused for good
-    accepted     fields that are taken and have no effect here, because they concern others
-    spellings    what others call fields of this body
-    """
-
     model_config = ConfigDict(extra="forbid", strict=True)
+    # Fields of OpenAI or vLLM that are refused, with the values that have no effect and are taken.
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    reasons: ClassVar[Mapping[str, str]] = {}
-    ignored: ClassVar[frozenset[str]] = frozenset()
-    aliases: ClassVar[Mapping[str, str]] = {}
+    reasons: ClassVar[Mapping[str, str]] = {}  # why an unsupported field will stay so
+    ignored: ClassVar[frozenset[str]] = frozenset()  # fields without effect on this server
+    aliases: ClassVar[Mapping[str, str]] = {}  # other projects' names of fields of this body
 
     @model_validator(mode="before")
     @classmethod
@@ -35,29 +38,18 @@ class StrictModel(BaseModel):
             return data
         for name, neutral in cls.unsupported.items():
             if data.get(name) is not None and data[name] not in neutral:
-                reason = cls.reasons.get(name)
-                told = (
-                    f"is refused: {reason}" if reason else f"is not supported yet{_allowed_values(neutral)}"
-                )
-                raise Unsupported(f"{name} {told}", name)
-        left = {
-            name: value
-            for name, value in data.items()
-            if name not in cls.unsupported and name not in cls.ignored
-        }
-        return _apply_aliases(left, cls.aliases) if cls.aliases else left
+                if name in cls.reasons:
+                    raise Unsupported(f"{name} is refused: {cls.reasons[name]}", name)
+                hint = f"it may only be {' or '.join(map(repr, neutral))}" if neutral else "leave it out"
+                raise Unsupported(f"{name} is not supported yet; {hint}", name)
+        dropped = cls.ignored.union(cls.unsupported)
+        return _apply_aliases({key: data[key] for key in data if key not in dropped}, cls.aliases)
 
 
 def _apply_aliases(data: dict[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
-    """The fields by their names here. Raises InvalidRequest where a field is given by both of its names."""
-    for other, name in aliases.items():
-        if data.get(other) is not None and data.get(name) is not None:
-            raise InvalidRequest(f"{other} is another name of {name}: only one of them may be given", other)
-    renamed = {name: value for name, value in data.items() if name not in aliases}
-    return renamed | {
-        aliases[name]: value for name, value in data.items() if name in aliases and value is not None
-    }
-
-
-def _allowed_values(neutral: tuple[Any, ...]) -> str:
-    return f"; it may only be {' or '.join(map(repr, neutral))}" if neutral else "; leave it out"
+    """Rename aliased fields. Raises InvalidRequest for a field given under both names."""
+    for alias, name in aliases.items():
+        if data.get(alias) is not None and data.get(name) is not None:
+            raise InvalidRequest(f"{alias} is another name of {name}: only one of them may be given", alias)
+    renamed = {aliases[key]: value for key, value in data.items() if key in aliases and value is not None}
+    return {key: value for key, value in data.items() if key not in aliases} | renamed

@@ -1,4 +1,4 @@
-"""The body of /v1/chat/completions."""
+"""The body of /v1/chat/completions, and the messages that /tokenize shares with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MessageContent = Annotated[
 
 
 class Message(StrictModel):
-    """One message. `content` is a text or a list of parts: of type text, and of a user's also image_url."""
+    """One message; `content` is a text or a list of text parts, for a user also of image_url parts."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {"refusal", "annotations", "reasoning_content", "reasoning"}
@@ -39,17 +39,14 @@ class Message(StrictModel):
 
 
 class TemplateOptions(StrictModel):
-    """How the chat template renders a conversation.
+    """How the chat template renders a conversation."""
 
-    add_generation_prompt  end with the beginning of the assistant's turn; by default unless the last message goes on
-    """
-
-    add_generation_prompt: bool | None = None
+    add_generation_prompt: bool | None = None  # default: unless the final message is continued
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def template_kwargs(self) -> dict[str, Any]:
-        """What ChatTemplate.render takes beside the messages."""
+        """Arguments of ChatTemplate.render besides the messages."""
         continues = bool(self.continue_final_message)
         begins = not continues if self.add_generation_prompt is None else self.add_generation_prompt
         return {
@@ -60,24 +57,21 @@ class TemplateOptions(StrictModel):
 
 
 def to_template_messages(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
-    """Messages as a template wants them; `developer` is OpenAI's newer word for `system`.
+    """Messages for a template; `developer` is OpenAI's newer name of `system`.
 
-    Raises InvalidRequest for a role that is not known.
+    Raises InvalidRequest for an unknown role.
     """
-    plain: list[Mapping[str, Any]] = []
+    rendered: list[Mapping[str, Any]] = []
     for index, message in enumerate(messages):
-        _check_role(message.role, f"messages[{index}].role")
-        role = "system" if message.role == "developer" else message.role
+        field, role = f"messages[{index}].role", message.role
+        if role in ("tool", "function"):
+            raise Unsupported(f"{field}: tools are not supported yet", field)
+        if role not in ROLES:
+            raise InvalidRequest(f"{field} must be one of {', '.join(ROLES)}, got {role!r:.80}", field)
         name = {} if message.name is None else {"name": message.name}
-        plain.append({"role": role, "content": message.content, **name})
-    return plain
-
-
-def _check_role(role: str, where: str) -> None:
-    if role in ("tool", "function"):
-        raise Unsupported(f"{where}: tools are not supported yet", where)
-    if role not in ROLES:
-        raise InvalidRequest(f"{where} must be one of {', '.join(ROLES)}, got {role!r:.80}", where)
+        role = "system" if role == "developer" else role
+        rendered.append({"role": role, "content": message.content, **name})
+    return rendered
 
 
 class ChatBody(SamplingBody, TemplateOptions):
@@ -109,7 +103,7 @@ class ChatBody(SamplingBody, TemplateOptions):
     top_logprobs: int | None = None
 
     def params(self) -> SamplingParams:
-        """Raises InvalidRequest, which names the field as it stands in this body."""
+        """Raises InvalidRequest, which names the field as in this body."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
         changes: dict[str, Any] = {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
-
-from pydantic import WithJsonSchema
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from foreword.core.params import MAX_N, SamplingParams
 from foreword.errors import InvalidRequest
+from foreword.server.protocol.base import TextOrIds, TextsOrIds, is_token_ids
 from foreword.server.protocol.sampling import SamplingBody
 
-__all__ = ["CompletionBody", "PromptInput"]
+__all__ = ["CompletionBody"]
 
 DEFAULT_MAX_TOKENS = 16
-_TEXT_SCHEMA = {"type": "string"}
-_IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}}
-PromptInput = str | Sequence[int]
-PromptField = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                _TEXT_SCHEMA,
-                _IDS_SCHEMA,
-                {"type": "array", "items": _TEXT_SCHEMA},
-                {"type": "array", "items": _IDS_SCHEMA},
-            ]
-        }
-    ),
-]
 
 
 class CompletionBody(SamplingBody):
@@ -40,7 +23,7 @@ class CompletionBody(SamplingBody):
         "suffix": (),
         "prompt_embeds": (),
     }
-    prompt: PromptField
+    prompt: TextsOrIds
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
@@ -48,11 +31,11 @@ class CompletionBody(SamplingBody):
 
     @property
     def prompt_only(self) -> bool:
-        """With echo and max_tokens 0 only the prompt is scored."""
+        """echo with max_tokens 0 scores the prompt and generates nothing."""
         return self.max_tokens == 0 and bool(self.echo)
 
     def params(self) -> SamplingParams:
-        """Raises InvalidRequest, which names the field as it stands in this body."""
+        """Raises InvalidRequest, which names the field as in this body."""
         echoed = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         if self.max_tokens is None and self.min_tokens is not None:
@@ -63,23 +46,22 @@ class CompletionBody(SamplingBody):
             "prompt_logprobs": echoed,
         }
         if self.best_of is not None:
-            changes |= {"n": self._num_generated(self.best_of), "logprobs": self.logprobs or 0}
-        return self.params_with(
-            {"prompt_logprobs": "logprobs"} if self.prompt_logprobs is None else {}, **changes
-        )
+            changes |= {"n": self._check_best_of(self.best_of), "logprobs": self.logprobs or 0}
+        names = {"prompt_logprobs": "logprobs"} if self.prompt_logprobs is None else {}
+        return self.params_with(names, **changes)
 
     @property
     def wants_logprobs(self) -> bool:
-        """With best_of the engine scores answers in any case."""
+        """Whether the caller asked: best_of computes logprobs in any case."""
         return self.logprobs is not None or bool(self.logprob_token_ids)
 
     @property
     def num_returned(self) -> int:
-        """Choices to return for each prompt."""
+        """Choices returned per prompt."""
         return 1 if self.n is None else self.n
 
-    def _num_generated(self, best_of: int) -> int:
-        """Choices to generate for each prompt, of which the best are returned."""
+    def _check_best_of(self, best_of: int) -> int:
+        """Choices generated per prompt, of which `num_returned` are returned."""
         if self.num_returned < 1:
             raise InvalidRequest(f"n must be at least 1, got {self.num_returned}", "n")
         if best_of < self.num_returned:
@@ -90,30 +72,21 @@ class CompletionBody(SamplingBody):
             raise InvalidRequest(f"best_of must be at most {MAX_N}, got {best_of}", "best_of")
         if self.stream and best_of != self.num_returned:
             raise InvalidRequest(
-                f"best_of must equal n in a stream, got {best_of}: which are best is known at the end",
+                f"best_of must equal n in a stream, got {best_of}: choices are ranked after the last token",
                 "best_of",
             )
         return best_of
 
-    def prompts(self) -> list[PromptInput]:
-        """One prompt each. Raises InvalidRequest for what is neither text nor ids."""
+    def prompts(self) -> list[TextOrIds]:
+        """The prompts. Raises InvalidRequest for a prompt that is neither text nor ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
-        if not isinstance(prompt, list) or not prompt:
-            raise _invalid_prompt(prompt)
-        if _is_token_ids(prompt):
-            return [prompt]
-        if all(isinstance(item, str) or (_is_token_ids(item) and item) for item in prompt):
-            return prompt
-        raise _invalid_prompt(prompt)
-
-
-def _is_token_ids(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
-
-
-def _invalid_prompt(value: object) -> InvalidRequest:
-    return InvalidRequest(
-        f"prompt must be a text, token ids, or a list of either, none empty, got {value!r:.80}", "prompt"
-    )
+        if isinstance(prompt, list) and prompt:
+            if is_token_ids(prompt):
+                return [prompt]
+            if all(isinstance(item, str) or (is_token_ids(item) and item) for item in prompt):
+                return prompt
+        raise InvalidRequest(
+            f"prompt must be a text, token ids, or a list of either, none empty, got {prompt!r:.80}", "prompt"
+        )

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field
 
 from foreword.errors import InvalidRequest
-from foreword.server.protocol.base import StrictModel
+from foreword.server.protocol.base import StrictModel, TextOrIds, TextsOrIds, is_token_ids
 
-__all__ = ["MAX_INPUTS", "EmbeddingBody", "EmbeddingInput", "PoolingBody"]
+__all__ = ["MAX_INPUTS", "EmbeddingBody", "PoolingBody"]
 
-MAX_INPUTS = 2048  # of one request, as OpenAI has it
-_TEXT_SCHEMA = {"type": "string"}
-_IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}}
-InputField = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                _TEXT_SCHEMA,
-                _IDS_SCHEMA,
-                {"type": "array", "items": _TEXT_SCHEMA},
-                {"type": "array", "items": _IDS_SCHEMA},
-            ]
-        }
-    ),
-]
-EmbeddingInput = str | Sequence[int]
+MAX_INPUTS = 2048  # inputs of one request, OpenAI's limit
 
 
 class PoolingBody(StrictModel):
-    """Fields of all requests that yield vectors or scores.
-
-    truncate_prompt_tokens  cut longer texts at their end to so many tokens; -1: to what the model takes
-    """
+    """Fields of every request for vectors or scores."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"user", "request_id"})
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -45,15 +26,12 @@ class PoolingBody(StrictModel):
         "cache_salt": ("",),
     }
     model: str | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: the model's limit
     priority: int | None = None
 
 
 class EmbeddingBody(PoolingBody):
-    """OpenAI's fields, vLLM's, and `pooling` and `prompt_name`.
-
-    prompt_name  the text that the checkpoint wants in front of an input for this purpose, where it names any
-    """
+    """OpenAI's fields, vLLM's, and `pooling` and `prompt_name`."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **PoolingBody.unsupported,
@@ -61,26 +39,26 @@ class EmbeddingBody(PoolingBody):
         "embed_dtype": ("float32",),
         "endianness": ("native", "little"),
     }
-    input: InputField
+    input: TextsOrIds
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     normalize: bool | None = None
-    use_activation: bool | None = None
+    use_activation: bool | None = None  # vLLM's newer name of `normalize`
     pooling: str | None = None
-    prompt_name: str | None = None
+    prompt_name: str | None = None  # one of the checkpoint's named prefixes
     add_special_tokens: bool | None = None
 
     @property
     def should_normalize(self) -> bool:
-        """Vectors have length 1; `use_activation` is what vLLM calls it now. Raises InvalidRequest if the two differ."""
+        """Raises InvalidRequest if normalize and use_activation differ."""
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
             raise InvalidRequest("normalize and use_activation mean the same, and differ", "normalize")
         return self.normalize is not False and self.use_activation is not False
 
-    def inputs(self) -> list[EmbeddingInput]:
-        """Texts, or token ids. Raises InvalidRequest for what is neither."""
+    def inputs(self) -> list[TextOrIds]:
+        """Texts or token ids. Raises InvalidRequest."""
         given = self.input
-        if isinstance(given, str) or _is_token_ids(given):
+        if isinstance(given, str) or (given and is_token_ids(given)):
             return [given]
         if not isinstance(given, list) or not given:
             raise InvalidRequest(
@@ -89,13 +67,7 @@ class EmbeddingBody(PoolingBody):
         if len(given) > MAX_INPUTS:
             raise InvalidRequest(f"input has {len(given)} items; at most {MAX_INPUTS} are taken", "input")
         for index, item in enumerate(given):
-            if not isinstance(item, str) and not _is_token_ids(item):
-                raise InvalidRequest(
-                    f"input[{index}] must be a text or token ids, not empty, got {item!r:.80}",
-                    f"input[{index}]",
-                )
+            if not isinstance(item, str) and not (item and is_token_ids(item)):
+                name = f"input[{index}]"
+                raise InvalidRequest(f"{name} must be a text or token ids, not empty, got {item!r:.80}", name)
         return given
-
-
-def _is_token_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)

@@ -1,4 +1,4 @@
-"""The bodies of /v1/rerank (as Jina, Cohere and vLLM have it) and of /v1/score (as vLLM)."""
+"""The bodies of /v1/rerank (Jina, Cohere, vLLM) and /v1/score (vLLM)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from foreword.errors import InvalidRequest
 from foreword.server.protocol.base import StrictModel
 from foreword.server.protocol.embeddings import MAX_INPUTS, PoolingBody
 
-__all__ = ["RankingBody", "RerankBody", "ScoreBody"]
+__all__ = ["RankingBody", "RerankBody", "ScoreBody", "TextPair"]
 
 TextPair = tuple[str, str]
 TextsField = str | list[str] | None
+PAIR_FIELDS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 
 
 class DocumentBody(StrictModel):
@@ -22,7 +23,7 @@ class DocumentBody(StrictModel):
 
 
 class RankingBody(PoolingBody):
-    """What both have in common."""
+    """Fields of rerank and score."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **PoolingBody.unsupported,
@@ -34,21 +35,19 @@ class RankingBody(PoolingBody):
 
 
 class RerankBody(RankingBody):
-    """top_n: the best so many, 0 or none for all; return_documents: their texts too, unless it is false."""
-
     query: str
     documents: list[str | DocumentBody]
-    top_n: Annotated[int, Field(ge=0)] | None = None
-    return_documents: bool | None = None
+    top_n: Annotated[int, Field(ge=0)] | None = None  # 0 or null: all
+    return_documents: bool | None = None  # default: true
 
     def texts(self) -> list[str]:
-        """Of the documents. Raises InvalidRequest."""
+        """The documents' texts. Raises InvalidRequest."""
         _check_count("documents", len(self.documents))
         return [document if isinstance(document, str) else document.text for document in self.documents]
 
 
 class ScoreBody(RankingBody):
-    """One text and others, or two lists of the same length; each pair of names means the same."""
+    """One text against several, or two lists of equal length; the pairs of field names are synonyms."""
 
     text_1: TextsField = None
     text_2: TextsField = None
@@ -59,38 +58,34 @@ class ScoreBody(RankingBody):
     items: TextsField = None
 
     def pairs(self) -> tuple[list[TextPair], list[TextPair]]:
-        """Pairs of texts, and what both texts of each are called. Raises InvalidRequest."""
-        (first_name, first), (second_name, second) = self._text_lists()
+        """Pairs of texts, and the field names of both texts of each pair. Raises InvalidRequest."""
+        first_name, second_name = self._field_names()
+        first, second = self._texts_of(first_name), self._texts_of(second_name)
         _check_count(first_name, len(first))
         _check_count(second_name, len(second))
         if len(first) not in (1, len(second)):
             raise InvalidRequest(
-                f"{first_name} must hold one text, or as many as {second_name}: {len(first)} and {len(second)}",
+                f"{first_name} must hold one text, or as many as {second_name}: "
+                f"{len(first)} and {len(second)}",
                 first_name,
             )
-        names = [
-            (f"{first_name}[{index % len(first)}]", f"{second_name}[{index}]") for index in range(len(second))
-        ]
-        return [(first[index % len(first)], text) for index, text in enumerate(second)], names
+        if len(first) == 1:
+            indices = [(0, j) for j in range(len(second))]
+        else:
+            indices = [(j, j) for j in range(len(second))]
+        names = [(f"{first_name}[{i}]", f"{second_name}[{j}]") for i, j in indices]
+        return [(first[i], second[j]) for i, j in indices], names
 
-    def _text_lists(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
-        given = [
-            name
-            for name in ("text_1", "data_1", "queries", "text_2", "data_2", "documents", "items")
-            if self._texts_of(name)
-        ]
-        for names in (
-            ("text_1", "text_2"),
-            ("data_1", "data_2"),
-            ("queries", "documents"),
-            ("queries", "items"),
-        ):
-            if given == list(names):
-                first, second = names
-                return (first, self._texts_of(first)), (second, self._texts_of(second))
-        shown = ", ".join(given) or "none of them"
+    def _field_names(self) -> tuple[str, str]:
+        """The two fields that are given."""
+        fields = ("text_1", "data_1", "queries", "text_2", "data_2", "documents", "items")
+        given = tuple(name for name in fields if self._texts_of(name))
+        for names in PAIR_FIELDS:
+            if given == names:
+                return names
         raise InvalidRequest(
-            f"text_1 and text_2 are required (or queries and documents, or data_1 and data_2), got {shown}",
+            "text_1 and text_2 are required (or queries and documents, or data_1 and data_2), "
+            f"got {', '.join(given) or 'none of them'}",
             "text_1",
         )
 

@@ -1,8 +1,9 @@
-"""The fields that choose how tokens are sampled, as OpenAI and vLLM name them."""
+"""Sampling fields of chat and completions, under OpenAI's and vLLM's names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
 from foreword.core.params import SamplingParams, Speculation
@@ -14,60 +15,30 @@ from foreword.server.protocol.structured import StructuredBody
 __all__ = ["PredictionBody", "SamplingBody", "SpeculationBody", "StreamOptions"]
 
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 64, 1024
-MAX_ID_DIGITS = 20  # digits; int() raises for thousands of them
+MAX_ID_DIGITS = 20  # digits of a token id; int() raises for thousands of digits
 NO_MIROSTAT = (
-    "its state depends on every token sampled before, so that drafted tokens could not be checked by themselves; "
+    "its state depends on every sampled token, so draft tokens could not be verified independently; "
     "typical_p and min_p bound surprise without state"
 )
 NO_BEAM_SEARCH = (
-    "beam search ranks unfinished answers against each other, and does not sample; "
+    "beam search ranks unfinished answers and does not sample; "
     "best_of of /v1/completions returns the likeliest of several answers"
 )
-NO_LOGITS_PROCESSORS = "a server runs no code of its callers; logit_bias, allowed_token_ids, bad_words and structured_outputs say what may come"
-PASSTHROUGH_FIELDS = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "top_n_sigma",
-    "xtc_probability",
-    "xtc_threshold",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "dry_sequence_breakers",
-    "truncate_prompt_tokens",
-    "logprob_token_ids",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "bad_words",
-    "allowed_token_ids",
-    "min_tokens",
-    "max_tokens",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "prompt_logprobs",
-    "seed",
-    "on_runaway",
+NO_LOGITS_PROCESSORS = (
+    "a server runs no code of its callers; "
+    "logit_bias, allowed_token_ids, bad_words and structured_outputs restrict tokens"
 )
+PARAMS_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 
 
 class StreamOptions(StrictModel):
-    """include_usage: a last chunk with usage and no choices."""
-
     ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"continuous_usage_stats": (False,)}
-    include_usage: bool | None = None
+    include_usage: bool | None = None  # a last chunk with usage and no choices
 
 
 class SpeculationBody(StrictModel):
-    """How this request wants to be speculated for; None: as the server does."""
+    """Speculation of this request; null fields take the server's settings."""
 
     method: str | None = None
     max_tokens: int | None = None
@@ -79,7 +50,7 @@ class TextPart(StrictModel):
 
 
 class PredictionBody(StrictModel):
-    """The text that the answer is expected to be much like, as OpenAI writes it."""
+    """OpenAI's `prediction`: a text that the answer is expected to resemble."""
 
     type: Literal["content"]
     content: str | list[TextPart]
@@ -90,7 +61,7 @@ class PredictionBody(StrictModel):
 
 
 class SamplingBody(StructuredBody):
-    """Fields of chat and completions alike. A field that is null is as good as left out."""
+    """Fields of both chat and completions; null means not given."""
 
     ignored: ClassVar[frozenset[str]] = StructuredBody.ignored | {
         "user",
@@ -180,32 +151,23 @@ class SamplingBody(StructuredBody):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def params_with(self, names: Mapping[str, str], **changes: Any) -> SamplingParams:
-        """The parameters, `changes` in place of the fields of that name.
-
-        names  of changed fields as this body calls them, for errors
-        """
+        """SamplingParams with `changes`; `names` maps changed fields to this body's names, for errors."""
         self._check_stop()
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs is not available in a stream", "prompt_logprobs")
-        given: dict[str, Any] = {name: getattr(self, name) for name in PASSTHROUGH_FIELDS}
-        given |= {
+        speculation = self.speculation or SpeculationBody()
+        method = "auto" if speculation.method is None else speculation.method
+        given: dict[str, Any] = {
+            **{name: getattr(self, name) for name in PARAMS_FIELDS.intersection(SamplingBody.model_fields)},
             "stop": self.stop,
             "logit_bias": self._parse_logit_bias(),
-            "speculation": self._speculation(),
-        }
-        given |= {
+            "speculation": Speculation(method, speculation.max_tokens),
             "prediction": self.prediction.text if self.prediction else None,
             "structured": self.structured(),
             **changes,
         }
         with rename_field(names):
             return SamplingParams(**{name: value for name, value in given.items() if value is not None})
-
-    def _speculation(self) -> Speculation:
-        wanted = self.speculation
-        if wanted is None:
-            return Speculation()
-        return Speculation("auto" if wanted.method is None else wanted.method, wanted.max_tokens)
 
     def _parse_logit_bias(self) -> dict[int, float] | None:
         if self.logit_bias is None:

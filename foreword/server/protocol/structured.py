@@ -1,4 +1,4 @@
-"""What an answer must look like, as OpenAI, vLLM and llama.cpp write it in a body."""
+"""Structured output fields of OpenAI, vLLM and llama.cpp."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Constraint = StructuredOutput | None
 
 
 class NamedSchema(StrictModel):
-    """OpenAI's `json_schema`. Every schema is kept to, `strict` or not."""
+    """OpenAI's `json_schema`. Every schema is enforced, `strict` or not."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"description", "strict"})
     name: str | None = None
@@ -30,7 +30,7 @@ class NamedSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """OpenAI's `response_format`, with vLLM's structural tags and llama.cpp's schema beside json_object."""
+    """OpenAI's `response_format`, plus vLLM's structural tags and llama.cpp's schema of json_object."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NamedSchema | None = None
@@ -40,7 +40,7 @@ class ResponseFormat(StrictModel):
     format: dict[str, Any] | None = None
 
     def constraint(self) -> Constraint:
-        """None for type text. Raises InvalidRequest for parts of another type, and for parts that are missing."""
+        """None for type text. Raises InvalidRequest for a missing field, or a field of another type."""
         self._check_fields()
         field = "response_format"
         if self.type == "json_schema":
@@ -60,11 +60,10 @@ class ResponseFormat(StrictModel):
         return None
 
     def _check_fields(self) -> None:
-        own = FIELDS_BY_TYPE[self.type]
-        for name in sorted(set().union(*FIELDS_BY_TYPE.values())):
-            if getattr(self, name) is not None and name not in own:
-                spelled = f"response_format.{name.rstrip('_')}"
-                raise InvalidRequest(f"{spelled} does not belong to type {self.type!r}", spelled)
+        for name in sorted(set().union(*FIELDS_BY_TYPE.values()) - FIELDS_BY_TYPE[self.type]):
+            if getattr(self, name) is not None:
+                field = f"response_format.{name.rstrip('_')}"
+                raise InvalidRequest(f"{field} does not belong to type {self.type!r}", field)
 
 
 FIELDS_BY_TYPE: Mapping[str, frozenset[str]] = {
@@ -76,7 +75,7 @@ FIELDS_BY_TYPE: Mapping[str, frozenset[str]] = {
 
 
 class StructuredOutputsBody(StrictModel):
-    """vLLM's `structured_outputs`, and `after`: the constraint begins behind this text, say "</think>"."""
+    """vLLM's `structured_outputs`, and `after`: the text, such as "</think>", that starts the constraint."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"disable_fallback"})
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"disable_additional_properties": (False,)}
@@ -92,42 +91,38 @@ class StructuredOutputsBody(StrictModel):
 
 
 class StructuredBody(StrictModel):
-    """Fields that say what the answer must look like; one of them at a time.
-
-    response_format     OpenAI's
-    structured_outputs  vLLM's
-    guided_*            vLLM's older names
-    grammar             llama.cpp's (GBNF; Lark is known by having no `::=`)
-    json_schema         llama.cpp's
-    """
+    """Constraints on the answer; at most one may be given."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"guided_decoding_backend"})
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputsBody | None = None
-    guided_json: Schema = None
+    response_format: ResponseFormat | None = None  # OpenAI
+    structured_outputs: StructuredOutputsBody | None = None  # vLLM
+    guided_json: Schema = None  # guided_*: vLLM's older names
     guided_json_object: bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    grammar: str | None = None
-    json_schema: Schema = None
+    grammar: str | None = None  # llama.cpp: GBNF, or Lark, which has no `::=`
+    json_schema: Schema = None  # llama.cpp
 
     def structured(self) -> Constraint:
-        """The constraint, or None. Raises InvalidRequest for two of them, Unsupported for whitespace of the caller's making."""
+        """The constraint, or None. Raises InvalidRequest for two, Unsupported for a whitespace pattern."""
         options = self.structured_outputs or StructuredOutputsBody()
-        found = [one for one in self._constraints(options) if one is not None]
-        if len(found) > 1:
+        given = [constraint for constraint in self._constraints(options) if constraint is not None]
+        if len(given) > 1:
             raise InvalidRequest(
-                f"{found[0].field} and {found[1].field} cannot both say what the answer looks like",
-                found[1].field,
+                f"{given[0].field} and {given[1].field} cannot both constrain the answer", given[1].field
             )
-        if not found:
+        if not given:
             _check_no_options(options)
             return None
-        return replace(found[0], whitespace=self._allows_whitespace(options), after=_checked_after(options))
+        if options.after == "":
+            name = "structured_outputs.after"
+            raise InvalidRequest(f"{name} must not be empty", name)
+        return replace(given[0], whitespace=self._allows_whitespace(options), after=options.after)
 
     def _constraints(self, options: StructuredOutputsBody) -> list[Constraint]:
+        guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
         return [
             self.response_format.constraint() if self.response_format else None,
             *_constraints(
@@ -135,18 +130,16 @@ class StructuredBody(StrictModel):
             ),
             _json_object_constraint("structured_outputs.json_object", options.json_object),
             _structural_tag_constraint("structured_outputs.structural_tag", options.structural_tag),
-            *_constraints(
-                "guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
-            ),
+            *_constraints("guided_", *guided),
             _json_object_constraint("guided_json_object", self.guided_json_object),
             StructuredOutput.grammar(self.grammar, field="grammar") if self.grammar else None,
-            StructuredOutput.json_schema(self.json_schema, field="json_schema")
-            if self.json_schema is not None
-            else None,
+            None
+            if self.json_schema is None
+            else StructuredOutput.json_schema(self.json_schema, field="json_schema"),
         ]
 
     def _allows_whitespace(self, options: StructuredOutputsBody) -> bool:
-        """Whether JSON may hold whitespace; the pattern "" is another way to say that it may not."""
+        """Whether JSON may hold whitespace; the pattern "" forbids it too."""
         patterns = {
             "structured_outputs.whitespace_pattern": options.whitespace_pattern,
             "guided_whitespace_pattern": self.guided_whitespace_pattern,
@@ -154,8 +147,8 @@ class StructuredBody(StrictModel):
         for name, pattern in patterns.items():
             if pattern:
                 raise Unsupported(
-                    f"{name} is not supported: whitespace in JSON is bounded already, and may be forbidden with "
-                    "structured_outputs.disable_any_whitespace",
+                    f"{name} is not supported: whitespace in JSON is bounded, and "
+                    "structured_outputs.disable_any_whitespace forbids it",
                     name,
                 )
         return not options.disable_any_whitespace and "" not in patterns.values()
@@ -164,7 +157,7 @@ class StructuredBody(StrictModel):
 def _constraints(
     prefix: str, json: Any, regex: str | None, choice: list[str] | None, grammar: str | None
 ) -> list[Constraint]:
-    """Those of the four that structured_outputs and guided_* both know."""
+    """The four constraints that structured_outputs and guided_* share."""
     return [
         None if json is None else StructuredOutput.json_schema(json, field=f"{prefix}json"),
         None if regex is None else StructuredOutput.regex(regex, field=f"{prefix}regex"),
@@ -185,18 +178,9 @@ def _structural_tag_constraint(field: str, description: Any) -> Constraint:
     return StructuredOutput.structural_tag(description, field=field)
 
 
-def _checked_after(options: StructuredOutputsBody) -> str | None:
-    if options.after == "":
-        raise InvalidRequest(
-            "structured_outputs.after must be a text that is not empty", "structured_outputs.after"
-        )
-    return options.after
-
-
 def _check_no_options(options: StructuredOutputsBody) -> None:
-    """Conditions on a constraint that is not there are a mistake, not a wish for nothing."""
+    """Raises InvalidRequest for options of a constraint that is not given."""
     for name in ("after", "disable_any_whitespace", "whitespace_pattern"):
         if getattr(options, name):
-            raise InvalidRequest(
-                f"structured_outputs.{name} needs a constraint beside it", f"structured_outputs.{name}"
-            )
+            field = f"structured_outputs.{name}"
+            raise InvalidRequest(f"{field} needs a constraint", field)

@@ -1,6 +1,6 @@
-"""Routes below /admin, for operators: what is open, by whom, and which keys there are. Never a text, a key or a hash.
+"""Operators' routes under /admin: open requests and keys, never a text, a key or a hash.
 
-They exist where the key file has a key with `admin: true`, and are no part of /docs.
+They exist only if the key file has a key with `admin: true`, and are not in /docs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from foreword.server.auth.key_file import Key
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.auth.rate_limit import UsageMeter
 from foreword.server.context import ServerDep
-from foreword.server.json_response import JSONResponse
+from foreword.server.http import JSONResponse
 
 __all__ = ["router"]
 
 
 def _require_admin(permissions: PermissionsDep, server: ServerDep) -> None:
-    """Raises Forbidden for ordinary keys, and 404 where no key could be an operator's."""
+    """Raises 404 if no key is an admin key, Forbidden if this key is not."""
     if not server.keyring.has_admin:
         raise HTTPException(404)
     server.check_admin(permissions)
@@ -34,14 +34,14 @@ router = APIRouter(dependencies=[Depends(_require_admin)], include_in_schema=Fal
 
 @router.get("/admin/requests")
 async def requests(server: ServerDep) -> Response:
-    """The choices that are open, the oldest first; texts for vectors and scores are in the sums alone."""
+    """Open choices, oldest first; texts to embed or score are only in the sums."""
     now = time.monotonic()
-    choices = sorted(server.recorder.live_requests(), key=lambda progress: progress.arrival_s)
+    live = sorted(server.recorder.live_requests(), key=lambda progress: progress.arrival_s)
     return JSONResponse(
         {
             "open": server.admission.num_open,
             "open_prompt_tokens": server.admission.num_open_tokens,
-            "requests": [_request_json(progress, now) for progress in choices],
+            "requests": [_request_json(progress, now) for progress in live],
         }
     )
 
@@ -63,28 +63,20 @@ def _request_json(progress: RequestProgress, now: float) -> dict[str, Any]:
 
 @router.post("/admin/requests/{name}/abort")
 async def abort(name: str, server: ServerDep) -> Response:
-    """End a choice by its id, or all choices of an answer by the answer's; their callers get an error that says so."""
-    found = [
-        progress.request.id
-        for progress in server.recorder.live_requests()
-        if _matches(name, progress.request.id)
-    ]
-    if not found:
+    """End one choice by its id, or all choices by the id of the response; clients get an error."""
+    live_ids = [progress.request.id for progress in server.recorder.live_requests()]
+    aborted = [id_ for id_ in live_ids if id_ == name or id_.startswith(f"{name}-")]
+    if not aborted:
         raise HTTPException(404)
-    for request_id in found:
-        server.generations[request_id].abort(
-            request_id, Aborted("an operator of this server ended the request")
-        )
-    return JSONResponse({"aborted": found})
-
-
-def _matches(name: str, request_id: str) -> bool:
-    return request_id == name or request_id.startswith(f"{name}-")
+    for request_id in aborted:
+        error = Aborted("an operator of this server ended the request")
+        server.generations[request_id].abort(request_id, error)
+    return JSONResponse({"aborted": aborted})
 
 
 @router.post("/admin/keys/reload")
 async def reload(server: ServerDep) -> Response:
-    """Read the key file again, now. 400 for one that is broken; then the keys stay as they were."""
+    """Reload the key file now. 400 for an invalid file, which leaves the keys as they were."""
     try:
         await server.keyring.reload()
     except ConfigError as error:
@@ -94,7 +86,7 @@ async def reload(server: ServerDep) -> Response:
 
 @router.get("/admin/keys")
 async def keys(server: ServerDep) -> Response:
-    """The keys by name, their limits, and what was used since the server began."""
+    """Names and limits of all keys, and their usage since the server started."""
     return JSONResponse({"keys": [_key_json(key, meter) for key, meter in server.keyring.entries]})
 
 

@@ -26,22 +26,22 @@ async def chat_completions(
     """Answer a conversation."""
     server.check_model(body.model, permissions)
     params = server.resolve_params(body.params())
-    wanted, head = response_options(body, params), response_header(server, "chatcmpl", params)
-    caller = server.request_context(permissions, body.priority, body.timeout)
+    options, header = response_options(body, params), response_header(server, "chatcmpl", params)
+    context = server.request_context(permissions, body.priority, body.timeout)
     with (
         rename_field({"prompt": "messages"}),
-        ExitStack() as held,
-        server.admission.reserve(params.n, caller.meter),
+        ExitStack() as resources,
+        server.admission.reserve(params.n, context.meter),
     ):
         await server.check_structured(params)
-        messages, rendering = to_template_messages(body.messages), body.template_kwargs()
+        messages, kwargs = to_template_messages(body.messages), body.template_kwargs()
         prompt = await server.build_prompt(
-            request, messages, rendering, bool(body.add_special_tokens), caller.fairness_key, held
+            request, messages, kwargs, bool(body.add_special_tokens), context.fairness_key, resources
         )
         requests = await offload_if_large(
-            request, lambda: server.build_requests(prompt.token_ids, params, head.id, caller, prompt.images)
+            request,
+            lambda: server.build_requests(prompt.token_ids, params, header.id, context, prompt.images),
         )
-        generation = Generation(server, requests, meter=caller.meter, resources=held.pop_all())
-    return respond(
-        generation, ChatResponseBuilder(server, generation, params.n, head, wanted), bool(body.stream)
-    )
+        generation = Generation(server, requests, meter=context.meter, resources=resources.pop_all())
+    builder = ChatResponseBuilder(server, generation, params.n, header, options)
+    return respond(generation, builder, bool(body.stream))

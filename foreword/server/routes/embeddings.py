@@ -7,8 +7,7 @@ import time
 import uuid
 from array import array
 from base64 import b64encode
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
@@ -16,15 +15,14 @@ from foreword.embedding.vectors import FLOAT_BYTES, normalize_embedding
 from foreword.errors import InvalidRequest
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.context import ServerDep, offload_if_large
-from foreword.server.disconnect import CLIENT_CLOSED
 from foreword.server.embeddings import TokenizeOptions, get_embedder, tokenize_inputs, with_metrics
-from foreword.server.json_response import JSONResponse
+from foreword.server.http import CLIENT_CLOSED, JSONResponse
 from foreword.server.protocol.embeddings import EmbeddingBody
 
 __all__ = ["router"]
 
 router = APIRouter()
-THREAD_MIN_VALUES = 1 << 15  # that are written out in a thread: others would wait
+THREAD_MIN_BYTES = (1 << 15) * FLOAT_BYTES  # vectors above which JSON is written in a thread
 
 
 @router.post("/v1/embeddings")
@@ -33,25 +31,31 @@ async def embeddings(
 ) -> Response:
     """Vectors of texts."""
     embedder = get_embedder(server, body.model, permissions)
-    caller = server.request_context(permissions, body.priority)
+    context = server.request_context(permissions, body.priority)
     inputs, normalize = body.inputs(), body.should_normalize
-    server.admission.check(len(inputs), caller.meter)
-    reading = TokenizeOptions(
+    server.admission.check(len(inputs), context.meter)
+    options = TokenizeOptions(
         body.truncate_prompt_tokens, body.add_special_tokens is not False, body.prompt_name
     )
     named = {f"input[{index}]": text for index, text in enumerate(inputs)}
-    ids = await offload_if_large(request, lambda: tokenize_inputs(embedder, named, reading))
+    ids = await offload_if_large(request, lambda: tokenize_inputs(embedder, named, options))
     num_tokens = sum(map(len, ids))
-
-    def work() -> Coroutine[Any, Any, list[bytes]]:
-        return embedder.embed(ids, body.pooling, caller)
-
-    vectors = await with_metrics(server, request, caller, "embed", len(ids), num_tokens, work)
+    vectors = await with_metrics(
+        server,
+        request,
+        context,
+        "embed",
+        len(ids),
+        num_tokens,
+        lambda: embedder.embed(ids, body.pooling, context),
+    )
     if vectors is None:
         return Response(status_code=CLIENT_CLOSED)
-    _check_dimensions(body.dimensions, vectors)
+    hidden_size = len(vectors[0]) // FLOAT_BYTES
+    if body.dimensions is not None and body.dimensions > hidden_size:
+        raise InvalidRequest(f"dimensions must be at most {hidden_size}, got {body.dimensions}", "dimensions")
 
-    def answer() -> Response:
+    def build_response() -> Response:
         values = [normalize_embedding(vector, body.dimensions, normalize) for vector in vectors]
         return JSONResponse(
             {
@@ -64,25 +68,13 @@ async def embeddings(
             }
         )
 
-    return (
-        await asyncio.to_thread(answer)
-        if sum(map(len, vectors)) > THREAD_MIN_VALUES * FLOAT_BYTES
-        else answer()
-    )
-
-
-def _check_dimensions(dimensions: int | None, vectors: Sequence[bytes]) -> None:
-    size = len(vectors[0]) // FLOAT_BYTES
-    if dimensions is not None and dimensions > size:
-        raise InvalidRequest(f"dimensions must be at most {size}, got {dimensions}", "dimensions")
+    if sum(map(len, vectors)) > THREAD_MIN_BYTES:
+        return await asyncio.to_thread(build_response)
+    return build_response()
 
 
 def _embedding_data(vectors: Sequence[array[float]], base64: bool) -> list[dict[str, object]]:
+    encoded = [b64encode(vector).decode() if base64 else vector.tolist() for vector in vectors]
     return [
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": b64encode(vector).decode() if base64 else vector.tolist(),
-        }
-        for index, vector in enumerate(vectors)
+        {"object": "embedding", "index": index, "embedding": value} for index, value in enumerate(encoded)
     ]

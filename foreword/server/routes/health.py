@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foreword.server.json_response import JSONResponse
+from foreword.server.http import JSONResponse
 from foreword.server.lifecycle import Health, HealthBody
 
 __all__ = ["router"]
@@ -29,7 +29,7 @@ async def health(request: Request) -> Response:
 @router.head("/live", include_in_schema=False)
 @router.get("/live")
 async def live() -> Response:
-    """The API process is there; says nothing of the engine."""
+    """200 while the API process runs, whatever the engine does."""
     return JSONResponse({"status": "ok"})
 
 
@@ -38,5 +38,5 @@ async def version_of_foreword() -> Response:
     """The version of this server."""
     try:
         return JSONResponse({"version": version("foreword")})
-    except PackageNotFoundError:  # run from a source tree that was never installed
+    except PackageNotFoundError:  # a source tree that was never installed
         return JSONResponse({"version": "unknown"})

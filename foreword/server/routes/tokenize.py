@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize"""
+"""POST /tokenize and /detokenize, with vLLM's bodies"""
 
 from __future__ import annotations
 
@@ -12,13 +12,26 @@ from foreword.errors import InvalidRequest
 from foreword.server.auth.keys import KeyPermissions, PermissionsDep
 from foreword.server.context import ServerContext, ServerDep, offload_if_large
 from foreword.server.errors import rename_field
-from foreword.server.json_response import JSONResponse
-from foreword.server.protocol.chat import to_template_messages
-from foreword.server.protocol.tokenize import DetokenizeBody, TokenizeBody
+from foreword.server.http import JSONResponse
+from foreword.server.protocol.base import StrictModel
+from foreword.server.protocol.chat import Message, TemplateOptions, to_template_messages
 
 __all__ = ["router"]
 
 router = APIRouter()
+
+
+class TokenizeBody(TemplateOptions):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(StrictModel):
+    model: str | None = None
+    tokens: list[int]
 
 
 @router.post("/tokenize")
@@ -27,16 +40,14 @@ async def tokenize(
 ) -> Response:
     """Token ids of a prompt or of a conversation."""
     server.check_model(body.model, permissions)
-    body.check()
-    ids = await _tokenize_body(server, body, request, permissions)
-    answer: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": server.info().resolved.max_model_len,
-        "tokens": ids,
-    }
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("either prompt or messages is required, and not both", "prompt")
+    ids = await _token_ids(server, body, request, permissions)
+    max_model_len = server.info().resolved.max_model_len
+    result: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids}
     if body.return_token_strs:
-        answer["token_strs"] = [server.tokenizer.id_to_token(token_id) for token_id in ids]
-    return JSONResponse(answer)
+        result["token_strs"] = [server.tokenizer.id_to_token(token_id) for token_id in ids]
+    return JSONResponse(result)
 
 
 @router.post("/detokenize")
@@ -51,16 +62,16 @@ async def detokenize(body: DetokenizeBody, permissions: PermissionsDep, server: 
     return JSONResponse({"prompt": server.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
-async def _tokenize_body(
+async def _token_ids(
     server: ServerContext, body: TokenizeBody, request: Request, permissions: KeyPermissions
 ) -> Sequence[int]:
     if body.messages is None:
         return await offload_if_large(
             request, lambda: server.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
         )
-    messages, rendering = to_template_messages(body.messages), body.template_kwargs()
-    with rename_field({"prompt": "messages"}), ExitStack() as held:
+    messages, kwargs = to_template_messages(body.messages), body.template_kwargs()
+    with rename_field({"prompt": "messages"}), ExitStack() as resources:
         prompt = await server.build_prompt(
-            request, messages, rendering, bool(body.add_special_tokens), permissions.fairness_key, held
+            request, messages, kwargs, bool(body.add_special_tokens), permissions.fairness_key, resources
         )
         return prompt.token_ids

@@ -1,7 +1,7 @@
-"""How likely a guess is right: by drafter, confidence and position for all requests, and by each request's own record.
+"""Acceptance probability of draft tokens: by drafter, confidence and position, and by request.
 
-P(token right | the one before it right) is learned from every position that the text reached, whether the draft was
-verified or not. Positions behind the first wrong one say nothing, and neither does the end of a draft that was right.
+P(token accepted | those before it accepted) is learned from every draft position that the output reached,
+whether the draft was verified or not. Positions after the first wrong token carry no information.
 """
 
 from __future__ import annotations
@@ -13,54 +13,25 @@ from foreword.core.outputs import Draft
 
 __all__ = ["MODEL_PRIORS", "MODEL_PRIOR_TRIALS", "AcceptanceModel", "RequestAcceptance"]
 
-POSITION_GROUPS = (
-    0,
-    1,
-    2,
-    2,
-    3,
-    3,
-    3,
-    3,
-    4,
-    4,
-    4,
-    4,
-    4,
-    4,
-    4,
-    4,
-    5,
-)  # by position in the draft; beyond the end as the last
+POSITION_GROUPS = (0, 1, 2, 2, 3, 3, 3, 3, *(4,) * 8, 5)  # by position in the draft
 NUM_POSITION_GROUPS = 6
-CONFIDENCE_EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.93, 0.98)  # of the buckets of confidence
+CONFIDENCE_EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.93, 0.98)  # between the buckets
 CONFIDENCE_BUCKETS = tuple(sum(step / 64 >= edge for edge in CONFIDENCE_EDGES) for step in range(65))
-NO_CONFIDENCE, ALL_DRAFTS = 8, 9  # the bucket of drafts without confidence, and that of all drafts together
-PRIORS = (0.1, 0.3, 0.5, 0.67, 0.8, 0.9, 0.95, 0.98, 0.5, 0.5)
-MODEL_PRIORS = (
-    0.3,
-    0.5,
-    0.6,
-    0.75,
-    0.85,
-    0.9,
-    0.95,
-    0.98,
-    0.85,
-    0.85,
-)  # whoever brings a draft model chose it for the job
+NO_CONFIDENCE, ALL_DRAFTS = 8, 9  # buckets of drafts without confidence, and of all drafts
+PRIORS = (0.1, 0.3, 0.5, 0.67, 0.8, 0.9, 0.95, 0.98, 0.5, 0.5)  # by bucket
+MODEL_PRIORS = (0.3, 0.5, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98, 0.85, 0.85)  # a draft model is chosen to fit
 PRIOR_TRIALS, MODEL_PRIOR_TRIALS = 4.0, 8.0
-DECAY = 1 - 1 / 256  # of all requests, by trial of the same kind
+DECAY = 1 - 1 / 256  # per trial of the same bucket and position group, over all requests
 REQUEST_PRIOR_TRIALS = 4.0
-REQUEST_DECAY = 1 - 1 / 32  # of a request, by trial
+REQUEST_DECAY = 1 - 1 / 32  # per trial of the request
 MAX_PROB = 0.995
 
 
 class RequestAcceptance:
-    """How a drafter does on one request, beside what is usual for guesses like those.
+    """A drafter's acceptance on one request, relative to the mean.
 
-    The request's own probability is `shift + slope * p` for a usual p: fewer hits than expected scale the hits down,
-    fewer misses the misses.
+    Its probability is `shift + slope * p` for a mean p: fewer hits than expected scale the hits down, fewer
+    misses scale the misses down.
     """
 
     __slots__ = ("_expected", "_hits", "_trials", "shift", "slope")
@@ -70,16 +41,14 @@ class RequestAcceptance:
         self.shift, self.slope = 0.0, 1.0
 
     def update(self, hits: int, expected: float, trials: int) -> None:
-        """Take in guesses of which `hits` were right and `expected` should have been."""
+        """Learn from `trials` draft tokens: `hits` were accepted, `expected` were predicted to be."""
         kept = REQUEST_DECAY**trials
         self._hits = self._hits * kept + hits
         self._expected = self._expected * kept + expected
         self._trials = self._trials * kept + trials
         if self._hits < self._expected:
-            self.shift, self.slope = (
-                0.0,
-                (self._hits + REQUEST_PRIOR_TRIALS) / (self._expected + REQUEST_PRIOR_TRIALS),
-            )
+            self.shift = 0.0
+            self.slope = (self._hits + REQUEST_PRIOR_TRIALS) / (self._expected + REQUEST_PRIOR_TRIALS)
         else:
             misses, expected_misses = self._trials - self._hits, self._trials - self._expected
             self.slope = (misses + REQUEST_PRIOR_TRIALS) / (expected_misses + REQUEST_PRIOR_TRIALS)
@@ -87,7 +56,7 @@ class RequestAcceptance:
 
 
 class AcceptanceModel:
-    """How a drafter does on all requests: P(right) by bucket of confidence and group of positions."""
+    """A drafter's acceptance on all requests, by confidence bucket and position group."""
 
     def __init__(self, priors: Sequence[float] = PRIORS, prior_trials: float = PRIOR_TRIALS) -> None:
         self._priors = priors
@@ -98,64 +67,64 @@ class AcceptanceModel:
         self._mean_hit_rate = self._mean_confidence = 0.5
 
     def update(self, draft: Draft, output_ids: Sequence[int], request: RequestAcceptance) -> int:
-        """Learn from what the text went on with; returns how many guesses were right."""
-        guesses = draft.token_ids
-        reached = min(len(guesses), len(output_ids))
-        right = next((i for i in range(reached) if guesses[i] != output_ids[i]), reached)
-        trials = min(right + 1, reached)
+        """Learn from the output where the draft began; returns the number of correct draft tokens."""
+        draft_ids = draft.token_ids
+        reached = min(len(draft_ids), len(output_ids))
+        hits = next((i for i in range(reached) if draft_ids[i] != output_ids[i]), reached)
+        trials = min(hits + 1, reached)
         buckets = _confidence_buckets(draft, trials)
         expected = 0.0
         for position, bucket in enumerate(buckets):
             group = POSITION_GROUPS[position] if position < 16 else 5
             expected += self.hit_rates(bucket)[group]
-            self._add_trial(bucket, group, position < right)
-            self._add_trial(ALL_DRAFTS, group, position < right)
+            self._add_trial(bucket, group, position < hits)
+            self._add_trial(ALL_DRAFTS, group, position < hits)
         if draft.confidence:
-            self._update_means(draft.confidence[:trials], right)
-        request.update(right, expected, trials)
-        return right
+            self._update_means(draft.confidence[:trials], hits)
+        request.update(hits, expected, trials)
+        return hits
 
     def prefix_probs(self, draft: Draft, request: RequestAcceptance, min_prob: float) -> list[float]:
-        """P(all guesses up to each are right), for this request; ends before it falls below `floor`."""
+        """P(all tokens up to each are accepted), for this request, while it is at least `min_prob`."""
         shift, slope = request.shift, request.slope
-        chances: list[float] = []
-        chance = 1.0
+        probs: list[float] = []
+        prob = 1.0
         for position, bucket in enumerate(_confidence_buckets(draft, len(draft.token_ids))):
-            usual = self._hit_rates[bucket] or self.hit_rates(bucket)
-            chance *= min(shift + slope * usual[POSITION_GROUPS[position] if position < 16 else 5], MAX_PROB)
-            if chance < min_prob:
+            rates = self._hit_rates[bucket] or self.hit_rates(bucket)
+            prob *= min(shift + slope * rates[POSITION_GROUPS[position] if position < 16 else 5], MAX_PROB)
+            if prob < min_prob:
                 break
-            chances.append(chance)
-        return chances
+            probs.append(prob)
+        return probs
 
     def expected_prefix_probs(self, request: RequestAcceptance, draft_len: int) -> list[float]:
-        """The same for a draft of `length` tokens that does not exist yet."""
-        usual = self.hit_rates(ALL_DRAFTS)
-        chances: list[float] = []
-        chance = 1.0
+        """The same for a draft of `draft_len` tokens that is not proposed yet."""
+        rates = self.hit_rates(ALL_DRAFTS)
+        probs: list[float] = []
+        prob = 1.0
         for position in range(draft_len):
-            chance *= min(request.shift + request.slope * usual[POSITION_GROUPS[min(position, 16)]], MAX_PROB)
-            chances.append(chance)
-        return chances
+            prob *= min(request.shift + request.slope * rates[POSITION_GROUPS[min(position, 16)]], MAX_PROB)
+            probs.append(prob)
+        return probs
 
     @property
     def num_trials(self) -> float:
-        """How many guesses of late were scored."""
+        """Decayed number of scored draft tokens."""
         return sum(self._trials[ALL_DRAFTS])
 
     def hit_rates(self, bucket: int) -> list[float]:
-        """P(right) by group of positions; where little is known, that of the group before it."""
-        usual = self._hit_rates[bucket]
-        if usual is None:
-            usual, before = [], self._priors[bucket]
+        """P(accepted) by position group; the prior of a group is the rate of the group before it."""
+        rates = self._hit_rates[bucket]
+        if rates is None:
+            rates, prior = [], self._priors[bucket]
             for hits, trials in zip(self._hits[bucket], self._trials[bucket], strict=True):
-                before = (hits + self._prior_trials * before) / (trials + self._prior_trials)
-                usual.append(before)
-            self._hit_rates[bucket] = usual
-        return usual
+                prior = (hits + self._prior_trials * prior) / (trials + self._prior_trials)
+                rates.append(prior)
+            self._hit_rates[bucket] = rates
+        return rates
 
     def to_confidence(self, prob: float) -> float:
-        """What a drafter's own product of confidences is where the chance is this: some state less than they hold."""
+        """The drafter's confidence product for a true probability: calibrates over- and underconfidence."""
         exponent = math.log(self._mean_confidence) / math.log(self._mean_hit_rate)
         return math.pow(min(max(prob, 1e-6), 1.0), exponent)
 
@@ -166,19 +135,15 @@ class AcceptanceModel:
         self._hit_rates[bucket] = None
 
     def _update_means(self, confidence: Sequence[float], num_hits: int) -> None:
-        """Follow the mean confidence and the mean of hits, both kept off 0 and 1."""
-        for position, stated in enumerate(confidence):
-            self._mean_confidence = DECAY * self._mean_confidence + (1 - DECAY) * max(0.01, min(0.99, stated))
-            self._mean_hit_rate = DECAY * self._mean_hit_rate + (1 - DECAY) * (
-                0.99 if position < num_hits else 0.01
-            )
+        """Update the means of confidence and hits, both kept away from 0 and 1."""
+        for position, value in enumerate(confidence):
+            hit = 0.99 if position < num_hits else 0.01
+            self._mean_confidence = DECAY * self._mean_confidence + (1 - DECAY) * max(0.01, min(0.99, value))
+            self._mean_hit_rate = DECAY * self._mean_hit_rate + (1 - DECAY) * hit
 
 
 def _confidence_buckets(draft: Draft, count: int) -> Sequence[int]:
-    """Buckets of the first `count` guesses."""
+    """Confidence buckets of the first `count` tokens."""
     if len(draft.confidence) < count:
         return (NO_CONFIDENCE,) * count
-    return [
-        CONFIDENCE_BUCKETS[int(stated * 64) if 0.0 <= stated <= 1.0 else 0]
-        for stated in draft.confidence[:count]
-    ]
+    return [CONFIDENCE_BUCKETS[int(c * 64) if 0.0 <= c <= 1.0 else 0] for c in draft.confidence[:count]]

@@ -1,4 +1,4 @@
-"""Who is left alone for a while: asking for drafts takes time, which is lost where none comes of it that pays."""
+"""Backoff for requests whose drafts do not pay: proposing costs time too."""
 
 from __future__ import annotations
 
@@ -8,41 +8,37 @@ from foreword.speculation.control.fairness import TrackedRequest
 
 __all__ = ["Backoff"]
 
-MISSES_BEFORE_BACKOFF = 4  # asks without a draft that pays before a request is left alone for a while
-INITIAL_MISSES = 7  # as if so many had been in vain already, where no request's guesses come true at present
-MAX_PROPOSAL_OVERHEAD = (
-    0.004  # of the time may go into asking in vain; where it takes less, nobody is left alone
-)
+MISSES_BEFORE_BACKOFF = 4  # proposals without a draft that pays
+INITIAL_MISSES = 7  # of a new request while the mean hit rate is 0
+MAX_PROPOSAL_OVERHEAD = 0.004  # share of the time spent on unused proposals; below it there is no backoff
 
 
 class Backoff:
-    """Spells are powers of two and end where such a number divides the round: requests wake together, so that a model can draft
-    for all of them in the same passes.
+    """Backoff lengths are powers of two that end at their multiples: requests resume together.
 
-    asking  what asking in vain takes, as a share of a step
+    So a model can draft for all of them in the same passes.
     """
 
     def __init__(self) -> None:
-        self.proposal_overhead = 0.0
+        self.proposal_overhead = 0.0  # cost of unused proposals, as a share of a step
 
     def start(self, request: TrackedRequest, mean_hit_rate: float) -> None:
-        """A request begins, where this share of the others' guesses comes true at present."""
+        """A request begins, at the present mean hit rate of the others."""
         request.misses = round((1.0 - mean_hit_rate) * INITIAL_MISSES)
 
     def record_cost(self, share: float) -> None:
-        """Of a step, asking without a draft took this share."""
+        """Proposing without a usable draft took this share of a step."""
         self.proposal_overhead += (share - self.proposal_overhead) / 16 if self.proposal_overhead else share
 
     def record_miss(self, request: TrackedRequest, step_index: int, max_steps: int) -> None:
-        """No draft in the round `now`; a request that has had none for long sleeps for growing spells, if asking costs."""
+        """No draft in this step; after several misses the request backs off, for at most `max_steps`."""
         request.misses += 1
         if request.misses > MISSES_BEFORE_BACKOFF and max_steps:
-            spell = self.length(request.misses - MISSES_BEFORE_BACKOFF, max_steps)
-            request.skip_until = (step_index // spell + 1) * spell
+            length = self.length(request.misses - MISSES_BEFORE_BACKOFF, max_steps)
+            request.skip_until = (step_index // length + 1) * length
 
     def length(self, num_failures: int, max_steps: int) -> int:
-        """Rounds to leave alone what was in vain so many times: a power of two, the longer the more asking costs."""
-        most = min(
-            1 << min(num_failures, 10), max_steps, math.ceil(self.proposal_overhead / MAX_PROPOSAL_OVERHEAD)
-        )
-        return 1 << max(most - 1, 0).bit_length()
+        """Steps of backoff after `num_failures`: a power of two that grows with the cost of proposing."""
+        overhead = math.ceil(self.proposal_overhead / MAX_PROPOSAL_OVERHEAD)
+        steps = min(1 << min(num_failures, 10), max_steps, overhead)
+        return 1 << max(steps - 1, 0).bit_length()

@@ -1,7 +1,7 @@
-"""How much to draft: measured costs, learned acceptance, and nobody slower than without.
+"""Adaptive draft length: measured costs, learned acceptance, and no request slower than without drafts.
 
-Each step maximises expected tokens by cost over all requests together (admission), within what every request may be
-delayed (ledger). Beliefs about costs and acceptance are corrected by each step; a watchdog doubts the result as a whole.
+Each step maximises expected tokens per cost over all requests (selection.py), within each request's delay
+budget (fairness.py). Each step corrects costs and acceptance; a watchdog checks the total effect.
 """
 
 from __future__ import annotations
@@ -31,45 +31,30 @@ from foreword.speculation.control.selection import (
     select_rows,
 )
 from foreword.speculation.control.watchdog import ExplorationBudget
-from foreword.speculation.policy import PrefillLoad, Proposal, StepRecord
+from foreword.speculation.policy import Policy, PrefillLoad, Proposal, StepRecord
 
 __all__ = ["DraftLengthController"]
 
-MAX_TOTAL_DRAFT_TOKENS, MIN_DRAFT_LEN_BOUND = (
-    128,
-    4,
-)  # guesses that all requests together are asked for, and each at least
-MIN_PREFIX_PROB = 0.01  # guesses less likely than this are never worth a row
-MAX_BACKOFF_NO_CANDIDATE = 32  # rounds, while nothing is offered
-MAX_BACKOFF_NOT_WORTH_IT = 64  # rounds, while what is offered does not pay
-MAX_BACKOFF_DELAY_BUDGET = (
-    8  # asks, while others would be delayed by too much: asking in vain delays them as well
-)
-NO_BACKOFF_STEPS = (
-    8  # rounds that nobody is left alone after a model drafted: it may for all in the same passes
-)
-NUM_BASELINE_STEPS = 2  # last steps of a rest, for the watchdog to compare with what comes after
-STEPS_BETWEEN_PROBES = 32  # rounds
-MIN_SCORED = 16  # guesses of a model that were scored, before more is invested in it than a stake
-DEFAULT_OUTPUT_TOKENS = 128.0  # tokens, before any has ended
-NO_CANDIDATE, NOT_WORTH_IT, DELAY_BUDGET, BASELINE_STEP, BACKOFF = (
-    "nothing to guess from",
-    "does not pay",
-    "ledger",
-    "watchdog",
-    "asleep",
-)
+MAX_TOTAL_DRAFT_TOKENS = 128  # proposed for all requests together
+MIN_DRAFT_LEN_BOUND = 4  # proposed for each request at least
+MIN_PREFIX_PROB = 0.01  # less likely draft tokens are never verified
+MAX_BACKOFF_NO_CANDIDATE = 32  # steps, while nothing is proposed
+MAX_BACKOFF_NOT_WORTH_IT = 64  # steps, while drafts do not pay
+MAX_BACKOFF_DELAY_BUDGET = 8  # steps, while drafts would delay others too much: so does proposing
+NO_BACKOFF_STEPS = 8  # after a draft model ran: it may draft for all requests in the same passes
+NUM_BASELINE_STEPS = 2  # last steps of a pause, measured for the watchdog
+STEPS_BETWEEN_PROBES = 32
+MIN_SCORED = 16  # scored draft tokens of a model that end its trial
+DEFAULT_OUTPUT_TOKENS = 128.0  # mean output length before any request has ended
+# reasons for no draft, label values of a metric
+NO_CANDIDATE, NOT_WORTH_IT, DELAY_BUDGET = "nothing to guess from", "does not pay", "ledger"
+BASELINE_STEP, BACKOFF = "watchdog", "asleep"
 
 logger = logging.getLogger(__name__)
 
 
-class DraftLengthController:
-    """The policy of adaptive drafting. All time comes in by measured(): the same calls give the same decisions.
-
-    calibration  what steps cost on this machine
-    max_tokens   longest draft
-    passes       what a pass costs, of each drafter that runs a model
-    """
+class DraftLengthController(Policy):
+    """The policy of adaptive draft lengths. It reads no clock, so its calls determine its decisions."""
 
     def __init__(
         self, calibration: Calibration, max_tokens: int, pass_costs: Mapping[str, PassCost] | None = None
@@ -77,14 +62,13 @@ class DraftLengthController:
         self._max_tokens = max_tokens
         self._cost_model = CostModel(calibration, pass_costs or {})
         self._acceptance: defaultdict[str, AcceptanceModel] = defaultdict(AcceptanceModel)
-        self._acceptance.update(
-            {drafter: AcceptanceModel(MODEL_PRIORS, MODEL_PRIOR_TRIALS) for drafter in pass_costs or {}}
-        )
+        for drafter in pass_costs or {}:
+            self._acceptance[drafter] = AcceptanceModel(MODEL_PRIORS, MODEL_PRIOR_TRIALS)
         self._gates = {drafter: DraftModelGate() for drafter in pass_costs or {}}
         self._delay_ledger = DelayLedger()
         self._exploration_budget = ExplorationBudget()
         self._requests: dict[str, TrackedRequest] = {}
-        self._sampler_classes: dict[str, int] = {}
+        self._sampler_classes: dict[str, int] = {}  # of requests that are not greedy
         self._nonspeculative: dict[str, DelayBudget] = {}
         self._mean_output_tokens = DEFAULT_OUTPUT_TOKENS
         self._step_index = 0
@@ -103,11 +87,11 @@ class DraftLengthController:
         self._length_counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self._no_draft_counts: Counter[str] = Counter()
 
-    # The life of a request
+    # Requests
 
     def start(self, state: RequestState) -> None:
-        account = self._delay_ledger.open(state.id, state.params.max_tokens)
-        request = self._requests[state.id] = TrackedRequest(state, self._max_tokens, account)
+        budget = self._delay_ledger.open(state.id, state.params.max_tokens)
+        request = self._requests[state.id] = TrackedRequest(state, self._max_tokens, budget)
         self._backoff.start(request, self._delay_ledger.mean_hit_rate)
         self._no_plan_until.clear()
         if request.sampler_class:
@@ -119,22 +103,22 @@ class DraftLengthController:
         self._sampler_classes.pop(request_id, None)
         self._delay_ledger.close(request_id)
 
-    # A round
+    # A step
 
     def record_acceptance(self, state: RequestState, draft: Draft, output_ids: Sequence[int]) -> None:
         request = self._requests[state.id]
-        right = self._acceptance[draft.drafter].update(draft, output_ids, request.acceptance[draft.drafter])
+        hits = self._acceptance[draft.drafter].update(draft, output_ids, request.acceptance[draft.drafter])
         if request.probe_cost and draft.drafter in self._gates:
-            if right:
+            if hits:
                 self._exploration_budget.refund(request.probe_cost)
             request.probe_cost = 0.0
-        request.first_hit |= right > 0
+        request.first_hit |= hits > 0
 
     def max_draft_len(self, draft_request: DraftRequest) -> int:
         request = self._requests[draft_request.state.id]
         request.context_len = draft_request.num_tokens
         if not self._requests_this_step:
-            self._draft_cost = 0.0  # of a step that was not measured
+            self._draft_cost = 0.0  # the last step was not recorded
         self._requests_this_step.append(request)
         if self._cost_model.watchdog.pause_steps:
             self._count_no_draft(request, BASELINE_STEP)
@@ -144,99 +128,83 @@ class DraftLengthController:
             return 0
         self._delay_ledger.record_hit(request.delay_budget, request.first_hit)
         request.first_hit = False
-        return min(
-            request.max_draft_len, max(MAX_TOTAL_DRAFT_TOKENS // len(self._requests), MIN_DRAFT_LEN_BOUND)
-        )
+        share = max(MAX_TOTAL_DRAFT_TOKENS // len(self._requests), MIN_DRAFT_LEN_BOUND)
+        return min(request.max_draft_len, share)
 
     def plan_draft_model(
         self, proposals: Sequence[Proposal], load: PrefillLoad, drafter: str, pending_rows: Sequence[int]
     ) -> list[tuple[int, float]]:
-        wanted = [(0, 0.0)] * len(proposals)
+        draft_plans = [(0, 0.0)] * len(proposals)
         if self._wants_baseline(load) or not proposals:
-            return wanted
-        frame = self._make_base_step(load)
+            return draft_plans
+        base_step = self._make_base_step(load)
         if self._step_index < self._no_plan_until[drafter]:
-            return wanted
-        plan = self._best_plan(proposals, drafter, pending_rows, frame)
+            return draft_plans
+        plan = self._best_plan(proposals, drafter, pending_rows, base_step)
         if plan is None:
             self._failures[drafter] += 1
-            self._no_plan_until[drafter] = self._step_index + self._backoff.length(
-                self._failures[drafter], MAX_BACKOFF_NO_CANDIDATE
-            )
-            self._explore(proposals, drafter, pending_rows, wanted)
-            return wanted
+            backoff = self._backoff.length(self._failures[drafter], MAX_BACKOFF_NO_CANDIDATE)
+            self._no_plan_until[drafter] = self._step_index + backoff
+            self._explore(proposals, drafter, pending_rows, draft_plans)
+            return draft_plans
         self._failures[drafter] = 0
-        worth = self._min_prob(plan, drafter, frame)
-        for member in plan.requests:
-            wanted[member.index] = plan.draft_len, worth
+        min_prob = self._min_prob(plan, drafter, base_step)
+        for request in plan.requests:
+            draft_plans[request.index] = plan.draft_len, min_prob
         self._last_plan_step = self._step_index
         self._draft_cost += plan.draft_cost + plan.catch_up_cost
-        return wanted
+        return draft_plans
 
     def select(self, proposals: Sequence[Proposal], load: PrefillLoad) -> list[Draft | None]:
-        admitted: list[Draft | None] = [None] * len(proposals)
-        found = self._find_candidates(proposals, self._wants_baseline(load))
-        choice, reason = (
-            self._select_drafts(found, self._make_base_step(load)) if found else (Selection(()), NOT_WORTH_IT)
-        )
-        for candidate, length in zip(found, choice.lengths, strict=True):
+        drafts: list[Draft | None] = [None] * len(proposals)
+        candidates = self._find_candidates(proposals, self._wants_baseline(load))
+        selection, reason = Selection(()), NOT_WORTH_IT
+        if candidates:
+            selection, reason = self._select_drafts(candidates, self._make_base_step(load))
+        max_backoff = MAX_BACKOFF_NOT_WORTH_IT if reason is NOT_WORTH_IT else MAX_BACKOFF_DELAY_BUDGET
+        for candidate, length in zip(candidates, selection.lengths, strict=True):
             if length:
-                admitted[candidate.index] = self._accept(candidate, length)
+                drafts[candidate.index] = self._accept(candidate, length)
             else:
-                self._reject(
-                    candidate.request,
-                    reason,
-                    MAX_BACKOFF_NOT_WORTH_IT if reason is NOT_WORTH_IT else MAX_BACKOFF_DELAY_BUDGET,
-                )
+                self._reject(candidate.request, reason, max_backoff)
         self._last_was_empty = bool(proposals) and not self._draft_cost
-        self._steps_to_skip = 0 if any(choice.lengths) else self._skippable_steps()
+        self._steps_to_skip = 0 if any(selection.lengths) else self._skippable_steps()
         self._base_step = None
         self._step_index += 1
         self._requests_this_step.clear()
-        return admitted
-
-    def fixed_draft_len(self, draft_requests: Sequence[DraftRequest]) -> int:
-        """Never: what a draft is worth is known once it is there, and what it costs only where its passes are timed."""
-        return 0
+        return drafts
 
     def num_steps_to_skip(self) -> int:
-        idle, self._steps_to_skip = self._steps_to_skip, 0
-        return idle
+        num_steps, self._steps_to_skip = self._steps_to_skip, 0
+        return num_steps
 
     def record_skipped(self, num_steps: int, num_requests: int) -> None:
         self._step_index += num_steps
-        self._no_draft_counts[BASELINE_STEP if self._cost_model.watchdog.pause_steps else BACKOFF] += (
-            num_requests
-        )
+        reason = BASELINE_STEP if self._cost_model.watchdog.pause_steps else BACKOFF
+        self._no_draft_counts[reason] += num_requests
         self._cost_model.watchdog.record_skipped(num_steps)
         self._delay_ledger.advance_time(num_steps * self._last_plain_cost)
 
     def record_step(self, step_record: StepRecord) -> None:
-        machine = self._cost_model
-        tally = machine.summarize(step_record.requests, self._sampler_classes)
-        self._last_plain_cost = self._plain_cost(tally.plain_shape, not tally.is_decode_only)
-        cost, drafting = machine.record_step(tally, step_record.seconds_by_stage, self._draft_cost)
+        model = self._cost_model
+        summary = model.summarize(step_record.requests, self._sampler_classes)
+        self._last_plain_cost = self._plain_cost(summary.plain_shape, not summary.is_decode_only)
+        cost, drafting = model.record_step(summary, step_record.seconds_by_stage, self._draft_cost)
         if self._last_was_empty:
-            self._backoff.record_cost(drafting / cost + 1.0 - self._overlap_ratio(not tally.is_decode_only))
+            self._backoff.record_cost(drafting / cost + 1.0 - self._overlap_ratio(not summary.is_decode_only))
         self._draft_cost = 0.0
-        self._delay_ledger.record_step(
-            step_record.requests,
-            self._last_plain_cost,
-            cost + drafting,
-            machine.step_costs.saving_per_request(tally.plain_shape),
-        )
-        self._exploration_budget.earn((cost + drafting) * machine.drift)
+        saving = model.step_costs.saving_per_request(summary.plain_shape)
+        self._delay_ledger.record_step(step_record.requests, self._last_plain_cost, cost + drafting, saving)
+        self._exploration_budget.earn((cost + drafting) * model.drift)
         if len(self._delay_ledger.budgets) > len(self._requests) or self._nonspeculative:
-            self._track_nonspeculative({one.state.id for one in step_record.requests})
+            self._track_nonspeculative({request.state.id for request in step_record.requests})
 
     def enable_overlap(self) -> None:
         self._cost_model.enable_overlap()
 
     def record_overlap_step(self, step_record: StepRecord) -> None:
-        self._cost_model.record_overlap_step(
-            self._cost_model.summarize(step_record.requests, self._sampler_classes),
-            step_record.seconds_by_stage,
-        )
+        summary = self._cost_model.summarize(step_record.requests, self._sampler_classes)
+        self._cost_model.record_overlap_step(summary, step_record.seconds_by_stage)
 
     def stats(self) -> DraftingStats:
         return DraftingStats(
@@ -250,56 +218,47 @@ class DraftLengthController:
     # The next step
 
     def _make_base_step(self, load: PrefillLoad) -> BaseStep:
-        """The next step, from those that asked this round and those that never ask."""
+        """The next step without drafts: requests that could draft, and those without speculation."""
         if self._base_step is None:
-            machine = self._cost_model
-            accounts = [request.delay_budget for request in self._requests_this_step]
-            context = load.num_context_tokens + sum(
-                request.context_len for request in self._requests_this_step
-            )
+            requests, has_prefill = self._requests_this_step, load.num_rows > 0
+            budgets = [request.delay_budget for request in requests]
+            context = load.num_context_tokens + sum(request.context_len for request in requests)
             if self._nonspeculative:
-                accounts += self._nonspeculative.values()
-                context += sum(account.context_len for account in self._nonspeculative.values())
-            extra = (
-                sum(
-                    machine.sampling_costs.extra_cost(request.sampler_class)
-                    for request in self._requests_this_step
-                )
-                if self._sampler_classes
-                else 0.0
+                budgets += self._nonspeculative.values()
+                context += sum(budget.context_len for budget in self._nonspeculative.values())
+            extra = 0.0
+            if self._sampler_classes:
+                extra = sum(map(self._extra_sampling_cost, requests))
+            shape = StepShape(len(budgets) + load.num_rows, len(budgets), context, 0, extra)
+            cost, plain_cost = (
+                self._cost_model.step_costs.cost_of(shape),
+                self._plain_cost(shape, has_prefill),
             )
-            shape = StepShape(len(accounts) + load.num_rows, len(accounts), context, 0, extra)
-            self._base_step = BaseStep(
-                shape,
-                machine.step_costs.cost_of(shape),
-                self._plain_cost(shape, load.num_rows > 0),
-                accounts,
-                load.num_rows > 0,
-            )
+            self._base_step = BaseStep(shape, cost, plain_cost, budgets, has_prefill)
         return self._base_step
 
+    def _extra_sampling_cost(self, request: TrackedRequest) -> float:
+        return self._cost_model.sampling_costs.extra_cost(request.sampler_class)
+
     def _overlap_ratio(self, has_prefill: bool) -> float:
-        """What the next step takes without drafts, as a share of what it takes if they are asked for."""
+        """Cost ratio of the next step without proposing, which can overlap with the host."""
         return 1.0 if has_prefill else self._cost_model.overlap_ratio(self._sampler_classes.values())
 
     def _plain_cost(self, shape: StepShape, has_prefill: bool) -> float:
-        """What plain decoding would take for a step, which would still serve the ghosts."""
-        ghosts = self._delay_ledger.departed
-        costs = self._cost_model.step_costs
-        return self._overlap_ratio(has_prefill) * costs.cost_of(
-            shape.with_requests(len(ghosts), self._delay_ledger.departed_context) if ghosts else shape
-        )
+        """Cost of a step in plain decoding, which would still serve the departed requests."""
+        ledger = self._delay_ledger
+        if ledger.departed:
+            shape = shape.with_requests(len(ledger.departed), ledger.departed_context)
+        return self._overlap_ratio(has_prefill) * self._cost_model.step_costs.cost_of(shape)
 
     def _costs_by_draft_rows(self, base_step: BaseStep, max_rows: int) -> Sequence[float]:
-        """Of the step with 0, 1, ... drafted rows; without any it could be computed ahead."""
-        costs, ahead = (
-            self._cost_model.step_costs.with_extra_rows(base_step.shape, max_rows),
-            self._overlap_ratio(base_step.has_prefill),
-        )
-        return costs if ahead == 1.0 else [ahead * costs[0], *costs[1:]]
+        """Costs of the step with 0, 1, ... draft rows; with 0 it could overlap with the host."""
+        costs = self._cost_model.step_costs.with_extra_rows(base_step.shape, max_rows)
+        ratio = self._overlap_ratio(base_step.has_prefill)
+        return costs if ratio == 1.0 else [ratio * costs[0], *costs[1:]]
 
     def _skippable_steps(self) -> int:
-        """For how many rounds from the next on nobody would draft. Who has not asked yet could at any time."""
+        """Steps from the next one on in which no request would draft; unseen requests could at any time."""
         watchdog = self._cost_model.watchdog
         if len(self._requests_this_step) < len(self._requests) or not self._requests_this_step:
             return 0
@@ -307,104 +266,87 @@ class DraftLengthController:
             return max(watchdog.pause_steps - NUM_BASELINE_STEPS, 0)
         if self._step_index + 1 < self._last_plan_step + NO_BACKOFF_STEPS:
             return 0
-        return max(
-            min(request.skip_until for request in self._requests_this_step) - (self._step_index + 1), 0
-        )
+        skip_until = min(request.skip_until for request in self._requests_this_step)
+        return max(skip_until - (self._step_index + 1), 0)
 
     def _track_nonspeculative(self, served_ids: set[str]) -> None:
-        """Requests that may not be drafted for are known from the steps they are in, and forgotten with them."""
-        for request_id in [
-            id_ for id_ in self._delay_ledger.budgets if id_ not in self._requests and id_ not in served_ids
-        ]:
-            self._delay_ledger.close(request_id)
-        self._nonspeculative = {
-            id_: a for id_, a in self._delay_ledger.budgets.items() if id_ not in self._requests
-        }
+        """Update requests without speculation, which are known only from recorded steps."""
+        ledger = self._delay_ledger
+        for id_ in [id_ for id_ in ledger.budgets if id_ not in self._requests and id_ not in served_ids]:
+            ledger.close(id_)
+        self._nonspeculative = {id_: b for id_, b in ledger.budgets.items() if id_ not in self._requests}
 
     # Which drafts are verified
 
     def _wants_baseline(self, load: PrefillLoad) -> bool:
-        """The watchdog wants a plain step; one that computes prompts beside would tell it nothing."""
+        """The watchdog needs a plain step; one with prefill cannot serve as its baseline."""
         return self._cost_model.watchdog.wants_baseline and not load.num_rows
 
     def _find_candidates(self, proposals: Sequence[Proposal], wants_baseline: bool) -> list[Candidate]:
-        """The best draft of each offer that has one with a chance."""
-        found: list[Candidate] = []
-        for index, offer in enumerate(proposals):
-            request = self._tracked(offer)
-            if not offer.drafts:
+        """The best draft of each proposal that has a useful one."""
+        candidates: list[Candidate] = []
+        for index, proposal in enumerate(proposals):
+            request = self._tracked(proposal)
+            if not proposal.drafts:
                 self._reject(request, NO_CANDIDATE, MAX_BACKOFF_NO_CANDIDATE)
                 continue
             if wants_baseline:
                 self._count_no_draft(request, BASELINE_STEP)
                 continue
-            candidate = self._best_candidate(index, request, offer.drafts)
+            candidate = self._best_candidate(index, request, proposal.drafts)
             if candidate.gains:
-                found.append(candidate)
+                candidates.append(candidate)
             else:
                 self._reject(request, NOT_WORTH_IT, MAX_BACKOFF_NOT_WORTH_IT)
-        return found
+        return candidates
 
     def _best_candidate(self, index: int, request: TrackedRequest, drafts: Sequence[Draft]) -> Candidate:
-        best, chances = drafts[0], self._prefix_probs(request, drafts[0])
+        best, best_probs = drafts[0], self._prefix_probs(request, drafts[0])
         for draft in drafts[1:]:
-            others = self._prefix_probs(request, draft)
-            if sum(others) > sum(chances):
-                best, chances = draft, others
-        return Candidate(index, request, best, chances, self._net_gains(request, chances))
+            probs = self._prefix_probs(request, draft)
+            if sum(probs) > sum(best_probs):
+                best, best_probs = draft, probs
+        # tokens that plain decoding would yield in the time of the request's own cost per row
+        row_cost = self._cost_model.step_costs.context_cost(request.context_len)
+        price = self._token_rate * (row_cost + self._extra_sampling_cost(request))
+        gains = [prob - price for prob in best_probs if prob > price] if price else best_probs
+        return Candidate(index, request, best, best_probs, gains)
 
     def _prefix_probs(self, request: TrackedRequest, draft: Draft) -> list[float]:
-        return self._acceptance[draft.drafter].prefix_probs(
-            draft, request.acceptance[draft.drafter], MIN_PREFIX_PROB
-        )
-
-    def _net_gains(self, request: TrackedRequest, prefix_probs: Sequence[float]) -> Sequence[float]:
-        """Chances less the tokens that could be had in the time that each row takes beyond any row."""
-        machine = self._cost_model
-        price = self._token_rate * (
-            machine.step_costs.context_cost(request.context_len)
-            + machine.sampling_costs.extra_cost(request.sampler_class)
-        )
-        return [chance - price for chance in prefix_probs if chance > price] if price else prefix_probs
+        acceptance = request.acceptance[draft.drafter]
+        return self._acceptance[draft.drafter].prefix_probs(draft, acceptance, MIN_PREFIX_PROB)
 
     def _select_drafts(self, candidates: Sequence[Candidate], base_step: BaseStep) -> tuple[Selection, str]:
-        """How many tokens of each candidate are verified, and why not those of the others."""
+        """Draft lengths of all candidates, and the reason of the rejected ones."""
         costs = self._costs_by_draft_rows(base_step, sum(len(candidate.gains) for candidate in candidates))
-        choice = select_rows(candidates, base_step, costs, self._draft_cost, self._backoff.proposal_overhead)
-        if choice.limited_by_budget and not choice.rate:
-            return choice, DELAY_BUDGET
-        if not choice.rate:
+        selection = select_rows(
+            candidates, base_step, costs, self._draft_cost, self._backoff.proposal_overhead
+        )
+        if selection.limited_by_budget and not selection.rate:
+            return selection, DELAY_BUDGET
+        if not selection.rate:
             return self._probe(candidates, base_step, costs), NOT_WORTH_IT
-        self._token_rate = choice.rate
-        if self._cost_model.watchdog.is_baseline_stale and self._exploration_budget.take(
-            self._baseline_step_cost(base_step)
-        ):
-            return Selection([0] * len(candidates)), BASELINE_STEP
-        return choice, NOT_WORTH_IT
+        self._token_rate = selection.rate
+        if self._cost_model.watchdog.is_baseline_stale:
+            lost = max(base_step.plain_cost - base_step.shape.num_sampled / self._token_rate, 0.0)
+            if self._exploration_budget.take(lost * self._cost_model.drift):
+                return Selection([0] * len(candidates)), BASELINE_STEP
+        return selection, NOT_WORTH_IT
 
     def _probe(
         self, candidates: Sequence[Candidate], base_step: BaseStep, costs: Sequence[float]
     ) -> Selection:
-        """Rows that nearly pay are tried now and then: their costs are corrected only where they are used."""
-        nothing = Selection([0] * len(candidates))
+        """Occasionally verify rows that nearly pay: only measured row counts get their costs corrected."""
+        no_drafts = Selection([0] * len(candidates))
         if self._step_index < self._last_probe_step + STEPS_BETWEEN_PROBES:
-            return nothing
-        choice = nearest_paying(candidates, base_step, costs)
-        lost = (
-            costs[sum(choice.lengths)]
-            - choice.rate * costs[sum(choice.lengths)] * base_step.cost / base_step.shape.num_sampled
-        )
-        if not choice.rate or not self._exploration_budget.take(max(lost, 0.0) * self._cost_model.drift):
-            return nothing
+            return no_drafts
+        selection = nearest_paying(candidates, base_step, costs)
+        cost = costs[sum(selection.lengths)]
+        lost = cost - selection.rate * cost * base_step.cost / base_step.shape.num_sampled
+        if not selection.rate or not self._exploration_budget.take(max(lost, 0.0) * self._cost_model.drift):
+            return no_drafts
         self._last_probe_step = self._step_index
-        return choice
-
-    def _baseline_step_cost(self, base_step: BaseStep) -> float:
-        """Seconds lost by a plain step that only shows what plain steps take."""
-        return (
-            max(base_step.plain_cost - base_step.shape.num_sampled / self._token_rate, 0.0)
-            * self._cost_model.drift
-        )
+        return selection
 
     def _accept(self, candidate: Candidate, draft_len: int) -> Draft:
         draft = candidate.draft
@@ -415,7 +357,7 @@ class DraftLengthController:
         return Draft(draft.token_ids[:draft_len], draft.drafter, draft.confidence[:draft_len])
 
     def _reject(self, request: TrackedRequest, reason: str, max_backoff: int) -> None:
-        """No draft this time; after many of these a request is left alone, for at most so many rounds."""
+        """No draft in this step; after several the request backs off."""
         self._backoff.record_miss(request, self._step_index, max_backoff)
         self._count_no_draft(request, reason)
 
@@ -427,36 +369,39 @@ class DraftLengthController:
     def _tracked(self, proposal: Proposal) -> TrackedRequest:
         return self._requests[proposal.request.state.id]
 
-    # Drafters that run a model
+    # Draft models
 
     def _best_plan(
         self, proposals: Sequence[Proposal], drafter: str, pending_rows: Sequence[int], base_step: BaseStep
     ) -> DraftModelPlan | None:
-        """The best use of the drafter, beside what would be verified without it."""
-        given = self._baseline_probs(proposals, base_step)
-        members = [
-            self._make_model_request(index, offer, drafter, backlog, given.get(index, ()))
-            for index, (offer, backlog) in enumerate(zip(proposals, pending_rows, strict=True))
+        """The best plan for the drafter, in addition to the drafts of others."""
+        probs = self._baseline_probs(proposals, base_step)
+        requests = [
+            self._make_model_request(index, proposal, drafter, rows, probs.get(index, ()))
+            for index, (proposal, rows) in enumerate(zip(proposals, pending_rows, strict=True))
         ]
-        rows = sum(map(len, given.values()))
-        tokens = base_step.shape.num_sampled + sum(map(sum, given.values()))
-        costs = self._costs_by_draft_rows(base_step, rows + MAX_DRAFT_LEN * len(members))
-        paying = rank_plans(members, tokens, rows, costs, partial(self._cost_model.draft_cost, drafter))
-        return self._gates[drafter].select(
-            paying, base_step, self._acceptance[drafter].num_trials >= MIN_SCORED
-        )
+        base_rows = sum(map(len, probs.values()))
+        base_tokens = base_step.shape.num_sampled + sum(map(sum, probs.values()))
+        costs = self._costs_by_draft_rows(base_step, base_rows + MAX_DRAFT_LEN * len(requests))
+        draft_cost = partial(self._cost_model.draft_cost, drafter)
+        plans = rank_plans(requests, base_tokens, base_rows, costs, draft_cost)
+        is_proven = self._acceptance[drafter].num_trials >= MIN_SCORED
+        return self._gates[drafter].select(plans, base_step, is_proven)
 
     def _baseline_probs(
         self, proposals: Sequence[Proposal], base_step: BaseStep
     ) -> dict[int, Sequence[float]]:
-        """Chances of the guesses that would be verified as things stand, by offer."""
-        offered = [(index, offer) for index, offer in enumerate(proposals) if offer.drafts]
-        found = [self._best_candidate(index, self._tracked(offer), offer.drafts) for index, offer in offered]
-        if not found:
+        """Acceptance probabilities of the drafts that would be verified so far, by proposal."""
+        candidates = [
+            self._best_candidate(index, self._tracked(proposal), proposal.drafts)
+            for index, proposal in enumerate(proposals)
+            if proposal.drafts
+        ]
+        if not candidates:
             return {}
-        costs = self._costs_by_draft_rows(base_step, sum(len(one.gains) for one in found))
-        lengths = select_rows(found, base_step, costs, 0.0).lengths
-        return {one.index: one.prefix_probs[:length] for one, length in zip(found, lengths, strict=True)}
+        costs = self._costs_by_draft_rows(base_step, sum(len(candidate.gains) for candidate in candidates))
+        lengths = select_rows(candidates, base_step, costs, 0.0).lengths
+        return {c.index: c.prefix_probs[:length] for c, length in zip(candidates, lengths, strict=True)}
 
     def _make_model_request(
         self,
@@ -466,26 +411,21 @@ class DraftLengthController:
         num_pending_rows: int,
         baseline_probs: Sequence[float],
     ) -> DraftModelRequest:
-        request, ask = self._tracked(proposal), proposal.request
-        chances = self._acceptance[drafter].expected_prefix_probs(
-            request.acceptance[drafter], min(ask.max_tokens, MAX_DRAFT_LEN)
-        )
-        written = ask.num_tokens - ask.state.num_prompt
-        left = min(
-            max(self._mean_output_tokens - written, self._mean_output_tokens / 4),
-            ask.state.max_len - ask.num_tokens,
-        )
-        horizon = max(left / (1 + sum(chances[:4])), 1.0)
-        return DraftModelRequest(
-            index, request, chances, sum(baseline_probs), len(baseline_probs), num_pending_rows, horizon
-        )
+        request, state = self._tracked(proposal), proposal.request.state
+        draft_len = min(proposal.request.max_tokens, MAX_DRAFT_LEN)
+        probs = self._acceptance[drafter].expected_prefix_probs(request.acceptance[drafter], draft_len)
+        mean = self._mean_output_tokens
+        tokens_left = min(max(mean - state.num_output, mean / 4), state.max_len - len(state.tokens))
+        steps_left = max(tokens_left / (1 + sum(probs[:4])), 1.0)
+        base_tokens, base_rows = sum(baseline_probs), len(baseline_probs)
+        return DraftModelRequest(index, request, probs, base_tokens, base_rows, num_pending_rows, steps_left)
 
     def _min_prob(self, plan: DraftModelPlan, drafter: str, base_step: BaseStep) -> float:
-        """The chance below which a further guess is not worth its pass and its row, as the drafter itself would state it."""
-        members = len(plan.requests)
-        seconds = self._cost_model.draft_cost(drafter, members, members, 1) / members
-        row = max(plan.verify_cost - base_step.cost, 0.0) / (members * plan.draft_len)
-        return self._acceptance[drafter].to_confidence(plan.rate * (seconds + row))
+        """The drafter's confidence below which a further token does not pay for its pass and its row."""
+        count = len(plan.requests)
+        pass_cost = self._cost_model.draft_cost(drafter, count, count, 1) / count
+        row_cost = max(plan.verify_cost - base_step.cost, 0.0) / (count * plan.draft_len)
+        return self._acceptance[drafter].to_confidence(plan.rate * (pass_cost + row_cost))
 
     def _explore(
         self,
@@ -494,15 +434,14 @@ class DraftLengthController:
         pending_rows: Sequence[int],
         draft_plans: list[tuple[int, float]],
     ) -> None:
-        """Try one token of a drafter that is not believed to pay, if that was saved up for."""
-        least = max(min(pending_rows), FEW_PENDING_ROWS)
-        tried = [index for index, backlog in enumerate(pending_rows) if backlog <= least]
-        passes = self._cost_model.draft_cost(
-            drafter, sum(pending_rows[index] for index in tried), len(tried), 1
-        )
-        seconds = passes * self._cost_model.drift
+        """Draft one token with a drafter that does not seem to pay, if the exploration budget suffices."""
+        max_rows = max(min(pending_rows), FEW_PENDING_ROWS)
+        probed = [index for index, rows in enumerate(pending_rows) if rows <= max_rows]
+        total_rows = sum(pending_rows[index] for index in probed)
+        cost = self._cost_model.draft_cost(drafter, total_rows, len(probed), 1)
+        seconds = cost * self._cost_model.drift
         if self._exploration_budget.take(seconds):
-            self._draft_cost += passes
-            for index in tried:
+            self._draft_cost += cost
+            for index in probed:
                 draft_plans[index] = 1, 0.0
-                self._tracked(proposals[index]).probe_cost = seconds / len(tried)
+                self._tracked(proposals[index]).probe_cost = seconds / len(probed)

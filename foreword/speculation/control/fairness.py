@@ -1,7 +1,4 @@
-"""Requests as the controller knows them, and the step that comes next.
-
-How far each request is ahead of plain decoding, so that nobody pays for drafts of others.
-"""
+"""Fairness: each request's lead over plain decoding bounds how far drafts of others may delay it."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from foreword.speculation.policy import RequestStep
 
 __all__ = ["BaseStep", "DelayBudget", "DelayLedger", "TrackedRequest"]
 
-MAX_SLOWDOWN = 0.02  # of its time so far
-MAX_EXPECTED_GAIN = 0.03  # of its time, at most, is credited for what others will save it
-MIN_OUTPUT_TOKENS = 32
-HIT_CREDIT_STEPS = 2.0  # plain steps that a request may be behind whose own guesses are right every time: it will soon be ahead
+MAX_SLOWDOWN = 0.02  # of the request's time so far
+MAX_EXPECTED_GAIN = 0.03  # of the request's time that expected savings by others may add to its budget
+MIN_OUTPUT_TOKENS = 32  # assumed length of an output, for the initial budget
+HIT_CREDIT_STEPS = 2.0  # plain steps of budget at a hit rate of 1: such a request will soon be ahead
 HIT_RATE_ALPHA = 1 / 8
 MEAN_HIT_RATE_ALPHA = 1 / 64
 VACANCY_ALPHA = 1 / 16
@@ -27,71 +24,60 @@ VACANCY_ALPHA = 1 / 16
 
 @dataclass(slots=True)
 class DelayBudget:
-    """One request, in model seconds.
+    """Delay budget of one request. Times are model seconds."""
 
-    tokens   its answer is thought to have at least so many, for what it may fall behind at first
-    lead     how far it is ahead of plain decoding
-    plain    how long plain decoding would have taken so far
-    context  tokens it last read
-    promise  share of its next tokens that were guessed of late, verified or not
-    advance  what it will gain when those who are ahead now leave early
-    """
-
-    min_output_tokens: int
-    hit_rate: float = 0.0
-    ahead_s: float = 0.0
-    plain_s: float = 0.0
-    context_len: int = 0
-    expected_gain_s: float = 0.0
+    min_output_tokens: int  # assumed length of its output
+    hit_rate: float = 0.0  # share of its next tokens that were drafted correctly, verified or not
+    ahead_s: float = 0.0  # lead over plain decoding
+    plain_s: float = 0.0  # duration of plain decoding so far
+    context_len: int = 0  # tokens it last read
+    expected_gain_s: float = 0.0  # saved when requests that are ahead end early
 
     def allowance(self, plain_cost: float) -> float:
-        """How far it may still fall back, plain steps taking `step` each: 2 %, and what it can be expected to make up for."""
+        """Delay the request can still bear: its lead, 2 % of its time, and its expected gain."""
         time = max(self.plain_s, self.min_output_tokens * plain_cost)
         credit = HIT_CREDIT_STEPS * self.hit_rate * plain_cost * self.min_output_tokens / MIN_OUTPUT_TOKENS
-        return (
-            self.ahead_s + MAX_SLOWDOWN * time + min(self.expected_gain_s, MAX_EXPECTED_GAIN * time) + credit
-        )
+        gain = min(self.expected_gain_s, MAX_EXPECTED_GAIN * time)
+        return self.ahead_s + MAX_SLOWDOWN * time + gain + credit
 
 
 class DelayLedger:
-    """Accounts of live requests, and of the *ghosts*: requests that ended early thanks to drafts.
+    """Delay budgets of live requests, and of *departed* ones: requests that ended early thanks to drafts.
 
-    Plain decoding would still be serving a ghost, and its steps would cost more for it, until the lead it ended with
-    is used up. Whoever arrives takes the place of a ghost: a client that waits for its answer sends its next request
-    when the last one ends, so that plain decoding would never have both. What the ghosts of the future will save is
-    credited in advance, as far as places were left empty of late.
-
-    typical  promise of requests of late
+    Plain decoding would still serve a departed request, at higher step costs, until its lead is used up. A
+    new request replaces a departed one: many clients send a request when the last one ends, so plain decoding
+    would never serve both. Savings by future departures are credited in advance, in proportion to the slots
+    that stayed vacant recently.
     """
 
     def __init__(self) -> None:
         self.budgets: dict[str, DelayBudget] = {}
         self.departed: list[DelayBudget] = []
-        self.mean_hit_rate = 0.5
-        self._vacancy_share = 0.5
+        self.mean_hit_rate = 0.5  # of recent requests
+        self._vacancy_share = 0.5  # of departures whose slot stayed vacant
 
     @property
     def departed_context(self) -> int:
-        return sum(ghost.context_len for ghost in self.departed)
+        return sum(budget.context_len for budget in self.departed)
 
     def open(self, request_id: str, max_tokens: int | None, is_speculative: bool = True) -> DelayBudget:
-        """A request begins, whose answer has at most `bound` tokens; `drafting`: it may be drafted for."""
+        """A request begins, with at most `max_tokens` output tokens."""
         if self.departed:
-            self.departed.remove(max(self.departed, key=lambda ghost: ghost.ahead_s))
+            self.departed.remove(max(self.departed, key=lambda departed: departed.ahead_s))
             self._vacancy_share -= self._vacancy_share * VACANCY_ALPHA
         tokens = MIN_OUTPUT_TOKENS if max_tokens is None else min(MIN_OUTPUT_TOKENS, max_tokens)
-        account = DelayBudget(tokens, self.mean_hit_rate if is_speculative else 0.0)
-        self.budgets[request_id] = account
-        return account
+        budget = DelayBudget(tokens, self.mean_hit_rate if is_speculative else 0.0)
+        self.budgets[request_id] = budget
+        return budget
 
     def close(self, request_id: str) -> None:
-        """A request is over."""
-        account = self.budgets.pop(request_id, None)
-        if account is not None and account.ahead_s > 0.0:
-            self.departed.append(account)
+        """A request ends; it departs early if it is ahead."""
+        budget = self.budgets.pop(request_id, None)
+        if budget is not None and budget.ahead_s > 0.0:
+            self.departed.append(budget)
 
     def record_hit(self, budget: DelayBudget, is_hit: bool) -> None:
-        """Whether a request's next token was guessed, the last time that it asked."""
+        """Record whether a request's last proposed draft began with its next token."""
         budget.hit_rate += (is_hit - budget.hit_rate) * HIT_RATE_ALPHA
         self.mean_hit_rate += (is_hit - self.mean_hit_rate) * MEAN_HIT_RATE_ALPHA
 
@@ -102,55 +88,38 @@ class DelayLedger:
         actual_cost: float,
         saving_per_request: float = 0.0,
     ) -> None:
-        """A step took `actual`; plain decoding would have taken `plain` for each token, or piece of a prompt, of each request.
+        """A step took `actual_cost`; plain decoding takes `plain_cost` for each token or prefill chunk.
 
-        saved  share of a step that is saved where one request less is served
+        saving_per_request  share of a step that is saved with one request less
         """
-        for one in requests:
-            account = self.budgets.get(one.state.id)
-            if account is None:
-                account = self.open(one.state.id, one.state.params.max_tokens, is_speculative=False)
-            earned = one.num_emitted * plain_cost if one.is_sampled else plain_cost
-            account.plain_s += earned
-            account.ahead_s += earned - actual_cost
-            account.context_len = one.context_len
-        self._update_expected_gains(saving_per_request * self._vacancy_share)
+        for request_step in requests:
+            state = request_step.state
+            budget = self.budgets.get(state.id)
+            if budget is None:
+                budget = self.open(state.id, state.params.max_tokens, is_speculative=False)
+            earned = request_step.num_emitted * plain_cost if request_step.is_sampled else plain_cost
+            budget.plain_s += earned
+            budget.ahead_s += earned - actual_cost
+            budget.context_len = request_step.context_len
+        # requests that are ahead end sooner by their lead, and make the others' steps cheaper for as long
+        share = saving_per_request * self._vacancy_share
+        ahead = sum(budget.ahead_s for budget in self.budgets.values() if budget.ahead_s > 0.0)
+        for budget in self.budgets.values():
+            budget.expected_gain_s = share * (ahead - max(budget.ahead_s, 0.0))
         self.advance_time(actual_cost)
 
-    def _update_expected_gains(self, share: float) -> None:
-        """Who is ahead will be gone so much sooner, and the others' steps be shorter by `share` for as long."""
-        ahead = sum(account.ahead_s for account in self.budgets.values() if account.ahead_s > 0.0)
-        for account in self.budgets.values():
-            account.expected_gain_s = share * (ahead - max(account.ahead_s, 0.0))
-
     def advance_time(self, seconds: float) -> None:
-        """Time goes by; what happens in plain steps changes nobody's lead."""
-        if self.departed:
-            left = _drop_expired(self.departed, seconds)
-            for _ in range(len(self.departed) - len(left)):
-                self._vacancy_share += (1.0 - self._vacancy_share) * VACANCY_ALPHA
-            self.departed = left
-
-
-def _drop_expired(departed: Iterable[DelayBudget], seconds: float) -> list[DelayBudget]:
-    for ghost in departed:
-        ghost.ahead_s -= seconds
-    return [ghost for ghost in departed if ghost.ahead_s > 0.0]
+        """Let time pass: the lead of departed requests shrinks, plain steps change no other."""
+        for budget in self.departed:
+            budget.ahead_s -= seconds
+        left = [budget for budget in self.departed if budget.ahead_s > 0.0]
+        for _ in range(len(self.departed) - len(left)):
+            self._vacancy_share += (1.0 - self._vacancy_share) * VACANCY_ALPHA
+        self.departed = left
 
 
 class TrackedRequest:
-    """What the controller knows of a request.
-
-    bound    longest draft of use: the request's own bound, or the server's
-    kind     its sampling class
-    records  how each drafter does on it
-    missed   asks in a row without a draft that paid
-    wakes    round of asks until which it is left alone
-    read     a drafter's model has read its text once
-    context  tokens that its next row reads
-    guessed  the first guess of a draft that it was offered last was right
-    tried    seconds of a pass whose only use was to learn
-    """
+    """The controller's record of a request."""
 
     __slots__ = (
         "acceptance",
@@ -167,39 +136,34 @@ class TrackedRequest:
     )
 
     def __init__(self, state: RequestState, max_draft_len: int, delay_budget: DelayBudget) -> None:
-        own = state.params.speculation.max_tokens
+        bound = state.params.speculation.max_tokens
         self.state = state
         self.delay_budget = delay_budget
-        self.max_draft_len = max_draft_len if own is None else min(own, max_draft_len)
+        self.max_draft_len = max_draft_len if bound is None else min(bound, max_draft_len)
         self.sampler_class = classify_sampling(state.params)
-        self.acceptance: defaultdict[str, RequestAcceptance] = defaultdict(RequestAcceptance)
-        self.misses = self.skip_until = self.context_len = 0
-        self.prompt_read = self.first_hit = False
-        self.probe_cost = 0.0
+        self.acceptance: defaultdict[str, RequestAcceptance] = defaultdict(RequestAcceptance)  # by drafter
+        self.misses = 0  # proposals in a row without a draft that pays
+        self.skip_until = 0  # step index until which it backs off
+        self.context_len = 0  # tokens that its next row reads
+        self.prompt_read = False  # a draft model has computed its text once
+        self.first_hit = False  # a draft proposed last began with the right token
+        self.probe_cost = 0.0  # seconds of a draft model pass made only to learn
 
 
 @dataclass(frozen=True, slots=True)
 class BaseStep:
-    """The next step without drafts.
-
-    cost      of it, in model seconds
-    plain     what plain decoding would take for it, ghosts among its requests
-    accounts  of all requests that it serves
-    prompts   some of its rows are those of prompts
-    """
+    """The next step without drafts. Costs are model seconds."""
 
     shape: StepShape
     cost: float
-    plain_cost: float
-    delay_budgets: Sequence[DelayBudget]
+    plain_cost: float  # in plain decoding, which would also serve the departed requests
+    delay_budgets: Sequence[DelayBudget]  # of all its requests
     has_prefill: bool
 
     def max_delay(self, drafted_for: Iterable[TrackedRequest]) -> float:
-        """How much the step may be delayed for the sake of some of its requests, as the others see it."""
-        served = {id(request.delay_budget) for request in drafted_for}
-        slacks = [
-            account.allowance(self.plain_cost) for account in self.delay_budgets if id(account) not in served
-        ]
+        """How much the step may be delayed for drafts of some requests, by the budgets of the others."""
+        own = {id(request.delay_budget) for request in drafted_for}
+        slacks = [budget.allowance(self.plain_cost) for budget in self.delay_budgets if id(budget) not in own]
         if self.has_prefill:
             slacks.append(MAX_SLOWDOWN * self.plain_cost)
         return max(min(slacks, default=float("inf")), 0.0)

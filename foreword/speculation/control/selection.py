@@ -1,7 +1,4 @@
-"""Which drafted rows are worth verifying: the prefix of all, by expected gain, with the most tokens for its cost.
-
-For whom, and how far, a drafter that runs a model should guess on top of what the others found.
-"""
+"""Selection of draft tokens to verify, and of requests for the draft model: most expected tokens per cost."""
 
 from __future__ import annotations
 
@@ -32,37 +29,40 @@ __all__ = [
     "split_by_gain",
 ]
 
-MIN_SPEEDUP = 1.01  # what must be won: below it is noise
-MIN_PROBE_GAIN = 1.1  # times the tokens without drafts
-MAX_DELAY_SHARE = 0.5  # of what a request hopes for, it may be delayed by in any case
-SHRINK_FACTOR = 0.75  # times the rows, until everybody bears what they cost
+MIN_SPEEDUP = 1.01  # a smaller gain is noise
+MIN_PROBE_GAIN = 1.1  # expected tokens of a probe, relative to none
+MAX_DELAY_SHARE = 0.5  # of its expected gain that a request may always be delayed by
+SHRINK_FACTOR = 0.75  # of the rows, until each request can bear their cost
+DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24)  # that plans consider
+MAX_DRAFT_LEN = DRAFT_LENGTHS[-1]
+FEW_PENDING_ROWS = 8  # requests with more come last
+MAX_PLANS_CHECKED = 12  # for one within the delay budgets
+MAX_CATCH_UP_STEPS = 4.0  # plain steps of draft model prefill in one step that delays several requests
+MAX_TRIAL_STEPS = 5.0  # plain steps, once per drafter
+EARLY_STOP_RATIO = 0.97  # of the best rate so far; below it longer drafts are not better
+PAYBACK_SHARE = 0.5  # of the remaining steps in which a prefill must pay
+
+DraftCostFn = Callable[[int, int, int], float]  # (pending rows, requests, draft length) -> model seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The best draft of an offer.
+    """The best draft of a proposal."""
 
-    chances  of each guess; gains: the same less what its row costs beyond any row, in tokens
-    """
-
-    index: int
+    index: int  # of the proposal
     request: TrackedRequest
     draft: Draft
-    prefix_probs: Sequence[float]
-    gains: Sequence[float]
+    prefix_probs: Sequence[float]  # acceptance probability of each token
+    gains: Sequence[float]  # the same minus the request's own cost per row, in tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """How many tokens of each candidate are verified.
-
-    rate      expected tokens by model second of the step
-    indebted  more would have paid, but not everybody may be delayed by it
-    """
+    """Draft lengths of all candidates."""
 
     lengths: Sequence[int]
-    rate: float = 0.0
-    limited_by_budget: bool = False
+    rate: float = 0.0  # expected tokens per model second of the step
+    limited_by_budget: bool = False  # delay budgets forbid the best selection
 
 
 def select_rows(
@@ -72,78 +72,71 @@ def select_rows(
     draft_cost: float,
     proposal_overhead: float = 0.0,
 ) -> Selection:
-    """The rows with the most expected tokens by cost, such that nobody is delayed by more than the ledger allows.
+    """The rows with the most expected tokens per cost, within all delay budgets.
 
-    costs     of the step with 0, 1, ... drafted rows
-    drafting  model seconds that went into the drafts: spent already, but part of what the tokens cost
-    asking    share of a step that asking for drafts takes, and that could be saved if they gained nothing
+    costs              of the step with 0, 1, ... draft rows
+    draft_cost         model seconds of the drafts: already spent, but part of the cost of the tokens
+    proposal_overhead  share of a step spent on proposing, which backoff could save
     """
+    num_sampled, plain_cost = base_step.shape.num_sampled, base_step.plain_cost
     gains = [candidate.gains for candidate in candidates]
     rated = [cost + draft_cost for cost in costs] if draft_cost else costs
-    limit = base_step.plain_cost + base_step.max_delay(candidate.request for candidate in candidates)
-    least = (MIN_SPEEDUP + proposal_overhead) * base_step.shape.num_sampled / rated[0]
-    count = most = best_num_rows(
-        gains, base_step.shape.num_sampled, rated, limit + draft_cost, MIN_SPEEDUP + proposal_overhead
-    )
+    max_cost = plain_cost + base_step.max_delay(candidate.request for candidate in candidates)
+    min_speedup = MIN_SPEEDUP + proposal_overhead
+    min_rate = min_speedup * num_sampled / rated[0]
+    count = best_count = best_num_rows(gains, num_sampled, rated, max_cost + draft_cost, min_speedup)
     while count:
-        lengths = distribute(candidates, count, costs[count] - base_step.plain_cost, base_step.plain_cost)
+        lengths = distribute(candidates, count, costs[count] - plain_cost, plain_cost)
         if lengths:
-            tokens = base_step.shape.num_sampled + sum(
-                sum(c.prefix_probs[:n]) for c, n in zip(candidates, lengths, strict=True)
-            )
-            if tokens / rated[count] > least:
-                return Selection(lengths, tokens / rated[count], limited_by_budget=count < most)
+            expected = sum(sum(c.prefix_probs[:n]) for c, n in zip(candidates, lengths, strict=True))
+            rate = (num_sampled + expected) / rated[count]
+            if rate > min_rate:
+                return Selection(lengths, rate, limited_by_budget=count < best_count)
         count = int(count * SHRINK_FACTOR)
-    return Selection([0] * len(candidates), limited_by_budget=most > 0)
+    return Selection([0] * len(candidates), limited_by_budget=best_count > 0)
 
 
 def distribute(candidates: Sequence[Candidate], num_rows: int, delay: float, plain_cost: float) -> list[int]:
-    """Rows for each candidate, `count` in all; empty if some would be delayed by more than they can hope to make up for.
+    """Split `num_rows` over the candidates; empty if a candidate cannot regain its delay.
 
-    Those who could not bear the delay otherwise come first, with as many rows as make it worth their while; the others
-    go where they gain most. By gain alone, a few with long drafts would take all rows, and the rest the delay.
+    Candidates beyond their delay budget come first, with the rows that compensate them; the other rows go by
+    gain. By gain alone, a few long drafts would take all rows, and other requests only the delay.
     """
     needed = [_min_rows(candidate, delay, plain_cost) for candidate in candidates]
     spare = num_rows - sum(needed)
-    if spare < 0 or any(rows > len(one.gains) for one, rows in zip(candidates, needed, strict=True)):
+    if spare < 0 or any(rows > len(c.gains) for c, rows in zip(candidates, needed, strict=True)):
         return []
-    rest = (
-        split_by_gain([one.gains[rows:] for one, rows in zip(candidates, needed, strict=True)], spare)
-        if spare
-        else [0] * len(candidates)
-    )
-    return [rows + more for rows, more in zip(needed, rest, strict=True)]
+    if not spare:
+        return needed
+    more = split_by_gain([c.gains[rows:] for c, rows in zip(candidates, needed, strict=True)], spare)
+    return [rows + added for rows, added in zip(needed, more, strict=True)]
 
 
 def _min_rows(candidate: Candidate, delay: float, plain_cost: float) -> int:
-    """The shortest draft with which the candidate bears the delay; beyond all it has if none will do."""
+    """The shortest draft that compensates the delay; longer than the candidate's if none does."""
     slack = candidate.request.delay_budget.allowance(plain_cost)
     if delay <= max(slack, 0.0):
         return 0
-    return (
-        bisect_left(
-            list(accumulate(candidate.prefix_probs)), min(delay - slack, delay / MAX_DELAY_SHARE) / plain_cost
-        )
-        + 1
-    )
+    min_tokens = min(delay - slack, delay / MAX_DELAY_SHARE) / plain_cost
+    return bisect_left(list(accumulate(candidate.prefix_probs)), min_tokens) + 1
 
 
 def nearest_paying(candidates: Sequence[Candidate], base_step: BaseStep, costs: Sequence[float]) -> Selection:
-    """The rows that come closest to paying where none pay, though they would if rows were free."""
+    """The best rows to probe where none pay; no rows if they would not pay even for free."""
     gains = [candidate.gains for candidate in candidates]
     tokens = float(base_step.shape.num_sampled)
-    limit = base_step.plain_cost + base_step.max_delay(candidate.request for candidate in candidates)
-    # Left out of the comparison, no draft at all cannot win it.
+    max_cost = base_step.plain_cost + base_step.max_delay(candidate.request for candidate in candidates)
+    # compare from one row on: without drafts would win
     ordered = sorted(chain.from_iterable(gains), reverse=True)
-    count = 1 + best_num_rows([ordered[1:]], tokens + ordered[0], costs[1:], limit, min_speedup=1.0)
+    count = 1 + best_num_rows([ordered[1:]], tokens + ordered[0], costs[1:], max_cost, min_speedup=1.0)
     total = tokens + sum(ordered[:count])
-    if total < MIN_PROBE_GAIN * tokens or costs[count] > limit:
+    if total < MIN_PROBE_GAIN * tokens or costs[count] > max_cost:
         return Selection([0] * len(candidates))
     return Selection(split_by_gain(gains, count), total / costs[count])
 
 
 def max_request_delay(allowance: float, expected_gain: float) -> float:
-    """How much a request may be delayed that hopes to gain so much: one far behind would never catch up without drafts."""
+    """Longest delay of a request with this expected gain; one far behind must be able to catch up."""
     return max(allowance + expected_gain, MAX_DELAY_SHARE * expected_gain, 0.0)
 
 
@@ -154,13 +147,13 @@ def best_num_rows(
     max_cost: float,
     min_speedup: float = MIN_SPEEDUP,
 ) -> int:
-    """How many rows to verify, of those with the highest gains.
+    """Number of rows with the highest gains that maximises expected tokens per cost.
 
-    gains   of the guesses of each request, falling
-    tokens  expected without any draft
-    costs   of the step with 0, 1, ... rows more; it has steps of its own, so every count is looked at
-    limit   no step may cost more; without drafts any may
-    margin  by what factor no draft at all must be beaten
+    gains        by request, decreasing
+    tokens       expected without drafts
+    costs        of the step with 0, 1, ... more rows; not convex, so every count is compared
+    max_cost     of a step with drafts
+    min_speedup  over the step without drafts
     """
     ordered = gains[0] if len(gains) == 1 else sorted(chain.from_iterable(gains), reverse=True)
     allowed = bisect_right(costs, max_cost)
@@ -172,81 +165,58 @@ def best_num_rows(
 
 
 def split_by_gain(gains: Sequence[Sequence[float]], num_rows: int) -> list[int]:
-    """How many of the `count` highest gains are whose; of equal ones, the first request's come first."""
+    """The number of the `num_rows` highest gains in each request; ties go to the first requests."""
     if len(gains) == 1:
         return [num_rows]
     last = sorted(chain.from_iterable(gains), reverse=True)[num_rows - 1]
-    lengths = [sum(gain > last for gain in own) for own in gains]
+    lengths = [sum(gain > last for gain in request_gains) for request_gains in gains]
     spare = num_rows - sum(lengths)
-    for index, own in enumerate(gains):
-        ties = min(own.count(last), spare)
+    for index, request_gains in enumerate(gains):
+        ties = min(request_gains.count(last), spare)
         lengths[index] += ties
         spare -= ties
     return lengths
 
 
-DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24)
-MAX_DRAFT_LEN = DRAFT_LENGTHS[-1]
-FEW_PENDING_ROWS = 8  # rows; whoever has more to compute first comes last
-MAX_PLANS_CHECKED = 12  # plans, for one that the ledger allows
-MAX_CATCH_UP_STEPS = 4.0  # plain steps of reading texts in one step that several requests wait for, and those that arrive meanwhile
-MAX_TRIAL_STEPS = 5.0  # plain steps, once for each drafter
-EARLY_STOP_RATIO = 0.97  # of the best rate so far: longer drafts bring no better one
-PAYBACK_SHARE = 0.5  # what is invested must pay within this share of the steps that are left
-
-DraftCostFn = Callable[[int, int, int], float]
-
-
 @dataclass(frozen=True, slots=True)
 class DraftModelRequest:
-    """A request that the drafter could guess for.
+    """A request that the draft model could draft for."""
 
-    index    of its offer
-    chances  of each guess, foreseen
-    tokens   expected from the rows that it gets without this drafter, and the number of these rows
-    backlog  rows that the model must compute before the first guess
-    horizon  steps that computing them will have been of use for
-    """
-
-    index: int
+    index: int  # of its proposal
     request: TrackedRequest
-    prefix_probs: Sequence[float]
-    base_tokens: float
-    base_rows: int
-    num_pending_rows: int
-    remaining_steps: float
+    prefix_probs: Sequence[float]  # predicted acceptance
+    base_tokens: float  # expected from other drafters' rows
+    base_rows: int  # verified without this drafter
+    num_pending_rows: int  # to compute before the first draft token
+    remaining_steps: float  # that benefit from computing them
 
     def expected_tokens(self, draft_len: int) -> float:
-        """Tokens expected from `length` guesses."""
         return sum(self.prefix_probs[:draft_len])
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModelPlan:
-    """Guess `length` tokens for each member. Costs in model seconds.
-
-    rate      expected tokens by model second of the step, drafting included
-    seconds   of the passes that recur
-    invested  in computing backlogs, which later steps need not do again
-    cost      of the step that verifies the draft
-    """
+    """Draft `draft_len` tokens for each request. Costs are model seconds."""
 
     requests: Sequence[DraftModelRequest]
     draft_len: int
-    rate: float
-    draft_cost: float
-    catch_up_cost: float
-    verify_cost: float
+    rate: float  # expected tokens per model second of the step, drafting included
+    draft_cost: float  # of the recurring passes
+    catch_up_cost: float  # of the pending rows, an investment for later steps
+    verify_cost: float  # of the step that verifies the drafts
 
     @property
     def is_first_read(self) -> bool:
-        """Some members' texts are read for the first time."""
-        return not all(member.request.prompt_read for member in self.requests)
+        """The draft model reads the prompt of some request for the first time."""
+        return not all(r.request.prompt_read for r in self.requests)
 
 
 class DraftModelGate:
-    """One drafter's plans. What reading a text for the first time costs is an investment, outside of the ledger: it is
-    made if it is likely to pay in time, and for a drafter of which nothing is known yet only up to STAKE."""
+    """Accepts or refuses the plans of one drafter.
+
+    The draft model's first read of a prompt is an investment outside of the delay budgets. It must be likely
+    to pay, and is limited to MAX_TRIAL_STEPS for a drafter without statistics.
+    """
 
     def __init__(self) -> None:
         self._trial_spent = 0.0
@@ -254,49 +224,44 @@ class DraftModelGate:
     def select(
         self, paying_plans: Sequence[DraftModelPlan], base_step: BaseStep, is_proven: bool
     ) -> DraftModelPlan | None:
-        """The best of the plans that pay which nobody is delayed by too much; its investments are booked."""
+        """The best plan within the delay budgets; its investments are charged."""
         for plan in paying_plans[:MAX_PLANS_CHECKED]:
-            stake = plan.catch_up_cost if plan.is_first_read and not is_proven else 0.0
-            if self._is_affordable(plan, stake, base_step):
-                self._charge(plan, stake, base_step)
+            trial_cost = plan.catch_up_cost if plan.is_first_read and not is_proven else 0.0
+            if self._is_affordable(plan, trial_cost, base_step):
+                self._charge(plan, trial_cost, base_step)
                 return plan
         return None
 
     def _is_affordable(self, plan: DraftModelPlan, trial_cost: float, base_step: BaseStep) -> bool:
         if trial_cost and self._trial_spent + trial_cost > MAX_TRIAL_STEPS * base_step.plain_cost:
             return False
-        if (
-            len(base_step.delay_budgets) > 1
-            and plan.catch_up_cost > MAX_CATCH_UP_STEPS * base_step.plain_cost
-        ):
+        max_catch_up = MAX_CATCH_UP_STEPS * base_step.plain_cost
+        if len(base_step.delay_budgets) > 1 and plan.catch_up_cost > max_catch_up:
             return False
         delay = plan.draft_cost + plan.verify_cost - base_step.plain_cost
-        if delay + plan.catch_up_cost - trial_cost > base_step.max_delay(
-            member.request for member in plan.requests
-        ):
+        max_delay = base_step.max_delay(r.request for r in plan.requests)
+        if delay + plan.catch_up_cost - trial_cost > max_delay:
             return False
-        return all(_pays_off(plan, member, delay, base_step.plain_cost) for member in plan.requests)
+        return all(_pays_off(plan, request, delay, base_step.plain_cost) for request in plan.requests)
 
     def _charge(self, plan: DraftModelPlan, trial_cost: float, base_step: BaseStep) -> None:
         self._trial_spent += trial_cost
-        readers = [member.request for member in plan.requests if not member.request.prompt_read]
-        for account in (
-            base_step.delay_budgets if trial_cost else [request.delay_budget for request in readers]
-        ):
-            account.ahead_s += plan.catch_up_cost
-        for request in readers:
+        first_reads = [r.request for r in plan.requests if not r.request.prompt_read]
+        budgets = base_step.delay_budgets if trial_cost else [r.delay_budget for r in first_reads]
+        for budget in budgets:
+            budget.ahead_s += plan.catch_up_cost
+        for request in first_reads:
             request.prompt_read = True
 
 
 def _pays_off(plan: DraftModelPlan, request: DraftModelRequest, delay: float, plain_cost: float) -> bool:
-    """Whether the delay is likely to pay for a member."""
-    hoped = plain_cost * request.expected_tokens(plan.draft_len)
-    allowed = max_request_delay(request.request.delay_budget.allowance(plain_cost), hoped)
+    """Whether the request likely regains its delay."""
+    gain = plain_cost * request.expected_tokens(plan.draft_len)
+    max_delay = max_request_delay(request.request.delay_budget.allowance(plain_cost), gain)
     if request.request.prompt_read:
-        return delay + plan.catch_up_cost <= allowed
-    return delay <= allowed and plan.catch_up_cost <= PAYBACK_SHARE * request.remaining_steps * (
-        hoped - delay
-    )
+        return delay + plan.catch_up_cost <= max_delay
+    max_investment = PAYBACK_SHARE * request.remaining_steps * (gain - delay)
+    return delay <= max_delay and plan.catch_up_cost <= max_investment
 
 
 def rank_plans(
@@ -306,63 +271,53 @@ def rank_plans(
     costs: Sequence[float],
     draft_cost_fn: DraftCostFn,
 ) -> list[DraftModelPlan]:
-    """What pays, the best first: the most promising members, so many of them and so far.
+    """Plans that pay, best first: for the most promising requests, by their number and draft length.
 
-    tokens  expected from the step without the drafter; rows: how many drafted rows it has
-    costs   of the step with 0, 1, ... drafted rows
-    passes  seconds of drafting, by (rows to compute first, requests, length)
+    base_tokens, base_rows  expected tokens and draft rows of the step without this drafter
+    costs                   of the step with 0, 1, ... draft rows
     """
     ranked = sorted(
-        requests,
-        key=lambda member: (
-            member.num_pending_rows > FEW_PENDING_ROWS,
-            member.base_tokens - member.expected_tokens(4),
-        ),
+        requests, key=lambda r: (r.num_pending_rows > FEW_PENDING_ROWS, r.base_tokens - r.expected_tokens(4))
     )
-    least = MIN_SPEEDUP * base_tokens / costs[base_rows]
-    found: list[DraftModelPlan] = []
+    min_rate = MIN_SPEEDUP * base_tokens / costs[base_rows]
+    plans: list[DraftModelPlan] = []
     for count in _group_sizes(len(ranked)):
         group = _RequestGroup(ranked[:count])
         best = 0.0
         for length in DRAFT_LENGTHS:
-            drafted = base_rows - group.base_rows + count * length
-            if drafted >= len(costs) or length > len(group.expected_tokens):
+            draft_rows = base_rows - group.base_rows + count * length
+            if draft_rows >= len(costs) or length > len(group.expected_tokens):
                 break
-            plan = group.make_plan(
-                length,
-                base_tokens + group.expected_tokens[length - 1] - group.base_tokens,
-                costs[drafted],
-                draft_cost_fn,
-            )
-            if plan.rate > least:
-                found.append(plan)
+            tokens = base_tokens + group.expected_tokens[length - 1] - group.base_tokens
+            plan = group.make_plan(length, tokens, costs[draft_rows], draft_cost_fn)
+            if plan.rate > min_rate:
+                plans.append(plan)
             if plan.rate < EARLY_STOP_RATIO * best:
                 break
             best = max(best, plan.rate)
-    return sorted(found, key=lambda plan: -plan.rate)
+    return sorted(plans, key=lambda plan: -plan.rate)
 
 
 class _RequestGroup:
-    """Members that draft together. hopes: tokens expected from 1, 2, ... guesses of each."""
+    """Requests that draft together."""
 
     def __init__(self, requests: Sequence[DraftModelRequest]) -> None:
         self.requests = requests
-        self.base_tokens = sum(member.base_tokens for member in requests)
-        self.base_rows = sum(member.base_rows for member in requests)
-        self.expected_tokens = list(
-            accumulate(map(sum, zip(*(member.prefix_probs for member in requests), strict=False)))
-        )
-        self._num_pending_rows = sum(member.num_pending_rows for member in requests)
-        self._remaining_steps = sum(member.remaining_steps for member in requests) / len(requests)
+        self.base_tokens = sum(r.base_tokens for r in requests)
+        self.base_rows = sum(r.base_rows for r in requests)
+        by_position = zip(*(r.prefix_probs for r in requests), strict=False)
+        self.expected_tokens = list(accumulate(map(sum, by_position)))  # by draft length
+        self._num_pending_rows = sum(r.num_pending_rows for r in requests)
+        self._remaining_steps = sum(r.remaining_steps for r in requests) / len(requests)
 
     def make_plan(
         self, draft_len: int, tokens: float, verify_cost: float, draft_cost_fn: DraftCostFn
     ) -> DraftModelPlan:
         count = len(self.requests)
-        seconds = draft_cost_fn(count, count, draft_len)
-        invested = draft_cost_fn(self._num_pending_rows, count, draft_len) - seconds
-        rate = tokens / (verify_cost + seconds + invested / self._remaining_steps)
-        return DraftModelPlan(self.requests, draft_len, rate, seconds, invested, verify_cost)
+        draft_cost = draft_cost_fn(count, count, draft_len)
+        catch_up = draft_cost_fn(self._num_pending_rows, count, draft_len) - draft_cost
+        rate = tokens / (verify_cost + draft_cost + catch_up / self._remaining_steps)
+        return DraftModelPlan(self.requests, draft_len, rate, draft_cost, catch_up, verify_cost)
 
 
 def _group_sizes(num_requests: int) -> list[int]:

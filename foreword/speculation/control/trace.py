@@ -1,7 +1,7 @@
-"""A record of everything that enters the controller, and a replay that checks its decisions against it.
+"""Record of all inputs of the controller, and a replay that checks its decisions.
 
-The controller depends on nothing else, not even on a clock. Lines are JSON. They hold no token of any text: of a draft
-only which of its guesses were right.
+The controller has no other input, not even a clock. Lines are JSON. They contain no token ids: of a draft
+only which of its tokens were right.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from foreword.speculation.policy import PrefillLoad, Proposal, RequestStep, Step
 
 __all__ = ["RecordingController", "replay"]
 
-# Parameters that stand for all of their sampling class.
+# Parameters that represent their sampler class.
 PARAMS_BY_SAMPLER_CLASS: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.0},
     {},
@@ -32,7 +32,7 @@ PARAMS_BY_SAMPLER_CLASS: tuple[Mapping[str, Any], ...] = (
 
 
 class RecordingController(DraftLengthController):
-    """A controller that writes down what it is told and what it decides; each line is on disk before it goes on.
+    """A controller that writes its inputs and decisions. Each line is on disk before it continues.
 
     Raises OSError if the file cannot be written.
     """
@@ -72,7 +72,9 @@ class RecordingController(DraftLengthController):
         super().finish(request_id)
 
     def record_acceptance(self, state: RequestState, draft: Draft, output_ids: Sequence[int]) -> None:
-        right = [guess == token for guess, token in zip(draft.token_ids, output_ids, strict=False)]
+        right = [
+            draft_id == token_id for draft_id, token_id in zip(draft.token_ids, output_ids, strict=False)
+        ]
         self._write("score", id=state.id, draft=_draft_record(draft), right=right, run=len(output_ids))
         super().record_acceptance(state, draft, output_ids)
 
@@ -84,21 +86,21 @@ class RecordingController(DraftLengthController):
     def plan_draft_model(
         self, proposals: Sequence[Proposal], load: PrefillLoad, drafter: str, pending_rows: Sequence[int]
     ) -> list[tuple[int, float]]:
-        given = _proposals_record(proposals, load)
-        wanted = super().plan_draft_model(proposals, load, drafter, pending_rows)
-        self._write("passes", **given, drafter=drafter, backlogs=list(pending_rows), decided=_to_json(wanted))
-        return wanted
+        inputs = _proposals_record(proposals, load)
+        plans = super().plan_draft_model(proposals, load, drafter, pending_rows)
+        self._write("passes", **inputs, drafter=drafter, backlogs=list(pending_rows), decided=_to_json(plans))
+        return plans
 
     def select(self, proposals: Sequence[Proposal], load: PrefillLoad) -> list[Draft | None]:
-        given = _proposals_record(proposals, load)
-        admitted = super().select(proposals, load)
-        self._write("admit", **given, decided=_to_json(admitted))
-        return admitted
+        inputs = _proposals_record(proposals, load)
+        selected = super().select(proposals, load)
+        self._write("admit", **inputs, decided=_to_json(selected))
+        return selected
 
     def num_steps_to_skip(self) -> int:
-        rounds = super().num_steps_to_skip()
-        self._write("rest", decided=rounds)
-        return rounds
+        num_steps = super().num_steps_to_skip()
+        self._write("rest", decided=num_steps)
+        return num_steps
 
     def record_skipped(self, num_steps: int, num_requests: int) -> None:
         self._write("rested", steps=num_steps, asks=num_requests)
@@ -118,20 +120,20 @@ class RecordingController(DraftLengthController):
 
 
 def replay(lines: Iterable[str]) -> Iterator[Any]:
-    """Drive a fresh controller by a record and yield its decisions, each equal to the recorded one (asserted)."""
+    """Replay a record on a new controller and yield its decisions, asserted to equal the recorded ones."""
     records = map(json.loads, lines)
     setup = next(records)
-    assert setup["what"] == "setup", "a record begins with its setup"
-    told = _Replayer(setup)
+    assert setup["what"] == "setup", "the record does not begin with its setup"
+    replayer = _Replayer(setup)
     for record in records:
-        decided = _to_json(getattr(told, record["what"])(record))
+        decided = _to_json(getattr(replayer, record["what"])(record))
         if "decided" in record:
             assert decided == record["decided"], f"decided {decided}, recorded {record['decided']}"
             yield decided
 
 
 class _Replayer:
-    """A controller that is told what a record says. Methods are named as the lines."""
+    """A controller driven by a record. Methods are named as the lines."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         calibration = Calibration(dict(setup["sampled"]), dict(setup["single"]), *setup["reads"])
@@ -153,8 +155,8 @@ class _Replayer:
 
     def score(self, record: Mapping[str, Any]) -> None:
         length, drafter, confidence = record["draft"]
-        guesses = [*map(int, record["right"]), *(length - len(record["right"])) * [1]]
-        draft = Draft(tuple(guesses), drafter, tuple(confidence))
+        token_ids = [*map(int, record["right"]), *(length - len(record["right"])) * [1]]
+        draft = Draft(tuple(token_ids), drafter, tuple(confidence))
         self.controller.record_acceptance(self.states[record["id"]], draft, (1,) * record["run"])
 
     def bound(self, record: Mapping[str, Any]) -> int:
@@ -190,11 +192,11 @@ class _Replayer:
         return self._extend_to(state.id, length)
 
     def _state_of(self, id_: str) -> RequestState:
-        """Requests that may not be drafted for are met first in a step that serves them."""
+        """Requests without speculation are recorded only in steps."""
         return self.states.get(id_) or RequestState(Request(id_, (1,), SamplingParams(), 0), 0, 2)
 
     def _extend_to(self, id_: str, num_tokens: int) -> RequestState:
-        """The state, brought to so many tokens."""
+        """The state, extended to `num_tokens`."""
         state = self.states[id_]
         state.tokens.extend([1] * (num_tokens - len(state.tokens)))
         return state
@@ -206,10 +208,10 @@ class _Replayer:
     def _proposals(self, record: Mapping[str, Any]) -> list[Proposal]:
         return [
             Proposal(
-                self._draft_request(ask),
+                self._draft_request(request),
                 [Draft((1,) * length, drafter, tuple(confidence)) for length, drafter, confidence in drafts],
             )
-            for ask, drafts in record["offers"]
+            for request, drafts in record["offers"]
         ]
 
 
@@ -222,15 +224,12 @@ def _draft_record(draft: Draft) -> list[Any]:
 
 
 def _proposals_record(proposals: Sequence[Proposal], load: PrefillLoad) -> dict[str, Any]:
-    listed = [
-        [_request_record(offer.request), [_draft_record(draft) for draft in offer.drafts]]
-        for offer in proposals
-    ]
-    return {"offers": listed, "load": [load.num_rows, load.num_context_tokens]}
+    offers = [[_request_record(p.request), [_draft_record(draft) for draft in p.drafts]] for p in proposals]
+    return {"offers": offers, "load": [load.num_rows, load.num_context_tokens]}
 
 
 def _to_json(decision: Any) -> Any:
-    """A decision as JSON holds it; of drafts, whose they are and how long."""
+    """A decision as JSON; of drafts, the drafter and the length."""
     if isinstance(decision, Draft):
         return [decision.drafter, len(decision.token_ids)]
     return [_to_json(part) for part in decision] if isinstance(decision, list | tuple) else decision

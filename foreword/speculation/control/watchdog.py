@@ -1,24 +1,24 @@
-"""Who doubts what the controller believes: a watchdog that stops speculation where it loses, and a budget for trying."""
+"""A watchdog that pauses speculation while it loses time, and a budget for exploration."""
 
 from __future__ import annotations
 
 __all__ = ["ExplorationBudget", "RegressionWatchdog"]
 
-WINDOW_STEPS = 16
-STALE_STEPS = 256
+WINDOW_STEPS = 16  # speculative steps that are evaluated together
+STALE_STEPS = 256  # age of a baseline
 MIN_PAUSE_STEPS = 16
 MAX_PAUSE_STEPS = 1024
 BASELINE_ALPHA = 0.25
-MAX_LOSS_RATIO = 1.02  # of a window, below which it is noise
-EXPLORATION_SHARE = 0.003
-MAX_SAVED_STEPS = 6.0
+MAX_LOSS_RATIO = 1.02  # of a window; less is noise
+EXPLORATION_SHARE = 0.003  # of the time
+MAX_SAVED_STEPS = 6.0  # most that the exploration budget can hold
 
 
 class RegressionWatchdog:
-    """Compares what speculated steps took with what plain decoding would have needed for their tokens.
+    """Compares the time of speculative steps with the time of plain decoding for the same tokens.
 
-    The measure of plain decoding are plain steps taken in between. A window that lost is only believed with a plain
-    step beside it: the machine may have become slower as a whole. Rests double while speculation keeps losing.
+    Plain steps in between are the baseline. A losing window counts only after a new baseline, because the
+    machine itself may have slowed down. Pauses double while speculation keeps losing.
     """
 
     __slots__ = (
@@ -26,9 +26,9 @@ class RegressionWatchdog:
         "_baseline_age",
         "_baseline_ratio",
         "_is_suspicious",
-        "_needed",
         "_next_pause_steps",
         "_num_steps",
+        "_plain_s",
         "pause_steps",
         "wants_baseline",
     )
@@ -44,33 +44,32 @@ class RegressionWatchdog:
 
     @property
     def is_baseline_stale(self) -> bool:
-        """Nothing is known about plain steps of late."""
+        """There was no plain step recently."""
         return self._baseline_age >= STALE_STEPS
 
     def record_plain(self, ratio: float) -> None:
         """A step without drafts took `ratio` times its model seconds."""
-        self._baseline_ratio += (ratio - self._baseline_ratio) * (
-            1.0 if self.wants_baseline else BASELINE_ALPHA
-        )
+        alpha = 1.0 if self.wants_baseline else BASELINE_ALPHA
+        self._baseline_ratio += (ratio - self._baseline_ratio) * alpha
         self._baseline_age = 0
         self.wants_baseline = False
         self.pause_steps = max(self.pause_steps - 1, 0)
 
     def record_skipped(self, num_steps: int) -> None:
-        """So many plain steps went by unmeasured."""
+        """Plain steps that were not measured."""
         self.pause_steps = max(self.pause_steps - num_steps, 0)
 
     def record_speculative(self, actual_s: float, plain_cost: float) -> None:
-        """A step with drafts took `realised` seconds; plain decoding needs `needed` model seconds for what it emitted."""
+        """A step with drafts took `actual_s`; plain decoding costs `plain_cost` model seconds."""
         self._baseline_age += 1
         self._actual_s += actual_s
-        self._needed += plain_cost * self._baseline_ratio
+        self._plain_s += plain_cost * self._baseline_ratio
         self._num_steps += 1
         if self._num_steps >= WINDOW_STEPS:
             self._evaluate_window()
 
     def _evaluate_window(self) -> None:
-        if self._actual_s <= MAX_LOSS_RATIO * self._needed:
+        if self._actual_s <= MAX_LOSS_RATIO * self._plain_s:
             self._next_pause_steps = MIN_PAUSE_STEPS
             self._is_suspicious = False
         elif not self._is_suspicious:
@@ -81,12 +80,12 @@ class RegressionWatchdog:
         self._reset_window()
 
     def _reset_window(self) -> None:
-        self._actual_s = self._needed = 0.0
+        self._actual_s = self._plain_s = 0.0
         self._num_steps = 0
 
 
 class ExplorationBudget:
-    """A share of the time, saved up to be spent on steps and drafts whose only use is to learn. Seconds."""
+    """Seconds that may be spent on steps and drafts made only to learn: a share of the time, saved up."""
 
     __slots__ = ("_saved", "spent")
 
@@ -95,11 +94,11 @@ class ExplorationBudget:
         self._saved = 0.0
 
     def earn(self, seconds: float) -> None:
-        """Time went by; what was not spent for long is lost."""
+        """Time passed; a long unspent budget is capped."""
         self._saved = min(self._saved + EXPLORATION_SHARE * seconds, MAX_SAVED_STEPS * seconds)
 
     def take(self, seconds: float) -> bool:
-        """Spend so much if there is."""
+        """Spend from the budget if it suffices."""
         if seconds > self._saved:
             return False
         self._saved -= seconds
@@ -107,6 +106,6 @@ class ExplorationBudget:
         return True
 
     def refund(self, seconds: float) -> None:
-        """It paid after all."""
+        """Return the cost of an exploration that paid."""
         self._saved += seconds
         self.spent = max(self.spent - seconds, 0.0)

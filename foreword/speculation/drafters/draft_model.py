@@ -1,9 +1,4 @@
-"""A smaller model with the same tokenizer guesses by running ahead.
-
-What a draft model has computed of one request.
-
-A draft, pass by pass: what a DraftLoop does in one call, for backends and requests that have none.
-"""
+"""Drafts from a smaller model with the same tokenizer and a KV cache of its own."""
 
 from __future__ import annotations
 
@@ -12,6 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -23,7 +19,9 @@ from foreword.core.outputs import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.executor.decode_loop import SupportsDecodeLoop
+from foreword.executor.graph_runner import with_graphs
 from foreword.kernels.ops import DraftJob, DraftLoop, DraftSamplingParams, DraftTokens, Ops
+from foreword.kv_cache.block_manager import BlockManager
 from foreword.kv_cache.block_pool import BlockPool
 from foreword.kv_cache.storage import KVStorage
 from foreword.models.base import Model
@@ -36,108 +34,80 @@ __all__ = ["NO_IMAGES", "ChunkImages", "DraftState", "EagerDraftLoop", "ImageFea
 
 @dataclass(slots=True)
 class DraftState:
-    """The KV cache holds what lies between origin and the end of `guessed`, at positions counted from origin.
+    """The draft model's progress on one request. Its KV has positions counted from window_start.
 
-    |<-- not read -->|<-------- computed -------->|<-- guessed -->|     indices in the text
-                     origin                       known
+    |<-- not read -->|<-------- computed -------->|<-- draft -->|     indices in the text
+                     window_start                 num_computed
     |<---------------------- the text --------------------->|
                                                          length
 
-    The text is what the model reads: all tokens of the request, or, for a model that sees nothing, all but those of pictures.
-
-    skipped   tokens of pictures that are left out of the text
-    prompt    without them; empty: nothing was left out
-    sights    index behind the last picture that the model is shown; 0: none
-    places    where its tokens stand if it is shown any and reads from the beginning, for models that know several directions
-    asked     somebody wanted a guess
-    served    number of the last propose() that computed something of it
-    guessed   what was guessed and computed beyond the known tokens, not yet compared with the text
-    blocks    block ids that hold its KV, in order of position
-    sampling  seed, temperature and filters of the request
-    plain     it asked for no other step of the pipeline
+    The text is all tokens of the request; a text-only draft model leaves out those of images.
     """
 
     sampling: DraftSamplingParams
-    is_simple: bool
+    is_simple: bool  # the request needs only temperature and filters
     num_skipped_image_tokens: int = 0
-    text_prompt_ids: Sequence[int] = ()
-    last_image_end: int = 0
-    mrope_positions: MRopePositions | None = None
-    was_requested: bool = False
+    text_prompt_ids: Sequence[int] = ()  # the prompt without image tokens; empty: none were skipped
+    last_image_end: int = 0  # index after the last image that the model sees; 0: none
+    mrope_positions: MRopePositions | None = None  # while the model reads images from the beginning
+    was_requested: bool = False  # a draft was requested
     length: int = 0
     window_start: int = 0
     num_computed: int = 0
-    last_used: int = 0
-    draft_ids: tuple[int, ...] = ()
-    block_table: array[int] = field(default_factory=lambda: array("q"))
+    last_used: int = 0  # number of the last propose() that computed some of it
+    draft_ids: tuple[int, ...] = ()  # computed after the known tokens, not yet compared with the text
+    blocks: array[int] = field(default_factory=lambda: array("q"))
 
     @classmethod
     def from_state(cls, state: RequestState, vocab_size: int, is_multimodal: bool = False) -> DraftState:
-        """Of a request that begins, for a model with logits of this width that sees pictures or not."""
-        sampling, plain = draft_sampling_params(state.request, vocab_size), only_filters(state.request)
-        pictures = state.request.images
-        if is_multimodal or not pictures:
-            return cls(
-                sampling,
-                plain,
-                last_image_end=pictures[-1].end if pictures else 0,
-                mrope_positions=state.mrope_positions,
-            )
-        prompt = _text_only_prompt(state.request)
-        return cls(sampling, plain, state.num_prompt - len(prompt), prompt)
+        """The state of a new request, for a model with logits of width `vocab_size`."""
+        sampling, simple = draft_sampling_params(state.request, vocab_size), only_filters(state.request)
+        images = state.request.images
+        if is_multimodal or not images:
+            end = images[-1].end if images else 0
+            return cls(sampling, simple, last_image_end=end, mrope_positions=state.mrope_positions)
+        ids = state.request.prompt_ids
+        starts, ends = [*(image.start for image in images), len(ids)], [0, *(image.end for image in images)]
+        prompt = tuple(chain.from_iterable(ids[end:start] for end, start in zip(ends, starts, strict=True)))
+        return cls(sampling, simple, state.num_prompt - len(prompt), prompt)
 
     @property
     def num_pending_tokens(self) -> int:
-        """Known tokens that are not computed."""
+        """Known tokens without KV."""
         return self.length - self.num_computed
 
     def tokens_from(self, request: DraftRequest, index: int) -> Sequence[int]:
         """The text from an index on."""
-        if index >= len(self.text_prompt_ids):
-            return request.tokens_from(index + self.num_skipped_image_tokens)
-        return [
-            *self.text_prompt_ids[index:],
-            *request.tokens_from(len(self.text_prompt_ids) + self.num_skipped_image_tokens),
-        ]
+        prompt, tokens = self.text_prompt_ids, request.state.tokens
+        if index >= len(prompt):
+            return tokens[index + self.num_skipped_image_tokens :]
+        return [*prompt[index:], *tokens[len(prompt) + self.num_skipped_image_tokens :]]
 
     def sync(self, request: DraftRequest) -> None:
-        """Keep the guesses that came true, and never the last known token: its row yields the first guess."""
+        """Keep accepted draft tokens, but never the last known token: its row yields the next draft token."""
         self.length = request.num_tokens - self.num_skipped_image_tokens
         if self.draft_ids:
-            for guess, token_id in zip(
+            for draft_id, token_id in zip(
                 self.draft_ids, self.tokens_from(request, self.num_computed), strict=False
             ):
-                if guess != token_id:
+                if draft_id != token_id:
                     break
                 self.num_computed += 1
             self.draft_ids = ()
-        self.num_computed = max(
-            min(self.num_computed, self.length - 1), self.window_start
-        )  # there may be no text but pictures
+        # max: the text is empty if the prompt has only images
+        self.num_computed = max(min(self.num_computed, self.length - 1), self.window_start)
 
     def reset_at(self, window_start: int) -> None:
-        """Forget what was computed and the blocks, which the caller has released; the text is read from `origin` on."""
+        """Forget all computed tokens; the text is read again from `window_start` on."""
         if window_start > self.window_start:
             self.mrope_positions = None
         self.window_start = self.num_computed = window_start
         self.draft_ids = ()
-        del self.block_table[:]
-
-
-def _text_only_prompt(request: Request) -> tuple[int, ...]:
-    """The prompt as it is read by a model that sees nothing."""
-    ends = (0, *(picture.end for picture in request.images))
-    starts = (*(picture.start for picture in request.images), len(request.prompt_ids))
-    return tuple(
-        token_id
-        for end, start in zip(ends, starts, strict=True)
-        for token_id in request.prompt_ids[end:start]
-    )
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkImages:
-    """What a chunk knows of pictures; the fields are those of Chunk."""
+    """M-RoPE positions and image features of a Chunk."""
 
     positions: MRopePositions | None = None
     features: Sequence[tuple[int, Tensor]] = ()
@@ -148,18 +118,13 @@ NO_IMAGES = ChunkImages()
 
 @dataclass(slots=True)
 class _DraftProgress:
-    """One lane while it drafts.
-
-    pending   tokens that it computes next, from position `start` on
-    features  of pictures among these
-    total     sum of the log-probabilities
-    """
+    """One draft job between passes."""
 
     request: DraftRequest
     job: DraftJob
     positions: MRopePositions | None
-    features: Sequence[tuple[int, Tensor]]
-    pending_ids: Sequence[int]
+    features: Sequence[tuple[int, Tensor]]  # of images among the pending tokens
+    pending_ids: Sequence[int]  # computed by the next pass, from position `start` on
     start: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -171,7 +136,7 @@ class _DraftProgress:
         return SampleRow(self.request.state, tuple(self.token_ids))
 
     def append(self, token_id: int, logprob: float) -> None:
-        """Add a guess; a row without a legal token (-1) ends the draft instead."""
+        """Add a draft token; a row without a legal token (-1) ends the draft instead."""
         self.start += len(self.pending_ids)
         self.pending_ids, self.features = [token_id], ()
         self.is_done = token_id < 0
@@ -180,15 +145,14 @@ class _DraftProgress:
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.total_logprob += logprob
-        self.is_done = (
-            len(self.token_ids) == self.job.max_tokens or self.total_logprob < self.job.min_logprob_sum
-        )
+        is_full = len(self.token_ids) == self.job.max_tokens
+        self.is_done = is_full or self.total_logprob < self.job.min_logprob_sum
 
 
 class EagerDraftLoop:
-    """One forward pass and one call of the sampler for each guess of all lanes.
+    """Drafts with one forward pass and one sampler call per token, for all jobs together.
 
-    directions  the model knows positions in several directions
+    For backends without a DraftLoop, and for requests that need penalties, masks or images.
     """
 
     def __init__(
@@ -213,71 +177,60 @@ class EagerDraftLoop:
         jobs: Sequence[DraftJob],
         images: Sequence[ChunkImages] | None = None,
     ) -> list[DraftTokens]:
-        """One guess for each lane, which is that of the ask with its number; `shown` for each lane, None: nothing."""
-        everyone = [
-            _DraftProgress(ask, lane, one.positions, one.features, lane.token_ids, lane.start_position)
-            for ask, lane, one in zip(requests, jobs, images or [NO_IMAGES] * len(jobs), strict=True)
+        """Draft for each job, with its request and images (None: no images)."""
+        drafts = [
+            _DraftProgress(request, job, image.positions, image.features, job.token_ids, job.start_position)
+            for request, job, image in zip(requests, jobs, images or [NO_IMAGES] * len(jobs), strict=True)
         ]
-        self._run_pass(everyone)
-        active = [one for one in everyone if one.job.max_tokens]
-        while active := [one for one in active if not one.is_done]:
+        self._run_pass(drafts)
+        active = [draft for draft in drafts if draft.job.max_tokens]
+        while active := [draft for draft in active if not draft.is_done]:
             self._run_pass(active)
-        return [DraftTokens(tuple(one.token_ids), tuple(one.logprobs)) for one in everyone]
+        return [DraftTokens(tuple(draft.token_ids), tuple(draft.logprobs)) for draft in drafts]
 
     def _run_pass(self, drafts: Sequence[_DraftProgress]) -> None:
-        """Compute what is pending, and sample the rows of those that want a guess."""
-        sampled = [one for one in drafts if one.job.max_tokens]
+        """Compute the pending tokens, and sample the last row of jobs that draft."""
+        sampled = [draft for draft in drafts if draft.job.max_tokens]
         chunks = [
             Chunk(
-                one.pending_ids,
-                one.start,
-                one.job.block_table,
-                int(one.job.max_tokens > 0),
-                one.positions,
-                one.features,
+                d.pending_ids, d.start, d.job.block_table, int(d.job.max_tokens > 0), d.positions, d.features
             )
-            for one in drafts
+            for d in drafts
         ]
         logits = self._forward(
             build_batch(chunks, self._block_size, self._ops.row_tile, self._device, self._mrope)
         )
         if not sampled:
             return
-        token_ids = self._sampler(logits, [one.row for one in sampled], logprobs=False).token_ids
-        for one, token_id, logprob in zip(sampled, token_ids, self._logprobs(logits, token_ids), strict=True):
-            one.append(token_id, logprob)
-
-    def _logprobs(self, logits: Tensor, token_ids: Sequence[int]) -> list[float]:
-        """Of one id a row (any id where it is -1), in the distribution that it was sampled from."""
+        token_ids = self._sampler(logits, [draft.row for draft in sampled], logprobs=False).token_ids
+        # the sampler has overwritten the logits with the distribution that it sampled from
         chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device).clamp(min=0)[:, None]
-        own = logits.gather(1, chosen)[:, 0].double()
-        logprobs: list[float] = (own - self._ops.log_sum_exp(logits).double()).tolist()
-        return logprobs
+        values = logits.gather(1, chosen)[:, 0].double() - self._ops.log_sum_exp(logits).double()
+        for draft, token_id, logprob in zip(sampled, token_ids, values.tolist(), strict=True):
+            draft.append(token_id, logprob)
 
 
-MAX_WINDOW = 4096  # tokens; what lies further back costs more to read than it tells of the next token
-TIMED_DRAFT_LEN = 4
-RECOMPUTED_TOKENS = (
-    2  # known tokens that a round begins with: behind a draft that came true as a whole both have no KV
-)
+MAX_WINDOW = 4096  # tokens; older context costs more than it adds to acceptance
+TIMED_DRAFT_LEN = 4  # tokens per draft while timing passes
+RECOMPUTED_TOKENS = 2  # last known tokens that a device step recomputes: neither has KV after full acceptance
 
 
 class ImageFeatureSource(Protocol):
-    """What the draft model's own tower has seen of the pictures of requests."""
+    """Image features from the draft model's own vision encoder."""
 
     def remaining_cost(self, state: RequestState, start: int) -> int:
-        """Multiply-adds until all is seen behind its first `start` tokens."""
+        """Multiply-adds to encode the images after the first `start` tokens."""
 
     def computable_until(self, state: RequestState, start: int) -> int:
-        """How many of its tokens can be computed before a picture is needed, once those before `start` are."""
+        """First index >= start that needs an image not yet encoded."""
 
     def features(self, state: RequestState, start: int, end: int) -> Sequence[tuple[int, Tensor]]:
-        """What stands for tokens [start, end) of a request: (index of the first behind `start`, [rows, width])."""
+        """Features of tokens [start, end): (index of the first relative to `start`, [rows, width])."""
 
 
 @dataclass(slots=True)
 class _PendingDraft:
-    """The part of one ask in one propose(). `shown`: of pictures among its known tokens, or before them."""
+    """The job of one request in one propose()."""
 
     index: int
     request: DraftRequest
@@ -287,27 +240,20 @@ class _PendingDraft:
 
     @property
     def can_use_loop(self) -> bool:
-        """The loop can sample for it, and knows where its tokens stand."""
-        return (
-            self.draft_state.is_simple
-            and self.job.start_position >= self.draft_state.last_image_end - self.draft_state.window_start
-        )
+        """Whether a DraftLoop supports its sampling, and its positions: all images are computed."""
+        state = self.draft_state
+        return state.is_simple and self.job.start_position >= state.last_image_end - state.window_start
 
 
 class ModelDrafter:
-    """Runs the draft model for all asking requests at once, one more token each a pass.
+    """Runs the draft model for all requests at once, one token each per pass.
 
-    It samples with the target's parameters and noise, so that it agrees as often as the two distributions allow.
-    Its KV lives in blocks of its own; when they run out, the request whose turn was longest ago loses them and is
-    caught up later. A request that outgrows the window is read again from the last half of the window on.
+    It samples with the target's parameters and noise, so acceptance is as high as both distributions allow.
+    When its blocks run out, the least recently used request loses them and is recomputed later. A request
+    that outgrows the window is recomputed from the last half of the window on.
 
-    A model that sees is shown the pictures of a request once it is asked about it; until its tower has seen them it says
-    nothing. One that sees nothing reads the text without them. Behind the window no picture is looked at again.
-
-    max_rows  rows of one pass; a longer backlog (a new prompt) is caught up over several steps
-    max_len   positions that the model can be used for
-    forward   the pass, compiled
-    ahead     drafts in rounds, if the backend can; not for a model that sees, whose tokens may have other places
+    A multimodal model needs the images encoded before it drafts; a text-only model reads only the text.
+    Images before the window are not encoded again.
     """
 
     name = "draft"
@@ -322,11 +268,12 @@ class ModelDrafter:
         max_rows: int,
         max_len: int,
     ) -> None:
-        self.forward = forward = model.compile_logits(kv)
+        """max_rows  rows per pass; longer prompts take several steps; max_len  the model's context length"""
+        self.forward = forward = with_graphs(model.ops, model.compile_logits(kv))
         self._draft_loop = forward if isinstance(forward, DraftLoop) else None
-        self.decode_loop_forward = (
-            forward if model.vision_encoder is None and isinstance(forward, SupportsDecodeLoop) else None
-        )
+        # not for multimodal models: their positions may differ from the target's
+        supports_loop = model.vision_encoder is None and isinstance(forward, SupportsDecodeLoop)
+        self.decode_loop_forward = forward if supports_loop else None
         self._mrope = model.uses_mrope
         self._eager_loop = EagerDraftLoop(
             forward, model.ops, sampler, block_size, kv.device, model.uses_mrope
@@ -337,6 +284,7 @@ class ModelDrafter:
         self._never_sampled_ids = sampler.never_sampled_ids
         self._vocab_size = model.vocab_size
         self._pool = pool
+        self._block_manager = BlockManager(pool, block_size)
         self._block_size = block_size
         self._max_rows = max_rows
         self._window = min(max_len, MAX_WINDOW)
@@ -344,9 +292,9 @@ class ModelDrafter:
         self._num_proposals = 0
 
     def set_image_source(self, source: ImageFeatureSource, macs_per_row: int) -> None:
-        """The pictures of requests that begin from now on are shown to the model.
+        """Show the model the images of requests that begin from now on.
 
-        row_cost  multiply-adds of its tower that take as long as one of its rows
+        macs_per_row  multiply-adds of its vision encoder that take as long as one row
         """
         self._image_source, self._macs_per_row = source, max(macs_per_row, 1)
 
@@ -356,222 +304,197 @@ class ModelDrafter:
         )
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
-        track = self._states.pop(request_id, None)
-        if track is not None:
-            self._pool.release(track.block_table)
+        draft_state = self._states.pop(request_id, None)
+        if draft_state is not None:
+            self._block_manager.release(draft_state)
 
     def check(self, live: Container[str]) -> None:
         assert all(request_id in live for request_id in self._states)
-        self._pool.check(track.block_table for track in self._states.values())
+        self._pool.check(draft_state.blocks for draft_state in self._states.values())
 
     def num_pending_rows(self, request: DraftRequest) -> int:
-        track = self._sync(request)
-        unseen = (
-            0
-            if self._image_source is None or track.num_computed >= track.last_image_end
-            else self._image_source.remaining_cost(request.state, track.num_computed)
-        )
-        if track.was_requested and self._num_computable(request, track) < track.num_pending_tokens:
+        draft_state = self._sync(request)
+        num_pending = draft_state.num_pending_tokens
+        if draft_state.was_requested and self._num_computable(request, draft_state) < num_pending:
             return 0
-        return max(track.num_pending_tokens + unseen // self._macs_per_row, 1)
+        macs = 0
+        if self._image_source is not None and draft_state.num_computed < draft_state.last_image_end:
+            macs = self._image_source.remaining_cost(request.state, draft_state.num_computed)
+        return max(num_pending + macs // self._macs_per_row, 1)
 
     def num_computed(self, state: RequestState) -> int:
-        """How many tokens of a request need not be shown: those that are computed, or all of one that nobody asks about."""
-        track = self._states.get(state.id)
-        return track.num_computed if track is not None and track.was_requested else len(state.tokens)
+        """Tokens that need no image features any more; all tokens if no draft was requested."""
+        draft_state = self._states.get(state.id)
+        if draft_state is None or not draft_state.was_requested:
+            return len(state.tokens)
+        return draft_state.num_computed
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         drafts: list[Draft | None] = [None] * len(requests)
-        for run, guess in self._draft(self._schedule(requests)):
-            run.draft_state.num_computed += len(run.job.token_ids)
-            run.draft_state.draft_ids = guess.token_ids[:-1]
-            if guess.token_ids:
-                drafts[run.index] = Draft(guess.token_ids, self.name, tuple(map(math.exp, guess.logprobs)))
+        for pending, draft in self._draft(self._schedule(requests)):
+            pending.draft_state.num_computed += len(pending.job.token_ids)
+            pending.draft_state.draft_ids = draft.token_ids[:-1]
+            if draft.token_ids:
+                confidence = tuple(map(math.exp, draft.logprobs))
+                drafts[pending.index] = Draft(draft.token_ids, self.name, confidence)
         return drafts
 
     def acquire_device(self, states: Sequence[RequestState], num_tokens: int) -> bool:
-        tracks = [self._sync(DraftRequest(state)) for state in states]
-        return all(self._can_run_on_device(track) for track in tracks) and self.reserve_device(
-            states, num_tokens
+        synced = [self._sync(DraftRequest(state)) for state in states]
+        # the device loop reads the text from its beginning, as the target does
+        is_ready = all(
+            draft_state.num_pending_tokens <= RECOMPUTED_TOKENS
+            and not draft_state.window_start
+            and not draft_state.num_skipped_image_tokens
+            and not draft_state.last_image_end
+            for draft_state in synced
         )
+        return is_ready and self.reserve_device(states, num_tokens)
 
     def reserve_device(self, states: Sequence[RequestState], num_tokens: int) -> bool:
         needs = [(self._states[state.id], len(state.tokens) + num_tokens) for state in states]
         if any(length > self._window for _, length in needs):
             return False
-        missing = [max(self._num_missing_blocks(track, length), 0) for track, length in needs]
-        if sum(missing) > self._pool.num_free:
-            return False
-        for (track, _), count in zip(needs, missing, strict=True):
-            self._allocate(track, count)
-        return True
+        return self._block_manager.allocate_all(needs)
 
     def device_blocks(self, state: RequestState) -> Sequence[int]:
-        return self._states[state.id].block_table
+        return self._states[state.id].blocks
 
     def release_device(self, state: RequestState, num_computed: int) -> None:
-        track = self._states[state.id]
-        track.length, track.num_computed, track.draft_ids = len(state.tokens), num_computed, ()
-
-    def _can_run_on_device(self, draft_state: DraftState) -> bool:
-        """It is read from its beginning, as the target reads it, and all is computed that a round does not compute again."""
-        return (
-            not (
-                draft_state.window_start or draft_state.num_skipped_image_tokens or draft_state.last_image_end
-            )
-            and draft_state.num_pending_tokens <= RECOMPUTED_TOKENS
+        draft_state = self._states[state.id]
+        draft_state.length, draft_state.num_computed, draft_state.draft_ids = (
+            len(state.tokens),
+            num_computed,
+            (),
         )
 
     def pass_seconds(self, num_rows: int, num_sampled: int) -> float:
-        """Where every row is sampled it is one of several passes, as in a draft of several tokens."""
-        tokens = min(TIMED_DRAFT_LEN, self._window) if num_rows == num_sampled else 1
-        runs = self._dummy_drafts(num_rows, num_sampled, tokens)
+        """If every row is sampled, the mean of a draft of several tokens, else one pass."""
+        draft_len = min(TIMED_DRAFT_LEN, self._window) if num_rows == num_sampled else 1
+        dummies = self._dummy_drafts(num_rows, num_sampled, draft_len)
         with torch.inference_mode():
             started = time.perf_counter()
-            lengths = [len(guess.token_ids) for _, guess in self._draft(runs)]
+            lengths = [len(draft.token_ids) for _, draft in self._draft(dummies)]
             seconds = time.perf_counter() - started
-        return seconds / max(*lengths, 1)  # a broken model may end its drafts early, or say nothing
+        return seconds / max(*lengths, 1)  # NaN logits end drafts early
 
     def _draft(self, pending: Sequence[_PendingDraft]) -> Iterator[tuple[_PendingDraft, DraftTokens]]:
-        """One call for the requests that it can sample for; the others pass by pass."""
+        """Draft with one DraftLoop call where it is supported, the rest pass by pass."""
         loop = self._draft_loop
-        inside = [run for run in pending if run.can_use_loop] if loop is not None else []
-        if loop is not None and inside:
-            yield from zip(
-                inside,
-                loop.draft([run.job for run in inside], self._block_size, self._never_sampled_ids),
-                strict=True,
-            )
-        outside = [run for run in pending if loop is None or not run.can_use_loop]
-        if outside:
-            lanes, shown = [run.job for run in outside], [run.images for run in outside]
-            yield from zip(
-                outside, self._eager_loop.draft([run.request for run in outside], lanes, shown), strict=True
-            )
+        in_loop = [p for p in pending if p.can_use_loop] if loop is not None else []
+        if loop is not None and in_loop:
+            drafts = loop.draft([p.job for p in in_loop], self._block_size, self._never_sampled_ids)
+            yield from zip(in_loop, drafts, strict=True)
+        eager = [p for p in pending if loop is None or not p.can_use_loop]
+        if eager:
+            requests, jobs, images = zip(*((p.request, p.job, p.images) for p in eager), strict=True)
+            yield from zip(eager, self._eager_loop.draft(requests, jobs, images), strict=True)
 
     def _schedule(self, requests: Sequence[DraftRequest]) -> list[_PendingDraft]:
-        """Who is computed now, and how far: within max_rows and the memory, the shortest backlogs first."""
+        """Choose the requests to compute, and how many tokens of each: the fewest pending tokens first.
+
+        Bounded by max_rows and free blocks.
+        """
         self._num_proposals += 1
-        tracks = [self._sync(ask) for ask in requests]
+        synced = [self._sync(request) for request in requests]
         budget = self._max_rows
         sizes: dict[int, int] = {}
-        for number in sorted(range(len(requests)), key=lambda number: tracks[number].num_pending_tokens):
-            track = tracks[number]
-            track.was_requested = True
-            size = min(self._num_computable(requests[number], track), budget)
-            if size and self._reserve(track, track.num_computed + size - track.window_start):
-                track.last_used = self._num_proposals
-                sizes[number] = size
+        for index in sorted(range(len(requests)), key=lambda index: synced[index].num_pending_tokens):
+            draft_state = synced[index]
+            draft_state.was_requested = True
+            size = min(self._num_computable(requests[index], draft_state), budget)
+            end = draft_state.num_computed + size - draft_state.window_start
+            if size and self._reserve(draft_state, end):
+                draft_state.last_used = self._num_proposals
+                sizes[index] = size
                 budget -= size
-        return [self._make_pending(n, requests[n], tracks[n], size) for n, size in sizes.items()]
+        return [self._make_pending(i, requests[i], synced[i], size) for i, size in sizes.items()]
 
     def _num_computable(self, request: DraftRequest, draft_state: DraftState) -> int:
-        """Known tokens that could be computed now."""
-        if self._image_source is None or draft_state.num_computed >= draft_state.last_image_end:
+        """Pending tokens that need no image that is not encoded yet."""
+        start = draft_state.num_computed
+        if self._image_source is None or start >= draft_state.last_image_end:
             return draft_state.num_pending_tokens
-        return (
-            self._image_source.computable_until(request.state, draft_state.num_computed)
-            - draft_state.num_computed
-        )
+        return self._image_source.computable_until(request.state, start) - start
 
     def _make_pending(
         self, index: int, request: DraftRequest, draft_state: DraftState, num_tokens: int
     ) -> _PendingDraft:
-        """The next `size` known tokens, and what there is to see of them."""
-        lane = self._make_job(request, draft_state, num_tokens)
-        if self._image_source is None or draft_state.num_computed >= draft_state.last_image_end:
-            return _PendingDraft(index, request, draft_state, lane, ChunkImages(draft_state.mrope_positions))
-        features = self._image_source.features(
-            request.state, draft_state.num_computed, draft_state.num_computed + num_tokens
-        )
-        return _PendingDraft(
-            index, request, draft_state, lane, ChunkImages(draft_state.mrope_positions, features)
-        )
+        """Compute the next `num_tokens` known tokens, with their image features."""
+        job = self._make_job(request, draft_state, num_tokens)
+        start = draft_state.num_computed
+        features: Sequence[tuple[int, Tensor]] = ()
+        if self._image_source is not None and start < draft_state.last_image_end:
+            features = self._image_source.features(request.state, start, start + num_tokens)
+        images = ChunkImages(draft_state.mrope_positions, features)
+        return _PendingDraft(index, request, draft_state, job, images)
 
     def _make_job(self, request: DraftRequest, draft_state: DraftState, num_tokens: int) -> DraftJob:
-        """The next `size` known tokens; guesses if these are all."""
+        """Compute the next `num_tokens` known tokens, and draft if no others are pending."""
         token_ids = draft_state.tokens_from(request, draft_state.num_computed)[:num_tokens]
-        if max(token_ids) >= self._vocab_size:  # a row of the target that stands for no token
+        if max(token_ids) >= self._vocab_size:  # a padding row of the target's vocabulary
             token_ids = [token_id if token_id < self._vocab_size else 0 for token_id in token_ids]
+        is_last = num_tokens == draft_state.num_pending_tokens
+        mrope_positions = draft_state.mrope_positions if self._mrope else None
         return DraftJob(
             token_ids=token_ids,
             start_position=draft_state.num_computed - draft_state.window_start,
-            block_table=draft_state.block_table,
+            block_table=draft_state.blocks,
             first_draft_index=request.num_tokens,
-            max_tokens=self._max_draft_len(draft_state, request.max_tokens)
-            if num_tokens == draft_state.num_pending_tokens
-            else 0,
+            max_tokens=self._max_draft_len(draft_state, request.max_tokens) if is_last else 0,
             min_logprob_sum=math.log(request.min_prob) if request.min_prob > 0 else -math.inf,
             sampling=draft_state.sampling,
-            mrope_offset=draft_state.mrope_positions.offset
-            if self._mrope and draft_state.mrope_positions is not None
-            else 0,
+            mrope_offset=0 if mrope_positions is None else mrope_positions.offset,
         )
 
     def _max_draft_len(self, draft_state: DraftState, max_tokens: int) -> int:
-        """Guesses that can be made: all but the last lie in the window and have a slot."""
+        """Longest possible draft: all but its last token need a slot in the window."""
         length = draft_state.length - draft_state.window_start
         wanted = min(max_tokens, self._window - length + 1)
-        missing = self._num_missing_blocks(draft_state, length + wanted - 1)
-        if missing > 0:
-            self._allocate(draft_state, min(missing, self._pool.num_free))
-            wanted = min(wanted, len(draft_state.block_table) * self._block_size - length + 1)
+        room = (len(draft_state.blocks) + self._pool.num_free) * self._block_size
+        wanted = min(wanted, room - length + 1)
+        self._block_manager.allocate(draft_state, length + wanted - 1)
         return wanted
 
     def _sync(self, request: DraftRequest) -> DraftState:
-        """What is computed for an ask; nothing if the request has outgrown the window."""
-        track = self._states[request.state.id]
-        track.sync(request)
-        if track.length - track.window_start > self._window:
-            self._evict(track, max(track.length - max(self._window // 2, 1), track.last_image_end))
-        return track
+        """The request's state, compared with its text; reset if the text has outgrown the window."""
+        draft_state = self._states[request.state.id]
+        draft_state.sync(request)
+        if draft_state.length - draft_state.window_start > self._window:
+            half = draft_state.length - max(self._window // 2, 1)
+            self._evict(draft_state, max(half, draft_state.last_image_end))
+        return draft_state
 
     def _reserve(self, draft_state: DraftState, length: int) -> bool:
-        """Hold blocks for `length` tokens, taking them from those whose turn was the longest ago."""
-        missing = self._num_missing_blocks(draft_state, length)
-        while missing > self._pool.num_free:
-            others = [
-                t
-                for t in self._states.values()
-                if t.block_table and t.last_used < self._num_proposals and t is not draft_state
+        """Allocate blocks for `length` tokens, evicting the least recently used requests."""
+        while self._block_manager.blocks_needed(draft_state, length) > self._pool.num_free:
+            evictable = [
+                other
+                for other in self._states.values()
+                if other.blocks and other.last_used < self._num_proposals and other is not draft_state
             ]
-            if not others:
+            if not evictable:
                 return False
-            victim = min(others, key=lambda t: (t.last_used, -t.num_pending_tokens))
+            victim = min(evictable, key=lambda other: (other.last_used, -other.num_pending_tokens))
             self._evict(victim, victim.window_start)
-        self._allocate(draft_state, missing)
+        self._block_manager.allocate(draft_state, length)
         return True
 
-    def _num_missing_blocks(self, draft_state: DraftState, length: int) -> int:
-        """Blocks for `length` tokens that are not there, negative if there are more."""
-        return -(-length // self._block_size) - len(draft_state.block_table)
-
-    def _allocate(self, draft_state: DraftState, num_blocks: int) -> None:
-        for _ in range(num_blocks):
-            draft_state.block_table.append(self._pool.allocate())
-
     def _evict(self, draft_state: DraftState, window_start: int) -> None:
-        """Nothing of it is computed any more; it is read from `origin` on."""
-        self._pool.release(draft_state.block_table)
+        """Free the request's blocks; its text is read again from `window_start` on."""
+        self._block_manager.release(draft_state)
         draft_state.reset_at(window_start)
 
     def _dummy_drafts(self, num_rows: int, num_sampled: int, draft_len: int) -> list[_PendingDraft]:
-        """Of `rows` known tokens and `sampled` drafts, shared by requests that fit the window, on the scratch block."""
+        """Jobs of `num_rows` tokens and `num_sampled` drafts, spread over requests that fit the window."""
         state = RequestState(Request("", (0,), SamplingParams(), seed=0), 0, self._window)
-        track = DraftState.from_state(state, self._vocab_size)
+        draft_state = DraftState.from_state(state, self._vocab_size)
         count = max(num_sampled, -(-num_rows // (self._window - draft_len + 1)))
         blocks = [NULL_BLOCK] * -(-self._window // self._block_size)
-        lanes = [
-            DraftJob(
-                [0] * len(range(n, num_rows, count)),
-                0,
-                blocks,
-                1,
-                draft_len if n < num_sampled else 0,
-                -math.inf,
-                track.sampling,
-            )
-            for n in range(count)
-        ]
-        return [_PendingDraft(n, DraftRequest(state), track, lane) for n, lane in enumerate(lanes)]
+        dummies = []
+        for n in range(count):
+            token_ids, max_tokens = [0] * len(range(n, num_rows, count)), draft_len if n < num_sampled else 0
+            job = DraftJob(token_ids, 0, blocks, 1, max_tokens, -math.inf, draft_state.sampling)
+            dummies.append(_PendingDraft(n, DraftRequest(state), draft_state, job))
+        return dummies

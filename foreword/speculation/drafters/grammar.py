@@ -1,4 +1,4 @@
-"""What a grammar forces: guesses that need no guessing."""
+"""Drafts from text that the request's grammar forces."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["GrammarDrafter"]
 
 
 class GrammarDrafter:
-    """Offers the text that must follow. The model still chooses how to cut it into tokens, so that a draft may be wrong.
+    """Proposes the forced text. Its tokenization is the model's choice, so a draft may be wrong.
 
-    Keeps no state: the grammar belongs to the request.
+    Stateless: the grammar belongs to the request.
     """
 
     name = GRAMMAR
@@ -26,9 +26,9 @@ class GrammarDrafter:
     def check(self, live: Container[str]) -> None: ...
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        return [self._propose(ask) for ask in requests]
-
-    def _propose(self, request: DraftRequest) -> Draft | None:
-        grammar = request.state.grammar
-        forced = () if grammar is None else grammar.forced(request.max_tokens)
-        return Draft(forced, self.name) if forced else None
+        drafts: list[Draft | None] = []
+        for request in requests:
+            grammar = request.state.grammar
+            forced = () if grammar is None else grammar.forced(request.max_tokens)
+            drafts.append(Draft(forced, self.name) if forced else None)
+        return drafts

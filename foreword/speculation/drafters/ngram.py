@@ -1,8 +1,9 @@
-"""Prompt lookup: what followed the last time these few tokens stood here."""
+"""Prompt lookup: draft the continuation of the latest n-gram that matches the end of the text."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence, Set
+from itertools import takewhile
 
 from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
@@ -10,18 +11,13 @@ from foreword.speculation.base import DraftRequest
 
 __all__ = ["NgramDrafter"]
 
-# Probability that a token is right if those before it are, by length of the match, which grows with the guess.
+# P(token accepted | those before it accepted) by length of the match, which grows along the draft.
 # Measured: docs/lab/suffix.md.
 CONFIDENCE = (0.0, 0.25, 0.42, 0.55, 0.75, 0.82, 0.85, 0.87, 0.88, 0.88, 0.89, 0.89, 0.9)
 
 
 class _NgramIndex:
-    """The tokens of one request and where each of their n-grams was last continued.
-
-    Grows by what is appended; nothing is ever scanned again.
-
-    fence  index behind the last token that is never drafted: no n-gram reaches over it
-    """
+    """Tokens of one request, and the latest continuation of each n-gram, updated incrementally."""
 
     __slots__ = ("_continued_at", "_min_start", "_never_sampled_ids", "_ngram_sizes", "tokens")
 
@@ -29,7 +25,7 @@ class _NgramIndex:
         self.tokens: list[int] = []
         self._ngram_sizes = ngram_sizes
         self._never_sampled_ids = never_sampled_ids
-        self._min_start = 0
+        self._min_start = 0  # index after the last never-sampled id; no n-gram includes one
         self._continued_at: dict[tuple[int, ...], int] = {}
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -45,40 +41,29 @@ class _NgramIndex:
                     continued_at[tuple(tokens[end - size : end])] = end
 
     def find_continuation(self, max_tokens: int) -> tuple[int, list[int]]:
-        """Size of the longest known n-gram that ends the text, and what followed it; it may run on into itself.
+        """Size and continuation of the longest known n-gram at the end of the text; (0, []) without a match.
 
-        (0, []) where nothing matches.
+        A continuation that reaches the end of the text repeats itself.
         """
         tokens = self.tokens
         for size in reversed(self._ngram_sizes):
-            start = (
-                self._continued_at.get(tuple(tokens[-size:]))
-                if size <= len(tokens) - self._min_start
-                else None
-            )
+            if size > len(tokens) - self._min_start:
+                continue
+            start = self._continued_at.get(tuple(tokens[-size:]))
             if start is not None:
-                found = tokens[start : start + max_tokens]
-                while len(found) < max_tokens:
-                    found += found[: max_tokens - len(found)]
-                return size, self._truncate_at_never_sampled(found) if start < self._min_start else found
+                draft = tokens[start : start + max_tokens]
+                while len(draft) < max_tokens:
+                    draft += draft[: max_tokens - len(draft)]
+                if start < self._min_start:  # it may include such ids later
+                    draft = list(takewhile(lambda token_id: token_id not in self._never_sampled_ids, draft))
+                return size, draft
         return 0, []
-
-    def _truncate_at_never_sampled(self, token_ids: list[int]) -> list[int]:
-        """Up to the first token that is never drafted; the one in front was found to follow, so that it is none."""
-        return token_ids[
-            : next(
-                (index for index, token_id in enumerate(token_ids) if token_id in self._never_sampled_ids),
-                len(token_ids),
-            )
-        ]
 
 
 class NgramDrafter:
     """Drafts from the request's own prompt and output, by n-grams of lookup_min..lookup_max tokens.
 
-    Nothing is proposed where nothing matches. The latest occurrence of the longest n-gram wins.
-
-    never  ids that are neither matched nor guessed
+    The longest n-gram wins, at its latest occurrence. Never-sampled ids are neither matched nor drafted.
     """
 
     name = "ngram"
@@ -99,15 +84,12 @@ class NgramDrafter:
         assert all(request_id in live for request_id in self._indexes)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        return [self._propose(ask) for ask in requests]
+        return [self._propose(request) for request in requests]
 
     def _propose(self, request: DraftRequest) -> Draft | None:
         index = self._indexes[request.state.id]
-        index.extend(request.tokens_from(len(index.tokens)))
-        size, guess = index.find_continuation(request.max_tokens)
-        return Draft(tuple(guess), self.name, _confidence(size, len(guess))) if guess else None
-
-
-def _confidence(match_len: int, draft_len: int) -> tuple[float, ...]:
-    known = CONFIDENCE[match_len : match_len + draft_len]
-    return known + CONFIDENCE[-1:] * (draft_len - len(known))
+        index.extend(request.state.tokens[len(index.tokens) :])
+        size, draft = index.find_continuation(request.max_tokens)
+        confidence = CONFIDENCE[size : size + len(draft)]
+        confidence += CONFIDENCE[-1:] * (len(draft) - len(confidence))
+        return Draft(tuple(draft), self.name, confidence) if draft else None

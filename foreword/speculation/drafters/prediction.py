@@ -1,4 +1,4 @@
-"""Predicted outputs: drafts from the text that the caller expects, and finds its place again after an edit."""
+"""Predicted outputs: drafts from the text that the user expects, resynchronized after each difference."""
 
 from __future__ import annotations
 
@@ -15,70 +15,26 @@ __all__ = ["PredictionDrafter"]
 
 UNLIMITED = 1 << 30
 MAX_NGRAM = 3
-# n-grams by which a place is found again, the surest first, and how far from the last sure place each is believed
+# (n-gram size, min and max offset from the anchor) to search in, most reliable first
 RESYNC_WINDOWS = ((MAX_NGRAM, -UNLIMITED, UNLIMITED), (2, -64, 128), (1, 1, 8))
-NEAR_OFFSETS = range(1, 9)
-FORWARD_PREFERENCE = (
-    4  # a place so many times farther ahead than another lies behind is still the likelier one
-)
-ANCHOR_MATCH_LEN = 4  # tokens in agreement from which on a place is the one to look from when it is lost
+NEAR_OFFSETS = range(1, 9)  # from the anchor
+FORWARD_PREFERENCE = 4  # a match ahead wins unless it is this many times farther than one before the anchor
+ANCHOR_MATCH_LEN = 4  # matched tokens that make a position the new anchor
 MAX_DRAFT_LEN = 64
 ENCODING = "utf-32-le" if sys.byteorder == "little" else "utf-32-be"
-# How often the next token was right, by tokens in agreement so far (1, 2, ...): measured on the Python standard library with
-# lines, words and names changed, put in, left out and moved. Places just ahead of the last sure one are mostly right.
-CONFIDENCE_NEAR = (
-    0.65,
-    0.93,
-    0.97,
-    0.98,
-    0.985,
-    0.985,
-    0.99,
-    0.99,
-    0.99,
-    0.99,
-    0.99,
-    0.99,
-    0.99,
-    0.99,
-    0.99,
-    0.995,
-)
-CONFIDENCE_FAR = (
-    0.1,
-    0.38,
-    0.52,
-    0.73,
-    0.84,
-    0.92,
-    0.95,
-    0.97,
-    0.97,
-    0.98,
-    0.985,
-    0.985,
-    0.985,
-    0.99,
-    0.99,
-    0.995,
-)
+# P(next token accepted) by matched tokens so far (1, 2, ...): measured on the Python standard library with
+# lines, words and names changed, inserted, deleted and moved. Matches just after the anchor are mostly right.
+RAMP_NEAR = (0.65, 0.93, 0.97, 0.98, 0.985, 0.985, *(0.99,) * 9, 0.995)
+RAMP_FAR = (0.1, 0.38, 0.52, 0.73, 0.84, 0.92, 0.95, 0.97, 0.97, 0.98, *(0.985,) * 3, 0.99, 0.99, 0.995)
 CONFIDENCE = {
-    near: (*ramp, *ramp[-1:] * MAX_DRAFT_LEN)
-    for near, ramp in ((True, CONFIDENCE_NEAR), (False, CONFIDENCE_FAR))
+    near: (*ramp, *ramp[-1:] * MAX_DRAFT_LEN) for near, ramp in ((True, RAMP_NEAR), (False, RAMP_FAR))
 }
 
 
 class _PredictionCursor:
-    """Where an output stands in the text that was predicted for it.
+    """Position of an output in its prediction.
 
-    Tokens are searched for as characters of a string, which costs less than to index them would.
-
-    text    the prediction, as token ids
-    seen    known tokens that were followed, prompt included
-    cursor  index in `text` of what should come next; None: the place is lost
-    agreed  tokens before the cursor that output and text have in common, as far as is known
-    near    the place was found just ahead of the last sure one
-    anchor  the last sure place
+    Tokens are searched as characters of a string, which is cheaper than an index.
     """
 
     __slots__ = (
@@ -95,21 +51,19 @@ class _PredictionCursor:
 
     def __init__(self, prediction_ids: Sequence[int], num_seen: int, never_sampled_ids: Set[int]) -> None:
         self.prediction_ids = prediction_ids
-        self.num_seen = num_seen
-        self.cursor: int | None = 0
-        self.match_len = 0
-        self.near = True
-        self.anchor = 0
+        self.num_seen = num_seen  # known tokens so far, prompt included
+        self.cursor: int | None = 0  # index in the prediction of the next token; None: lost
+        self.match_len = 0  # tokens before the cursor that equal the end of the output
+        self.near = True  # the cursor was found just after the anchor
+        self.anchor = 0  # the last reliable cursor
         self._chars = _to_chars(prediction_ids)
         self._recent = ""
-        self._never_sampled_at = (
-            []
-            if never_sampled_ids.isdisjoint(prediction_ids)
-            else [place for place, token_id in enumerate(prediction_ids) if token_id in never_sampled_ids]
-        )
+        self._never_sampled_at = [
+            i for i, token_id in enumerate(prediction_ids) if token_id in never_sampled_ids
+        ]
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """The output goes on."""
+        """Follow new tokens of the output."""
         self.num_seen += len(token_ids)
         run = _to_chars(token_ids)
         if self.cursor is not None and self._chars.startswith(run, self.cursor):
@@ -123,18 +77,17 @@ class _PredictionCursor:
                 self._resync()
 
     def next_tokens(self, max_tokens: int) -> Sequence[int]:
-        """What the text goes on with, up to a token that is never drafted."""
+        """The prediction from the cursor on, up to a never-sampled id."""
         if self.cursor is None:
             return ()
-        fence = bisect_left(self._never_sampled_at, self.cursor)
-        end = self.cursor + max_tokens
-        return self.prediction_ids[self.cursor : min([end, *self._never_sampled_at[fence : fence + 1]])]
+        next_never = bisect_left(self._never_sampled_at, self.cursor)
+        ends = [self.cursor + max_tokens, *self._never_sampled_at[next_never : next_never + 1]]
+        return self.prediction_ids[self.cursor : min(ends)]
 
     def confidence(self, draft_len: int) -> tuple[float, ...]:
-        """Probability that each of the next tokens is right where those before it are."""
-        ramp = CONFIDENCE[self.near]
-        first = min(self.match_len, len(CONFIDENCE_NEAR)) - 1
-        return ramp[max(first, 0) :][:draft_len]
+        """P(accepted | those before accepted) of each of the next tokens."""
+        first = min(self.match_len, len(RAMP_NEAR)) - 1
+        return CONFIDENCE[self.near][max(first, 0) :][:draft_len]
 
     def _extend_match(self, run: str) -> None:
         assert self.cursor is not None
@@ -143,15 +96,16 @@ class _PredictionCursor:
         self._set_cursor(self.cursor + len(run))
 
     def _resync(self) -> None:
-        """Look for the newest tokens: the longest n-gram wins, of its places the one nearest to the anchor."""
+        """Search the newest tokens in the prediction: the longest n-gram, at its match nearest the anchor."""
         self.cursor, self.match_len = None, 0
-        for size, least, most in RESYNC_WINDOWS:
-            gram = self._recent[-size:]
-            place = _find_nearest(self._chars, gram, self.anchor, least, most) if len(gram) == size else None
-            if place is not None:
+        for size, min_offset, max_offset in RESYNC_WINDOWS:
+            if len(self._recent) < size:
+                continue
+            position = _find_nearest(self._chars, self._recent[-size:], self.anchor, min_offset, max_offset)
+            if position is not None:
                 self.match_len = size
-                self.near = place - self.anchor in NEAR_OFFSETS
-                self._set_cursor(place)
+                self.near = position - self.anchor in NEAR_OFFSETS
+                self._set_cursor(position)
                 return
 
     def _set_cursor(self, position: int) -> None:
@@ -161,27 +115,24 @@ class _PredictionCursor:
 
 
 def _to_chars(token_ids: Sequence[int]) -> str:
-    """A character for each token."""
+    """One character per token."""
     return array("I", token_ids).tobytes().decode(ENCODING, "surrogatepass")
 
 
 def _find_nearest(text: str, ngram: str, anchor: int, min_offset: int, max_offset: int) -> int | None:
-    """Where `gram` ends, at least `least` and at most `most` from the anchor; the nearest such place, those ahead preferred."""
+    """End of the n-gram's nearest match within the offsets from the anchor, preferring matches after it."""
     size = len(ngram)
-    ahead = text.find(ngram, max(anchor + max(min_offset, 0) - size, 0), anchor + max_offset)
-    behind = (
-        text.rfind(ngram, max(anchor + min_offset - size, 0), max(anchor - 1, 0)) if min_offset < 0 else -1
-    )
-    if ahead < 0 or (behind >= 0 and ahead + size - anchor > FORWARD_PREFERENCE * (anchor - behind - size)):
-        return behind + size if behind >= 0 else None
-    return ahead + size
+    after = text.find(ngram, max(anchor + max(min_offset, 0) - size, 0), anchor + max_offset)
+    before = -1
+    if min_offset < 0:
+        before = text.rfind(ngram, max(anchor + min_offset - size, 0), max(anchor - 1, 0))
+    if after < 0 or (before >= 0 and after + size - anchor > FORWARD_PREFERENCE * (anchor - before - size)):
+        return before + size if before >= 0 else None
+    return after + size
 
 
 class PredictionDrafter:
-    """Drafts from the prediction of each request, from its first token on; nothing where there is none.
-
-    never  ids that are not drafted: no token has them, or they stand for images
-    """
+    """Drafts from each request's prediction, from its first token on."""
 
     name = "prediction"
 
@@ -190,9 +141,9 @@ class PredictionDrafter:
         self._cursors: dict[str, _PredictionCursor] = {}
 
     def start(self, state: RequestState) -> None:
-        text = state.request.prediction_ids
-        if text:
-            self._cursors[state.id] = _PredictionCursor(text, state.num_prompt, self._never_sampled_ids)
+        prediction = state.request.prediction_ids
+        if prediction:
+            self._cursors[state.id] = _PredictionCursor(prediction, state.num_prompt, self._never_sampled_ids)
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
         self._cursors.pop(request_id, None)
@@ -201,12 +152,12 @@ class PredictionDrafter:
         assert all(request_id in live for request_id in self._cursors)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        return [self._propose(ask) for ask in requests]
+        return [self._propose(request) for request in requests]
 
     def _propose(self, request: DraftRequest) -> Draft | None:
-        follower = self._cursors.get(request.state.id)
-        if follower is None:
+        cursor = self._cursors.get(request.state.id)
+        if cursor is None:
             return None
-        follower.advance(request.tokens_from(follower.num_seen))
-        guess = tuple(follower.next_tokens(min(request.max_tokens, MAX_DRAFT_LEN)))
-        return Draft(guess, self.name, follower.confidence(len(guess))) if guess else None
+        cursor.advance(request.state.tokens[cursor.num_seen :])
+        token_ids = tuple(cursor.next_tokens(min(request.max_tokens, MAX_DRAFT_LEN)))
+        return Draft(token_ids, self.name, cursor.confidence(len(token_ids))) if token_ids else None

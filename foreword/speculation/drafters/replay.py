@@ -1,11 +1,11 @@
-"""Recorded outputs as drafts, with a chosen error rate: measures the machinery apart from the guessing."""
+"""Recorded outputs as drafts, with a given error rate: benchmarks verification without a drafter."""
 
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from operator import index
 from pathlib import Path
 from random import Random
 
@@ -16,24 +16,25 @@ from foreword.speculation.base import DraftRequest, ModelBasedDrafter
 
 __all__ = ["RecordedOutput", "Recording", "ReplayDrafter", "ReplayWithDraftModel", "read_recording"]
 
-ANY_SEED = -1
+as_int = operator.index
+ANY_SEED = -1  # key of an output recorded without a seed
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedOutput:
-    """An output; error_rate None: that of the drafter."""
+    """A recorded output."""
 
     token_ids: tuple[int, ...]
-    error_rate: float | None = None
+    error_rate: float | None = None  # None: the drafter's
 
 
-Recording = Mapping[tuple[tuple[int, ...], int], RecordedOutput]
+Recording = Mapping[tuple[tuple[int, ...], int], RecordedOutput]  # by (prompt, seed)
 
 
 class ReplayDrafter:
     """Drafts the recorded continuation of (prompt, seed); each token is wrong with probability error_rate.
 
-    Which tokens are wrong depends on the seed and the token's absolute index alone. It has no confidence.
+    Errors depend on the seed and the output index alone. Drafts have no confidence.
     """
 
     name = "replay"
@@ -47,10 +48,9 @@ class ReplayDrafter:
 
     def start(self, state: RequestState) -> None:
         key = (state.request.prompt_ids, state.request.seed)
-        greedy = (state.request.prompt_ids, ANY_SEED)
-        self._outputs[state.id] = (
-            self._recording.get(key) or self._recording.get(greedy) or RecordedOutput(())
-        )
+        any_seed = (state.request.prompt_ids, ANY_SEED)
+        output = self._recording.get(key) or self._recording.get(any_seed)
+        self._outputs[state.id] = output or RecordedOutput(())
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
         self._outputs.pop(request_id, None)
@@ -59,28 +59,22 @@ class ReplayDrafter:
         assert all(request_id in live for request_id in self._outputs)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        return [self._propose(ask) for ask in requests]
+        return [self._propose(request) for request in requests]
 
     def _propose(self, request: DraftRequest) -> Draft | None:
         recorded = self._outputs[request.state.id]
         error_rate = self._error_rate if recorded.error_rate is None else recorded.error_rate
-        first = request.num_tokens - request.state.num_prompt
-        guess = tuple(
-            (token_id + 1) % self._vocab_size
-            if _is_wrong(request.state.request.seed, number, error_rate)
-            else token_id
-            for number, token_id in enumerate(
-                recorded.token_ids[first : first + request.max_tokens], start=first
-            )
+        first, seed = request.state.num_output, request.state.request.seed
+        continuation = recorded.token_ids[first : first + request.max_tokens]
+        token_ids = tuple(
+            (token_id + 1) % self._vocab_size if _is_wrong(seed, index, error_rate) else token_id
+            for index, token_id in enumerate(continuation, start=first)
         )
-        return Draft(guess, self.name) if guess else None
+        return Draft(token_ids, self.name) if token_ids else None
 
 
 class ReplayWithDraftModel:
-    """Replayed guesses at the price of a model's: its passes are run, and what it guesses is dropped.
-
-    A replayed token is drafted if the model guessed one in its place, however unsure it was.
-    """
+    """Replayed drafts at the cost of a draft model, which runs and limits the replayed lengths."""
 
     name = ReplayDrafter.name
 
@@ -108,13 +102,13 @@ class ReplayWithDraftModel:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         drafts = self._replay.propose(requests)
-        wanted = {
-            n: DraftRequest(requests[n].state, len(draft.token_ids))
-            for n, draft in enumerate(drafts)
-            if draft
-        }
-        paid = dict(zip(wanted, self._draft_model.propose(list(wanted.values())), strict=True))
-        return [_truncate(draft, paid.get(n)) for n, draft in enumerate(drafts)]
+        proposed = [index for index, draft in enumerate(drafts) if draft]
+        computed = self._draft_model.propose(
+            [DraftRequest(requests[i].state, len(draft.token_ids)) for i in proposed if (draft := drafts[i])]
+        )
+        for index, paid in zip(proposed, computed, strict=True):
+            drafts[index] = _truncate(drafts[index], paid)
+        return drafts
 
 
 def _is_wrong(seed: int, position: int, error_rate: float) -> bool:
@@ -122,16 +116,16 @@ def _is_wrong(seed: int, position: int, error_rate: float) -> bool:
 
 
 def _truncate(draft: Draft | None, computed: Draft | None) -> Draft | None:
-    """As much of a draft as was paid for."""
+    """The draft cut to the length of the computed one."""
     if draft is None or computed is None:
         return None
     return Draft(draft.token_ids[: len(computed.token_ids)], draft.drafter)
 
 
 def read_recording(path: str) -> Recording:
-    """JSON lines of {"prompt_token_ids": [...], "token_ids": [...], "seed": n, "error_rate": x}.
+    """Read JSON lines of {"prompt_token_ids": [...], "token_ids": [...], "seed": n, "error_rate": x}.
 
-    Without a seed a line serves any; without an error rate it has the drafter's. Raises ConfigError with the line's number.
+    A line without a seed matches any; without an error rate it uses the drafter's. Raises ConfigError.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -141,9 +135,9 @@ def read_recording(path: str) -> Recording:
     for number, line in enumerate(lines, start=1):
         try:
             item = json.loads(line)
-            prompt, seed = tuple(map(index, item["prompt_token_ids"])), index(item.get("seed", ANY_SEED))
+            prompt, seed = tuple(map(as_int, item["prompt_token_ids"])), as_int(item.get("seed", ANY_SEED))
             recording[prompt, seed] = RecordedOutput(
-                tuple(map(index, item["token_ids"])), _read_error_rate(item.get("error_rate"))
+                tuple(map(as_int, item["token_ids"])), _read_error_rate(item.get("error_rate"))
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"replay_file {path}, line {number}: {error!r}", "replay_file") from None

@@ -1,6 +1,6 @@
-"""Guesses from the longest suffix match in the request's own text and in what was answered before.
+"""Drafts from the longest suffix match in the request's own text and in earlier outputs.
 
-The suffix index in C++ (csrc/suffix.cpp): the same guesses as `suffix_index`, much sooner.
+The index is C++ (csrc/suffix.cpp); tests/support/suffix_index.py is its specification in Python.
 """
 
 from __future__ import annotations
@@ -15,46 +15,49 @@ from dataclasses import dataclass
 from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
 from foreword.speculation.base import DraftRequest
-from foreword.speculation.drafters.suffix_index import (
-    BYTES_PER_SLOT,
-    NOVELTY_WEIGHTS,
-    Query,
-    SuffixDraft,
-    SuffixIndex,
-    SuffixIndexBackend,
-)
 
-__all__ = ["NativeSuffixIndex", "SuffixDrafter"]
+__all__ = ["BYTES_PER_SLOT", "NOVELTY_WEIGHTS", "Query", "SuffixDraft", "SuffixDrafter", "SuffixIndex"]
 
-NO_MEMORY = "no memory for the suffix index"
+BYTES_PER_SLOT = 40  # of the corpus: token, namespace, and a chain head and link for each of 4 n-gram orders
+MIN_CORPUS_SLOTS = 64
+MAX_CORPUS_SLOTS = 2**30  # slots are int32
+MAX_NAMESPACES = 2**16  # remembered; older ones lose their part of the corpus
+# Weight of an unseen continuation by match length, in units of one match of that length.
+# Measured: docs/lab/suffix.md.
+NOVELTY_WEIGHTS = (4.0, 4.0, *(2.2 * length**-1.15 for length in range(2, 64)))
+
+Query = tuple[int, int, Sequence[int]]  # text id, max_tokens, new tokens of the text
+SuffixDraft = tuple[tuple[int, ...], tuple[float, ...]]  # token ids, P(accepted | those before accepted)
 EMPTY_DRAFT: SuffixDraft = ((), ())
 
 
-class NativeSuffixIndex:
-    """See Index. All queries of a step are one call. MemoryError where memory is short; texts stay sound."""
+class SuffixIndex:
+    """Growing texts, each in a namespace, and a corpus of finished outputs. MemoryError leaves it intact."""
 
     def __init__(self, library: ctypes.CDLL, corpus_slots: int, never_sampled_ids: Collection[int]) -> None:
         self._library = library
         self._propose = library.foreword_suffix_propose
-        doubts = array("d", NOVELTY_WEIGHTS)
+        weights = array("d", NOVELTY_WEIGHTS)
         flags = bytearray(max(never_sampled_ids, default=-1) + 1)
         for token_id in never_sampled_ids:
             flags[token_id] = 1
         self._index: int | None = library.foreword_suffix_new(
-            corpus_slots, _address(doubts), len(doubts), bytes(flags), len(flags)
+            corpus_slots, _address(weights), len(weights), bytes(flags), len(flags)
         )
         if not self._index:
-            raise MemoryError(NO_MEMORY)
+            raise MemoryError("out of memory for the suffix index")
         weakref.finalize(self, library.foreword_suffix_delete, self._index)
         self._allocate_buffers(0, 0)
 
     def start(self, namespace: int) -> int:
-        text: int = self._library.foreword_suffix_start(self._index, namespace)
-        if text < 0:
-            raise MemoryError(NO_MEMORY)
-        return text
+        """The id of a new text."""
+        text_id: int = self._library.foreword_suffix_start(self._index, namespace)
+        if text_id < 0:
+            raise MemoryError("out of memory for the suffix index")
+        return text_id
 
     def finish(self, text_id: int, output: Sequence[int]) -> None:
+        """Forget the text; `output` enters the corpus of its namespace."""
         tokens = array("i", output)
         self._library.foreword_suffix_finish(self._index, text_id, _address(tokens), len(tokens))
 
@@ -62,35 +65,32 @@ class NativeSuffixIndex:
         return int(self._library.foreword_suffix_num_texts(self._index))
 
     def propose(self, queries: Sequence[Query]) -> list[SuffixDraft]:
-        flat: list[int] = []
-        longest = 0
-        for text, max_tokens, new in queries:
-            flat += (text, max_tokens, len(new))
-            flat += new
-            longest += max_tokens
-        if len(queries) > self._max_queries or longest > self._max_tokens:
-            self._allocate_buffers(2 * len(queries), 2 * longest)
-        packed = array("i", flat)
-        if self._propose(self._index, _address(packed), len(queries), *self._output_addresses) < len(queries):
-            raise MemoryError(NO_MEMORY)
-        return self._read_drafts(len(queries))
-
-    def _read_drafts(self, num_drafts: int) -> list[SuffixDraft]:
-        lengths = self._lengths[:num_drafts].tolist()
+        """Extend each text, then draft its continuation; one call for all."""
+        packed: list[int] = []
+        total_tokens = 0
+        for text_id, max_tokens, new_ids in queries:
+            packed += (text_id, max_tokens, len(new_ids))
+            packed += new_ids
+            total_tokens += max_tokens
+        if len(queries) > self._max_queries or total_tokens > self._max_tokens:
+            self._allocate_buffers(2 * len(queries), 2 * total_tokens)
+        buffer = array("i", packed)
+        if self._propose(self._index, _address(buffer), len(queries), *self._output_addresses) < len(queries):
+            raise MemoryError("out of memory for the suffix index")
+        lengths = self._lengths[: len(queries)].tolist()
         total = sum(lengths)
         token_ids, confidence = self._token_ids[:total].tolist(), self._confidence[:total].tolist()
-        guesses = []
-        first = 0
+        drafts = []
+        start = 0
         for length in lengths:
-            end = first + length
-            guesses.append(
-                (tuple(token_ids[first:end]), tuple(confidence[first:end])) if length else EMPTY_DRAFT
-            )
-            first = end
-        return guesses
+            end = start + length
+            draft = tuple(token_ids[start:end]), tuple(confidence[start:end])
+            drafts.append(draft if length else EMPTY_DRAFT)
+            start = end
+        return drafts
 
     def _allocate_buffers(self, max_queries: int, max_tokens: int) -> None:
-        """Buffers for the answers of one call."""
+        """Output buffers of one call."""
         self._max_queries, self._max_tokens = max_queries, max_tokens
         self._lengths = array("i", bytes(4 * max_queries))
         self._token_ids = array("i", bytes(4 * max_tokens))
@@ -106,41 +106,26 @@ def _address(values: array[int] | array[float]) -> int:
     return values.buffer_info()[0]
 
 
-MIN_CORPUS_SLOTS = 64
-MAX_CORPUS_SLOTS = 2**30  # slots are 32-bit numbers
-MAX_NAMESPACES = 2**16  # that are remembered
-
-
 @dataclass(slots=True)
 class _TextState:
-    """The text of one request in the index, and how many of its tokens stand there."""
+    """The text of one request in the index."""
 
     text_id: int
-    num_indexed: int = 0
+    num_indexed: int = 0  # its tokens in the index
 
 
 class SuffixDrafter:
-    """Keeps the text of each request as it grows, and outputs that were delivered, in a corpus of bounded memory.
+    """Drafts from each request's text as it grows, and from a bounded corpus of delivered outputs.
 
-    A tenant's requests see that tenant's outputs alone. The oldest are forgotten first.
-
-    corpus_bytes  memory of the corpus; 0 for none
-    never         ids that are neither matched nor guessed
-    library       the compiled library, or None: the same guesses in Python
+    A request matches only outputs with its cache_salt. The oldest outputs are evicted first.
     """
 
     name = "suffix"
 
-    def __init__(
-        self, corpus_bytes: int, never_sampled_ids: Collection[int], library: ctypes.CDLL | None
-    ) -> None:
+    def __init__(self, corpus_bytes: int, never_sampled_ids: Collection[int], library: ctypes.CDLL) -> None:
+        """never_sampled_ids  are neither matched nor drafted"""
         slots = min(corpus_bytes // BYTES_PER_SLOT, MAX_CORPUS_SLOTS)
-        slots = slots if slots >= MIN_CORPUS_SLOTS else 0
-        self._index: SuffixIndexBackend = (
-            SuffixIndex(slots, never_sampled_ids)
-            if library is None
-            else NativeSuffixIndex(library, slots, never_sampled_ids)
-        )
+        self._index = SuffixIndex(library, slots if slots >= MIN_CORPUS_SLOTS else 0, never_sampled_ids)
         self._namespaces = _Namespaces(MAX_NAMESPACES)
         self._texts: dict[str, _TextState] = {}
 
@@ -149,30 +134,29 @@ class SuffixDrafter:
         self._texts[state.id] = _TextState(self._index.start(namespace))
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
-        track = self._texts.pop(request_id, None)
-        if track is not None:
-            self._index.finish(track.text_id, output)
+        text = self._texts.pop(request_id, None)
+        if text is not None:
+            self._index.finish(text.text_id, output)
 
     def check(self, live: Container[str]) -> None:
         assert all(request_id in live for request_id in self._texts)
         assert self._index.num_texts() == len(self._texts)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        guesses = self._index.propose([self._make_query(ask) for ask in requests])
+        drafts = self._index.propose([self._make_query(request) for request in requests])
         return [
-            Draft(token_ids, self.name, confidence) if token_ids else None
-            for token_ids, confidence in guesses
+            Draft(token_ids, self.name, confidence) if token_ids else None for token_ids, confidence in drafts
         ]
 
     def _make_query(self, request: DraftRequest) -> Query:
-        track = self._texts[request.state.id]
-        new = request.tokens_from(track.num_indexed)
-        track.num_indexed += len(new)
-        return track.text_id, request.max_tokens, new
+        text = self._texts[request.state.id]
+        new_ids = request.state.tokens[text.num_indexed :]
+        text.num_indexed += len(new_ids)
+        return text.text_id, request.max_tokens, new_ids
 
 
 class _Namespaces:
-    """A number for each tenant, never used for another. A tenant forgotten loses its part of the corpus."""
+    """A number for each cache_salt, least recently used first to be forgotten; numbers are not reused."""
 
     def __init__(self, max_namespaces: int) -> None:
         self._max_namespaces = max_namespaces

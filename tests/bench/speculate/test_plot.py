@@ -1,4 +1,4 @@
-"""The picture: drawn for whatever was measured; a clear word where matplotlib is missing."""
+"""The plot of `foreword bench speculate`, and the error where matplotlib is missing."""
 
 import importlib
 import sys
@@ -25,7 +25,7 @@ def cell(category: str, concurrency: int, **auto: Any) -> dict[str, Any]:
     }
 
 
-def test_a_picture(tmp_path: Path) -> None:
+def test_draw_writes_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw = importlib.import_module(MODULE).draw
     cells = [
@@ -42,7 +42,7 @@ def test_a_picture(tmp_path: Path) -> None:
         draw({"cells": cells, "modes": ["off", "auto"], "model": "demo"}, tmp_path / "no" / "plot.png")
 
 
-def test_without_matplotlib_nothing_is_measured(
+def test_missing_matplotlib_is_refused_before_measuring(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delitem(sys.modules, MODULE, raising=False)

@@ -1,6 +1,7 @@
-"""A server asked over HTTP: a real one end to end, and one that is made up where something must go wrong."""
+"""`foreword bench speculate --base-url`: a real server end to end, and a fake one that fails."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -15,36 +16,34 @@ from foreword.config.options import Config
 from foreword.errors import ForewordError
 from tests.support.checkpoints import write_checkpoint
 
-ROOM = PromptBudget(40, 8, 1.0, 1.0, range(10, 60), ("def f(value):\n    return value",))
+BUDGET = PromptBudget(40, 8, 1.0, 1.0, range(10, 60), ("def f(value):\n    return value",))
 METRICS = """# TYPE foreword_spec_drafts_total counter
 foreword_spec_drafts_total{drafter="suffix"} 3
 """
 
 
-def test_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_speculate_measures_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(write_checkpoint(tmp_path / "tiny"))
+    categories = {"repeat", "predicted", "agent", "random", "library continuation"}
     words = [
-        "--categories",
-        "repeat,predicted,agent,random,library continuation",
         "--concurrency",
         "2",
         "--rounds",
         "1",
+        "--requests",
+        "2",
+        "--max-tokens",
+        "8",
+        "--context",
+        "160",
     ]
-    with ServerProcess(
-        Config(model=model, speculate="ngram", draft_length="fixed", kv_cache_memory="3000tokens")
-    ) as server:
-        sizes = ["--requests", "2", "--max-tokens", "8", "--context", "160"]
-        code = main(["bench", "speculate", "--base-url", server.url, *words, *sizes])
+    config = Config(model=model, speculate="ngram", draft_length="fixed", kv_cache_memory="3000tokens")
+    with ServerProcess(config) as server:
+        words += ["--base-url", server.url, "--categories", ",".join(categories)]
+        code = main(["bench", "speculate", *words])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (code, result["equal"], result["answered_all"]) == (0, True, True)
-    assert {cell["category"] for cell in result["cells"]} == {
-        "repeat",
-        "predicted",
-        "agent",
-        "random",
-        "library continuation",
-    }
+    assert {cell["category"] for cell in result["cells"]} == categories
     agent = next(cell for cell in result["cells"] if cell["category"] == "agent")
     assert agent["requests"] > 2
     assert {"throughput", "first_token", "stage_us_per_token"} <= set(agent["modes"]["auto"])
@@ -53,17 +52,15 @@ def test_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all("drafted" not in cell["modes"]["off"] for cell in result["cells"])
 
 
-def answering(status: int, lines: str) -> httpx.MockTransport:
-    """A server that knows one answer."""
+def fake_server(answer: Callable[[httpx.Request], httpx.Response]) -> httpx.MockTransport:
+    """A server with a model card and metrics; `answer` handles completions."""
 
     def handle(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m", "max_model_len": 100}]})
-        return (
-            httpx.Response(200, text=METRICS)
-            if request.url.path == "/metrics"
-            else httpx.Response(status, text=lines)
-        )
+        if request.url.path == "/metrics":
+            return httpx.Response(200, text=METRICS)
+        return answer(request)
 
     return httpx.MockTransport(handle)
 
@@ -80,15 +77,16 @@ def answering(status: int, lines: str) -> httpx.MockTransport:
         ),
     ],
 )
-def test_what_is_not_an_answer_is_an_error(status: int, lines: str, part: str) -> None:
-    target = RemoteTarget("http://box/v1", None, answering(status, lines))
+def test_incomplete_answer_is_an_error(status: int, lines: str, part: str) -> None:
+    transport = fake_server(lambda request: httpx.Response(status, text=lines))
+    target = RemoteTarget("http://box/v1", None, transport)
     assert (target.model, target.max_len, target.drafters) == ("m", 100, ("suffix",))
-    cell = SpecCase("chat", 2, lambda variant: make_conversations("chat", 2, variant, ROOM))
-    pair = target.run_pairs(cell, (AUTO,), 0)["auto"]
-    assert all(part in str(call.error) for call in pair.other.results)
+    case = SpecCase("chat", 2, lambda variant: make_conversations("chat", 2, variant, BUDGET))
+    pair = target.run_pairs(case, (AUTO,), 0)["auto"]
+    assert all(part in str(result.error) for result in pair.other.results)
 
 
-def test_no_server_is_one_line() -> None:
+def test_unreachable_server_is_a_foreword_error() -> None:
     def refuse(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
@@ -96,33 +94,27 @@ def test_no_server_is_one_line() -> None:
         RemoteTarget("http://box", None, httpx.MockTransport(refuse))
 
 
-def test_every_pair_has_prompts_of_its_own() -> None:
-    asked: list[tuple[str, str]] = []
+def test_every_pair_has_new_prompts() -> None:
+    sent: list[tuple[str, str]] = []
 
-    def handle(request: httpx.Request) -> httpx.Response:
-        if request.url.path in ("/v1/models", "/metrics"):
-            return httpx.Response(200, text=METRICS, json=None) if request.url.path == "/metrics" else CARD
+    def answer(request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
-        asked.append((body["speculation"]["method"], json.dumps(body["messages"])))
-        return httpx.Response(
-            200, text='data: {"choices": [{"token_ids": [1], "finish_reason": "stop"}]}\n\n'
-        )
+        sent.append((body["speculation"]["method"], json.dumps(body["messages"])))
+        chunk = 'data: {"choices": [{"token_ids": [1], "finish_reason": "stop"}]}\n\n'
+        return httpx.Response(200, text=chunk)
 
-    target = RemoteTarget("http://box", None, httpx.MockTransport(handle))
-    cell = SpecCase("json", 1, lambda variant: make_conversations("json", 1, variant, ROOM))
+    target = RemoteTarget("http://box", None, fake_server(answer))
+    case = SpecCase("json", 1, lambda variant: make_conversations("json", 1, variant, BUDGET))
     for number in range(2):
-        target.run_pairs(cell, (AUTO,), number)
-    first, second = asked[:3], asked[3:]
-    assert [method for method, _ in first] == ["off", "off", "auto"], "primed, then the pair"
-    assert [method for method, _ in second] == ["off", "auto", "off"], "the other way round"
+        target.run_pairs(case, (AUTO,), number)
+    first, second = sent[:3], sent[3:]
+    assert [method for method, _ in first] == ["off", "off", "auto"], "prefix cache first, then the pair"
+    assert [method for method, _ in second] == ["off", "auto", "off"], "in the other order"
     assert len({prompt for _, prompt in first}) == len({prompt for _, prompt in second}) == 1
     assert first[0][1] != second[0][1]
 
 
-CARD = httpx.Response(200, json={"data": [{"id": "m", "max_model_len": 100}]})
-
-
-def test_counts_between_two_readings() -> None:
+def test_draft_stats_since_subtracts_the_first_reading() -> None:
     before = {("spec_drafts_total", "a", ""): 1.0, ("spec_draft_tokens_total", "a", ""): 4.0}
     after = {
         ("spec_drafts_total", "a", ""): 3.0,
@@ -135,12 +127,8 @@ def test_counts_between_two_readings() -> None:
         ("spec_draft_tokens_per_position_total", "a", "10"): 1.0,
         ("spec_accepted_tokens_per_position_total", "a", "0"): 2.0,
     }
-    found = draft_stats_since(before, after)
-    assert set(found) == {"a"}
-    assert (
-        found["a"].num_verify_steps,
-        found["a"].num_drafted,
-        found["a"].num_accepted,
-        found["a"].num_emitted,
-    ) == (2, 5, 2, 4)
-    assert (found["a"].drafted_per_position, found["a"].accepted_per_position) == ([2, 2, 1], [2])
+    ((drafter, stats),) = draft_stats_since(before, after).items()
+    assert drafter == "a"
+    assert (stats.num_verify_steps, stats.num_drafted) == (2, 5)
+    assert (stats.num_accepted, stats.num_emitted) == (2, 4)
+    assert (stats.drafted_per_position, stats.accepted_per_position) == ([2, 2, 1], [2])

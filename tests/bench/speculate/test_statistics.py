@@ -1,27 +1,22 @@
-"""From rounds to figures."""
+"""Figures of `foreword bench speculate` from its rounds."""
 
 import math
 
 import pytest
 
-from foreword.bench.speculate.statistics import (
-    best_fixed,
-    geometric_mean_ratio,
-    merge_draft_stats,
-    mode_figures,
-)
+from foreword.bench.speculate.statistics import best_fixed, geometric_mean_ratio, mode_figures
 from foreword.bench.speculate.types import BenchRepetition, PairedRun, RequestResult, drafting_since
 from foreword.core.outputs import DraftingStats
 from foreword.metrics.spec_stats import SpecDecodeStats
 
 
-def round_of(
-    seconds: float, *calls: RequestResult, tallies: dict[str, SpecDecodeStats] | None = None
+def repetition_of(
+    seconds: float, *results: RequestResult, stats: dict[str, SpecDecodeStats] | None = None
 ) -> BenchRepetition:
-    return BenchRepetition(calls, seconds, {"forward": seconds / 2, "draft": seconds / 10}, tallies or {})
+    return BenchRepetition(results, seconds, {"forward": seconds / 2, "draft": seconds / 10}, stats or {})
 
 
-def call(
+def result_of(
     number: int,
     first: float,
     total: float,
@@ -33,14 +28,14 @@ def call(
     )
 
 
-def tally(*drafts: tuple[int, int]) -> SpecDecodeStats:
-    found = SpecDecodeStats()
+def stats_of(*drafts: tuple[int, int]) -> SpecDecodeStats:
+    stats = SpecDecodeStats()
     for drafted, accepted in drafts:
-        found.add(drafted, accepted, accepted + 1)
-    return found
+        stats.add(drafted, accepted, accepted + 1)
+    return stats
 
 
-def test_an_interval_is_students() -> None:
+def test_interval_is_students_t() -> None:
     ratio = geometric_mean_ratio([math.exp(x) for x in (0.0, 0.1, 0.2)])
     assert ratio is not None and ratio.low is not None and ratio.high is not None
     assert ratio.value == pytest.approx(math.exp(0.1))
@@ -48,19 +43,19 @@ def test_an_interval_is_students() -> None:
     assert (math.log(ratio.low), math.log(ratio.high)) == pytest.approx((0.1 - reach, 0.1 + reach))
 
 
-def test_one_round_has_no_interval_and_none_no_ratio() -> None:
+def test_one_round_has_no_interval() -> None:
     one = geometric_mean_ratio([2.0])
     assert one is not None and one.as_dict() == {"ratio": pytest.approx(2.0)}
     assert geometric_mean_ratio([]) is None
 
 
-def test_figures_of_a_mode() -> None:
-    plain = round_of(4.0, call(0, 0.2, 2.0, [(0.6, 1)] * 3), call(1, 0.4, 4.0, [(1.2, 1)] * 3))
-    other = round_of(
+def test_mode_figures_are_ratios_to_plain_decoding() -> None:
+    plain = repetition_of(4.0, result_of(0, 0.2, 2.0, [(0.6, 1)] * 3), result_of(1, 0.4, 4.0, [(1.2, 1)] * 3))
+    other = repetition_of(
         2.0,
-        call(0, 0.2, 1.0, [(0.8, 3)]),
-        call(1, 0.1, 4.0, [(1.2, 3)]),
-        tallies={"suffix": tally((4, 2), (2, 2))},
+        result_of(0, 0.2, 1.0, [(0.8, 3)]),
+        result_of(1, 0.1, 4.0, [(1.2, 3)]),
+        stats={"suffix": stats_of((4, 2), (2, 2))},
     )
     figures = mode_figures([PairedRun(plain, other)])
     assert figures["throughput"] == {"ratio": pytest.approx(2.0)}
@@ -77,39 +72,26 @@ def test_figures_of_a_mode() -> None:
     assert figures["equal"] is True
 
 
-def test_what_differs_is_said() -> None:
-    plain, other = (round_of(1.0, call(0, 0.1, 1.0, [], output)) for output in ((1, 2), (1, 3)))
-    assert mode_figures([PairedRun(plain, plain), PairedRun(plain, other)])["equal"] is False
-
-
-def test_nothing_drafted_is_absent() -> None:
-    one = round_of(1.0, call(0, 0.1, 1.0, []))
-    figures = mode_figures([PairedRun(one, one)])
-    assert not {"acceptance", "system_efficiency", "token_p99"} & set(figures)
-
-
-def test_the_best_fixed_length_is_that_of_the_cell() -> None:
+def test_best_fixed_length_is_chosen_by_case() -> None:
     def pairs(seconds: float) -> list[PairedRun]:
-        return [PairedRun(round_of(4.0, call(0, 0.1, 1.0, [])), round_of(seconds, call(0, 0.1, 1.0, [])))] * 2
+        return [
+            PairedRun(
+                repetition_of(4.0, result_of(0, 0.1, 1.0, [])),
+                repetition_of(seconds, result_of(0, 0.1, 1.0, [])),
+            )
+        ] * 2
 
-    of = {"auto": pairs(2.0), "fixed 1": pairs(3.0), "fixed 4": pairs(1.0)}
-    against = best_fixed(of, "auto", ("fixed 1", "fixed 4"))
-    assert against is not None and against["best"] == "fixed 4"
-    assert against["ratio"] == pytest.approx(0.5)
+    modes = {"auto": pairs(2.0), "fixed 1": pairs(3.0), "fixed 4": pairs(1.0)}
+    best = best_fixed(modes, "auto", ("fixed 1", "fixed 4"))
+    assert best is not None and best["best"] == "fixed 4"
+    assert best["ratio"] == pytest.approx(0.5)
     lost = best_fixed({"auto": pairs(5.0), "fixed 1": pairs(8.0)}, "auto", ("fixed 1",))
     assert lost is not None and lost["best"] == "off"
     assert lost["ratio"] == pytest.approx(0.8)
-    assert best_fixed(of, "auto", ()) is None
+    assert best_fixed(modes, "auto", ()) is None
 
 
-def test_tallies_of_all_rounds() -> None:
-    found = merge_draft_stats([{"a": tally((3, 1))}, {"a": tally((1, 1)), "b": tally((2, 0))}])
-    assert (found["a"].num_drafted, found["a"].num_accepted, found["a"].num_verify_steps) == (4, 2, 2)
-    assert found["a"].acceptance_per_position == (1.0, 0.0, 0.0)
-    assert found["b"].acceptance_per_position == (0.0, 0.0)
-
-
-def test_decisions_of_one_round() -> None:
+def test_drafting_since_subtracts_earlier_rounds() -> None:
     before = DraftingStats({"suffix": {4: 2}}, {"asleep": 5}, 1.0, 1.0, 0.1)
     after = DraftingStats({"suffix": {4: 2, 8: 3}, "draft": {1: 1}}, {"asleep": 7}, 2.0, 3.0, 0.1)
     since = drafting_since(before, after)

@@ -1,4 +1,4 @@
-"""The bits of a row depend on nothing but the row."""
+"""The reference backend: correctness and row invariance."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ BLOCK = 16
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Threads that wait for each other's cores make these tiny operations a hundred times slower."""
+    """One thread: threads that wait for cores slow tiny operations down a hundred times."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -50,7 +50,7 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, ops: ReferenceO
 
 
 def operations(dtype: torch.dtype, width: int):
-    """(name, operation on rows [T, width]) of everything that computes row by row."""
+    """(name, operation on rows [T, width]) of every row-wise operation."""
     packed = pack(randn(40, width, seed=1, dtype=dtype), randn(40, seed=2))
     weight = randn(width, seed=3)
     table = randn(10, 8, seed=4)
@@ -74,7 +74,7 @@ def operations(dtype: torch.dtype, width: int):
 
 @pytest.mark.parametrize("width", [64, 74, 192, 1024])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_do_not_depend_on_their_number_place_or_neighbours(dtype: torch.dtype, width: int):
+def test_rows_are_batch_invariant(dtype: torch.dtype, width: int):
     for name, operation in operations(dtype, width).items():
         rows = randn(max(COUNTS), width, seed=5, dtype=dtype)
         alone = torch.cat([operation(rows[index : index + 1]) for index in range(rows.shape[0])])
@@ -86,7 +86,7 @@ def test_rows_do_not_depend_on_their_number_place_or_neighbours(dtype: torch.dty
 
 @pytest.mark.parametrize("inputs, outputs", [(512, 2048), (2048, 512)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_large_enough_for_other_kernels(dtype: torch.dtype, inputs: int, outputs: int):
+def test_large_products_are_batch_invariant(dtype: torch.dtype, inputs: int, outputs: int):
     packed = pack(randn(outputs, inputs, seed=1, dtype=dtype))
     rows = randn(80, inputs, seed=2, dtype=dtype)
     whole = OPS.linear(rows, packed)
@@ -95,7 +95,7 @@ def test_products_large_enough_for_other_kernels(dtype: torch.dtype, inputs: int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_do_not_matter_to_a_row(dtype: torch.dtype):
+def test_threads_change_no_bit(dtype: torch.dtype):
     torch.set_num_threads(reference_threads(2))
     for name, operation in operations(dtype, 2048).items():
         rows = randn(40, 2048, seed=5, dtype=dtype)
@@ -104,14 +104,14 @@ def test_threads_do_not_matter_to_a_row(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("width", [3072, 40000])
-def test_wide_activations_are_cut_where_no_thread_and_no_remainder_begins(width: int):
+def test_wide_activations_are_split_at_safe_rows(width: int):
     rows = randn(20, 2 * width)
     alone = torch.cat([OPS.gated_act(rows[index : index + 1], "silu") for index in range(20)])
     assert same_bits(OPS.gated_act(rows, "silu"), alone)
 
 
-def test_ordinary_torch_is_noticed():
-    """The negative control: without row tiles the same comparison fails."""
+def test_fast_math_is_detected():
+    """Negative control: without row tiles the comparison fails."""
     fast = FastMathOps()
     packed = pack(randn(96, 512, seed=1), ops=fast)
     rows = randn(64, 512)
@@ -119,7 +119,7 @@ def test_ordinary_torch_is_noticed():
     assert not same_bits(fast.linear(rows, packed), alone)
 
 
-def test_operations_compute_what_they_say():
+def test_operations_match_torch():
     x, weight = randn(5, 64), randn(64, seed=1)
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
     torch.testing.assert_close(OPS.rms_norm(x, weight, 1e-6), expected)
@@ -132,7 +132,7 @@ def test_operations_compute_what_they_say():
     assert torch.equal(OPS.add(x, x), 2 * x)
 
 
-def test_parts_lie_one_below_the_other():
+def test_parts_are_stacked():
     upper, lower, bias, x = (
         randn(24, 64),
         randn(8, 64, seed=1, dtype=torch.float16),
@@ -144,7 +144,7 @@ def test_parts_lie_one_below_the_other():
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_a_quantized_weight_stands_for_its_rounded_values(kind: str):
+def test_quantized_weight_uses_its_rounded_values(kind: str):
     weight, x = randn(24, 64), randn(5, 64, seed=3)
     packed = OPS.pack_linear([weight], kind)
     values = fake_quantize(weight, kind)
@@ -154,7 +154,7 @@ def test_a_quantized_weight_stands_for_its_rounded_values(kind: str):
     )
 
 
-def test_blocks_of_a_file_keep_their_kind():
+def test_file_blocks_keep_their_format():
     scales = torch.full((24, 2), 0.5, dtype=torch.float16).view(torch.uint8).view(24, 2, 2)
     quants = torch.arange(64, dtype=torch.uint8).expand(24, 64).reshape(24, 2, 32)
     blocks = QuantizedBlocks("q8_0", torch.cat((scales, quants), 2).view(24, 68), 64)
@@ -169,7 +169,7 @@ def test_results_may_be_wider_than_activations():
     assert same_bits(wide.bfloat16(), OPS.linear(x, packed))
 
 
-def test_rope_turns_halves_and_leaves_the_rest():
+def test_rope_rotates_halves_and_copies_the_rest():
     x, angles = randn(3, 2, 12), randn(3, 4, seed=1)
     positions = torch.tensor([2, 0, 1])
     turned = OPS.rope(x, torch.cat((angles.cos(), angles.sin()), 1), positions)
@@ -189,7 +189,7 @@ def test_threads_are_a_power_of_two_within_a_tile():
 
 
 class Cache:
-    """KV of requests in scattered blocks; every slot that nobody wrote holds `garbage`.
+    """KV of requests in scattered blocks; unwritten slots hold `garbage`.
 
     Attention takes another way where it meets a NaN, so tests run with either kind of garbage.
     """
@@ -221,7 +221,7 @@ class Cache:
         ]
 
     def batch(self, spans: list[tuple[int, int, int]]) -> Batch:
-        """Rows [start, end) of each (request, start, end), in this order."""
+        """Batch of rows [start, end) of each (request, start, end), in this order."""
         chunks = [
             Chunk([0] * (end - start), start, self.blocks[request][: -(-end // BLOCK)], 1)
             for request, start, end in spans
@@ -282,7 +282,7 @@ def textbook(
 @pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 16), (3, 1, 24), (2, 2, 20)])
 @pytest.mark.parametrize("window", [None, 1, 40, 300])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_attention_is_softmax_over_what_a_row_sees(heads, kv_heads, dim, window, softcap):
+def test_attention_is_softmax_over_visible_positions(heads, kv_heads, dim, window, softcap):
     length = 2 * KV_TILE + 37
     cache = Cache([length], kv_heads, dim)
     out = run(cache, [(0, 0, length)], heads, window=window, softcap=softcap)
@@ -312,7 +312,7 @@ def chunked(cache: Cache, request: int, length: int, cuts: list[int], heads: int
     dtype=st.sampled_from(DTYPES),
     softcap=st.sampled_from([None, 20.0]),
 )
-def test_attention_does_not_depend_on_chunks_nor_on_garbage(
+def test_attention_is_independent_of_chunks_and_garbage(
     cuts: list[int], window: int | None, dtype: torch.dtype, softcap: float | None
 ):
     clean, dirty = (Cache([600], 2, 16, dtype, garbage) for garbage in (7.0, math.nan))
@@ -332,7 +332,7 @@ def test_attention_around_the_edge_of_a_kv_tile(window: int | None):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_attention_of_decode_rows_does_not_depend_on_their_number(count: int):
+def test_decode_attention_is_batch_invariant(count: int):
     lengths = [1 + 13 * index for index in range(count)]
     cache = Cache(lengths, 1, 16)
     together = run(cache, [(request, length - 1, length) for request, length in enumerate(lengths)], 3)
@@ -349,7 +349,7 @@ def test_attention_of_decode_rows_does_not_depend_on_their_number(count: int):
     window=st.sampled_from([None, 7, 90]),
     garbage=st.sampled_from([7.0, math.nan]),
 )
-def test_attention_does_not_depend_on_neighbours(
+def test_attention_is_independent_of_neighbours(
     spans: list[tuple[int, int]], window: int | None, garbage: float
 ):
     """Prompt chunks, decode rows and verified drafts in any mixture."""
@@ -366,8 +366,8 @@ def test_attention_does_not_depend_on_neighbours(
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_row_does_not_feel_values_that_it_must_not_see(poison: float, window: int | None):
-    """A drafted token whose K and V overflow must not reach the rows before it, nor any beyond the window."""
+def test_masked_non_finite_values_do_not_reach_a_row(poison: float, window: int | None):
+    """A draft token whose K and V overflow must not reach earlier rows, nor rows beyond the window."""
     length, bad = 60, 50
     cache = Cache([length], 1, 16)
     clean = run(cache, [(0, 30, length)], 2, window=window)
@@ -381,7 +381,7 @@ def test_a_row_does_not_feel_values_that_it_must_not_see(poison: float, window: 
             assert not spoilt[0, position].isfinite().any()
 
 
-def test_the_plan_of_all_layers_is_that_of_one():
+def test_metadata_can_be_shared_by_layers():
     cache = Cache([300, 20], 2, 16)
     batch = cache.batch([(0, 290, 300), (1, 0, 20)])
     q = randn(len(batch.positions), 4, 16)
@@ -395,8 +395,8 @@ def test_the_plan_of_all_layers_is_that_of_one():
     ]
 
 
-def test_a_product_that_rounds_by_place_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    """Some BLAS treat the last rows of a tile differently: then each row is computed alone, and bits agree again."""
+def test_product_that_rounds_by_place_is_detected(monkeypatch: pytest.MonkeyPatch):
+    """For a BLAS that rounds the last rows of a tile differently, each row is computed alone."""
 
     def uneven(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out = x @ weight.t()
@@ -409,18 +409,18 @@ def test_a_product_that_rounds_by_place_is_noticed(monkeypatch: pytest.MonkeyPat
     assert packed.by_dtype[torch.float32].row_by_row
 
 
-def test_a_product_that_rounds_all_rows_alike_runs_on_tiles():
+def test_uniform_product_runs_on_row_tiles():
     packed = pack(randn(24, 32))
     OPS.linear(randn(1, 32), packed)
     assert not packed.by_dtype[torch.float32].row_by_row
 
 
-def test_an_empty_batch_is_all_padding():
+def test_empty_batch_is_all_padding():
     cache = Cache([5], 1, 16)
     assert OPS.attention(randn(0, 2, 16), cache.layer, cache.batch([]), 1.0).shape == (0, 2, 16)
 
 
-def test_keys_and_values_go_where_the_slots_say():
+def test_write_kv_writes_to_slots():
     k_cache, v_cache = torch.zeros(48, 2, 4), torch.zeros(48, 2, 4)
     qkv = randn(3, 8, 4)
     OPS.write_kv(qkv[:, 4:6], qkv[:, 6:], KVLayer(k_cache, v_cache), torch.tensor([40, 17, 18]))
@@ -433,7 +433,7 @@ def int8_layer(slots: int, kv_heads: int, dim: int) -> KVLayer:
     return KVLayer(*values, *(torch.full((slots, kv_heads), math.nan) for _ in range(2)))
 
 
-def test_int8_keys_and_values_have_a_scale_for_each_vector():
+def test_int8_cache_has_a_scale_per_vector():
     layer = int8_layer(48, 2, 4)
     k, v = randn(3, 2, 4), torch.zeros(3, 2, 4)
     k[1, 0] = math.inf
@@ -448,8 +448,8 @@ def test_int8_keys_and_values_have_a_scale_for_each_vector():
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_attention_reads_int8_as_it_was_rounded(window: int | None):
-    """Equal in every bit to a float32 cache that holds the rounded values; slots that nobody wrote hold NaN."""
+def test_attention_reads_rounded_int8(window: int | None):
+    """Bits equal those of a float32 cache with the rounded values; unwritten slots hold NaN."""
     length = KV_TILE + 37
     cache = Cache([length], 2, 16)
     slots = torch.tensor(cache.slots(0, length))
@@ -463,7 +463,7 @@ def test_attention_reads_int8_as_it_was_rounded(window: int | None):
     agree(run(cache, [(0, 0, length)], 4, window=window), expected)
 
 
-def test_float8_keys_and_values_are_read_as_they_were_rounded():
+def test_attention_reads_rounded_float8():
     length = KV_TILE + 5
     cache = Cache([length], 2, 16)
     slots = torch.tensor(cache.slots(0, length))

@@ -1,4 +1,4 @@
-"""The interpreter prepares Triton's language for each call between kernels' functions; here it does so once for a launch."""
+"""Patch Triton's language once per launch instead of once per device function call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row's attention has the same bits however the work is divided, and is what the reference says."""
+"""Triton attention against the reference, with the same bits for every division of work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Span = tuple[int, int, int]  # rows [start, end) of a request
 
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles() -> Iterator[None]:
-    """The interpreter takes a millisecond for each operation on a tile, however small."""
+    """Small tiles and splits: the interpreter takes a millisecond for each tile operation."""
     with pytest.MonkeyPatch.context() as patch, exact_dot(), torch.device(DEVICE):
         patch.setattr(attention, "SPLIT", SPLIT)
         patch.setattr(attention, "BLOCK_KV", 16)
@@ -43,7 +43,7 @@ def randn(*shape: int, seed: int) -> Tensor:
 
 
 class Cache:
-    """KV of requests in scattered blocks; slots that nobody wrote, and scratch, hold NaN if their type has it."""
+    """KV of requests in scattered blocks; unwritten slots hold NaN if their type has it."""
 
     def __init__(self, lengths: list[int], kv_heads: int, dim: int, stored: str = "float32") -> None:
         needed = [-(-length // BLOCK) for length in lengths]
@@ -70,7 +70,7 @@ class Cache:
         return build_batch(chunks, BLOCK, row_tile, DEVICE, with_request_index=True)
 
     def queries(self, batch: Batch, spans: list[Span], heads: int) -> Tensor:
-        """Those of padding are NaN."""
+        """Queries of the batch; padding is NaN."""
         q = torch.full((len(batch.positions), heads, self.dim), math.nan)
         for (request, start, end), row in zip(spans, batch.query_start_loc, strict=False):
             q[row : row + end - start] = randn(200, heads, self.dim, seed=300 + request)[start:end]
@@ -80,7 +80,7 @@ class Cache:
 def run(
     cache: Cache, spans: list[Span], heads: int, row_tile: int = 1, **options: float | None
 ) -> dict[tuple[int, int], Tensor]:
-    """By (request, position)."""
+    """Outputs by (request, position)."""
     batch = cache.batch(spans, row_tile)
     ops = TritonAttention()
     out = ops.attention(cache.queries(batch, spans, heads), cache.layer, batch, cache.dim**-0.5, **options)
@@ -106,7 +106,7 @@ def agree(left: dict[tuple[int, int], Tensor], right: dict[tuple[int, int], Tens
     stored=st.sampled_from(["float32", "int8", "fp8"]),
     row_tile=st.sampled_from([1, 4]),
 )
-def test_attention_is_that_of_the_reference(spans, heads, dim, window, softcap, stored, row_tile) -> None:
+def test_attention_matches_reference(spans, heads, dim, window, softcap, stored, row_tile) -> None:
     group, kv_heads = heads
     cache = Cache([start + count for start, count in spans], kv_heads, dim, stored)
     mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
@@ -129,7 +129,7 @@ def test_attention_is_that_of_the_reference(spans, heads, dim, window, softcap, 
     stored=st.sampled_from(["float32", "int8", "fp8"]),
     programs=st.sampled_from([1, 2, 7, 528]),
 )
-def test_a_row_is_the_same_alone_in_any_chunk_and_for_any_number_of_programs(
+def test_rows_do_not_depend_on_chunks_or_programs(
     cuts: list[int], group: int, window: int | None, softcap: float | None, stored: str, programs: int
 ) -> None:
     cache = Cache([80], 1, 20, stored)
@@ -149,7 +149,7 @@ def test_a_row_is_the_same_alone_in_any_chunk_and_for_any_number_of_programs(
     window=st.sampled_from([None, 25]),
     columns=st.sampled_from([16, 32, 64]),
 )
-def test_a_row_does_not_depend_on_neighbours_nor_on_tiles(
+def test_rows_do_not_depend_on_neighbours_or_tiles(
     spans: list[tuple[int, int]], window: int | None, columns: int
 ) -> None:
     """Prompt chunks, decode rows and verified drafts in any mixture."""
@@ -163,8 +163,8 @@ def test_a_row_does_not_depend_on_neighbours_nor_on_tiles(
     assert all(value.isfinite().all() for value in together.values())
 
 
-def test_splits_that_follow_the_context_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: what others do to fill a card."""
+def test_splits_that_depend_on_context_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: splits that depend on the context length."""
     cache = Cache([80], 1, 16)
     whole = run(cache, [(0, 0, 80)], 2)
     monkeypatch.setattr(attention, "SPLIT", 48)
@@ -172,8 +172,8 @@ def test_splits_that_follow_the_context_are_noticed(monkeypatch: pytest.MonkeyPa
         agree(run(cache, [(0, 79, 80)], 2), whole)
 
 
-@pytest.mark.skipif(not IS_INTERPRETED, reason="the order of programs is the card's")
-def test_it_does_not_matter_who_is_last() -> None:
+@pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU chooses the order of programs")
+def test_program_order_changes_no_bit() -> None:
     cache = Cache([130, 40], 2, 16)
     spans = [(0, 129, 130), (1, 37, 40)]
     expected = run(cache, spans, 4)
@@ -185,7 +185,7 @@ def test_it_does_not_matter_who_is_last() -> None:
             agree(run(cache, spans, 4), expected)
 
 
-def test_a_workspace_that_would_be_too_large_stays_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_workspace_falls_back_to_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache([200], 1, 16)
     expected = run(cache, [(0, 199, 200)], 4)
     monkeypatch.setattr(attention, "MAX_WORKSPACE_BYTES", 0)
@@ -200,7 +200,7 @@ def test_a_workspace_that_would_be_too_large_stays_in_registers(monkeypatch: pyt
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("programs", [1, 528])
-def test_a_row_does_not_feel_what_it_must_not_see(
+def test_masked_non_finite_values_do_not_reach_a_row(
     poison: float, window: int | None, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "TARGET_NUM_PROGRAMS", programs)
@@ -225,7 +225,7 @@ def test_a_row_does_not_feel_what_it_must_not_see(
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN slice")
 @pytest.mark.parametrize("stored", ["float32", "int8", "fp8"])
-def test_vectors_that_are_not_finite_reach_only_who_sees_them(stored: str) -> None:
+def test_non_finite_vectors_reach_only_visible_rows(stored: str) -> None:
     cache = Cache([60], 1, 16, stored)
     clean = run(cache, [(0, 40, 60)], 2)
     k, v = randn(2, 1, 16, seed=1), randn(2, 1, 16, seed=2)
@@ -237,10 +237,10 @@ def test_vectors_that_are_not_finite_reach_only_who_sees_them(stored: str) -> No
 
 
 @pytest.mark.parametrize("programs", [1, 528])
-def test_lanes_of_a_graph_have_rows_of_padding_and_unknown_ends(
+def test_graph_batches_have_padding_and_unknown_lengths(
     programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three lanes of four rows: one full, one with two rows of padding, one that is not taken."""
+    """Three slots of four rows: one full, one with two padding rows, one unused."""
     monkeypatch.setattr(attention, "TARGET_NUM_PROGRAMS", programs)
     cache = Cache([70, 40], 2, 16)
     spans = [(0, 66, 70), (1, 38, 40)]
@@ -250,7 +250,7 @@ def test_lanes_of_a_graph_have_rows_of_padding_and_unknown_ends(
         positions=torch.tensor([66, 67, 68, 69, 38, 39, 10**6, 0, 0, 0, 0, 0]),
         query_start_loc=(0, 4, 8, 12),
         seq_lens=(),
-        owners=torch.tensor([0] * 4 + [1] * 2 + [3] * 6),
+        request_index=torch.tensor([0] * 4 + [1] * 2 + [3] * 6),
         block_tables=torch.cat((known.block_tables, known.block_tables[-1:])),
     )
     q = torch.full((12, 4, 16), math.nan)
@@ -286,7 +286,7 @@ def test_every_row_is_in_one_tile(sizes: list[int], heads: int, padding: int) ->
     )
 
 
-def test_layers_share_what_was_planned() -> None:
+def test_layers_share_metadata() -> None:
     cache = Cache([40], 2, 16)
     ops, batch = TritonAttention(), cache.batch([(0, 30, 40)])
     plan = ops.build_attention_metadata(batch)

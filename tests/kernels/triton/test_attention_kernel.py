@@ -1,4 +1,4 @@
-"""What the compiler makes of attention for cards that are not here: on them, bits follow from its layouts."""
+"""Compiled attention for other GPUs: bits follow from the compiler's layouts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ import torch
 from foreword.kernels.triton import attention
 from tests.support.triton_compile import MAX_SHARED, KernelBinary, KernelSource, compile_all
 
-POINTERS = {
-    "tiles": "*i32",
-    "owners": "*i64",
-    "positions": "*i64",
-    "tables": "*i64",
-}
+POINTERS = {"tiles": "*i32", "request_index": "*i64", "positions": "*i64", "block_tables": "*i64"}
 NUMBERS = {
     "num_requests": "i32",
     "table_width": "i32",
@@ -31,11 +26,11 @@ NUMBERS = {
 def source(
     capability: int, columns: int, stored: str = "bf16", dim: int = 128, whole: bool = False
 ) -> KernelSource:
-    """As TritonAttention launches it on a data center card."""
+    """The kernel as TritonAttention launches it on a data center GPU."""
     values = 2 if stored == "bf16" else 1
     stages = attention.num_stages(torch.device("cpu"), 2 * attention.BLOCK_KV * dim * values)
     scales = {} if stored == "bf16" else {"k_scale": "*fp32", "v_scale": "*fp32"}
-    shared = {} if whole else {"partials": "*fp32", "tops": "*fp32", "counters": "*i32"}
+    shared = {} if whole else {"partials": "*fp32", "split_stats": "*fp32", "counters": "*i32"}
     arguments = {
         "q": "*bf16",
         "k": f"*{stored}",
@@ -46,7 +41,7 @@ def source(
         **POINTERS,
         **NUMBERS,
     }
-    absent = {"k_scale", "v_scale", "partials", "tops", "counters"} - arguments.keys()
+    absent = {"k_scale", "v_scale", "partials", "split_stats", "counters"} - arguments.keys()
     constants = dict.fromkeys(absent) | {
         "KV_HEADS": 8,
         "GROUP": 4,
@@ -75,10 +70,10 @@ def source(
 
 
 def order_of_sums(made: KernelBinary) -> tuple[list[int], float, float]:
-    """How float sums across lanes go: all distances between lanes, and how often 8 and 4 occur for each 16.
+    """Lane distances of float sums, and how often 8 and 4 occur for each 16.
 
-    A column's sum over positions adds up what a thread has, then lanes (16, 8, 4 apart), then warps: through shared memory,
-    and again across lanes.
+    A column's sum over positions adds a thread's values, then lanes (16, 8, 4 apart), then warps, through
+    shared memory and again across lanes.
     """
     shuffled = {
         target: int(distance)
@@ -94,8 +89,8 @@ def order_of_sums(made: KernelBinary) -> tuple[list[int], float, float]:
     return sorted(counted), counted[8] / counted[16], counted[4] / counted[16]
 
 
-def test_every_number_of_columns_is_added_up_in_the_same_order() -> None:
-    """Over int8, where nothing is computed twice: all sums across lanes are those of weights."""
+def test_all_column_counts_sum_in_the_same_order() -> None:
+    """Over int8, which needs no second pass: all sums across lanes are those of weights."""
     sources = [source(90, columns, "i8", whole=True) for columns in (16, 32, 64)] + [
         source(80, 16, "i8"),
         source(80, 32, "i8"),
@@ -103,16 +98,16 @@ def test_every_number_of_columns_is_added_up_in_the_same_order() -> None:
     all_made = compile_all(sources)
     for made in all_made:
         assert order_of_sums(made) == order_of_sums(all_made[0])
-        assert not made.count(r"fma\.rn\.f32"), "a product and a sum are rounded one after the other"
+        assert not made.count(r"fma\.rn\.f32"), "a product and a sum were fused"
 
 
-def test_another_number_of_warps_is_noticed() -> None:
-    """The negative control."""
+def test_warp_count_change_is_detected() -> None:
+    """Negative control."""
     made, other = compile_all([source(80, 16, "i8"), replace(source(80, 16, "i8"), num_warps=2)])
     assert order_of_sums(made) != order_of_sums(other)
 
 
-def test_launches_fit_and_share_one_family_of_instructions() -> None:
+def test_launches_fit_and_share_one_instruction_family() -> None:
     hopper = compile_all(
         [source(90, 16), source(90, 64, whole=True), source(90, 16, "u8"), source(90, 32, dim=256)]
     )
@@ -123,7 +118,7 @@ def test_launches_fit_and_share_one_family_of_instructions() -> None:
         for made in launches:
             assert made.products and made.shared <= MAX_SHARED[capability]
             assert made.count(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x10") >= 2, (
-                "keys come 16 bytes at a time"
+                "keys are not copied 16 bytes at a time"
             )
     assert [made.spills for made in (hopper[0], hopper[2])] == [0, 0]
     assert all(made.stack <= 448 for made in (*hopper, *ampere))

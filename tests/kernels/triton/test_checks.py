@@ -1,4 +1,4 @@
-"""What a card is tried with: whoever computes alike in any company passes, and who does not is named."""
+"""The GPU self-checks accept row-invariant kernels and name the others."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot
 
 COUNTS = (1, 17, 33)
 NAME = "float32" if IS_INTERPRETED else "bfloat16"
-SMALL = {"kv_heads": 1, "group": 2, "dim": 16, "rows": 12}
+SMALL = {"kv_heads": 1, "group": 2, "dim": 16, "num_rows": 12}
 
 
 class ByRows(TritonLinear):
-    """What an ordinary library does: the parts of K follow from the number of rows."""
+    """Splits of K depend on the number of rows, as in ordinary libraries."""
 
     def linear(
         self, x: Tensor, weight: PackedWeight, dtype: torch.dtype | None = None, add_to: Tensor | None = None
@@ -39,7 +39,7 @@ class ByRows(TritonLinear):
 
 
 class ByRequests(TritonOps):
-    """Splits follow from how many rows there are."""
+    """Attention splits depend on the number of rows."""
 
     def __init__(self, rows: int) -> None:
         super().__init__(eager=True)
@@ -65,33 +65,30 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "TARGET_NUM_PROGRAMS", 3)
 
 
-def test_products_that_are_alike_in_any_company_pass() -> None:
+def test_row_invariant_products_pass() -> None:
     assert check_row_invariance(TritonLinear(), DEVICE, [(40, 300)], COUNTS) is None
 
 
-def test_parts_that_follow_the_rows_are_caught() -> None:
+def test_splits_that_depend_on_rows_fail() -> None:
     found = check_row_invariance(ByRows(), DEVICE, [(40, 600)], COUNTS)
     assert found == f"a linear layer in {NAME} gives other bits for 33 rows than for one"
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_attention_that_is_alike_in_any_company_passes() -> None:
+def test_row_invariant_attention_passes() -> None:
     assert check_attention_invariance(TritonOps(eager=True), DEVICE, **SMALL) is None
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(
-    ("rows", "name"),
-    [(1, "a row alone"), (6, "a draft"), (36, "chunks of 3 requests")],
-)
-def test_splits_that_follow_the_rows_are_caught(rows: int, name: str) -> None:
+@pytest.mark.parametrize(("rows", "name"), [(1, "a row alone"), (6, "a draft"), (36, "chunks of 3 requests")])
+def test_attention_splits_that_depend_on_rows_fail(rows: int, name: str) -> None:
     found = check_attention_invariance(ByRequests(rows), DEVICE, **SMALL)
-    assert found == f"attention in {NAME} gives other bits for {name} than for a chunk of a prompt"
+    assert found == f"attention in {NAME} gives other bits for {name} than for a prompt chunk"
 
 
 @pytest.mark.parametrize("form", ["dense", "int8"])
-def test_every_tile_and_every_place_of_parts_is_tried(form: str) -> None:
-    """Where parts share a program, there are many tiles of rows, and those have the widest tile."""
+def test_every_tile_and_split_mode_is_checked(form: str) -> None:
+    """With serial splits there are many row tiles, and these are the widest."""
     tried = set()
     for outputs, inputs in SHAPES:
         for rows in ROW_COUNTS:
@@ -99,10 +96,12 @@ def test_every_tile_and_every_place_of_parts_is_tried(form: str) -> None:
             tiles = -(-outputs // tile.bm) * -(-rows // tile.bn)
             tried.add((tile, pick_split_mode(tiles, tile, num_splits(outputs, inputs, form), rows)))
     tiles = TILES["dense" if form == "dense" else "quantized"]
-    assert tried >= {(tile, parts) for tile in tiles for parts in ("one", "apart")} | {(tiles[-1], "within")}
+    assert tried >= {(tile, parts) for tile in tiles for parts in ("none", "split_k")} | {
+        (tiles[-1], "serial")
+    }
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="without a GPU there is nothing to check")
-def test_this_card_is_exact() -> None:
+def test_this_gpu_is_exact() -> None:
     assert check_row_invariance(TritonLinear(), DEVICE) is None
     assert check_attention_invariance(TritonOps(eager=True), DEVICE) is None

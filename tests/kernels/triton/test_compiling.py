@@ -1,4 +1,4 @@
-"""A kernel is compiled for cards that are not here."""
+"""Kernels compile for GPUs that are not present."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ARGUMENTS = {"a": "*bf16", "b": "*bf16", "out": "*fp32"}
 SHAPE = {"ROWS": 64, "COLUMNS": 64, "K": 64}
 
 
-def test_products_become_the_instructions_of_each_card() -> None:
+def test_products_compile_to_each_gpus_instructions() -> None:
     ampere, hopper = compile_all(
         [KernelSource(KERNEL, ARGUMENTS, SHAPE, capability) for capability in (80, 90)]
     )
@@ -22,13 +22,13 @@ def test_products_become_the_instructions_of_each_card() -> None:
         assert made.stack == made.spills == 0 and made.count(r"ld\.global\.v4") > 0
 
 
-def test_spilled_registers_are_seen() -> None:
+def test_spilled_registers_are_detected() -> None:
     (made,) = compile_all(
         [KernelSource(KERNEL, ARGUMENTS, {"ROWS": 256, "COLUMNS": 256, "K": 16}, 80, num_warps=1)]
     )
     assert made.stack > 0 and made.spills > 0
 
 
-def test_the_compilers_words_are_raised() -> None:
+def test_compiler_errors_are_raised() -> None:
     with pytest.raises(AssertionError, match="power of 2"):
         compile_all([KernelSource(KERNEL, ARGUMENTS, {"ROWS": 48, "COLUMNS": 64, "K": 64})])

@@ -1,4 +1,4 @@
-"""What a round does beside the passes, in one launch each: the same values as operation by operation."""
+"""TritonDecodeOps against DecodeOps in torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foreword.core.batch import Batch
-from foreword.executor.decode_slots import DecodeOps, DraftLoopState, SlotField
+from foreword.kernels.reference.decode_ops import DecodeOps, DraftLoopState, SlotField
 from foreword.kernels.triton.decode_ops import TritonDecodeOps
 from tests.support.device import DEVICE
 from tests.support.triton_compile import KernelSource, compile_all
@@ -36,14 +36,14 @@ def equal(one: Tensor | None, other: Tensor | None) -> bool:
 
 @given(count=counts, width=widths, seed=seeds, directions=st.booleans(), last=st.booleans())
 @settings(max_examples=25, deadline=None)
-def test_rows(count: int, width: int, seed: int, directions: bool, last: bool) -> None:
-    chance = torch.Generator(DEVICE).manual_seed(seed)
-    tables = torch.randint(1, 99, (count + 1, BLOCKS), generator=chance)
-    valid = torch.rand(count, width, generator=chance) < 0.7
-    first = torch.randint(0, BLOCKS * BLOCK_SIZE - width, (count,), generator=chance)
-    tokens = torch.randint(-1, 300, (width, count), generator=chance).t()
-    shifts = torch.randint(-5, 5, (count,), generator=chance)
-    first[0], valid[0, 0] = -1, False  # nothing is before the first token
+def test_flatten_rows_matches_torch(count: int, width: int, seed: int, directions: bool, last: bool) -> None:
+    rng = torch.Generator(DEVICE).manual_seed(seed)
+    tables = torch.randint(1, 99, (count + 1, BLOCKS), generator=rng)
+    valid = torch.rand(count, width, generator=rng) < 0.7
+    first = torch.randint(0, BLOCKS * BLOCK_SIZE - width, (count,), generator=rng)
+    tokens = torch.randint(-1, 300, (width, count), generator=rng).t()
+    shifts = torch.randint(-5, 5, (count,), generator=rng)
+    first[0], valid[0, 0] = -1, False  # there is nothing before the first token
     wanted, found = (
         s.build_batch(tokens, first, valid, tables, shifts, BLOCK_SIZE, directions, last)
         for s in (PLAIN, FUSED)
@@ -59,14 +59,14 @@ def test_rows(count: int, width: int, seed: int, directions: bool, last: bool) -
 
 @given(count=counts, seed=seeds)
 @settings(max_examples=25, deadline=None)
-def test_guesses(count: int, seed: int) -> None:
-    states = [guessing(count, torch.Generator(DEVICE).manual_seed(seed)) for _ in range(2)]
-    chance = torch.Generator(DEVICE).manual_seed(seed + 1)
+def test_record_draft_matches_torch(count: int, seed: int) -> None:
+    states = [make_draft_state(count, torch.Generator(DEVICE).manual_seed(seed)) for _ in range(2)]
+    rng = torch.Generator(DEVICE).manual_seed(seed + 1)
     for _ in range(3):
-        token_ids = torch.randint(-1, 9, (count,), generator=chance)
-        logits = torch.randn(count, 9, generator=chance)
+        token_ids = torch.randint(-1, 9, (count,), generator=rng)
+        logits = torch.randn(count, 9, generator=rng)
         logits[0, 3] = torch.nan
-        log_sum = torch.randn(count, generator=chance)
+        log_sum = torch.randn(count, generator=rng)
         for steps, state in zip((PLAIN, FUSED), states, strict=True):
             steps.record_draft(state, token_ids, logits, log_sum)
         for one in fields(DraftLoopState):
@@ -75,9 +75,9 @@ def test_guesses(count: int, seed: int) -> None:
             ), one.name
 
 
-def guessing(count: int, chance: torch.Generator) -> DraftLoopState:
+def make_draft_state(count: int, rng: torch.Generator) -> DraftLoopState:
     def whole(*shape: int) -> Tensor:
-        return torch.randint(0, 5, shape, generator=chance)
+        return torch.randint(0, 5, shape, generator=rng)
 
     return DraftLoopState(
         draft_step=torch.zeros(1, dtype=torch.int64),
@@ -95,66 +95,74 @@ def guessing(count: int, chance: torch.Generator) -> DraftLoopState:
 
 @given(count=counts, num_draft=st.integers(0, 4), seed=seeds)
 @settings(max_examples=40, deadline=None)
-def test_advance(count: int, num_draft: int, seed: int) -> None:
-    """Ids are few, so that guesses come true; the last two requests are nobody."""
-    chance = torch.Generator(DEVICE).manual_seed(seed)
+def test_commit_matches_torch(count: int, num_draft: int, seed: int) -> None:
+    """Few ids, so that drafts are accepted; the last two slots are padding."""
+    rng = torch.Generator(DEVICE).manual_seed(seed)
     tables = [torch.zeros(len(SlotField), 8, dtype=torch.int64) for _ in range(2)]
-    tables[0][:, :7] = torch.randint(0, 4, (len(SlotField), 7), generator=chance)
+    tables[0][:, :7] = torch.randint(0, 4, (len(SlotField), 7), generator=rng)
     tables[0][SlotField.ALIVE] = torch.tensor([1, 1, 1, 1, 0, 1, 1, 0])
     tables[1].copy_(tables[0])
-    chosen = torch.tensor([*torch.randperm(7, generator=chance)[:count].tolist(), 7, 7])
-    sampled = torch.randint(0, 2, (count + 2, 1 + num_draft), generator=chance)
-    sampled[torch.rand(sampled.shape, generator=chance) < 0.1] = -1
-    guesses = torch.randint(0, 2, (num_draft, count + 2), generator=chance)
-    guesses[torch.rand(guesses.shape, generator=chance) < 0.1] = -1
-    guesses = torch.where((guesses >= 0).long().cumprod(0) > 0, guesses, -1).t()
-    logprobs = torch.randn(num_draft, count + 2, dtype=torch.float64, generator=chance).t()
+    chosen = torch.tensor([*torch.randperm(7, generator=rng)[:count].tolist(), 7, 7])
+    sampled = torch.randint(0, 2, (count + 2, 1 + num_draft), generator=rng)
+    sampled[torch.rand(sampled.shape, generator=rng) < 0.1] = -1
+    drafts = torch.randint(0, 2, (num_draft, count + 2), generator=rng)
+    drafts[torch.rand(drafts.shape, generator=rng) < 0.1] = -1
+    drafts = torch.where((drafts >= 0).long().cumprod(0) > 0, drafts, -1).t()
+    logprobs = torch.randn(num_draft, count + 2, dtype=torch.float64, generator=rng).t()
     results = [torch.full((3 + 3 * num_draft, count + 2), -9) for _ in range(2)]
     for steps, table, result in zip((PLAIN, FUSED), tables, results, strict=True):
-        steps.commit(table, chosen, sampled, guesses, logprobs, result)
+        steps.commit(table, chosen, sampled, drafts, logprobs, result)
     assert torch.equal(*tables)
     assert torch.equal(*results)
 
 
-def test_they_compile_for_cards_that_are_not_here() -> None:
-    whole = dict.fromkeys(("token_ids", "first", "tables", "shifts"), "*i64")
+def test_decode_ops_compile_without_spilling() -> None:
+    whole = dict.fromkeys(("token_ids", "first_position", "block_tables", "mrope_offsets"), "*i64")
     rows = {
         "token_ids": "*i64",
         "token_row": "i64",
         "token_column": "i64",
-        "first": "*i64",
+        "first_position": "*i64",
         "valid": "*i1",
-        "tables": "*i64",
+        "block_tables": "*i64",
     }
-    rows |= {"table_width": "i32", "shifts": whole["shifts"]}
-    rows |= dict.fromkeys(("out_tokens", "out_positions", "out_slots", "out_owners", "out_places"), "*i64")
-    guess = {
+    rows |= {"table_width": "i32", "mrope_offsets": whole["mrope_offsets"]}
+    rows |= dict.fromkeys(
+        ("out_tokens", "out_positions", "out_slots", "out_request_index", "out_mrope_positions"), "*i64"
+    )
+    record_draft = {
         "token_ids": "*i64",
         "logits": "*fp32",
         "width": "i64",
         "log_sum": "*fp32",
-        "number": "*i64",
-        "guesses": "*i64",
+        "draft_step": "*i64",
+        "draft_ids": "*i64",
     }
-    guess |= {
-        "guess_row": "i64",
+    record_draft |= {
+        "draft_row": "i64",
         "logprobs": "*fp64",
         "logprob_row": "i64",
-        "token": "*i64",
-        "place": "*i64",
-        "index": "*i64",
+        "last_token": "*i64",
+        "position": "*i64",
+        "sample_index": "*i64",
     }
-    guess |= {"going": "*i1", "total": "*fp64", "floor": "*fp64", "limit": "*i64", "num_requests": "i32"}
+    record_draft |= {
+        "active": "*i1",
+        "logprob_sum": "*fp64",
+        "min_logprob_sum": "*fp64",
+        "max_tokens": "*i64",
+        "num_requests": "i32",
+    }
     advance = {
-        "table": "*i64",
+        "slot_table": "*i64",
         "table_row": "i64",
-        "chosen": "*i64",
-        "sampled": "*i64",
-        "guesses": "*i64",
-        "guess_row": "i64",
+        "active_slots": "*i64",
+        "sampled_ids": "*i64",
+        "draft_ids": "*i64",
+        "draft_row": "i64",
     }
     advance |= {
-        "guess_column": "i64",
+        "draft_column": "i64",
         "logprobs": "*i64",
         "logprob_row": "i64",
         "logprob_column": "i64",
@@ -166,17 +174,21 @@ def test_they_compile_for_cards_that_are_not_here() -> None:
         for capability in (80, 90)
         for source in (
             KernelSource(
-                f"{module}rows_kernel",
+                f"{module}flatten_rows_kernel",
                 rows,
                 {"WIDTH": 6, "BLOCK_W": 8, "BLOCK_SIZE": 16},
                 capability,
                 num_warps=1,
             ),
             KernelSource(
-                f"{module}guess_kernel", guess, {"BLOCK_N": 256}, capability, enable_fp_fusion=False
+                f"{module}record_draft_kernel",
+                record_draft,
+                {"BLOCK_N": 256},
+                capability,
+                enable_fp_fusion=False,
             ),
             KernelSource(
-                f"{module}advance_kernel", advance, {"WIDTH": 6, "BLOCK_W": 8}, capability, num_warps=1
+                f"{module}commit_kernel", advance, {"WIDTH": 6, "BLOCK_W": 8}, capability, num_warps=1
             ),
         )
     ]

@@ -1,4 +1,4 @@
-"""Values that are computed each for itself."""
+"""Activations, softcap and RMS norm in Triton against the reference."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from foreword.kernels.reference.backend import ReferenceOps
-from foreword.kernels.triton.elementwise import gated_act, softcap
+from foreword.kernels.triton import elementwise
+from foreword.kernels.triton.elementwise import gated_act, rms_norm, softcap
 from tests.support.device import DEVICE
+from tests.support.triton_compile import KernelSource, compile_all
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -21,7 +25,7 @@ def on_device() -> Iterator[None]:
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("width", [5, 1500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_are_those_of_the_reference(activation: str, width: int, dtype: torch.dtype) -> None:
+def test_activations_match_reference(activation: str, width: int, dtype: torch.dtype) -> None:
     x = (torch.randn(3, 2 * width + 2) * 4).to(dtype)[:, 1:-1]
     rounding = 1e-5 if dtype == torch.float32 else 8e-3
     torch.testing.assert_close(
@@ -31,7 +35,7 @@ def test_activations_are_those_of_the_reference(activation: str, width: int, dty
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-2, 1.0, 100.0, 1e30])
-def test_small_values_are_capped_as_exactly_as_large_ones(scale: float) -> None:
+def test_softcap_is_exact_for_small_values(scale: float) -> None:
     x = torch.randn(3, 700) * scale
     x[0, :4] = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan])
     expected = (3.0 * torch.tanh(x.double() / 3.0)).float()
@@ -39,9 +43,90 @@ def test_small_values_are_capped_as_exactly_as_large_ones(scale: float) -> None:
     assert softcap(x[:0], 3.0).shape == (0, 700)
 
 
-def test_a_value_does_not_depend_on_its_place() -> None:
+def test_values_do_not_depend_on_their_place() -> None:
     x = torch.randn(9, 700)
     together, activated = softcap(x, 3.0), gated_act(x, "gelu")
     for row in range(9):
         assert torch.equal(softcap(x[row : row + 1], 3.0), together[row : row + 1])
         assert torch.equal(gated_act(x[row : row + 1], "gelu"), activated[row : row + 1])
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.integers(0, 5),
+    inside=st.sampled_from([None, 1, 3]),
+    width=st.sampled_from([1, 16, 40, 64, 300, 2048, 5000]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_rms_norm_matches_reference(rows: int, inside: int | None, width: int, dtype: torch.dtype) -> None:
+    """Also for heads within a wider row."""
+    torch.manual_seed(rows)
+    x = torch.randn((rows, width) if inside is None else (rows, inside + 2, width)).to(dtype)
+    x = x if inside is None else x[:, 1:-1]
+    weight = torch.randn(width)
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    torch.testing.assert_close(
+        rms_norm(x, weight, 1e-5), ReferenceOps().rms_norm(x, weight, 1e-5), atol=rounding, rtol=rounding
+    )
+
+
+def test_heads_are_normalized_as_rows() -> None:
+    x, weight = torch.randn(2, 3, 2, 16), torch.randn(16)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).view(-1, 16), rms_norm(x.view(-1, 16), weight, 1e-5))
+
+
+@pytest.mark.parametrize("width", [48, 1024, 3000])
+def test_rows_are_batch_invariant(width: int) -> None:
+    x, weight = torch.randn(67, width) * torch.logspace(-3, 3, 67)[:, None], torch.randn(width)
+    x[5] = torch.nan
+    together = rms_norm(x, weight, 1e-5)
+    for row in (0, 1, 4, 6, 41, 66):
+        assert torch.equal(rms_norm(x[row : row + 1], weight, 1e-5), together[row : row + 1])
+    assert together[5].isnan().all() and together[[4, 6]].isfinite().all()
+
+
+def test_program_shape_depends_on_width_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the order of a sum follows from the program's layout."""
+    shapes = set()
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int]) -> Launched:
+            return self
+
+        def __call__(self, *_: object, **constants: int) -> None:
+            shapes.add((constants["WIDTH"], constants["ROWS"], constants["BLOCK"], constants["num_warps"]))
+
+    monkeypatch.setattr(elementwise, "_rms_norm_kernel", Launched())
+    for rows in (1, 2, 63, 1000):
+        for width in (64, 128, 896, 4096):
+            rms_norm(torch.empty(rows, width), torch.empty(width), 1e-5)
+    assert shapes == {(64, 32, 64, 4), (128, 16, 128, 4), (896, 2, 1024, 4), (4096, 1, 4096, 8)}
+
+
+def test_rms_norm_compiles_without_spilling() -> None:
+    arguments = {
+        "x": "*bf16",
+        "weight": "*fp32",
+        "out": "*bf16",
+        "num_rows": "i32",
+        "eps": "fp32",
+        "outer": "i32",
+        "inner": "i32",
+    }
+    shapes = [(128, 16, 128, 4), (8192, 1, 8192, 16)]
+    made = compile_all(
+        [
+            KernelSource(
+                "foreword.kernels.triton.elementwise:_rms_norm_kernel",
+                arguments,
+                {"ROWS_INSIDE": 1, "WIDTH": width, "ROWS": rows, "BLOCK": block},
+                capability,
+                num_warps=warps,
+                enable_fp_fusion=False,
+                divisible=("x", "weight", "out", "outer", "inner"),
+            )
+            for capability, (width, rows, block, warps) in zip((80, 90), shapes, strict=True)
+        ]
+    )
+    assert all(each.stack == each.spills == 0 and each.count(r"ld\.global\.v4") for each in made)
+    assert not any(each.count(r"fma\.rn\.f32|approx\.f(tz\.)?32.*sqrt") for each in made)

@@ -1,4 +1,4 @@
-"""Bits of float8_e4m3fn are those of torch."""
+"""float8_e4m3fn bits equal those of torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _back(x, out, WIDTH: tl.constexpr):
 
 
 def rounded(values: torch.Tensor) -> torch.Tensor:
-    """float32 -> the bits"""
+    """float32 -> float8 bits"""
     out = torch.empty(WIDTH, dtype=torch.uint8)
     _there[(1,)](torch.nn.functional.pad(values, (0, WIDTH - len(values))), out, WIDTH)
     return out[: len(values)]
@@ -44,7 +44,7 @@ def rounded(values: torch.Tensor) -> torch.Tensor:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(-448, 448, width=32), min_size=1, max_size=WIDTH))
-def test_values_are_rounded_as_torch_rounds_them(values: list[float]) -> None:
+def test_values_round_like_torch(values: list[float]) -> None:
     x = torch.tensor(values)
     assert torch.equal(rounded(x), x.to(torch.float8_e4m3fn).view(torch.uint8))
 
@@ -56,7 +56,7 @@ def test_ties_go_to_even() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_every_value_is_widened_exactly(dtype: torch.dtype) -> None:
+def test_every_value_is_converted_exactly(dtype: torch.dtype) -> None:
     stored = torch.arange(WIDTH, dtype=torch.int32).to(torch.uint8)
     out = torch.empty(WIDTH, dtype=dtype)
     _back[(1,)](stored, out, WIDTH)

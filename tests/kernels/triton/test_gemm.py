@@ -1,4 +1,4 @@
-"""What the compiler makes of the product for the cards that are not here: the same instructions for every number of rows."""
+"""The compiled product uses the same instructions for every number of rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def source(
     even: bool = True,
     x: str = "bf16",
 ) -> KernelSource:
-    """product() as it is launched for a shape that is a multiple of 16 throughout."""
+    """gemm_kernel() launched for a shape that is a multiple of 16."""
     scales = (
         {"scales": "*fp32"}
         if form in ROW_SCALED_FORMATS
@@ -45,18 +45,18 @@ def source(
         **residual,
         "y": f"*{x}",
     }
-    arguments |= {"partial": "*fp32", "arrived": "*i32", **integers}
+    arguments |= {"partial_sums": "*fp32", "tile_counters": "*i32", **integers}
     constants = {name: None for name in ("scales", "add_to") if name not in arguments}
     constants |= {
         "FORMAT": form,
         "FLOAT8": capability >= 89,
         "ACTIVATION": activation,
-        "PARTS": parts,
-        "EVEN": even,
+        "SPLIT_MODE": parts,
+        "EVEN_K": even,
     }
-    constants |= {"BM": tile.bm, "BN": tile.bn, "BK": columns_per_block(form), "TILES_ABREAST": 8}
+    constants |= {"BM": tile.bm, "BN": tile.bn, "BK": columns_per_block(form), "GROUP_M": 8}
     divisible = [name for name, kind in arguments.items() if kind.startswith("*") or name in ("N", "K")]
-    kernel = "foreword.kernels.triton.gemm:product"
+    kernel = "foreword.kernels.triton.gemm:gemm_kernel"
     return KernelSource(
         kernel, arguments, constants, capability, tile.num_warps, tile.num_stages, False, divisible
     )
@@ -64,13 +64,13 @@ def source(
 
 def sources(capability: int) -> Iterator[KernelSource]:
     dense, quantized = TILES["dense"], TILES["quantized"]
-    yield from (source(capability, "dense", tile, "apart") for tile in dense)
-    yield source(capability, "dense", dense[-1], "within")
-    yield source(capability, "dense", dense[-1], "one", "silu")
-    yield source(capability, "dense", dense[0], "apart", "gelu", even=False, x="fp16")
+    yield from (source(capability, "dense", tile, "split_k") for tile in dense)
+    yield source(capability, "dense", dense[-1], "serial")
+    yield source(capability, "dense", dense[-1], "none", "silu")
+    yield source(capability, "dense", dense[0], "split_k", "gelu", even=False, x="fp16")
     for form in (*ROW_SCALED_FORMATS, *GROUP_SCALED_FORMATS):
-        yield source(capability, form, quantized[0], "apart")
-        yield source(capability, form, quantized[-1], "within", "silu")
+        yield source(capability, form, quantized[0], "split_k")
+        yield source(capability, form, quantized[-1], "serial", "silu")
 
 
 def check(made: KernelBinary, each: KernelSource) -> None:
@@ -80,8 +80,7 @@ def check(made: KernelBinary, each: KernelSource) -> None:
         made.products
     )
     assert made.stack == made.spills == 0 and made.shared <= MAX_SHARED[capability]
-    # Copied while others are multiplied: a block of the weight is that many words of 16 bits, and is on its way in all stages but
-    # one before the loop, and once in it.
+    # Weight blocks are copied asynchronously: in all stages but one before the loop, and once within it.
     words = constants["BM"] * constants["BK"] // {"dense": 1, "int4": 4}.get(constants["FORMAT"], 2)
     per_block = words * 2 // (16 * 32 * each.num_warps)
     assert made.count(COPY_OF_16_BYTES) >= per_block * each.num_stages
@@ -90,15 +89,15 @@ def check(made: KernelBinary, each: KernelSource) -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("capability", [80, 90])
-def test_one_family_of_instructions_serves_every_number_of_rows(capability: int) -> None:
+def test_one_instruction_family_serves_all_row_counts(capability: int) -> None:
     every = list(sources(capability))
     for made, each in zip(compile_all(every), every, strict=True):
         check(made, each)
 
 
-def test_whoever_comes_last_sees_what_the_others_wrote() -> None:
-    """A barrier, the count with both orders at the reach of the card, a barrier, then reads past the first cache."""
-    (made,) = compile_all([source(90, "dense", TILES["dense"][0], "apart")])
+def test_last_program_reads_after_barriers() -> None:
+    """A barrier, an acq_rel count with GPU scope, a barrier, then reads past the L1 cache."""
+    (made,) = compile_all([source(90, "dense", TILES["dense"][0], "split_k")])
     order = re.findall(r"st\.global|bar\.sync|atom\.\S+|ld\.global\.cg", made.ptx)
     count = next(i for i, step in enumerate(order) if step.startswith("atom"))
     assert order[count] == "atom.global.gpu.acq_rel.add.u32"

@@ -1,4 +1,4 @@
-"""What was packed comes out again, and the order of sums follows from a weight's shape."""
+"""Packed weights unpack unchanged, and splits depend on a weight's shape alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = ("float32", "bfloat16", "float16", "int8", "fp8", "int4")
 
 
 def unpacked(weight: PackedWeight) -> Tensor:
-    """float32 [N, K], by the table of packing.py."""
+    """float32 [N, K] by the table in gemm_pack.py."""
     data = weight.data
     values = columns_per_block(weight.format) // data.shape[-1]
     bits = 16 // values
@@ -52,7 +52,7 @@ def unpacked(weight: PackedWeight) -> Tensor:
     st.integers(1, 400),
     st.integers(0, 99),
 )
-def test_values_come_out_again(kind: str, sizes: list[int], columns: int, seed: int) -> None:
+def test_packed_values_unpack_unchanged(kind: str, sizes: list[int], columns: int, seed: int) -> None:
     matrix = random_weight(sum(sizes), columns, seed)
     weight = pack(torch.split(matrix, sizes), kind, None)
     wanted = (
@@ -71,7 +71,7 @@ def test_values_come_out_again(kind: str, sizes: list[int], columns: int, seed: 
     ("kind", "form"),
     [("q8_0", "q8_0"), ("q4_0", "int4"), ("q5_0", "dense"), ("q4_k", "dense"), ("q6_k", "dense")],
 )
-def test_blocks_of_files_stay_what_they_are_where_they_can(kind: str, form: str) -> None:
+def test_file_blocks_keep_supported_formats(kind: str, form: str) -> None:
     parts = [random_blocks(kind, rows, 512, rows) for rows in (40, 30)]
     weight = pack(parts, "float32", None)
     assert weight.format == form
@@ -91,8 +91,8 @@ def packed_in_slices(parts: Sequence[Matrix], kind: str, values: int) -> PackedW
     st.integers(1, 300),
     st.integers(1, 3),
 )
-def test_bytes_do_not_depend_on_slices(kind: str, sizes: list[int], columns: int, panels: int) -> None:
-    """Of as many rows as two panels, or all at once."""
+def test_slices_change_no_byte(kind: str, sizes: list[int], columns: int, panels: int) -> None:
+    """Slices of two panels, or all rows at once."""
     if kind in KINDS:
         parts: list[Matrix] = [random_weight(size, columns, size) for size in sizes]
     else:
@@ -110,7 +110,7 @@ def test_bytes_do_not_depend_on_slices(kind: str, sizes: list[int], columns: int
 
 
 class Largest(TorchFunctionMode):
-    """Bytes of the largest tensor that is made while this is on, but for those that are made by `new_empty`."""
+    """Track the bytes of the largest tensor created, except by `new_empty`."""
 
     bytes = 0
 
@@ -129,7 +129,7 @@ class Largest(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "q8_0", "q4_0", "q4_k"])
-def test_what_is_made_on_the_way_is_as_large_as_a_slice(kind: str) -> None:
+def test_temporary_memory_is_one_slice(kind: str) -> None:
     parts: list[Matrix] = [
         random_weight(1500, 256).half() if kind in KINDS else random_blocks(kind, rows, 256)
         for rows in (1500, 600)
@@ -139,7 +139,7 @@ def test_what_is_made_on_the_way_is_as_large_as_a_slice(kind: str) -> None:
     assert 0 < largest.bytes <= 128 * 256 * 4
 
 
-def test_parts_that_differ_become_plain() -> None:
+def test_mixed_parts_become_dense() -> None:
     parts = [random_blocks("q8_0", 8, 256), random_weight(8, 256)]
     assert pack(parts, "float32", None).format == "dense"
     assert pack(parts, "int8", None).data.dtype == torch.bfloat16
@@ -150,7 +150,7 @@ def test_parts_that_differ_become_plain() -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
-def test_a_row_that_is_not_finite_stays_so(kind: str) -> None:
+def test_non_finite_rows_stay_non_finite(kind: str) -> None:
     matrix = random_weight(3, 64)
     matrix[1, 5] = torch.inf
     values = unpacked(pack([matrix], kind, None))
@@ -165,7 +165,7 @@ def test_a_row_that_is_not_finite_stays_so(kind: str) -> None:
         (((1152, 896), (896, 896), (9728, 896), (896, 4864), (151936, 896)), (3, 3, 2, 16, 1)),
     ],
 )
-def test_parts_of_known_models(shapes: tuple[tuple[int, int], ...], splits: tuple[int, ...]) -> None:
+def test_splits_of_known_models(shapes: tuple[tuple[int, int], ...], splits: tuple[int, ...]) -> None:
     assert tuple(num_splits(*shape, "dense") for shape in shapes) == splits
 
 
@@ -174,7 +174,7 @@ def test_parts_of_known_models(shapes: tuple[tuple[int, int], ...], splits: tupl
     st.integers(1, 1 << 16),
     st.sampled_from(("dense", "int8", "fp8", "int4", "q8_0")),
 )
-def test_a_part_has_blocks(rows: int, columns: int, form: str) -> None:
+def test_every_split_has_blocks(rows: int, columns: int, form: str) -> None:
     splits = num_splits(rows, columns, form)
     blocks = -(-columns // columns_per_block(form))
     assert 1 <= splits <= 16 and (splits == 1 or blocks // splits >= 256 // columns_per_block(form))

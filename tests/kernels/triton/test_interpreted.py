@@ -1,4 +1,4 @@
-"""The interpreter's products depend on the shape of a tile and are wrong in bfloat16; ours are not."""
+"""exact_dot() fixes interpreted products that depend on tile shapes or are wrong in bfloat16."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def test_products_do_not_depend_on_the_tile() -> None:
+def test_interpreted_products_do_not_depend_on_tiles() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(16, 64, generator=generator), torch.randn(64, 64, generator=generator)
     with exact_dot():
@@ -42,14 +42,14 @@ def test_products_do_not_depend_on_the_tile() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_widened(dtype: torch.dtype) -> None:
+def test_interpreted_half_precision_is_upcast(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(16, 32, generator=generator).to(dtype) for _ in range(2))
     with exact_dot():
         torch.testing.assert_close(product(a, b), (a.double() @ b.double().T).float())
 
 
-def test_programs_run_in_the_order_that_is_asked_for() -> None:
+def test_programs_run_in_the_requested_order() -> None:
     counter, out = torch.zeros(1, dtype=torch.int32), torch.empty(6, dtype=torch.int32)
     with program_order(lambda numbers: numbers[::-1]):
         _arrivals[(2, 3)](counter, out)

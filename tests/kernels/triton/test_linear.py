@@ -1,4 +1,4 @@
-"""Linear layers on Triton: right, and the same bits for every number of rows, in the interpreter where there is no GPU."""
+"""Linear layers on Triton: correctness and row invariance, interpreted without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foreword.kernels.ops import Matrix, PackedLinear, QuantizedBlocks
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton import gemm as tiles
 from foreword.kernels.triton import linear as module
-from foreword.kernels.triton.fast_math import TritonFastMath
+from foreword.kernels.triton.backend import TritonFastMath
 from foreword.kernels.triton.gemm_pack import GROUP_SCALED_FORMATS, num_splits
 from foreword.kernels.triton.linear import TritonLinear
 from tests.support.device import DEVICE
@@ -41,7 +41,7 @@ def weights(rows: int, columns: int, seed: int = 1) -> Tensor:
 
 
 def matrix_of(kind: str, rows: int, columns: int, seed: int = 1) -> Matrix:
-    """Blocks of "q8_0" have 32 columns, so that there may be more of these."""
+    """Random weights; "q8_0" blocks have 32 columns."""
     if kind != "q8_0":
         return weights(rows, columns, seed)
     blocks = random_blocks(kind, rows, -(-columns // 32) * 32, seed, scale=0.01 * columns**-0.5)
@@ -64,7 +64,7 @@ def packed(
     st.booleans(),
     st.integers(0, 99),
 )
-def test_it_is_the_reference_within_rounding(
+def test_linear_matches_reference(
     kind: str, outputs: int, inputs: int, rows: int, has_bias: bool, has_residual: bool, seed: int
 ) -> None:
     matrix = matrix_of(kind, outputs, inputs, seed)
@@ -86,9 +86,7 @@ def test_it_is_the_reference_within_rounding(
     st.integers(1, 300),
     st.integers(0, 20),
 )
-def test_the_gated_layer_is_the_reference_within_rounding(
-    kind: str, activation: str, size: int, inputs: int, rows: int
-) -> None:
+def test_gated_layer_matches_reference(kind: str, activation: str, size: int, inputs: int, rows: int) -> None:
     gate, up, x = weights(size, inputs), weights(size, inputs, 2), normal(rows, inputs)
     results = [
         ops.linear_gated_act(x, ops.pack_linear([gate, up], kind), activation)
@@ -99,7 +97,7 @@ def test_the_gated_layer_is_the_reference_within_rounding(
 
 @pytest.mark.parametrize("value", [-200.0, -1.0, -1e-4, 0.0, 3.0, 200.0])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_hold_at_both_ends(activation: str, value: float) -> None:
+def test_activations_are_exact_at_extremes(activation: str, value: float) -> None:
     weight = torch.eye(2, device=DEVICE)
     x = torch.tensor([[value, 1.0]], device=DEVICE)
     results = [
@@ -109,7 +107,7 @@ def test_activations_hold_at_both_ends(activation: str, value: float) -> None:
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
 
 
-def test_the_type_of_the_result_can_be_another_one() -> None:
+def test_result_dtype_can_differ() -> None:
     ops, x = TritonLinear(), normal(3, 64)
     weight = ops.pack_linear([weights(20, 64)], "float32")
     with exact_dot():
@@ -119,7 +117,7 @@ def test_the_type_of_the_result_can_be_another_one() -> None:
 
 
 def check_counts(run: Callable[[slice], Tensor], counts: Sequence[int] = COUNTS) -> None:
-    """`run` over a slice of 257 rows gives each row the bits that it has alone."""
+    """`run` over slices of 257 rows gives each row the bits that it has alone."""
     with exact_dot():
         whole = run(slice(0, max(counts)))
         for count in counts:
@@ -130,13 +128,13 @@ def check_counts(run: Callable[[slice], Tensor], counts: Sequence[int] = COUNTS)
 
 @pytest.fixture
 def half_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiles of half precision for values of single precision, which shows more."""
+    """Half precision tiles for float32 values, which reveal more."""
     monkeypatch.setattr(module, "pick_tile", lambda form, _, rows: tiles.pick_tile(form, 2, rows))
 
 
 @pytest.mark.usefixtures("half_tiles")
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_bits_do_not_depend_on_the_number_of_rows(kind: str) -> None:
+def test_linear_is_batch_invariant(kind: str) -> None:
     ops = TritonLinear()
     columns = 544 if kind == "q8_0" else 516
     x, residual = normal(max(COUNTS), columns), normal(max(COUNTS), 40, seed=4)
@@ -148,7 +146,7 @@ def test_bits_do_not_depend_on_the_number_of_rows(kind: str) -> None:
 
 @pytest.mark.usefixtures("half_tiles")
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_bits_of_the_gated_layer_do_not_depend_on_the_number_of_rows(kind: str) -> None:
+def test_gated_layer_is_batch_invariant(kind: str) -> None:
     ops = TritonLinear()
     columns = 544 if kind == "q8_0" else 516
     x, weight = normal(max(COUNTS), columns), packed(ops, matrix_of(kind, 40, columns), kind)
@@ -157,9 +155,9 @@ def test_bits_of_the_gated_layer_do_not_depend_on_the_number_of_rows(kind: str) 
 
 @pytest.mark.usefixtures("half_tiles")
 @pytest.mark.parametrize("kind", ["float32", "int8"])
-def test_bits_do_not_depend_on_where_the_parts_are_summed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are many tiles, one program sums all parts of K."""
-    monkeypatch.setattr(tiles, "FEW", 1)
+def test_split_mode_changes_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many tiles, one program computes all splits of K."""
+    monkeypatch.setattr(tiles, "SPLIT_K_MAX_TILES", 1)
     ops = TritonLinear()
     x, weight = normal(max(COUNTS), 800), ops.pack_linear([weights(136, 800)], kind)
     assert weight.splits == 3
@@ -170,14 +168,14 @@ def test_bits_do_not_depend_on_where_the_parts_are_summed(kind: str, monkeypatch
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("fp8", torch.float16)]
 )
-def test_bits_hold_in_every_type(kind: str, dtype: torch.dtype) -> None:
+def test_linear_is_batch_invariant_in_every_dtype(kind: str, dtype: torch.dtype) -> None:
     ops = TritonLinear()
     x, weight = normal(max(COUNTS), 260, dtype=dtype), ops.pack_linear([weights(40, 260).to(dtype)], kind)
     check_counts(lambda rows: ops.linear(x[rows], weight))
 
 
-@pytest.mark.skipif(not IS_INTERPRETED, reason="the order of programs is the card's")
-def test_it_does_not_matter_who_comes_last() -> None:
+@pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU chooses the order of programs")
+def test_program_order_changes_no_bit() -> None:
     ops = TritonLinear()
     x, weight = normal(9, 1100), ops.pack_linear([weights(100, 1100)], "float32")
     assert weight.splits == 4
@@ -199,8 +197,8 @@ def test_it_does_not_matter_who_comes_last() -> None:
 @pytest.mark.skipif(not IS_INTERPRETED, reason="only the interpreter tells what is written")
 @pytest.mark.usefixtures("half_tiles")
 @pytest.mark.parametrize("rows", [3, 70])
-def test_only_who_comes_last_writes_the_result(rows: int) -> None:
-    """What the others would write is wrong, and would not be seen where they are over before the last one."""
+def test_only_the_last_program_writes_the_result(rows: int) -> None:
+    """Stores of earlier programs would be wrong, but the last program would overwrite them."""
     ops = TritonLinear()
     x, weight = normal(rows, 516), ops.pack_linear([weights(40, 516)], "float32")
     assert weight.splits == 2
@@ -209,7 +207,7 @@ def test_only_who_comes_last_writes_the_result(rows: int) -> None:
     assert all(writes.each_written_once(result) for result in results)
 
 
-def test_a_row_that_is_not_finite_stays_alone() -> None:
+def test_non_finite_rows_do_not_affect_others() -> None:
     ops = TritonLinear()
     x, weight = normal(5, 70), ops.pack_linear([weights(10, 70)], "float32")
     with exact_dot():
@@ -219,7 +217,7 @@ def test_a_row_that_is_not_finite_stays_alone() -> None:
     assert broken[2].isnan().all() and same_bits(broken[[0, 1, 3, 4]], sound[[0, 1, 3, 4]])
 
 
-def test_float8_is_the_same_by_hardware_and_by_bits() -> None:
+def test_float8_hardware_and_bits_agree() -> None:
     by_bits, by_hardware = TritonLinear(), TritonLinear()
     x, matrix = normal(3, 200), weights(30, 200)
     weight = by_bits.pack_linear([matrix], "fp8")
@@ -242,7 +240,7 @@ def test_float8_is_the_same_by_hardware_and_by_bits() -> None:
     st.integers(1, 1500),
     st.sampled_from((1.0, 3.3)),
 )
-def test_the_embedding_is_the_reference(kind: str, vocabulary: int, size: int, scale: float) -> None:
+def test_embedding_matches_reference(kind: str, vocabulary: int, size: int, scale: float) -> None:
     matrix = random_weight(vocabulary, size).to(DEVICE)
     ids = torch.randint(vocabulary, (5,), generator=torch.Generator().manual_seed(size)).to(DEVICE)
     results = [
@@ -252,7 +250,7 @@ def test_the_embedding_is_the_reference(kind: str, vocabulary: int, size: int, s
     assert torch.equal(*results)
 
 
-def test_no_ids_no_rows() -> None:
+def test_empty_ids_give_no_rows() -> None:
     ops = TritonLinear()
     weight = ops.pack_linear([weights(8, 64)], "float32")
     assert ops.embedding(torch.zeros(0, dtype=torch.int64, device=DEVICE), weight, torch.float32).shape == (
@@ -269,17 +267,15 @@ def test_no_ids_no_rows() -> None:
     st.sampled_from(("dense", "int8", *GROUP_SCALED_FORMATS)),
     st.sampled_from((2, 4)),
 )
-def test_few_rows_always_fit_the_workspace(
-    outputs: int, inputs: int, rows: int, form: str, itemsize: int
-) -> None:
+def test_few_rows_fit_the_workspace(outputs: int, inputs: int, rows: int, form: str, itemsize: int) -> None:
     splits = num_splits(outputs, inputs, form)
     tile = tiles.pick_tile(form, itemsize, rows)
     count = -(-outputs // tile.bm) * -(-rows // tile.bn)
-    assert tiles.pick_split_mode(count, tile, splits, rows) == ("one" if splits == 1 else "apart")
+    assert tiles.pick_split_mode(count, tile, splits, rows) == ("none" if splits == 1 else "split_k")
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])
-def test_fast_math_is_near(kind: str) -> None:
+def test_fast_math_is_close(kind: str) -> None:
     fast, exact = TritonFastMath(), TritonLinear()
     matrix, x, bias, residual = weights(24, 96), normal(5, 96), normal(24), normal(5, 24, seed=3)
     mine, theirs = (ops.pack_linear([matrix], kind, bias) for ops in (fast, exact))

@@ -1,4 +1,4 @@
-"""Keyed noise in Triton: published vectors, and the reference's bits for all words that matter."""
+"""Keyed noise in Triton against published vectors and the reference."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def _noise(words, out, N, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
-def test_published_answers(counter: str, key: str, result: str) -> None:
+def test_philox_gives_published_answers(counter: str, key: str, result: str) -> None:
     words = torch.tensor([int(word, 16) for word in (counter + " " + key).split()], device=DEVICE)
     out = torch.empty(4, dtype=torch.int64, device=DEVICE)
     _answer[(1,)](words, out)
     assert out.tolist() == [int(word, 16) for word in result.split()]
 
 
-def test_words_and_coins_of_keys_at_the_ends() -> None:
-    """Blocks 2 to 9, so ids 8 to 39."""
+def test_words_and_coins_match_reference_at_extremes() -> None:
+    """Blocks 2 to 9: ids 8 to 39."""
     seeds, positions = (torch.tensor(values) for values in zip(*KEYS, strict=True))
     words = torch.empty(len(KEYS), 32, dtype=torch.int64, device=DEVICE)
     coins = torch.empty(len(KEYS), dtype=torch.float64, device=DEVICE)
@@ -78,7 +78,7 @@ def noisy_words() -> Tensor:
     return torch.cat([ends, 2**32 - 1 - ends, powers - 1, powers, (2**32 - powers) % 2**32, drawn])
 
 
-def test_noise_of_words() -> None:
+def test_noise_matches_reference() -> None:
     words = noisy_words()
     out = torch.empty(len(words), device=DEVICE)
     _noise[(1,)](words.to(DEVICE), out, len(words), BLOCK=triton.next_power_of_2(len(words)))

@@ -1,4 +1,4 @@
-"""Rotation and what is written to the cache are those of the reference, bit for bit: single products and sums."""
+"""RoPE and KV cache writes have the bits of the reference: single products and sums."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tensors(layer: KVLayer) -> list[Tensor]:
     axes=st.sampled_from(AXES),
     stored=st.sampled_from(STORED),
 )
-def test_one_launch_is_the_operations_of_the_reference(
+def test_fused_launch_matches_reference(
     rows: int, heads: tuple[int, int], dim: int, axes: MRopeSections | None, stored: torch.dtype
 ) -> None:
     torch.manual_seed(rows)
@@ -73,7 +73,7 @@ def test_one_launch_is_the_operations_of_the_reference(
 
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("dim", [1, 7, 16])
-def test_vectors_are_written_as_they_are(stored: torch.dtype, dim: int) -> None:
+def test_unquantized_vectors_are_copied(stored: torch.dtype, dim: int) -> None:
     k, v = torch.randn(3, 2, dim), torch.randn(3, 2, dim) * 1e-3
     v[2] = 0.0
     ours, theirs = (cache(9, 2, dim, stored) for _ in range(2))
@@ -86,7 +86,7 @@ def test_vectors_are_written_as_they_are(stored: torch.dtype, dim: int) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("stored", STORED[1:])
-def test_what_is_not_finite_has_a_scale_that_says_so(bad: float, stored: torch.dtype) -> None:
+def test_non_finite_vectors_have_non_finite_scales(bad: float, stored: torch.dtype) -> None:
     k, v = torch.randn(2, 2, 16), torch.randn(2, 2, 16)
     k[1, 0, 5] = bad
     layer = cache(4, 2, 16, stored)
@@ -97,7 +97,7 @@ def test_what_is_not_finite_has_a_scale_that_says_so(bad: float, stored: torch.d
 
 
 def test_keys_are_rounded_before_they_are_stored() -> None:
-    """In float16: the interpreter cuts bfloat16 off instead of rounding it."""
+    """In float16: the interpreter truncates bfloat16 instead of rounding it."""
     x, table, positions = torch.randn(2, 2, 16).half(), torch.randn(8, 16), torch.tensor([3, 7])
     slots = torch.tensor([1, 2])
     for stored in (torch.float16, torch.int8):
@@ -109,13 +109,13 @@ def test_keys_are_rounded_before_they_are_stored() -> None:
         )
 
 
-def test_it_compiles_for_cards_without_spilling() -> None:
+def test_rope_compiles_without_spilling() -> None:
     sources = []
     for capability, stored, scales in ((80, "*u8", "*fp32"), (90, "*bf16", None), (90, "*i8", "*fp32")):
         arguments = dict.fromkeys(("q", "k", "v", "out"), "*bf16")
         arguments |= dict.fromkeys(("k_cache", "v_cache"), stored)
         arguments |= {} if scales is None else dict.fromkeys(("k_scale", "v_scale"), scales)
-        arguments |= {"table": "*fp32", "positions": "*i64", "slots": "*i64"}
+        arguments |= {"cos_sin": "*fp32", "positions": "*i64", "slots": "*i64"}
         strides = [f"{name}_{kind}" for name in "qkv" for kind in ("row", "head")]
         arguments |= dict.fromkeys(strides, "i32")
         constants = {
@@ -124,7 +124,7 @@ def test_it_compiles_for_cards_without_spilling() -> None:
             "ROTATE": True,
             "D": 128,
             "HALF": 64,
-            "AXES": (),
+            "MROPE_SECTIONS": (),
             "HEADS": 8,
             "BLOCK": 64,
             "REST": 1,
@@ -133,7 +133,7 @@ def test_it_compiles_for_cards_without_spilling() -> None:
         divisible = [name for name, kind in arguments.items() if kind.startswith("*")] + strides
         sources.append(
             KernelSource(
-                "foreword.kernels.triton.rope:_rope_and_cache",
+                "foreword.kernels.triton.rope:_rope_and_cache_kernel",
                 arguments,
                 constants,
                 capability,
@@ -150,12 +150,12 @@ def test_it_compiles_for_cards_without_spilling() -> None:
         )
 
 
-def test_what_is_not_there_is_not_compiled() -> None:
-    """q alone, and keys and values that are not turned."""
+def test_absent_inputs_are_not_compiled() -> None:
+    """q alone, and keys and values without rotation."""
     constants = {
         "D": 128,
         "HALF": 64,
-        "AXES": (),
+        "MROPE_SECTIONS": (),
         "HEADS": 8,
         "BLOCK": 64,
         "REST": 1,
@@ -163,9 +163,9 @@ def test_what_is_not_there_is_not_compiled() -> None:
         "v_scale": None,
     }
     strides = {f"{name}_{kind}": "i32" for name in "qkv" for kind in ("row", "head")}
-    there = {"q": "*bf16", "out": "*bf16", "table": "*fp32", "positions": "*i64"}
+    there = {"q": "*bf16", "out": "*bf16", "cos_sin": "*fp32", "positions": "*i64"}
     stored = {"k": "*bf16", "v": "*bf16", "k_cache": "*bf16", "v_cache": "*bf16", "slots": "*i64"}
-    kernel = "foreword.kernels.triton.rope:_rope_and_cache"
+    kernel = "foreword.kernels.triton.rope:_rope_and_cache_kernel"
     only_q = {"Q_HEADS": 8, "KV_HEADS": 0, "ROTATE": True, **dict.fromkeys(stored)}
     only_kv = {"Q_HEADS": 0, "KV_HEADS": 8, "ROTATE": False, **dict.fromkeys(there)}
     turned, written = compile_all(

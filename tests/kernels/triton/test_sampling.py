@@ -1,4 +1,4 @@
-"""Sampling on the device equals the reference by bits: every operation, rows of every kind, bounds that differ by row."""
+"""Triton sampling has the bits of the reference: every operation, row kind and per-row parameter."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ NEUTRAL = {"apply_top_k": WIDTH, "apply_top_p": 1.0, "apply_typical_p": 1.0, "ap
 
 
 def bounds(operation: str, count: int, first: int = 0) -> Tensor:
-    """[count], others for every row."""
+    """[count], different for every row."""
     values = BOUNDS[operation][first % len(BOUNDS[operation]) :] + BOUNDS[operation]
     return repeat_to(values, count, torch.int64 if operation == "apply_top_k" else torch.float64)
 
 
 @pytest.mark.parametrize("operation", FILTERS)
-def test_filters_on_rows_of_every_kind(operation: str) -> None:
+def test_filters_match_reference_on_all_row_kinds(operation: str) -> None:
     logits = mixed_rows(WIDTH)
     assert_same(operation, logits, bounds(operation, len(logits)))
 
 
-def test_the_others_on_rows_of_every_kind() -> None:
+def test_other_ops_match_reference_on_all_row_kinds() -> None:
     logits = mixed_rows(WIDTH)
     count = len(logits)
     seeds, positions = (
@@ -73,20 +73,20 @@ def test_the_others_on_rows_of_every_kind() -> None:
 
 @given(random_few_rows(), st.sampled_from(FILTERS), st.integers(0, 5))
 @settings(max_examples=12, deadline=None)
-def test_filters_on_any_rows(logits: Tensor, operation: str, first: int) -> None:
+def test_filters_match_reference_on_random_rows(logits: Tensor, operation: str, first: int) -> None:
     assert_same(operation, logits, bounds(operation, len(logits), first))
 
 
 @given(random_few_rows(), st.integers(-(2**63), 2**63 - 7), st.integers(0, 2**32 - 1))
 @settings(max_examples=12, deadline=None)
-def test_tokens_of_any_rows(logits: Tensor, seed: int, position: int) -> None:
+def test_tokens_match_reference_on_random_rows(logits: Tensor, seed: int, position: int) -> None:
     seeds, positions = torch.arange(len(logits)) + seed, torch.full((len(logits),), position)
     assert_same("sample", logits, seeds, positions, torch.arange(len(logits)) == 1)
 
 
 @given(random_few_rows(), st.permutations(FILTERS), st.integers(0, 5))
 @settings(max_examples=4, deadline=None)
-def test_filters_in_any_order(logits: Tensor, order: list[str], first: int) -> None:
+def test_filters_match_reference_in_any_order(logits: Tensor, order: list[str], first: int) -> None:
     ours, theirs = logits.to(DEVICE), logits.clone()
     for place, operation in enumerate(order):
         bound = bounds(operation, len(logits), first + place)
@@ -96,7 +96,7 @@ def test_filters_in_any_order(logits: Tensor, order: list[str], first: int) -> N
 
 
 @pytest.mark.parametrize("operation", NEUTRAL)
-def test_neutral_rows_stay_as_they_are_beside_others(operation: str) -> None:
+def test_neutral_rows_stay_unchanged(operation: str) -> None:
     logits = torch.stack([make_row("plain", WIDTH, seed) for seed in range(3)])
     bound = bounds(operation, 3)
     bound[1] = NEUTRAL[operation]
@@ -108,14 +108,15 @@ def test_neutral_rows_stay_as_they_are_beside_others(operation: str) -> None:
     assert not same_bits(wanted, logits)
 
 
-def test_the_whole_pipeline() -> None:
-    """Every step of a request that asks for all of them."""
-    asked = {
+def test_full_pipeline_matches_reference() -> None:
+    """Every sampling step in order."""
+    params = {
         "temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95, "top_n_sigma": 3.0,
-        "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2, "logit_bias": {7: 2.0, 9: -100.0},
-        "xtc_probability": 1.0, "xtc_threshold": 0.1, "min_tokens": 9, "allowed_token_ids": tuple(range(0, VOCAB_SIZE, 2)),
+        "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2,
+        "logit_bias": {7: 2.0, 9: -100.0}, "xtc_probability": 1.0, "xtc_threshold": 0.1, "min_tokens": 9,
+        "allowed_token_ids": tuple(range(0, VOCAB_SIZE, 2)),
     }  # fmt: skip
-    row = make_sample_row(output=(9, 6, 9, 120), draft=(9, 40), **asked)
+    row = make_sample_row(output=(9, 6, 9, 120), draft=(9, 40), **params)
     theirs = make_row("plain", VOCAB_SIZE, 1)[None]
     ours = theirs.to(DEVICE, copy=True)
     steps = active_processors(row.state.request)
@@ -126,7 +127,7 @@ def test_the_whole_pipeline() -> None:
         assert same_bits(ours.cpu(), theirs), type(step).__name__
 
 
-def test_a_large_vocabulary() -> None:
+def test_large_vocabulary_matches_reference() -> None:
     class LargeParts(TritonSampling):
         sampling_block = 32_768
 
@@ -138,7 +139,7 @@ def test_a_large_vocabulary() -> None:
     assert_same("log_sum_exp", logits, ops=LargeParts())
 
 
-def test_rows_may_lie_apart() -> None:
+def test_rows_may_be_strided() -> None:
     wide = torch.stack([make_row("plain", 3 * WIDTH, seed) for seed in range(2)]).to(DEVICE)
     rows, before = wide[:, WIDTH : 2 * WIDTH], wide.clone()
     wanted = rows.cpu().contiguous()
@@ -149,7 +150,7 @@ def test_rows_may_lie_apart() -> None:
     assert torch.equal(wide, before)
 
 
-def test_bounds_of_another_type_are_our_own_bug() -> None:
+def test_wrong_parameter_dtype_is_an_assertion() -> None:
     rows = torch.zeros(2, 9, device=DEVICE)
     with pytest.raises(AssertionError, match=r"torch.int64 \[2\]"):
         OPS.apply_top_k(rows, torch.tensor([1, 2, 3]))

@@ -1,4 +1,4 @@
-"""What models that see have in common."""
+"""Common code of vision-language models."""
 
 import re
 
@@ -14,14 +14,14 @@ CLIP = {"image_mean": [0.5, 0.25, 0.125], "image_std": [0.5, 0.25, 1], "rescale_
 
 
 def test_normalization() -> None:
-    picture = PromptImage(b"", 1, (1, 1, 1), (1, 2), (1, 3, 1, 2), bytes([0, 255, 51, 102, 153, 204]))
-    values = read_normalization(CLIP).normalize(picture, "cpu")
+    image = PromptImage(b"", 1, (1, 1, 1), (1, 2), (1, 3, 1, 2), bytes([0, 255, 51, 102, 153, 204]))
+    values = read_normalization(CLIP).normalize(image, "cpu")
     expected = torch.tensor([[[[-1.0, 1.0]], [[-0.2, 0.6]], [[0.475, 0.675]]]])
     assert values.dtype == torch.float32 and torch.allclose(values, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "told"),
+    ("key", "value", "message"),
     [
         ("image_mean", None, "image_mean must be a list of 3 numbers, got None"),
         ("image_mean", [0.5, 0.5], "image_mean must be a list of 3 numbers"),
@@ -30,13 +30,13 @@ def test_normalization() -> None:
         ("rescale_factor", 2.0, "rescale_factor must be above 0 and at most 1, got 2.0"),
     ],
 )
-def test_normalization_that_makes_no_sense(key: str, value: object, told: str) -> None:
-    with pytest.raises(CheckpointError, match=re.escape(told)):
+def test_invalid_normalization_is_refused(key: str, value: object, message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         read_normalization({**CLIP, key: value})
 
 
 class Named(MetaWeights):
-    """Notes what it is asked for."""
+    """Records requested names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ class Named(MetaWeights):
         return super().tensor(name, *shape)
 
 
-def test_names_of_parts() -> None:
-    """Parts are found under the name that the files have for them; the first that is there holds."""
+def test_weight_prefixes_are_mapped() -> None:
+    """The first prefix that the file has is used."""
     files = Named()
     prefixes = {
         "model.": ("model.language_model.", "language_model.model."),

@@ -1,4 +1,4 @@
-"""CLIP's tower alone, layer by layer, against transformers."""
+"""CLIP's vision encoder against transformers, layer by layer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.vs_transformers import TransformersReference
 
 
 @pytest.mark.parametrize("image_size", [28, 31])
-def test_every_layer(tmp_path: Path, image_size: int) -> None:
-    """Also where patches do not fill a tile: what is left at its right and below is not seen."""
+def test_every_layer_equals_transformers(tmp_path: Path, image_size: int) -> None:
+    """Also where patches do not fill a tile."""
     path = write_vision_checkpoint(tmp_path, vision_config={"image_size": image_size})
     theirs = TransformersReference(path).model.model.vision_tower
     weights = FileWeights(path).prefixed("vision_tower.vision_model.")
@@ -42,7 +42,7 @@ def test_every_layer(tmp_path: Path, image_size: int) -> None:
     )
 
 
-def test_defaults() -> None:
+def test_defaults_are_vit_b_32() -> None:
     """An empty config is OpenAI's ViT-B/32."""
     config = CLIP.read_config(ConfigReader({}, "config.json"))
     assert (
@@ -58,8 +58,8 @@ def test_defaults() -> None:
     assert weights.num_parameters == 768 + 768 * 3 * 32 * 32 + 50 * 768 + 2 * 768
 
 
-def test_options_of_old_versions() -> None:
-    """Which wrote out the defaults of everything."""
+def test_options_of_old_transformers_are_accepted() -> None:
+    """They wrote all defaults to the file."""
     old = {
         "is_decoder": False,
         "num_beams": 1,

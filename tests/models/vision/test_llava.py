@@ -1,4 +1,4 @@
-"""LLaVA-1.5 against transformers, in float32, and what its checkpoints may say."""
+"""LLaVA-1.5 against transformers in float32, and its config options."""
 
 from __future__ import annotations
 
@@ -52,32 +52,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
+def test_logits_and_tokens_equal_transformers(case: str, tmp_path: Path) -> None:
     family, overrides = CASES[case]
     path = write_vision_checkpoint(tmp_path, family, **overrides)
-    ids, pictures = prompt_of(path)
+    ids, images = prompt_of(path)
     theirs, drivers = TransformersReference(path), [ForwardHelper(path, ops=ops) for ops in backends()]
-    for expected, picture in zip(theirs.features(pictures), pictures, strict=True):
+    for expected, image in zip(theirs.features(images), images, strict=True):
         for driver in drivers:
-            torch.testing.assert_close(driver.encode(picture), expected, atol=1e-4, rtol=0)
-    expected, generated = theirs.logits(ids, pictures), theirs.greedy(ids, 32, pictures)
+            torch.testing.assert_close(driver.encode(image), expected, atol=1e-4, rtol=0)
+    expected, generated = theirs.logits(ids, images), theirs.greedy(ids, 32, images)
     for driver in drivers:
-        torch.testing.assert_close(driver.logits(ids, 0, pictures), expected, atol=1e-3, rtol=0)
-        assert driver.greedy(ids, 32, pictures) == generated
-    assert len(set(generated)) > 8, "an output that collapses into a loop compares too little"
+        torch.testing.assert_close(driver.logits(ids, 0, images), expected, atol=1e-3, rtol=0)
+        assert driver.greedy(ids, 32, images) == generated
+    assert len(set(generated)) > 8, "the output loops, so the comparison is weak"
 
 
-def test_outputs_depend_on_the_pictures(tmp_path: Path) -> None:
+def test_output_depends_on_the_image(tmp_path: Path) -> None:
     ours = ForwardHelper(write_vision_checkpoint(tmp_path))
     one, other = (
-        ours.greedy(ids, 16, pictures) for ids, pictures in (prompt_of(tmp_path), prompt_of(tmp_path, seed=9))
+        ours.greedy(ids, 16, images) for ids, images in (prompt_of(tmp_path), prompt_of(tmp_path, seed=9))
     )
     assert one != other
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("isa", [None, *supported_isas()])
-def test_chunks_give_the_same_bits(isa: str | None, dtype: str, tmp_path: Path) -> None:
+def test_chunked_prefill_gives_the_same_bits(isa: str | None, dtype: str, tmp_path: Path) -> None:
     path = write_vision_checkpoint(tmp_path, dtype=dtype)
     check_chunked_prefill(
         ForwardHelper(path, dtype=dtype, ops=isa and CpuOps(isa, threads=1), block_size=4), path
@@ -88,24 +88,24 @@ def test_chunks_give_the_same_bits(isa: str | None, dtype: str, tmp_path: Path) 
     "options", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str
 )
 @pytest.mark.parametrize("isa", [None, *supported_isas()])
-def test_features_of_every_precision(isa: str | None, options: dict[str, str], tmp_path: Path) -> None:
-    """Weights of the tower are never quantized: it sees the same whatever the decoder holds."""
+def test_vision_encoder_is_never_quantized(isa: str | None, options: dict[str, str], tmp_path: Path) -> None:
+    """Features are the same for any precision of the decoder."""
     path = write_vision_checkpoint(tmp_path)
-    picture = random_image(path)
-    expected = ForwardHelper(path).encode(picture)
-    features = ForwardHelper(path, ops=isa and CpuOps(isa, threads=1), **options).encode(picture)
+    image = random_image(path)
+    expected = ForwardHelper(path).encode(image)
+    features = ForwardHelper(path, ops=isa and CpuOps(isa, threads=1), **options).encode(image)
     assert features.dtype == getattr(torch, options.get("dtype", "float32"))
     assert (features - expected).norm() < (0.02 if "dtype" in options else 1e-4) * expected.norm()
 
 
 @pytest.mark.parametrize("isa", [None, *supported_isas()])
-def test_features_do_not_depend_on_what_else_is_encoded(isa: str | None, tmp_path: Path) -> None:
-    """Also where pieces of two pictures take turns, and on other threads."""
+def test_features_depend_on_the_image_alone(isa: str | None, tmp_path: Path) -> None:
+    """Also with interleaved pieces of two images, and on other threads."""
     path = write_vision_checkpoint(tmp_path, "llava_next")
     alone, ours = (ForwardHelper(path, ops=isa and CpuOps(isa, threads)) for threads in (1, 3))
-    pictures = [random_image(path, seed) for seed in range(2)]
+    images = [random_image(path, seed) for seed in range(2)]
     assert ours.model.vision_encoder is not None
-    works, done = [ours.model.vision_encoder.encode(picture) for picture in pictures], {}
+    works, done = [ours.model.vision_encoder.encode(image) for image in images], {}
     with torch.inference_mode():
         while len(done) < len(works):
             for index, work in enumerate(works):
@@ -113,11 +113,11 @@ def test_features_do_not_depend_on_what_else_is_encoded(isa: str | None, tmp_pat
                     next(work)
                 except StopIteration as end:
                     done.setdefault(index, end.value)
-    assert all(torch.equal(done[index], alone.encode(picture)) for index, picture in enumerate(pictures))
+    assert all(torch.equal(done[index], alone.encode(image)) for index, image in enumerate(images))
 
 
-def test_facts(tmp_path: Path) -> None:
-    """Layers that are not read are not counted: they are not loaded."""
+def test_model_info_counts_loaded_layers(tmp_path: Path) -> None:
+    """Layers after the feature layer are neither loaded nor counted."""
     facts, whole = (
         read_model_info(write_vision_checkpoint(tmp_path)),
         TransformersReference(tmp_path).num_parameters,
@@ -133,17 +133,17 @@ def test_facts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_siglip", "llava_next"])
-def test_a_checkpoint_that_transformers_wrote(family: str, tmp_path: Path) -> None:
+def test_checkpoint_written_by_transformers(family: str, tmp_path: Path) -> None:
     path = write_vision_checkpoint(tmp_path / "ours", family)
-    theirs, (ids, pictures) = TransformersReference(path), prompt_of(path)
+    theirs, (ids, images) = TransformersReference(path), prompt_of(path)
     theirs.model.save_pretrained(tmp_path / "theirs")
     values = json.loads((path / "preprocessor_config.json").read_text(encoding="utf-8"))
     (tmp_path / "theirs" / "processor_config.json").write_text(
         json.dumps({"image_processor": values}), encoding="utf-8"
     )
     assert torch.equal(
-        ForwardHelper(tmp_path / "theirs").logits(ids, 0, pictures),
-        ForwardHelper(path).logits(ids, 0, pictures),
+        ForwardHelper(tmp_path / "theirs").logits(ids, 0, images),
+        ForwardHelper(path).logits(ids, 0, images),
     )
 
 
@@ -234,10 +234,10 @@ HUB_FACTS = (4096, "float16", 32064, 32000)
     ],
     ids=["llava-1.5", "no-vision-config", "interleave"],
 )
-def test_a_config_as_on_the_hub(
+def test_config_as_on_the_hub(
     tmp_path: Path, config: dict[str, Any], skipped: Sequence[str], facts: tuple[Any, ...]
 ) -> None:
-    """It tells only what differs from the defaults of transformers."""
+    """It has only the differences from the defaults of transformers."""
     write_vision_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with torch.device("meta"):
@@ -253,7 +253,7 @@ def test_a_config_as_on_the_hub(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         ({"vision_feature_layer": 4}, "`vision_feature_layer` 4 is none of the tower's 3 layers"),
         ({"vision_feature_layer": -5}, "`vision_feature_layer` -5 is none of the tower's 3 layers"),
@@ -269,7 +269,7 @@ def test_a_config_as_on_the_hub(
         ({"projector_hidden_act": "tanh"}, "`projector_hidden_act` must be one of"),
         (
             {"image_token_index": VOCAB_SIZE},
-            f"`image_token_index` {VOCAB_SIZE} is beyond the vocab_size {VOCAB_SIZE}",
+            f"`image_token_index` {VOCAB_SIZE} must be below the vocab_size {VOCAB_SIZE}",
         ),
         ({"image_token_index": None}, "lacks `image_token_index`"),
         ({"mm_vision_tower": "clip"}, '`mm_vision_tower` = "clip" is not supported'),
@@ -293,17 +293,17 @@ def test_a_config_as_on_the_hub(
         ({"text_config": {"model_type": "mamba"}}, "text_config: model_type 'mamba' is not supported"),
     ],
 )
-def test_configs_that_are_refused(tmp_path: Path, overrides: dict[str, Any], told: str) -> None:
+def test_unsupported_configs_are_refused(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
     write_vision_checkpoint(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     for key, value in overrides.items():
         config[key] = {**config[key], **value} if isinstance(value, dict) else value
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=re.escape(told)):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         read_model_info(tmp_path)
 
 
-def test_a_preprocessor_that_is_missing(tmp_path: Path) -> None:
+def test_missing_preprocessor_is_named(tmp_path: Path) -> None:
     write_vision_checkpoint(tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
     with pytest.raises(CheckpointError, match=re.escape("lacks preprocessor_config.json")):
@@ -311,7 +311,7 @@ def test_a_preprocessor_that_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         ({"image_size": 35}, "embeddings.position_embedding.weight` is [17, 32], the config says [26, 32]"),
         ({"intermediate_size": 47}, "layers.0.mlp.fc1.bias` is [48], the config says [47]"),
@@ -322,10 +322,10 @@ def test_a_preprocessor_that_is_missing(tmp_path: Path) -> None:
         ({"num_hidden_layers": 2}, "unexpected tensors: vision_tower.vision_model.encoder.layers.2"),
     ],
 )
-def test_tensors_that_do_not_fit_the_config(tmp_path: Path, overrides: dict[str, Any], told: str) -> None:
+def test_tensors_must_match_the_config(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
     write_vision_checkpoint(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     config["vision_config"] |= overrides
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=re.escape(told)):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         ForwardHelper(tmp_path)

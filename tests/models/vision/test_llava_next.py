@@ -1,4 +1,4 @@
-"""LLaVA-NeXT against transformers, in float32: tiles, margins, newlines."""
+"""LLaVA-NeXT against transformers in float32: tiles, padding, newlines."""
 
 from __future__ import annotations
 
@@ -48,40 +48,40 @@ ODD_SIZES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
+def test_logits_and_tokens_equal_transformers(case: str, tmp_path: Path) -> None:
     path = write_vision_checkpoint(tmp_path, "llava_next", **CASES[case])
-    ids, pictures = prompt_of(path)
+    ids, images = prompt_of(path)
     theirs, drivers = TransformersReference(path), [ForwardHelper(path, ops=ops) for ops in backends()]
-    for expected, picture in zip(theirs.features(pictures), pictures, strict=True):
+    for expected, image in zip(theirs.features(images), images, strict=True):
         for driver in drivers:
-            torch.testing.assert_close(driver.encode(picture), expected, atol=1e-4, rtol=0)
-    expected, generated = theirs.logits(ids, pictures), theirs.greedy(ids, 32, pictures)
+            torch.testing.assert_close(driver.encode(image), expected, atol=1e-4, rtol=0)
+    expected, generated = theirs.logits(ids, images), theirs.greedy(ids, 32, images)
     for driver in drivers:
-        torch.testing.assert_close(driver.logits(ids, 0, pictures), expected, atol=1e-3, rtol=0)
-        assert driver.greedy(ids, 32, pictures) == generated
-    assert len(set(generated)) > 8, "an output that collapses into a loop compares too little"
+        torch.testing.assert_close(driver.logits(ids, 0, images), expected, atol=1e-3, rtol=0)
+        assert driver.greedy(ids, 32, images) == generated
+    assert len(set(generated)) > 8, "the output loops, so the comparison is weak"
 
 
-def test_pictures_of_odd_sizes(tmp_path: Path) -> None:
+def test_images_of_odd_sizes(tmp_path: Path) -> None:
     path = write_vision_checkpoint(tmp_path, "llava_next")
-    pictures = [random_image(path, index, *size) for index, size in enumerate(ODD_SIZES)]
-    theirs, ours = TransformersReference(path).features(pictures), ForwardHelper(path)
-    assert len({picture.num_tokens for picture in pictures}) > 4
-    for expected, picture in zip(theirs, pictures, strict=True):
-        torch.testing.assert_close(ours.encode(picture), expected, atol=1e-4, rtol=0)
+    images = [random_image(path, index, *size) for index, size in enumerate(ODD_SIZES)]
+    theirs, ours = TransformersReference(path).features(images), ForwardHelper(path)
+    assert len({image.num_tokens for image in images}) > 4
+    for expected, image in zip(theirs, images, strict=True):
+        torch.testing.assert_close(ours.encode(image), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("isa", [None, *supported_isas()])
-def test_chunks_give_the_same_bits(isa: str | None, dtype: str, tmp_path: Path) -> None:
+def test_chunked_prefill_gives_the_same_bits(isa: str | None, dtype: str, tmp_path: Path) -> None:
     path = write_vision_checkpoint(tmp_path, "llava_next", dtype=dtype)
     check_chunked_prefill(
         ForwardHelper(path, dtype=dtype, ops=isa and CpuOps(isa, threads=1), block_size=4), path
     )
 
 
-def test_a_config_as_on_the_hub(tmp_path: Path) -> None:
-    """It tells only what differs from the defaults of transformers."""
+def test_config_as_on_the_hub(tmp_path: Path) -> None:
+    """It has only the differences from the defaults of transformers."""
     write_vision_checkpoint(tmp_path)
     config = {
         "architectures": ["LlavaNextForConditionalGeneration"],
@@ -129,13 +129,13 @@ def test_a_config_as_on_the_hub(tmp_path: Path) -> None:
         item.numel() for name, item in theirs.named_parameters() if "layers.23." in name and "vision" in name
     ]
     skipped += [item.numel() for name, item in theirs.named_parameters() if "post_layernorm" in name]
-    facts = read_model_info(tmp_path)
-    assert facts.parameters == sum(item.numel() for item in theirs.parameters()) - sum(skipped)
-    assert (facts.architecture, facts.context_len, facts.dtype) == ("llava_next", 32768, "float16")
+    info = read_model_info(tmp_path)
+    assert info.parameters == sum(item.numel() for item in theirs.parameters()) - sum(skipped)
+    assert (info.architecture, info.context_len, info.dtype) == ("llava_next", 32768, "float16")
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (
             {"image_grid_pinpoints": [[28, 57]]},
@@ -147,7 +147,7 @@ def test_a_config_as_on_the_hub(tmp_path: Path) -> None:
         ({"image_grid_pinpoints": [[28, 28 * 1025]]}, "and 1024 tiles at most"),
         (
             {"vision_feature_select_strategy": "full"},
-            "`vision_feature_select_strategy` must leave the patches of a tile",
+            "`vision_feature_select_strategy` must leave exactly the patches of a tile",
         ),
         (
             {"use_image_newline_parameter": False},
@@ -155,13 +155,13 @@ def test_a_config_as_on_the_hub(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_configs_that_are_refused(tmp_path: Path, overrides: dict[str, Any], told: str) -> None:
+def test_unsupported_configs_are_refused(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
     write_vision_checkpoint(tmp_path, "llava_next", **overrides)
-    with pytest.raises(CheckpointError, match=re.escape(told)):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         read_model_info(tmp_path)
 
 
-def test_a_newline_that_is_missing(tmp_path: Path) -> None:
+def test_missing_newline_is_named(tmp_path: Path) -> None:
     write_vision_checkpoint(tmp_path)  # LLaVA-1.5 has none
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL against transformers, in float32: features, logits, and what is generated."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL against transformers in float32: features, logits, tokens."""
 
 from __future__ import annotations
 
@@ -87,22 +87,22 @@ def peer(path: Path) -> Any:
     return transformers.AutoModelForImageTextToText.from_pretrained(path, **kinds).eval()
 
 
-def prompt_of(pictures: Sequence[PromptImage]) -> tuple[list[int], tuple[PromptImage, ...]]:
-    """A few tokens of text, a picture, a few more, and so on; the pictures where they stand."""
+def prompt_of(images: Sequence[PromptImage]) -> tuple[list[int], tuple[PromptImage, ...]]:
+    """Token ids with text between images, and the images with their positions."""
     generator = torch.Generator().manual_seed(7)
 
     def text(count: int) -> list[int]:
         return torch.randint(0, 256, (count,), generator=generator).tolist()
 
     ids = text(5)
-    for number, _ in enumerate(pictures):
+    for number, _ in enumerate(images):
         ids += [START, IMAGE_TOKEN_ID, END, *text(3 + number)]
-    prompt, found = expand_placeholders(ids, IMAGE_TOKEN_ID, pictures)
+    prompt, found = expand_placeholders(ids, IMAGE_TOKEN_ID, images)
     return list(prompt), found
 
 
 class Peer:
-    """transformers, fed with the same pixels: patches as its own processor lays them out."""
+    """The model of transformers with the same pixels, in its processor's patch layout."""
 
     def __init__(self, path: Path) -> None:
         self.model = peer(path)
@@ -116,30 +116,30 @@ class Peer:
         self.colours = [torch.tensor(one)[:, None, None] for one in (colours.image_mean, colours.image_std)]
         self.processor = colours
 
-    def inputs(self, prompt: Sequence[int], pictures: Sequence[PromptImage]) -> dict[str, Tensor]:
+    def inputs(self, prompt: Sequence[int], images: Sequence[PromptImage]) -> dict[str, Tensor]:
         ids = torch.tensor([prompt])
         grids = [
             [1, rows * self.merge, columns * self.merge]
-            for _, rows, columns in (one.grid_thw for one in pictures)
+            for _, rows, columns in (one.grid_thw for one in images)
         ]
         return {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
             "mm_token_type_ids": (ids == IMAGE_TOKEN_ID).int(),
-            "pixel_values": torch.cat([self.patches(one) for one in pictures]),
+            "pixel_values": torch.cat([self.patches(one) for one in images]),
             "image_grid_thw": torch.tensor(grids),
         }
 
-    def patches(self, picture: PromptImage) -> Tensor:
-        assert picture.pixels is not None
-        pixels = torch.frombuffer(bytearray(picture.pixels), dtype=torch.uint8).view(picture.shape)[0]
+    def patches(self, image: PromptImage) -> Tensor:
+        assert image.pixels is not None
+        pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(image.shape)[0]
         mean, std = self.colours
         wide = ((pixels.float() / 255 - mean) / std).numpy()
         return torch.from_numpy(self.processor.patchify(wide, self.patch, self.merge, self.frames)[0])
 
-    def features(self, picture: PromptImage) -> Tensor:
+    def features(self, image: PromptImage) -> Tensor:
         """Side by side those that go into the embedding and those that go deeper."""
-        inputs = self.inputs([IMAGE_TOKEN_ID], [picture])
+        inputs = self.inputs([IMAGE_TOKEN_ID], [image])
         found = self.model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
         (own,) = found.pooler_output
         deeper = [one for (one,) in getattr(found, "deepstack_features", None) or []]
@@ -147,7 +147,7 @@ class Peer:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equal_to_transformers(case: str, tmp_path: Path):
+def test_logits_and_tokens_equal_transformers(case: str, tmp_path: Path):
     family, layout, overrides = CASES[case]
     path = write_vision_checkpoint(tmp_path / family, family, layout=layout, **overrides)
     theirs, ours = Peer(path), ForwardHelper(path)
@@ -156,32 +156,32 @@ def test_equal_to_transformers(case: str, tmp_path: Path):
         == ours.model.info.parameters
         == read_model_info(path).parameters
     )
-    prompt, pictures = prompt_of([random_image(path, seed, *size) for seed, size in enumerate(SIZES)])
+    prompt, images = prompt_of([random_image(path, seed, *size) for seed, size in enumerate(SIZES)])
     with torch.inference_mode():
-        for picture in pictures:
-            torch.testing.assert_close(ours.encode(picture), theirs.features(picture), atol=1e-4, rtol=0)
-        inputs = theirs.inputs(prompt, pictures)
+        for image in images:
+            torch.testing.assert_close(ours.encode(image), theirs.features(image), atol=1e-4, rtol=0)
+        inputs = theirs.inputs(prompt, images)
         expected = theirs.model(**inputs).logits[0]
         generated = theirs.model.generate(**inputs, max_new_tokens=32, do_sample=False, eos_token_id=None)
-    torch.testing.assert_close(ours.logits(prompt, 0, pictures), expected, atol=1e-3, rtol=0)
-    output = ours.greedy(prompt, 32, pictures)
+    torch.testing.assert_close(ours.logits(prompt, 0, images), expected, atol=1e-3, rtol=0)
+    output = ours.greedy(prompt, 32, images)
     assert output == generated[0, len(prompt) :].tolist()
-    assert len(set(output)) > 8, "an output that collapses into a loop compares too little"
+    assert len(set(output)) > 8, "the output loops, so the comparison is weak"
 
 
-def test_places_of_pictures_matter(tmp_path: Path):
-    """The comparison would notice positions that are mere indices."""
+def test_mrope_positions_change_logits(tmp_path: Path):
+    """Otherwise the comparison with transformers could not detect wrong positions."""
     path = write_vision_checkpoint(tmp_path, "qwen2_vl")
     ours = ForwardHelper(path)
-    prompt, pictures = prompt_of([random_image(path)])
-    flat = [replace(one, grid=(1, 1, one.num_tokens)) for one in pictures]
-    seen = ours.logits(prompt, 0, pictures)
-    assert (ours.logits(prompt, 0, flat) - seen).abs().amax() > 0.1
+    prompt, images = prompt_of([random_image(path)])
+    flat = [replace(one, grid_thw=(1, 1, one.num_tokens)) for one in images]
+    with_positions = ours.logits(prompt, 0, images)
+    assert (ours.logits(prompt, 0, flat) - with_positions).abs().amax() > 0.1
 
 
 @pytest.mark.parametrize("family", WIDER)
-def test_a_picture_out_of_a_file(family: str, tmp_path: Path):
-    """Prepared by our processor and by theirs: rows, columns and features are the same."""
+def test_image_file_gives_the_same_features(family: str, tmp_path: Path):
+    """Our processor and that of transformers give the same grid and features."""
     path = write_vision_checkpoint(tmp_path / family, family)
     theirs, ours, processor = Peer(path), ForwardHelper(path), read_processor(path)
     assert processor is not None
@@ -190,35 +190,35 @@ def test_a_picture_out_of_a_file(family: str, tmp_path: Path):
         image = Image.fromarray(
             numpy.stack([x * 5 % 256, y * 7 % 256, (x + y) * 3 % 256], -1).astype(numpy.uint8)
         )
-        picture, prepared = processor.preprocess(image), theirs.processor(images=[image], return_tensors="pt")
+        image, prepared = processor.preprocess(image), theirs.processor(images=[image], return_tensors="pt")
         assert prepared["image_grid_thw"].tolist() == [
-            [1, picture.grid_thw[1] * theirs.merge, picture.grid_thw[2] * theirs.merge]
+            [1, image.grid_thw[1] * theirs.merge, image.grid_thw[2] * theirs.merge]
         ]
-        torch.testing.assert_close(theirs.patches(picture), prepared["pixel_values"], atol=1e-5, rtol=0)
+        torch.testing.assert_close(theirs.patches(image), prepared["pixel_values"], atol=1e-5, rtol=0)
         with torch.inference_mode():
-            torch.testing.assert_close(ours.encode(picture), theirs.features(picture), atol=1e-4, rtol=0)
+            torch.testing.assert_close(ours.encode(image), theirs.features(image), atol=1e-4, rtol=0)
 
 
 class Meta(ReferenceOps):
-    """On a device that computes nothing, but refuses tensors of another one."""
+    """On the meta device, which refuses tensors of other devices."""
 
     def _position_changes_bits(self, weight: Any) -> bool:
         return False
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
-def test_everything_is_computed_on_the_engines_device(family: str, tmp_path: Path):
+def test_tensors_stay_on_the_engines_device(family: str, tmp_path: Path):
     path = write_vision_checkpoint(tmp_path, family)
-    model, picture = (
+    model, image = (
         load_model(path, Meta(), Precision.from_dtypes("float32"), "meta", 64),
         random_image(path),
     )
     assert model.vision_encoder is not None
-    work = model.vision_encoder.encode(picture)
+    work = model.vision_encoder.encode(image)
     with torch.inference_mode(), pytest.raises(StopIteration) as done:
         while True:
             next(work)
     assert done.value.value.device.type == "meta" and done.value.value.shape == (
-        picture.num_tokens,
+        image.num_tokens,
         model.vision_encoder.feature_size,
     )

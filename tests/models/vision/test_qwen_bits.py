@@ -1,4 +1,4 @@
-"""Qwen's models that see, with themselves: the same bits whatever the chunks, the threads, the size of a piece."""
+"""Qwen VL models: the same bits for any chunks, threads and piece sizes."""
 
 from __future__ import annotations
 
@@ -27,68 +27,66 @@ BACKENDS = ("reference", *supported_isas())
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_chunks_and_single_tokens_give_the_same_bits(family: str, dtype: str, tmp_path: Path):
+def test_chunked_prefill_gives_the_same_bits(family: str, dtype: str, tmp_path: Path):
     path = write_vision_checkpoint(tmp_path / family, family, dtype=dtype)
     check_chunks(ForwardHelper(path, dtype=dtype, block_size=4), path)
 
 
 @pytest.mark.parametrize("isa", supported_isas())
 @pytest.mark.parametrize("family", FAMILIES)
-def test_native_kernels_agree_with_the_reference_and_with_themselves(family: str, isa: str, tmp_path: Path):
+def test_native_kernels_agree_with_the_reference(family: str, isa: str, tmp_path: Path):
     path = write_vision_checkpoint(tmp_path / family, family)
     ours, plain = ForwardHelper(path, ops=CpuOps(isa, threads=1), block_size=4), ForwardHelper(path)
-    prompt, pictures = prompt_of([random_image(path, seed, *size) for seed, size in enumerate(SIZES)])
-    for picture in pictures:
-        torch.testing.assert_close(ours.encode(picture), plain.encode(picture), atol=1e-4, rtol=0)
+    prompt, images = prompt_of([random_image(path, seed, *size) for seed, size in enumerate(SIZES)])
+    for image in images:
+        torch.testing.assert_close(ours.encode(image), plain.encode(image), atol=1e-4, rtol=0)
     torch.testing.assert_close(
-        ours.logits(prompt, 0, pictures), plain.logits(prompt, 0, pictures), atol=1e-3, rtol=0
+        ours.logits(prompt, 0, images), plain.logits(prompt, 0, images), atol=1e-3, rtol=0
     )
-    assert ours.greedy(prompt, 32, pictures) == plain.greedy(prompt, 32, pictures)
+    assert ours.greedy(prompt, 32, images) == plain.greedy(prompt, 32, images)
     check_chunks(ours, path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_near(family: str, tmp_path: Path):
-    """Every backend within a tenth of the logits' spread, and each by bits whatever the chunks."""
+def test_bfloat16_is_close_to_float32(family: str, tmp_path: Path):
+    """Within a tenth of the logits' spread on every backend; the same bits for any chunks."""
     path = write_vision_checkpoint(tmp_path / family, family)
-    prompt, pictures = prompt_of([random_image(path, seed, *size) for seed, size in enumerate(SIZES)])
-    expected = ForwardHelper(path).logits(prompt, 0, pictures)
+    prompt, images = prompt_of([random_image(path, seed, *size) for seed, size in enumerate(SIZES)])
+    expected = ForwardHelper(path).logits(prompt, 0, images)
     for ops in (ReferenceOps(), *(CpuOps(isa, threads=1) for isa in supported_isas())):
         ours = ForwardHelper(path, dtype="bfloat16", ops=ops, block_size=4)
-        assert ours.encode(pictures[0]).dtype == torch.bfloat16
-        assert (ours.logits(prompt, 0, pictures) - expected).norm() < 0.1 * expected.norm()
+        assert ours.encode(images[0]).dtype == torch.bfloat16
+        assert (ours.logits(prompt, 0, images) - expected).norm() < 0.1 * expected.norm()
         check_chunks(ours, path)
 
 
 def check_chunks(ours: ForwardHelper, path: Path) -> None:
-    """Chunks begin and end within pictures; behind the prompt rows go through what is compiled, and without features."""
-    prompt, pictures = prompt_of([random_image(path, seed, *size) for seed, size in enumerate(SIZES)])
-    whole = ours.logits(prompt, 0, pictures)
+    """Chunks begin and end within images; rows after the prompt use the compiled forward."""
+    prompt, images = prompt_of([random_image(path, seed, *size) for seed, size in enumerate(SIZES)])
+    whole = ours.logits(prompt, 0, images)
     bounds = [
         0,
         1,
-        pictures[0].start + 3,
-        pictures[1].start,
-        pictures[2].start + 1,
-        pictures[2].end,
+        images[0].start + 3,
+        images[1].start,
+        images[2].start + 1,
+        images[2].end,
         len(prompt) - 2,
         len(prompt) - 1,
     ]
     bounds.append(len(prompt))
-    chunks = torch.cat([ours.logits(prompt[start:end], start, pictures) for start, end in pairwise(bounds)])
+    chunks = torch.cat([ours.logits(prompt[start:end], start, images) for start, end in pairwise(bounds)])
     assert torch.equal(chunks.view(torch.int32), whole.view(torch.int32)) and whole.isfinite().all()
     text = [65, 66, 67, 68]
-    together = ours.logits(text, len(prompt), pictures)
-    singly = torch.cat(
-        [ours.logits([one], len(prompt) + number, pictures) for number, one in enumerate(text)]
-    )
+    together = ours.logits(text, len(prompt), images)
+    singly = torch.cat([ours.logits([one], len(prompt) + number, images) for number, one in enumerate(text)])
     assert torch.equal(together.view(torch.int32), singly.view(torch.int32))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_features_depend_on_the_picture_alone(family: str, name: str, tmp_path: Path):
-    """Not on threads, nor on what is encoded meanwhile, nor on how large a piece is."""
+def test_features_depend_on_the_image_alone(family: str, name: str, tmp_path: Path):
+    """Not on threads, other images or piece sizes."""
     path = write_vision_checkpoint(tmp_path / family, family)
     first, second = random_image(path, 1, 48, 40), random_image(path, 2, 30, 90)
     drivers = [
@@ -97,10 +95,10 @@ def test_features_depend_on_the_picture_alone(family: str, name: str, tmp_path: 
     ]
     expected = drivers[0].encode(first)
     for driver in drivers:
-        tower = driver.model.vision_encoder
-        assert tower is not None
+        encoder = driver.model.vision_encoder
+        assert encoder is not None
         found = []
-        work = [tower.encode(picture) for picture in (second, first, first)]
+        work = [encoder.encode(image) for image in (second, first, first)]
         with torch.inference_mode():
             while work:
                 for one in list(work):
@@ -114,27 +112,29 @@ def test_features_depend_on_the_picture_alone(family: str, name: str, tmp_path: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_piece_may_be_small(family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Attention and layers cut finer: the bits of native kernels stay, and torch's are near."""
+def test_smaller_pieces_keep_native_bits(
+    family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Torch's features are close, native ones equal."""
     path = write_vision_checkpoint(tmp_path / family, family)
     driver = ForwardHelper(path, ops=ReferenceOps() if name == "reference" else cpu_ops_by_threads(name)[1])
-    picture = random_image(path, 3, 90, 70)
-    whole, pieces = driver.encode(picture), count_pieces(driver, picture)
+    image = random_image(path, 3, 90, 70)
+    whole, pieces = driver.encode(image), count_pieces(driver, image)
     for bound in ("ATTN_CHUNK_PAIRS", "LINEAR_CHUNK_ROWS", "MERGE_CHUNK_CELLS"):
         monkeypatch.setattr(
             qwen_block,
             bound,
             {"ATTN_CHUNK_PAIRS": 3000, "LINEAR_CHUNK_ROWS": 20, "MERGE_CHUNK_CELLS": 3}[bound],
         )
-    finer = driver.encode(picture)
+    finer = driver.encode(image)
     assert torch.equal(whole, finer) if name != "reference" else (whole - finer).abs().max() < 1e-5
-    assert count_pieces(driver, picture) > 3 * pieces
+    assert count_pieces(driver, image) > 3 * pieces
 
 
-def count_pieces(driver: ForwardHelper, picture: PromptImage) -> int:
+def count_pieces(driver: ForwardHelper, image: PromptImage) -> int:
     assert driver.model.vision_encoder is not None
     with torch.inference_mode():
-        return len(list(driver.model.vision_encoder.encode(picture)))
+        return len(list(driver.model.vision_encoder.encode(image)))
 
 
 class Counting(ReferenceOps):
@@ -164,12 +164,12 @@ class Counting(ReferenceOps):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_picture_costs_is_told_piece_by_piece(family: str, tmp_path: Path):
+def test_pieces_report_their_multiply_adds(family: str, tmp_path: Path):
     ops = Counting()
     driver = ForwardHelper(write_vision_checkpoint(tmp_path, family), ops=ops)
-    tower, told = driver.model.vision_encoder, 0
-    assert tower is not None
+    encoder, total = driver.model.vision_encoder, 0
+    assert encoder is not None
     with torch.inference_mode():
-        for products in tower.encode(random_image(tmp_path, 0, 90, 70)):
-            told += products
-            assert told == ops.products
+        for products in encoder.encode(random_image(tmp_path, 0, 90, 70)):
+            total += products
+            assert total == ops.products

@@ -1,4 +1,4 @@
-"""Configs of Qwen's models that see: the published ones, those of different writers, and what is refused."""
+"""Configs of Qwen VL models: published ones, other layouts, and unsupported options."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FLAT: dict[str, Any] = {
     "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
     "vocab_size": 152064,
 }
-TOWER: dict[str, Any] = {
+VISION_CONFIG: dict[str, Any] = {
     "depth": 32,
     "num_heads": 16,
     "in_chans": 3,
@@ -54,7 +54,7 @@ TOWER: dict[str, Any] = {
     "temporal_patch_size": 2,
 }
 QWEN2_5_TOWER: dict[str, Any] = {
-    **TOWER,
+    **VISION_CONFIG,
     "hidden_act": "silu",
     "hidden_size": 1280,
     "intermediate_size": 3420,
@@ -102,7 +102,7 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         {
             **FLAT,
             "model_type": "qwen2_vl",
-            "vision_config": {**TOWER, "embed_dim": 1280, "mlp_ratio": 4, "hidden_size": 3584},
+            "vision_config": {**VISION_CONFIG, "embed_dim": 1280, "mlp_ratio": 4, "hidden_size": 3584},
         },
     ),
     "Qwen2.5-VL-7B": (8292166656, {**FLAT, "model_type": "qwen2_5_vl", "vision_config": QWEN2_5_TOWER}),
@@ -128,7 +128,7 @@ def write(path: Path, config: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_have_as_many_parameters_as_their_files(name: str, tmp_path: Path):
+def test_published_models_have_the_right_size(name: str, tmp_path: Path):
     parameters, config = PUBLISHED[name]
     facts = read_model_info(write(tmp_path, config))
     assert facts.parameters == parameters
@@ -136,8 +136,8 @@ def test_published_models_have_as_many_parameters_as_their_files(name: str, tmp_
     assert facts.architecture == config["model_type"] and facts.dtype == "bfloat16"
 
 
-def test_a_writer_may_repeat_the_text_at_the_top(tmp_path: Path):
-    """As transformers 4.5x did of files that had been flat."""
+def test_text_options_may_be_repeated_at_the_top(tmp_path: Path):
+    """transformers 4.5x writes this for flat files."""
     text = {key: value for key, value in FLAT.items() if key not in TOKENS}
     text |= {"model_type": "qwen2_5_vl_text", "image_token_id": None, "vision_start_token_id": 151652}
     rope = {"type": "default", "rope_type": "default", "mrope_section": [16, 24, 24]}
@@ -151,14 +151,14 @@ def test_a_writer_may_repeat_the_text_at_the_top(tmp_path: Path):
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "no tower": ("qwen2_vl", {"vision_config": None}, "`vision_config` is missing"),
+    "no vision_config": ("qwen2_vl", {"vision_config": None}, "`vision_config` is missing"),
     "no text": ("qwen3_vl", {"text_config": None}, "`text_config` is missing"),
     "width": (
         "qwen2_5_vl",
         {"vision_config": {"out_hidden_size": 63}},
         "is 63, but the decoder's hidden_size is 64",
     ),
-    "heads": ("qwen2_vl", {"vision_config": {"num_heads": 5}}, "5 heads must share 32 values evenly"),
+    "heads": ("qwen2_vl", {"vision_config": {"num_heads": 5}}, "5 heads must divide hidden_size 32 by fours"),
     "grey": ("qwen2_vl", {"vision_config": {"in_channels": 1}}, "`in_channels` must be 3"),
     "window": ("qwen2_5_vl", {"vision_config": {"window_size": 7}}, "less than a cell of 8 pixels"),
     "blocks": ("qwen2_5_vl", {"vision_config": {"fullatt_block_indexes": [3]}}, "numbers below depth 3"),
@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "too deep": (
         "qwen3_vl",
         {"vision_config": {"deepstack_visual_indexes": [0, 1, 2]}},
-        "names 3 blocks, the decoder has 2",
+        "has 3 blocks, but the decoder has 2",
     ),
     "square": (
         "qwen3_vl",
@@ -184,7 +184,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"vision_config": {"rope_parameters": {"rope_type": "yarn"}}},
         '`rope_type` must be "axial"',
     ),
-    "token": ("qwen2_5_vl", {"image_token_id": 280}, "280 is beyond the vocab_size 280"),
+    "token": ("qwen2_5_vl", {"image_token_id": 280}, "280 must be below the vocab_size 280"),
     "sections": (
         "qwen2_vl",
         {"text_config": {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 4]}}},
@@ -194,7 +194,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_honoured_is_refused(case: str, tmp_path: Path):
+def test_unsupported_options_are_refused(case: str, tmp_path: Path):
     family, overrides, message = REFUSED[case]
     path = write_vision_checkpoint(tmp_path, family, layout="new")
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -206,7 +206,7 @@ def test_what_is_not_honoured_is_refused(case: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_tower_is_not_quantized(family: str, tmp_path: Path):
+def test_vision_encoder_is_not_quantized(family: str, tmp_path: Path):
     path = write_vision_checkpoint(tmp_path, family)
     ops = Kinds()
     load_model(path, ops, Precision.from_dtypes("float32", quantization="int4"), "cpu", 64)
@@ -214,7 +214,7 @@ def test_the_tower_is_not_quantized(family: str, tmp_path: Path):
 
 
 class Kinds(ReferenceOps):
-    """Counts how weights are packed."""
+    """Counts weight formats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class Kinds(ReferenceOps):
         ),
     ],
 )
-def test_directions_are_read(options: dict[str, Any], axes: MRopeSections, expected: MRopeSections):
+def test_mrope_sections_are_read(options: dict[str, Any], axes: MRopeSections, expected: MRopeSections):
     assert (
         read_rope(ConfigReader({"rope_scaling": options}, "x"), 16, 64, mrope_sections=axes).mrope_sections
         == expected
@@ -260,6 +260,6 @@ def test_directions_are_read(options: dict[str, Any], axes: MRopeSections, expec
         ({"type": "linear", "rope_type": "default"}, None),
     ],
 )
-def test_directions_that_are_not_honoured_are_refused(options: dict[str, Any], axes: MRopeSections | None):
+def test_unsupported_mrope_sections_are_refused(options: dict[str, Any], axes: MRopeSections | None):
     with pytest.raises(CheckpointError, match=r"mrope|type"):
         read_rope(ConfigReader({"rope_scaling": options}, "x"), 16, 64, mrope_sections=axes)

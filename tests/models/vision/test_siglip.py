@@ -1,4 +1,4 @@
-"""SigLIP's tower alone, layer by layer, against transformers."""
+"""SigLIP's vision encoder against transformers, layer by layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.vs_transformers import TransformersReference
 
 
 @pytest.mark.parametrize("image_size", [28, 34])
-def test_every_layer(tmp_path: Path, image_size: int) -> None:
+def test_every_layer_equals_transformers(tmp_path: Path, image_size: int) -> None:
     path = write_vision_checkpoint(tmp_path, "llava_siglip", vision_config={"image_size": image_size})
     theirs = TransformersReference(path).model.model.vision_tower
     weights = FileWeights(path).prefixed("vision_tower.vision_model.")
@@ -33,7 +33,7 @@ def test_every_layer(tmp_path: Path, image_size: int) -> None:
             torch.testing.assert_close(done.value, expected, atol=1e-4, rtol=0)
 
 
-def test_defaults() -> None:
+def test_defaults_are_b_16() -> None:
     """An empty config is Google's B/16."""
     config = Siglip.read_config(ConfigReader({}, "config.json"))
     assert (

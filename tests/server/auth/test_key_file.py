@@ -1,4 +1,4 @@
-"""The file of API keys: what is wrong is named, and what was written is read again."""
+"""The key file: errors name entry and field, and written keys are read back."""
 
 import os
 import stat
@@ -40,14 +40,14 @@ def test_every_field() -> None:
     assert key == Key("alice", b"\xaa" * 16, bytes(32), True, ("a", "b"), 1896048000.0, 60, 1000, 4, -2)
 
 
-def test_what_is_left_out() -> None:
+def test_omitted_fields_take_defaults() -> None:
     (key,) = parse_keys(ALICE.encode(), PATH)
     assert key == Key("alice", b"\xaa" * 16, bytes(32), False, None, None, None, None, None, 0)
     assert parse_keys(b"keys: []", PATH) == ()
 
 
 @pytest.mark.parametrize("name", ["123", "no", "a@b.example", "2030-01-01"])
-def test_names_that_yaml_takes_for_something_else(name: str) -> None:
+def test_yaml_literals_are_valid_names(name: str) -> None:
     (key,) = parse_keys(f"keys: [{{name: {name}, hash: '{HASH}'}}]".encode(), PATH)
     assert key.name == name
 
@@ -72,7 +72,7 @@ def test_names_that_yaml_takes_for_something_else(name: str) -> None:
         ("<<: {admin: true}", "unknown field '<<'"),
     ],
 )
-def test_a_wrong_field_is_named(line: str, message: str) -> None:
+def test_invalid_field_is_named(line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_keys(f"{ALICE}  {line}\n".encode(), PATH)
 
@@ -95,18 +95,18 @@ def test_a_wrong_field_is_named(line: str, message: str) -> None:
         ("\x00", "is not YAML"),
     ],
 )
-def test_a_wrong_file(text: str, message: str) -> None:
+def test_invalid_structure_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_keys(text.encode(), PATH)
 
 
-def test_a_file_of_other_bytes() -> None:
+def test_binary_file_is_refused() -> None:
     for text in (b"\xff\xfe\xfd", b"keys: [\xc3", bytes(range(256))):
         with pytest.raises(ConfigError, match=r"key file keys\.yaml"):
             parse_keys(text, PATH)
 
 
-def test_a_key_in_place_of_its_hash_is_not_quoted() -> None:
+def test_key_in_place_of_its_hash_is_not_shown() -> None:
     secret = new_secret()
     for text in (
         f"keys: [{{name: a, hash: {secret}}}]",
@@ -119,7 +119,7 @@ def test_a_key_in_place_of_its_hash_is_not_quoted() -> None:
     assert "digest" not in repr(key_of("a")) and "salt" not in repr(key_of("a"))
 
 
-def test_two_entries_may_not_be_the_same() -> None:
+def test_duplicate_entries_are_refused() -> None:
     twice = dump_keys([key_of("a"), key_of("b"), key_of("a")])
     with pytest.raises(ConfigError, match="same name, the second is a"):
         parse_keys(twice.encode(), PATH)
@@ -128,7 +128,7 @@ def test_two_entries_may_not_be_the_same() -> None:
         parse_keys(copied.encode(), PATH)
 
 
-def test_moments() -> None:
+def test_parse_time() -> None:
     assert (
         parse_time("1970-01-02")
         == parse_time("1970-01-02T00:00:00Z")
@@ -137,7 +137,7 @@ def test_moments() -> None:
     )
 
 
-def test_a_hash_is_that_of_one_key_and_one_salt() -> None:
+def test_hash_depends_on_key_and_salt() -> None:
     secret, other = new_secret(), new_secret()
     assert secret != other and len(secret) > 40
     hashed = hash_key(secret.encode(), b"salt")
@@ -148,7 +148,7 @@ def test_a_hash_is_that_of_one_key_and_one_salt() -> None:
     )
 
 
-def test_a_file_that_is_not_there_or_too_large(tmp_path: Path) -> None:
+def test_missing_or_large_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_key_file(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
@@ -179,7 +179,7 @@ KEYS = st.builds(
 
 
 @given(st.lists(KEYS, unique_by=(lambda key: key.name, lambda key: key.digest), max_size=5))
-def test_what_is_written_is_read_again(keys: list[Key]) -> None:
+def test_written_keys_are_read_back(keys: list[Key]) -> None:
     assert parse_keys(dump_keys(keys).encode(), PATH) == tuple(keys)
 
 
@@ -187,25 +187,25 @@ def test_what_is_written_is_read_again(keys: list[Key]) -> None:
     st.binary(max_size=200)
     | st.text(max_size=200).map(lambda text: ("keys: " + text).encode("utf-8", "replace"))
 )
-def test_any_bytes_are_keys_or_an_error(text: bytes) -> None:
+def test_any_bytes_give_keys_or_an_error(text: bytes) -> None:
     try:
         parse_keys(text, PATH)
     except ConfigError as error:
         assert str(error).startswith("key file")
 
 
-def test_a_new_file_is_its_owners_alone(tmp_path: Path) -> None:
+def test_new_file_has_mode_0600(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     change_key_file(path, lambda present: (*present, key_of("a")))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.chmod(0o640)
     change_key_file(path, lambda present: (*present, key_of("b")))
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640, "whom the owner let read it may still"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640, "the file's group can still read it"
     assert [key.name for key in read_key_file(path)] == ["a", "b"]
     assert os.listdir(tmp_path) == ["keys.yaml"]
 
 
-def test_a_change_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_failed_change_keeps_the_file(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     change_key_file(path, lambda present: [key_of("a")])
     before = path.read_bytes()
@@ -221,7 +221,7 @@ def test_a_change_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     assert path.read_text() == "keys: [" and before and os.listdir(tmp_path) == ["keys.yaml"]
 
 
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
+def test_symbolic_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     link, real = tmp_path / "keys.yaml", tmp_path / "real" / "keys.yaml"
     change_key_file(real, lambda present: [key_of("a")])
@@ -230,12 +230,12 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert link.is_symlink() and len(read_key_file(real)) == 2
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         change_key_file(tmp_path / "none" / "keys.yaml", lambda present: [])
 
 
-def test_those_who_write_at_once_come_one_after_the_other(tmp_path: Path) -> None:
+def test_concurrent_changes_are_serialized(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
 
     def add(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Keys at the door, through real clients: who comes in, for what, how often; and files that change under load."""
+"""API keys over HTTP with real clients: permissions, limits, and reloads under load."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import logging
 import os
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from hmac import compare_digest
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from foreword.server.auth.key_file import Key, dump_keys, hash_key, read_key_fil
 from foreword.server.auth.keys import Keyring, key_from_headers
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput
+from tests.support.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]
@@ -28,7 +28,7 @@ SLOW = FakeOutput("abcdefgh" * 16, delay_s=0.02)
 
 
 def key_of(name: str, **fields: Any) -> Key:
-    """Whose key is its name."""
+    """An entry whose key is its name."""
     return Key(name, name.encode().ljust(16), hash_key(name.encode(), name.encode().ljust(16)), **fields)
 
 
@@ -40,13 +40,6 @@ def write(path: Path, *keys: Key) -> None:
 
 def keyed(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it never came about"
-        time.sleep(0.01)
 
 
 KEYS = (
@@ -79,7 +72,7 @@ def server(keys_file: Path) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """For tests that change nothing."""
+    """A server for tests that change no keys."""
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     write(path, *KEYS)
     with run_server(Config(api_key_file=str(path)), FakeEngineClient(FakeOutput("ok"))) as server:
@@ -90,20 +83,20 @@ def ask(server: RunningServer, key: str, **fields: Any) -> Any:
     return server.http.post(CHAT, json={"messages": USER, **fields}, headers=keyed(key))
 
 
-# Who comes in
+# Authentication
 
 
 def test_keys_of_both_kinds(server: RunningServer) -> None:
     assert server.chat().choices[0].message.content == "ok"
     for key in ("alice", "plain"):
         assert ask(server, key).status_code == 200
-    accounts = [request.account for request in server.client.submitted]
+    accounts = [request.fairness_key for request in server.client.submitted]
     assert accounts == ["alice", "alice", "#1"]
-    alice, _, plain = (request.tenant for request in server.client.submitted)
+    alice, _, plain = (request.cache_salt for request in server.client.submitted)
     assert alice and plain and alice != plain
 
 
-def test_the_openai_client_is_told_what_is_wrong(server: RunningServer) -> None:
+def test_openai_client_raises_the_right_errors(server: RunningServer) -> None:
     def client(key: str) -> openai.OpenAI:
         return server.openai.with_options(api_key=key)
 
@@ -125,7 +118,7 @@ def test_the_openai_client_is_told_what_is_wrong(server: RunningServer) -> None:
     )
 
 
-def test_models_that_a_key_may_not_use_are_not_there(server: RunningServer) -> None:
+def test_forbidden_models_are_not_listed(server: RunningServer) -> None:
     assert [model.id for model in server.openai.models.list()] == [MODEL]
     assert list(server.openai.with_options(api_key="other").models.list()) == []
     headers = keyed("other")
@@ -167,16 +160,16 @@ def test_models_that_a_key_may_not_use_are_not_there(server: RunningServer) -> N
         ([], 401),
     ],
 )
-def test_headers(shared: RunningServer, headers: list[tuple[str, Any]], status: int) -> None:
+def test_key_headers(shared: RunningServer, headers: list[tuple[str, Any]], status: int) -> None:
     assert shared.http.get("/v1/models", headers=headers).status_code == status
 
 
-def test_a_key_in_the_address_is_no_key(shared: RunningServer) -> None:
+def test_key_in_the_url_is_ignored(shared: RunningServer) -> None:
     for query in ("api_key=alice", "key=alice", "Authorization=Bearer%20alice"):
         assert shared.http.get(f"/v1/models?{query}").status_code == 401
 
 
-def test_a_key_of_other_letters() -> None:
+def test_key_with_other_characters() -> None:
     ring = Keyring("schlüssel, ключ", None, False)
     for key in ("schlüssel", "ключ"):
         assert ring.identify(key_from_headers([(b"authorization", b"Bearer " + key.encode())])).fairness_key
@@ -184,7 +177,7 @@ def test_a_key_of_other_letters() -> None:
         ring.identify(b"schlussel")
 
 
-def test_what_is_too_long_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_key_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     ring, hashed = Keyring("a", None, False), list[bytes]()
 
     def noting(given: bytes, salt: bytes) -> bytes:
@@ -210,7 +203,7 @@ def test_every_entry_is_compared(keys_file: Path, monkeypatch: pytest.MonkeyPatc
     assert compared == [key.digest for key, _ in ring.entries] and len(compared) == 1 + len(KEYS)
 
 
-def test_expiry_by_the_clock(tmp_path: Path) -> None:
+def test_key_expires(tmp_path: Path) -> None:
     now = [1000.0]
     write(tmp_path / "keys", key_of("a", expires=1060.0))
     ring = Keyring(None, tmp_path / "keys", False, now=lambda: now[0])
@@ -221,24 +214,24 @@ def test_expiry_by_the_clock(tmp_path: Path) -> None:
         ring.identify(b"a")
     with pytest.raises(Unauthorized) as unknown:
         ring.identify(b"b")
-    assert unknown.value.code == "invalid_api_key", "only who holds the key learns that it has expired"
+    assert unknown.value.code == "invalid_api_key", "only the key's holder learns that it has expired"
 
 
-def test_without_keys_everybody_may() -> None:
+def test_server_without_keys_is_open() -> None:
     access = Keyring(None, None, False).identify(None)
     assert (access.fairness_key, access.cache_salt, access.admin) == ("", "", False)
     access.check_model("any")
     assert access.request_context(-3).priority == -3
 
 
-def test_an_empty_file_lets_nobody_in(tmp_path: Path) -> None:
+def test_empty_file_refuses_every_key(tmp_path: Path) -> None:
     write(tmp_path / "keys")
     ring = Keyring(None, tmp_path / "keys", False)
     with pytest.raises(Unauthorized):
         ring.identify(None)
 
 
-def test_a_new_key_of_an_old_name_finds_nothing_of_the_old_one(tmp_path: Path) -> None:
+def test_replaced_key_has_its_own_prefix_cache(tmp_path: Path) -> None:
     path, tenants = tmp_path / "keys", []
     for secret in ("one", "two"):
         write(path, Key("a", b"s" * 16, hash_key(secret.encode(), b"s" * 16)))
@@ -264,10 +257,10 @@ def test_priorities(server: RunningServer) -> None:
         assert (reply.status_code, reply.json()["error"]["param"]) == (403, "priority")
 
 
-# How often, and how much
+# Limits
 
 
-def test_requests_by_the_minute(server: RunningServer) -> None:
+def test_requests_per_minute(server: RunningServer) -> None:
     client = server.openai.with_options(api_key="slow")
     reply = client.chat.completions.with_raw_response.create(model=MODEL, messages=USER)  # type: ignore[arg-type]
     assert reply.headers["x-ratelimit-limit-requests"] == "2"
@@ -279,12 +272,12 @@ def test_requests_by_the_minute(server: RunningServer) -> None:
     assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "rate_limit_error")
     assert 1 <= int(caught.value.response.headers["Retry-After"]) <= 30
     assert caught.value.response.headers["x-ratelimit-remaining-requests"] == "0"
-    assert client.models.list(), "looking costs nothing"
+    assert client.models.list(), "GET requests are not charged"
     assert len(server.client.submitted) == 2
     assert 'foreword_requests_rejected_total{reason="rate_requests"} 1.0' in server.http.get("/metrics").text
 
 
-def test_requests_that_fail_count_too(server: RunningServer) -> None:
+def test_failed_requests_count(server: RunningServer) -> None:
     headers = keyed("slow")
     for path, body in ((CHAT, {}), ("/tokenize", {"prompt": "a"})):
         reply = server.http.post(path, json=body, headers=headers)
@@ -301,7 +294,7 @@ def test_requests_that_fail_count_too(server: RunningServer) -> None:
         assert server.http.post(path, json={}, headers=headers).status_code == 429
 
 
-def test_tokens_by_the_minute(server: RunningServer) -> None:
+def test_tokens_per_minute(server: RunningServer) -> None:
     headers = keyed("poor")
     first = ask(server, "poor")
     used = first.json()["usage"]["total_tokens"]
@@ -310,25 +303,25 @@ def test_tokens_by_the_minute(server: RunningServer) -> None:
     second = server.http.post(
         "/v1/completions", json={"prompt": "x" * 1200, "n": 3, "max_tokens": 2}, headers=headers
     )
-    assert second.json()["usage"]["total_tokens"] == 1206, "the prompt counts once"
+    assert second.json()["usage"]["total_tokens"] == 1206, "the prompt is charged once"
     with pytest.raises(openai.RateLimitError, match="1000 tokens a minute") as caught:
         server.openai.with_options(api_key="poor").completions.create(model=MODEL, prompt="Hi")
     owed = used + 1206 - 1000
     assert owed * 0.06 - 10 <= int(caught.value.response.headers["Retry-After"]) <= owed * 0.06 + 2
     assert server.http.post("/v1/embeddings", json={"input": "a"}, headers=headers).status_code == 429
-    meter = next(meter for key, meter in server.app.state.server.keys.entries if key.name == "poor")
+    meter = next(meter for key, meter in server.app.state.server.keyring.entries if key.name == "poor")
     assert (meter.prompt_tokens + meter.generated_tokens, meter.open) == (used + 1206, 0)
 
 
-def test_texts_count_as_tokens(server: RunningServer) -> None:
+def test_embedded_texts_are_charged(server: RunningServer) -> None:
     headers = keyed("poor")
     reply = server.http.post("/v1/embeddings", json={"input": ["aaaa"] * 10}, headers=headers)
     used = reply.json()["usage"]["prompt_tokens"]
     assert int(reply.headers["x-ratelimit-remaining-tokens"]) == 1000 - used
-    assert all(request.account == "poor" for request in server.client.submitted)
+    assert all(request.fairness_key == "poor" for request in server.client.submitted)
 
 
-def test_open_requests_of_a_key(server: RunningServer) -> None:
+def test_concurrency_of_a_key(server: RunningServer) -> None:
     server.set_output(SLOW)
     body = {"messages": USER, "stream": True, "n": 2}
     with server.http.stream("POST", CHAT, json=body, headers=keyed("few")) as stream:
@@ -338,15 +331,15 @@ def test_open_requests_of_a_key(server: RunningServer) -> None:
         assert reply.status_code == 429 and "2 requests open" in reply.json()["error"]["message"]
         assert int(reply.headers["Retry-After"]) >= 1
         server.set_output(FakeOutput("ok"))
-        assert ask(server, "alice").status_code == 200, "others are not concerned"
+        assert ask(server, "alice").status_code == 200, "other keys are not limited"
     server.wait_until_idle()
-    until(lambda: ask(server, "few", n=2).status_code == 200)
+    wait_until(lambda: ask(server, "few", n=2).status_code == 200)
 
 
-# Files that change
+# Reloads
 
 
-def test_a_file_that_changes(server: RunningServer, keys_file: Path) -> None:
+def test_changed_file_is_reloaded(server: RunningServer, keys_file: Path) -> None:
     assert ask(server, "slow").status_code == 200
     server.set_output(SLOW)
     with server.http.stream(
@@ -355,16 +348,16 @@ def test_a_file_that_changes(server: RunningServer, keys_file: Path) -> None:
         lines = stream.iter_lines()
         next(lines)
         write(keys_file, key_of("slow", requests_per_minute=2), key_of("new"))
-        until(lambda: server.http.get("/v1/models", headers=keyed("new")).status_code == 200)
+        wait_until(lambda: server.http.get("/v1/models", headers=keyed("new")).status_code == 200)
         assert server.http.get("/v1/models", headers=keyed("alice")).status_code == 401
         server.set_output(FakeOutput("ok"))
         assert ask(server, "slow").status_code == 200
-        assert ask(server, "slow").status_code == 429, "what was used before stays used"
-        assert [line for line in lines if line][-1] == "data: [DONE]", "what was open ends undisturbed"
+        assert ask(server, "slow").status_code == 429, "a reload keeps the usage"
+        assert [line for line in lines if line][-1] == "data: [DONE]", "open requests finish"
     assert ask(server, "plain").status_code == 200
 
 
-async def test_a_broken_file_keeps_the_keys_and_is_told_of_once(
+async def test_invalid_file_keeps_the_keys_and_is_logged_once(
     keys_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ring = Keyring(None, keys_file, False)
@@ -385,7 +378,7 @@ async def test_a_broken_file_keeps_the_keys_and_is_told_of_once(
     assert [key.name for key, _ in ring.entries] == ["bob"]
 
 
-def test_a_broken_file_at_the_start(tmp_path: Path) -> None:
+def test_invalid_file_at_start_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("keys: 3")
     with pytest.raises(ConfigError, match="must hold a list"):
         Keyring(None, tmp_path / "keys", False)
@@ -393,9 +386,7 @@ def test_a_broken_file_at_the_start(tmp_path: Path) -> None:
         Keyring(None, tmp_path / "none", False)
 
 
-async def test_the_file_is_read_again_only_when_it_changed(
-    keys_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unchanged_file_is_not_read(keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ring, reads = Keyring(None, keys_file, False), list[Path]()
 
     def reading(path: Path) -> tuple[Key, ...]:
@@ -412,8 +403,8 @@ async def test_the_file_is_read_again_only_when_it_changed(
     assert reads == [keys_file]
 
 
-def test_reloading_under_load(server: RunningServer, keys_file: Path) -> None:
-    """Whoever stays in the file is never refused while it is written again and again."""
+def test_reload_under_load(server: RunningServer, keys_file: Path) -> None:
+    """A key that stays in the file is never refused while the file is rewritten."""
     stop, wrong = threading.Event(), list[int]()
 
     def load() -> None:
@@ -436,22 +427,22 @@ def test_reloading_under_load(server: RunningServer, keys_file: Path) -> None:
         for thread in threads:
             thread.join()
     assert wrong == []
-    meter = next(meter for key, meter in server.app.state.server.keys.entries if key.name == "alice")
+    meter = next(meter for key, meter in server.app.state.server.keyring.entries if key.name == "alice")
     assert (meter.requests, meter.open) == (len(server.client.submitted), 0)
 
 
-def test_no_key_and_no_hash_in_the_log(
+def test_log_has_no_key_or_hash(
     server: RunningServer, keys_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "foreword")
     secrets = ["sesame-right", "sesame-wrong"]
     write(keys_file, key_of("sesame-right", requests_per_minute=1))
-    until(lambda: server.http.get("/v1/models", headers=keyed("sesame-right")).status_code == 200)
+    wait_until(lambda: server.http.get("/v1/models", headers=keyed("sesame-right")).status_code == 200)
     for key in (*secrets, "sesame-right"):
         ask(server, key)
         server.http.post(f"{CHAT}?key={key}", content=b"{", headers={"x-api-key": key})
     keys_file.write_text("keys: [{name: a, hash: sesame-wrong}]")
-    until(lambda: "stay as they were" in caplog.text)
+    wait_until(lambda: "stay as they were" in caplog.text)
     key = key_of("sesame-right")
     for hidden in ("sesame-wrong", key.digest.hex(), key.salt.hex(), "Bearer"):
         assert hidden not in caplog.text

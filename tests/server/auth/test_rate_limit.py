@@ -1,4 +1,4 @@
-"""Limits of one key, by a clock that the test turns."""
+"""Limits of one key, with a fake clock."""
 
 import math
 
@@ -8,18 +8,11 @@ from hypothesis import strategies as st
 
 from foreword.errors import RateLimited
 from foreword.server.auth.rate_limit import KeyLimits, TokenBucket, UsageMeter
+from tests.support.waiting import FakeClock
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_requests_by_the_minute() -> None:
-    clock, reasons = Clock(), list[str]()
+def test_requests_per_minute() -> None:
+    clock, reasons = FakeClock(), list[str]()
     meter = UsageMeter(KeyLimits(requests_per_minute=3), clock, reasons.append)
     for _ in range(3):
         meter.check_request()
@@ -34,9 +27,9 @@ def test_requests_by_the_minute() -> None:
     assert (meter.requests, meter.refused) == (4, 2)
 
 
-def test_who_waits_as_long_as_told_is_let_in() -> None:
+def test_client_is_admitted_after_retry_after() -> None:
     for per_minute in (1, 7, 50, 59, 61, 1000):
-        clock = Clock()
+        clock = FakeClock()
         clock.now = 123456.789
         meter = UsageMeter(KeyLimits(requests_per_minute=per_minute), clock)
         for _ in range(3 * per_minute):
@@ -48,8 +41,8 @@ def test_who_waits_as_long_as_told_is_let_in() -> None:
                 meter.check_request()
 
 
-def test_tokens_become_a_debt_that_is_paid_by_time() -> None:
-    clock, reasons = Clock(), list[str]()
+def test_token_debt_is_repaid_over_time() -> None:
+    clock, reasons = FakeClock(), list[str]()
     meter = UsageMeter(KeyLimits(tokens_per_minute=600), clock, reasons.append)
     meter.check_request()
     meter.charge(prompt_tokens=500)
@@ -65,8 +58,8 @@ def test_tokens_become_a_debt_that_is_paid_by_time() -> None:
     assert (meter.prompt_tokens, meter.generated_tokens, meter.requests) == (600, 290, 3)
 
 
-def test_a_request_that_tokens_refuse_does_not_count() -> None:
-    meter = UsageMeter(KeyLimits(requests_per_minute=2, tokens_per_minute=10), Clock())
+def test_request_refused_for_tokens_is_not_counted() -> None:
+    meter = UsageMeter(KeyLimits(requests_per_minute=2, tokens_per_minute=10), FakeClock())
     meter.charge(prompt_tokens=10)
     for _ in range(5):
         with pytest.raises(RateLimited, match="tokens a minute"):
@@ -74,8 +67,8 @@ def test_a_request_that_tokens_refuse_does_not_count() -> None:
     assert meter.headers()["x-ratelimit-remaining-requests"] == "2"
 
 
-def test_open_requests() -> None:
-    meter = UsageMeter(KeyLimits(max_concurrency=3), Clock())
+def test_concurrency() -> None:
+    meter = UsageMeter(KeyLimits(max_concurrency=3), FakeClock())
     meter.open = 2
     meter.check_concurrency(1, 1.0)
     with pytest.raises(RateLimited, match="3 requests open, and has 2") as caught:
@@ -92,8 +85,8 @@ def test_without_limits() -> None:
     assert meter.headers() == {}
 
 
-def test_headers_as_openai_writes_them() -> None:
-    clock = Clock()
+def test_openai_headers() -> None:
+    clock = FakeClock()
     meter = UsageMeter(KeyLimits(requests_per_minute=60, tokens_per_minute=600), clock)
     meter.check_request()
     meter.charge(900)
@@ -110,8 +103,8 @@ def test_headers_as_openai_writes_them() -> None:
     assert meter.headers()["x-ratelimit-remaining-requests"] == "59"
 
 
-def test_what_was_taken_stays_taken_when_limits_change() -> None:
-    clock = Clock()
+def test_changed_limits_keep_the_usage() -> None:
+    clock = FakeClock()
     meter = UsageMeter(KeyLimits(requests_per_minute=10, tokens_per_minute=100), clock)
     for _ in range(6):
         meter.check_request()
@@ -131,9 +124,7 @@ def test_what_was_taken_stays_taken_when_limits_change() -> None:
     st.integers(1, 10**6),
     st.lists(st.tuples(st.floats(0, 1000), st.floats(0, 10**7), st.integers(1, 10**6)), max_size=20),
 )
-def test_a_bucket_never_holds_more_than_a_minutes_worth(
-    per_minute: int, events: list[tuple[float, float, int]]
-) -> None:
+def test_bucket_holds_at_most_a_minute(per_minute: int, events: list[tuple[float, float, int]]) -> None:
     now = 0.0
     bucket = TokenBucket(per_minute, now)
     for seconds, amount, other in events:

@@ -1,4 +1,4 @@
-"""The controller on simulated machines: what must hold, in simulated time."""
+"""The controller on simulated machines, in simulated time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.controller_simulation import (
 
 @pytest.mark.parametrize("concurrency", [1, 16])
 @pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU, *NOISY], ids=lambda m: m.name)
-def test_nothing_is_lost_where_nothing_can_be_guessed(machine: SimulatedMachine, concurrency: int) -> None:
+def test_no_loss_where_nothing_can_be_drafted(machine: SimulatedMachine, concurrency: int) -> None:
     cell = SimulationCase(
         machine, [SimulatedOutput(200, constant_acceptance(0.0))] * (2 * concurrency), concurrency
     )
@@ -58,18 +58,18 @@ def test_as_good_as_the_best_fixed_length(machine: SimulatedMachine, concurrency
     assert cell.exploring <= 0.003
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["confidence unknown", "confidence told"])
+@pytest.mark.parametrize("reported", [False, True], ids=["confidence unknown", "confidence reported"])
 @pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU], ids=lambda m: m.name)
-def test_easy_and_hard_places_in_one_text(machine: SimulatedMachine, told: bool) -> None:
-    cell = SimulationCase(machine, [SimulatedOutput(400, mixed_acceptance(i), told) for i in range(8)], 4)
+def test_easy_and_hard_positions_in_one_text(machine: SimulatedMachine, reported: bool) -> None:
+    cell = SimulationCase(machine, [SimulatedOutput(400, mixed_acceptance(i), reported) for i in range(8)], 4)
     best = cell.best_fixed((1, 2, 3, 4, 6, 8, 16))
     assert cell.gain >= 0.97 * best
-    if told and machine is CPU:
-        assert cell.gain >= 1.02 * best, "which rows are worth it is known"
+    if reported and machine is CPU:
+        assert cell.gain >= 1.02 * best, "confidence must identify the rows that pay"
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["all at once", "one after the other"])
-def test_mixed_requests_gain_and_nobody_pays(together: bool) -> None:
+def test_mixed_requests_gain_and_none_slows_down(together: bool) -> None:
     count = 16 if together else 48
     cell = SimulationCase(
         GPU, [SimulatedOutput(200, constant_acceptance(0.95 if i % 2 else 0.02)) for i in range(count)], 16
@@ -80,7 +80,7 @@ def test_mixed_requests_gain_and_nobody_pays(together: bool) -> None:
 
 @pytest.mark.parametrize("machine", [CPU, SMALL_CPU], ids=lambda m: m.name)
 @pytest.mark.parametrize("concurrency", [4, 16])
-def test_nobody_pays_where_rows_are_dear(machine: SimulatedMachine, concurrency: int) -> None:
+def test_no_request_slows_down_where_rows_are_expensive(machine: SimulatedMachine, concurrency: int) -> None:
     cell = SimulationCase(
         machine,
         [SimulatedOutput(200, constant_acceptance(0.95 if i % 2 else 0.02)) for i in range(2 * concurrency)],
@@ -93,7 +93,9 @@ def test_nobody_pays_where_rows_are_dear(machine: SimulatedMachine, concurrency:
 @pytest.mark.parametrize(
     ("machine", "concurrency", "share"), [(CPU, 8, 0.0), (SMALL_CPU, 2, 0.0), (CPU, 4, 0.15), (GPU, 1, 0.4)]
 )
-def test_rows_that_cost_are_mostly_right(machine: SimulatedMachine, concurrency: int, share: float) -> None:
+def test_expensive_rows_are_mostly_accepted(
+    machine: SimulatedMachine, concurrency: int, share: float
+) -> None:
     cell = SimulationCase(
         machine, [SimulatedOutput(300, constant_acceptance(0.7))] * (2 * concurrency), concurrency, 0.0, share
     )
@@ -102,7 +104,7 @@ def test_rows_that_cost_are_mostly_right(machine: SimulatedMachine, concurrency:
 
 
 def pace(outcome: SimulationResult, start: int, count: int) -> float:
-    """Tokens a step over `count` steps from the one that emits token number `start`."""
+    """Tokens per step over `count` steps from output token `start` on."""
     emitted = 0
     for index, (_, tokens, _) in enumerate(outcome.steps):
         if emitted >= start:
@@ -113,8 +115,8 @@ def pace(outcome: SimulationResult, start: int, count: int) -> float:
 
 
 @pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU], ids=lambda m: m.name)
-def test_it_recovers_within_a_hundred_steps_of_a_switch(machine: SimulatedMachine) -> None:
-    """Nothing can be guessed for 400 tokens, then nearly all."""
+def test_recovers_within_100_steps_of_a_switch(machine: SimulatedMachine) -> None:
+    """No draft is right for 400 tokens, then nearly all are."""
     cell = SimulationCase(machine, [SimulatedOutput(2000, lambda index: 0.0 if index < 400 else 0.9)], 1)
     steady_pace = pace(cell.auto, 1200, 40)
     assert pace(cell.auto, 300, 40) == pytest.approx(1.0)
@@ -124,8 +126,8 @@ def test_it_recovers_within_a_hundred_steps_of_a_switch(machine: SimulatedMachin
 
 
 @pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU], ids=lambda m: m.name)
-def test_it_stops_soon_after_a_switch(machine: SimulatedMachine) -> None:
-    """What nearly always was right is wrong from token 400 on."""
+def test_stops_soon_after_a_switch(machine: SimulatedMachine) -> None:
+    """Nearly all drafts are right up to token 400, then none."""
     cell = SimulationCase(machine, [SimulatedOutput(800, lambda index: 0.9 if index < 400 else 0.0)], 1)
     lost = sum(seconds - STEP for seconds, tokens, _ in cell.auto.steps if tokens == 1) / STEP
     assert lost < 0.02 * 400
@@ -134,22 +136,22 @@ def test_it_stops_soon_after_a_switch(machine: SimulatedMachine) -> None:
 
 @pytest.mark.parametrize("share", [0.05, 0.15, 0.4])
 @pytest.mark.parametrize("chance", [0.0, 0.8, 0.95])
-def test_a_draft_model_is_priced(share: float, chance: float) -> None:
+def test_draft_model_cost_is_considered(share: float, chance: float) -> None:
     cell = SimulationCase(GPU, [SimulatedOutput(600, constant_acceptance(chance))] * 4, 1, 0.0, share)
     assert cell.gain >= 0.97 * cell.best_fixed((1, 2, 3, 4, 6, 8, 12, 16))
     assert cell.gain >= 0.99
     assert cell.exploring <= 0.003
 
 
-def test_a_draft_model_is_used_again_when_it_pays_again() -> None:
+def test_draft_model_resumes_when_it_pays() -> None:
     cell = SimulationCase(
         GPU, [SimulatedOutput(2000, lambda index: 0.0 if index < 300 else 0.9)], 1, 0.0, 0.05
     )
     assert pace(cell.auto, 500, 100) > 3.0
 
 
-def test_a_wrong_calibration_does_not_lose_for_long() -> None:
-    """Measured: rows are free. In truth four rows cost a step more."""
+def test_wrong_calibration_loses_briefly() -> None:
+    """Calibrated: rows are free. Actual: four rows cost one more step."""
     truth = SimulatedMachine("CPU", 4, noise=0.02)
     texts = [SimulatedOutput(1500, constant_acceptance(0.3))] * 2
     off = SimulatedServer(truth, texts, 1).run(None)
@@ -158,8 +160,8 @@ def test_a_wrong_calibration_does_not_lose_for_long() -> None:
     assert auto.rate / off.rate >= 1.15
 
 
-def test_a_calibration_that_was_disturbed_heals() -> None:
-    """Measured: a row more takes six steps. In truth fourteen rows are free."""
+def test_disturbed_calibration_heals() -> None:
+    """Calibrated: one more row costs six steps. Actual: fourteen rows are free."""
     texts = [SimulatedOutput(3000, constant_acceptance(0.8))]
     off = SimulatedServer(CPU, texts, 1).run(None)
     disturbed = Calibration({rows: STEP * (1.0 if rows == 1 else 6.0) for rows in (1, 2, 4, 8, 16)}, {})
@@ -191,15 +193,15 @@ def step(
 
 
 def offered(controller: DraftLengthController, state: RequestState, *drafts: Draft) -> Draft | None:
-    """One round for one request."""
-    ask = DraftRequest(state)
-    if not controller.max_draft_len(ask):
+    """One step for one request."""
+    wanted = DraftRequest(state)
+    if not controller.max_draft_len(wanted):
         return controller.select([], PrefillLoad()) and None
-    (draft,) = controller.select([Proposal(ask, list(drafts))], PrefillLoad())
+    (draft,) = controller.select([Proposal(wanted, list(drafts))], PrefillLoad())
     return draft
 
 
-def test_the_bound_of_a_request_is_honoured() -> None:
+def test_request_bound_is_honoured() -> None:
     controller = controller_of()
     few, none = (
         state_of("few", speculation=Speculation(max_tokens=3)),
@@ -211,7 +213,7 @@ def test_the_bound_of_a_request_is_honoured() -> None:
     assert controller.max_draft_len(DraftRequest(none)) == 0
 
 
-def test_the_better_of_two_drafts_is_taken() -> None:
+def test_better_of_two_drafts_is_selected() -> None:
     controller, state = controller_of(), state_of()
     controller.start(state)
     step(controller, [state])
@@ -223,7 +225,7 @@ def test_the_better_of_two_drafts_is_taken() -> None:
 def asked_when_nothing_is_offered(
     controller: DraftLengthController, state: RequestState, drafting: float
 ) -> list[bool]:
-    """Whether the request was asked for, step by step, each of which spent `drafting` seconds on it."""
+    """Whether the request could draft, by step; each step spends `drafting` seconds."""
     asked: list[bool] = []
     for _ in range(64):
         asked.append(controller.max_draft_len(DraftRequest(state)) > 0)
@@ -232,22 +234,22 @@ def asked_when_nothing_is_offered(
     return asked
 
 
-def test_a_request_without_offers_is_left_alone_for_growing_spells() -> None:
+def test_backoff_grows_without_drafts() -> None:
     controller, state = controller_of(), state_of()
     controller.start(state)
     asked = asked_when_nothing_is_offered(controller, state, 0.07 * STEP)
     assert all(asked[:2])
-    assert sum(asked[-32:]) == 1, "asking takes 7 % of a step, and may take 0.4 %"
+    assert sum(asked[-32:]) == 1, "proposing takes 7 % of a step, above the limit of 0.4 %"
     assert set(controller.stats().no_draft_counts) == {"nothing to guess from", "asleep"}
 
 
-def test_nobody_is_left_alone_where_asking_is_cheap() -> None:
+def test_no_backoff_where_proposing_is_cheap() -> None:
     controller, state = controller_of(), state_of()
     controller.start(state)
     assert all(asked_when_nothing_is_offered(controller, state, 0.003 * STEP))
 
 
-def test_asking_in_vain_costs_what_running_ahead_would_have_saved() -> None:
+def test_proposing_costs_the_lost_overlap() -> None:
     controller, state = controller_of(), state_of()
     controller.enable_overlap()
     controller.start(state)
@@ -255,10 +257,10 @@ def test_asking_in_vain_costs_what_running_ahead_would_have_saved() -> None:
     host, other = controller_of(), state_of(presence_penalty=1.0)
     host.enable_overlap()
     host.start(other)
-    assert all(asked_when_nothing_is_offered(host, other, 0.003 * STEP)), "no round could sample for it"
+    assert all(asked_when_nothing_is_offered(host, other, 0.003 * STEP)), "no device step can sample for it"
 
 
-def test_a_draft_has_to_beat_a_step_that_is_computed_ahead() -> None:
+def test_draft_must_beat_an_overlapped_step() -> None:
     slow = Draft((1,), "suffix", (0.9,))
     for ahead, taken in ((False, True), (True, False)):
         controller, state = controller_of(CPU), state_of()
@@ -274,12 +276,12 @@ def test_a_draft_has_to_beat_a_step_that_is_computed_ahead() -> None:
                 )
                 controller.record_overlap_step(facts)
         assert (offered(controller, state, slow) is not None) == taken, (
-            "two tokens a step pay, if no step takes half as long"
+            "two tokens per step pay unless an overlapped step takes half as long"
         )
 
 
-def test_the_door_rests_while_everybody_sleeps() -> None:
-    """And no longer: who sleeps for a spell is asked at its end."""
+def test_proposer_skips_while_all_back_off() -> None:
+    """A request is asked again when its backoff ends."""
     controller, state = controller_of(), state_of()
     controller.start(state)
     spells = []
@@ -293,10 +295,10 @@ def test_the_door_rests_while_everybody_sleeps() -> None:
     controller.start(state_of("b"))
     controller.max_draft_len(DraftRequest(state))
     controller.select([], PrefillLoad())
-    assert controller.num_steps_to_skip() == 0, "one that has not asked yet could at any time"
+    assert controller.num_steps_to_skip() == 0, "an unseen request may draft at any time"
 
 
-def test_a_draft_that_pays_wakes_a_request() -> None:
+def test_paying_draft_resets_backoff() -> None:
     controller, state = controller_of(), state_of()
     controller.start(state)
     step(controller, [state])
@@ -307,8 +309,8 @@ def test_a_draft_that_pays_wakes_a_request() -> None:
     assert all(controller.max_draft_len(DraftRequest(state)) for _ in range(3))
 
 
-def test_requests_without_speculation_bind_the_others() -> None:
-    """A row more costs a step of eight an eighth; those that get nothing from it bear two hundredths."""
+def test_nonspeculative_requests_limit_the_others() -> None:
+    """One more row costs 1/8 of a step of eight; requests without drafts bear only 2 %."""
     controller, state = controller_of(SimulatedMachine("", 1)), state_of()
     strangers = [state_of(f"off{i}") for i in range(7)]
     controller.start(state)
@@ -321,7 +323,7 @@ def test_requests_without_speculation_bind_the_others() -> None:
     assert 200 / 8 * 0.02 < controller.stats().draft_length_counts["suffix"][1] / 8 < 200 * 0.02 + 0.64
 
 
-def test_reasons_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_draft_reasons_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     controller, state = controller_of(), state_of("chat-1")
     controller.start(state)
     step(controller, [state])
@@ -337,8 +339,8 @@ def test_stats_compare_prediction_and_reality() -> None:
     assert sum(stats.draft_length_counts["suffix"].values()) > 50
 
 
-def test_a_step_that_was_not_measured_leaves_no_drafting_behind() -> None:
-    """As where pictures took part: what the next one drafts is compared with its own price alone."""
+def test_unrecorded_step_leaves_no_draft_cost() -> None:
+    """The next step's drafting is compared with its own cost only."""
     price = STEP / 20
     controller, state = (
         DraftLengthController(GPU.calibration(), 8, {"draft": PassCost.from_seconds({1: price, 100: price})}),
@@ -346,18 +348,18 @@ def test_a_step_that_was_not_measured_leaves_no_drafting_behind() -> None:
     )
     controller.start(state)
     for number in range(40):
-        ask = DraftRequest(state, 8)
-        controller.max_draft_len(ask)
-        ((length, _),) = controller.plan_draft_model([Proposal(ask, [])], PrefillLoad(), "draft", [1])
+        wanted = DraftRequest(state, 8)
+        controller.max_draft_len(wanted)
+        ((length, _),) = controller.plan_draft_model([Proposal(wanted, [])], PrefillLoad(), "draft", [1])
         drafts = [Draft((1,) * length, "draft", (0.9,) * length)] if length else []
-        controller.select([Proposal(ask, drafts)], PrefillLoad())
+        controller.select([Proposal(wanted, drafts)], PrefillLoad())
         assert controller._draft_cost == pytest.approx(length * price)
-        if number < 30:  # some until it has earned a look at the model
+        if number < 30:  # until the exploration budget pays for a model pass
             step(controller, [state], drafting=controller._draft_cost)
     assert length > 0
 
 
-def test_nothing_is_kept_of_requests_that_are_over() -> None:
+def test_finished_requests_leave_no_state() -> None:
     cell = SimulationCase(GPU, [SimulatedOutput(60, constant_acceptance(0.8))] * 8, 4, 0.01, 0.05)
     assert (
         not cell.controller._requests
@@ -366,8 +368,8 @@ def test_nothing_is_kept_of_requests_that_are_over() -> None:
     )
 
 
-def test_a_busy_server_does_not_wait_for_a_plain_step() -> None:
-    """The watchdog begins by asking for one; a step that computes prompts beside is none, and there may be no other."""
+def test_prefill_does_not_delay_for_a_baseline() -> None:
+    """The watchdog needs a plain step first; on a busy server all steps may have prefill."""
     controller, state = DraftLengthController(SimulatedMachine("GPU", 96).calibration(), 8), state_of("a")
     controller.start(state)
     draft = Draft((1,) * 4, "suffix", (0.99,) * 4)
@@ -376,8 +378,8 @@ def test_a_busy_server_does_not_wait_for_a_plain_step() -> None:
     assert admitted is not None
 
 
-def test_requests_begin_less_patient_where_nobody_is_guessed() -> None:
-    """An answer of sixty tokens is over before it has found out for itself."""
+def test_initial_misses_follow_the_hit_rate() -> None:
+    """A request of 60 tokens ends before it could learn this itself."""
     controller, early = controller_of(), state_of("early")
     controller.start(early)
     asked_when_nothing_is_offered(controller, early, 0.07 * STEP)

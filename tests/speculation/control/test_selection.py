@@ -1,4 +1,4 @@
-"""Which rows are worth it."""
+"""Selection of draft rows."""
 
 from itertools import accumulate, chain
 
@@ -38,8 +38,8 @@ def frame_of(*requests: TrackedRequest, prompts: bool = False) -> BaseStep:
     )
 
 
-def candidate(request: TrackedRequest, *chances: float) -> Candidate:
-    return Candidate(0, request, Draft((1,) * len(chances), "suffix"), chances, chances)
+def candidate(request: TrackedRequest, *probs: float) -> Candidate:
+    return Candidate(0, request, Draft((1,) * len(probs), "suffix"), probs, probs)
 
 
 @given(
@@ -47,7 +47,7 @@ def candidate(request: TrackedRequest, *chances: float) -> Candidate:
     st.lists(st.floats(0.0, 0.5), min_size=24, max_size=24),
     st.floats(1.0, 3.0),
 )
-def test_no_other_prefix_is_better(gains: list[list[float]], steps: list[float], limit: float) -> None:
+def test_best_num_rows_is_optimal(gains: list[list[float]], steps: list[float], limit: float) -> None:
     rows = sum(map(len, gains))
     costs = list(accumulate(steps[:rows], initial=1.0))
     count = best_num_rows(gains, len(gains), costs, limit)
@@ -60,9 +60,7 @@ def test_no_other_prefix_is_better(gains: list[list[float]], steps: list[float],
 
 
 @given(st.lists(Chances, min_size=1, max_size=4), st.data())
-def test_rows_are_split_by_gain_and_each_request_keeps_a_prefix(
-    gains: list[list[float]], data: st.DataObject
-) -> None:
+def test_split_by_gain_keeps_prefixes(gains: list[list[float]], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, sum(map(len, gains))))
     lengths = split_by_gain(gains, count)
     assert sum(lengths) == count
@@ -72,15 +70,15 @@ def test_rows_are_split_by_gain_and_each_request_keeps_a_prefix(
     assert not left or min(kept) >= max(left)
 
 
-def test_a_step_in_the_cost_is_looked_across() -> None:
-    """One row costs as much as four: either none or all."""
+def test_cost_jump_does_not_stop_the_search() -> None:
+    """One row costs as much as four: select none or all."""
     costs = [1.0, 1.6, 1.6, 1.6, 1.6]
     assert best_num_rows([[0.5, 0.45, 0.4, 0.35]], 1.0, costs, 9.0) == 4
     assert best_num_rows([[0.5]], 1.0, costs[:2], 9.0) == 0
 
 
 @pytest.mark.parametrize(("lead", "length"), [(10.0, 3), (0.55, 2), (0.3, 1), (0.0, 0)])
-def test_others_are_not_delayed_beyond_their_lead(lead: float, length: int) -> None:
+def test_selection_respects_delay_budgets(lead: float, length: int) -> None:
     mine, other = tracked(10.0), tracked(lead)
     choice = select_rows(
         [candidate(mine, 0.99, 0.98, 0.97)], frame_of(mine, other), [1.0, 1.2, 1.5, 1.6], 0.0
@@ -88,7 +86,7 @@ def test_others_are_not_delayed_beyond_their_lead(lead: float, length: int) -> N
     assert choice.lengths == [length]
 
 
-def test_what_others_bear_is_used_to_the_full() -> None:
+def test_delay_budgets_are_fully_used() -> None:
     mine, other = tracked(0.0), tracked(0.25)
     choice = select_rows(
         [candidate(mine, 0.99, 0.98, 0.97)], frame_of(mine, other), [1.0, 1.1, 1.2, 1.3], 0.0
@@ -99,21 +97,21 @@ def test_what_others_bear_is_used_to_the_full() -> None:
 @pytest.mark.parametrize(
     ("slack", "hoped", "delay"), [(0.3, 1.0, 1.3), (-0.2, 1.0, 0.8), (-5.0, 2.0, 1.0), (-5.0, 0.0, 0.0)]
 )
-def test_one_who_fell_back_bears_half_of_what_it_hopes_for(slack: float, hoped: float, delay: float) -> None:
+def test_delayed_request_bears_half_of_its_expected_gain(slack: float, hoped: float, delay: float) -> None:
     assert max_request_delay(slack, hoped) == pytest.approx(delay)
 
 
-def test_one_who_hopes_for_little_is_not_delayed_for_one_who_hopes_for_more() -> None:
+def test_low_gain_request_is_not_delayed_by_high_gain_request() -> None:
     behind, ahead = tracked(-5.0), tracked(5.0)
     costs = [1.0, 1.0, 1.3, 1.6, 1.9]
     choice = select_rows(
         [candidate(behind, 0.3), candidate(ahead, 0.99, 0.98, 0.97)], frame_of(behind, ahead), costs, 0.0
     )
-    assert choice.lengths == [0, 1], "rows that cost nothing are always allowed"
+    assert choice.lengths == [0, 1], "free rows are always allowed"
     assert not choice.limited_by_budget or choice.rate
 
 
-def test_prompts_are_delayed_by_two_percent_at_most() -> None:
+def test_prefill_is_delayed_by_two_percent_at_most() -> None:
     mine = tracked(5.0)
     costs = [1.0, 1.01, 1.02, 1.03]
     assert select_rows([candidate(mine, 0.9, 0.8, 0.7)], frame_of(mine), costs, 0.0).lengths == [3]
@@ -122,27 +120,27 @@ def test_prompts_are_delayed_by_two_percent_at_most() -> None:
     ).lengths == [2]
 
 
-def test_drafting_that_was_paid_for_counts_in_the_rate_but_binds_nobody() -> None:
+def test_draft_cost_counts_in_rate_not_in_delay() -> None:
     mine = tracked(0.0)
     choice = select_rows([candidate(mine, 0.9)], frame_of(mine), [1.0, 1.0], 0.5)
     assert choice.lengths == [1] and choice.rate == pytest.approx(1.9 / 1.5)
 
 
-def test_what_comes_nearest_to_paying() -> None:
+def test_nearest_paying_selection() -> None:
     mine = tracked(5.0)
     costs = [1.0, 2.0, 2.1, 4.0]
     choice = nearest_paying([candidate(mine, 0.7, 0.5, 0.4)], frame_of(mine), costs)
     assert choice.lengths == [2] and choice.rate == pytest.approx(2.2 / 2.1)
     assert nearest_paying([candidate(mine, 0.05)], frame_of(mine), costs[:2]).lengths == [0], (
-        "nothing to win even if it were free"
+        "no gain even if rows were free"
     )
     assert nearest_paying([candidate(mine, 0.9)], frame_of(mine, tracked(0.5)), costs[:2]).lengths == [0], (
-        "others are not delayed for it"
+        "a probe must respect delay budgets"
     )
 
 
-def test_rows_go_first_to_those_who_would_only_be_delayed() -> None:
-    """By gain alone the first candidate would take them all, and the second forbid them."""
+def test_rows_first_compensate_delayed_requests() -> None:
+    """By gain alone the first candidate would take all rows, and the second's budget forbid it."""
     sure, unsure = candidate(tracked(0.0), *[0.99] * 8), candidate(tracked(0.0), 0.9, 0.8, 0.7, 0.6)
     lengths = distribute([sure, unsure], 4, delay=0.8, plain_cost=1.0)
     assert lengths == [3, 1]
@@ -152,11 +150,11 @@ def test_rows_go_first_to_those_who_would_only_be_delayed() -> None:
     assert min(choice.lengths) > 0
 
 
-def test_rows_that_cannot_be_shared_fairly_are_not_admitted() -> None:
+def test_no_selection_without_fair_shares() -> None:
     sure, hopeless = candidate(tracked(0.0), *[0.99] * 8), candidate(tracked(0.0), 0.1)
     assert distribute([sure, hopeless], 4, delay=0.8, plain_cost=1.0) == []
 
 
-def test_a_request_far_ahead_may_be_delayed_for_others() -> None:
+def test_request_far_ahead_may_be_delayed() -> None:
     sure, ahead = candidate(tracked(0.0), *[0.99] * 8), candidate(tracked(5.0), 0.1)
     assert distribute([sure, ahead], 4, delay=0.8, plain_cost=1.0) == [4, 0]

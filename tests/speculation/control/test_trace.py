@@ -1,4 +1,4 @@
-"""A record of decisions, replayed."""
+"""Recording and replaying decisions."""
 
 from pathlib import Path
 
@@ -23,12 +23,12 @@ NOISY = SimulatedMachine("CPU", 14, swinging_bandwidth, 0.05)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1])
-def test_a_record_of_decisions_can_be_replayed(tmp_path: Path, share: float) -> None:
+def test_record_can_be_replayed(tmp_path: Path, share: float) -> None:
     path = tmp_path / "decisions.jsonl"
-    world = SimulatedServer(
+    server = SimulatedServer(
         NOISY, [SimulatedOutput(60, mixed_acceptance(i), i % 2 == 0) for i in range(6)], 3, 0.01, share
     )
-    world.run(RecordingController(path, world.machine.calibration(), 32, world.passes()))
+    server.run(RecordingController(path, server.machine.calibration(), 32, server.passes()))
     lines = path.read_text().splitlines()
     assert sum(1 for _ in replay(lines)) > 60
     admitted = next(
@@ -39,7 +39,7 @@ def test_a_record_of_decisions_can_be_replayed(tmp_path: Path, share: float) -> 
         list(replay(lines))
 
 
-def test_a_record_holds_parameters_by_class_alone(tmp_path: Path) -> None:
+def test_record_reduces_params_to_sampler_classes(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
     controller = RecordingController(path, Calibration({1: STEP}, {1: STEP}), 4)
     for i, params in enumerate(

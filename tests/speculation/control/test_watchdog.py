@@ -1,4 +1,4 @@
-"""Speculation stops where it loses, and trying has a budget."""
+"""The regression watchdog and the exploration budget."""
 
 import random
 
@@ -19,7 +19,7 @@ def anchored(speed: float = 1.0) -> RegressionWatchdog:
 
 
 def rest(dog: RegressionWatchdog) -> int:
-    """Sit a rest out in plain steps."""
+    """Spend the pause in plain steps."""
     steps = dog.pause_steps
     for _ in range(steps):
         dog.record_plain(1.0)
@@ -27,12 +27,12 @@ def rest(dog: RegressionWatchdog) -> int:
     return steps
 
 
-def test_nothing_is_judged_before_a_plain_step() -> None:
+def test_baseline_is_needed_first() -> None:
     assert RegressionWatchdog().wants_baseline
     assert not anchored().wants_baseline
 
 
-def test_rests_double_while_it_loses_and_begin_anew_when_it_wins() -> None:
+def test_pauses_double_until_a_win() -> None:
     dog = anchored()
     rests = []
     for _ in range(9):
@@ -42,13 +42,13 @@ def test_rests_double_while_it_loses_and_begin_anew_when_it_wins() -> None:
     window(dog, gain=1.5)
     assert not dog.pause_steps
     window(dog, gain=0.9)
-    assert dog.wants_baseline and not dog.pause_steps, "one that won has the benefit of the doubt"
+    assert dog.wants_baseline and not dog.pause_steps, "after a win, one losing window must not pause"
     dog.record_plain(1.0)
     window(dog, gain=0.9)
     assert dog.pause_steps == 16
 
 
-def test_a_machine_that_slows_down_is_not_mistaken_for_a_loss() -> None:
+def test_machine_slowdown_is_no_loss() -> None:
     dog = anchored()
     window(dog, gain=1.5)
     window(dog, gain=1.5, speed=2.0)
@@ -59,14 +59,14 @@ def test_a_machine_that_slows_down_is_not_mistaken_for_a_loss() -> None:
 
 
 def test_noise_is_no_loss() -> None:
-    dog, luck = anchored(), random.Random(3)
+    dog, rng = anchored(), random.Random(3)
     window(dog, gain=1.2)
     for _ in range(50 * WINDOW_STEPS):
-        dog.record_speculative(actual_s=luck.gauss(1.0, 0.05), plain_cost=1.05)
+        dog.record_speculative(actual_s=rng.gauss(1.0, 0.05), plain_cost=1.05)
     assert not dog.pause_steps and not dog.wants_baseline
 
 
-def test_it_tells_when_plain_steps_are_long_ago() -> None:
+def test_baseline_becomes_stale() -> None:
     dog = anchored()
     for _ in range(255):
         dog.record_speculative(1.0, 2.0)
@@ -77,14 +77,14 @@ def test_it_tells_when_plain_steps_are_long_ago() -> None:
     assert not dog.is_baseline_stale
 
 
-def test_steps_that_were_not_measured_count_as_rest() -> None:
+def test_skipped_steps_count_as_pause() -> None:
     dog = anchored()
     window(dog, gain=0.5)
     dog.record_skipped(14)
     assert dog.pause_steps == 2
 
 
-def test_a_budget_is_a_share_of_the_time_and_what_pays_is_given_back() -> None:
+def test_exploration_budget_earns_and_refunds() -> None:
     budget = ExplorationBudget()
     for _ in range(999):
         budget.earn(1.0)
@@ -95,7 +95,7 @@ def test_a_budget_is_a_share_of_the_time_and_what_pays_is_given_back() -> None:
     assert budget.take(2.9) and budget.spent == pytest.approx(2.9)
 
 
-def test_a_budget_is_not_saved_up_forever() -> None:
+def test_exploration_budget_is_capped() -> None:
     budget = ExplorationBudget()
     for _ in range(100_000):
         budget.earn(1.0)

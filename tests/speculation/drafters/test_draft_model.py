@@ -1,4 +1,4 @@
-"""The draft model: agrees with itself, forgets what was rejected, lives on little memory and in a window."""
+"""The draft model: acceptance, rejection, few blocks, and the window."""
 
 import math
 from collections.abc import Sequence
@@ -52,31 +52,31 @@ def load(model: Path, drafter: Path | None, **options: object) -> LLM:
         {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 9},
     ],
 )
-def test_a_drafter_equal_to_the_target_is_always_right(checkpoint: Path, params: dict[str, float]) -> None:
-    """Same weights, same noise, same history: every drafted token is what the target samples."""
+def test_draft_model_equal_to_target_is_always_accepted(checkpoint: Path, params: dict[str, float]) -> None:
+    """Same weights, noise and history: every draft token is the target's sample."""
     llm = load(checkpoint, checkpoint)
     for output in llm.generate(PROMPTS, SamplingParams(max_tokens=30, ignore_eos=True, **params)):  # type: ignore[arg-type]
         assert output.metrics is not None
         assert output.metrics.draft_tokens_acceptance == 1.0
-        assert output.metrics.verify_steps == 6  # 1 token from the prompt's step, then 5 a step
+        assert output.metrics.verify_steps == 6  # 1 token from the prefill step, then 5 per step
 
 
-def test_a_rejected_guess_leaves_no_trace(checkpoint: Path, tmp_path: Path) -> None:
-    """A drafter that is wrong now and then keeps its acceptance: its KV never holds a rejected token."""
+def test_rejected_draft_changes_no_output(checkpoint: Path, tmp_path: Path) -> None:
+    """Acceptance survives rejections: the KV cache never keeps a rejected token."""
     rounded = write_checkpoint(tmp_path / "rounded", "llama", seed=5, dtype="bfloat16")
     llm = load(checkpoint, rounded)
     params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
     outputs = llm.generate(PROMPTS, params)
     rates = [output.metrics.draft_tokens_acceptance for output in outputs if output.metrics]
     assert any(rate and rate < 1.0 for rate in rates), "the test needs rejections"
-    assert sum(rate or 0 for rate in rates) / len(rates) > 0.5, "a drafter this close stays close to the end"
+    assert sum(rate or 0 for rate in rates) / len(rates) > 0.5, "acceptance must not decline"
     assert [o.token_ids for o in outputs] == [
         o.token_ids for o in load(checkpoint, None).generate(PROMPTS, params)
     ]
 
 
-def test_a_shorter_context_is_read_again_from_its_last_half(checkpoint: Path, tmp_path: Path) -> None:
-    """Drafting goes on to the end, and no token differs."""
+def test_window_restarts_at_its_last_half(checkpoint: Path, tmp_path: Path) -> None:
+    """Drafting continues to the end, and the output is unchanged."""
     short = write_checkpoint(tmp_path / "short", "llama", seed=5, max_position_embeddings=32)
     llm = load(checkpoint, short)
     params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
@@ -90,14 +90,14 @@ def test_a_shorter_context_is_read_again_from_its_last_half(checkpoint: Path, tm
     llm.check()
 
 
-def test_too_little_memory_for_all_costs_drafts_not_requests(checkpoint: Path) -> None:
+def test_few_blocks_cost_drafts_not_requests(checkpoint: Path) -> None:
     llm = load(checkpoint, checkpoint, kv_cache_memory="128tokens", max_model_len=96)
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=80, ignore_eos=True))
     assert {len(output.token_ids) for output in outputs} == {80}
     llm.check()
 
 
-def test_a_long_prompt_is_caught_up_in_chunks(checkpoint: Path) -> None:
+def test_long_prompt_is_read_in_chunks(checkpoint: Path) -> None:
     llm = load(checkpoint, checkpoint, max_num_batched_tokens=8, max_num_seqs=2)
     prompt = {"prompt_token_ids": [(7 * i) % 200 + 10 for i in range(60)]}
     (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
@@ -105,7 +105,7 @@ def test_a_long_prompt_is_caught_up_in_chunks(checkpoint: Path) -> None:
     assert output.metrics.draft_tokens
 
 
-def test_another_tokenizer_is_refused_by_its_first_difference(checkpoint: Path, tmp_path: Path) -> None:
+def test_other_tokenizer_is_refused_at_its_first_difference(checkpoint: Path, tmp_path: Path) -> None:
     other = write_drafter(tmp_path / "other")
     text = (other / "tokenizer.json").read_text().replace("<|im_start|>", "<|im_begin|>")
     (other / "tokenizer.json").write_text(text)
@@ -113,12 +113,12 @@ def test_another_tokenizer_is_refused_by_its_first_difference(checkpoint: Path, 
         load(checkpoint, other)
 
 
-def test_an_unfit_size_is_said(checkpoint: Path) -> None:
+def test_unsuitable_draft_model_size_is_reported(checkpoint: Path) -> None:
     assert any("1/1.0" in warning for warning in load(checkpoint, checkpoint).info.warnings)
 
 
 def test_vocabularies_may_be_padded_differently(checkpoint: Path, tmp_path: Path) -> None:
-    """Rows that stand for no token may be more or fewer; all tokens must be there."""
+    """Padding rows may differ, but all tokens must exist."""
     for name, vocab_size in (("wider", VOCAB_SIZE + 16), ("narrower", 270)):
         other = write_checkpoint(tmp_path / name, "llama", seed=5, vocab_size=vocab_size)
         llm = load(checkpoint, other)
@@ -131,7 +131,7 @@ def test_vocabularies_may_be_padded_differently(checkpoint: Path, tmp_path: Path
         assert not llm.stats.drafter_errors
 
 
-def test_a_vocabulary_that_lacks_tokens_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_smaller_vocabulary_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "short", "llama", seed=5, vocab_size=268)
     with pytest.raises(ConfigError, match="has 268 ids; the model's tokens go up to id 269"):
         load(checkpoint, other)
@@ -141,8 +141,8 @@ def state_of(prompt: Sequence[int], seed: int = 0, name: str = "a", **params: ob
     return RequestState(Request(name, tuple(prompt), SamplingParams(**params), seed), 0, 4096)  # type: ignore[arg-type]
 
 
-def test_rejected_guesses_are_forgotten_and_the_last_token_is_computed_again() -> None:
-    """KV of positions 3 and 4 was computed for guesses; the target said otherwise at 4."""
+def test_rejection_recomputes_the_last_token() -> None:
+    """KV of positions 3 and 4 belongs to draft tokens; the target differs at 4."""
     state = state_of((1, 2, 3))
     track = DraftState.from_state(state, VOCAB_SIZE)
     track.num_computed, track.draft_ids = 3, (7, 8)
@@ -154,7 +154,7 @@ def test_rejected_guesses_are_forgotten_and_the_last_token_is_computed_again() -
 
 
 class Passes:
-    """A forward pass that is no DraftLoop, and counts the rows of its passes, without padding."""
+    """A forward pass without DraftLoop that counts the rows of its passes, without padding."""
 
     def __init__(self, forward: object) -> None:
         self.forward = forward
@@ -174,7 +174,7 @@ def drafter_of(
     isa: str = "auto",
     counted: list[Passes] | None = None,
 ) -> ModelDrafter:
-    """`counted`: pass by pass, with its counter added to the list."""
+    """`counted`: eager drafting, with its row counter added to the list."""
     ops = select_backend("cpu", isa=isa)
     model = load_model(path, ops, Precision.from_dtypes("float32"), "cpu", max_len)
     if counted is not None:
@@ -186,19 +186,19 @@ def drafter_of(
     )
 
 
-def propose(drafter: ModelDrafter, *asks: DraftRequest) -> list[Draft | None]:
-    """Start those that are new, and ask."""
-    for ask in asks:
-        if ask.state.id not in drafter._states:
-            drafter.start(ask.state)
-    drafts = drafter.propose(asks)
-    drafter.check({ask.state.id for ask in asks} | set(drafter._states))
+def propose(drafter: ModelDrafter, *draft_requests: DraftRequest) -> list[Draft | None]:
+    """Start new requests, and propose."""
+    for query in draft_requests:
+        if query.state.id not in drafter._states:
+            drafter.start(query.state)
+    drafts = drafter.propose(draft_requests)
+    drafter.check({query.state.id for query in draft_requests} | set(drafter._states))
     return drafts
 
 
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[RequestState, list[int], int, float]:
-    """A request, how much of each draft comes true, and what is asked for."""
+    """A request, the accepted part of each draft, and the requested lengths."""
     params = {
         "temperature": draw(st.sampled_from([0.0, 1.0, 0.6])),
         "top_p": draw(st.sampled_from([1.0, 0.8])),
@@ -212,7 +212,7 @@ def answers(draw: st.DrawFn) -> tuple[RequestState, list[int], int, float]:
 
 @pytest.fixture(scope="module")
 def pair(checkpoint: Path) -> tuple[ModelDrafter, ModelDrafter]:
-    """In one call, and pass by pass; a window that is outgrown, less memory than all could use, prompts in chunks."""
+    """With outgrown windows, few blocks and chunked prompts."""
     options = {"max_len": 32, "blocks": 30, "max_rows": 40}
     return drafter_of(checkpoint, **options), drafter_of(checkpoint, **options, counted=[])  # type: ignore[arg-type]
 
@@ -220,16 +220,16 @@ def pair(checkpoint: Path) -> tuple[ModelDrafter, ModelDrafter]:
 @pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
 @given(requests=st.lists(answers(), min_size=1, max_size=5))
 @settings(max_examples=40, deadline=None)
-def test_one_call_guesses_what_pass_by_pass_does(
+def test_draft_loop_equals_eager_loop(
     pair: tuple[ModelDrafter, ModelDrafter], requests: list[tuple[RequestState, list[int], int, float]]
 ) -> None:
-    """Step by step, with the same part of each draft accepted; also which tokens are known to be computed."""
+    """Step by step with the same accepted parts; the computed tokens must match too."""
     for step in range(5):
-        asks = [
+        draft_requests = [
             DraftRequest(extended(state, (step,)), max_tokens, worth)
             for state, _, max_tokens, worth in requests
         ]
-        drafts, others = (propose(drafter, *asks) for drafter in pair)
+        drafts, others = (propose(drafter, *draft_requests) for drafter in pair)
         assert drafts == others
         for (state, accepted, _, _), draft in zip(requests, drafts, strict=True):
             state.append(draft.token_ids[: accepted[step]] if draft else ())
@@ -241,9 +241,7 @@ def test_one_call_guesses_what_pass_by_pass_does(
 
 
 @pytest.mark.parametrize("counted", [None, []])
-def test_it_stops_where_its_confidence_falls_below_what_is_worth_a_pass(
-    checkpoint: Path, counted: list[Passes] | None
-) -> None:
+def test_drafting_stops_below_min_prob(checkpoint: Path, counted: list[Passes] | None) -> None:
     drafter = drafter_of(checkpoint, counted=counted)
     state = state_of(range(20, 40), temperature=0.8)
     (draft,) = propose(drafter, DraftRequest(state, 8))
@@ -254,7 +252,7 @@ def test_it_stops_where_its_confidence_falls_below_what_is_worth_a_pass(
     assert short == Draft(draft.token_ids[:4], "draft", draft.confidence[:4])
 
 
-def test_a_request_that_is_done_costs_no_row(checkpoint: Path) -> None:
+def test_finished_draft_costs_no_row(checkpoint: Path) -> None:
     counted: list[Passes] = []
     drafter = drafter_of(checkpoint, counted=counted)
     states = [state_of((40 + i, 41), name=f"{i}") for i in range(3)]
@@ -262,27 +260,27 @@ def test_a_request_that_is_done_costs_no_row(checkpoint: Path) -> None:
     assert counted[0].rows == [6, 2, 2, 1, 1, 1]
 
 
-def test_the_backlog_is_what_the_first_pass_computes(checkpoint: Path) -> None:
-    """A prompt at first; then what was emitted beyond the guesses that came true; never nothing."""
+def test_pending_rows_are_computed_by_the_first_pass(checkpoint: Path) -> None:
+    """First the prompt, then the emitted tokens after the accepted ones; at least 1."""
     counted: list[Passes] = []
     drafter = drafter_of(checkpoint, counted=counted)
-    for accepted, backlog in ((4, 2), (2, 1), (0, 1)):
+    for accepted, pending_rows in ((4, 2), (2, 1), (0, 1)):
         state = extended(state_of(range(10, 30)), (1,))
         drafter.start(state)
         assert drafter.num_pending_rows(DraftRequest(state, 4)) == 21
         (draft,) = propose(drafter, DraftRequest(state, 4))
         assert draft is not None
-        ask = DraftRequest(extended(state, (*draft.token_ids[:accepted], 7)), 4)
-        assert drafter.num_pending_rows(ask) == drafter.num_pending_rows(ask) == backlog, (
-            "asking changes nothing that is right"
+        query = DraftRequest(extended(state, (*draft.token_ids[:accepted], 7)), 4)
+        assert drafter.num_pending_rows(query) == drafter.num_pending_rows(query) == pending_rows, (
+            "num_pending_rows() must not change the state"
         )
         before = len(counted[0].rows)
-        drafts = propose(drafter, ask)
-        assert counted[0].rows[before] == backlog and drafts[0] is not None
+        drafts = propose(drafter, query)
+        assert counted[0].rows[before] == pending_rows and drafts[0] is not None
         drafter.finish(state.id)
 
 
-def test_a_skipped_request_is_caught_up_in_one_pass(checkpoint: Path) -> None:
+def test_skipped_request_catches_up_in_one_pass(checkpoint: Path) -> None:
     drafter = drafter_of(checkpoint)
     state = state_of(range(10, 20))
     propose(drafter, DraftRequest(state, 4))
@@ -290,11 +288,13 @@ def test_a_skipped_request_is_caught_up_in_one_pass(checkpoint: Path) -> None:
     assert drafter.num_pending_rows(DraftRequest(state)) == 30
     (late,) = propose(drafter, DraftRequest(state, 4))
     fresh = state_of([*range(10, 20), *range(30, 60)], name="fresh")
-    assert late == propose(drafter, DraftRequest(fresh, 4))[0], "as if it had been there all the time"
+    assert late == propose(drafter, DraftRequest(fresh, 4))[0], (
+        "drafts must equal those of an uninterrupted request"
+    )
 
 
-def test_a_long_prompt_is_read_from_the_last_half_of_the_window(checkpoint: Path) -> None:
-    """And guessed at as the text of these tokens alone would be, with the noise of where they stand."""
+def test_prompt_above_the_window_is_read_from_its_last_half(checkpoint: Path) -> None:
+    """Drafts equal those of the window's text alone, with the noise of its real positions."""
     drafter = drafter_of(checkpoint, max_len=16)
     text = [(7 * i) % 200 + 10 for i in range(100)]
     long, short = state_of(text, temperature=0), state_of(text[-8:], name="short", temperature=0)
@@ -304,10 +304,10 @@ def test_a_long_prompt_is_read_from_the_last_half_of_the_window(checkpoint: Path
     assert drafts[0] == drafts[1] is not None
     sampled, moved = state_of(text, seed=5, name="sampled"), state_of(text[-8:], seed=5, name="moved")
     drafts = propose(drafter, DraftRequest(sampled, 8), DraftRequest(moved, 8))
-    assert drafts[0] != drafts[1], "noise belongs to the position in the whole text"
+    assert drafts[0] != drafts[1], "noise must use positions in the complete text"
 
 
-def test_the_window_moves_when_it_is_full_and_not_before(checkpoint: Path) -> None:
+def test_window_moves_only_when_full(checkpoint: Path) -> None:
     drafter = drafter_of(checkpoint, max_len=16)
     state = state_of(range(10, 20))
     lengths = []
@@ -319,8 +319,8 @@ def test_the_window_moves_when_it_is_full_and_not_before(checkpoint: Path) -> No
     assert lengths == [4] * 4 + [3, 2, 1] + ([4] * 5 + [4, 3, 2, 1])[:9] + [4] * 4
 
 
-def test_short_backlogs_go_first(checkpoint: Path) -> None:
-    """A long prompt delays nobody who is there already; it comes in with what they leave."""
+def test_fewest_pending_rows_go_first(checkpoint: Path) -> None:
+    """A long prompt uses only the rows that other requests leave."""
     drafter = drafter_of(checkpoint, max_rows=8)
     long, short = state_of(range(10, 40), name="long"), state_of(range(10, 13), name="short")
     drafts = propose(drafter, DraftRequest(long, 4), DraftRequest(short, 4))
@@ -328,27 +328,25 @@ def test_short_backlogs_go_first(checkpoint: Path) -> None:
     assert drafter.num_pending_rows(DraftRequest(long, 4)) == 25
 
 
-def test_memory_is_taken_from_whose_turn_was_longest_ago(checkpoint: Path) -> None:
-    """Blocks of 4 tokens: each of these needs 3, and there are 8."""
+def test_least_recently_used_request_is_evicted(checkpoint: Path) -> None:
+    """Blocks of 4 tokens: each request needs 3, and there are 8."""
     drafter = drafter_of(checkpoint, blocks=8)
     old, late, new = (DraftRequest(state_of(range(i, i + 9), name=f"{i}"), 4) for i in (10, 20, 30))
-    for ask in (old, late, new):
-        assert propose(drafter, ask) != [None]
-    assert [drafter.num_pending_rows(ask) for ask in (old, late, new)] == [9, 1, 1]
-    assert propose(drafter, old) == propose(drafter_of(checkpoint), old), (
-        "and it is caught up as if nothing had been"
-    )
-    assert [drafter.num_pending_rows(ask) for ask in (old, late, new)] == [1, 9, 1]
+    for query in (old, late, new):
+        assert propose(drafter, query) != [None]
+    assert [drafter.num_pending_rows(query) for query in (old, late, new)] == [9, 1, 1]
+    assert propose(drafter, old) == propose(drafter_of(checkpoint), old), "an evicted request must catch up"
+    assert [drafter.num_pending_rows(query) for query in (old, late, new)] == [1, 9, 1]
 
 
-def test_too_little_memory_for_all_that_ask_leaves_enough_for_some(checkpoint: Path) -> None:
-    """Nobody is robbed in the step that serves him; as texts grow, the same ones go on and the others wait for an end."""
+def test_few_blocks_leave_drafts_for_some(checkpoint: Path) -> None:
+    """No request is evicted in a step that serves it; the same requests continue until one ends."""
     drafter, ample = drafter_of(checkpoint, blocks=13), drafter_of(checkpoint)
     states = [state_of(range(i, i + 9), name=f"{i}") for i in (10, 20, 30, 40)]
     served = []
     for step in range(14):
-        asks = [DraftRequest(extended(state, (step,)), 4) for state in states]
-        drafts, wanted = propose(drafter, *asks), propose(ample, *asks)
+        draft_requests = [DraftRequest(extended(state, (step,)), 4) for state in states]
+        drafts, wanted = propose(drafter, *draft_requests), propose(ample, *draft_requests)
         served.append([draft is not None for draft in drafts])
         for draft, full in zip(drafts, wanted, strict=True):
             assert full is not None
@@ -369,7 +367,7 @@ def test_too_little_memory_for_all_that_ask_leaves_enough_for_some(checkpoint: P
     )
 
 
-def test_a_pass_is_timed_without_a_trace(checkpoint: Path) -> None:
+def test_timing_changes_no_state(checkpoint: Path) -> None:
     for drafter in (drafter_of(checkpoint, max_len=32), drafter_of(checkpoint, max_len=32, counted=[])):
         state = state_of(range(10, 20))
         before = propose(drafter, DraftRequest(state, 4))
@@ -379,15 +377,15 @@ def test_a_pass_is_timed_without_a_trace(checkpoint: Path) -> None:
         assert set(drafter._states) == {"a"} and drafter._pool.num_used == 4
 
 
-def test_what_was_timed_in_one_call_may_draft_pass_by_pass(checkpoint: Path) -> None:
-    """Buffers that a timed pass left behind are written again, whoever calls."""
+def test_timed_model_can_draft_eagerly(checkpoint: Path) -> None:
+    """Buffers of a timed pass are rewritten by later calls."""
     drafter = drafter_of(checkpoint)
     drafter.pass_seconds(2, 2)
     (draft,) = propose(drafter, DraftRequest(state_of(range(10, 20), presence_penalty=1.0), 4))
     assert draft is not None
 
 
-def test_a_model_that_says_nothing_costs_drafts_not_the_start(checkpoint: Path, tmp_path: Path) -> None:
+def test_nan_draft_model_can_be_timed(checkpoint: Path, tmp_path: Path) -> None:
     broken = write_checkpoint(tmp_path / "broken", "llama", seed=5)
     weights = load_file(broken / "model.safetensors")
     weights["model.norm.weight"] *= torch.nan
@@ -401,8 +399,8 @@ def test_a_model_that_says_nothing_costs_drafts_not_the_start(checkpoint: Path, 
 
 
 @pytest.mark.parametrize("max_len", [2, 3, 4, 5])
-def test_passes_in_the_shortest_windows_are_timed(checkpoint: Path, max_len: int) -> None:
-    """No position lies beyond those that the model has."""
+def test_timing_works_in_the_shortest_windows(checkpoint: Path, max_len: int) -> None:
+    """No position exceeds the model's context."""
     for drafter in (
         drafter_of(checkpoint, max_len=max_len),
         drafter_of(checkpoint, max_len=max_len, counted=[]),
@@ -411,15 +409,15 @@ def test_passes_in_the_shortest_windows_are_timed(checkpoint: Path, max_len: int
             assert 0 < drafter.pass_seconds(rows, sampled) < 10
 
 
-def test_the_time_is_that_of_one_pass(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pass_seconds_is_the_time_of_one_pass(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = drafter_of(checkpoint)
     clock = iter((0.0, 8.0, 10.0, 18.0))
     monkeypatch.setattr("foreword.speculation.drafters.draft_model.time.perf_counter", lambda: next(clock))
     assert drafter.pass_seconds(3, 1) == 8.0
-    assert drafter.pass_seconds(3, 3) == 2.0, "of four"
+    assert drafter.pass_seconds(3, 3) == 2.0, "8 s for a draft of 4 tokens"
 
 
-def test_a_token_that_only_the_target_knows_is_read_as_the_first_one(checkpoint: Path) -> None:
+def test_target_only_token_is_read_as_id_zero(checkpoint: Path) -> None:
     drafter = drafter_of(checkpoint)
     drafts = propose(
         drafter, *(DraftRequest(state_of((10, odd, 11), name=f"{odd}"), 4) for odd in (VOCAB_SIZE + 5, 0))

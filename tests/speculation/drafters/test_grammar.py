@@ -1,4 +1,4 @@
-"""What a grammar forces is drafted, and no drafter gets past it."""
+"""Forced text is drafted, and all drafts are legal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.speculation.test_proposer import Scripted
 
 
 class Rising:
-    """A grammar that lets every token only be followed by its successor, and after 7 by nothing."""
+    """A grammar in which each token is followed by its successor, and 7 by the end."""
 
     error: str | None = None
 
@@ -50,32 +50,32 @@ def state_of(last: int | None, method: str = "auto") -> RequestState:
 
 
 def drafts(state: RequestState, *others: Scripted, length: int = 4) -> tuple[Draft | None, ...]:
-    drafting = Proposer((GrammarDrafter(), *others), 10, FixedLength(length))
-    drafting.start(state)
-    found = drafting.propose([state])
-    drafting.check()
+    proposer = Proposer((GrammarDrafter(), *others), 10, FixedLength(length))
+    proposer.start(state)
+    found = proposer.propose([state])
+    proposer.check()
     return found
 
 
-def test_what_is_forced_is_drafted_as_far_as_asked_for() -> None:
+def test_forced_text_is_drafted_up_to_the_bound() -> None:
     assert GrammarDrafter().propose([DraftRequest(state_of(3), 2), DraftRequest(state_of(5), 9)]) == [
         Draft((4, 5), "grammar"),
         Draft((6, 7), "grammar"),
     ]
 
 
-def test_nothing_is_forced_without_a_grammar_or_at_its_end() -> None:
+def test_nothing_forced_without_grammar_or_at_its_end() -> None:
     assert GrammarDrafter().propose([DraftRequest(state_of(None), 4), DraftRequest(state_of(7), 4)]) == [
         None,
         None,
     ]
 
 
-def test_a_draft_ends_before_the_first_token_that_the_grammar_refuses() -> None:
+def test_draft_ends_before_an_illegal_token() -> None:
     assert drafts(state_of(3, "other"), Scripted("other", (4, 5, 9, 6))) == (Draft((4, 5), "other"),)
     assert drafts(state_of(3, "other"), Scripted("other", (9, 4))) == (None,)
     assert drafts(state_of(None, "other"), Scripted("other", (9, 4))) == (Draft((9, 4), "other"),)
 
 
-def test_what_is_forced_comes_before_what_is_guessed() -> None:
+def test_forced_text_comes_before_other_drafts() -> None:
     assert drafts(state_of(5), Scripted("other", (6,))) == (Draft((6, 7), "grammar"),)

@@ -16,7 +16,7 @@ def state_of(tokens: Sequence[int], name: str = "a") -> RequestState:
     return RequestState(Request(name, tuple(tokens), SamplingParams(), 0), 0, 10_000)
 
 
-def guess(
+def draft_ids(
     drafter: NgramDrafter, state: RequestState, run: Sequence[int] = (), max_tokens: int = 4
 ) -> tuple[int, ...]:
     (draft,) = drafter.propose([DraftRequest(extended(state, run), max_tokens)])
@@ -29,46 +29,46 @@ def started(state: RequestState, low: int = 2, high: int = 4) -> NgramDrafter:
     return drafter
 
 
-def test_drafts_what_followed_last_time() -> None:
+def test_drafts_the_last_continuation() -> None:
     state = state_of([1, 2, 3, 4, 5, 6, 7, 1, 2])
-    assert guess(started(state), state) == (3, 4, 5, 6)
+    assert draft_ids(started(state), state) == (3, 4, 5, 6)
 
 
-def test_nothing_is_proposed_where_nothing_matches() -> None:
+def test_no_match_gives_no_draft() -> None:
     state = state_of([1, 2, 3, 4])
-    assert guess(started(state), state) == ()
+    assert draft_ids(started(state), state) == ()
 
 
-def test_the_longest_ngram_wins_over_the_latest() -> None:
+def test_longest_ngram_wins_over_the_latest() -> None:
     state = state_of([9, 1, 2, 7, 8, 1, 2, 5, 5, 9, 1, 2])
-    assert guess(started(state), state, max_tokens=1) == (7,)
-    assert guess(started(state, 2, 2), state, max_tokens=1) == (5,)
+    assert draft_ids(started(state), state, max_tokens=1) == (7,)
+    assert draft_ids(started(state, 2, 2), state, max_tokens=1) == (5,)
 
 
-def test_a_period_is_continued_beyond_the_known_text() -> None:
+def test_period_continues_after_the_text() -> None:
     state = state_of([7, 1, 2, 3, 1, 2, 3, 1, 2])
-    assert guess(started(state), state, max_tokens=7) == (3, 1, 2, 3, 1, 2, 3)
+    assert draft_ids(started(state), state, max_tokens=7) == (3, 1, 2, 3, 1, 2, 3)
 
 
-def test_the_newest_tokens_count() -> None:
+def test_newest_tokens_are_matched() -> None:
     state = state_of([1, 2, 3, 4])
     drafter = started(state)
-    assert guess(drafter, state, run=[1, 2]) == (3, 4, 1, 2)
-    assert guess(drafter, state, run=[3]) == (4, 1, 2, 3)
+    assert draft_ids(drafter, state, run=[1, 2]) == (3, 4, 1, 2)
+    assert draft_ids(drafter, state, run=[3]) == (4, 1, 2, 3)
 
 
-def test_requests_do_not_see_each_other() -> None:
+def test_requests_are_isolated() -> None:
     a, b = state_of([1, 2, 3, 1, 2], "a"), state_of([5, 6, 1, 2], "b")
     drafter = started(a)
     drafter.start(b)
-    assert guess(drafter, b) == ()
+    assert draft_ids(drafter, b) == ()
     drafter.finish("a")
     drafter.finish("b")
     assert not drafter._indexes
 
 
 def by_definition(tokens: Sequence[int], low: int, high: int, max_tokens: int) -> tuple[int, ...]:
-    """Search from the end for the longest n-gram, as the docs say."""
+    """Search backwards for the longest n-gram."""
     for size in range(min(high, len(tokens) - 1), low - 1, -1):
         tail = tuple(tokens[-size:])
         for start in range(len(tokens) - 1, size - 1, -1):
@@ -85,16 +85,16 @@ def by_definition(tokens: Sequence[int], low: int, high: int, max_tokens: int) -
     st.integers(1, 3),
     st.integers(0, 2),
 )
-def test_the_index_equals_a_search(runs: list[list[int]], low: int, more: int) -> None:
-    """Growing the index run by run finds what a scan of the whole text finds."""
+def test_index_equals_a_search(runs: list[list[int]], low: int, more: int) -> None:
+    """The incremental index equals a scan of the complete text."""
     state = state_of(runs[0])
     drafter = started(state, low, low + more)
     for run in runs[1:]:
-        assert guess(drafter, state, run) == by_definition(state.tokens, low, low + more, 4)
+        assert draft_ids(drafter, state, run) == by_definition(state.tokens, low, low + more, 4)
 
 
 def test_confidence_grows_with_the_match() -> None:
-    """And so with the guess, which makes the match longer."""
+    """Confidence also grows along the draft, which extends the match."""
     drafter = NgramDrafter(1, 4)
     confidence = []
     for name, text in (("one", [4, 9, 8, 7, 6, 4]), ("four", [1, 2, 3, 4, 9, 8, 1, 2, 3, 4])):
@@ -107,7 +107,7 @@ def test_confidence_grows_with_the_match() -> None:
     assert 0.0 < confidence[0] < confidence[1] < 1.0
 
 
-PICTURE = 260  # stands for pictures: never sampled
+PICTURE = 260  # an image placeholder: never sampled
 
 
 @given(
@@ -117,21 +117,19 @@ PICTURE = 260  # stands for pictures: never sampled
     low=st.integers(1, 3),
     more=st.integers(0, 2),
 )
-def test_ids_that_are_never_sampled_are_neither_matched_nor_guessed(
-    runs: list[list[int]], low: int, more: int
-) -> None:
-    """As if each of them were another one, which nothing follows."""
+def test_never_sampled_ids_are_not_matched_or_drafted(runs: list[list[int]], low: int, more: int) -> None:
+    """Equals a text in which each never-sampled id is unique."""
     state = state_of(runs[0])
     drafter = NgramDrafter(low, low + more, frozenset({PICTURE}))
     drafter.start(state)
     for run in runs[1:]:
-        found = guess(drafter, state, run)
+        found = draft_ids(drafter, state, run)
         assert PICTURE not in found
         assert found == within(state.tokens, low, low + more)
 
 
 def within(tokens: Sequence[int], low: int, high: int) -> tuple[int, ...]:
-    """What followed the latest place, of the longest n-gram, that goes on with a token of text."""
+    """The continuation of the longest n-gram's latest match that continues with text."""
     ends = [index for index, token_id in enumerate(tokens) if token_id == PICTURE]
     for size in range(min(high, len(tokens) - 1 - max(ends, default=-1)), low - 1, -1):
         tail = list(tokens[-size:])
@@ -145,10 +143,10 @@ def within(tokens: Sequence[int], low: int, high: int) -> tuple[int, ...]:
     return ()
 
 
-def test_a_run_of_placeholders_is_not_indexed() -> None:
+def test_placeholders_are_not_indexed() -> None:
     state = state_of([1, 2, *[PICTURE] * 2000, 3])
     drafter = NgramDrafter(2, 4, frozenset({PICTURE}))
     drafter.start(state)
-    assert guess(drafter, state) == ()
+    assert draft_ids(drafter, state) == ()
     assert not drafter._indexes["a"]._continued_at
-    assert guess(drafter, state, [1, 2]) == (), "the picture is what followed"
+    assert draft_ids(drafter, state, [1, 2]) == (), "the continuation is an image"

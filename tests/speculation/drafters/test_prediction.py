@@ -1,4 +1,4 @@
-"""Drafts from the caller's text, and the way back into it after an edit."""
+"""Drafts from the prediction, and resynchronization after an edit."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ from foreword.speculation.drafters.prediction import (
 from tests.support.fakes import extended
 
 PROMPT = (7, 8, 9)
-TEXT = tuple(range(100, 400))  # every token once
+TEXT = tuple(range(100, 400))  # distinct tokens
 
 
 def state_of(prediction: Sequence[int], name: str = "a", delivered: Sequence[int] = ()) -> RequestState:
@@ -36,7 +36,7 @@ def state_of(prediction: Sequence[int], name: str = "a", delivered: Sequence[int
 
 
 class Output:
-    """An answer that grows, and what is drafted for it."""
+    """A growing output and its drafts."""
 
     def __init__(self, prediction: Sequence[int], never: Sequence[int] = ()) -> None:
         self.drafter = PredictionDrafter(frozenset(never))
@@ -58,14 +58,14 @@ def test_drafts_from_the_first_token_on() -> None:
     assert output.say(101, 102, max_tokens=2) == (103, 104)
 
 
-def test_the_end_of_the_text_is_the_end_of_the_drafts() -> None:
+def test_drafts_end_with_the_prediction() -> None:
     output = Output((1, 2, 3))
     assert output.say(1) == (2, 3)
     assert output.say(2, 3) == ()
     assert output.say(4) == ()
 
 
-def test_without_a_prediction_there_is_nothing() -> None:
+def test_no_prediction_no_draft() -> None:
     output = Output(())
     assert output.say(1) == ()
     assert not output.drafter._cursors
@@ -74,16 +74,16 @@ def test_without_a_prediction_there_is_nothing() -> None:
 @pytest.mark.parametrize(
     ("edit", "back"),
     [
-        ((900, 901, 902), 120),  # put in
-        ((), 125),  # left out
-        ((900,), 121),  # one for one
-        ((900, 901, 902), 124),  # three for four
-        ((900,), 180),  # a long part left out
-        ((900,), 350),  # the rest comes from far ahead
-        ((900,), 101),  # and from behind
+        ((900, 901, 902), 120),  # inserted
+        ((), 125),  # deleted
+        ((900,), 121),  # one replaced
+        ((900, 901, 902), 124),  # four replaced by three
+        ((900,), 180),  # a long part deleted
+        ((900,), 350),  # continues far ahead
+        ((900,), 101),  # continues further back
     ],
 )
-def test_the_place_is_found_again(edit: Sequence[int], back: int) -> None:
+def test_position_is_found_after_an_edit(edit: Sequence[int], back: int) -> None:
     output = Output(TEXT)
     output.say(*TEXT[:20])
     output.say(*edit)
@@ -95,20 +95,20 @@ def test_the_place_is_found_again(edit: Sequence[int], back: int) -> None:
     assert needed <= 3
 
 
-def test_a_place_just_ahead_is_believed_after_one_token() -> None:
+def test_near_match_needs_one_token() -> None:
     output = Output(TEXT)
     output.say(*TEXT[:20], 900)
     assert output.say(123) == (124, 125, 126, 127)
 
 
-def test_one_token_far_away_is_not_believed() -> None:
+def test_far_match_of_one_token_is_ignored() -> None:
     output = Output(TEXT)
     output.say(*TEXT[:20], 900)
     assert output.say(300) == ()
     assert output.say(110) == ()
 
 
-def test_of_equal_places_the_one_just_ahead_wins() -> None:
+def test_nearest_match_ahead_wins() -> None:
     text = (1, 2, 3, 51, 10, 11, 12, 1, 2, 3, 52, 20, 21, 22, 1, 2, 3, 53)
     output = Output(text)
     output.say(*text[:5])
@@ -118,36 +118,36 @@ def test_of_equal_places_the_one_just_ahead_wins() -> None:
     assert output.say(99, 1, 2, max_tokens=2) == (3, 53)
 
 
-def test_a_false_place_does_not_lose_the_true_one() -> None:
-    """What is put in quotes the text's beginning; then the text goes on where it was left."""
+def test_wrong_match_keeps_the_anchor() -> None:
+    """An insertion quotes the prediction's start; then the output continues where it was."""
     output = Output(TEXT)
     output.say(*TEXT[:200])
     output.say(900, 100, 101, 102, 901)
     assert output.say(301)[:1] == (302,)
 
 
-def test_what_others_drafted_is_followed_too() -> None:
-    """A request may be left out for any number of steps."""
+def test_follows_drafts_of_other_drafters() -> None:
+    """A request may be skipped for any number of steps."""
     output = Output(TEXT)
     output.state.append(TEXT[:50])
     assert output.say(150) == (151, 152, 153, 154)
 
 
-def test_delivered_tokens_are_output() -> None:
+def test_resumed_tokens_are_output() -> None:
     drafter, state = PredictionDrafter(), state_of(TEXT, delivered=TEXT[:5])
     drafter.start(state)
     (draft,) = drafter.propose([DraftRequest(extended(state, (105,)), 2)])
     assert draft is not None and draft.token_ids == (106, 107)
 
 
-def test_placeholders_are_never_drafted_and_do_not_hide_what_follows() -> None:
+def test_placeholders_are_skipped_not_drafted() -> None:
     output = Output((1, 2, 3, 4, 5, 6), never=[4])
     assert output.say(1) == (2, 3)
     assert output.say(2, 3) == ()
     assert output.say(5) == (6,)
 
 
-def test_confidence_grows_while_the_text_agrees() -> None:
+def test_confidence_grows_with_matched_tokens() -> None:
     output = Output(TEXT)
     first = output.draft(100)
     later = output.draft(*TEXT[1:40])
@@ -159,7 +159,7 @@ def test_confidence_grows_while_the_text_agrees() -> None:
     assert 0 < far.confidence[0] < 0.5
 
 
-def test_requests_do_not_see_each_other_and_leave_nothing() -> None:
+def test_requests_are_isolated_and_leave_no_state() -> None:
     drafter = PredictionDrafter()
     a, b, plain = state_of((1, 2, 3), "a"), state_of((1, 5, 6), "b"), state_of((), "c")
     for state in (a, b, plain):
@@ -182,7 +182,7 @@ small = st.lists(st.integers(0, 5), max_size=60)
     runs=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=7), max_size=12),
     length=st.integers(0, 80),
 )
-def test_a_draft_is_never_longer_than_asked(text: list[int], runs: list[list[int]], length: int) -> None:
+def test_draft_length_is_bounded(text: list[int], runs: list[list[int]], length: int) -> None:
     output = Output(text, never=[5])
     for run in runs:
         draft = output.draft(*run, max_tokens=length)
@@ -194,8 +194,8 @@ def test_a_draft_is_never_longer_than_asked(text: list[int], runs: list[list[int
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=120), st.integers(1, 32))
-def test_a_prediction_that_comes_true_is_drafted_to_its_end(text: list[int], length: int) -> None:
-    """As a step does it: the draft is verified, and one token more comes out."""
+def test_correct_prediction_is_drafted_completely(text: list[int], length: int) -> None:
+    """One step: verify the draft, and emit one more token."""
     output, done = Output(text), 0
     while done < len(text):
         run = text[done : done + 1] if done == 0 else text[done : done + length + 1]
@@ -210,7 +210,7 @@ def test_a_prediction_that_comes_true_is_drafted_to_its_end(text: list[int], len
     least=st.integers(-9, 1),
     most=st.integers(1, 12),
 )
-def test_the_nearest_place_equals_a_scan(
+def test_nearest_match_equals_a_scan(
     text: list[int], gram: list[int], anchor: int, least: int, most: int
 ) -> None:
     ends = [
@@ -229,8 +229,8 @@ def test_the_nearest_place_equals_a_scan(
     assert _find_nearest(_to_chars(text), _to_chars(gram), anchor, least, most) == by_definition
 
 
-def test_every_id_is_a_character() -> None:
-    """Halves of surrogate pairs and the byte order mark among them."""
+def test_every_token_id_is_a_character() -> None:
+    """Including surrogates and the byte order mark."""
     ids = (0, 10, 0xD800, 0xDFFF, 0xFEFF, 0xFFFE, 0x10FFFF)
     assert list(map(ord, _to_chars(ids))) == list(ids)
     output = Output(ids)
@@ -239,7 +239,7 @@ def test_every_id_is_a_character() -> None:
 
 @st.composite
 def edits(draw: st.DrawFn) -> list[Sequence[int]]:
-    """An output in pieces: spans of TEXT of at least 10 tokens, in any order, with other tokens between them."""
+    """An output of spans of TEXT of at least 10 tokens, in any order, with other tokens in between."""
     pieces: list[Sequence[int]] = []
     for number in range(draw(st.integers(1, 6))):
         start = draw(st.integers(0, len(TEXT) - 11))
@@ -250,10 +250,10 @@ def edits(draw: st.DrawFn) -> list[Sequence[int]]:
 
 @settings(max_examples=60)
 @given(edits())
-def test_after_any_edit_the_fourth_token_is_guessed(pieces: list[Sequence[int]]) -> None:
+def test_resyncs_within_four_tokens_after_any_edit(pieces: list[Sequence[int]]) -> None:
     output = Output(TEXT)
     for piece in pieces:
         for place, token_id in enumerate(piece):
-            guess = output.say(token_id, max_tokens=1)
+            draft_ids = output.say(token_id, max_tokens=1)
             if token_id < 1000 and place >= 2 and place + 1 < len(piece):
-                assert guess == (piece[place + 1],)
+                assert draft_ids == (piece[place + 1],)

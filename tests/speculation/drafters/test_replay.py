@@ -1,4 +1,4 @@
-"""Recorded outputs as drafts: whose they are, how wrong they are, and at whose price."""
+"""Replayed drafts: matching, error rates, and the cost of a draft model."""
 
 import json
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def written(path: Path, *lines: dict[str, object]) -> str:
     return str(file)
 
 
-def test_it_continues_the_recorded_output_of_prompt_and_seed() -> None:
+def test_replays_the_output_of_prompt_and_seed() -> None:
     replay = replay_of((7, RecordedOutput(OUTPUT[:6])), (-1, RecordedOutput((5, 6))))
     own, other, unknown = state_of(7), state_of(8, name="b"), state_of(prompt=(9,), name="c")
     for state in (own, other, unknown):
@@ -47,9 +47,9 @@ def test_it_continues_the_recorded_output_of_prompt_and_seed() -> None:
         Draft((5, 6), "replay"),
         None,
     ]
-    for guess in (OUTPUT[2:5], OUTPUT[4:6], None):
+    for token_ids in (OUTPUT[2:5], OUTPUT[4:6], None):
         (draft,) = replay.propose([DraftRequest(extended(own, OUTPUT[own.num_output :][:2]), 3)])
-        assert draft == (guess and Draft(guess, "replay"))
+        assert draft == (token_ids and Draft(token_ids, "replay"))
     for state in (own, other, unknown):
         replay.finish(state.id, OUTPUT)
     replay.check(())
@@ -58,23 +58,21 @@ def test_it_continues_the_recorded_output_of_prompt_and_seed() -> None:
 @pytest.mark.parametrize(
     ("own", "flag", "rate"), [(None, 0.3, 0.3), (0.3, 0.9, 0.3), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0)]
 )
-def test_a_line_may_have_an_error_rate_of_its_own(own: float | None, flag: float, rate: float) -> None:
+def test_line_error_rate_overrides_the_default(own: float | None, flag: float, rate: float) -> None:
     replay = replay_of((0, RecordedOutput(OUTPUT * 20, own)), error_rate=flag)
     state = state_of()
     replay.start(state)
     (draft,) = replay.propose([DraftRequest(state, 1200)])
     assert draft is not None
-    wrong = (
-        sum(guess != token_id for guess, token_id in zip(draft.token_ids, OUTPUT * 20, strict=True)) / 1200
-    )
+    wrong = sum(a != b for a, b in zip(draft.token_ids, OUTPUT * 20, strict=True)) / 1200
     assert wrong == pytest.approx(rate, abs=0.06 if 0 < rate < 1 else 0)
     (again,) = replay.propose([DraftRequest(extended(state, OUTPUT[:30]), 1200)])
     assert again is not None and again.token_ids == draft.token_ids[30:], (
-        "the same tokens are wrong wherever a draft begins"
+        "errors must not depend on where a draft begins"
     )
 
 
-def test_lines_of_a_recording(tmp_path: Path) -> None:
+def test_read_recording(tmp_path: Path) -> None:
     plain = {"prompt_token_ids": [1, 2], "token_ids": [3]}
     path = written(tmp_path, plain, {**plain, "seed": 4, "error_rate": 0.25})
     assert read_recording(path) == {
@@ -87,28 +85,28 @@ def test_lines_of_a_recording(tmp_path: Path) -> None:
     "change",
     [{"error_rate": 1.5}, {"error_rate": "x"}, {"error_rate": True}, {"seed": 1.5}, {"token_ids": 3}],
 )
-def test_a_line_that_makes_no_sense_is_named(tmp_path: Path, change: dict[str, object]) -> None:
+def test_invalid_line_is_named(tmp_path: Path, change: dict[str, object]) -> None:
     plain = {"prompt_token_ids": [1, 2], "token_ids": [3]}
     with pytest.raises(ConfigError, match="line 2"):
         read_recording(written(tmp_path, plain, plain | change))
 
 
 class Scripted:
-    """A drafter that runs a model, and guesses as many tokens as the script says."""
+    """A model-based drafter that drafts scripted lengths."""
 
     name = "draft"
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths
-        self.asks: list[DraftRequest] = []
+        self.draft_requests: list[DraftRequest] = []
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        self.asks += requests
+        self.draft_requests += requests
         return [Draft((9,) * length, "draft", (0.1,) * length) if length else None for length in self.lengths]
 
 
-def test_what_the_model_did_not_compute_is_not_replayed() -> None:
-    """Requests without a recording are not asked for, and nothing stops early: the replay is as sure as ever."""
+def test_replay_is_cut_to_the_model_draft() -> None:
+    """Requests without a recording run no model, and min_prob is 0."""
     replay = replay_of((0, RecordedOutput(OUTPUT[:8])))
     inner = Scripted((8, 3, 0))
     paid = ReplayWithDraftModel(replay, inner)  # type: ignore[arg-type]
@@ -117,25 +115,25 @@ def test_what_the_model_did_not_compute_is_not_replayed() -> None:
         replay.start(state)
     drafts = paid.propose([DraftRequest(state, 20, min_prob=0.7) for state in (stranger, *states)])
     assert drafts == [None, Draft(OUTPUT[:8], "replay"), Draft(OUTPUT[:3], "replay"), None]
-    assert inner.asks == [DraftRequest(state, 8, min_prob=0.0) for state in states]
+    assert inner.draft_requests == [DraftRequest(state, 8, min_prob=0.0) for state in states]
 
 
-def test_every_replayed_token_is_paid_for(tmp_path: Path) -> None:
-    """The model's own guesses never come true; it goes on from what is common."""
+def test_replay_runs_the_draft_model(tmp_path: Path) -> None:
+    """The model's own drafts are rejected; it continues from the common prefix."""
     counted: list[Passes] = []
     inner = drafter_of(write_checkpoint(tmp_path / "model", seed=5), counted=counted)
     paid = ReplayWithDraftModel(replay_of((0, RecordedOutput(OUTPUT))), inner)
     state = state_of()
     paid.start(state)
-    backlogs = []
+    pending_rows = []
     for begin in range(0, 40, 5):
-        ask = DraftRequest(extended(state, OUTPUT[begin : begin + 5]), 4)
-        backlogs.append(paid.num_pending_rows(ask))
-        (draft,) = paid.propose([ask])
+        draft_request = DraftRequest(extended(state, OUTPUT[begin : begin + 5]), 4)
+        pending_rows.append(paid.num_pending_rows(draft_request))
+        (draft,) = paid.propose([draft_request])
         assert draft == Draft(OUTPUT[begin + 5 : begin + 9], "replay")
         paid.check({"a"})
-    assert backlogs == [8, 5, 5, 5, 5, 5, 5, 5]
-    assert counted[0].rows == [row for backlog in backlogs for row in (backlog, 1, 1, 1)]
+    assert pending_rows == [8, 5, 5, 5, 5, 5, 5, 5]
+    assert counted[0].rows == [row for pending_rows in pending_rows for row in (pending_rows, 1, 1, 1)]
     assert paid.pass_seconds(4, 4) > 0
     paid.finish("a", OUTPUT)
     paid.check(())

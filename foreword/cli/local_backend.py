@@ -1,0 +1,40 @@
+"""A model in this process, for `chat` and `generate`. Apart from client.py because it imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from foreword.cli.banner import model_name, speculation_line
+from foreword.cli.client import ChatPiece, ChatResult
+from foreword.cli.options import Message, engine_fields
+from foreword.cli.terminal import loading_bar
+from foreword.config.options import Config
+from foreword.core.params import SamplingParams
+from foreword.llm import LLM
+
+__all__ = ["LocalBackend"]
+
+
+class LocalBackend:
+    """Implements ChatBackend with the model of `config`."""
+
+    def __init__(self, config: Config) -> None:
+        with loading_bar("loading") as progress:
+            self._llm = LLM(on_progress=progress, **engine_fields(config))
+        self.name = model_name(config, Path(str(self._llm.config.model)))
+        self.speculation: str | None = speculation_line(self._llm.info)
+
+    def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[ChatPiece]:
+        llm_prompt: Any = prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
+        for piece in self._llm.stream(llm_prompt, params):
+            yield ChatPiece(piece.text, piece.is_draft, piece.finish_reason)
+
+    def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> ChatResult:
+        if isinstance(prompt, str):
+            output = self._llm.generate([prompt], params, progress=False)[0]
+        else:
+            output = self._llm.chat([dict(message) for message in prompt], params)[0]
+        metrics = output.metrics.as_dict() if output.metrics is not None else None
+        return ChatResult(output.text, output.finish_reason, tuple(output.token_ids), metrics)

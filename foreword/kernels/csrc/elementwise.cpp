@@ -1,0 +1,14 @@
+#include "elementwise.h"
+
+namespace foreword {
+
+const RowKernels& row_kernels(Isa isa) {
+#if FOREWORD_X86
+    if (isa >= Isa::AVX512) return ROWS_AVX512;
+    if (isa == Isa::AVX2) return ROWS_AVX2;
+#endif
+    static_cast<void>(isa);
+    return ROWS_PORTABLE;
+}
+
+}  // namespace foreword

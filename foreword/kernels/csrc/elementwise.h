@@ -1,0 +1,14 @@
+// The row-wise operations of each instruction set.
+#pragma once
+
+#include "kernels.h"
+
+namespace foreword {
+
+extern const RowKernels ROWS_PORTABLE;
+#if FOREWORD_X86
+extern const RowKernels ROWS_AVX2;
+extern const RowKernels ROWS_AVX512;
+#endif
+
+}  // namespace foreword

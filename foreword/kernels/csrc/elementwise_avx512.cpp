@@ -1,0 +1,18 @@
+#include "elementwise.h"
+
+#if FOREWORD_X86
+
+#include <cmath>
+
+#include "packing.h"
+#include "vec_avx512.h"
+#include "vec_math.h"
+
+#include "elementwise.inc"
+
+namespace foreword {
+const RowKernels ROWS_AVX512 = {rms_norm, rope, gated_act, embedding, add, softcap, write_kv};
+}
+#include "isa_pop.h"
+
+#endif

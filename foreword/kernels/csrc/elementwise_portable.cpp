@@ -1,0 +1,13 @@
+#include "elementwise.h"
+
+#include <cmath>
+
+#include "packing.h"
+#include "vec_portable.h"
+#include "vec_math.h"
+
+#include "elementwise.inc"
+
+namespace foreword {
+const RowKernels ROWS_PORTABLE = {rms_norm, rope, gated_act, embedding, add, softcap, write_kv};
+}

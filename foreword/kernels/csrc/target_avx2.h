@@ -1,7 +1,0 @@
-// Begins a region that is compiled for AVX2: see target_avx512.h.
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif

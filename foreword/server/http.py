@@ -1,0 +1,48 @@
+"""JSON responses, and work that is cancelled when its client disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Response
+from starlette.types import Receive
+
+__all__ = ["CLIENT_CLOSED", "JSONResponse", "cancel_on_disconnect", "json_bytes"]
+
+T = TypeVar("T")
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; it is never read
+
+
+def json_bytes(value: Any) -> bytes:
+    """Compact UTF-8 JSON. Raises ValueError for a NaN."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # A lone surrogate of a request that an error quotes becomes its JSON escape.
+    return text.encode("utf-8", "backslashreplace")
+
+
+class JSONResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json_bytes(content)
+
+
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None, with `work` cancelled, once the client disconnects."""
+    task = asyncio.create_task(work)
+    disconnected = asyncio.create_task(_wait_disconnect(receive))
+    try:
+        await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for pending in (task, disconnected):
+            pending.cancel()
+        await asyncio.gather(task, disconnected, return_exceptions=True)
+
+
+async def _wait_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

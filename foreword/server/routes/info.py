@@ -1,0 +1,62 @@
+"""GET /v1/models, /metrics and /docs"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi.responses import HTMLResponse
+
+from foreword.metrics.prometheus import CONTENT_TYPE
+from foreword.server.auth.keys import PermissionsDep
+from foreword.server.context import ServerContext, ServerDep
+from foreword.server.http import JSONResponse
+
+__all__ = ["router"]
+
+router = APIRouter()
+DOCS_PAGE = Path(__file__).parent.parent / "static" / "docs.html"  # self-contained: loads nothing remote
+
+
+@router.get("/v1/models")
+async def models(permissions: PermissionsDep, server: ServerDep) -> Response:
+    """The models that this key may use: the generating model, and the encoder if there is one."""
+    cards = [_model_card(server, name) for name in permissions.allowed_models(server.model_names)]
+    return JSONResponse({"object": "list", "data": cards})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, permissions: PermissionsDep, server: ServerDep) -> Response:
+    """Facts of one model."""
+    server.check_access(name, permissions)
+    return JSONResponse(_model_card(server, name))
+
+
+def _model_card(server: ServerContext, name: str) -> dict[str, Any]:
+    if name == server.model_name:
+        info = server.client.info  # None while the engine is loading
+        max_model_len = info.resolved.max_model_len if info is not None else None
+    else:
+        assert server.encoder is not None and server.encoder.info is not None
+        max_model_len = server.encoder.info.max_tokens
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "foreword",
+        "root": name,
+        "parent": None,
+        "max_model_len": max_model_len,
+    }
+
+
+@router.get("/metrics")
+async def metrics(server: ServerDep) -> Response:
+    """Metrics in Prometheus' text format."""
+    return Response(server.recorder.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs() -> Response:
+    return HTMLResponse(DOCS_PAGE.read_text(encoding="utf-8"))
