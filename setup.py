@@ -9,7 +9,7 @@ from setuptools.command.build_ext import build_ext
 
 
 class ParallelBuildExt(build_ext):
-    """setuptools compiles the sources of one extension one after the other; this compiles them side by side."""
+    """Compile the sources of an extension side by side; setuptools compiles them one after the other."""
 
     def build_extension(self, ext: Extension) -> None:
         compile_source = self.compiler.compile

@@ -25,6 +25,7 @@ from foreword.engine.engine import Engine
 from foreword.engine.loader import load
 from foreword.engine.overlap import OverlapLoop
 from foreword.speculation.control.cost_model import MeasuredCosts
+from tests.support.budget import examples
 from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
 from tests.support.decode_loops import TwinForward, use_overlap
 from tests.support.graph_capture_fake import GraphCapturableOps
@@ -253,7 +254,7 @@ OPTIONS = st.fixed_dictionaries(
 FAULTS = st.one_of(st.none(), st.tuples(st.sampled_from(("begin", "launch", "collect")), st.integers(1, 6)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(options=OPTIONS, visits_=visits(range(len(REQUESTS))), fault=FAULTS)
 def test_equal_while_requests_come_and_go(
     checkpoints: Checkpoints, options: dict[str, Any], visits_: list[Visit], fault: tuple[str, int] | None
@@ -261,7 +262,7 @@ def test_equal_while_requests_come_and_go(
     check_batch(checkpoints, checkpoints.engine(**options), visits_, fault)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(options=OPTIONS, visits_=visits(DEVICE_REQUESTS), fault=FAULTS)
 def test_equal_for_device_sampled_requests(
     checkpoints: Checkpoints, options: dict[str, Any], visits_: list[Visit], fault: tuple[str, int] | None

@@ -1,7 +1,7 @@
 """Every feature with every drafter: the cells of docs/features.md, one test each.
 
-All drafters run in one crowded engine: small cache, short chunks, sixteen at once. Requests name their drafter.
-The expected answer has no speculation, one request at a time, ample cache and unchunked prompts.
+All drafters run in one crowded engine: small cache, short chunks, sixteen requests at once. Each names its
+drafter. The expected answer has no speculation, one request at a time, ample cache and unchunked prompts.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from foreword.models.loader import read_model_info
 from tests.support.checkpoints import write_checkpoint
 from tests.test_layering import FILES, ROOT
 
-# Messages between our own processes, over private sockets: see docs/security.md.
-OWN_PROCESSES = {"embedding/messages.py"}
+# Messages to our own processes over private sockets: docs/security.md.
+OWN_PROCESSES = {"embedding/messages.py", "grammar/check.py", "tokenizer/chat_template.py"}
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 CALLS = {
     "eval",

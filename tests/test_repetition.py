@@ -181,8 +181,8 @@ def test_repetition_is_counted_and_logged_once(engines: Engines, caplog: pytest.
     for output, length, fate in zip(
         outputs, expected, ["finished: repetition"] * 3 + ["continuing"] * 3, strict=True
     ):
-        (line,) = [line for line in lines if f"request {output.request_id}-0 " in line]
-        assert f"{length} tokens so far" in line and "pattern of length 1" in line and fate in line
+        (line,) = [line for line in lines if f"request {output.request_id}-0: " in line]
+        assert f"pattern length 1, after {length} tokens; {fate}" in line
 
 
 def test_repetition_is_logged_while_the_request_runs(

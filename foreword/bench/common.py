@@ -1,4 +1,4 @@
-"""Prompts, modes, medians, output, and the machine's ceilings (by torch) for all benchmarks."""
+"""Prompts, modes, medians and output of all benchmarks. No torch: light commands import it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -22,16 +20,11 @@ from foreword.config.options import Config
 from foreword.core.params import SamplingParams, Speculation
 from foreword.demo import EXAMPLES
 from foreword.errors import ConfigError
-from foreword.utils.hugepages import HugePages
 
 __all__ = [
     "DEMO",
-    "MATMUL_MAKERS",
     "OFF",
-    "ONEDNN_ISA",
-    "MemoryReader",
     "PromptExample",
-    "matmul_rate",
     "modes",
     "percentile",
     "print_json",
@@ -49,9 +42,6 @@ Item = TypeVar("Item")
 OFF = "off"
 DEMO = "demo"
 MAX_TABLE_WIDTH = 180  # columns of a table that is not printed to a terminal
-ONEDNN_ISA = MappingProxyType(  # values of ONEDNN_MAX_CPU_ISA by --isa
-    {"avx512": "AVX512_CORE_BF16", "avx2": "AVX2", "portable": "SSE41"}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,40 +130,3 @@ def time_call(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
-
-
-class MemoryReader:
-    """A run of memory larger than the caches, over huge pages where the system has them."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._values = HugePages().allocate(num_bytes).view(torch.float64).fill_(1.0)
-
-    def read_bandwidth(self) -> float:
-        """Bytes/s of a sum over all of it, on torch's threads."""
-        return self._values.nbytes / time_call(self._values.sum)
-
-
-def _float_matmul(size: int, dtype: torch.dtype) -> Callable[[], object]:
-    left = torch.randn(size, size).to(dtype)
-    return lambda: left @ left
-
-
-def _int8_matmul(size: int) -> Callable[[], object]:
-    left = torch.randint(-127, 128, (size, size), dtype=torch.int8)
-    return lambda: torch._int_mm(left, left)
-
-
-MATMUL_MAKERS: Mapping[str, Callable[[int], Callable[[], object]]] = MappingProxyType(
-    {
-        "bfloat16": lambda size: _float_matmul(size, torch.bfloat16),
-        "int8": _int8_matmul,
-        "float32": lambda size: _float_matmul(size, torch.float32),
-    }
-)
-
-
-def matmul_rate(dtype: str, size: int, rounds: int) -> float:
-    """Operations/s (a multiply-add is two) of torch's square products, the best of the rounds."""
-    product = MATMUL_MAKERS[dtype](size)
-    product()
-    return 2 * size**3 / min(time_call(product) for _ in range(rounds))

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foreword.bench.common import ONEDNN_ISA, MemoryReader, matmul_rate, print_json, print_table, time_call
+from foreword.bench.common import print_json, print_table, time_call
 from foreword.bench.inputs import BLOCK_SIZE, VOCAB_SIZE, RandomInputs, sampling_ops
+from foreword.bench.roofline import ONEDNN_ISA, MemoryReader, matmul_rate
 from foreword.bench.shapes import PARTS, WEIGHT_FORMATS, ModelShape, WeightMatrix, read_shape
 from foreword.cli.terminal import track_progress
 from foreword.core.batch import Batch

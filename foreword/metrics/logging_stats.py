@@ -125,7 +125,7 @@ def format_repetition(request: Request, event: TokenEvent, repetition: Repetitio
     """The log line of a request with repetitive output, without its text."""
     outcome = "continuing" if event.finish_reason is None else f"finished: {event.finish_reason}"
     return (
-        f"request {request.id}: repetitive output, pattern of {repetition.pattern_len} tokens after "
+        f"request {request.id}: repetitive output, pattern length {repetition.pattern_len}, after "
         f"{event.index + repetition.num_tokens} tokens; {outcome} (on_runaway {request.params.on_runaway})"
     )
 

@@ -90,7 +90,7 @@ def test_unsupported_image_processor_fails(tmp_path: Path, capsys: pytest.Captur
     )
     code, text = check(capsys, str(path))
     assert code == 1
-    assert "no   images:" in text and "must be the 28 pixels of the vision encoder" in text
+    assert "no   images:" in text and "must give 28 x 28 pixels, the size of the vision encoder" in text
 
 
 def test_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -217,6 +217,7 @@ def test_invalid_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "does not answer" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_run_in_this_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +304,7 @@ def restore_sigint() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.full
 def test_ctrl_c_leaves_a_file_to_continue(tmp_path: Path) -> None:
     source = write(tmp_path / "in", *(chat(f"r{i}") for i in range(200)))
     words = ["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--concurrency", "8", "--url"]

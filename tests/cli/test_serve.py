@@ -60,6 +60,7 @@ def engine_pid(server: ServerProcess) -> int:
     return children(spawner)[-1]
 
 
+@pytest.mark.full
 def test_printed_curl_line_works(plain_server: ServerProcess) -> None:
     (line,) = [line.removeprefix("try: ") for line in plain_server.banner_lines if line.startswith("try: ")]
     words = shlex.split(line)
@@ -78,6 +79,7 @@ def test_start_up_lines(plain_server: ServerProcess) -> None:
     assert kinds[:4] == ["loaded", "memory", "address", "try"]
 
 
+@pytest.mark.full
 def test_speculation_off_is_not_mentioned(plain_server: ServerProcess) -> None:
     assert ask(plain_server.url).status_code == 200
     time.sleep(2.2)  # so that a throughput line is due
@@ -103,6 +105,7 @@ def test_sigterm_exits_with_0_and_ends_the_engine(tiny: Path) -> None:
         os.kill(engine, 0)
 
 
+@pytest.mark.full
 def test_dead_engine_exits_with_1(tmp_path: Path) -> None:
     """Open requests get an error and /health answers 503 before the process exits."""
     path = write_checkpoint(tmp_path / "gone")
@@ -147,6 +150,7 @@ def long_context_model(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return Config(model=str(path), speculate="off", on_runaway="off", kv_cache_memory="66000tokens")
 
 
+@pytest.mark.full
 def test_sigterm_drains_or_fails_open_answers(long_context_model: Config) -> None:
     """Meanwhile /health is 503 and new requests are refused; the exit code is 0."""
     log_text: list[str] = []
@@ -168,6 +172,7 @@ def test_sigterm_drains_or_fails_open_answers(long_context_model: Config) -> Non
     assert log_text[-2] == "data: [DONE]" and '"code":"shutting_down"' in log_text[-4]
 
 
+@pytest.mark.full
 def test_second_signal_does_not_wait(long_context_model: Config) -> None:
     log_text: list[str] = []
     with ServerProcess(long_context_model, ["--drain-timeout", "3600"]) as server:
@@ -185,6 +190,7 @@ def test_second_signal_does_not_wait(long_context_model: Config) -> None:
 # Start
 
 
+@pytest.mark.full
 def test_server_listens_while_loading(tiny: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -210,6 +216,7 @@ def test_server_listens_while_loading(tiny: Path) -> None:
     assert seen[-1] == ("ok", 200) and "address: " in log_text and process.returncode == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

@@ -14,6 +14,7 @@ from foreword.core.repetition import PATTERN_LIMITS, Repetition, RepetitionDetec
 from foreword.core.request import FinishResult, Request, RequestState
 from foreword.demo import MODEL
 from foreword.tokenizer.tokenizer import Tokenizer
+from tests.support.budget import examples
 from tests.support.fakes import byte_tokenizer
 from tests.support.repetition_samples import sample
 
@@ -91,7 +92,7 @@ def test_one_token_below_the_limit_is_allowed() -> None:
 
 
 @given(seed=st.integers(0, 10_000), preamble=st.integers(0, 600), pattern=st.integers(1, 140))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6))
 def test_detector_matches_the_definition(seed: int, preamble: int, pattern: int) -> None:
     tokens = looping(pattern, preamble, 450, seed)
     assert detect(tokens) == brute_force(tokens)
@@ -101,7 +102,7 @@ def test_detector_matches_the_definition(seed: int, preamble: int, pattern: int)
     st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=17), st.integers(1, 9)), max_size=9),
     st.lists(st.integers(1, 12), min_size=1, max_size=5),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_nested_loops_match_the_definition(parts: list[tuple[list[int], int]], sizes: list[int]) -> None:
     """Small limits, so that patterns start and break off often; fed in runs of any size."""
     tokens = [token for words, times in parts for token in words * times] or [0]

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from foreword import demo
+from tests.support.budget import examples
 
 FOLDERS = (demo.MODEL, demo.DRAFTER)
 FILES = (
@@ -70,7 +71,7 @@ def test_eos_token_is_consistent() -> None:
         assert read_json(folder / "generation_config.json")["eos_token_id"] == end
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.text(st.characters(exclude_categories=("Cs",)), max_size=60))
 def test_tokenizer_round_trips_text(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids

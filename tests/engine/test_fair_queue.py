@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from foreword.core.request import RequestState
 from foreword.engine.queue import FairQueue
+from tests.support.budget import examples
 from tests.support.scheduler_simulation import SchedulerSimulation, make_request, noisy_drafter
 
 MAX_TOKENS = 40  # maximum tokens of a request
@@ -90,7 +91,7 @@ def play(moves: list[tuple[object, ...]]) -> Iterator[Queue]:
         yield queue
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(moves)
 def test_flow_is_served_in_order_of_arrival(moves: list[tuple[object, ...]]) -> None:
     for queue in play(moves):
@@ -99,7 +100,7 @@ def test_flow_is_served_in_order_of_arrival(moves: list[tuple[object, ...]]) -> 
             assert arrivals == sorted(arrivals)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(moves)
 def test_flow_is_passed_over_by_a_bounded_amount(moves: list[tuple[object, ...]]) -> None:
     """While a flow's first request waits, another flow starts at most its owed share and one request more."""
@@ -144,7 +145,7 @@ def test_idle_flow_saves_up_no_share() -> None:
     assert sum(state.request.fairness_key == "b" for state in queue.started) in (5, 6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(moves)
 def test_single_flow_is_served_in_order_of_arrival(moves: list[tuple[object, ...]]) -> None:
     alone = [(name, "a", *rest[1:]) if name == "add" else (name, *rest) for name, *rest in moves]
@@ -153,7 +154,7 @@ def test_single_flow_is_served_in_order_of_arrival(moves: list[tuple[object, ...
         assert arrivals == sorted(arrivals)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(moves)
 def test_idle_flows_are_pruned(moves: list[tuple[object, ...]]) -> None:
     queue = Queue()

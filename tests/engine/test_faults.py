@@ -223,6 +223,7 @@ def test_failed_pooling_pass_is_retried(
     assert faults.steps and not engine.step().stats.faults
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fault",
     [

@@ -29,6 +29,7 @@ from foreword.engine.profiler import (
 )
 from foreword.errors import ConfigError
 from foreword.models.loader import read_model_info
+from tests.support.budget import examples
 from tests.support.checkpoints import write_checkpoint, write_drafter
 from tests.support.graph_capture_fake import BLOCK_SIZE, CONTEXT_LEN, GraphCapturableOps
 from tests.support.vision_checkpoints import write_vision_checkpoint
@@ -85,7 +86,7 @@ class ScriptedSteps:
         self.meter.hold(self.sizes[name])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     others=st.integers(0, 20 * GIB),
     weights=st.integers(0, 20 * GIB),

@@ -142,6 +142,7 @@ def test_vector_is_exact_with_prefix_cache(checkpoint: Path) -> None:
     assert tokens_of(events) == tokens_of(run(other)["after"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("draft_length", ["adaptive", "fixed"])
 def test_drafters_skip_pooling_requests(checkpoint: Path, draft_length: str) -> None:
     """A generation has drafts meanwhile, and the same tokens as alone."""

@@ -14,6 +14,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.core.structured import RequestGrammar
 from foreword.engine.queue import PendingGrammar, PendingGrammars, UnencodedImages, WaitingQueue
+from tests.support.budget import examples
 from tests.support.scheduler_simulation import (
     VOCAB,
     FakeVisionEncoder,
@@ -45,7 +46,7 @@ def waiting_state(name: str, arrival: int, **changes: object) -> RequestState:
     return RequestState(image_request(name, arrival, 3, **changes), arrival, LENGTH)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     images=st.lists(
         st.tuples(st.integers(0, 9), st.integers(1, 10), st.integers(1, 3)), max_size=12

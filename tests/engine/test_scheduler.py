@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.core.request import RequestState
+from tests.support.budget import examples
 from tests.support.scheduler_simulation import (
     VOCAB,
     SchedulerSimulation,
@@ -35,7 +36,7 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     arrivals=arrivals,
     num_blocks=st.integers(6, 14),
@@ -85,7 +86,7 @@ def test_every_request_gets_its_own_tokens(
             assert simulation.outputs[request.id] == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     arrivals=arrivals,
     num_blocks=st.integers(6, 14),
@@ -146,7 +147,7 @@ image_arrivals = st.lists(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250))
 @given(
     arrivals=image_arrivals,
     num_blocks=st.integers(8, 20),

@@ -151,6 +151,7 @@ async def test_crash_while_idle_restarts_the_engine(
         assert got["greedy"] == undisturbed["greedy"]
 
 
+@pytest.mark.full
 async def test_dead_fork_server_is_replaced(client: SubprocessClient, undisturbed: dict[str, Answer]) -> None:
     fork_server = client._fork_server._process
     assert fork_server is not None and client.pid is not None
@@ -206,6 +207,7 @@ async def test_aborted_poison_requests_do_not_end_the_client(client: SubprocessC
     assert isinstance(await last_event(client, make_request("after")), TokenEvent)
 
 
+@pytest.mark.full
 async def test_engine_that_always_crashes_is_given_up(checkpoint: Path) -> None:
     """Even if each crash has another request to blame."""
     client = make_client(checkpoint, entry="tests.support.restart_fails_engine")
@@ -221,6 +223,7 @@ async def test_engine_that_always_crashes_is_given_up(checkpoint: Path) -> None:
     await client.close()
 
 
+@pytest.mark.full
 async def test_deadlines_hold_while_the_engine_is_stopped(client: SubprocessClient) -> None:
     await collect_answers(client, [make_request("well")])
     pid = client.pid
@@ -252,6 +255,7 @@ async def test_stats_count_open_requests_during_restart(client: SubprocessClient
     ].oldest_running_seconds >= 100
 
 
+@pytest.mark.full
 async def test_stopped_fork_server_is_replaced(
     client: SubprocessClient, undisturbed: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +287,7 @@ async def test_unreadable_vocabulary_fails_its_request_only(
     assert got == {kind: undisturbed[kind] for kind in ("greedy", "grammar")}
 
 
+@pytest.mark.full
 async def test_restart_without_descriptors_is_retried(
     client: SubprocessClient, undisturbed: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +306,7 @@ async def test_restart_without_descriptors_is_retried(
     assert got["greedy"] == undisturbed["greedy"] and next(results, create) is create
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", ["stopped", "locked"])
 async def test_close_does_not_wait_for_a_hung_engine(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, fault: str
@@ -372,6 +378,7 @@ async def test_failing_callbacks_lose_no_event(
     assert got == undisturbed
 
 
+@pytest.mark.full
 async def test_hung_engine_is_restarted(checkpoint: Path, undisturbed: dict[str, Answer]) -> None:
     """One hangs in a step, the other is stopped."""
     client = make_client(checkpoint, hang_timeout=2.0)
@@ -385,6 +392,7 @@ async def test_hung_engine_is_restarted(checkpoint: Path, undisturbed: dict[str,
     assert "step" in reasons[0] and "heartbeat" in reasons[1]
 
 
+@pytest.mark.full
 async def test_briefly_stopped_engine_goes_on(
     client: SubprocessClient, undisturbed: dict[str, Answer]
 ) -> None:
@@ -403,6 +411,7 @@ async def test_briefly_stopped_engine_goes_on(
     assert client.pid == pid
 
 
+@pytest.mark.full
 async def test_engine_that_cannot_restart_is_given_up(checkpoint: Path, tmp_path: Path) -> None:
     moved = write_checkpoint(tmp_path / "model", "llama", seed=5)
     client = make_client(moved)
@@ -422,6 +431,7 @@ async def test_engine_that_cannot_restart_is_given_up(checkpoint: Path, tmp_path
     await client.close()
 
 
+@pytest.mark.full
 async def test_changed_checkpoint_is_not_resumed(checkpoint: Path, tmp_path: Path) -> None:
     changed = write_checkpoint(tmp_path / "model", "llama", seed=5)
     client = make_client(changed)
@@ -434,6 +444,7 @@ async def test_changed_checkpoint_is_not_resumed(checkpoint: Path, tmp_path: Pat
     await client.close()
 
 
+@pytest.mark.full
 async def test_engine_killed_while_loading_is_a_config_error(checkpoint: Path) -> None:
     client = make_client(checkpoint, entry="tests.support.start_fails_engine")
     with pytest.raises(ConfigError, match=r"while it was loading.*signal 9"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.core.images import PromptImage
@@ -315,7 +315,6 @@ events = st.one_of(
 
 
 @given(st.lists(events, max_size=40))
-@settings(deadline=None)
 def test_answers_are_complete_after_any_crashes(script: list[tuple[str, int]]) -> None:
     service = Service()
     names = iter("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
@@ -344,7 +343,6 @@ def test_answers_are_complete_after_any_crashes(script: list[tuple[str, int]]) -
 
 
 @given(st.sets(st.sampled_from("abcdef"), max_size=3), st.lists(st.integers(1, 4), max_size=8))
-@settings(deadline=None)
 def test_only_poison_requests_are_refused(poison: set[str], bursts: list[int]) -> None:
     service = Service(frozenset(poison))
     for name in "abcdef":

@@ -20,6 +20,7 @@ from foreword.executor.decode_loop import DecodeSlot, DeviceDecodeLoop
 from foreword.executor.draft_loop import INITIAL_DRAFT_CAPACITY
 from foreword.executor.graph_runner import GraphRunner
 from foreword.speculation.drafters.draft_model import DraftState
+from tests.support.budget import examples
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint, write_drafter
 from tests.support.graph_capture_fake import (
     BLOCK_SIZE,
@@ -144,7 +145,7 @@ def compare(
 
 
 @given(states=requests(), name=st.sampled_from([None, "equal", "near", "wide", "narrow"]), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_decode_loop_equals_host_decoding(
     beds: Beds, states: list[RequestState], name: str | None, data: st.DataObject
 ) -> None:

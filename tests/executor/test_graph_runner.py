@@ -25,6 +25,7 @@ from foreword.kernels.ops import DraftJob, DraftLoop, DraftTokens
 from foreword.sampling.sampler import Sampler
 from foreword.speculation.base import DraftRequest
 from foreword.speculation.drafters.draft_model import DraftState, EagerDraftLoop
+from tests.support.budget import examples
 from tests.support.checkpoints import VOCAB_SIZE, write_drafter
 from tests.support.fakes import extended
 from tests.support.graph_capture_fake import (
@@ -97,7 +98,7 @@ def steps(draw: st.DrawFn) -> list[Batch]:
 
 
 @given(batches=steps())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_captured_pass_equals_eager_pass(
     beds: tuple[GraphTestBed, GraphTestBed], batches: list[Batch]
 ) -> None:
@@ -205,7 +206,7 @@ def drafts(draw: st.DrawFn) -> list[tuple[DraftRequest, DraftJob]]:
 
 
 @given(pairs=drafts())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_captured_draft_equals_eager_draft(
     beds: tuple[GraphTestBed, GraphTestBed], pairs: list[tuple[DraftRequest, DraftJob]]
 ) -> None:

@@ -36,6 +36,7 @@ def _workers(checker: GrammarChecker) -> list[int]:
     return [worker.process.pid for worker in checker._pool.workers if worker.process is not None]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_hostile(checker: GrammarChecker, name: str) -> None:
     if name in REJECTED:

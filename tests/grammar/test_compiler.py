@@ -14,6 +14,7 @@ from foreword.core.structured import CONSTRAINT_TYPES, StructuredOutput
 from foreword.errors import InvalidRequest
 from foreword.grammar.compiler import to_llguidance
 from foreword.grammar.manager import GrammarManager
+from tests.support.budget import examples
 from tests.support.grammar_walks import EOS, begin_request, is_legal, random_walk, tokenizer
 
 EXAMPLES = {
@@ -64,7 +65,7 @@ REGEXES = st.lists(
 ).map(lambda parts: "".join(f"(?:{atom}){times}" for atom, times in parts))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(regex=REGEXES, seed=st.integers(0, 2**32))
 def test_random_output_matches_the_regex(grammars: GrammarManager, regex: str, seed: int) -> None:
     output = random_walk(
@@ -74,7 +75,7 @@ def test_random_output_matches_the_regex(grammars: GrammarManager, regex: str, s
         assert re.fullmatch(regex, tokenizer().decode(output[:-1]), re.ASCII)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(choices=st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=5), seed=st.integers(0, 2**32))
 def test_choices_may_hold_any_characters(grammars: GrammarManager, choices: list[str], seed: int) -> None:
     choices = [text.encode("utf-8", "replace").decode() for text in choices]

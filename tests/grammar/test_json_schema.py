@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from foreword.core.structured import StructuredOutput
 from foreword.grammar.json_schema import GrammarError, convert_schema_text
 from foreword.grammar.manager import GrammarManager
+from tests.support.budget import examples
 from tests.support.grammar_walks import EOS, begin_request, encode, is_legal, random_walk, tokenizer
 
 
@@ -133,7 +134,7 @@ def test_compact_formatting_is_legal(grammars: GrammarManager) -> None:
     assert not is_legal(grammars, StructuredOutput("json_object", whitespace=False), spaced)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(seed=st.integers(0, 2**32))
 def test_whitespace_ends(grammars: GrammarManager, seed: int) -> None:
     """A walk of whitespace tokens only comes to an end."""
@@ -166,7 +167,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(value=JSON, indent=st.sampled_from([None, 2, "\t"]))
 def test_any_json_value_is_legal(grammars: GrammarManager, value: Any, indent: Any) -> None:
     assert is_legal(grammars, _schema({}), json.dumps(value, indent=indent, ensure_ascii=False))
@@ -232,7 +233,7 @@ def _inner(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SCHEMAS = st.recursive(LEAVES, _inner, max_leaves=6)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
 def test_answers_conform(grammars: GrammarManager, schema: dict[str, Any], seed: int) -> None:
     full = {**schema, "$defs": {"word": {"type": "string", "pattern": "^[a-z]{1,5}$"}}}

@@ -18,6 +18,7 @@ from foreword.core.structured import StructuredOutput
 from foreword.grammar import compiler as compiler_module
 from foreword.grammar.limits import parser_limits
 from foreword.grammar.manager import GrammarManager
+from tests.support.budget import examples
 from tests.support.grammar_walks import (
     EOS,
     begin_request,
@@ -71,7 +72,7 @@ def _conforms(name: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(seed=SEEDS)
 def test_random_output_conforms(grammars: GrammarManager, name: str, seed: int) -> None:
     output = random_walk(begin_request(grammars, CASES[name]), random.Random(seed))
@@ -80,7 +81,7 @@ def test_random_output_conforms(grammars: GrammarManager, name: str, seed: int) 
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(seed=SEEDS, at=st.integers(0, 30))
 def test_num_legal_of_one_token_agrees_with_the_mask(
     grammars: GrammarManager, name: str, seed: int, at: int
@@ -95,7 +96,7 @@ def test_num_legal_of_one_token_agrees_with_the_mask(
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(seed=SEEDS, at=st.integers(0, 20), wrong=st.integers(0, 40), noise=st.integers(0, 1535))
 def test_num_legal_of_a_draft_agrees_with_its_masks(
     grammars: GrammarManager, name: str, seed: int, at: int, wrong: int, noise: int
@@ -119,7 +120,7 @@ def test_num_legal_of_a_draft_agrees_with_its_masks(
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(seed=SEEDS, length=st.integers(0, 12), use_first=st.booleans())
 def test_mask_is_equal_on_all_ways_to_compute_it(
     grammars: GrammarManager, name: str, seed: int, length: int, use_first: bool
@@ -149,7 +150,7 @@ def test_mask_is_equal_on_all_ways_to_compute_it(
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(seed=SEEDS, max_tokens=st.integers(1, 12))
 def test_forced_tokens_are_the_only_legal_text_except_whitespace(
     grammars: GrammarManager, name: str, seed: int, max_tokens: int

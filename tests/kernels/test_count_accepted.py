@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from foreword.kernels.reference.decode_ops import count_accepted
 from foreword.sampling.verify import verify
+from tests.support.budget import examples
 
 
 @st.composite
@@ -29,7 +30,7 @@ def verified(sampled: torch.Tensor, drafts: torch.Tensor, num_draft: torch.Tenso
 
 
 @given(batches())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_count_accepted_equals_verify(batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     accepted = count_accepted(*batch)
     assert accepted.dtype == torch.int64 and accepted.tolist() == verified(*batch)

@@ -15,6 +15,7 @@ from torch import Tensor
 from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
+from tests.support.budget import examples
 from tests.support.cpu_kernels import cpu_ops_by_threads, randn, same_bits
 
 SPLIT = 512  # positions, as in attention.h
@@ -161,6 +162,7 @@ def test_attention_is_softmax_over_visible_positions(
         assert (actual - exact).abs().max() <= max(2 * (rounded - exact).abs().max(), 2e-6)
 
 
+@pytest.mark.full
 @each_isa
 @each_cache
 @pytest.mark.parametrize("window", [None, 1, 64, 513, 600])
@@ -191,7 +193,7 @@ def test_block_placement_changes_no_bit(isa: str, block_size: int):
 
 
 @each_isa
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(
     spans=st.lists(st.tuples(st.integers(0, 1100), st.integers(1, 40)), min_size=1, max_size=5),
     heads=st.sampled_from([2, 8, 14]),

@@ -17,6 +17,7 @@ from foreword.kernels.cpu.library import FORMAT_IDS as KIND_NUMBERS
 from foreword.kernels.cpu.library import Weight, load_library, supported_isas
 from foreword.kernels.ops import QuantizedBlocks
 from foreword.kernels.quantization import dequantize
+from tests.support.budget import examples
 
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = (torch.float32, torch.bfloat16)
@@ -154,7 +155,7 @@ def test_zero_rows_and_small_shapes(isa: str, kind: str) -> None:
     assert ops.linear(torch.full((1, 1), 2.0), packed).tolist() == [[6.0]]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     n=st.integers(1, 70),
     k=st.integers(1, 150),
@@ -174,7 +175,7 @@ def test_random_shapes(isa: str, kind: str, n: int, k: int, rows: int, place: in
     assert torch.equal(bits(ops.linear(x[row : row + 1], packed, torch.float32)), bits(out[row : row + 1]))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(n=st.integers(1, 40), k=st.integers(1, 100), seed=st.integers(0, 99))
 @pytest.mark.parametrize("source", KINDS)
 @pytest.mark.parametrize("kind", KINDS)

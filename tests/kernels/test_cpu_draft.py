@@ -24,6 +24,7 @@ from foreword.sampling.sampler import Sampler
 from foreword.speculation.base import DraftRequest
 from foreword.speculation.drafters.draft_model import DraftState, EagerDraftLoop
 from tests.kernels.test_cpu_program import BLOCK_SIZE, NUM_BLOCKS, VOCAB, SmallModel
+from tests.support.budget import examples
 from tests.support.fakes import extended
 
 pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
@@ -90,7 +91,7 @@ def drafts(draw: st.DrawFn) -> list[tuple[DraftRequest, DraftJob]]:
 
 
 @given(pairs=drafts(), isa=st.sampled_from(supported_isas()), threads=st.integers(1, 2))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_draft_equals_single_passes(
     pairs: list[tuple[DraftRequest, DraftJob]], isa: str, threads: int
 ) -> None:

@@ -16,6 +16,7 @@ from foreword.core.batch import KVLayer
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.ops import MRopeSections
+from tests.support.budget import examples
 from tests.support.cpu_kernels import cpu_ops_by_threads, randn, same_bits
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -204,7 +205,7 @@ def test_bfloat16_rounds_to_even_and_keeps_nan(isa: str, dtype: torch.dtype):
 
 @each_isa
 @each_type
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(width=st.integers(1, 70), count=st.integers(1, 20), scale=st.sampled_from([1.0, 0.25]))
 def test_embedding(isa: str, dtype: torch.dtype, width: int, count: int, scale: float):
     ops = cpu_ops_by_threads(isa)[1]

@@ -15,6 +15,7 @@ from torch import Tensor
 from foreword.kernels.cpu.library import load_library
 from foreword.kernels.cpu.sampling import NativeSampling
 from foreword.kernels.reference.sampling import ReferenceSampling, noise
+from tests.support.budget import examples
 from tests.support.kernel_rows import NON_FINITE_KINDS, ROW_KINDS, make_row, random_rows, same_bits
 
 REFERENCE = ReferenceSampling()
@@ -115,7 +116,7 @@ def assert_equal(native: NativeSampling, logits: Tensor, k: int, p: float, seed:
     seed=st.integers(-(2**63), 2**63 - 7),
     position=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_native_sampling_equals_reference(
     native: NativeSampling, logits: Tensor, k: int, p: float, seed: int, position: int
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from foreword.kernels.cpu.library import load_library
 from foreword.speculation.drafters.suffix import SuffixIndex
+from tests.support.budget import examples
 from tests.support.suffix_index import MAX_CHAIN, PythonSuffixIndex, TokenRing
 
 NUM_TOKENS = 6  # few, so that much matches
@@ -62,7 +63,7 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     st.sampled_from([0, 64, 65, 100, 500]),
     st.lists(st.integers(0, NUM_TOKENS), max_size=1),

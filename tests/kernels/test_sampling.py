@@ -13,6 +13,7 @@ from torch import Tensor
 
 from foreword.kernels.portable_math import exp_fixed_point, log
 from foreword.kernels.reference.sampling import ReferenceSampling, gumbel, noise, philox
+from tests.support.budget import examples
 from tests.support.kernel_rows import NON_FINITE_KINDS, ROW_KINDS, make_row, random_rows, same_bits
 
 OPS = ReferenceSampling()
@@ -81,14 +82,14 @@ def test_noise_depends_on_seed_position_and_id_alone() -> None:
 
 
 @given(random_rows(ROW_KINDS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_log_sum_exp_matches_high_precision(logits: Tensor) -> None:
     exact = torch.logsumexp(logits.double(), dim=1)
     assert torch.allclose(OPS.log_sum_exp(logits).double(), exact, rtol=1e-6, atol=1e-6)
 
 
 @given(random_rows(ROW_KINDS), st.integers(1, 20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_top_ids_and_top_k_rank_by_value_then_id(logits: Tensor, k: int) -> None:
     k = min(k, logits.shape[1])
     top = OPS.top_ids(logits, k).tolist()
@@ -102,7 +103,7 @@ def test_top_ids_and_top_k_rank_by_value_then_id(logits: Tensor, k: int) -> None
 
 
 @given(random_rows(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_mask_keeps_ids_whose_bit_is_set(logits: Tensor, data: st.DataObject) -> None:
     """NaN and +inf stay for any mask."""
     width = logits.shape[1]
@@ -120,7 +121,7 @@ def test_mask_keeps_ids_whose_bit_is_set(logits: Tensor, data: st.DataObject) ->
 
 
 @given(random_rows(ROW_KINDS), st.floats(0.001, 0.999))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_top_p_keeps_the_id_that_crosses_the_bound(logits: Tensor, p: float) -> None:
     cut = logits.clone()
     OPS.apply_top_p(cut, torch.full((len(cut),), p, dtype=torch.float64))
@@ -134,7 +135,7 @@ def test_top_p_keeps_the_id_that_crosses_the_bound(logits: Tensor, p: float) -> 
 
 
 @given(random_rows(ROW_KINDS), st.floats(0.0, 1.0))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_min_p_compares_with_the_maximum(logits: Tensor, p: float) -> None:
     cut = logits.clone()
     OPS.apply_min_p(cut, torch.full((len(cut),), p, dtype=torch.float64))
@@ -146,7 +147,7 @@ def test_min_p_compares_with_the_maximum(logits: Tensor, p: float) -> None:
 
 
 @given(random_rows(ROW_KINDS), st.floats(0.001, 0.999))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_typical_p_keeps_typical_ids(logits: Tensor, p: float) -> None:
     cut = logits.clone()
     OPS.apply_typical_p(cut, torch.full((len(cut),), p, dtype=torch.float64))
@@ -163,7 +164,7 @@ def test_typical_p_keeps_typical_ids(logits: Tensor, p: float) -> None:
 
 
 @given(random_rows(ROW_KINDS), st.floats(0.01, 4.0))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_top_n_sigma_counts_deviations(logits: Tensor, n: float) -> None:
     cut = logits.clone()
     OPS.apply_top_n_sigma(cut, torch.full((len(cut),), n, dtype=torch.float64))
@@ -178,7 +179,7 @@ def test_top_n_sigma_counts_deviations(logits: Tensor, n: float) -> None:
 
 
 @given(random_rows(ROW_KINDS), st.floats(0.0, 1.0), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_xtc_excludes_all_likely_ids_but_the_last(logits: Tensor, threshold: float, seed: int) -> None:
     count = len(logits)
     cut, never = logits.clone(), logits.clone()
@@ -207,7 +208,7 @@ def test_xtc_coin_has_its_probability_and_its_own_noise() -> None:
 
 
 @given(random_rows(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_biases_are_added_and_penalties_applied(logits: Tensor, data: st.DataObject) -> None:
     count, width = logits.shape
     ids = [data.draw(st.lists(st.integers(0, width + 3), unique=True, max_size=5)) for _ in range(count)]

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 from foreword.kv_cache.block_pool import BlockPool
 from foreword.kv_cache.prefix_cache import extend_hashes
+from tests.support.budget import examples
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     st.integers(1, 6),
     st.lists(

@@ -19,6 +19,7 @@ from foreword.models import loader
 from foreword.models.base import Precision
 from foreword.models.device_loader import DeviceLoader, FileSpan
 from foreword.models.loader import load_model
+from tests.support.budget import examples
 from tests.support.checkpoints import write_checkpoint
 from tests.support.forward_helpers import ForwardHelper
 from tests.support.gguf_files import Kind, write_gguf
@@ -31,7 +32,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     spans=st.lists(st.tuples(st.integers(0, 9_000), st.integers(0, 1_000)), min_size=1, max_size=12),
     buffer_bytes=st.integers(1, 400),

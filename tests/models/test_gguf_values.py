@@ -16,6 +16,7 @@ from foreword.errors import CheckpointError
 from foreword.models import loader
 from foreword.models.gguf.config import NOOP_VALUES
 from foreword.models.gguf.reader import GGUFFile, open_gguf
+from tests.support.budget import examples
 from tests.support.checkpoints import FAMILIES, write_checkpoint
 from tests.support.gguf_files import write_gguf
 
@@ -112,7 +113,7 @@ def test_any_value_is_accepted_or_refused(
                 assert info.parameters == parameters and 0 < info.context_len < 2**60, (key, value)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(sorted(FAMILIES)),
     st.sampled_from(["none", "linear", "yarn", "longrope"]),

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from foreword.errors import CheckpointError
 from foreword.models.mmap_file import MappedFile
 from foreword.models.safetensors import SafetensorsFile
+from tests.support.budget import examples
 
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).view(2, 3),
@@ -120,7 +121,7 @@ def test_missing_file_is_named(tmp_path: Path):
         SafetensorsFile(tmp_path / "x.safetensors")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(data=st.data())
 def test_flipped_bytes_never_crash(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
     path = tmp_path_factory.mktemp("flipped") / "x.safetensors"

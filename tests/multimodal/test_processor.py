@@ -30,6 +30,7 @@ from foreword.models.base import Precision
 from foreword.models.loader import VISION_MODELS, load_model
 from foreword.multimodal.limits import MAX_ASPECT_RATIO
 from foreword.multimodal.processor import PROCESSORS, ImageProcessor, read_processor
+from tests.support.budget import examples
 from tests.support.image_files import random_drawing
 from tests.support.vision_checkpoints import VISION_FAMILIES, write_vision_checkpoint
 
@@ -94,7 +95,7 @@ def sizes(limit: int = 300) -> st.SearchStrategy[tuple[int, int]]:
     ).filter(lambda size: max(size) <= MAX_ASPECT_RATIO * min(size))
 
 
-FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 LLAVA_KINDS: dict[str, tuple[type[PilBackend], dict[str, Any]]] = {
     "clip": (CLIPImageProcessorPil, CLIP),
     "clip-padded": (CLIPImageProcessorPil, {**CLIP, "size": {"shortest_edge": 40}}),
@@ -180,7 +181,7 @@ def both(
     return require_processor(path), AutoProcessor.from_pretrained(path)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(size=sizes())
 def test_num_tokens_equals_transformers(both: tuple[ImageProcessor, Any], size: tuple[int, int]) -> None:
     ours, hf_processor = both

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from foreword.core.params import MAX_REPEAT_LEN
 from foreword.sampling.dry import SuffixRepeats
+from tests.support.budget import examples
 
 BREAKERS = ((7,), (5, 6), (4, 4, 6))
 IDS = st.integers(0, 7) | st.integers(0, 2)
@@ -51,7 +52,7 @@ def continued(repeats: SuffixRepeats, draft: list[int], allowed: int, window: in
     allowed=st.integers(0, 4),
     window=st.sampled_from([-1, 0, 1, 5, 30, 10**6]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_continuations_match_a_search(
     runs: list[list[int]],
     drafts: list[list[int]],

@@ -12,6 +12,7 @@ from torch import Tensor
 from foreword.core.batch import SampleRow
 from foreword.kernels.reference.sampling import ReferenceSampling
 from foreword.sampling.logits_processors import PIPELINE, active_processors
+from tests.support.budget import examples
 from tests.support.sample_rows import EOS, JSON, VOCAB_SIZE, EveryThirdGrammar, apply, make_row, make_state
 
 OPS = ReferenceSampling()
@@ -183,7 +184,7 @@ def test_processors_run_in_order() -> None:
     ids=lambda asked: next(iter(asked)),
 )
 @given(draft=st.lists(IDS, max_size=6), output=st.lists(IDS, max_size=6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_draft_history_equals_committed_history(asked: Ours, draft: list[int], output: list[int]) -> None:
     values = logits()
     drafted = make_row(draft=draft, output=output, **asked)

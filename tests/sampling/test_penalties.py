@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.sampling.penalties import PenaltyState, TokenCounts
+from tests.support.budget import examples
 
 IDS = st.integers(0, 9) | st.integers(0, 2000)
 
@@ -19,7 +20,7 @@ IDS = st.integers(0, 9) | st.integers(0, 2000)
     drafts=st.lists(st.lists(IDS, max_size=4), max_size=3),
     begin=st.integers(0, 5),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_counts_match_a_full_count(runs: list[list[int]], drafts: list[list[int]], begin: int) -> None:
     summary, text = TokenCounts(begin), [0] * begin
     for run in runs:

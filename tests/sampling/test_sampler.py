@@ -16,6 +16,7 @@ from foreword.kernels.reference.sampling import ReferenceSampling
 from foreword.kernels.registry import select_backend
 from foreword.sampling.sampler import ALL_MASKED, NON_FINITE, Sampler, SamplerOutput
 from tests.support import kernel_rows as kinds
+from tests.support.budget import examples
 from tests.support.sample_rows import (
     EOS,
     JSON,
@@ -80,7 +81,7 @@ def line(sampled: SamplerOutput, r: int) -> tuple[int, TokenLogprob | None, int]
     ),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_row_result_does_not_depend_on_the_batch(
     sampler: Sampler, chosen: list[tuple[int, list[int], str]], seed: int
 ) -> None:

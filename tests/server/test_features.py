@@ -121,6 +121,7 @@ def without_prediction(result: dict[str, Any]) -> dict[str, Any]:
     return {**result, "usage": cached}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("feature", FEATURES)
 def test_stream_and_speculation_change_no_answer(server: RunningServer, feature: str) -> None:
     body = body_of(FEATURES[feature])

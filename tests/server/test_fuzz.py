@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from foreword.server.protocol.chat import ChatBody
 from foreword.server.protocol.completions import CompletionBody
 from tests.server.conftest import RunningServer
+from tests.support.budget import examples
 
 SCALARS = st.one_of(
     st.none(),
@@ -49,7 +50,7 @@ BODIES = bodies(ChatBody, {"messages": MESSAGES | VALUES}).map(
 
 
 @given(BODIES)
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_body_is_answered_or_refused(served: RunningServer, case: tuple[str, dict[str, Any]]) -> None:
     path, body = case
     reply = served.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})

@@ -191,6 +191,7 @@ def test_slow_head_times_out(strict_server: RunningServer) -> None:
         assert status_of(send_slowly(raw, b"GET /live HTTP/1.1\r\n" + b"A: b\r\n" * 100, 0.05)) == 408
 
 
+@pytest.mark.full
 def test_slow_body_times_out(strict_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "BODY_TIMEOUT_FACTOR", 2)
     with connect(strict_server) as raw:
@@ -198,6 +199,7 @@ def test_slow_body_times_out(strict_server: RunningServer, monkeypatch: pytest.M
         assert status_of(send_slowly(raw, b"x" * 100_000, 0.3)) == 408
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sent", [b"", b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["silent from the start", "after an answer"]
 )
@@ -208,6 +210,7 @@ def test_silent_connection_is_closed(strict_server: RunningServer, sent: bytes) 
     assert status_of(answer) == 200 if sent else answer == b""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stream", [True, False])
 def test_slow_answer_does_not_time_out(strict_server: RunningServer, stream: bool) -> None:
     strict_server.set_output(FakeOutput("slow", delay_s=0.5))

@@ -210,6 +210,7 @@ def answer_schema(demo: RunningServer, number: int, speculation: str) -> Any:
     )
 
 
+@pytest.mark.full
 def test_answers_conform_to_schemas(demo: RunningServer) -> None:
     """Part of benchmarks/structured.py: nearly all answers finish, and every finished one conforms."""
     numbers = range(0, 300, 10)
@@ -272,6 +273,7 @@ def test_constraint_begins_after_the_reasoning(demo: RunningServer) -> None:
     assert found and re.fullmatch("[0-9]{4}", text), answer
 
 
+@pytest.mark.full
 def test_hostile_grammars_leave_others_running(demo: RunningServer) -> None:
     """Each is a 400, and a concurrent answer does not change."""
     fields: dict[str, Any] = {"seed": 1, "temperature": 1.0, "max_tokens": 400, "extra": {"ignore_eos": True}}

@@ -208,6 +208,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_template_is_refused_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = replace(chat_template.LIMITS, cpu_s=0.5, num_bytes=256 << 20)

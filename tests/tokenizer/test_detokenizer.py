@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from foreword.tokenizer.detokenizer import Detokenizer
 from foreword.tokenizer.tokenizer import Tokenizer
+from tests.support.budget import examples
 from tests.support.fakes import EOS, byte_tokenizer
 from tests.support.tokenizer_builders import sentencepiece_tokenizer
 
@@ -27,7 +28,7 @@ def test_decode_equals_the_tokenizers_library(ids: list[int], skip: bool) -> Non
 
 
 @given(st.text(max_size=30))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_byte_fallback_round_trip(text: str) -> None:
     ids = PIECES.encode(text, add_special_tokens=False)
     assert "".join(stream(PIECES, ids)) == PIECES.decode(ids) == PIECES._backend.decode(ids)

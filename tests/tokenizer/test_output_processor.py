@@ -8,6 +8,7 @@ from foreword.core.outputs import DraftResult, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.tokenizer.input_processor import make_requests
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
+from tests.support.budget import examples
 from tests.support.fakes import END, EOS, byte_tokenizer, logprob_of
 
 TOKENIZER = byte_tokenizer()
@@ -65,7 +66,7 @@ BURSTS = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
     BURSTS,
     st.booleans(),
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_output_does_not_depend_on_bursts(
     text: str, stops: list[str], bursts: tuple[int, ...], include: bool
 ) -> None:

@@ -15,6 +15,7 @@ from foreword.kernels.ops import QuantizedBlocks
 from foreword.kernels.quantization import fake_quantize
 from foreword.kernels.reference.attention import KV_TILE, Q_TILE, build_attention_metadata
 from foreword.kernels.reference.backend import FastMathOps, ReferenceOps, reference_threads
+from tests.support.budget import examples
 
 OPS = ReferenceOps()
 TILE = OPS.row_tile
@@ -305,7 +306,7 @@ def chunked(cache: Cache, request: int, length: int, cuts: list[int], heads: int
     return result
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     cuts=st.lists(st.integers(1, 599), max_size=6),
     window=st.sampled_from([None, 5, 100, 256, 257]),
@@ -343,7 +344,7 @@ def test_decode_attention_is_batch_invariant(count: int):
         )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     spans=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 40)), min_size=1, max_size=6),
     window=st.sampled_from([None, 7, 90]),

@@ -17,6 +17,7 @@ from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton import attention
 from foreword.kernels.triton.attention import TritonAttention, TritonAttnMetadata, plan_launches
+from tests.support.budget import examples
 from tests.support.device import DEVICE
 from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot, program_order
 
@@ -96,7 +97,7 @@ def agree(left: dict[tuple[int, int], Tensor], right: dict[tuple[int, int], Tens
         assert torch.equal(value.view(torch.int32), right[key].view(torch.int32)), key
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 @given(
     spans=st.lists(st.tuples(st.integers(0, 70), st.integers(1, 12)), min_size=1, max_size=2),
     heads=st.sampled_from([(1, 2), (2, 2), (7, 1), (3, 2), (20, 1)]),
@@ -120,7 +121,7 @@ def test_attention_matches_reference(spans, heads, dim, window, softcap, stored,
     torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6))
 @given(
     cuts=st.lists(st.integers(1, 79), max_size=2),
     group=st.sampled_from([1, 3, 5]),
@@ -143,7 +144,7 @@ def test_rows_do_not_depend_on_chunks_or_programs(
             agree(run(cache, [(0, position, position + 1)], group, **options), whole)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6))
 @given(
     spans=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 4, 11])), min_size=2, max_size=3),
     window=st.sampled_from([None, 25]),
@@ -260,7 +261,7 @@ def test_graph_batches_have_padding_and_unknown_lengths(
     agree(dict(zip(run(cache, spans, 4), out, strict=False)), run(cache, spans, 4))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(sizes=st.lists(st.integers(1, 40), max_size=6), heads=st.integers(1, 32), padding=st.integers(0, 5))
 def test_every_row_is_in_one_tile(sizes: list[int], heads: int, padding: int) -> None:
     starts = [0]

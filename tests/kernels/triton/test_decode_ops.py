@@ -14,6 +14,7 @@ from torch import Tensor
 from foreword.core.batch import Batch
 from foreword.kernels.reference.decode_ops import DecodeOps, DraftLoopState, SlotField
 from foreword.kernels.triton.decode_ops import TritonDecodeOps
+from tests.support.budget import examples
 from tests.support.device import DEVICE
 from tests.support.triton_compile import KernelSource, compile_all
 
@@ -35,7 +36,7 @@ def equal(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 @given(count=counts, width=widths, seed=seeds, directions=st.booleans(), last=st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_flatten_rows_matches_torch(count: int, width: int, seed: int, directions: bool, last: bool) -> None:
     rng = torch.Generator(DEVICE).manual_seed(seed)
     tables = torch.randint(1, 99, (count + 1, BLOCKS), generator=rng)
@@ -58,7 +59,7 @@ def test_flatten_rows_matches_torch(count: int, width: int, seed: int, direction
 
 
 @given(count=counts, seed=seeds)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_record_draft_matches_torch(count: int, seed: int) -> None:
     states = [make_draft_state(count, torch.Generator(DEVICE).manual_seed(seed)) for _ in range(2)]
     rng = torch.Generator(DEVICE).manual_seed(seed + 1)
@@ -94,7 +95,7 @@ def make_draft_state(count: int, rng: torch.Generator) -> DraftLoopState:
 
 
 @given(count=counts, num_draft=st.integers(0, 4), seed=seeds)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_commit_matches_torch(count: int, num_draft: int, seed: int) -> None:
     """Few ids, so that drafts are accepted; the last two slots are padding."""
     rng = torch.Generator(DEVICE).manual_seed(seed)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton import elementwise
 from foreword.kernels.triton.elementwise import gated_act, rms_norm, softcap
+from tests.support.budget import examples
 from tests.support.device import DEVICE
 from tests.support.triton_compile import KernelSource, compile_all
 
@@ -51,7 +52,7 @@ def test_values_do_not_depend_on_their_place() -> None:
         assert torch.equal(gated_act(x[row : row + 1], "gelu"), activated[row : row + 1])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(
     rows=st.integers(0, 5),
     inside=st.sampled_from([None, 1, 3]),

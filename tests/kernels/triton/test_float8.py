@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.kernels.triton.gemm_pack import from_float8, to_float8
+from tests.support.budget import examples
 from tests.support.device import DEVICE
 
 WIDTH = 256
@@ -42,7 +43,7 @@ def rounded(values: torch.Tensor) -> torch.Tensor:
     return out[: len(values)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(st.lists(st.floats(-448, 448, width=32), min_size=1, max_size=WIDTH))
 def test_values_round_like_torch(values: list[float]) -> None:
     x = torch.tensor(values)

@@ -17,6 +17,7 @@ from foreword.kernels.ops import Matrix
 from foreword.kernels.quantization import dequantize, fake_quantize
 from foreword.kernels.triton import gemm_pack as packing
 from foreword.kernels.triton.gemm_pack import PackedWeight, columns_per_block, num_splits, pack
+from tests.support.budget import examples
 from tests.support.quantized_weights import random_blocks, random_weight
 
 KINDS = ("float32", "bfloat16", "float16", "int8", "fp8", "int4")
@@ -45,7 +46,7 @@ def unpacked(weight: PackedWeight) -> Tensor:
     return matrix[: weight.rows, : weight.columns]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.sampled_from(KINDS),
     st.lists(st.integers(1, 150), min_size=1, max_size=3),
@@ -84,7 +85,7 @@ def packed_in_slices(parts: Sequence[Matrix], kind: str, values: int) -> PackedW
         return pack(parts, kind, None)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.sampled_from((*KINDS, "q8_0", "q4_0", "q6_k", "mixed")),
     st.lists(st.integers(1, 150), min_size=1, max_size=3),

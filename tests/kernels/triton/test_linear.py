@@ -18,6 +18,7 @@ from foreword.kernels.triton import linear as module
 from foreword.kernels.triton.backend import TritonFastMath
 from foreword.kernels.triton.gemm_pack import GROUP_SCALED_FORMATS, num_splits
 from foreword.kernels.triton.linear import TritonLinear
+from tests.support.budget import examples
 from tests.support.device import DEVICE
 from tests.support.kernel_rows import same_bits
 from tests.support.quantized_weights import random_blocks, random_weight
@@ -54,7 +55,7 @@ def packed(
     return ops.pack_linear([matrix], "float32" if kind == "q8_0" else kind, bias)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(
     st.sampled_from(ALL_KINDS),
     st.integers(1, 150),
@@ -78,7 +79,7 @@ def test_linear_matches_reference(
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=2e-5)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(
     st.sampled_from(KINDS),
     st.sampled_from(ACTIVATIONS),
@@ -233,7 +234,7 @@ def test_float8_hardware_and_bits_agree() -> None:
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     st.sampled_from((*KINDS, "bfloat16")),
     st.integers(1, 150),

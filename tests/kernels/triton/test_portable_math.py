@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from foreword.kernels import portable_math as plain
 from foreword.kernels.triton.portable_math import exp_fixed_point, log, round_to_int
+from tests.support.budget import examples
 from tests.support.triton_sample_rows import DEVICE
 
 
@@ -48,6 +49,6 @@ def test_log_and_exp_match_reference() -> None:
 
 
 @given(st.lists(st.floats(2.0**-1022, 1e300), min_size=16, max_size=16))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_random_values_match_reference(values: list[float]) -> None:
     assert_same(torch.tensor(values, dtype=torch.float64))

@@ -15,6 +15,7 @@ from foreword.core.batch import KVLayer
 from foreword.kernels.ops import MRopeSections
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton.rope import rope, rope_and_cache, write_kv
+from tests.support.budget import examples
 from tests.support.device import DEVICE
 from tests.support.triton_compile import KernelSource, compile_all
 
@@ -46,7 +47,7 @@ def tensors(layer: KVLayer) -> list[Tensor]:
     return [*stored, *(scale for scale in (layer.k_scale, layer.v_scale) if scale is not None)]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     rows=st.integers(0, 4),
     heads=st.sampled_from([(1, 1), (4, 2), (14, 2), (3, 3)]),

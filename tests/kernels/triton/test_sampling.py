@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foreword.kernels.triton.sampling import TritonSampling
 from foreword.sampling.logits_processors import active_processors
+from tests.support.budget import examples
 from tests.support.kernel_rows import make_row, same_bits
 from tests.support.sample_rows import VOCAB_SIZE, apply
 from tests.support.sample_rows import make_row as make_sample_row
@@ -72,20 +73,20 @@ def test_other_ops_match_reference_on_all_row_kinds() -> None:
 
 
 @given(random_few_rows(), st.sampled_from(FILTERS), st.integers(0, 5))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 def test_filters_match_reference_on_random_rows(logits: Tensor, operation: str, first: int) -> None:
     assert_same(operation, logits, bounds(operation, len(logits), first))
 
 
 @given(random_few_rows(), st.integers(-(2**63), 2**63 - 7), st.integers(0, 2**32 - 1))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 def test_tokens_match_reference_on_random_rows(logits: Tensor, seed: int, position: int) -> None:
     seeds, positions = torch.arange(len(logits)) + seed, torch.full((len(logits),), position)
     assert_same("sample", logits, seeds, positions, torch.arange(len(logits)) == 1)
 
 
 @given(random_few_rows(), st.permutations(FILTERS), st.integers(0, 5))
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(4))
 def test_filters_match_reference_in_any_order(logits: Tensor, order: list[str], first: int) -> None:
     ours, theirs = logits.to(DEVICE), logits.clone()
     for place, operation in enumerate(order):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.budget import examples
 from tests.support.kernel_rows import make_row
 from tests.support.triton_sample_rows import assert_same, mixed_rows, random_few_rows, repeat_to
 
@@ -42,7 +43,7 @@ def assert_changed(logits: Tensor, ids: list[Tensor]) -> None:
 
 
 @given(random_few_rows(), st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_random_ids_match_reference(logits: Tensor, data: st.DataObject) -> None:
     """Also ids beyond the vocabulary."""
     some = st.lists(st.integers(0, logits.shape[1] + 3), unique=True, max_size=8)
@@ -62,6 +63,6 @@ def test_more_ids_than_one_iteration() -> None:
 
 
 @given(random_few_rows(), st.floats(2.0**-20, 2.0**20, width=32))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 def test_temperature_rounds_to_nearest(logits: Tensor, by: float) -> None:
     assert_same("apply_temperature", logits, repeat_to((by, 1.0), len(logits), torch.float32))

@@ -21,6 +21,7 @@ from foreword.kernels.triton.topk import (
     ordered_bits,
     sort_keys,
 )
+from tests.support.budget import examples
 from tests.support.kernel_rows import make_row, same_bits
 from tests.support.triton_interpreter import IS_INTERPRETED, program_order
 from tests.support.triton_sample_rows import DEVICE, assert_same, random_few_rows
@@ -43,7 +44,7 @@ def _sort_bits_kernel(values, bits, keys, roundtrip, finite, N, BLOCK: tl.conste
 
 
 @given(st.lists(FLOATS, min_size=2, max_size=16))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_sort_keys_have_the_order_of_ids(values: list[float]) -> None:
     x = torch.tensor([*values, math.nan], device=DEVICE)
     bits, keys, finite = (torch.empty(len(x), dtype=torch.int64, device=DEVICE) for _ in range(3))
@@ -70,7 +71,7 @@ def test_block_maxes_cover_each_block() -> None:
 
 
 @given(random_few_rows(), st.integers(1, 12))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 def test_top_ids_and_log_sum_exp_match_reference(logits: Tensor, k: int) -> None:
     assert_same("top_ids", logits, min(k, logits.shape[1]))
     assert_same("log_sum_exp", logits)

@@ -32,6 +32,7 @@ def test_chunked_prefill_gives_the_same_bits(family: str, dtype: str, tmp_path: 
     check_chunks(ForwardHelper(path, dtype=dtype, block_size=4), path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("isa", supported_isas())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_kernels_agree_with_the_reference(family: str, isa: str, tmp_path: Path):
@@ -110,6 +111,7 @@ def test_features_depend_on_the_image_alone(family: str, name: str, tmp_path: Pa
         assert sum(torch.equal(one, expected) for one in found if one.shape == expected.shape) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_smaller_pieces_keep_native_bits(

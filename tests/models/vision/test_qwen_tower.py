@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -30,7 +30,6 @@ def test_patches_are_ordered_by_cell(cells: PatchGrid):
     assert cells.num_patches == len(expected)
 
 
-@settings(deadline=None)
 @given(cells=cells, size=st.integers(1, 4))
 def test_patch_has_the_pixels_of_its_position(cells: PatchGrid, size: int):
     height, width = cells.rows * cells.merge_size * size, cells.columns * cells.merge_size * size
@@ -72,7 +71,6 @@ def test_attention_pieces_cover_every_pair_once(starts: tuple[int, ...]):
         assert len(starts) > 2 or piece.cu_seqlens_q[-1] * starts[-1] <= max(ATTN_CHUNK_PAIRS, starts[-1])
 
 
-@settings(deadline=None)
 @given(cells=cells, side=st.integers(1, 6))
 def test_positions_are_interpolated_bilinearly(cells: PatchGrid, side: int):
     learned = torch.randn(side * side, 4, generator=torch.Generator().manual_seed(0))

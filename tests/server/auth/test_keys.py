@@ -339,6 +339,7 @@ def test_concurrency_of_a_key(server: RunningServer) -> None:
 # Reloads
 
 
+@pytest.mark.full
 def test_changed_file_is_reloaded(server: RunningServer, keys_file: Path) -> None:
     assert ask(server, "slow").status_code == 200
     server.set_output(SLOW)
@@ -403,6 +404,7 @@ async def test_unchanged_file_is_not_read(keys_file: Path, monkeypatch: pytest.M
     assert reads == [keys_file]
 
 
+@pytest.mark.full
 def test_reload_under_load(server: RunningServer, keys_file: Path) -> None:
     """A key that stays in the file is never refused while the file is rewritten."""
     stop, wrong = threading.Event(), list[int]()
@@ -431,6 +433,7 @@ def test_reload_under_load(server: RunningServer, keys_file: Path) -> None:
     assert (meter.requests, meter.open) == (len(server.client.submitted), 0)
 
 
+@pytest.mark.full
 def test_log_has_no_key_or_hash(
     server: RunningServer, keys_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -43,6 +43,7 @@ def test_no_loss_where_nothing_can_be_drafted(machine: SimulatedMachine, concurr
         assert cell.slowest >= 0.98
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize(
     ("machine", "concurrency"),
@@ -58,6 +59,7 @@ def test_as_good_as_the_best_fixed_length(machine: SimulatedMachine, concurrency
     assert cell.exploring <= 0.003
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reported", [False, True], ids=["confidence unknown", "confidence reported"])
 @pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU], ids=lambda m: m.name)
 def test_easy_and_hard_positions_in_one_text(machine: SimulatedMachine, reported: bool) -> None:
@@ -134,6 +136,7 @@ def test_stops_soon_after_a_switch(machine: SimulatedMachine) -> None:
     assert cell.gain > 1.5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("share", [0.05, 0.15, 0.4])
 @pytest.mark.parametrize("chance", [0.0, 0.8, 0.95])
 def test_draft_model_cost_is_considered(share: float, chance: float) -> None:

@@ -25,6 +25,7 @@ from foreword.models.loader import load_model
 from foreword.sampling.sampler import Sampler
 from foreword.speculation.base import DraftRequest
 from foreword.speculation.drafters.draft_model import DraftState, ModelDrafter
+from tests.support.budget import examples
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint, write_drafter
 from tests.support.fakes import extended
 
@@ -219,7 +220,7 @@ def pair(checkpoint: Path) -> tuple[ModelDrafter, ModelDrafter]:
 
 @pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
 @given(requests=st.lists(answers(), min_size=1, max_size=5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_draft_loop_equals_eager_loop(
     pair: tuple[ModelDrafter, ModelDrafter], requests: list[tuple[RequestState, list[int], int, float]]
 ) -> None:

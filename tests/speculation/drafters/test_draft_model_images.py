@@ -29,6 +29,7 @@ from foreword.models.loader import load_model
 from foreword.sampling.sampler import Sampler
 from foreword.speculation.base import DraftRequest
 from foreword.speculation.drafters.draft_model import DraftState, ModelDrafter
+from tests.support.budget import examples
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.fakes import extended
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
@@ -127,7 +128,7 @@ def prompts(draw: st.DrawFn) -> tuple[list[int], list[int], list[PromptImage]]:
 
 
 @given(prompts(), st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=4), min_size=1, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_text_only_model_reads_the_text(
     prompt: tuple[list[int], list[int], list[PromptImage]], runs: list[list[int]]
 ) -> None:
@@ -147,7 +148,7 @@ def test_text_only_model_reads_the_text(
 
 
 @given(prompts(), st.lists(st.integers(0, 9), min_size=4, max_size=4))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_text_only_model_drafts_as_without_images(
     text_checkpoint: Path, prompt: tuple[list[int], list[int], list[PromptImage]], accepted: list[int]
 ) -> None:
@@ -284,7 +285,7 @@ def test_draft_depends_on_the_image(vision_checkpoint: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 def test_chunked_reading_changes_no_draft(vision_checkpoint: Path, data: st.DataObject) -> None:
     """Prompts are cut anywhere, also within images; after them the DraftLoop drafts."""
     sizes = data.draw(st.lists(st.tuples(st.integers(8, 90), st.integers(8, 90)), min_size=1, max_size=3))

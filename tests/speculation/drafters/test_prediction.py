@@ -17,6 +17,7 @@ from foreword.speculation.drafters.prediction import (
     _find_nearest,
     _to_chars,
 )
+from tests.support.budget import examples
 from tests.support.fakes import extended
 
 PROMPT = (7, 8, 9)
@@ -248,7 +249,7 @@ def edits(draw: st.DrawFn) -> list[Sequence[int]]:
     return pieces
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(edits())
 def test_resyncs_within_four_tokens_after_any_edit(pieces: list[Sequence[int]]) -> None:
     output = Output(TEXT)
