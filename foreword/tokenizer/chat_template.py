@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import pickle
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from typing import Any, Final
 
 from foreword.errors import CheckpointError, InvalidRequest
@@ -112,7 +113,7 @@ class ChatTemplate:
         variables = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         variables |= {**self._variables, "tools": None, "documents": None, **options}
         try:
-            job = pickle.dumps((source, variables))
+            job = _pickle_plain((source, variables))
         except Exception as error:
             raise InvalidRequest(
                 f"messages and chat_template_kwargs must be plain values: {error}", "messages"
@@ -148,6 +149,21 @@ class ChatTemplate:
             return False
         is_repr = "'type'" in text or '"type"' in text
         return text.count(self._placeholder) == 1 and PROBE_TEXT in text and not is_repr
+
+
+class _PlainPickler(pickle.Pickler):
+    """Reduces subclasses of texts and mappings, such as StrEnum, whose module the worker may lack."""
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, str):
+            return str, (str.__str__(value),)
+        return (dict, (dict(value),)) if isinstance(value, Mapping) else NotImplemented
+
+
+def _pickle_plain(value: object) -> bytes:
+    file = BytesIO()
+    _PlainPickler(file).dump(value)
+    return file.getvalue()
 
 
 def _refusal(reason: str) -> InvalidRequest:

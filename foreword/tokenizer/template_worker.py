@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import sys
 from collections.abc import Callable
@@ -26,6 +27,9 @@ RENDERED, REFUSED, NOT_COMPILED = b"rendered", b"refused ", b"compile "  # 8 byt
 MAX_RENDERED_CHARACTERS: Final = 32_000_000
 MAX_REASON_CHARACTERS: Final = 500
 MAX_CACHED_TEMPLATES: Final = 16
+# Jinja and Python import modules for these on first use, when no file can be opened any more.
+LAZY_IMPORTS: Final = r"""{{ strftime_now('%Y') }}{{ '\N{DASH}' }}{{ 'a' | wordwrap(9) | striptags }}{{ lipsum(1) }}
+{{ raise_exception('') }}"""
 WIDE_FIELD: Final = re.compile(r"\d{3}")
 
 
@@ -44,7 +48,7 @@ def render(source: str, variables: dict[str, Any]) -> bytes:
     try:
         template = _compile(source)
     except jinja2.TemplateSyntaxError as error:
-        return NOT_COMPILED + f"has a syntax error in line {error.lineno}: {error}".encode()
+        return NOT_COMPILED + f"has a syntax error in line {error.lineno}: {error}".encode("utf-8", "replace")
     except Exception as error:  # nesting that is too deep fails in Jinja or in Python's compiler
         return NOT_COMPILED + f"cannot be compiled ({type(error).__name__})".encode()
     try:
@@ -92,10 +96,17 @@ def _to_json(
 
 
 def start(_: None) -> Callable[[Connection], None]:
-    render("{{ strftime_now('%Y') }}{{ raise_exception('') }}", {})  # loads all lazy imports
+    render(LAZY_IMPORTS, {})
 
     def handle(connection: Connection) -> None:
-        connection.send_bytes(render(*connection.recv()))
+        job = connection.recv_bytes()
+        try:
+            source, variables = pickle.loads(job)
+        except Exception as error:  # an object whose class this process cannot import
+            reason = f"messages and chat_template_kwargs must be plain values: {error}"[:MAX_REASON_CHARACTERS]
+            connection.send_bytes(REFUSED + reason.encode("utf-8", "replace"))
+        else:
+            connection.send_bytes(render(source, variables))
 
     return handle
 

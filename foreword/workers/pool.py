@@ -1,4 +1,4 @@
-"""A pool of subprocesses for C code that may crash on a user's input: grammar compilers, image decoders.
+"""A pool of subprocesses for work that a user's input may crash or stall: grammars, images, chat templates.
 
 A worker runs `python -m MODULE FD`, where MODULE calls `workers.worker.serve`. It handles one job at a time.
 """
@@ -137,16 +137,26 @@ class Worker:
             self.reap()
         limits = self._pool.limits
         setup = WorkerSetup(self._pool.load(), limits.cpu_s, limits.num_bytes, limits.stack_bytes)
-        self.process, connection = spawn(self._pool.module, stdout=subprocess.DEVNULL)
+        try:
+            self.process, connection = spawn(self._pool.module, stdout=subprocess.DEVNULL)
+        except OSError as error:  # no processes or files left
+            raise RequestFailed(f"the worker {self._pool.module} does not start: {error}") from None
         self._connection = Connection(connection.detach())
         try:
+            if self._pool.closed:  # since close() killed the process before this one
+                raise EOFError
             self._connection.send(setup)
             if self._connection.poll(limits.start_timeout_s):
                 self._connection.recv_bytes(len(READY))
                 return
         except (EOFError, OSError):
             pass
+        except BaseException:  # an interrupt: READY must not reach the first job
+            self.reap(kill=True)
+            raise
         self.reap(kill=True)
+        if self._pool.closed:
+            raise ShuttingDown("the server shuts down")
         raise RequestFailed(f"the worker {self._pool.module} does not start; see its log above")
 
     def reap(self, kill: bool = False) -> int:

@@ -50,8 +50,8 @@ def serve(fd: int, start: Callable[[Any], Callable[[Connection], None]]) -> int:
 def _serve_jobs(
     connection: Connection, setup: WorkerSetup, start: Callable[[Any], Callable[[Connection], None]]
 ) -> None:
+    handle = start(setup.value)
     try:
-        handle = start(setup.value)
         _confine(setup.num_bytes)
         connection.send_bytes(READY)
         while True:

@@ -260,7 +260,7 @@ def test_repetition_is_counted_and_logged(clock: Clock, lines: list[str]) -> Non
     assert scrape(recorder)["runaway_requests_total",] == 1
     (line,) = lines
     assert line == (
-        "request a: repetitive output, pattern of 12 tokens after 303 tokens; continuing (on_runaway warn)"
+        "request a: repetitive output, pattern length 12, after 303 tokens; continuing (on_runaway warn)"
     )
     recorder.on_tokens(submitted, tokens(308, 1, reason="length"), 104.0)
     metrics = recorder.answer_metrics("a")
@@ -275,7 +275,7 @@ def test_choice_stopped_by_repetition_is_returned(clock: Clock, lines: list[str]
     series = scrape(recorder)
     assert series["requests_finished_total", "repetition"] == 1
     assert series["generation_tokens_total",] == 260
-    assert "pattern of 4 tokens after 260 tokens; finished: repetition (on_runaway stop)" in lines[0]
+    assert "pattern length 4, after 260 tokens; finished: repetition (on_runaway stop)" in lines[0]
     assert "request a: repetition; n 1 requested, 1 returned" in lines[1]
 
 

@@ -73,7 +73,7 @@ def test_warn_is_the_default_and_off_is_silent(
     assert metric_series(served)["foreword_runaway_requests_total",] == before + 1
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
-        f"request {answer.id}-0: repetitive output, pattern of 6 tokens after {CUT} tokens; "
+        f"request {answer.id}-0: repetitive output, pattern length 6, after {CUT} tokens; "
         "continuing (on_runaway warn)"
     )
     assert "so on" not in caplog.text
