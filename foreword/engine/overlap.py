@@ -193,7 +193,7 @@ class OverlapLoop:
             if any(state.request.images for state in states):
                 return None
             with self._timer("draft"):
-                if not self._device_drafter.acquire_device(states, ahead):
+                if not self._proposer.call_device_drafter(lambda d: d.acquire_device(states, ahead)):
                     return None
         lengths = [
             (s, len(s.tokens) + ahead if num_draft else min(len(s.tokens) + ahead, s.max_len)) for s in states
@@ -264,8 +264,8 @@ class OverlapLoop:
         """Reserve blocks for this step and those in flight."""
         lengths = [(request.state, run.max_len(request) + run.tokens_per_step) for request in active]
         if run.num_draft_tokens:
-            ahead = PIPELINE_DEPTH * run.tokens_per_step
-            if not self._device_drafter.reserve_device([request.state for request in active], ahead):
+            states, ahead = [request.state for request in active], PIPELINE_DEPTH * run.tokens_per_step
+            if not self._proposer.call_device_drafter(lambda d: d.reserve_device(states, ahead)):
                 return False
         return self._scheduler.reserve_ahead(lengths)
 
@@ -328,7 +328,10 @@ class OverlapLoop:
         if run is not None and run.num_draft_tokens:
             for request in run.requests:
                 if self._is_live(request):
-                    self._device_drafter.release_device(request.state, request.num_draft_computed)
+                    state, num_computed = request.state, request.num_draft_computed
+                    self._proposer.call_device_drafter(
+                        lambda d, s=state, n=num_computed: d.release_device(s, n)  # type: ignore[misc]
+                    )
 
     def _abandon(self) -> None:
         """After an error, in its except block: drop the steps in flight, and back off for a while.
@@ -342,8 +345,7 @@ class OverlapLoop:
             run.in_flight.popleft()
             with suppress(Exception):
                 run.decode_loop.collect()
-        with suppress(Exception):  # of the draft model; its drafts may be worse, the output is not
-            self._end_run()
+        self._end_run()
         self._backoff_steps = min(1 << self.num_errors, MAX_BACKOFF_STEPS)
 
 

@@ -322,7 +322,10 @@ class SubprocessClient:
             logger.error("client: request %s: %s", failed.request_id, failed.error)
         healthy_s = process.heartbeat.read().healthy_until_s - process.ready_s
         if not self._restart_policy.on_crash(healthy_s, crash.had_requests):
-            logger.error("client: engine keeps crashing without requests, giving up after %d restarts", self._restarts - 1)
+            logger.error(
+                "client: engine keeps crashing without requests, giving up after %d restarts",
+                self._restarts - 1,
+            )
             return False
         if self._restart_policy.needs_probe:
             self._inflight.set_probe(self._probe_request())

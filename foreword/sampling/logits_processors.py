@@ -134,8 +134,9 @@ class MinTokens(LogitsBiasBase):
         return request.params.min_tokens > 0
 
     def biases(self, row: SampleRow) -> tuple[Ids, Floats]:
-        must_end = row.grammar is not None and row.grammar.must_end(row.draft)
-        if must_end or row.num_output >= row.state.params.min_tokens:
+        if row.num_output >= row.state.params.min_tokens:
+            return _mask_ids(())
+        if row.grammar is not None and row.grammar.must_end(row.draft):  # may take long: only if it matters
             return _mask_ids(())
         return _mask_ids({*row.state.request.eos_token_ids, *row.state.params.stop_token_ids})
 

@@ -126,6 +126,12 @@ class Proposer:
         requests = [DraftRequest(state) for state in states]
         return self._catch("policy", lambda: self.policy.fixed_draft_len(requests)) or None
 
+    def call_device_drafter(self, call: Callable[[DeviceDrafter], Result]) -> Result | None:
+        """Result of a call of the device drafter; None after an error, which is counted."""
+        drafter = self.device_drafter
+        assert drafter is not None
+        return self._catch(drafter.name, lambda: call(drafter))
+
     def record_verified(self, drafts: Sequence[tuple[RequestState, Draft, Sequence[int]]]) -> None:
         """Drafts that the device loop made and verified, each with the output since it began."""
         self.is_skipping, self._stats = True, None

@@ -28,8 +28,8 @@ MAX_RENDERED_CHARACTERS: Final = 32_000_000
 MAX_REASON_CHARACTERS: Final = 500
 MAX_CACHED_TEMPLATES: Final = 16
 # Jinja and Python import modules for these on first use, when no file can be opened any more.
-LAZY_IMPORTS: Final = r"""{{ strftime_now('%Y') }}{{ '\N{DASH}' }}{{ 'a' | wordwrap(9) | striptags }}{{ lipsum(1) }}
-{{ raise_exception('') }}"""
+LAZY_IMPORTS: Final = r"""{{ strftime_now('%Y') }}{{ '\N{EM DASH}' }}
+{{ 'a' | wordwrap(9) | striptags }}{{ lipsum(1) }}{{ raise_exception('') }}"""
 WIDE_FIELD: Final = re.compile(r"\d{3}")
 
 
@@ -103,7 +103,9 @@ def start(_: None) -> Callable[[Connection], None]:
         try:
             source, variables = pickle.loads(job)
         except Exception as error:  # an object whose class this process cannot import
-            reason = f"messages and chat_template_kwargs must be plain values: {error}"[:MAX_REASON_CHARACTERS]
+            reason = f"messages and chat_template_kwargs must be plain values: {error}"[
+                :MAX_REASON_CHARACTERS
+            ]
             connection.send_bytes(REFUSED + reason.encode("utf-8", "replace"))
         else:
             connection.send_bytes(render(source, variables))

@@ -283,6 +283,27 @@ def test_invalid_results_are_rejected(
     assert overlap.num_errors == 1
 
 
+@pytest.mark.parametrize("method", ["acquire_device", "reserve_device", "release_device"])
+def test_device_drafter_errors_are_counted(
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """They are errors of a drafter: no step in flight is dropped, and overlap does not back off."""
+    expected = answer(engine_of(), request("a"))
+    engine = engine_of(speculate="draft", num_speculative_tokens=1)
+    overlap = use_overlap(engine)
+
+    def fail(drafter: ModelDrafter, *args: Any) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(ModelDrafter, method, fail)
+    engine.submit(request("a"))
+    events = steps(engine, 4)
+    engine.submit(request("b", 5))
+    events += finish(engine)
+    assert tokens_of(events) == expected
+    assert engine.proposer.errors["draft"] > 0 and overlap.num_errors == 0
+
+
 def test_host_sampling_prevents_a_run(engine_of: Callable[..., Engine]) -> None:
     for params in (
         {"logprobs": 1},

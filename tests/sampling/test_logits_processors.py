@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foreword.core.batch import SampleRow
 from foreword.kernels.reference.sampling import ReferenceSampling
-from foreword.sampling.logits_processors import PIPELINE, active_processors
+from foreword.sampling.logits_processors import PIPELINE, MinTokens, active_processors
 from tests.support.budget import examples
 from tests.support.sample_rows import EOS, JSON, VOCAB_SIZE, EveryThirdGrammar, apply, make_row, make_state
 
@@ -92,6 +92,18 @@ def test_complete_grammar_overrides_min_tokens() -> None:
     changed = process(logits(4), *(SampleRow(state, (7,) * n) for n in range(4)))
     assert changed[:, EOS].isfinite().tolist() == [False, False, False, True]
     assert changed[3].isfinite().sum() == 1
+
+
+def test_grammar_is_not_asked_once_min_tokens_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """must_end() cancels the job that computes the masks, and may rebuild the matcher."""
+    grammar = EveryThirdGrammar(0)
+    state = make_state(structured=JSON, grammar=grammar, output=OUTPUT, min_tokens=len(OUTPUT) + 1)
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(EveryThirdGrammar, "must_end", lambda self, draft: bool(asked.append(draft)))
+    MinTokens().biases(SampleRow(state, (7,)))
+    assert asked == []
+    MinTokens().biases(SampleRow(state))
+    assert asked == [()]
 
 
 def test_count_penalties_include_the_draft() -> None:

@@ -1,9 +1,14 @@
 """Chat templates render as in transformers, and a hostile template cannot stall the server."""
 
 import json
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -280,6 +285,57 @@ def test_input_beyond_the_limit_is_refused() -> None:
     message = {"role": "user", "content": "x" * MAX_INPUT_BYTES}
     with pytest.raises(InvalidRequest, match=f"takes at most {MAX_INPUT_BYTES}"):
         ChatTemplate(CHATML, {}).render([message])
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ 'ab cd'|wordwrap(3) }}", "ab\ncd"),
+        ("{{ '<b>x</b>&amp;'|striptags }}", "x&"),
+        ("{{ lipsum(1)|length > 0 }}", "True"),
+        (r"{{ '\N{EM DASH}' }}", "\u2014"),
+    ],
+)
+def test_filters_with_lazy_imports_work_in_the_worker(source: str, expected: str) -> None:
+    assert ChatTemplate(source, {}).render([{"role": "user", "content": "a"}]) == expected
+
+
+class Role(StrEnum):
+    USER = "user"
+
+
+def test_texts_and_mappings_of_any_class_are_rendered_as_plain_ones() -> None:
+    message = {"role": Role.USER, "content": "a", "more": MappingProxyType({"n": Role.USER})}
+    text = ChatTemplate("{{ messages[0].role }} {{ messages[0].more|tojson }}", {}).render([message])
+    assert text == 'user {"n": "user"}'
+
+
+def test_value_that_the_worker_cannot_import_is_a_bad_request() -> None:
+    code = (
+        "from foreword.tokenizer.chat_template import ChatTemplate\n"
+        "from foreword.errors import InvalidRequest\n"
+        "class Local: pass\n"
+        "message = {'role': 'user', 'content': 'a', 'more': Local()}\n"
+        "try: ChatTemplate('{{ messages }}', {}).render([message])\n"
+        "except InvalidRequest as error: print(error)\n"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "must be plain values" in output
+
+
+def test_workers_exit_with_a_killed_parent() -> None:
+    code = (
+        "from foreword.tokenizer import chat_template\n"
+        "chat_template.ChatTemplate('a', {})\n"
+        "print([w.process.pid for w in chat_template._pool.workers if w.process], flush=True)\n"
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    (pid,) = json.loads(output)
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline, "the worker outlives its parent"
+        time.sleep(0.02)
 
 
 def test_threads_render_side_by_side() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -132,6 +133,42 @@ def test_worker_that_does_not_start_is_an_internal_error() -> None:
     with pytest.raises(RequestFailed, match=r"tests\.no_such_module does not start"):
         run(pool)
     pool.close()
+
+
+def test_spawn_error_is_an_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = WorkerPool(MODULE, "echo", lambda: b"hello ", LIMITS, num_workers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("foreword.workers.pool.spawn", Mock(side_effect=OSError("no files left")))
+        with pytest.raises(RequestFailed, match="no files left"):
+            run(pool)
+    assert run(pool) == b"hello world"
+    pool.close()
+
+
+def test_interrupted_start_leaves_no_ready_message_to_the_first_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = WorkerPool(MODULE, "echo", lambda: b"hello ", LIMITS, num_workers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("foreword.workers.pool.Connection.poll", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(pool)
+    assert run(pool) == b"hello world"
+    pool.close()
+
+
+def test_close_during_start_ends_the_new_process() -> None:
+    """close() sees no process to kill while the setup is loaded."""
+    pool = WorkerPool(MODULE, "echo", lambda: loading.set() or closing.wait(30) or b"", LIMITS, 1)
+    loading, closing = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(2) as executor:
+        pending = executor.submit(run, pool, b"sleep")
+        loading.wait(30)
+        closed = executor.submit(pool.close)
+        while not pool.closed:
+            time.sleep(0.01)
+        closing.set()
+        with pytest.raises(ShuttingDown):
+            pending.result(30)
+        closed.result(30)
 
 
 def test_failed_load_leaves_no_worker_without_setup() -> None:
