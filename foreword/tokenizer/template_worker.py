@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import sys
 from collections.abc import Callable
@@ -99,9 +98,10 @@ def start(_: None) -> Callable[[Connection], None]:
     render(LAZY_IMPORTS, {})
 
     def handle(connection: Connection) -> None:
-        job = connection.recv_bytes()
         try:
-            source, variables = pickle.loads(job)
+            source, variables = connection.recv()
+        except EOFError:  # the pool is gone
+            raise
         except Exception as error:  # an object whose class this process cannot import
             reason = f"messages and chat_template_kwargs must be plain values: {error}"[
                 :MAX_REASON_CHARACTERS
