@@ -16,8 +16,8 @@ from tokenizers import decoders, models
 
 from benchmarks.fuzz_mutate import Mutate, change_bytes, change_json, change_lines, change_safetensors
 from foreword.checkpoint import read_tokenizer
-from foreword.cli.options import read_config
-from foreword.core.structured import StructuredOutput, Vocabulary
+from foreword.cli.flags import read_config
+from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.embedding.loader import load_encoder
 from foreword.embedding.sentence_transformers import read_pooling_config
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest, Overloaded
@@ -25,7 +25,7 @@ from foreword.grammar.check import GrammarChecker
 from foreword.grammar.compiler import to_llguidance
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.base import Precision
-from foreword.models.gguf.reader import open_gguf
+from foreword.models.gguf.header import open_gguf
 from foreword.models.loader import load_model, read_model_info
 from foreword.models.safetensors import SafetensorsFile
 from foreword.models.weights import FileWeights
@@ -327,7 +327,7 @@ def _options() -> FuzzTarget:
         json.dumps(vllm).encode(),
         b"max-num-seqs: 3\nspeculate: suffix,ngram\nseed: 0x10\n",
     ]
-    return FuzzTarget(seeds, run, (ConfigError,), ("config/options.py", "cli/options.py"), change_json)
+    return FuzzTarget(seeds, run, (ConfigError,), ("config/options.py", "cli/flags.py"), change_json)
 
 
 def _keys() -> FuzzTarget:

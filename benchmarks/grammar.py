@@ -33,7 +33,7 @@ from foreword.bench.common import print_json, print_table
 from foreword.core.batch import SampleRow
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.core.structured import StructuredOutput, Vocabulary
+from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.errors import InvalidRequest
 from foreword.grammar.compiler import CompiledGrammar
 from foreword.grammar.manager import GrammarManager

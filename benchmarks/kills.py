@@ -34,7 +34,7 @@ import httpx
 
 from foreword.bench.common import percentile, print_json, print_table
 from foreword.bench.server import ServerProcess
-from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
+from foreword.cli.flags import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.terminal import loading_bar
 
 SPAWNER = b"foreword.engine_client.forkserver"

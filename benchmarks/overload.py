@@ -37,7 +37,7 @@ from benchmarks.soak import SoakReading, memory_growth
 from foreword.bench.common import percentile, print_json, print_table
 from foreword.bench.server import ServerProcess
 from foreword.bench.speculate.remote import RemoteTarget
-from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
+from foreword.cli.flags import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.sse_reader import EventReader, choices_of, text_of
 from foreword.cli.terminal import loading_bar
 from foreword.config.options import Config

@@ -42,7 +42,7 @@ from foreword.bench.speculate.workloads import (
     library_functions,
     make_conversation,
 )
-from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
+from foreword.cli.flags import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.terminal import loading_bar
 from foreword.config.options import Config
 from foreword.core.params import Speculation

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foreword.core.params import SamplingParams, Speculation
-    from foreword.core.structured import StructuredOutput
+    from foreword.core.structured_output import StructuredOutput
     from foreword.llm import LLM
     from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
 
@@ -33,7 +33,7 @@ _LAZY_EXPORTS = {
     "RequestOutput": "foreword.outputs",
     "SamplingParams": "foreword.core.params",
     "Speculation": "foreword.core.params",
-    "StructuredOutput": "foreword.core.structured",
+    "StructuredOutput": "foreword.core.structured_output",
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from foreword.config.options import Config
 from foreword.demo import BUNDLED
 from foreword.errors import CheckpointError, ConfigError
-from foreword.models.gguf.reader import is_gguf, open_gguf
+from foreword.models.gguf.header import is_gguf, open_gguf
 from foreword.models.hub import resolve_path
 from foreword.multimodal.processor import ImageProcessor, read_placeholder_ids, read_processor
 from foreword.tokenizer.gguf import build_gguf_tokenizer

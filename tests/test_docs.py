@@ -16,8 +16,8 @@ import pytest
 
 from foreword.bench.server import ServerProcess
 from foreword.cli.banner import curl_line
+from foreword.cli.flags import flag
 from foreword.cli.main import COMMANDS, build_parser
-from foreword.cli.options import flag
 from foreword.config.options import Config, option_fields
 from foreword.core.params import SamplingParams
 from foreword.models.architectures import ARCHITECTURES

@@ -20,7 +20,7 @@ from foreword.config.options import Config
 from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
-from foreword.core.structured import StructuredOutput, Vocabulary
+from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
 from foreword.engine.overlap import OverlapLoop

@@ -16,7 +16,7 @@ from foreword.core.images import expand_placeholders
 from foreword.core.outputs import Event
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 from foreword.engine import loader, profiler
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load

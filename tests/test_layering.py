@@ -42,7 +42,7 @@ ALLOWED = {
     "engine_client": {"engine", "speculation.control.cost_model", "config", "core", "utils", "errors"},
     "checkpoint": {
         "models.hub",
-        "models.gguf.reader",
+        "models.gguf.header",
         "tokenizer",
         "multimodal",
         "demo",

@@ -9,7 +9,7 @@ import pytest
 
 from foreword import LLM, SamplingParams, Speculation
 from foreword.core.request import RequestState
-from foreword.engine.schedule import ScheduleOutput
+from foreword.engine.schedule_output import ScheduleOutput
 from foreword.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidRequest
 from tests.support.checkpoints import write_checkpoint
 

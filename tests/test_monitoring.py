@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from foreword.metrics.catalog import CATALOG, PREFIX, Metric
+from foreword.metrics.definitions import CATALOG, PREFIX, Metric
 
 ROOT = Path(__file__).parent.parent
 MONITORING = ROOT / "monitoring"

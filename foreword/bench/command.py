@@ -12,7 +12,7 @@ from typing import Any
 
 from foreword.bench.gpu.config import SECTIONS
 from foreword.bench.shapes import PARTS, SHAPES, WEIGHT_FORMATS
-from foreword.cli.options import ENGINE_GROUPS, GROUPS, add_config_options
+from foreword.cli.flags import ENGINE_GROUPS, GROUPS, add_config_options
 
 __all__ = ["add_arguments"]
 

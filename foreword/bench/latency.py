@@ -37,7 +37,7 @@ from foreword.bench.server import ServerProcess
 from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
 from foreword.cli.banner import EXAMPLE_PROMPT, parse_loading_line
 from foreword.cli.client import HTTPBackend
-from foreword.cli.options import engine_fields, read_config
+from foreword.cli.flags import engine_fields, read_config
 from foreword.cli.terminal import loading_bar, track_progress
 from foreword.config.options import Config
 from foreword.core.params import SamplingParams

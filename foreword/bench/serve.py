@@ -34,7 +34,7 @@ from foreword.bench.common import (
 )
 from foreword.bench.server import ServerProcess
 from foreword.cli.client import HTTPBackend, request_body
-from foreword.cli.options import read_config
+from foreword.cli.flags import read_config
 from foreword.cli.sse_reader import choices_of, iter_chunks_async, text_of
 from foreword.cli.terminal import loading_bar, track_progress
 from foreword.config.options import Config

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from foreword.cli.options import engine_fields, flag
+from foreword.cli.flags import engine_fields, flag
 from foreword.config.options import Config
 from foreword.errors import ForewordError
 

@@ -26,7 +26,7 @@ from foreword.bench.common import (
     sampling_params,
     with_all_drafters,
 )
-from foreword.cli.options import engine_fields, read_config
+from foreword.cli.flags import engine_fields, read_config
 from foreword.cli.terminal import loading_bar, track_progress
 from foreword.llm import LLM
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from foreword.cli.client import FINISH_NOTES, ChatBackend, add_backend_options, open_backend
-from foreword.cli.options import Message, add_image_option, add_sampling_options, read_params, user_message
+from foreword.cli.flags import Message, add_image_option, add_sampling_options, read_params, user_message
 from foreword.core.params import SamplingParams
 from foreword.errors import InvalidRequest
 

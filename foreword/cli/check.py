@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from foreword.checkpoint import check_draft_model, read_tokenizer, resolve_paths
-from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
+from foreword.cli.flags import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.terminal import format_bytes, format_count
 from foreword.config.memory import kv_bytes_per_token
 from foreword.config.options import Config

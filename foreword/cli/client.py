@@ -13,10 +13,10 @@ from typing import Any, Protocol, cast
 
 import httpx
 
-from foreword.cli.options import ENGINE_GROUPS, Message, add_config_options, read_config
+from foreword.cli.flags import ENGINE_GROUPS, Message, add_config_options, read_config
 from foreword.cli.sse_reader import Chunk, choices_of, iter_chunks, text_of
 from foreword.core.params import SamplingParams
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 from foreword.errors import ForewordError
 
 __all__ = [

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from foreword.cli.options import GROUPS, environment_name, flag, type_name
+from foreword.cli.flags import GROUPS, environment_name, flag, type_name
 from foreword.config.options import option_fields
-from foreword.metrics.catalog import CATALOG, PREFIX, Metric
+from foreword.metrics.definitions import CATALOG, PREFIX, Metric
 
 __all__ = ["PAGES", "flags_page", "metrics_page", "write"]
 
@@ -26,7 +26,7 @@ Options of the groups model, scheduler and speculation are flags of `chat`, `gen
 
 METRICS_HEADER = f"""# Metrics
 
-Written by `python -m foreword.cli.docs_gen`; edit `foreword/metrics/catalog.py` instead.
+Written by `python -m foreword.cli.docs_gen`; edit `foreword/metrics/definitions.py` instead.
 
 `GET /metrics` answers in Prometheus' text format. Every name has the prefix `{PREFIX}`. Counts are taken
 after every cut: a token that was not delivered is in none of them. A ratio does not exist until there is

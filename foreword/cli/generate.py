@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from foreword.cli.client import FINISH_NOTES, add_backend_options, open_backend
-from foreword.cli.options import (
+from foreword.cli.flags import (
     Message,
     add_image_option,
     add_sampling_options,

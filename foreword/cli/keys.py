@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from foreword.cli.options import environment_name
+from foreword.cli.flags import environment_name
 from foreword.errors import ConfigError
 from foreword.server.auth.key_file import (
     Key,

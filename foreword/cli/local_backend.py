@@ -8,7 +8,7 @@ from typing import Any
 
 from foreword.cli.banner import model_name, speculation_line
 from foreword.cli.client import ChatPiece, ChatResult
-from foreword.cli.options import Message, engine_fields
+from foreword.cli.flags import Message, engine_fields
 from foreword.cli.terminal import loading_bar
 from foreword.config.options import Config
 from foreword.core.params import SamplingParams

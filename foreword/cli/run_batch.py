@@ -27,7 +27,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeR
 
 from foreword.checkpoint import prepare_checkpoint
 from foreword.cli.batch_file import BatchLine, BatchOutput, InvalidLine, error_line, read_lines, success_line
-from foreword.cli.options import add_config_options, read_config
+from foreword.cli.flags import add_config_options, read_config
 from foreword.cli.server_stack import ServerStack
 from foreword.cli.terminal import progress_bar, set_up_logging, stderr_console
 from foreword.config.options import Config

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
 from foreword.cli.banner import banner_lines, local_url
-from foreword.cli.options import add_config_options, read_config
+from foreword.cli.flags import add_config_options, read_config
 from foreword.cli.server_stack import ServerStack
 from foreword.cli.terminal import loading_bar, set_up_logging, stderr_console
 from foreword.cli.uvicorn_server import ShutdownSignals, UvicornServer, wait_first

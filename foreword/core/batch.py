@@ -25,7 +25,7 @@ from torch import Tensor
 
 from foreword.core.images import MRopePositions
 from foreword.core.request import RequestState
-from foreword.core.structured import RequestGrammar
+from foreword.core.structured_output import RequestGrammar
 
 __all__ = [
     "NULL_BLOCK",

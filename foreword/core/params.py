@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest
 
 __all__ = ["MAX_N", "MAX_REPEAT_LEN", "SEED_MASK", "SamplingParams", "Speculation"]

@@ -10,7 +10,7 @@ from foreword.core.images import MRopePositions, PromptImage
 from foreword.core.outputs import TokenLogprob
 from foreword.core.params import SamplingParams
 from foreword.core.repetition import Repetition, RepetitionDetector
-from foreword.core.structured import RequestGrammar
+from foreword.core.structured_output import RequestGrammar
 from foreword.errors import DeadlineExceeded, ForewordError, Overloaded
 
 if TYPE_CHECKING:  # a client needs no torch
@@ -97,7 +97,7 @@ class RequestState:
         params = request.params
         self.request = request
         self.arrival = arrival  # order of arrival in the engine, breaks ties of virtual_start
-        self.virtual_start = 0  # fair-queue tag, breaks ties of priority (engine/queue.py)
+        self.virtual_start = 0  # fair-queue tag, breaks ties of priority (engine/waiting_queue.py)
         # a causal model's first row sees no other token
         prompt = request.prompt_ids[:1] if request.pooling == "cls" else request.prompt_ids
         self.num_prompt = len(prompt)

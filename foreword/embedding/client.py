@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from foreword.config.options import Config
-from foreword.core.health import Readiness
+from foreword.core.readiness import Readiness
 from foreword.embedding.batcher import EncodeCall, FairBatcher
 from foreword.embedding.messages import (
     MAX_BATCH_TOKENS,

@@ -10,7 +10,7 @@ from torch import Tensor
 from foreword.core.batch import Batch, Chunk, SampleRow, build_batch
 from foreword.core.request import RequestState
 from foreword.engine.pooler import num_pool_rows
-from foreword.engine.schedule import ScheduledRequest
+from foreword.engine.schedule_output import ScheduledRequest
 
 __all__ = ["BatchBuilder", "ModelInput", "PromptLogprobRow"]
 

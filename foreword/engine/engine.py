@@ -12,16 +12,16 @@ import torch
 from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import Draft, ErrorEvent, Event, StepOutput, StepReport, StepStats
 from foreword.core.request import POOLING_TYPES, Request, RequestState, check_deadline
-from foreword.core.structured import RequestGrammar, Vocabulary
+from foreword.core.structured_output import RequestGrammar, Vocabulary
 from foreword.engine.batch_builder import BatchBuilder
 from foreword.engine.encoder_runner import VisionEncoderRunner, check_images, pending_images
 from foreword.engine.fault_isolation import FaultIsolation
 from foreword.engine.model_runner import ModelRunner
 from foreword.engine.overlap import OverlapLoop
 from foreword.engine.pooler import PoolOutput
-from foreword.engine.queue import PendingGrammar, PendingGrammars
-from foreword.engine.schedule import ScheduledRequest, ScheduleOutput
+from foreword.engine.schedule_output import ScheduledRequest, ScheduleOutput
 from foreword.engine.scheduler import Scheduler
+from foreword.engine.waiting_queue import PendingGrammar, PendingGrammars
 from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest, RequestFailed
 from foreword.speculation.policy import PrefillLoad, RequestStep, StepRecord
 from foreword.speculation.proposer import Proposer

@@ -40,10 +40,10 @@ from foreword.engine.profiler import (
     profile_memory,
     time_passes,
 )
-from foreword.engine.queue import ComputableUntil
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.timers import StepTimer
 from foreword.engine.trace import RecordingScheduler
+from foreword.engine.waiting_queue import ComputableUntil
 from foreword.errors import ConfigError
 from foreword.executor.decode_loop import DeviceDecodeLoop
 from foreword.executor.graph_runner import GraphRunner

@@ -13,7 +13,7 @@ from foreword.core.outputs import StepOutput, TokenLogprob
 from foreword.core.request import RequestState
 from foreword.engine.batch_builder import ModelInput, PromptLogprobRow
 from foreword.engine.pooler import Pooler
-from foreword.engine.schedule import ScheduledRequest
+from foreword.engine.schedule_output import ScheduledRequest
 from foreword.engine.timers import StepTimer
 from foreword.errors import ForewordError, RequestFailed, Unsatisfiable
 from foreword.executor.decode_loop import SupportsDecodeLoop

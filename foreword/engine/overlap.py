@@ -34,7 +34,7 @@ from foreword.core.request import RequestState
 from foreword.engine.encoder_runner import pending_images
 from foreword.engine.fault_isolation import is_device_lost
 from foreword.engine.model_runner import ModelRunner
-from foreword.engine.schedule import ScheduledRequest, ScheduleOutput
+from foreword.engine.schedule_output import ScheduledRequest, ScheduleOutput
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.timers import StepTimer
 from foreword.executor.decode_loop import DecodeLoop, DecodeResult, DecodeSlot, SupportsDecodeLoop

@@ -21,7 +21,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.engine.batch_builder import BatchBuilder
 from foreword.engine.model_runner import ModelRunner
-from foreword.engine.schedule import ScheduledRequest
+from foreword.engine.schedule_output import ScheduledRequest
 from foreword.models.base import VisionEncoder
 from foreword.speculation.base import ModelBasedDrafter
 from foreword.speculation.control.cost_model import Calibration

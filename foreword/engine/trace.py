@@ -16,10 +16,10 @@ from foreword.core.images import PromptImage
 from foreword.core.outputs import Draft, ErrorEvent, Event, StepOutput
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
-from foreword.core.structured import StructuredOutput
-from foreword.engine.queue import ComputableUntil
-from foreword.engine.schedule import ScheduleOutput
+from foreword.core.structured_output import StructuredOutput
+from foreword.engine.schedule_output import ScheduleOutput
 from foreword.engine.scheduler import Scheduler
+from foreword.engine.waiting_queue import ComputableUntil
 from foreword.errors import ForewordError, InvalidRequest, RequestFailed
 from foreword.kv_cache.block_pool import BlockPool
 

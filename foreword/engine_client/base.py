@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from foreword.config.resolve import EngineInfo
-from foreword.core.health import Readiness
 from foreword.core.outputs import Event, StepStats
+from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 
 __all__ = ["EngineClient"]

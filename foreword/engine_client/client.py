@@ -13,16 +13,16 @@ from typing import Any, Final
 
 from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo
-from foreword.core.health import Readiness
 from foreword.core.outputs import ErrorEvent, Event, StepReport, StepStats, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
+from foreword.core.readiness import Readiness
 from foreword.core.request import Request
-from foreword.core.structured import Vocabulary
+from foreword.core.structured_output import Vocabulary
 from foreword.engine_client.base import EngineClient
 from foreword.engine_client.connection import EngineProcess, SendFailed
+from foreword.engine_client.crash_recovery import InflightRequests, RestartPolicy
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.heartbeat import EngineHealth, HangDetector, cpu_seconds
-from foreword.engine_client.inflight import InflightRequests, RestartPolicy
 from foreword.engine_client.messages import EngineReady, EngineStartFailed, Init, LoadProgress, RemoveRequest
 from foreword.errors import ConfigError, EngineDead, ForewordError, RequestFailed
 from foreword.speculation.control.cost_model import MeasuredCosts
@@ -31,7 +31,7 @@ __all__ = ["EngineClient", "SubprocessClient"]
 
 logger = logging.getLogger(__name__)
 
-ENTRY_MODULE: Final = "foreword.engine_client.worker"
+ENTRY_MODULE: Final = "foreword.engine_client.engine_process"
 WATCH_INTERVAL_S: Final = 0.25
 GIB: Final = 1 << 30
 RESTART_DELAY_S: Final = 0.5  # after a failed start: a missing resource may be back

@@ -8,7 +8,7 @@ from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import StepReport
 from foreword.core.request import Request
-from foreword.core.structured import Vocabulary
+from foreword.core.structured_output import Vocabulary
 from foreword.engine.loader import load
 
 __all__ = ["LocalClient"]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
-from foreword.core.structured import StructuredOutput, Vocabulary
+from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.errors import InvalidRequest
 from foreword.grammar import limits
 from foreword.workers.pool import JobFailed, JobLimits, WorkerPool

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 from llguidance import LLMatcher
 
-from foreword.core.structured import StructuredOutput, Vocabulary
+from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.errors import InvalidRequest
 from foreword.grammar import limits
 from foreword.grammar.compiler import CompiledGrammar, error_reason

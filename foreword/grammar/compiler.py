@@ -10,7 +10,7 @@ from typing import Final
 
 from llguidance import LLMatcher
 
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest
 from foreword.grammar import limits
 from foreword.grammar.gbnf import gbnf_to_lark

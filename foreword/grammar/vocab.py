@@ -9,7 +9,7 @@ from typing import Final, NoReturn, cast
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from foreword.core.structured import Vocabulary
+from foreword.core.structured_output import Vocabulary
 
 __all__ = ["GrammarVocab"]
 

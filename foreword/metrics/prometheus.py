@@ -16,7 +16,7 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from foreword.metrics.catalog import CATALOG, PREFIX, Metric
+from foreword.metrics.definitions import CATALOG, PREFIX, Metric
 
 __all__ = ["CONTENT_TYPE", "MetricsRegistry"]
 

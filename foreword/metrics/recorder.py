@@ -11,7 +11,7 @@ from foreword.core.outputs import GRAMMAR, DraftingStats, DraftResult, StepStats
 from foreword.core.request import Request
 from foreword.errors import ForewordError, safe_message
 from foreword.metrics import logging_stats as log
-from foreword.metrics.catalog import (
+from foreword.metrics.definitions import (
     EMBEDDING_FINISH_REASONS,
     EMBEDDING_TASKS,
     ENCODE_STAGE,

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 
 from foreword.errors import CheckpointError
-from foreword.models.gguf.reader import is_gguf
+from foreword.models.gguf.header import is_gguf
 
 __all__ = ["resolve_path"]
 

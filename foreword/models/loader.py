@@ -20,8 +20,8 @@ from foreword.models.config import ConfigReader, read_json
 from foreword.models.decoder import Decoder, DecoderConfig
 from foreword.models.device_loader import DeviceLoader
 from foreword.models.gguf.config import read_hf_config
-from foreword.models.gguf.reader import GGUFFile, is_gguf, open_gguf, split_files
-from foreword.models.gguf.weights import GGUFWeights, check_tensor_types, read_rope_factors, with_memory_info
+from foreword.models.gguf.header import GGUFFile, is_gguf, open_gguf, split_files
+from foreword.models.gguf.tensors import GGUFWeights, check_tensor_types, read_rope_factors, with_memory_info
 from foreword.models.vision.base import PREPROCESSOR_FILE, PROCESSOR_FILE, VisionModel
 from foreword.models.vision.llava import Llava
 from foreword.models.vision.llava_next import LlavaNext

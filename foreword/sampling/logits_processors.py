@@ -18,6 +18,7 @@ from torch import Tensor
 from foreword.core.batch import Arrays, SampleRow
 from foreword.core.request import Request
 from foreword.kernels.ops import DraftSamplingParams, Ops
+from foreword.sampling.filters import MinP, Temperature, TopK, TopNSigma, TopP, TypicalP, Xtc
 from foreword.sampling.penalties import WORD_BITS, Floats, Ids, get_penalty_state
 
 __all__ = [
@@ -29,7 +30,6 @@ __all__ = [
     "find_runs",
     "masking_fields",
     "only_filters",
-    "rng_keys",
 ]
 
 Rows = Sequence[SampleRow]
@@ -179,93 +179,6 @@ class Dry(LogitsBiasBase):
         return ids, -penalties
 
 
-class TopNSigma:
-    """Keeps logits at most `top_n_sigma` standard deviations below the maximum, at any temperature."""
-
-    def is_active(self, request: Request) -> bool:
-        return not request.params.greedy and request.params.top_n_sigma > 0.0
-
-    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
-        return (np.array([row.state.params.top_n_sigma for row in rows], np.float64),)
-
-    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
-        ops.apply_top_n_sigma(logits, *gathered)
-
-
-class Temperature:
-    """Divides the logits by the temperature."""
-
-    def is_active(self, request: Request) -> bool:
-        return not request.params.greedy and request.params.temperature != 1.0
-
-    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
-        return (np.array([row.state.params.temperature for row in rows], np.float32),)
-
-    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
-        ops.apply_temperature(logits, *gathered)
-
-
-class TopK:
-    def is_active(self, request: Request) -> bool:
-        return not request.params.greedy and request.params.top_k > 0
-
-    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
-        return (np.array([min(row.state.params.top_k, vocab_size) for row in rows], np.int64),)
-
-    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
-        ops.apply_top_k(logits, *gathered)
-
-
-class TypicalP:
-    """Keeps the ids whose surprisal is closest to the entropy, up to a total probability of `typical_p`."""
-
-    def is_active(self, request: Request) -> bool:
-        return not request.params.greedy and request.params.typical_p < 1.0
-
-    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
-        return (np.array([row.state.params.typical_p for row in rows], np.float64),)
-
-    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
-        ops.apply_typical_p(logits, *gathered)
-
-
-class TopP:
-    def is_active(self, request: Request) -> bool:
-        return not request.params.greedy and request.params.top_p < 1.0
-
-    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
-        return (np.array([row.state.params.top_p for row in rows], np.float64),)
-
-    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
-        ops.apply_top_p(logits, *gathered)
-
-
-class MinP:
-    def is_active(self, request: Request) -> bool:
-        return not request.params.greedy and request.params.min_p > 0.0
-
-    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
-        return (np.array([row.state.params.min_p for row in rows], np.float64),)
-
-    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
-        ops.apply_min_p(logits, *gathered)
-
-
-class Xtc:
-    """With `xtc_probability`, excludes all ids above `xtc_threshold` except the least likely of them."""
-
-    def is_active(self, request: Request) -> bool:
-        return not request.params.greedy and request.params.xtc_probability > 0.0
-
-    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
-        probabilities = np.array([row.state.params.xtc_probability for row in rows], np.float64)
-        thresholds = np.array([row.state.params.xtc_threshold for row in rows], np.float64)
-        return (*rng_keys(rows), probabilities, thresholds)
-
-    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
-        ops.apply_xtc(logits, *gathered)
-
-
 # The order of llama.cpp, with the temperature before the filters as in vLLM.
 PIPELINE: tuple[LogitsProcessor, ...] = (
     GrammarMask(),
@@ -332,12 +245,6 @@ def find_runs(selected: Sequence[bool]) -> Iterator[tuple[int, int]]:
             if start < end:
                 yield start, end
             start = end + 1
-
-
-def rng_keys(rows: Rows) -> tuple[Ids, Ids]:
-    """Keys of the rows' noise: bits of the seeds int64 [R], positions int64 [R]."""
-    seeds = np.array([row.state.request.seed for row in rows], np.uint64).view(np.int64)
-    return seeds, np.array([row.position for row in rows], np.int64)
 
 
 def _mask_ids(ids: Collection[int]) -> tuple[Ids, Floats]:

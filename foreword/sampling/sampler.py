@@ -16,13 +16,13 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import RequestState
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference.sampling import hash_logits
+from foreword.sampling.filters import rng_keys
 from foreword.sampling.logits_processors import (
     MASKING_PROCESSORS,
     PIPELINE,
     LogitsProcessor,
     active_processors,
     find_runs,
-    rng_keys,
 )
 
 __all__ = ["ALL_MASKED", "NON_FINITE", "Sampler", "SamplerOutput"]

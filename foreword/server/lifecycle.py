@@ -17,8 +17,8 @@ from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foreword.core.health import Readiness
 from foreword.core.outputs import ErrorEvent
+from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 from foreword.embedding.client import EncoderClient
 from foreword.engine_client.client import EngineClient

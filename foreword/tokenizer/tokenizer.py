@@ -21,7 +21,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from foreword.core.structured import Vocabulary
+from foreword.core.structured_output import Vocabulary
 from foreword.errors import CheckpointError, ForewordError, InvalidRequest, RequestFailed
 from foreword.tokenizer.files import ADDED_TOKEN_FLAGS, MAX_TOKENS, TokenizerFiles, read_tokenizer_files
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from foreword.cli.docs_gen import PAGES, write
-from foreword.cli.options import environment_name, flag
+from foreword.cli.flags import environment_name, flag
 from foreword.config.options import option_fields
-from foreword.metrics.catalog import CATALOG
+from foreword.metrics.definitions import CATALOG
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from foreword.cli.options import FLAGS, add_config_options, add_sampling_options, read_params
+from foreword.cli.flags import FLAGS, add_config_options, add_sampling_options, read_params
 from foreword.core.params import SamplingParams, Speculation
 
 

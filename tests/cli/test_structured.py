@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from foreword.cli.client import request_body
-from foreword.cli.options import add_structured_options, read_structured
+from foreword.cli.flags import add_structured_options, read_structured
 from foreword.core.params import SamplingParams
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 from foreword.errors import ConfigError, InvalidRequest
 from foreword.server.protocol.chat import ChatBody
 

@@ -16,7 +16,7 @@ from foreword.config.options import Config
 from foreword.core.batch import Batch
 from foreword.core.outputs import Draft, ErrorEvent, Event, TokenEvent
 from foreword.core.request import Request
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
 from foreword.engine.trace import replay

@@ -16,7 +16,7 @@ from foreword.config.options import Config
 from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
-from foreword.core.structured import StructuredOutput, Vocabulary
+from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.engine.engine import Engine
 from foreword.engine.fault_isolation import MAX_FAILED_STEPS
 from foreword.engine.loader import load

@@ -13,7 +13,7 @@ from torch import Tensor
 from foreword.core.batch import SampleRow
 from foreword.core.outputs import ErrorEvent, TokenEvent
 from foreword.core.request import Request
-from foreword.core.structured import RequestGrammar, StructuredOutput, Vocabulary
+from foreword.core.structured_output import RequestGrammar, StructuredOutput, Vocabulary
 from foreword.engine.engine import Engine
 from foreword.errors import InvalidRequest, Unsatisfiable
 from tests.engine.test_engine import engine_of, make_request, run, tokens_of

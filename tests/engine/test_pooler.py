@@ -17,7 +17,7 @@ from foreword.core.request import POOLING_TYPES, Request
 from foreword.engine.engine import Engine, _prefill_load
 from foreword.engine.loader import load
 from foreword.engine.pooler import PARTIAL_SUMS, accumulate, reduce_mean
-from foreword.engine.schedule import ScheduleOutput
+from foreword.engine.schedule_output import ScheduleOutput
 from foreword.engine.scheduler import MIN_POOLING_ROWS
 from foreword.engine.trace import replay
 from foreword.errors import ContextLengthExceeded, InvalidRequest

@@ -20,10 +20,10 @@ from foreword.config.options import Config
 from foreword.core.outputs import ErrorEvent, StepStats, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
-from foreword.core.structured import StructuredOutput, Vocabulary
+from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.engine_client.client import SubprocessClient
+from foreword.engine_client.crash_recovery import MAX_IDLE_CRASHES
 from foreword.engine_client.heartbeat import NO_HEARTBEAT_S, HeartbeatPage
-from foreword.engine_client.inflight import MAX_IDLE_CRASHES
 from foreword.errors import ConfigError, DeadlineExceeded, EngineDead, Overloaded, RequestFailed
 from tests.support.checkpoints import EOS, write_checkpoint
 from tests.support.client_answers import WAIT_S, Answer, Killer, collect_answers, last_event

@@ -20,9 +20,9 @@ from foreword.core.outputs import ErrorEvent, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.engine_client.client import SubprocessClient
+from foreword.engine_client.engine_process import _handle
 from foreword.engine_client.heartbeat import HeartbeatPage
 from foreword.engine_client.messages import AddImage, DropImage
-from foreword.engine_client.worker import _handle
 from foreword.errors import RequestFailed
 from tests.support.checkpoints import EOS
 from tests.support.client_answers import Answer, Killer, collect_answers, last_event

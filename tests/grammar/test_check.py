@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest, Overloaded
 from foreword.grammar import limits
 from foreword.grammar.check import GrammarChecker

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 from foreword.grammar.check_worker import check_grammar
 from foreword.grammar.vocab import GrammarVocab
 from tests.support.grammar_walks import tokenizer

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.core.structured import CONSTRAINT_TYPES, StructuredOutput
+from foreword.core.structured_output import CONSTRAINT_TYPES, StructuredOutput
 from foreword.errors import InvalidRequest
 from foreword.grammar.compiler import to_llguidance
 from foreword.grammar.manager import GrammarManager

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 from foreword.grammar.gbnf import gbnf_to_lark
 from foreword.grammar.json_schema import GrammarError
 from foreword.grammar.manager import GrammarManager

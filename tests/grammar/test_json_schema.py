@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 from foreword.grammar.json_schema import GrammarError, convert_schema_text
 from foreword.grammar.manager import GrammarManager
 from tests.support.budget import examples

@@ -12,7 +12,7 @@ import pytest
 from foreword.core.batch import SampleRow
 from foreword.core.params import SamplingParams
 from foreword.core.request import RequestState
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest
 from foreword.grammar import manager as manager_module
 from foreword.grammar.manager import GrammarManager

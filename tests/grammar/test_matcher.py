@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from foreword.core.batch import SampleRow
 from foreword.core.params import SamplingParams
 from foreword.core.request import RequestState
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 from foreword.grammar import compiler as compiler_module
 from foreword.grammar.limits import parser_limits
 from foreword.grammar.manager import GrammarManager

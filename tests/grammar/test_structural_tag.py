@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 from foreword.grammar.json_schema import GrammarError
 from foreword.grammar.manager import GrammarManager
 from foreword.grammar.structural_tag import structural_tag_to_lark

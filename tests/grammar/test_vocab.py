@@ -7,7 +7,7 @@ import torch
 
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
-from foreword.core.structured import StructuredOutput, Vocabulary
+from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.grammar.manager import GrammarManager
 from foreword.grammar.vocab import GrammarVocab
 from tests.support.grammar_walks import encode, legal_ids, tokenizer

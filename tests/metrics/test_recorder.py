@@ -13,7 +13,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.repetition import Repetition
 from foreword.core.request import Request
 from foreword.errors import RequestFailed
-from foreword.metrics.catalog import CATALOG, PREFIX
+from foreword.metrics.definitions import CATALOG, PREFIX
 from foreword.metrics.recorder import MAX_FINISHED_STATS, MetricsRecorder
 
 

@@ -15,7 +15,7 @@ from foreword.errors import CheckpointError
 from foreword.kernels.cpu.library import FORMAT_IDS, load_library
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.base import Precision
-from foreword.models.gguf.reader import open_gguf
+from foreword.models.gguf.header import open_gguf
 from foreword.models.loader import load_model, read_model_info, weight_files
 from foreword.models.mmap_file import MappedFile
 from tests.support.checkpoints import FAMILIES, write_checkpoint, write_drafter

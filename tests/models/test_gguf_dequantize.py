@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from foreword.models.gguf.dequantize import DEQUANTIZERS, dequantize
-from foreword.models.gguf.reader import TENSOR_TYPES
+from foreword.models.gguf.header import TENSOR_TYPES
 
 BY_NAME = {kind.name: (number, kind) for number, kind in TENSOR_TYPES.items()}
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from foreword.errors import CheckpointError
 from foreword.models import loader
 from foreword.models.gguf.config import NOOP_VALUES
-from foreword.models.gguf.reader import GGUFFile, open_gguf
+from foreword.models.gguf.header import GGUFFile, open_gguf
 from tests.support.budget import examples
 from tests.support.checkpoints import FAMILIES, write_checkpoint
 from tests.support.gguf_files import write_gguf

@@ -11,7 +11,7 @@ import pytest
 
 from foreword.checkpoint import prepare_checkpoint
 from foreword.config.options import DRAFTERS, Config
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 from foreword.engine_client.client import SubprocessClient
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.checkpoints import write_checkpoint

@@ -13,8 +13,8 @@ import pytest
 import uvicorn
 
 from foreword.config.options import Config
-from foreword.core.health import Readiness
 from foreword.core.params import SamplingParams
+from foreword.core.readiness import Readiness
 from foreword.errors import EngineDead, Overloaded
 from foreword.server.app import loading_app
 from foreword.server.http_protocol import uvicorn_config

@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 
 from foreword.cli.client import request_body
 from foreword.core.params import SamplingParams
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 from foreword.server.protocol.chat import ChatBody
 from foreword.server.protocol.completions import CompletionBody
 from tests.server.conftest import MODEL, RunningServer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 
 __all__ = ["ADVERSARIAL", "REJECTED"]
 

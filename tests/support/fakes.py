@@ -14,7 +14,6 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo, HardwareInfo, ModelInfo, resolve
-from foreword.core.health import Readiness
 from foreword.core.outputs import (
     DraftResult,
     EmbeddingEvent,
@@ -24,6 +23,7 @@ from foreword.core.outputs import (
     TokenEvent,
     TokenLogprob,
 )
+from foreword.core.readiness import Readiness
 from foreword.core.request import Request, RequestState
 from foreword.errors import EngineDead, ForewordError
 from foreword.tokenizer.files import TokenizerFiles

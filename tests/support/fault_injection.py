@@ -16,7 +16,7 @@ from foreword.core.request import RequestState
 from foreword.engine.batch_builder import ModelInput
 from foreword.engine.engine import Engine
 from foreword.engine.pooler import PoolOutput
-from foreword.engine.schedule import ScheduledRequest
+from foreword.engine.schedule_output import ScheduledRequest
 from foreword.speculation.base import DraftRequest
 
 __all__ = ["ERRORS", "FAULT_POINTS", "WRONG_RESULTS", "Fault", "FaultInjector"]

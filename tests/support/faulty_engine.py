@@ -7,7 +7,7 @@ import os
 from typing import Final
 
 from foreword.engine.engine import Engine
-from foreword.engine_client import worker
+from foreword.engine_client import engine_process as worker
 from tests.support.fault_injection import Fault, FaultInjector
 
 __all__ = ["FAULTS_VARIABLE", "main"]

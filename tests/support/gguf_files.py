@@ -18,7 +18,7 @@ from gguf import TokenType
 from safetensors.torch import load_file
 from torch import Tensor
 
-from foreword.models.gguf.weights import gguf_name
+from foreword.models.gguf.tensors import gguf_name
 from tests.support.gguf_k_quants import K_QUANTS
 
 __all__ = ["RawGGUF", "quantize", "write_byte_level", "write_gguf", "write_sentencepiece"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
-from foreword.core.structured import RequestGrammar, StructuredOutput
+from foreword.core.structured_output import RequestGrammar, StructuredOutput
 from foreword.demo import MODEL
 from foreword.grammar.manager import GrammarManager
 from foreword.tokenizer.tokenizer import Tokenizer

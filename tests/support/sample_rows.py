@@ -10,7 +10,7 @@ from torch import Tensor
 from foreword.core.batch import SampleRow, upload
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.core.structured import RequestGrammar, StructuredOutput
+from foreword.core.structured_output import RequestGrammar, StructuredOutput
 from foreword.kernels.ops import Ops
 from foreword.sampling.logits_processors import LogitsProcessor
 

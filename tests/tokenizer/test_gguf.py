@@ -16,7 +16,7 @@ from gguf import TokenType
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from foreword.errors import CheckpointError
-from foreword.models.gguf.reader import open_gguf
+from foreword.models.gguf.header import open_gguf
 from foreword.tokenizer.chat_template import ChatTemplate
 from foreword.tokenizer.gguf import build_gguf_tokenizer
 from foreword.tokenizer.tokenizer import Tokenizer

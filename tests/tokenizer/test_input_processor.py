@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from foreword.core.params import SamplingParams
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 from foreword.errors import ContextLengthExceeded, InvalidRequest
 from foreword.tokenizer.input_processor import (
     SamplingDefaults,

@@ -25,7 +25,7 @@ from foreword.config.options import Config
 from foreword.core.outputs import ErrorEvent, StepReport, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
-from foreword.core.structured import Vocabulary
+from foreword.core.structured_output import Vocabulary
 from foreword.engine_client.local import LocalClient
 
 __all__ = [

@@ -35,7 +35,7 @@ from foreword.bench.gpu.engines import (
 from foreword.bench.gpu.report import Report
 from foreword.bench.shapes import ModelShape
 from foreword.core.request import Request
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 
 __all__ = ["count_weights", "peers", "prompt_flops", "speculation", "steps"]
 

@@ -56,7 +56,7 @@ from foreword.bench.speculate.workloads import (
     library_functions,
     make_conversations,
 )
-from foreword.cli.options import read_config
+from foreword.cli.flags import read_config
 from foreword.cli.terminal import loading_bar, track_progress
 from foreword.config.options import Config
 from foreword.core.params import Speculation

@@ -23,7 +23,7 @@ from foreword.cli.client import request_body
 from foreword.cli.sse_reader import choices_of, iter_chunks_async, text_of, token_ids_of
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import ForewordError
-from foreword.metrics.catalog import PREFIX
+from foreword.metrics.definitions import PREFIX
 from foreword.metrics.spec_stats import SpecDecodeStats
 
 __all__ = ["Counters", "RemoteTarget", "draft_stats_since", "run_conversation"]

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from foreword.errors import CheckpointError
+from foreword.models.gguf.header import GGUFFile
 from foreword.models.gguf.metadata import MetadataReader
-from foreword.models.gguf.reader import GGUFFile
 from foreword.models.gguf.rope import TensorReader, read_rope_theta, rope_options
 
 __all__ = ["MODEL_TYPES", "read_hf_config"]

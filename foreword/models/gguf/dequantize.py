@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from foreword.models.gguf.reader import TENSOR_TYPES
+from foreword.models.gguf.header import TENSOR_TYPES
 
 __all__ = ["DEQUANTIZERS", "dequantize"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from foreword.errors import CheckpointError
 from foreword.models.config import MISSING, ConfigReader
-from foreword.models.gguf.reader import GGUFFile, TensorInfo
+from foreword.models.gguf.header import GGUFFile, TensorInfo
 
 __all__ = ["MetadataReader"]
 

@@ -11,7 +11,7 @@ from operator import attrgetter, itemgetter
 from typing import Final
 
 from foreword.core.request import Request, RequestState
-from foreword.core.structured import RequestGrammar
+from foreword.core.structured_output import RequestGrammar
 from foreword.kv_cache.prefix_cache import PrefixCache
 
 __all__ = [

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from foreword.core.request import Request
-from foreword.core.structured import Vocabulary
+from foreword.core.structured_output import Vocabulary
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
 from foreword.engine_client.heartbeat import HeartbeatPage

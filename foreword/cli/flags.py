@@ -19,7 +19,7 @@ import yaml
 
 from foreword.config.options import Config, option_fields
 from foreword.core.params import SamplingParams, Speculation
-from foreword.core.structured import StructuredOutput
+from foreword.core.structured_output import StructuredOutput
 from foreword.errors import ConfigError, InvalidRequest
 
 __all__ = [

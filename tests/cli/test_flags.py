@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from foreword.cli.options import (
+from foreword.cli.flags import (
     add_config_options,
     engine_fields,
     environment_name,

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foreword.errors import CheckpointError
-from foreword.models.gguf.reader import TENSOR_TYPES, is_gguf, open_gguf
+from foreword.models.gguf.header import TENSOR_TYPES, is_gguf, open_gguf
 from tests.support.budget import examples
 from tests.support.gguf_files import RawGGUF, finish
 

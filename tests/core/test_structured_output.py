@@ -4,7 +4,7 @@ import pydantic
 import pytest
 
 from foreword import SamplingParams, StructuredOutput
-from foreword.core.structured import MAX_CONSTRAINT_BYTES
+from foreword.core.structured_output import MAX_CONSTRAINT_BYTES
 from foreword.errors import InvalidRequest
 
 

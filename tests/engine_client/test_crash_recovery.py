@@ -23,7 +23,7 @@ from foreword.core.outputs import (
 from foreword.core.params import SamplingParams
 from foreword.core.repetition import Repetition
 from foreword.core.request import Request
-from foreword.engine_client.inflight import (
+from foreword.engine_client.crash_recovery import (
     REPLAY_CHECK_TOKENS,
     CrashResult,
     InflightRequest,

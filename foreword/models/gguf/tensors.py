@@ -18,7 +18,7 @@ from foreword.kernels.ops import Matrix, QuantizedBlocks
 from foreword.layers.weights import Weights
 from foreword.models.device_loader import DeviceLoader, FileSpan
 from foreword.models.gguf.dequantize import DEQUANTIZERS, dequantize
-from foreword.models.gguf.reader import GGUFFile, TensorInfo
+from foreword.models.gguf.header import GGUFFile, TensorInfo
 from foreword.models.gguf.rope import ROPE_TENSORS
 from foreword.models.mmap_file import MappedFile
 from foreword.models.weights import PrefixedWeights, unexpected_tensors_error

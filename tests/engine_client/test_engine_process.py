@@ -17,11 +17,11 @@ from foreword.config.options import Config
 from foreword.core.outputs import ErrorEvent, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
-from foreword.core.structured import StructuredOutput, Vocabulary
+from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.engine_client.client import SubprocessClient
+from foreword.engine_client.engine_process import _handle
 from foreword.engine_client.heartbeat import HeartbeatPage
 from foreword.engine_client.messages import RemoveRequest
-from foreword.engine_client.worker import _handle
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest
 from tests.support.checkpoints import EOS, write_checkpoint
 from tests.support.client_answers import is_gone

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from foreword.core.images import PromptImage
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.core.structured import RequestGrammar
-from foreword.engine.queue import PendingGrammar, PendingGrammars, UnencodedImages, WaitingQueue
+from foreword.core.structured_output import RequestGrammar
+from foreword.engine.waiting_queue import PendingGrammar, PendingGrammars, UnencodedImages, WaitingQueue
 from tests.support.budget import examples
 from tests.support.scheduler_simulation import (
     VOCAB,

@@ -1,6 +1,6 @@
 """Memory while requests with images wait: bounded by --image-memory.
 
-    python -m benchmarks.picture_memory [--requests 64] [--image-memory 16MiB] [--side 1200]
+    python -m benchmarks.image_memory [--requests 64] [--image-memory 16MiB] [--side 1200]
 
 Regime: a tiny random LLaVA whose encoder takes 336 x 336 pixels (0.32 MiB each when prepared), one
 running request (--max-num-seqs 1) with a long answer. Every request has an image of its own:
