@@ -24,8 +24,8 @@ from types import FrameType
 from typing import Any
 
 import foreword
-from benchmarks.fuzz_mutate import shrink
 from benchmarks.fuzz_images import image_targets
+from benchmarks.fuzz_mutate import shrink
 from benchmarks.fuzz_targets import FuzzTarget, file_targets
 from benchmarks.fuzz_traffic import traffic_targets
 

@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
         "statuses": dict(clients.statuses),
         "body_mib": size,
     }
-    print_json({"bench": "picture_memory", **figures, **moments, "grown_mib": grown, "allowed_mib": allowed})
+    print_json({"bench": "image_memory", **figures, **moments, "grown_mib": grown, "allowed_mib": allowed})
     return int(grown > allowed or waiting["open"] > expected)
 
 
