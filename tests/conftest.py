@@ -42,11 +42,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Modules that `make test` neither runs nor imports: they need packages of the extra `test-all`, or take long.
 FULL_ONLY = {
+    "bench/gpu",
     "benchmarks",
+    "core/test_upload.py",
     "demo/test_training.py",
     "demo/test_vision_training.py",
+    "engine/test_model_runner.py",
     "executor",
     "kernels/triton",
+    "sampling/test_sampler_transfers.py",
     "server/test_fuzz.py",
     "server/test_fuzz_api.py",
     "test_exact_graphs.py",

@@ -120,6 +120,7 @@ async def test_choices_of_text_models(tmp_path: Path, family: str) -> None:
     await check_choices(config(path, speculate="suffix"), TEXTS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 async def test_choices_of_vision_models(tmp_path: Path, family: str) -> None:
     path = write_vision_checkpoint(tmp_path / "model", family, seed=5)

@@ -43,6 +43,7 @@ def test_only_optional_packages_may_be_missing() -> None:
     assert missing_package(ValueError()) is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("package", "partial", "message"),
     [

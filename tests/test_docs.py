@@ -244,6 +244,7 @@ def test_the_programs_of_the_readme_run() -> None:
     assert all(text.strip() for text in said)
 
 
+@pytest.mark.full
 def test_the_programs_of_the_python_page_run() -> None:
     assert run("\n".join(blocks(DOCS / "python.md", "python")).replace("LLM()", "LLM(threads=1)")).strip()
     assert run("\n".join(blocks(DOCS / "speculation.md", "python"))) == ""

@@ -176,6 +176,7 @@ def test_every_drafter_is_accepted_and_rejected(engines: Engines, drafter: str) 
     check_acceptance(engines, FEATURES, drafter)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drafter", DRAFTERS if is_full() else ("suffix", "draft"))
 def test_every_drafter_is_accepted_and_rejected_with_images(multimodal: Engines, drafter: str) -> None:
     check_acceptance(multimodal, IMAGES, drafter)

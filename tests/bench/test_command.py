@@ -55,12 +55,14 @@ def test_bench_throughput_gives_equal_answers(flags: list[str], capsys: pytest.C
     assert 0 < result["tokens"] <= 36
 
 
+@pytest.mark.full
 def test_bench_serve_gives_equal_answers(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, result = bench(capsys, "serve", "--num-requests", "6", "--concurrency", "3", *flags)
     assert (code, result["answered_all"], result["equal"]) == (0, True, True)
     assert result["modes"]["auto"]["e2e_ms"]["p50"] > 0
 
 
+@pytest.mark.full
 def test_startup_stages_add_up(flags: list[str]) -> None:
     seconds = latency.measure_startup_s(Config(model=flags[1], kv_cache_memory="8000tokens"))
     assert seconds["total"] == pytest.approx(seconds["until ready"] + seconds["first token"])

@@ -259,6 +259,7 @@ def test_run_in_this_process(
     assert "0 answered, 0 failed, 5 were before" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_lines_with_images(tmp_path: Path) -> None:
     model = write_vision_checkpoint(tmp_path / "model", "llava")
     look = [{"role": "user", "content": [image_part(), {"type": "text", "text": "What is it?"}]}]

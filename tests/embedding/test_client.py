@@ -133,6 +133,7 @@ async def test_calls_survive_a_crash(client: EncoderClient, local: LocalEncoder)
     assert client._batcher.num_waiting == 0 and not client._open_calls and not client._retries
 
 
+@pytest.mark.full
 async def test_input_that_crashes_twice_fails_alone(client: EncoderClient, local: LocalEncoder) -> None:
     """The process is killed whenever it has the bad input."""
     bad_input, good = [7, 7, 7], [[5, 6 + i] * 40 for i in range(6)]

@@ -278,6 +278,7 @@ def test_graph_capture_reports_progress(tmp_path: Path, monkeypatch: pytest.Monk
     assert "graphs" not in load(options(path, enforce_eager=True, **more), ()).info.load_seconds
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 def test_profile_runs_on_triton_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted, with random weights."""

@@ -91,6 +91,7 @@ def test_vectors_match_transformers(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(actual, vector, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pooling", POOLING_TYPES)
 @pytest.mark.parametrize("isa", ["auto", "reference"])
 @pytest.mark.parametrize("budget", [8, 13, 64])

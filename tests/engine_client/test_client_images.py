@@ -98,6 +98,7 @@ def outputs_of(actual: dict[str, Answer]) -> dict[str, Any]:
     return {name: (answer.token_ids, answer.hashes, answer.end) for name, answer in actual.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("every", "times"), [(1, 3), (20, 1)])
 async def test_image_outputs_are_equal_after_engine_crashes(
     client: SubprocessClient, checkpoint: Path, faultless: dict[str, Answer], every: int, times: int

@@ -140,6 +140,7 @@ async def test_vocabulary_is_blamed_on_its_request() -> None:
     assert noted == [(7,)]
 
 
+@pytest.mark.full
 async def test_queued_grammars_do_not_delay_close(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With minutes of compilation queued, the process exits by itself."""
     monkeypatch.setattr("foreword.engine_client.connection.EXIT_TIMEOUT_S", 40.0)
@@ -167,6 +168,7 @@ async def _events(client: SubprocessClient, request: Request) -> list[object]:
     return [event async for event in client.submit(request)]
 
 
+@pytest.mark.full
 async def test_load_progress_is_reported(checkpoint: Path) -> None:
     progress: list[tuple[int, int]] = []
     client = SubprocessClient(
@@ -179,6 +181,7 @@ async def test_load_progress_is_reported(checkpoint: Path) -> None:
     assert not client.dead.is_set()
 
 
+@pytest.mark.full
 async def test_too_long_context_is_a_config_error(checkpoint: Path) -> None:
     client = SubprocessClient(config_of(checkpoint, max_model_len=100_000), (), no_tokens)
     with pytest.raises(ConfigError, match="100000 does not fit") as caught:
@@ -187,6 +190,7 @@ async def test_too_long_context_is_a_config_error(checkpoint: Path) -> None:
     await client.close()
 
 
+@pytest.mark.full
 async def test_missing_checkpoint_is_refused(tmp_path: Path) -> None:
     client = SubprocessClient(config_of(tmp_path / "nowhere"), (), no_tokens)
     with pytest.raises(CheckpointError, match="nowhere"):

@@ -134,6 +134,7 @@ async def test_failed_import_is_a_config_error() -> None:
     await fork_server.close()
 
 
+@pytest.mark.full
 async def test_engine_imports_start_no_threads() -> None:
     """A fork needs a process with one thread, also after the import of torch."""
     code = "import foreword.engine_client.engine_process, os; print(len(os.listdir('/proc/self/task')))"

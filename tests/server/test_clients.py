@@ -141,6 +141,7 @@ def asked(demo: RunningServer) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_litellm_completion(litellm: Any, asked: dict[str, Any]) -> None:
     reply = litellm.completion(**asked, temperature=0)
     assert reply.choices[0].message.content and reply.usage.completion_tokens > 0
@@ -151,6 +152,7 @@ def test_litellm_completion(litellm: Any, asked: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.full
 async def test_litellm_async(litellm: Any, asked: dict[str, Any]) -> None:
     reply = await litellm.acompletion(**asked, seed=1)
     stream = await litellm.acompletion(**asked, seed=1, stream=True)
@@ -160,6 +162,7 @@ async def test_litellm_async(litellm: Any, asked: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.full
 def test_litellm_response_format(litellm: Any, asked: dict[str, Any]) -> None:
     reply = litellm.completion(**asked | {"max_tokens": 1000}, response_format=Person)
     assert Person.model_validate_json(reply.choices[0].message.content)
@@ -167,6 +170,7 @@ def test_litellm_response_format(litellm: Any, asked: dict[str, Any]) -> None:
     assert holds_object(reply.choices[0].message.content, reply.choices[0].finish_reason)
 
 
+@pytest.mark.full
 def test_litellm_embedding_and_errors(litellm: Any, asked: dict[str, Any]) -> None:
     where = {name: asked[name] for name in ("model", "api_base", "api_key")}
     reply = litellm.embedding(**where, input=["one", "two"])
@@ -189,6 +193,7 @@ def chat_model(langchain: Any, demo: RunningServer, **options: Any) -> Any:
     )
 
 
+@pytest.mark.full
 def test_langchain_chat(langchain: Any, demo: RunningServer) -> None:
     model = chat_model(langchain, demo, temperature=0)
     reply = model.invoke([("system", "You are brief."), ("human", "What is a draft?")])
@@ -200,6 +205,7 @@ def test_langchain_chat(langchain: Any, demo: RunningServer) -> None:
     assert len(model.batch(["One", "Two", "Three"])) == 3
 
 
+@pytest.mark.full
 def test_langchain_structured_output(langchain: Any, demo: RunningServer) -> None:
     model = chat_model(langchain, demo, max_tokens=1000)
     assert isinstance(model.with_structured_output(Person, method="json_schema").invoke("A person."), Person)
@@ -215,12 +221,14 @@ def test_langchain_structured_output(langchain: Any, demo: RunningServer) -> Non
     assert pilot == {"name": "Paul", "age": 42, "city": "Lisbon", "job": "pilot"}
 
 
+@pytest.mark.full
 async def test_langchain_async(langchain: Any, demo: RunningServer) -> None:
     model = chat_model(langchain, demo, seed=1)
     whole = await model.ainvoke("Hello")
     assert "".join([chunk.content async for chunk in model.astream("Hello")]) == whole.content
 
 
+@pytest.mark.full
 def test_langchain_embeddings(langchain: Any, demo: RunningServer) -> None:
     embeddings = langchain.OpenAIEmbeddings(
         model=MODEL, base_url=demo.url + "/v1", api_key="none", check_embedding_ctx_length=False

@@ -65,6 +65,7 @@ def full_request(body: bytes = BODY) -> bytes:
     return HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sent", "statuses"),
     [

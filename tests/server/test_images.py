@@ -121,7 +121,7 @@ def test_usage_counts_image_tokens(served: RunningServer) -> None:
     seen = served.chat(messages=user(image_part(), TEXT), n=2)
     assert seen.usage.prompt_tokens == plain.usage.prompt_tokens + TOKENS
     assert seen.usage.prompt_tokens_details.image_tokens == TOKENS
-    assert not hasattr(plain.usage.prompt_tokens_details, "image_tokens")
+    assert getattr(plain.usage.prompt_tokens_details, "image_tokens", None) is None
     assert seen.usage.completion_tokens == 2 * plain.usage.completion_tokens
     chunks = list(
         served.chat(messages=user(image_part(), TEXT), stream=True, stream_options={"include_usage": True})

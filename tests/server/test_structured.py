@@ -232,6 +232,7 @@ def test_answers_conform_to_schemas(demo: RunningServer) -> None:
     assert sum(one.metrics.get("draft_tokens", 0) for one in drafted) > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("extra", "expression"),
     [

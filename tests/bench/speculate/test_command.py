@@ -27,6 +27,7 @@ def bench(capsys: pytest.CaptureFixture[str], model: str, *words: str) -> tuple[
     return code, json.loads(text.splitlines()[-1], parse_constant=pytest.fail), text
 
 
+@pytest.mark.full
 def test_bench_speculate_measures_every_case(
     model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

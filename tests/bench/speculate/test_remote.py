@@ -22,6 +22,7 @@ foreword_spec_drafts_total{drafter="suffix"} 3
 """
 
 
+@pytest.mark.full
 def test_bench_speculate_measures_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(write_checkpoint(tmp_path / "tiny"))
     categories = {"repeat", "predicted", "agent", "random", "library continuation"}

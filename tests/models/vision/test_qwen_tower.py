@@ -58,6 +58,7 @@ def test_windows_partition_the_image(cells: PatchGrid, side: int):
     assert all(window.tolist() == sorted(window.tolist()) for window in windows)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "starts", [(0, 4), (0, 3000), (0, ATTN_CHUNK_PAIRS + 1), (0, 64, 128, 130), (0, 1, 2)]
 )
