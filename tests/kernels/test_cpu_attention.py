@@ -16,7 +16,7 @@ from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from tests.support.budget import examples
-from tests.support.cpu_kernels import cpu_ops_by_threads, randn, same_bits, tested_isas
+from tests.support.cpu_kernels import cpu_ops_by_threads, isas_under_test, randn, same_bits
 
 SPLIT = 512  # positions, as in attention.h
 CACHES = (torch.float32, torch.bfloat16, torch.int8)
@@ -25,7 +25,7 @@ Rows = dict[tuple[int, int], Tensor]  # the output of (request, position)
 Spans = list[tuple[int, int, int]]  # rows [start, end) of a request
 
 pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
-each_isa = pytest.mark.parametrize("isa", tested_isas())
+each_isa = pytest.mark.parametrize("isa", isas_under_test())
 each_cache = pytest.mark.parametrize("cached", CACHES)
 
 

@@ -18,11 +18,11 @@ from foreword.kernels.cpu.library import Weight, load_library, supported_isas
 from foreword.kernels.ops import QuantizedBlocks
 from foreword.kernels.quantization import dequantize
 from tests.support.budget import examples
-from tests.support.cpu_kernels import tested_isas
+from tests.support.cpu_kernels import isas_under_test
 
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = (torch.float32, torch.bfloat16)
-CASES = [(isa, kind) for isa in tested_isas() for kind in KINDS]
+CASES = [(isa, kind) for isa in isas_under_test() for kind in KINDS]
 
 # Around each row count where an instruction set changes its inner loop (4, 6, 8, 12, 16, 32) or passes (256).
 ROW_COUNTS = (*range(1, 18), 23, 24, 25, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 513)
@@ -213,7 +213,7 @@ def test_packing_rounds_like_torch() -> None:
     assert ops.embedding(torch.zeros(1, dtype=torch.int64), spoilt, torch.float32).isnan().all()
 
 
-@pytest.mark.parametrize("isa", tested_isas())
+@pytest.mark.parametrize("isa", isas_under_test())
 def test_every_float16_is_converted_exactly(isa: str) -> None:
     """All float16 values, as weights of a product with 1."""
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)

@@ -25,7 +25,7 @@ from foreword.speculation.base import DraftRequest
 from foreword.speculation.drafters.draft_model import DraftState, EagerDraftLoop
 from tests.kernels.test_cpu_program import BLOCK_SIZE, NUM_BLOCKS, VOCAB, SmallModel
 from tests.support.budget import examples
-from tests.support.cpu_kernels import tested_isas
+from tests.support.cpu_kernels import isas_under_test
 from tests.support.fakes import extended
 
 pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
@@ -137,7 +137,7 @@ def make_job(number: int, **changes: object) -> DraftJob:
     return replace(job, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("isa", tested_isas())
+@pytest.mark.parametrize("isa", isas_under_test())
 def test_neighbours_change_no_draft(isa: str) -> None:
     """Some jobs end sooner, and one only computes its known tokens."""
     _, program = compiled(isa, 2)
@@ -151,7 +151,7 @@ def test_neighbours_change_no_draft(isa: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("isa", tested_isas())
+@pytest.mark.parametrize("isa", isas_under_test())
 def test_text_after_images_uses_the_mrope_offset(isa: str) -> None:
     """Each pass equals an ordinary batch with the same M-RoPE offset."""
     model = SmallModel(CpuOps(isa, 2), torch.float32, "float32", MRopeSections((1, 1, 1)))

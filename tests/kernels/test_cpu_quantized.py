@@ -12,7 +12,7 @@ from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.ops import QuantizedBlocks
 from foreword.kernels.quantization import QUANT_BLOCKS, fake_quantize
-from tests.support.cpu_kernels import tested_isas
+from tests.support.cpu_kernels import isas_under_test
 from tests.support.kernel_rows import same_bits
 from tests.support.quantized_weights import (
     WEIGHT_FORMATS,
@@ -28,7 +28,7 @@ from tests.support.quantized_weights import (
 ROW_COUNTS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 513)
 
 pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
-each_isa = pytest.mark.parametrize("isa", tested_isas())
+each_isa = pytest.mark.parametrize("isa", isas_under_test())
 each_kind = pytest.mark.parametrize("kind", WEIGHT_FORMATS)
 
 

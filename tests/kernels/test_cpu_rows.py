@@ -17,7 +17,7 @@ from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.ops import MRopeSections
 from tests.support.budget import examples
-from tests.support.cpu_kernels import cpu_ops_by_threads, randn, same_bits, tested_isas
+from tests.support.cpu_kernels import cpu_ops_by_threads, isas_under_test, randn, same_bits
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -31,7 +31,7 @@ ROW_COUNTS = (1, 2, 3, 5, 8, 9, 17, 40)
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8 * 1.001}
 
 pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
-each_isa = pytest.mark.parametrize("isa", tested_isas())
+each_isa = pytest.mark.parametrize("isa", isas_under_test())
 each_type = pytest.mark.parametrize("dtype", TYPES)
 
 

@@ -16,7 +16,7 @@ from foreword.kernels import registry
 from foreword.kernels.cpu.library import ISAS, supported_isas
 from foreword.kernels.gpu import GPUInfo
 from foreword.kernels.registry import list_backends, native_unavailable_reason, select_backend, source_digest
-from tests.support.cpu_kernels import tested_isas
+from tests.support.cpu_kernels import isas_under_test
 
 
 def available(part: str) -> list[str]:
@@ -80,7 +80,7 @@ def test_triton_is_not_imported_without_a_gpu() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env=hidden, timeout=120)
 
 
-@pytest.mark.parametrize("isa", tested_isas())
+@pytest.mark.parametrize("isa", isas_under_test())
 def test_isa_can_be_forced(isa: str) -> None:
     assert select_backend("cpu", isa=isa).name == f"cpu-{isa}"
 

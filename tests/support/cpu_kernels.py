@@ -11,10 +11,10 @@ from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from tests.support.budget import is_full
 
-__all__ = ["cpu_ops_by_threads", "randn", "same_bits", "tested_isas"]
+__all__ = ["cpu_ops_by_threads", "randn", "same_bits", "isas_under_test"]
 
 
-def tested_isas() -> tuple[str, ...]:
+def isas_under_test() -> tuple[str, ...]:
     """All instruction sets of this machine with --full, else the best one."""
     return supported_isas() if is_full() else supported_isas()[-1:]
 
