@@ -11,7 +11,7 @@ from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from tests.support.budget import is_full
 
-__all__ = ["cpu_ops_by_threads", "randn", "same_bits", "isas_under_test"]
+__all__ = ["cpu_ops_by_threads", "isas_under_test", "randn", "same_bits"]
 
 
 def isas_under_test() -> tuple[str, ...]:
