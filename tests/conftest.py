@@ -40,22 +40,29 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("FOREWORD_GPU_MEMORY_UTILIZATION", f"{0.9 / count:.3f}")
 
 
-# Modules that `make test` neither runs nor imports: they need packages of the extra `test-all`, or take long.
+# Modules that `make test` neither runs nor imports: slow, or in need of packages of the extra `test-all`.
 FULL_ONLY = {
     "bench/gpu",
     "benchmarks",
     "core/test_upload.py",
     "demo/test_training.py",
     "demo/test_vision_training.py",
+    "embedding/test_client.py",
     "engine/test_model_runner.py",
     "executor",
+    "kernels/test_cpu_process.py",
     "kernels/triton",
     "sampling/test_sampler_transfers.py",
+    "server/test_embedding_servers.py",
+    "server/test_fair_share.py",
     "server/test_fuzz.py",
     "server/test_fuzz_api.py",
+    "server/test_slow_clients.py",
+    "server/test_vision_server.py",
     "test_exact_graphs.py",
     "test_exact_overlap.py",
     "test_fake_cuda.py",
+    "test_load.py",
 }
 
 

@@ -127,6 +127,7 @@ async def test_choices_of_vision_models(tmp_path: Path, family: str) -> None:
     await check_choices(config(path, speculate="suffix"), PICTURES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "llava", "qwen2_5_vl"])
 async def test_choices_without_drafters(tmp_path: Path, family: str) -> None:
     is_vision = family in VISION_FAMILIES

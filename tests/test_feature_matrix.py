@@ -164,7 +164,7 @@ def recorded(plain: LLM, asked: Sequence[Mapping[str, Any]], features: Mapping[s
                 yield json.dumps(line) + "\n"
 
 
-@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS)
+@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS if is_full() else ("suffix", "draft", "auto"))
 @pytest.mark.parametrize("feature", FEATURES)
 def test_cell(engines: Engines, feature: str, drafter: str) -> None:
     assert engines.actual(FEATURES[feature], drafter) == engines.expected(FEATURES[feature])

@@ -34,6 +34,7 @@ def _png(image: Image.Image) -> bytes:
     return held.getvalue()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
     path = write_vision_checkpoint(tmp_path, family)

@@ -35,6 +35,7 @@ def bench(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("isa", ["auto", "reference"])
 def test_bench_kernels_measures_every_part(isa: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = bench(capsys, "--shape", "tiny", "--isa", isa, "--kinds", "bfloat16,int8,q4_k", "--rows", "1,3")

@@ -105,6 +105,7 @@ def test_python_m_foreword_runs() -> None:
     assert completed.stdout.startswith("foreword ")
 
 
+@pytest.mark.full
 def test_broken_pipe_is_no_traceback() -> None:
     command = [sys.executable, "-m", "foreword", "env"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -74,6 +74,7 @@ def test_printed_curl_line_works(plain_server: ServerProcess) -> None:
     assert got.json()["choices"][0]["message"]["role"] == "assistant"
 
 
+@pytest.mark.full
 def test_start_up_lines(plain_server: ServerProcess) -> None:
     kinds = [line.split(":")[0] for line in plain_server.banner_lines]
     assert kinds[:4] == ["loaded", "memory", "address", "try"]
@@ -264,6 +265,7 @@ def test_foreign_address_is_an_error() -> None:
         bind("203.0.113.1", 0)
 
 
+@pytest.mark.full
 def test_ctrl_c_while_loading(tiny: Path) -> None:
     command = [sys.executable, "-m", "foreword", "serve", str(tiny), "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -276,6 +278,7 @@ def test_ctrl_c_while_loading(tiny: Path) -> None:
     assert (process.returncode, log_text) == (0, "")
 
 
+@pytest.mark.full
 def test_unsupported_model_is_an_error(tmp_path: Path) -> None:
     with (
         pytest.raises(ForewordError, match="the server did not start: foreword serve: "),

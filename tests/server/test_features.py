@@ -14,6 +14,7 @@ from foreword.config.options import DRAFTERS, Config
 from foreword.core.structured_output import StructuredOutput
 from foreword.engine_client.client import SubprocessClient
 from tests.server.conftest import MODEL, RunningServer, run_server
+from tests.support.budget import is_full
 from tests.support.checkpoints import write_checkpoint
 from tests.support.feature_matrix import DRAFTER_COLUMNS, FEATURES, HTTP
 
@@ -133,7 +134,7 @@ def test_stream_and_speculation_change_no_answer(server: RunningServer, feature:
     assert without_prediction(ask(server, body, stream=True, speculation=OFF)) == plain
 
 
-@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS)
+@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS if is_full() else ("auto",))
 @pytest.mark.parametrize("feature", HTTP)
 def test_feature_cell(server: RunningServer, feature: str, drafter: str) -> None:
     body = {"prediction": {"type": "content", "content": "the an thing on"}, **HTTP[feature]}
