@@ -117,6 +117,7 @@ async def test_queue_timeout_is_overloaded(checker: GrammarChecker, monkeypatch:
 
 
 def test_hanging_worker_is_replaced(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    checker.check_sync(StructuredOutput("regex", "the worker runs"))
     (pid,) = _workers(checker)
     monkeypatch.setattr(checker._pool, "limits", replace(checker._pool.limits, wall_s=0.2))
     os.kill(pid, signal.SIGSTOP)

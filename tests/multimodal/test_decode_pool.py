@@ -100,6 +100,7 @@ def test_image_at_the_limit_fits_into_memory(decode_pool: ImageDecodePool) -> No
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
 def test_a_worker_that_falls_costs_one_picture(decode_pool: ImageDecodePool, number: signal.Signals) -> None:
     """A decoder that crashes."""
+    decode_pool.preprocess(GOOD, WHERE)  # the worker runs
     before = _pid(decode_pool)
     os.kill(before, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
