@@ -116,6 +116,7 @@ async def test_queue_timeout_is_overloaded(checker: GrammarChecker, monkeypatch:
     checker.check_sync(StructuredOutput("regex", "waits"))  # the timeout is not a verdict
 
 
+@pytest.mark.full
 def test_hanging_worker_is_replaced(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     checker.check_sync(StructuredOutput("regex", "the worker runs"))
     (pid,) = _workers(checker)

@@ -97,6 +97,7 @@ def test_image_at_the_limit_fits_into_memory(decode_pool: ImageDecodePool) -> No
     assert decode_pool.preprocess(data, WHERE).original_size == (2000, 2000)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
 def test_a_worker_that_falls_costs_one_picture(decode_pool: ImageDecodePool, number: signal.Signals) -> None:
     """A decoder that crashes."""
