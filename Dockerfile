@@ -1,9 +1,10 @@
 # docker build -t foreword . && docker run --rm -p 8000:8000 foreword
-# pip takes its settings from build arguments, for example --build-arg PIP_EXTRA_INDEX_URL=... for torch without CUDA.
+# pip takes its settings from build arguments. By default torch is PyTorch's CPU build; --build-arg PIP_EXTRA_INDEX_URL= leaves
+# PyPI's, with CUDA. A mirror: --build-arg PIP_INDEX_URL=...; a proxy: --build-arg HTTPS_PROXY=...
 
 FROM python:3.11-slim AS build
 ARG PIP_INDEX_URL
-ARG PIP_EXTRA_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY pyproject.toml setup.py README.md LICENSE ./
@@ -19,7 +20,7 @@ ENV PATH=/opt/foreword/bin:$PATH PYTHONUNBUFFERED=1 FOREWORD_HOST=0.0.0.0 FOREWO
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f'http://127.0.0.1:{os.environ[\"FOREWORD_PORT\"]}/health', timeout=4)"]
+    CMD ["python", "-m", "foreword.cli.container_health"]
 # Exec form: the server is process 1 itself, handles SIGTERM and waits for its engine.
 ENTRYPOINT ["foreword"]
 CMD ["serve"]

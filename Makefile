@@ -1,17 +1,18 @@
-# make serve      set up .venv and serve the bundled model
+# make serve      set up .venv and serve the bundled model (TORCH=cpu or TORCH=cuda chooses PyTorch's build)
 # make test       set up .venv, then format, lint, types and the tests that every change must pass (5 minutes on 2 cores)
 # make test-all   the same with every test (15 minutes)
+# make test-clients  the clients of docs/clients.md, which it installs (tests/clients/requirements, npm)
 # make sanitize   the native kernels under AddressSanitizer and UBSan
 
 PYTHON ?= python3
 CXX ?= g++
+TORCH ?= auto
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Bytecode is compiled for imported modules alone, at their first import: half a minute less for torch and transformers.
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet --progress-bar on
+INSTALL = PYTHON=$(PYTHON) CXX="$(CXX)" TORCH=$(TORCH) packaging/install.sh $(VENV)
 CHECKS = $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
 
-.PHONY: serve test test-all setup clean native sanitize
+.PHONY: serve test test-all test-clients setup clean native sanitize
 
 serve: $(VENV)/installed  ## set up and serve the bundled model
 	$(BIN)/foreword serve
@@ -24,28 +25,48 @@ test-all: $(VENV)/tested-all  ## the same with every test
 	$(CHECKS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --full
 
+# Versions of openai that exclude each other, and Node, in environments of their own.
+CLIENTS := $(abspath .venv-clients)
+test-clients: $(VENV)/tested $(CLIENTS)/openai2/installed $(CLIENTS)/openai3/installed $(CLIENTS)/node/installed
+	FOREWORD_CLIENTS_PYTHON=$(CLIENTS)/openai2/bin/python:$(CLIENTS)/openai3/bin/python \
+	FOREWORD_CLIENTS_NODE=$(CLIENTS)/node $(BIN)/python -m pytest tests/clients
+
 setup: $(VENV)/tested-all  ## everything for development
 
-$(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
-
 # Editable, so that the package's own build compiles the native library.
-SOURCES := pyproject.toml setup.py $(wildcard foreword/kernels/csrc/*)
+SOURCES := pyproject.toml setup.py packaging/install.sh $(wildcard foreword/kernels/csrc/*)
 
-$(VENV)/installed: $(BIN)/python $(SOURCES)
-	$(PIP) --editable .
-	touch $@
+$(VENV)/installed: $(SOURCES)
+	@$(INSTALL) .
+	@touch $@
 
-$(VENV)/tested: $(BIN)/python $(SOURCES)
-	$(PIP) --editable ".[test]"
-	touch $@ $(VENV)/installed
+$(VENV)/tested: $(SOURCES)
+	@$(INSTALL) ".[test]"
+	@touch $@ $(VENV)/installed
 
-$(VENV)/tested-all: $(BIN)/python $(SOURCES)
-	$(PIP) --editable ".[test-all]"
-	touch $@ $(VENV)/tested $(VENV)/installed
+$(VENV)/tested-all: $(SOURCES)
+	@$(INSTALL) ".[test-all]"
+	@touch $@ $(VENV)/tested $(VENV)/installed
+
+# Installed without a compiler: built as soon as there is one.
+ifeq ($(wildcard foreword/kernels/_native*.so),)
+ifneq ($(shell command -v $(CXX)),)
+.PHONY: $(VENV)/installed $(VENV)/tested $(VENV)/tested-all
+endif
+endif
+
+$(CLIENTS)/%/installed: tests/clients/requirements/%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --no-compile -r $<
+	@touch $@
+
+$(CLIENTS)/node/installed: tests/clients/package.json
+	@mkdir -p $(@D) && cp $< $(@D)
+	@if command -v npm >/dev/null; then npm install --no-audit --no-fund --prefix $(@D) && touch $@; \
+	else echo "note: no npm (Debian: apt install npm), so Node's clients are skipped"; fi
 
 clean:
-	rm -rf $(VENV) build *.egg-info foreword/kernels/_native*.so
+	rm -rf $(VENV) $(CLIENTS) build *.egg-info foreword/kernels/_native*.so
 
 # The same library with an object for each source, so that only what changed is compiled (needs g++ only).
 NATIVE_FLAGS := -O3 -std=c++17 -pthread -ffp-contract=off -fno-math-errno -fno-trapping-math
