@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
+from foreword.kernels.cpu.library import ISAS, supported_isas
+from foreword.kernels.registry import ISA_REQUIREMENTS
 from tests.support import budget
+from tests.support.cpu_kernels import force_isa, isas_under_test
 from tests.support.device import DEVICE, PARTIAL, limit_memory_info, missing_package, num_workers
 
 TESTS = Path(__file__).parent
@@ -21,14 +24,22 @@ if DEVICE == "cpu":
 torch.set_num_threads(1)
 
 # No test depends on the clock: machines differ, and a kernel is compiled at its first call.
-settings.register_profile("no-deadline", deadline=None)
-settings.load_profile("no-deadline")
+settings.register_profile("no-clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no-clock")
+
+
+def pytest_report_header() -> str:
+    """Name the instruction sets whose kernels this run does not test."""
+    run, missing = isas_under_test(), set(ISAS) - set(supported_isas())
+    rest = [isa + f" (needs {ISA_REQUIREMENTS[isa]})" * (isa in missing) for isa in ISAS if isa not in run]
+    return f"CPU kernels: {', '.join(run) or 'not built'}; compiled, but not run: {', '.join(rest) or 'none'}"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Workers of pytest-xdist share one GPU: each worker and its servers see a share of the memory."""
     config.addinivalue_line("markers", "full: run by `make test-all` (pytest --full), not by `make test`")
     budget.set_full(config.getoption("--full"))
+    force_isa()
     if DEVICE == "cpu":
         return
     count = num_workers()
@@ -46,6 +57,7 @@ FULL_ONLY = {
     "bench/speculate",
     "benchmarks",
     "cli/test_main.py",
+    "clients",
     "core/test_upload.py",
     "demo/test_training.py",
     "demo/test_vision_training.py",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.device import DEVICE, limit_memory_info, missing_package, num_workers
+from tests.support.waiting import WAIT_S
 
 ROOT = Path(__file__).parent.parent
 NEEDY = "import pytest\ndef test_here() -> None: pass\n"
@@ -71,7 +72,9 @@ def test_skipped_module_must_be_allowed(tmp_path: Path, package: str, partial: s
         "no:xdist",
         str(tmp_path),
     ]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S
+    )
     assert message in done.stdout
 
 

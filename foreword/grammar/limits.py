@@ -23,11 +23,11 @@ MAX_TAGS: Final = 256  # of a structural tag
 
 # Worker that compiles a grammar for the first time.
 COMPILE_CPU_S: Final = 1.0  # CPU time of one grammar and its dry run
-COMPILE_WALL_S: Final = 8.0  # bounds stalls on an overloaded machine
+COMPILE_WALL_S: Final = 30.0  # bounds stalls on an overloaded machine
 WORKER_BYTES: Final = 2 << 30  # address space beyond the vocabulary
 WORKER_STACK_BYTES: Final = 1 << 20  # half of the smallest stack that runs grammars in the engine
 NUM_WORKERS: Final = 2
-QUEUE_TIMEOUT_S: Final = 10.0  # wait for a worker
+QUEUE_TIMEOUT_S: Final = 30.0  # wait for a worker
 NUM_DRY_RUN_MASKS: Final = 16  # masks of the dry run
 MASK_CPU_S: Final = 0.05  # CPU time of one mask of the dry run
 

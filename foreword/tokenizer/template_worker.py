@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import deque
 from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from multiprocessing.connection import Connection
+from traceback import walk_tb
 from typing import Any, Final, NoReturn
 
 import jinja2
@@ -56,8 +58,16 @@ def render(source: str, variables: dict[str, Any]) -> bytes:
             raise jinja2.TemplateError(f"it renders more than {MAX_RENDERED_CHARACTERS} characters")
     except Exception as error:  # a template may fail in any way on unexpected messages
         reason = str(error)[:MAX_REASON_CHARACTERS] or type(error).__name__
+        if type(error) is not jinja2.TemplateError:  # not the template's own raise_exception()
+            reason += f" (line {_error_line(error)} of the template)"
         return REFUSED + reason.encode("utf-8", "replace")
     return RENDERED + text.encode("utf-8", "surrogatepass")
+
+
+def _error_line(error: Exception) -> int:
+    """Line of the template in which the error was raised: Jinja rewrites tracebacks."""
+    lines = (line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>")
+    return max(deque(lines, maxlen=1), default=0)
 
 
 @lru_cache(MAX_CACHED_TEMPLATES)

@@ -18,6 +18,7 @@ from benchmarks.soak import (
     verdicts,
 )
 from foreword.bench.speculate.workloads import PromptBudget
+from tests.support.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 ROOM = PromptBudget(200, 16, 3.0, 4.0, range(10, 60), ("def f(value):\n    return value",))
@@ -92,6 +93,9 @@ def test_traffic_is_mixed() -> None:
 def test_benchmark_scripts_start(script: str) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / script, "--help"], capture_output=True, timeout=60, env=environ
+        [sys.executable, ROOT / "benchmarks" / script, "--help"],
+        capture_output=True,
+        timeout=WAIT_S,
+        env=environ,
     )
     assert done.returncode == 0, done.stderr

@@ -23,10 +23,11 @@ from foreword.core.request import Request
 from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.engine_client.client import SubprocessClient
 from foreword.engine_client.crash_recovery import MAX_IDLE_CRASHES
-from foreword.engine_client.heartbeat import NO_HEARTBEAT_S, HeartbeatPage
+from foreword.engine_client.heartbeat import HeartbeatPage
 from foreword.errors import ConfigError, DeadlineExceeded, EngineDead, Overloaded, RequestFailed
 from tests.support.checkpoints import EOS, write_checkpoint
-from tests.support.client_answers import WAIT_S, Answer, Killer, collect_answers, last_event
+from tests.support.client_answers import Answer, Killer, collect_answers, last_event
+from tests.support.waiting import WAIT_S, stop_process
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -228,7 +229,7 @@ async def test_deadlines_hold_while_the_engine_is_stopped(client: SubprocessClie
     await collect_answers(client, [make_request("well")])
     pid = client.pid
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     now_s = time.monotonic()
     asked = {
         DeadlineExceeded: replace(make_request("deadline"), arrival_s=now_s, deadline_s=now_s + 0.3),
@@ -263,7 +264,7 @@ async def test_stopped_fork_server_is_replaced(
     monkeypatch.setattr("foreword.engine_client.forkserver.FORK_TIMEOUT_S", 1000.0)
     fork_server = client._fork_server._process
     assert fork_server is not None and client.pid is not None
-    os.kill(fork_server.pid, signal.SIGSTOP)
+    stop_process(fork_server.pid)
     os.kill(client.pid, signal.SIGKILL)
     got = await collect_answers(client, [make_request("stopped fork server-greedy", "greedy")])
     assert got["greedy"] == undisturbed["greedy"]
@@ -338,7 +339,7 @@ async def test_abort_of_a_suspect_releases_waiting_requests(
     client: SubprocessClient, undisturbed: dict[str, Answer]
 ) -> None:
     assert client.pid is not None
-    os.kill(client.pid, signal.SIGSTOP)
+    stop_process(client.pid)
     client.submit(make_request("suspect"))
     for _ in range(2):
         client._inflight._suspects.on_crash(["suspect"])
@@ -399,8 +400,8 @@ async def test_briefly_stopped_engine_goes_on(
     pid = client.pid
     assert pid is not None
     answering = asyncio.create_task(collect_answers(client, [make_request("moment-greedy", "greedy")]))
-    os.kill(pid, signal.SIGSTOP)
-    async with asyncio.timeout(NO_HEARTBEAT_S + 2):
+    stop_process(pid)
+    async with asyncio.timeout(WAIT_S):
         while client.readiness.status != "unresponsive":
             await asyncio.sleep(0.05)
     os.kill(pid, signal.SIGCONT)

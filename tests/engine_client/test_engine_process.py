@@ -25,6 +25,7 @@ from foreword.engine_client.messages import RemoveRequest
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest
 from tests.support.checkpoints import EOS, write_checkpoint
 from tests.support.client_answers import is_gone
+from tests.support.waiting import WAIT_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -69,7 +70,7 @@ async def collect(client: SubprocessClient, request: Request) -> list[int]:
 async def wait_idle(client: SubprocessClient) -> None:
     """Wait until no request runs."""
     assert client.stats.kv_cache_usage_ratio > 0
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         while (
             client.stats.requests_running
             or client.stats.requests_waiting

@@ -16,10 +16,10 @@ import pytest_asyncio
 from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import ConfigError
 from tests.support.client_answers import is_gone
+from tests.support.waiting import WAIT_S, stop_process
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-WAIT_S = 60.0
 ECHO = """
 import os, socket, threading
 {thread}
@@ -110,7 +110,7 @@ async def test_hung_fork_server_is_replaced(fork_server: ForkServer, monkeypatch
     _, ours = await spawn(fork_server)
     ours.close()
     assert fork_server._process is not None
-    os.kill(fork_server._process.pid, signal.SIGSTOP)
+    stop_process(fork_server._process.pid)
     _, ours = await spawn(fork_server)
     with ours:
         assert await receive(ours) == (FEW_FDS, True, 1)

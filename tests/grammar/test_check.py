@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -18,6 +15,7 @@ from foreword.grammar import limits
 from foreword.grammar.check import GrammarChecker
 from tests.support.adversarial_grammars import ADVERSARIAL, REJECTED
 from tests.support.grammar_walks import tokenizer
+from tests.support.waiting import WAIT_S, stop_process, wait_until_async
 
 GOOD = StructuredOutput("regex", "[a-z]+")
 BAD = StructuredOutput("regex", "[a-z", field="guided_regex")
@@ -94,7 +92,7 @@ async def test_equal_pending_constraints_are_compiled_once(
     checked = []
     go = threading.Event()
     monkeypatch.setattr(
-        checker, "_check", lambda structured: checked.append(structured) or str(go.wait(10) and "")
+        checker, "_check", lambda structured: checked.append(structured) or str(go.wait(WAIT_S) and "")
     )
     fresh = StructuredOutput("regex", "all [a-z]+ at once")
     tasks = [asyncio.create_task(checker.check(fresh)) for _ in range(5)]
@@ -105,23 +103,27 @@ async def test_equal_pending_constraints_are_compiled_once(
 
 
 async def test_queue_timeout_is_overloaded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checker._pool, "limits", replace(checker._pool.limits, queue_timeout_s=0.05))
-    monkeypatch.setattr(checker, "_check", lambda structured: str(time.sleep(0.2) or ""))
+    running, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(checker, "_check", lambda _: running.set() or str(go.wait(WAIT_S) and ""))
     slow = asyncio.create_task(checker.check(StructuredOutput("regex", "slow")))
+    await wait_until_async(running.is_set)
+    monkeypatch.setattr(checker._pool, "limits", replace(checker._pool.limits, queue_timeout_s=0.0))
+    late = asyncio.create_task(checker.check(StructuredOutput("regex", "waits")))
     await asyncio.sleep(0)
+    go.set()
     with pytest.raises(Overloaded) as caught:
-        await checker.check(StructuredOutput("regex", "waits"))
+        await late
     assert caught.value.status == 429
     await slow
+    monkeypatch.undo()
     checker.check_sync(StructuredOutput("regex", "waits"))  # the timeout is not a verdict
 
 
-@pytest.mark.full
 def test_hanging_worker_is_replaced(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     checker.check_sync(StructuredOutput("regex", "the worker runs"))
     (pid,) = _workers(checker)
     monkeypatch.setattr(checker._pool, "limits", replace(checker._pool.limits, wall_s=0.2))
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     pending = StructuredOutput("regex", "while it sleeps")
     with pytest.raises(Overloaded, match="too busy"):
         checker.check_sync(pending)

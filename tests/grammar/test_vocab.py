@@ -11,6 +11,7 @@ from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.grammar.manager import GrammarManager
 from foreword.grammar.vocab import GrammarVocab
 from tests.support.grammar_walks import encode, legal_ids, tokenizer
+from tests.support.waiting import WAIT_S
 
 LETTERS = tuple(bytes([code]) for code in range(97, 123))
 
@@ -20,7 +21,7 @@ def _grammar_of(vocabulary: Vocabulary, vocab_size: int, regex: str, eos: tuple[
     grammars.set_vocabulary(vocabulary)
     params = SamplingParams(structured=StructuredOutput("regex", regex))
     try:
-        return grammars.compile(Request("r", (1,), params, 0, eos_token_ids=eos)).result(20)
+        return grammars.compile(Request("r", (1,), params, 0, eos_token_ids=eos)).result(WAIT_S)
     finally:
         grammars.close()
 

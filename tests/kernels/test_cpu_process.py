@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from foreword.kernels.cpu.library import supported_isas
+from tests.support.waiting import WAIT_S
 
 pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
 
@@ -41,7 +42,7 @@ assert ops.linear(x, weight)[0, 0] == 512
 @pytest.mark.parametrize("end", [BUSY_AT_EXIT, FORKED], ids=["busy", "forked"])
 def test_process_with_threads_ends(end: str) -> None:
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", START + end], timeout=60, capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", START + end], timeout=WAIT_S, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
 
@@ -58,6 +59,6 @@ except ConfigError as error:
     print(error)
 """
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", START + limit], timeout=60, capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", START + limit], timeout=WAIT_S, capture_output=True, text=True
     )
     assert "the system does not grant 100000 threads" in run.stdout, run.stderr

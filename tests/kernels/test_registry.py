@@ -17,6 +17,7 @@ from foreword.kernels.cpu.library import ISAS, supported_isas
 from foreword.kernels.gpu import GPUInfo
 from foreword.kernels.registry import list_backends, native_unavailable_reason, select_backend, source_digest
 from tests.support.cpu_kernels import isas_under_test
+from tests.support.waiting import WAIT_S
 
 
 def available(part: str) -> list[str]:
@@ -77,7 +78,7 @@ def test_triton_is_not_imported_without_a_gpu() -> None:
         "assert not any(name.split('.')[0] == 'triton' or 'kernels.triton' in name for name in sys.modules)"
     )
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", code], check=True, env=hidden, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, env=hidden, timeout=WAIT_S)
 
 
 @pytest.mark.parametrize("isa", isas_under_test())

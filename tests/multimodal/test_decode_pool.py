@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
-import time
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +18,10 @@ from foreword.errors import InvalidRequest
 from foreword.multimodal.decode_pool import ImageDecodePool
 from foreword.multimodal.limits import MediaLimits
 from foreword.multimodal.qwen_vl import QwenVLProcessor
+from foreword.workers.pool import Worker
 from tests.multimodal.test_decode import SOUND
 from tests.support.image_files import black_png, encode_image, random_drawing
+from tests.support.waiting import WAIT_S, stop_process
 
 WHERE = "messages[0].content[1].image_url.url"
 PROCESSOR = QwenVLProcessor(7, "<image>", 28, 3136, 100_000, Resampling.BICUBIC)
@@ -33,6 +35,19 @@ def decode_pool() -> Iterator[ImageDecodePool]:
     decode_pool.preprocess(GOOD, WHERE)
     yield decode_pool
     decode_pool.close()
+
+
+@pytest.fixture
+def job_sent(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a pool waits for the reply of a worker."""
+    sent, receive = threading.Event(), Worker.receive
+
+    def receive_after_sent(worker: Worker, max_bytes: int) -> bytes:
+        sent.set()
+        return receive(worker, max_bytes)
+
+    monkeypatch.setattr(Worker, "receive", receive_after_sent)
+    return sent
 
 
 def _pid(decode_pool: ImageDecodePool) -> int:
@@ -97,35 +112,37 @@ def test_image_at_the_limit_fits_into_memory(decode_pool: ImageDecodePool) -> No
     assert decode_pool.preprocess(data, WHERE).original_size == (2000, 2000)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
-def test_a_worker_that_falls_costs_one_picture(decode_pool: ImageDecodePool, number: signal.Signals) -> None:
-    """A decoder that crashes."""
+def test_crash_of_a_worker_fails_one_image(
+    decode_pool: ImageDecodePool, number: signal.Signals, job_sent: threading.Event
+) -> None:
     decode_pool.preprocess(GOOD, WHERE)  # the worker runs
+    job_sent.clear()
     before = _pid(decode_pool)
-    os.kill(before, signal.SIGSTOP)
+    stop_process(before)
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(decode_pool.preprocess, GOOD, WHERE)
-        time.sleep(0.2)
+        job_sent.wait(WAIT_S)
         os.kill(before, number)
         os.kill(before, signal.SIGCONT)
         with pytest.raises(InvalidRequest, match="worker crashed"):
-            pending.result(30)
+            pending.result(WAIT_S)
     assert decode_pool.preprocess(GOOD, WHERE).pixels is not None
     assert _pid(decode_pool) != before
 
 
-def test_cpu_limit_rejects_the_image() -> None:
+def test_cpu_limit_rejects_the_image(job_sent: threading.Event) -> None:
     """The signal of the worker's timer, sent early."""
     decode_pool = ImageDecodePool(PROCESSOR, MediaLimits(max_pixels=60_000_000), 1)
     try:
         decode_pool.preprocess(GOOD, WHERE)
+        job_sent.clear()
         with ThreadPoolExecutor(1) as pool:
             pending = pool.submit(decode_pool.preprocess, black_png(7500, 7500), WHERE)
-            time.sleep(0.02)
+            job_sent.wait(WAIT_S)
             os.kill(_pid(decode_pool), signal.SIGPROF)
             with pytest.raises(InvalidRequest, match="to decode"):
-                pending.result(30)
+                pending.result(WAIT_S)
     finally:
         decode_pool.close()
 

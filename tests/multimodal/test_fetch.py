@@ -24,6 +24,7 @@ from foreword.errors import InvalidRequest, ShuttingDown
 from foreword.multimodal.fetch import Fetcher, ImageSource, download
 from foreword.multimodal.limits import MediaLimits
 from tests.support.image_files import encode_image, random_drawing
+from tests.support.waiting import WAIT_S
 
 WHERE = "messages[0].content[1].image_url.url"
 DATA = encode_image(random_drawing(20, 20))
@@ -314,7 +315,7 @@ def test_endless_file_is_rejected_at_the_limit(server: Server) -> None:
 
     server.routes["/image"] = endless
     assert "larger than 0.2 MB" in error_message(server.url("/image"), max_bytes=200_000)
-    assert server.released.wait(20)
+    assert server.released.wait(WAIT_S)
 
 
 def _drips(server: Server, head: bool) -> Callable[[BaseHTTPRequestHandler], None]:
@@ -352,7 +353,7 @@ def test_slow_dns_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 
     def slow(*_: Any, **__: Any) -> Any:
-        released.wait(20)
+        released.wait(WAIT_S)
         raise socket.gaierror
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
@@ -428,7 +429,7 @@ def test_close_ends_pending_downloads(server: Server) -> None:
             time.sleep(0.01)
         fetcher.close()
         with pytest.raises(ShuttingDown):
-            pending.result(20)
+            pending.result(WAIT_S)
     with pytest.raises(ShuttingDown):
         fetcher.fetch(ImageSource(WHERE, server.url("/image")))
 

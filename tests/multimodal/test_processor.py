@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
@@ -30,7 +30,7 @@ from foreword.models.base import Precision
 from foreword.models.loader import VISION_MODELS, load_model
 from foreword.multimodal.limits import MAX_ASPECT_RATIO
 from foreword.multimodal.processor import PROCESSORS, ImageProcessor, read_processor
-from tests.support.budget import examples
+from tests.support.budget import SHARED_FIXTURES, examples
 from tests.support.image_files import random_drawing
 from tests.support.vision_checkpoints import VISION_FAMILIES, write_vision_checkpoint
 
@@ -95,7 +95,10 @@ def sizes(limit: int = 300) -> st.SearchStrategy[tuple[int, int]]:
     ).filter(lambda size: max(size) <= MAX_ASPECT_RATIO * min(size))
 
 
-FEW = settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(
+    max_examples=examples(30),
+    suppress_health_check=SHARED_FIXTURES,
+)
 LLAVA_KINDS: dict[str, tuple[type[PilBackend], dict[str, Any]]] = {
     "clip": (CLIPImageProcessorPil, CLIP),
     "clip-padded": (CLIPImageProcessorPil, {**CLIP, "size": {"shortest_edge": 40}}),

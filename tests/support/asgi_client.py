@@ -20,6 +20,7 @@ from foreword.core.request import Request
 from foreword.engine_client.local import LocalClient
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.server.app import create_app
+from tests.support.waiting import WAIT_S
 
 __all__ = ["ASGIServer", "InProcessEngineClient", "serving"]
 
@@ -109,7 +110,7 @@ async def serving(config: Config) -> AsyncIterator[ASGIServer]:
     app = create_app(prepared.config, client, prepared.tokenizer, recorder, "m", processor=prepared.processor)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://m", timeout=60) as http,
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://m", timeout=WAIT_S) as http,
     ):
         yield ASGIServer(app, client, http)
     client.local.check()

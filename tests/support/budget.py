@@ -1,9 +1,13 @@
 """How much of the suite runs: all of it with `pytest --full`, else a tenth of the generated examples."""
 
 import os
+from typing import Final
+
+from hypothesis import HealthCheck
 
 VARIABLE = "FOREWORD_TEST_FULL"
 SHARE = 10  # of the examples, without --full
+SHARED_FIXTURES: Final = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]  # shared by examples
 
 
 def set_full(is_full: bool) -> None:

@@ -12,10 +12,9 @@ from pathlib import Path
 from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, TokenLogprob
 from foreword.core.request import Request
 from foreword.engine_client.client import SubprocessClient
+from tests.support.waiting import WAIT_S
 
 __all__ = ["Answer", "Killer", "collect_answers", "is_gone", "last_event"]
-
-WAIT_S = 60.0
 
 
 def is_gone(pid: int) -> bool:

@@ -16,7 +16,7 @@ from itertools import count
 from foreword.core.outputs import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.speculation.base import DraftRequest
+from foreword.speculation.base import DraftRequest, EngineDrafter
 from foreword.speculation.control.controller import DraftLengthController
 from foreword.speculation.control.cost_model import Calibration, PassCost
 from foreword.speculation.policy import FixedLength, Policy, PrefillLoad, RequestStep, StepRecord
@@ -198,7 +198,7 @@ class SimulatedServer:
         self.now = 0.0
         self.texts: dict[str, SimulatedOutput] = {}
         self.positions: dict[tuple[str, str], DraftablePositions] = {}
-        self.hosts = [SimulatedHostDrafter("suffix", self, asking * STEP / concurrency)]
+        self.hosts: list[EngineDrafter] = [SimulatedHostDrafter("suffix", self, asking * STEP / concurrency)]
         self.models = [SimulatedModelDrafter("draft", self, share)] if share else []
         self._rng = random.Random(5)
 
@@ -214,7 +214,7 @@ class SimulatedServer:
     def run(self, policy: Policy | None, hosts: bool = True) -> SimulationResult:
         """Generate all outputs; policy None: speculation is off."""
         names = [*self.hosts] if hosts else []
-        proposer = Proposer(names, 2, policy, self.models) if policy else None
+        proposer = Proposer(names, 2, policy, self.models, clock=lambda: self.now) if policy else None
         outcome = SimulationResult()
         live: dict[str, tuple[RequestState, float]] = {}
         waiting = count()

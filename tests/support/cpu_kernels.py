@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 
 import torch
 from torch import Tensor
 
+from foreword.config.options import Config
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import supported_isas
+from foreword.kernels.cpu.library import ISAS, supported_isas
 from tests.support.budget import is_full
 
-__all__ = ["cpu_ops_by_threads", "isas_under_test", "randn", "same_bits"]
+__all__ = ["FORCED_ISA", "cpu_ops_by_threads", "force_isa", "isas_under_test", "randn", "same_bits"]
+
+FORCED_ISA = os.environ.get("FOREWORD_CPU_ISA", "auto")  # servers read it too
+
+
+def force_isa() -> None:
+    """Make FORCED_ISA the default of every Config, so that engines in this process have it."""
+    init = Config.__init__
+    parameters = inspect.signature(init).parameters.values()
+    defaults = [(field.name, field.default) for field in parameters if field.default is not field.empty]
+    init.__defaults__ = tuple(FORCED_ISA if name == "cpu_isa" else value for name, value in defaults)
 
 
 def isas_under_test() -> tuple[str, ...]:
-    """All instruction sets of this machine with --full, else the best one."""
+    """The forced instruction set, or all of this machine with --full, else the best one."""
+    if FORCED_ISA in ISAS:
+        return (FORCED_ISA,)
     return supported_isas() if is_full() else supported_isas()[-1:]
 
 

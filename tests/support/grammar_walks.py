@@ -16,6 +16,7 @@ from foreword.core.structured_output import RequestGrammar, StructuredOutput
 from foreword.demo import MODEL
 from foreword.grammar.manager import GrammarManager
 from foreword.tokenizer.tokenizer import Tokenizer
+from tests.support.waiting import WAIT_S
 
 CLOSING = ('"', "}", "]", '"}', '"]', "</f>")
 PADDING = 13  # columns of the logits beyond the vocabulary
@@ -55,7 +56,7 @@ def request(structured: StructuredOutput, **fields: object) -> Request:
 
 
 def begin_request(grammars: GrammarManager, structured: StructuredOutput, **fields: object) -> RequestGrammar:
-    return grammars.compile(request(structured, **fields)).result(30)
+    return grammars.compile(request(structured, **fields)).result(WAIT_S)
 
 
 def encode(text: str) -> tuple[int, ...]:

@@ -1,10 +1,13 @@
-"""Rows of logits for tests: ordinary, coarse (many ties), masked and non-finite."""
+"""Rows of logits for tests: ordinary, coarse (many ties), masked and non-finite; a negative control."""
 
 from __future__ import annotations
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
+
+from foreword.kernels.reference.backend import ReferenceOps, TypedWeight
 
 ROW_KINDS = ("plain", "flat", "steep", "ties", "equal", "few", "huge", "tied scores", "zeros")
 NON_FINITE_KINDS = ("masked", "nan", "-nan", "inf")
@@ -46,3 +49,15 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype == torch.float32:
         a, b = (torch.where(x.isnan(), 1e38, x).view(torch.int32) for x in (a, b))
     return torch.equal(a, b)
+
+
+class RowDependentOps(ReferenceOps):
+    """The negative control of exactness: the number of rows chooses where each sum of a product is split.
+
+    Ordinary torch does so too, but not on every processor nor for every shape and type.
+    """
+
+    def _matmul(self, x: Tensor, weight: TypedWeight) -> Tensor:
+        split = 1 + x.shape[0] % (x.shape[1] - 1)
+        head = F.linear(x[:, :split], weight.matrix[:, :split], weight.bias)
+        return head + F.linear(x[:, split:], weight.matrix[:, split:])

@@ -1,25 +1,42 @@
-"""Waiting for a condition with a time limit, and a clock that tests set."""
+"""Waiting for conditions and for stopped processes, and a clock that tests set."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Final
 
-__all__ = ["FakeClock", "wait_until", "wait_until_async"]
+__all__ = ["WAIT_S", "FakeClock", "stop_process", "wait_until", "wait_until_async"]
+
+WAIT_S: Final = 300.0  # bound of every wait: a hang reaches it, a busy machine does not
 
 
-def wait_until(condition: Callable[[], object], limit_s: float = 20) -> None:
+def wait_until(condition: Callable[[], object], limit_s: float = WAIT_S) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"the condition was not met within {limit_s:g} s"
         time.sleep(0.005)
 
 
-async def wait_until_async(condition: Callable[[], object], limit_s: float = 20) -> None:
+async def wait_until_async(condition: Callable[[], object], limit_s: float = WAIT_S) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():
             await asyncio.sleep(0.002)
+
+
+def stop_process(pid: int) -> None:
+    """Send SIGSTOP and wait until all threads have stopped: they run until one of them handles it."""
+
+    def is_stopped() -> bool:
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(is_stopped)
 
 
 class FakeClock:

@@ -18,6 +18,7 @@ import pytest
 
 from foreword.errors import Overloaded, RequestFailed, ShuttingDown
 from foreword.workers.pool import JobFailed, JobLimits, WorkerPool
+from tests.support.waiting import WAIT_S, wait_until
 
 MODULE = "tests.support.echo_worker"
 LIMITS = JobLimits(cpu_s=0.2, wall_s=30.0, num_bytes=256 << 20, queue_timeout_s=30.0)
@@ -30,9 +31,11 @@ def pool() -> Iterator[WorkerPool]:
     pool.close()
 
 
-def run(pool: WorkerPool, job: bytes = b"world") -> bytes:
+def run(pool: WorkerPool, job: bytes = b"world", sent: threading.Event | None = None) -> bytes:
     with pool.worker("field") as worker:
         worker.send(job)
+        if sent is not None:
+            sent.set()
         return worker.receive(1 << 10)
 
 
@@ -65,11 +68,11 @@ def test_killed_worker_is_overload_not_a_failed_job(pool: WorkerPool) -> None:
     """The kernel's OOM killer picks any process."""
     pid = pid_of(pool)
     with ThreadPoolExecutor(1) as executor:
-        pending = executor.submit(run, pool, b"sleep")
-        time.sleep(0.1)
+        pending = executor.submit(run, pool, b"sleep", sent := threading.Event())
+        sent.wait(WAIT_S)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(Overloaded, match=r"^field: the machine is too busy to echo it"):
-            pending.result(30)
+            pending.result(WAIT_S)
 
 
 def test_hanging_worker_is_replaced(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,11 +111,11 @@ def test_close_ends_a_pending_job() -> None:
     pool = WorkerPool(MODULE, "echo", lambda: b"", LIMITS, num_workers=1)
     pid = pid_of(pool)
     with ThreadPoolExecutor(1) as executor:
-        pending = executor.submit(run, pool, b"sleep")
-        time.sleep(0.1)
+        pending = executor.submit(run, pool, b"sleep", sent := threading.Event())
+        sent.wait(WAIT_S)
         pool.close()
         with pytest.raises(ShuttingDown):
-            pending.result(30)
+            pending.result(WAIT_S)
     with pytest.raises(ShuttingDown):
         run(pool)
     assert not Path(f"/proc/{pid}").exists()
@@ -157,18 +160,18 @@ def test_interrupted_start_leaves_no_ready_message_to_the_first_job(monkeypatch:
 
 def test_close_during_start_ends_the_new_process() -> None:
     """close() sees no process to kill while the setup is loaded."""
-    pool = WorkerPool(MODULE, "echo", lambda: loading.set() or closing.wait(30) or b"", LIMITS, 1)
+    pool = WorkerPool(MODULE, "echo", lambda: loading.set() or closing.wait(WAIT_S) or b"", LIMITS, 1)
     loading, closing = threading.Event(), threading.Event()
     with ThreadPoolExecutor(2) as executor:
         pending = executor.submit(run, pool, b"sleep")
-        loading.wait(30)
+        loading.wait(WAIT_S)
         closed = executor.submit(pool.close)
         while not pool.closed:
             time.sleep(0.01)
         closing.set()
         with pytest.raises(ShuttingDown):
-            pending.result(30)
-        closed.result(30)
+            pending.result(WAIT_S)
+        closed.result(WAIT_S)
 
 
 def test_failed_load_leaves_no_worker_without_setup() -> None:
@@ -207,10 +210,7 @@ with pool.worker("field") as worker:
 
 def test_worker_ends_with_its_parent() -> None:
     parent = subprocess.run(
-        [sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=WAIT_S, check=False
     )
     stat = Path(f"/proc/{int(parent.stdout)}/stat")
-    deadline = time.monotonic() + 20
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")

@@ -16,6 +16,7 @@ from foreword.kernels.quantization import fake_quantize
 from foreword.kernels.reference.attention import KV_TILE, Q_TILE, build_attention_metadata
 from foreword.kernels.reference.backend import FastMathOps, ReferenceOps, reference_threads
 from tests.support.budget import examples
+from tests.support.kernel_rows import RowDependentOps
 
 OPS = ReferenceOps()
 TILE = OPS.row_tile
@@ -111,13 +112,22 @@ def test_wide_activations_are_split_at_safe_rows(width: int):
     assert same_bits(OPS.gated_act(rows, "silu"), alone)
 
 
-def test_fast_math_is_detected():
-    """Negative control: without row tiles the comparison fails."""
-    fast = FastMathOps()
-    packed = pack(randn(96, 512, seed=1), ops=fast)
-    rows = randn(64, 512)
-    alone = torch.cat([fast.linear(rows[index : index + 1], packed) for index in range(64)])
-    assert not same_bits(fast.linear(rows, packed), alone)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_dependent_products_are_detected(dtype: torch.dtype):
+    """Negative control."""
+    ops = RowDependentOps()
+    packed = pack(randn(40, 64, seed=1, dtype=dtype), ops=ops)
+    rows = randn(max(COUNTS), 64, dtype=dtype)
+    alone = torch.cat([ops.linear(rows[index : index + 1], packed) for index in range(rows.shape[0])])
+    for count in (2, 16, 17, 40, 100):
+        assert not same_bits(ops.linear(rows[:count], packed), alone[:count]), count
+
+
+def test_fast_math_is_close():
+    fast, x, matrix = FastMathOps(), randn(20, 64, seed=5), randn(24, 64, seed=1)
+    torch.testing.assert_close(fast.linear(x, pack(matrix, ops=fast)), OPS.linear(x, pack(matrix)))
+    torch.testing.assert_close(fast.gated_act(x, "silu"), OPS.gated_act(x, "silu"))
+    torch.testing.assert_close(fast.rms_norm(x, matrix[0], 1e-6), OPS.rms_norm(x, matrix[0], 1e-6))
 
 
 def test_operations_match_torch():
