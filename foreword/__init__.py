@@ -9,16 +9,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from foreword.core.outputs import Draft
     from foreword.core.params import SamplingParams, Speculation
     from foreword.core.structured_output import StructuredOutput
     from foreword.llm import LLM
     from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+    from foreword.speculation.drafter import Drafter, DrafterContext, RequestView
 
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "Draft",
+    "Drafter",
+    "DrafterContext",
     "EmbeddingOutput",
     "RequestOutput",
+    "RequestView",
     "SamplingParams",
     "Speculation",
     "StructuredOutput",
@@ -29,8 +35,12 @@ __version__ = "0.1.0"
 _LAZY_EXPORTS = {
     "LLM": "foreword.llm",
     "CompletionOutput": "foreword.outputs",
+    "Draft": "foreword.core.outputs",
+    "Drafter": "foreword.speculation.drafter",
+    "DrafterContext": "foreword.speculation.drafter",
     "EmbeddingOutput": "foreword.outputs",
     "RequestOutput": "foreword.outputs",
+    "RequestView": "foreword.speculation.drafter",
     "SamplingParams": "foreword.core.params",
     "Speculation": "foreword.core.params",
     "StructuredOutput": "foreword.core.structured_output",

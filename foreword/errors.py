@@ -1,5 +1,7 @@
 """The exceptions, with HTTP status, and error type and code as in OpenAI's API."""
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
@@ -13,6 +15,7 @@ __all__ = [
     "Forbidden",
     "ForewordError",
     "InvalidRequest",
+    "ModelLoading",
     "ModelNotFound",
     "Overloaded",
     "PayloadTooLarge",
@@ -22,6 +25,7 @@ __all__ = [
     "Unauthorized",
     "Unsatisfiable",
     "Unsupported",
+    "did_you_mean",
     "safe_message",
 ]
 
@@ -154,10 +158,18 @@ class RequestFailed(ForewordError):
 
 
 class EngineDead(ForewordError):
-    """The engine process is gone."""
+    """The engine process is gone for good."""
 
     status = 503
     code = "engine_dead"
+
+
+class ModelLoading(ForewordError):
+    """The model is still loading, at the start or after a crash; a retry will succeed."""
+
+    status = 503
+    code = "model_loading"
+    retry_after_s = 1.0
 
 
 class ShuttingDown(ForewordError):
@@ -166,6 +178,12 @@ class ShuttingDown(ForewordError):
     status = 503
     code = "shutting_down"
     retry_after_s = 1.0
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean port?" for the nearest known name, or "" if none is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def safe_message(error: ForewordError) -> str:

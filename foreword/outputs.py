@@ -69,3 +69,4 @@ class StreamPiece:
     text: str
     is_draft: bool  # a drafter proposed it
     finish_reason: str | None = None  # of the last piece, which has no text
+    metrics: AnswerMetrics | None = None  # of the last piece

@@ -6,7 +6,7 @@ import importlib
 import logging
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,11 @@ logger = logging.getLogger(__name__)
 NVIDIA_DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvhost-gpu"))
 CPUINFO = Path("/proc/cpuinfo")
 MEMINFO = Path("/proc/meminfo")
-# Memory limit and usage of this process's cgroup: version 2, then version 1.
-CGROUP_MEMORY_FILES = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ),
-)
+PROC_CGROUP = Path("/proc/self/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+# Files of a cgroup's memory controller, and the keys of its file cache in `memory.stat`: version 2, then 1.
+CGROUP_V2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
+CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
 # ISA extensions that kernels use, named as in /proc/cpuinfo: x86, then ARM.
 ISA_EXTENSIONS = (
     "avx2",
@@ -56,7 +53,7 @@ class HardwareProbe:
     cores: int  # CPU cores that this process may use
     isa: tuple[str, ...]  # CPU extensions that kernels use
     total_bytes: int  # of the machine, or of its cgroup if that is less
-    free_bytes: int
+    free_bytes: int  # available: free, or file cache that the kernel drops
     bfloat16: bool  # bfloat16 weights are at least as fast as float32
     gpu: str | None = None  # name of the GPU in use
     gpu_total_bytes: int = 0
@@ -127,9 +124,38 @@ def _probe_gpu(torch: Any) -> HardwareProbe:
 
 
 def _probe_host() -> tuple[str, tuple[str, ...], int, int]:
-    """CPU name, ISA, total and free memory."""
-    cgroups = ((_read_file(limit), _read_file(used)) for limit, used in CGROUP_MEMORY_FILES)
-    return *_parse_cpuinfo(_read_file(CPUINFO)), *_parse_meminfo(_read_file(MEMINFO), cgroups)
+    """CPU name, ISA, total and available memory."""
+    return *_parse_cpuinfo(_read_file(CPUINFO)), *_parse_meminfo(_read_file(MEMINFO), _cgroup_limits())
+
+
+def _cgroup_limits() -> Iterator[tuple[int, int]]:
+    """Memory limit and used bytes of this process's cgroups, with their ancestors.
+
+    Inside a container /proc may have the host's path, of which only the root is mounted.
+    """
+    for line in _read_file(PROC_CGROUP).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, names = (CGROUP_ROOT / "memory", CGROUP_V1) if controllers else (CGROUP_ROOT, CGROUP_V2)
+        directory = root / path.lstrip("/")
+        while True:
+            yield from _read_cgroup(directory, *names)
+            if directory == root:
+                break
+            directory = directory.parent
+
+
+def _read_cgroup(
+    directory: Path, limit_name: str, used_name: str, cache_keys: tuple[str, ...]
+) -> Iterator[tuple[int, int]]:
+    """Limit and used bytes of a cgroup that has a limit. The file cache is free: the kernel drops it."""
+    limit, used = _read_file(directory / limit_name), _read_file(directory / used_name)
+    if not limit.isdigit():
+        return
+    stat = dict(line.split() for line in _read_file(directory / "memory.stat").splitlines())
+    cache = sum(int(stat.get(key, 0)) for key in cache_keys)
+    yield int(limit), max((int(used) if used.isdigit() else 0) - cache, 0)
 
 
 def _num_cores() -> int:
@@ -146,14 +172,12 @@ def _parse_cpuinfo(cpuinfo: str) -> tuple[str, tuple[str, ...]]:
     return name, tuple(extension for extension in ISA_EXTENSIONS if extension in flags)
 
 
-def _parse_meminfo(meminfo: str, cgroups: Iterable[tuple[str, str]]) -> tuple[int, int]:
-    """Total and free bytes of /proc/meminfo, limited by the cgroup."""
+def _parse_meminfo(meminfo: str, cgroups: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Total and available bytes of /proc/meminfo, within the limits of the cgroups."""
     fields = _parse_fields(meminfo)
     total, free = _parse_kib(fields.get("MemTotal")), _parse_kib(fields.get("MemAvailable"))
     for limit, used in cgroups:
-        if limit.isdigit() and int(limit) < total:
-            total = int(limit)
-            free = min(free, max(total - (int(used) if used.isdigit() else 0), 0))
+        total, free = min(total, limit), min(free, max(limit - used, 0))
     return total, free
 
 

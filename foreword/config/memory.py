@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GIB", "DeviceMemory", "ModelInfo", "estimate_memory", "kv_bytes_per_token", "weight_bytes"]
+__all__ = [
+    "GIB",
+    "DeviceMemory",
+    "ModelInfo",
+    "cpu_reserve",
+    "estimate_memory",
+    "kv_bytes_per_token",
+    "min_free_bytes",
+    "weight_bytes",
+]
 
 GIB = 1 << 30
 # Bytes of a value by data type. int4 includes a scale of 16 bits per 32 values.
@@ -14,6 +23,7 @@ BYTES_PER_LOGIT = 2 * 4  # float32, twice while they are filtered
 CUDA_CONTEXT_BYTES = 512 << 20  # CUDA's own, and the kernels' workspace
 MARGIN_DIVISOR, MAX_MARGIN_BYTES = 64, 512 << 20  # share of the GPU's memory, and its limit
 CUDA_GRAPH_DIVISOR, MAX_CUDA_GRAPH_BYTES = 64, 1 << 30
+CPU_RESERVE_DIVISOR, MIN_CPU_RESERVE_BYTES = 10, GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,20 @@ class DeviceMemory:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.parts if size)
         source = "measured" if self.is_measured else "estimated"
         return f"{self.usable / GIB:.2f} of {self.total / GIB:.2f} GiB may be used; {source}: {parts}"
+
+
+def cpu_reserve(free: int) -> int:
+    """Bytes of a CPU's free memory that weights and KV cache leave to activations and other processes.
+
+    A tenth, at least 1 GiB, but at most half, so that a small model runs in little memory.
+    """
+    return min(max(free // CPU_RESERVE_DIVISOR, MIN_CPU_RESERVE_BYTES), free // 2)
+
+
+def min_free_bytes(used: int) -> int:
+    """Free memory that holds `used` bytes and the reserve: the inverse of cpu_reserve()."""
+    with_tenth = -(-used * CPU_RESERVE_DIVISOR // (CPU_RESERVE_DIVISOR - 1))
+    return min(2 * used, max(used + MIN_CPU_RESERVE_BYTES, with_tenth))
 
 
 def cuda_graph_reserve(total: int) -> int:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from foreword.errors import ConfigError
+from foreword.config.drafters import DRAFTERS, DrafterPlugin, find_plugin
+from foreword.errors import ConfigError, did_you_mean
 
 __all__ = ["DRAFTERS", "Config", "option_fields", "parse_bytes"]
 
-DRAFTERS = ("grammar", "prediction", "suffix", "ngram", "draft", "replay")
 MAX_FLOAT_DISPLAY = 1e300
+ROOT_PATH_PATTERN = re.compile(r"(?:/[\w.~-]+)+", re.ASCII)
 # Units of parse_bytes().
 UNIT_BYTES = {
     "kib": 1 << 10,
@@ -29,6 +30,8 @@ UNIT_BYTES = {
     "b": 1,
     "": 1,
 }
+# Fields of vLLM's speculative_config that may be given with one value.
+IGNORED_SPECULATIVE_FIELDS = {"draft_tensor_parallel_size": 1}
 # Inclusive limits of number fields.
 RANGES: dict[str, tuple[float, float]] = {
     "block_size": (1, 256),
@@ -45,7 +48,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_waiting": (1, 1 << 24),
     "max_waiting_tokens": (1, 1 << 40),
     "default_max_tokens": (0, 1 << 24),
-    **dict.fromkeys(("queue_timeout", "request_timeout", "drain_timeout"), (0, 86_400)),
+    **dict.fromkeys(("queue_timeout", "request_timeout", "drain_timeout", "drain_delay"), (0, 86_400)),
     **dict.fromkeys(("health_probe", "log_interval"), (0, 86_400)),
     "hang_timeout": (1, 86_400),
     "client_timeout": (1, 86_400),
@@ -56,10 +59,24 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def option(
-    default: Any, help_: str, *, group: str, choices: tuple[str, ...] = (), secret: bool = False
+    default: Any,
+    help_: str,
+    *,
+    group: str,
+    choices: tuple[str, ...] = (),
+    secret: bool = False,
+    many: bool = False,  # the flag takes several words, which are joined by commas
+    common: bool = False,  # shown by --help; the others by --help-all
 ) -> Any:
     """A field of Config that is also a flag; `help_` is its documentation."""
-    metadata = {"help": help_, "group": group, "choices": choices, "secret": secret}
+    metadata = {
+        "help": help_,
+        "group": group,
+        "choices": choices,
+        "secret": secret,
+        "many": many,
+        "common": common,
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -68,28 +85,48 @@ class Config:
     """The user's options; None and "auto" leave the choice to `resolve()`."""
 
     model: str | None = option(
-        None, "checkpoint directory, GGUF file or hub id (default: the bundled demo)", group="model"
+        None,
+        "checkpoint directory, GGUF file or hub id (default: the bundled demo)",
+        group="model",
+        common=True,
     )
     served_model_name: str | None = option(
-        None, "name in the API (default: the model's last part)", group="model"
+        None,
+        "name in the API (default: the model's last part); several by commas or spaces, the first in answers",
+        group="model",
+        many=True,
+        common=True,
     )
     embedding_model: str | None = option(
         None,
         "checkpoint of the BERT family for embeddings or reranking, in its own process",
         group="model",
     )
-    device: str = option("auto", "compute device", group="model", choices=("auto", "cpu", "cuda"))
+    generation_config: str = option(
+        "auto",
+        "sampling defaults: those of generation_config.json, or none (as vllm): temperature 1 and no filters",
+        group="model",
+        choices=("auto", "none", "vllm"),
+    )
+    chat_template: str | None = option(
+        None, "Jinja file, or its text, used in place of the checkpoint's chat template", group="model"
+    )
+    device: str = option(
+        "auto", "compute device", group="model", choices=("auto", "cpu", "cuda"), common=True
+    )
     dtype: str = option(
         "auto",
-        "data type of weights, activations and KV cache",
+        "data type of weights, activations and KV cache; half is float16, float is float32",
         group="model",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=("auto", "float32", "bfloat16", "float16", "half", "float"),
+        common=True,
     )
     quantization: str | None = option(
         None,
         "quantize weights while loading: int8, int4 (embedding and head stay in 8 bits), or fp8 on GPUs",
         group="model",
         choices=("int8", "int4", "fp8"),
+        common=True,
     )
     kv_cache_dtype: str = option(
         "auto",
@@ -109,7 +146,10 @@ class Config:
         group="model",
     )
     max_model_len: int | None = option(
-        None, "context limit in tokens (default: the checkpoint's, as the cache allows)", group="model"
+        None,
+        "context limit in tokens (default: the checkpoint's, as the cache allows)",
+        group="model",
+        common=True,
     )
     seed: int | None = option(
         None, "seed of requests without one (default: a random one for each)", group="model"
@@ -138,7 +178,7 @@ class Config:
     )
 
     max_num_seqs: int | None = option(
-        None, "maximum of running requests (default: 64 on CPU, 256 on GPU)", group="scheduler"
+        None, "maximum of running requests (default: 64 on CPU, 256 on GPU)", group="scheduler", common=True
     )
     max_num_batched_tokens: int | None = option(
         None,
@@ -181,6 +221,7 @@ class Config:
         None,
         'size of the KV cache: "2GiB", "4000tokens" (default: by free memory, at most 4 GiB on a CPU)',
         group="scheduler",
+        common=True,
     )
     gpu_memory_utilization: float = option(
         0.9,
@@ -222,16 +263,19 @@ class Config:
 
     speculate: str = option(
         "auto",
-        "auto, off, or comma-separated drafters: grammar, prediction, suffix, ngram, draft, replay",
+        "auto, off, or comma-separated drafters: auto, grammar, prediction, suffix, ngram, draft, replay, "
+        "module:Class for your own, or the name of an installed one",
         group="speculation",
+        common=True,
     )
     draft_model: str | None = option(
-        None, "a smaller checkpoint with the same tokenizer", group="speculation"
+        None, "a smaller checkpoint with the same tokenizer", group="speculation", common=True
     )
     num_speculative_tokens: int | None = option(
         None,
-        "maximum of drafted tokens per request and step (default: 32, or 4 with draft_length fixed)",
+        "maximum of drafted tokens per request and step; 0: none (default: 32, or 4 with draft_length fixed)",
         group="speculation",
+        common=True,
     )
     draft_length: str = option(
         "adaptive",
@@ -257,10 +301,22 @@ class Config:
     )
     speculative_config: str | None = option(None, "the above as JSON, as in vLLM", group="speculation")
 
-    host: str = option("127.0.0.1", "address to listen on", group="server")
-    port: int = option(8000, "port to listen on; 0 takes a free one", group="server")
+    host: str = option("127.0.0.1", "address to listen on", group="server", common=True)
+    port: int = option(8000, "port to listen on; 0 takes a free one", group="server", common=True)
+    uds: str | None = option(
+        None,
+        "path of a Unix socket to listen on, instead of host and port; mode 660",
+        group="server",
+    )
+    root_path: str = option(
+        "", "path prefix that a proxy puts before all routes, such as /llm", group="server"
+    )
     api_key: str | None = option(
-        None, "API key that clients must send; comma-separated if several", group="server", secret=True
+        None,
+        "API key that clients must send; comma-separated if several",
+        group="server",
+        secret=True,
+        common=True,
     )
     api_key_file: str | None = option(
         None,
@@ -269,6 +325,12 @@ class Config:
     )
     cors_origins: str = option("", "allowed browser origins, comma-separated; * for all", group="server")
     max_body_mb: int = option(32, "maximum size of a request body in MB", group="server")
+    unknown_fields: str = option(
+        "refuse",
+        "unknown fields of requests: refuse with 400, or ignore and name in X-Foreword-Ignored-Fields",
+        group="server",
+        choices=("refuse", "warn"),
+    )
     max_connections: int = option(
         4096, "maximum of open connections; more are closed at once", group="server"
     )
@@ -282,6 +344,11 @@ class Config:
         "seconds after SIGTERM in which open requests may finish; a second SIGTERM ends them at once",
         group="server",
     )
+    drain_delay: float = option(
+        0.0,
+        "seconds after SIGTERM in which /ready is 503 and requests are still taken, so that proxies notice",
+        group="server",
+    )
     health_probe: float = option(
         0.0,
         "seconds without traffic after which /health generates a token to test the engine; 0 for never",
@@ -292,13 +359,19 @@ class Config:
         "share cached prefixes, and finished outputs for suffix, between API keys",
         group="server",
     )
-    trust_remote_code: bool = option(
-        False, "always refused: no code of a checkpoint is ever run", group="server"
-    )
     log_level: str = option(
         "info", "minimum level of log lines", group="server", choices=("debug", "info", "warning", "error")
     )
+    log_format: str = option(
+        "text", "format of log lines; json: one object a line", group="server", choices=("text", "json")
+    )
+    access_log: bool = option(
+        False, "log a line for every request: method, route, status, time, key's name, bytes", group="server"
+    )
     log_interval: float = option(10.0, "seconds between throughput lines; 0 for none", group="server")
+    vllm_metrics: bool = option(
+        False, "export metrics under vLLM's names too, for its dashboards and benchmarks", group="server"
+    )
     test_mode: bool = option(
         False, "attach a hash of the raw logits to every token (slow; for exactness tests)", group="server"
     )
@@ -309,7 +382,8 @@ class Config:
             _check_type(name, value, str(item.type))
             choices = item.metadata["choices"]
             if choices and value not in (*choices, item.default):
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}", name)
+                hint = did_you_mean(str(value), choices)
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}", name)
             if name in RANGES and value is not None:
                 _check_range(name, value, *RANGES[name])
         _check_range("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
@@ -317,9 +391,12 @@ class Config:
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}", "block_size")
         for name in ("suffix_corpus_memory", "image_memory", "image_cache_memory"):
             parse_bytes(name, getattr(self, name))
-        if self.trust_remote_code:
-            problem = "no code of a checkpoint is ever run; remove the option"
-            raise ConfigError(f"trust_remote_code: {problem}", "trust_remote_code")
+        if self.root_path and not ROOT_PATH_PATTERN.fullmatch(self.root_path):
+            raise ConfigError(
+                f"root_path must be like /llm, without a / at its end, got {self.root_path!r:.200}",
+                "root_path",
+            )
+        self.served_names()
         rows = self.max_num_batched_tokens
         if self.max_num_seqs and rows and self.max_num_seqs > rows:
             raise ConfigError(
@@ -332,25 +409,54 @@ class Config:
         self.drafter_names()
 
     def drafter_names(self) -> tuple[str, ...]:
-        """Drafters of `speculate`, by priority; empty if it is off.
+        """Drafters of `speculate`, by priority; empty if it is off. Raises ConfigError."""
+        return tuple(each.name if isinstance(each, DrafterPlugin) else each for each in self._drafters())
 
-        `auto` includes the draft model if there is one, but not `ngram`, because `suffix` covers it.
-        """
+    def drafter_plugins(self) -> tuple[DrafterPlugin, ...]:
+        """The drafters of `speculate` that are not built in."""
+        return tuple(each for each in self._drafters() if isinstance(each, DrafterPlugin))
+
+    def without_plugins(self) -> Config:
+        """With the built-in drafters only."""
+        names = [name for name in self.drafter_names() if name in DRAFTERS]
+        return replace(self, speculate=",".join(names) or "off")
+
+    def _drafters(self) -> list[str | DrafterPlugin]:
+        """`auto` includes the draft model if there is one, but not `ngram`, because `suffix` covers it."""
         if self.speculate == "off":
-            return ()
-        if self.speculate == "auto":
-            return ("grammar", "prediction", "suffix", *(("draft",) if self.draft_model else ()))
-        names = tuple(name.strip() for name in self.speculate.split(","))
-        for name in names:
-            if name not in DRAFTERS:
-                known = f"auto, off, {', '.join(DRAFTERS)}"
-                raise ConfigError(f"speculate: unknown drafter {name!r}; known: {known}", "speculate")
-        if "draft" in names and not self.draft_model:
+            return []
+        drafters: list[str | DrafterPlugin] = []
+        for item in (item.strip() for item in self.speculate.split(",")):
+            if item == "off":
+                raise ConfigError("speculate: `off` cannot be combined with drafters", "speculate")
+            if item.isdecimal():
+                problem = f"names drafters; --num-speculative-tokens {item} limits their tokens"
+                raise ConfigError(f"speculate {problem}", "speculate")
+            if item == "auto":
+                drafters += ("grammar", "prediction", "suffix", *(("draft",) if self.draft_model else ()))
+            else:
+                drafters.append(item if item in DRAFTERS else find_plugin(item))
+        if "draft" in drafters and not self.draft_model:
             raise ConfigError("speculate: `draft` needs --draft-model", "draft_model")
-        if "replay" in names and not self.replay_file:
+        if "replay" in drafters and not self.replay_file:
             raise ConfigError("speculate: `replay` needs --replay-file", "replay_file")
-        if len(set(names)) < len(names):
-            raise ConfigError(f"speculate has a drafter twice: {self.speculate}", "speculate")
+        names = [each.name if isinstance(each, DrafterPlugin) else each for each in drafters]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"speculate: two drafters are named {name}: {self.speculate}", "speculate")
+        return [] if self.num_speculative_tokens == 0 else drafters
+
+    def served_names(self) -> tuple[str, ...]:
+        """The names of `served_model_name`, the first of which answers have; empty if none is given."""
+        if self.served_model_name is None:
+            return ()
+        names = tuple(name.strip() for name in self.served_model_name.split(","))
+        if not all(names) or len(set(names)) < len(names):
+            raise ConfigError(
+                "served_model_name must be different names, joined by commas, "
+                f"got {self.served_model_name!r:.200}",
+                "served_model_name",
+            )
         return names
 
     @property
@@ -394,25 +500,35 @@ def _parse_vllm_speculative_config(text: str) -> dict[str, Any]:
         raise ConfigError(f"speculative_config is not JSON: {error}", "speculative_config") from None
     if not isinstance(given, Mapping):
         raise ConfigError("speculative_config must be a JSON object", "speculative_config")
-    given = dict(given)
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, accepted in IGNORED_SPECULATIVE_FIELDS.items():
+        if given.pop(name, accepted) != accepted:
+            problem = f"{name} can only be {accepted}: the draft model runs where the model runs"
+            raise ConfigError(f"speculative_config: {problem}", "speculative_config")
     shared = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
     changes = {name: given.pop(name) for name in shared if name in given}
-    model = given.pop("model", None)
+    model, method = given.pop("model", None), given.pop("method", None)
     has_no_model = model in (None, "ngram", "[ngram]")
-    method = given.pop("method", None) or ("ngram" if has_no_model else "draft_model")
     if given:
-        raise ConfigError(f"speculative_config: unknown field {sorted(given)[0]!r}", "speculative_config")
+        name = sorted(map(str, given))[0]
+        hint = did_you_mean(name, ("model", "method", *shared))
+        raise ConfigError(f"speculative_config: unknown field {name!r}{hint}", "speculative_config")
+    if method is None:
+        if model is None and not changes.keys() & {"prompt_lookup_min", "prompt_lookup_max"}:
+            return changes  # of the drafters that `speculate` names
+        method = "ngram" if has_no_model else "draft_model"
     if method in ("ngram", "suffix") and has_no_model:
         return {**changes, "speculate": method}
     if method in ("draft", "draft_model") and isinstance(model, str):
         return {**changes, "speculate": "draft", "draft_model": model}
-    problem = f"method must be ngram, suffix or draft_model, got {method!r}"
+    problem = f"method must be ngram, suffix or draft_model (with a model), got {method!r}"
     raise ConfigError(f"speculative_config: {problem}", "speculative_config")
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
-        raise ConfigError(f"{name} must be between {low:g} and {high:g}, got {_format_number(value)}", name)
+        limits = f"between {low:.15g} and {high:.15g}"
+        raise ConfigError(f"{name} must be {limits}, got {_format_number(value)}", name)
 
 
 def _format_number(value: float) -> str:

@@ -5,27 +5,42 @@ A restarted engine receives it unchanged. Imports no torch, because the API proc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from foreword.config.memory import (
     GIB,
     DeviceMemory,
     ModelInfo,
     activation_bytes,
+    cpu_reserve,
     estimate_memory,
     kv_bytes_per_token,
+    min_free_bytes,
     weight_bytes,
 )
 from foreword.config.options import Config, parse_bytes
 from foreword.errors import ConfigError, InvalidRequest
 
-__all__ = ["EngineInfo", "HardwareInfo", "ModelInfo", "ResolvedConfig", "resolve", "with_kv_cache"]
+__all__ = [
+    "EngineInfo",
+    "HardwareInfo",
+    "ModelInfo",
+    "ResolvedConfig",
+    "draft_size_warning",
+    "resolve",
+    "with_kv_cache",
+]
 
-CPU_MEMORY_FRACTION = 0.5
-MAX_CPU_KV_BYTES = 4 * GIB  # default limit of the KV cache, because the machine's memory is shared
+# Default limits of the KV cache on a CPU, whose memory is shared: a share of the free memory, and bytes.
+CPU_KV_FRACTION = 0.5
+MAX_CPU_KV_BYTES = 4 * GIB
+MIN_CONTEXT = 512  # tokens that the default KV cache must hold; less with max_model_len
 LARGE_GPU_BYTES = 64 * GIB
 LARGE_GPU_BATCHED_TOKENS, SMALL_GPU_BATCHED_TOKENS = 8192, 2048  # limited by the memory of their logits
+DRAFT_SIZE_RATIO = (10, 50)  # target parameters / draft model parameters where drafting usually pays
 MIN_THREADED_WEIGHT_BYTES = 32 << 20  # below this size, threads wait as long as they work
 # Fields of Config that ResolvedConfig takes as they are.
 COPIED_FIELDS = (
@@ -115,23 +130,39 @@ class EngineInfo:
 def resolve(
     config: Config, hardware: HardwareInfo, model: ModelInfo, drafter: ModelInfo | None = None
 ) -> ResolvedConfig:
-    """Make every choice. Raises ConfigError, with the memory estimate, where the model does not fit."""
-    _check_dtypes(config, hardware)
-    models = [model] if drafter is None else [model, drafter]
-    dtype, weight_dtype = _resolve_dtypes(config, hardware, model)
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    backend = hardware.kernel_backend
-    weights = sum(weight_bytes(info, dtype, weight_dtype, config.quantization, backend) for info in models)
+    """Make every choice.
 
+    Raises ConfigError; where the model does not fit, with the memory estimate and flags that would fit.
+    """
+    _check_dtypes(config, hardware)
+    _check_max_model_len(config, model)
+    models = [model] if drafter is None else [model, drafter]
+    try:
+        return _resolve(config, hardware, models)
+    except _DoesNotFit as error:
+        hints = ", ".join(_fitting_options(config, hardware, models))
+        raise ConfigError(f"{error.message}. What would help: {hints}", error.param) from None
+
+
+class _DoesNotFit(ConfigError):
+    """Weights and KV cache exceed the memory, or the context the requested KV cache."""
+
+
+def _resolve(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> ResolvedConfig:
+    """As resolve(), but without hints and checks of single options. Raises _DoesNotFit."""
+    model = models[0]
+    dtype, weight_dtype = _resolve_dtypes(config, hardware, model)
+    sizes = _memory_sizes(config, hardware, models)
     max_num_seqs, max_num_batched_tokens = _resolve_batch_limits(config, hardware)
-    block_bytes = config.block_size * sum(kv_bytes_per_token(info, kv_dtype) for info in models)
-    max_useful_blocks = max_num_seqs * _blocks_for(
-        config.max_model_len or model.context_len, config.block_size
-    )
     gets_remaining_memory = hardware.device == "cuda" and config.kv_cache_memory is None
-    num_blocks = max_useful_blocks
-    if not gets_remaining_memory:
-        num_blocks = _resolve_num_blocks(config, hardware, weights, block_bytes, max_useful_blocks)
+    max_tokens = config.max_model_len or model.context_len
+    max_useful_blocks = max_num_seqs * _blocks_for(max_tokens, config.block_size)
+    if gets_remaining_memory:
+        num_blocks = max_useful_blocks
+    elif config.kv_cache_memory is not None:
+        num_blocks = _configured_num_blocks(config, hardware, sizes)
+    else:
+        num_blocks = min(_default_num_blocks(config, hardware, model, sizes), max_useful_blocks)
 
     resolved = ResolvedConfig(
         **{name: getattr(config, name) for name in COPIED_FIELDS},
@@ -139,14 +170,14 @@ def resolve(
         dtype=dtype,
         weight_dtype=weight_dtype,
         weight_format=_describe_weights(config, model, weight_dtype),
-        kv_cache_dtype=kv_dtype,
-        threads=config.threads or _default_threads(hardware, weights),
+        kv_cache_dtype=_resolve_kv_dtype(config, dtype),
+        threads=config.threads or _default_threads(hardware, sizes.weights),
         max_model_len=_resolve_max_model_len(config, model, num_blocks),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         num_blocks=num_blocks,
-        kv_bytes=num_blocks * block_bytes,
-        weight_bytes=weights,
+        kv_bytes=num_blocks * sizes.block,
+        weight_bytes=sizes.weights,
         drafters=_resolve_drafters(config, hardware),
         num_speculative_tokens=_num_speculative_tokens(config),
         suffix_corpus_bytes=parse_bytes("suffix_corpus_memory", config.suffix_corpus_memory),
@@ -154,6 +185,100 @@ def resolve(
         notes=_notes(config, hardware, model),
     )
     return _fit_gpu_memory(resolved, config, hardware, models) if gets_remaining_memory else resolved
+
+
+@dataclass(frozen=True, slots=True)
+class _MemorySizes:
+    """Bytes of all models."""
+
+    weights: int
+    block: int  # of the KV cache
+
+
+def _memory_sizes(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> _MemorySizes:
+    dtype, weight_dtype = _resolve_dtypes(config, hardware, models[0])
+    kv_dtype = _resolve_kv_dtype(config, dtype)
+    options = (dtype, weight_dtype, config.quantization, hardware.kernel_backend)
+    return _MemorySizes(
+        sum(weight_bytes(info, *options) for info in models),
+        config.block_size * sum(kv_bytes_per_token(info, kv_dtype) for info in models),
+    )
+
+
+def _fitting_options(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> list[str]:
+    """Flags with which the models fit, each tried: single ones, else combined. Then the memory for none."""
+    smaller: list[dict[str, Any]] = [{"quantization": "int8"}, {"quantization": "int4"}]
+    smaller += [{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}]
+    variants = [(changes, models, "") for changes in ({}, *smaller)]
+    if len(models) > 1:
+        variants.append(({}, models[:1], "no --draft-model"))
+    by_length: dict[int, list[str]] = {1: [], 2: [], 3: []}
+    for changes, chosen, words in variants:
+        for sizes in _cache_options(replace(config, **changes), hardware, chosen):
+            options = {**changes, **sizes}
+            length = len(options) + bool(words)
+            if length and _fits(config, options, hardware, chosen):
+                flags = (f"--{name.replace('_', '-')} {value}" for name, value in options.items())
+                by_length[length].append(" ".join(filter(None, (words, *flags))))
+    hints = next(filter(None, by_length.values()), [])
+    without_cache_size = replace(config, kv_cache_memory=None)
+    for changed, words in ((config, ""), (without_cache_size, " and no --kv-cache-memory")):
+        needed = _sufficient_bytes(changed, hardware, models)
+        if _fits(changed, {}, replace(hardware, free_bytes=needed), models):
+            return [*hints, f"{math.ceil(needed / GIB * 100) / 100:.2f} GiB of free memory{words}"]
+    return hints
+
+
+def _cache_options(
+    config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]
+) -> Iterator[dict[str, Any]]:
+    """Contexts and KV caches that may fit."""
+    size, block_size = _memory_sizes(config, hardware, models), config.block_size
+    context = models[0].context_len
+    free = max(hardware.free_bytes - size.weights, 0)
+    reserve = cpu_reserve(hardware.free_bytes) if hardware.device == "cpu" else 0
+    roomy, tight = (max(left, 0) // size.block * block_size for left in (free - reserve, free))
+    need, cache = _min_context(config, models[0]), roomy
+    if config.kv_cache_memory is not None:
+        cache = min(_parse_num_blocks(config, size.block) * block_size, tight)
+    yield {}
+    yield {"max_model_len": min(cache, context)}
+    yield {"kv_cache_memory": f"{roomy if cache == tight and roomy >= need else need}tokens"}
+    yield {"max_model_len": min(tight, context), "kv_cache_memory": f"{tight}tokens"}
+
+
+def _sufficient_bytes(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> int:
+    """Free memory in which `config` fits."""
+    size = _memory_sizes(config, hardware, models)
+    if config.kv_cache_memory is not None:
+        return size.weights + _parse_num_blocks(config, size.block) * size.block
+    min_blocks = _blocks_for(_min_context(config, models[0]), config.block_size)
+    return min_free_bytes(size.weights + min_blocks * size.block)
+
+
+def _fits(
+    config: Config, options: dict[str, Any], hardware: HardwareInfo, models: Sequence[ModelInfo]
+) -> bool:
+    try:
+        changed = replace(config, **options)
+        _check_max_model_len(changed, models[0])
+        _resolve(changed, hardware, models)
+    except ConfigError:
+        return False
+    return True
+
+
+def draft_size_warning(target_parameters: int, draft_parameters: int) -> str | None:
+    """Why a draft model of this size is unlikely to pay; None if it may."""
+    ratio, (low, high) = target_parameters / draft_parameters, DRAFT_SIZE_RATIO
+    if low <= ratio <= high:
+        return None
+    if ratio <= 1:
+        return (
+            f"the draft model has {1 / ratio:.1f} times the model's parameters: its tokens cost as much as "
+            f"the model's own; 1/{low} to 1/{high} usually pays"
+        )
+    return f"the draft model has 1/{ratio:.1f} of the model's parameters; 1/{low} to 1/{high} usually pays"
 
 
 def _fit_gpu_memory(
@@ -265,6 +390,13 @@ def _notes(config: Config, hardware: HardwareInfo, model: ModelInfo) -> tuple[st
         notes.append(f"{_no_bfloat16_message(hardware)}: float16 instead")
     if "suffix" in config.drafter_names() and hardware.native_library_error:
         notes.append("speculate: ngram replaces suffix, which needs the native library")
+    if config.speculate == "off":
+        return tuple(notes)
+    if config.num_speculative_tokens == 0:
+        notes.append("num_speculative_tokens is 0: nothing is drafted, as with --speculate off")
+    elif config.draft_model is not None and not config.runs_draft_model:
+        reason = f"--speculate {config.speculate} does not name `draft`"
+        notes.append(f"the draft model {config.draft_model} is not used: {reason}")
     return tuple(notes)
 
 
@@ -273,9 +405,9 @@ def _resolve_drafters(config: Config, hardware: HardwareInfo) -> tuple[str, ...]
     names, reason = config.drafter_names(), hardware.native_library_error
     if "suffix" not in names or not reason:
         return names
-    if config.speculate != "auto":
+    if "suffix" in map(str.strip, config.speculate.split(",")):
         raise ConfigError(f"speculate: suffix needs the native library ({reason}); use ngram", "speculate")
-    return tuple("ngram" if name == "suffix" else name for name in names)
+    return tuple(dict.fromkeys("ngram" if name == "suffix" else name for name in names))
 
 
 def _num_speculative_tokens(config: Config) -> int:
@@ -300,7 +432,8 @@ def _resolve_batch_limits(config: Config, hardware: HardwareInfo) -> tuple[int, 
 
 def _resolve_dtypes(config: Config, hardware: HardwareInfo, model: ModelInfo) -> tuple[str, str]:
     """Data types of activations and weights. A CPU computes float16 weights in float32, which is exact."""
-    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    asked = {"half": "float16", "float": "float32"}.get(config.dtype, config.dtype)
+    dtype = model.dtype if asked == "auto" else asked
     if hardware.device == "cpu" and dtype == "float16":
         return "float32", "float16"
     if config.dtype == "auto" and dtype == "bfloat16" and not hardware.supports_bfloat16:
@@ -308,42 +441,65 @@ def _resolve_dtypes(config: Config, hardware: HardwareInfo, model: ModelInfo) ->
     return dtype, dtype
 
 
-def _resolve_num_blocks(
-    config: Config, hardware: HardwareInfo, weights: int, bytes_per_block: int, max_useful_blocks: int
-) -> int:
-    """KV blocks: as configured, or on a CPU from free memory, at most what can ever be used."""
-    if config.kv_cache_memory is not None:
-        text = config.kv_cache_memory.strip()
-        return _parse_num_blocks(text, config.block_size, hardware, weights, bytes_per_block)
-    spare = min(int(hardware.free_bytes * CPU_MEMORY_FRACTION) - weights, MAX_CPU_KV_BYTES)
-    if spare < bytes_per_block:
-        usable = f"{hardware.free_bytes * CPU_MEMORY_FRACTION / GIB:.2f} GiB"
-        raise ConfigError(
-            f"the model does not fit: weights need {weights / GIB:.2f} GiB and {CPU_MEMORY_FRACTION:.0%} of "
-            f"the free memory is {usable}; a smaller model or dtype would fit",
-            "model",
+def _resolve_kv_dtype(config: Config, dtype: str) -> str:
+    return dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
+def _min_context(config: Config, model: ModelInfo) -> int:
+    """Tokens that the KV cache must hold."""
+    return config.max_model_len or min(model.context_len, MIN_CONTEXT)
+
+
+def _default_num_blocks(config: Config, hardware: HardwareInfo, model: ModelInfo, size: _MemorySizes) -> int:
+    """KV blocks on a CPU: a share of the free memory, or more where the context needs it and it is there."""
+    free = hardware.free_bytes
+    usable = free - cpu_reserve(free)
+    need = _min_context(config, model)
+    room, min_blocks = (usable - size.weights) // size.block, _blocks_for(need, config.block_size)
+    if room < min_blocks:
+        name = "model" if config.max_model_len is None else "max_model_len"
+        raise _DoesNotFit(
+            f"the model does not fit: weights need {size.weights / GIB:.2f} GiB and the KV cache of {need} "
+            f"tokens {min_blocks * size.block / GIB:.2f} GiB; of {free / GIB:.2f} GiB of free memory "
+            f"{usable / GIB:.2f} GiB may be used",
+            name,
         )
-    return min(spare // bytes_per_block, max_useful_blocks)
+    limit = min(int(free * CPU_KV_FRACTION), MAX_CPU_KV_BYTES) // size.block
+    return min(max(limit, min_blocks), room)
 
 
-def _parse_num_blocks(
-    text: str, block_size: int, hardware: HardwareInfo, weights: int, bytes_per_block: int
-) -> int:
-    if text.endswith("tokens"):
-        num_blocks = _blocks_for(_parse_int("kv_cache_memory", text[:-6]), block_size)
-    else:
-        num_blocks = parse_bytes("kv_cache_memory", text) // bytes_per_block
-    kv_bytes = num_blocks * bytes_per_block
+def _configured_num_blocks(config: Config, hardware: HardwareInfo, size: _MemorySizes) -> int:
+    """KV blocks of kv_cache_memory, which may use the reserve too."""
+    text, num_blocks = config.kv_cache_memory, _parse_num_blocks(config, size.block)
     if num_blocks < 1:
-        problem = f"holds no block of {bytes_per_block} bytes"
-        raise ConfigError(f"kv_cache_memory {text} {problem}", "kv_cache_memory")
-    if weights + kv_bytes > hardware.free_bytes:
-        raise ConfigError(
-            f"kv_cache_memory {text} needs {kv_bytes / GIB:.2f} GiB and the weights {weights / GIB:.2f} GiB; "
-            f"{hardware.free_bytes / GIB:.2f} GiB are free",
+        raise _DoesNotFit(f"kv_cache_memory {text} holds no block of {size.block} bytes", "kv_cache_memory")
+    kv_bytes = num_blocks * size.block
+    if size.weights + kv_bytes > hardware.free_bytes:
+        raise _DoesNotFit(
+            f"kv_cache_memory {text} needs {kv_bytes / GIB:.2f} GiB and the weights "
+            f"{size.weights / GIB:.2f} GiB; {hardware.free_bytes / GIB:.2f} GiB are free",
             "kv_cache_memory",
         )
     return num_blocks
+
+
+def _parse_num_blocks(config: Config, bytes_per_block: int) -> int:
+    """KV blocks of the configured kv_cache_memory. Raises ConfigError."""
+    text = str(config.kv_cache_memory).strip()
+    if text.endswith("tokens"):
+        return _blocks_for(_parse_int("kv_cache_memory", text[:-6]), config.block_size)
+    return parse_bytes("kv_cache_memory", text) // bytes_per_block
+
+
+def _check_max_model_len(config: Config, model: ModelInfo) -> None:
+    length = config.max_model_len
+    if length is not None and length > model.context_len:
+        problem, hint = f"is above the checkpoint's {model.context_len} positions", "lower --max-model-len"
+    elif length is not None and length < 2:
+        problem, hint = "leaves no room for an answer", "at least 2 are needed"
+    else:
+        return
+    raise ConfigError(f"max_model_len {length} {problem}; {hint}", "max_model_len")
 
 
 def _resolve_max_model_len(config: Config, model: ModelInfo, num_blocks: int) -> int:
@@ -351,14 +507,11 @@ def _resolve_max_model_len(config: Config, model: ModelInfo, num_blocks: int) ->
     length = config.max_model_len or min(model.context_len, num_tokens)
     if length > num_tokens:
         problem = f"does not fit into a KV cache of {num_tokens} tokens"
-        hint = "lower --max-model-len or raise --kv-cache-memory"
-    elif length > model.context_len:
-        problem, hint = f"is above the checkpoint's {model.context_len} positions", "lower --max-model-len"
-    elif length < 2:
-        problem, hint = "leaves no room for an answer", "at least 2 are needed"
-    else:
-        return length
-    raise ConfigError(f"max_model_len {length} {problem}; {hint}", "max_model_len")
+        raise _DoesNotFit(f"max_model_len {length} {problem}", "max_model_len")
+    if length < 2:
+        problem = f"a KV cache of {num_tokens} tokens leaves no room for an answer"
+        raise _DoesNotFit(problem, "kv_cache_memory")
+    return length
 
 
 def _blocks_for(num_tokens: int, block_size: int) -> int:

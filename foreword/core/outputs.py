@@ -34,7 +34,7 @@ class Draft:
     """A proposed continuation of one request."""
 
     token_ids: tuple[int, ...]  # first to be verified first
-    drafter: str  # as in `--speculate`
+    drafter: str = ""  # as in `--speculate`; the engine fills it in
     confidence: tuple[float, ...] = ()  # the drafter's probability of each token; empty if it has none
 
 

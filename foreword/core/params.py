@@ -20,6 +20,7 @@ MAX_LOGPROB_IDS = 128
 MAX_REPEAT_LEN = 256  # tokens; DRY caps longer repeats
 MAX_BREAKERS, MAX_BREAKER_CHARS = 64, 40
 ON_RUNAWAY_CHOICES = ("warn", "stop", "off")
+TRUNCATION_SIDES = ("left", "right")
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 
 
@@ -117,7 +118,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None  # keep the last tokens; -1: as many as fit with max_tokens
+    truncate_prompt_tokens: int | None = None  # tokens to keep; -1: as many as fit with max_tokens
+    truncation_side: str = "left"  # where the prompt is cut: "left" keeps its end, "right" its beginning
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()  # ids whose log-probabilities are returned at each position
     prompt_logprobs: int | None = None
@@ -148,6 +150,12 @@ class SamplingParams:
             raise InvalidRequest(
                 f"on_runaway must be one of {', '.join(ON_RUNAWAY_CHOICES)}, got {self.on_runaway!r:.80}",
                 "on_runaway",
+            )
+        if self.truncation_side not in TRUNCATION_SIDES:
+            raise InvalidRequest(
+                f"truncation_side must be one of {', '.join(TRUNCATION_SIDES)}, "
+                f"got {self.truncation_side!r:.80}",
+                "truncation_side",
             )
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest(

@@ -46,7 +46,7 @@ def main(fd: int) -> int:
 
 def _run(pipe: IO[bytes], connection: socket.socket) -> int:
     config: Config = read_message(pipe)
-    set_up_logging(config.log_level, "%(levelname)s %(name)s: %(message)s")
+    set_up_logging(config.log_level, "%(levelname)s %(name)s: %(message)s", config.log_format)
     threads = num_encoder_threads(config)
     try:
         ops = select_backend("cpu", threads=threads, isa=config.cpu_isa)

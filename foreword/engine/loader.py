@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -13,14 +14,16 @@ from pathlib import Path
 
 import torch
 
+from foreword.config.drafters import DRAFTERS
 from foreword.config.hardware import hardware_info, probe_hardware
-from foreword.config.memory import DeviceMemory
+from foreword.config.memory import GIB, DeviceMemory
 from foreword.config.options import Config
 from foreword.config.resolve import (
     EngineInfo,
     HardwareInfo,
     ModelInfo,
     ResolvedConfig,
+    draft_size_warning,
     resolve,
     with_kv_cache,
 )
@@ -57,26 +60,29 @@ from foreword.kv_cache.storage import KVStorage
 from foreword.models.base import Model, Precision
 from foreword.models.loader import load_model, read_model_info, weight_files
 from foreword.sampling.sampler import Sampler
-from foreword.speculation.base import Drafter, ModelBasedDrafter
+from foreword.speculation.base import EngineDrafter, ModelBasedDrafter
 from foreword.speculation.control.controller import DraftLengthController
 from foreword.speculation.control.cost_model import MeasuredCosts, PassCost
 from foreword.speculation.control.trace import RecordingController
+from foreword.speculation.drafter import Drafter, DrafterContext
 from foreword.speculation.drafters.draft_model import ModelDrafter
 from foreword.speculation.drafters.grammar import GrammarDrafter
 from foreword.speculation.drafters.ngram import NgramDrafter
 from foreword.speculation.drafters.prediction import PredictionDrafter
 from foreword.speculation.drafters.replay import ReplayDrafter, ReplayWithDraftModel, read_recording
 from foreword.speculation.drafters.suffix import SuffixDrafter
+from foreword.speculation.plugin import DrafterAdapter, make_plugin
 from foreword.speculation.policy import FixedLength
 from foreword.speculation.proposer import Proposer
 
-__all__ = ["DRAFTER_SIZE_RATIO", "detect_hardware", "load"]
+__all__ = ["detect_hardware", "load", "make_plugins"]
+
+logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], None]
 
 VISION_FLOP_RATIO = 2  # time of a vision encoder's multiply-add / a decoder's (benchmarks/encoding.py)
 NUM_SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # evenly spaced samples of a weight file, for its fingerprint
-DRAFTER_SIZE_RATIO = (10, 50)  # target parameters / draft model parameters where drafting usually pays
 WARMUP_ROWS = (6, 12, 24, 512)  # prompt chunks that select attention tiles of each width
 WARMUP_CONTEXT = 300  # tokens: more than one split of split-KV attention
 
@@ -100,7 +106,8 @@ def load(
     if config.runs_draft_model:
         draft_model = read_model_info(Path(str(config.draft_model)), config.gguf_dequantize)
     chosen = resolved or resolve(config, detect_hardware(config), target, draft_model)
-    loader = _Loader(config, chosen, never_sampled_ids, on_progress, timings)
+    plugins = make_plugins(config, chosen, target, never_sampled_ids, is_restart=resolved is not None)
+    loader = _Loader(config, chosen, never_sampled_ids, on_progress, timings, plugins)
     try:
         return loader.build_engine(target, draft_model, measure_memory=resolved is None)
     except (MemoryError, RuntimeError) as error:
@@ -109,6 +116,36 @@ def load(
         if not (is_oom or "can't allocate memory" in str(error)):
             raise
         raise ConfigError(oom_message(loader.resolved, error), "kv_cache_memory") from error
+
+
+def make_plugins(
+    config: Config,
+    resolved: ResolvedConfig,
+    target: ModelInfo,
+    never_sampled_ids: Sequence[int],
+    is_restart: bool = False,
+) -> dict[str, Drafter]:
+    """Plugged-in drafters by name: made once, and first, so that their errors show early. Raises ConfigError.
+
+    A restart goes on without one that fails: requests wait for it.
+    """
+    context = DrafterContext(
+        model=Path(str(config.model)),
+        vocab_size=target.vocab_size,
+        never_sampled_ids=frozenset(never_sampled_ids),
+        max_model_len=resolved.max_model_len,
+        num_speculative_tokens=resolved.num_speculative_tokens,
+        device=resolved.device,
+    )
+    plugins: dict[str, Drafter] = {}
+    for plugin in config.drafter_plugins():
+        try:
+            plugins[plugin.name] = make_plugin(plugin.reference, not plugin.is_installed, context)
+        except ConfigError as error:
+            if not is_restart:
+                raise
+            logger.error("engine: restarts without the drafter %s: %s", plugin.name, error)
+    return plugins
 
 
 def detect_hardware(config: Config) -> HardwareInfo:
@@ -136,8 +173,10 @@ class _EngineComponents:
         resolved: ResolvedConfig,
         never_sampled_ids: Sequence[int],
         models: _LoadedModels,
+        plugins: Mapping[str, Drafter],
     ) -> None:
         self._config = config
+        self._plugins = plugins
         self._resolved = resolved
         self._never_sampled_ids = never_sampled_ids
         self._models = models
@@ -216,7 +255,8 @@ class _EngineComponents:
         return None
 
     def _make_proposer(self) -> Proposer:
-        drafters = [self._make_drafter(name) for name in self._resolved.drafters]
+        names = [name for name in self._resolved.drafters if name in DRAFTERS or name in self._plugins]
+        drafters = [self._make_drafter(name) for name in names]
         return Proposer(
             [drafter for drafter in drafters if not isinstance(drafter, ModelBasedDrafter)],
             self._models.target.vocab_size,
@@ -225,7 +265,7 @@ class _EngineComponents:
             frozenset(self._never_sampled_ids),
         )
 
-    def _make_drafter(self, name: str) -> Drafter:
+    def _make_drafter(self, name: str) -> EngineDrafter:
         config, resolved, unused_ids = self._config, self._resolved, self._never_sampled_ids
         if name == "grammar":
             return GrammarDrafter()
@@ -236,14 +276,20 @@ class _EngineComponents:
             assert library is not None, reason  # resolve() has checked
             return SuffixDrafter(resolved.suffix_corpus_bytes, unused_ids, library)
         if name == "ngram":
-            return NgramDrafter(resolved.prompt_lookup_min, resolved.prompt_lookup_max, frozenset(unused_ids))
+            sizes = resolved.prompt_lookup_min, resolved.prompt_lookup_max
+            return self._adapt(name, NgramDrafter(*sizes, frozenset(unused_ids)))
         if name == "replay":
             assert config.replay_file is not None
             recording, vocab_size = read_recording(config.replay_file), self._models.target.vocab_size
             replay = ReplayDrafter(recording, config.replay_error_rate, vocab_size)
             return ReplayWithDraftModel(replay, self._make_model_drafter()) if config.replay_cost else replay
+        if name in self._plugins:
+            return self._adapt(name, self._plugins[name])
         assert name == "draft"
         return self._make_model_drafter()
+
+    def _adapt(self, name: str, drafter: Drafter) -> DrafterAdapter:
+        return DrafterAdapter(name, drafter, self._models.target.vocab_size)
 
     def _make_model_drafter(self) -> ModelDrafter:
         resolved, model = self._resolved, self._models.draft_model
@@ -277,6 +323,7 @@ class _Loader:
         never_sampled_ids: Sequence[int],
         on_progress: OnProgress | None,
         timings: MeasuredCosts | None,
+        plugins: Mapping[str, Drafter],
     ) -> None:
         self.config = config
         self.resolved = resolved  # fit_kv_cache() replaces it by the measured one
@@ -286,6 +333,7 @@ class _Loader:
         self.ops = select_backend(
             resolved.device, resolved.fast_math, resolved.threads, resolved.cpu_isa, resolved.enforce_eager
         )
+        self.plugins = plugins
         self.load_seconds: dict[str, float] = {}
         self.num_graphs = 0
 
@@ -297,7 +345,7 @@ class _Loader:
             infos = [target] if draft_model is None else [target, draft_model]
             with self.time_stage("memory"):
                 loaded = self.fit_kv_cache(loaded, self.resolved.memory, infos)
-        components = _EngineComponents(self.config, self.resolved, self.never_sampled_ids, loaded)
+        components = self.make_components(self.resolved, loaded)
         runner, proposer = components.model_runner, components.proposer
         self.capture_graphs(components)
         with self.time_stage("warmup"), torch.inference_mode():
@@ -322,6 +370,9 @@ class _Loader:
             components.draft_encoder,
             overlap,
         )
+
+    def make_components(self, resolved: ResolvedConfig, loaded: _LoadedModels) -> _EngineComponents:
+        return _EngineComponents(self.config, resolved, self.never_sampled_ids, loaded, self.plugins)
 
     @contextmanager
     def time_stage(self, stage: str) -> Iterator[None]:
@@ -350,7 +401,7 @@ class _Loader:
     ) -> _LoadedModels:
         """Size the KV cache and the context by measured memory; the measurement has a cache of one block."""
         resolved = replace(self.resolved, num_blocks=1)
-        components = _EngineComponents(self.config, resolved, self.never_sampled_ids, loaded)
+        components = self.make_components(resolved, loaded)
         components.reserve_graphs(capture=False)
         meter = CudaMemoryMeter()
         memory = profile_memory(meter, estimate, components.profile_run())
@@ -400,7 +451,7 @@ class _Loader:
 
     def build_controller(self, timings: MeasuredCosts) -> DraftLengthController:
         passes = {name: PassCost.from_seconds(seconds) for name, seconds in timings.pass_seconds.items()}
-        options = (timings.calibration, self.resolved.num_speculative_tokens, passes)
+        options = (timings.calibration, self.resolved.num_speculative_tokens, passes, tuple(self.plugins))
         if self.config.trace is None:
             return DraftLengthController(*options)
         return RecordingController(self.config.draft_trace_path, *options)
@@ -427,7 +478,7 @@ class _Loader:
             load_seconds=self.load_seconds,
             draft_model=Path(str(self.config.draft_model)).name if draft_model else None,
             draft_parameters=draft_model.parameters if draft_model else 0,
-            warnings=_load_warnings(self.resolved, target, draft_model),
+            warnings=_load_warnings(self.config, self.resolved, target, draft_model),
             image_token_id=target.image_token_id,
             gpu=str(current_gpu() or "") if self.resolved.device == "cuda" else None,
             num_cuda_graphs=self.num_graphs,
@@ -435,15 +486,19 @@ class _Loader:
 
 
 def _load_warnings(
-    resolved: ResolvedConfig, target: ModelInfo, draft_model: ModelInfo | None
+    config: Config, resolved: ResolvedConfig, target: ModelInfo, draft_model: ModelInfo | None
 ) -> tuple[str, ...]:
     warnings = list(resolved.notes)
+    is_default = config.max_model_len is None and config.kv_cache_memory is None
+    if is_default and resolved.max_model_len < target.context_len:
+        size = f"{resolved.kv_bytes / GIB:.2f} GiB"
+        warnings.append(
+            f"the context is {resolved.max_model_len} tokens, of the checkpoint's {target.context_len}: "
+            f"a KV cache of {size} holds no more; --kv-cache-memory sets its size"
+        )
     if draft_model is not None:
-        ratio, (low, high) = target.parameters / draft_model.parameters, DRAFTER_SIZE_RATIO
-        if not low <= ratio <= high:
-            warnings.append(
-                f"the draft model has 1/{ratio:.1f} of the parameters; 1/{low} to 1/{high} usually pays"
-            )
+        size_warning = draft_size_warning(target.parameters, draft_model.parameters)
+        warnings += [] if size_warning is None else [size_warning]
     missing = native_unavailable_reason(resolved.device)
     if missing is not None:
         warnings.append(missing)

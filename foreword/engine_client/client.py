@@ -307,6 +307,10 @@ class SubprocessClient:
         reason = await process.reap(self._fork_server)
         num_open = len(self._inflight)
         logger.error("client: engine died: %s; %d open requests wait for a restart", reason, num_open)
+        if process.heartbeat.is_in_plugin and self._config.drafter_plugins():
+            names = ", ".join(plugin.name for plugin in self._config.drafter_plugins())
+            logger.error("client: it was in the code of a drafter; the next engine runs without %s", names)
+            self._config = self._config.without_plugins()
         if not self._should_restart(process) or not await self._relaunch():
             return False
         logger.warning("client: engine restarted after %.1f s", time.monotonic() - noticed_s)

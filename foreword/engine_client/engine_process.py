@@ -70,7 +70,7 @@ def _receive_heartbeat_page(fd: int) -> HeartbeatPage:
 def _run(connection: Connection, page: HeartbeatPage, prepare: Callable[[Engine], None]) -> int:
     page.start()
     init: Init = connection.recv()
-    set_up_logging(init.config.log_level, "%(levelname)s %(name)s: %(message)s")
+    set_up_logging(init.config.log_level, "%(levelname)s %(name)s: %(message)s", init.config.log_format)
 
     def on_progress(done: int, total: int) -> None:
         connection.send(LoadProgress(done, total))
@@ -82,6 +82,7 @@ def _run(connection: Connection, page: HeartbeatPage, prepare: Callable[[Engine]
         return 1
     prepare(engine)
     engine.on_batch = page.set_requests
+    engine.proposer.on_plugin = page.set_in_plugin
     page.set_idle()
     connection.send(EngineReady(engine.info, engine.proposer.timings))
     try:

@@ -3,7 +3,7 @@
 A write takes about a microsecond. The page is readable at any time, also of an engine that hangs or is gone.
 CLOCK_MONOTONIC is the same in both processes.
 
-    heartbeat | busy since | phase | number of requests | arrival numbers of requests ...
+    heartbeat | busy since | phase | number of requests | in plug-in | arrival numbers of requests ...
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = [
 
 LOADING, IDLE, BUSY = range(3)
 HEARTBEAT, BUSY_SINCE = range(2)  # float64, seconds
-PHASE, NUM_REQUESTS = range(2, 4)  # uint64, as the arrival numbers that follow
+PHASE, NUM_REQUESTS, IN_PLUGIN = range(2, 5)  # uint64, as the arrival numbers that follow
 FIELD_BYTES: Final = 8
-HEADER_FIELDS: Final = 4
+HEADER_FIELDS: Final = 5
 MAX_REQUESTS: Final = 1 << 14  # requests of one step; more are not recorded
 PAGE_BYTES: Final = (HEADER_FIELDS + MAX_REQUESTS) * FIELD_BYTES
 HEARTBEAT_INTERVAL_S: Final = 0.25
@@ -102,6 +102,10 @@ class HeartbeatPage:
         self._numbers[HEADER_FIELDS : HEADER_FIELDS + len(recorded)] = memoryview(recorded)
         self._numbers[NUM_REQUESTS] = len(recorded)
 
+    def set_in_plugin(self, is_inside: bool) -> None:
+        """A call of a plugged-in drafter begins or ends."""
+        self._numbers[IN_PLUGIN] = is_inside
+
     # The client reads
 
     def read(self) -> Heartbeat:
@@ -112,6 +116,11 @@ class HeartbeatPage:
         if self._numbers[PHASE] != BUSY:
             return ()
         return tuple(self._numbers[HEADER_FIELDS : HEADER_FIELDS + self._numbers[NUM_REQUESTS]])
+
+    @property
+    def is_in_plugin(self) -> bool:
+        """Whether the engine is, or was when it ended, in the code of a plugged-in drafter."""
+        return bool(self._numbers[IN_PLUGIN])
 
     def close(self) -> None:
         """May be called twice."""

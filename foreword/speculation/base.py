@@ -1,4 +1,4 @@
-"""The interfaces of drafters."""
+"""The engine's own interfaces of drafters; plug-ins have `drafter.py: Drafter`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
 from foreword.executor.decode_loop import SupportsDecodeLoop
 
-__all__ = ["DeviceDrafter", "DraftRequest", "Drafter", "ModelBasedDrafter"]
+__all__ = ["DeviceDrafter", "DraftRequest", "EngineDrafter", "ModelBasedDrafter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class DraftRequest:
         return len(self.state.tokens)
 
 
-class Drafter(Protocol):
-    """Proposes continuations. A draft may be wrong, short or missing; it never changes the output.
+class EngineDrafter(Protocol):
+    """A drafter as the engine runs it: built-in ones may read all of a request's state.
 
     An exception drops the draft and is counted. State is kept by request id between start() and finish();
     a request may be skipped for any number of steps.
@@ -53,7 +53,7 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class ModelBasedDrafter(Drafter, Protocol):
+class ModelBasedDrafter(EngineDrafter, Protocol):
     """A drafter that runs a model: each token costs a forward pass, so it runs only where that pays."""
 
     def num_pending_rows(self, request: DraftRequest) -> int:

@@ -55,6 +55,7 @@ class Policy(ABC):
     """Decides who drafts and how much, for all requests of a step together. It never changes the output.
 
     Calls of a step: record_acceptance() for the last drafts, max_draft_len() for each request,
+    may_propose() for each lookup drafter, record_proposing() for those whose time is measured,
     plan_draft_model() for each model-based drafter, select(), num_steps_to_skip(), record_step() at its end.
     """
 
@@ -67,6 +68,13 @@ class Policy(ABC):
     @abstractmethod
     def max_draft_len(self, draft_request: DraftRequest) -> int:
         """Longest draft to look for; 0: no draft in this step."""
+
+    def may_propose(self, drafter: str, load: PrefillLoad) -> bool:
+        """Whether to ask a lookup drafter in this step."""
+        return True
+
+    def record_proposing(self, drafter: str, seconds: float) -> None:
+        """The time that a lookup drafter took since the last call, also to start and finish requests."""
 
     @abstractmethod
     def plan_draft_model(

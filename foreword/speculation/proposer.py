@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence, Set
 from typing import TypeVar
 
 from foreword.core.outputs import Draft, DraftingStats
 from foreword.core.request import RequestState
-from foreword.speculation.base import DeviceDrafter, Drafter, DraftRequest, ModelBasedDrafter
+from foreword.speculation.base import DeviceDrafter, DraftRequest, EngineDrafter, ModelBasedDrafter
 from foreword.speculation.control.cost_model import MeasuredCosts
+from foreword.speculation.plugin import DrafterAdapter, summarize_error
 from foreword.speculation.policy import Policy, PrefillLoad, Proposal, StepRecord
 
 __all__ = ["Proposer"]
@@ -29,11 +31,12 @@ class Proposer:
 
     def __init__(
         self,
-        drafters: Sequence[Drafter],
+        drafters: Sequence[EngineDrafter],
         vocab_size: int,
         policy: Policy,
         model_drafters: Sequence[ModelBasedDrafter] = (),
         never_sampled_ids: Set[int] = frozenset(),
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.drafters = tuple(drafters)
         self.model_drafters = tuple(model_drafters)
@@ -47,7 +50,10 @@ class Proposer:
             d for d in model_drafters if isinstance(d, DeviceDrafter) and d.decode_loop_forward is not None
         )
         self.device_drafter = next(devices, None)
-        self._request_drafters: dict[str, tuple[Drafter, ...]] = {}
+        self.on_plugin: Callable[[bool], None] = lambda is_inside: None  # a call begins or ends
+        self._clock = clock
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # by drafter, not recorded yet
+        self._request_drafters: dict[str, tuple[EngineDrafter, ...]] = {}
         self._unscored_drafts: dict[str, tuple[int, list[Draft]]] = {}
         self._steps_to_skip = 0
         self._num_skipped_steps = 0
@@ -67,7 +73,7 @@ class Proposer:
             drafter
             for drafter in drafters
             if method in ("auto", drafter.name)
-            and self._catch(drafter.name, lambda d=drafter: d.start(state) or True)  # type: ignore[misc]
+            and self._call(drafter, lambda d=drafter: d.start(state) or True)  # type: ignore[misc]
         )
         if self._request_drafters[state.id]:  # the policy sees other requests in record_step()
             self._catch("policy", lambda: self.policy.start(state))
@@ -77,7 +83,7 @@ class Proposer:
         drafters = self._request_drafters.pop(request_id, ())
         self._unscored_drafts.pop(request_id, None)
         for drafter in drafters:
-            self._catch(drafter.name, lambda d=drafter: d.finish(request_id, output))  # type: ignore[misc]
+            self._call(drafter, lambda d=drafter: d.finish(request_id, output))  # type: ignore[misc]
         if drafters:
             self._catch("policy", lambda: self.policy.finish(request_id))
 
@@ -168,7 +174,10 @@ class Proposer:
         by_index = self._make_proposals(states)
         proposals = list(by_index.values())
         for drafter in self.drafters:
-            self._collect_drafts(drafter, self._proposals_for(drafter, proposals))
+            if self.policy.may_propose(drafter.name, load):
+                self._collect_drafts(drafter, self._proposals_for(drafter, proposals))
+                if drafter.name in self._seconds:
+                    self.policy.record_proposing(drafter.name, self._seconds.pop(drafter.name))
         for model in self.model_drafters:
             self._collect_drafts(model, self._select_for_model(model, proposals, load))
         selected: list[Draft | None] = [None] * len(states)
@@ -197,7 +206,7 @@ class Proposer:
                 proposals[index] = Proposal(DraftRequest(state, length))
         return proposals
 
-    def _proposals_for(self, drafter: Drafter, proposals: Sequence[Proposal]) -> list[Proposal]:
+    def _proposals_for(self, drafter: EngineDrafter, proposals: Sequence[Proposal]) -> list[Proposal]:
         return [p for p in proposals if drafter in self._request_drafters[p.request.state.id]]
 
     def _select_for_model(
@@ -218,7 +227,7 @@ class Proposer:
                 selected.append(proposal)
         return selected
 
-    def _collect_drafts(self, drafter: Drafter, proposals: Sequence[Proposal]) -> None:
+    def _collect_drafts(self, drafter: EngineDrafter, proposals: Sequence[Proposal]) -> None:
         """Add the drafts of one drafter to the proposals."""
         if not proposals:
             return
@@ -228,12 +237,12 @@ class Proposer:
             drafts = drafter.propose(requests)
             return [self._truncate_to_legal(r, drafter, d) for r, d in zip(requests, drafts, strict=True)]
 
-        for proposal, draft in zip(proposals, self._catch(drafter.name, call) or (), strict=False):
+        for proposal, draft in zip(proposals, self._call(drafter, call) or (), strict=False):
             if draft is not None:
                 proposal.drafts.append(draft)
 
     def _truncate_to_legal(
-        self, request: DraftRequest, drafter: Drafter, draft: Draft | None
+        self, request: DraftRequest, drafter: EngineDrafter, draft: Draft | None
     ) -> Draft | None:
         """The draft up to its first id that is never sampled or refused by the grammar."""
         if draft is None:
@@ -250,12 +259,29 @@ class Proposer:
             return draft
         return Draft(draft.token_ids[:length], drafter.name, draft.confidence[:length]) if length else None
 
+    def _call(self, drafter: EngineDrafter, call: Callable[[], Result]) -> Result | None:
+        """A call of a drafter; None after an error. The time of a public drafter is measured."""
+        if not isinstance(drafter, DrafterAdapter):
+            return self._catch(drafter.name, call)
+        self.on_plugin(True)
+        started = self._clock()
+        result = self._catch(drafter.name, call)
+        self._seconds[drafter.name] += self._clock() - started
+        self.on_plugin(False)
+        return result
+
     def _catch(self, name: str, call: Callable[[], Result]) -> Result | None:
         try:
             return call()
-        except Exception:
+        except Exception as error:
             self.errors[name] += 1
             count = self.errors[name]
             if count & (count - 1) == 0:  # 1, 2, 4, ...: an error in every step must not flood the log
-                logger.exception("drafter %s failed, %d times so far; its drafts are dropped", name, count)
+                logger.error(
+                    "drafter %s failed, %d times so far; its drafts are dropped: %s",
+                    name,
+                    count,
+                    summarize_error(error),
+                    exc_info=logger.isEnabledFor(logging.DEBUG),
+                )
             return None

@@ -1,6 +1,7 @@
 """Hardware probing."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +20,14 @@ MEMINFO = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    60
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Writes the files that the probe reads."""
 
-    def write(cpuinfo: str = X86, limit: str | None = None, used: str = "0") -> None:
-        for name, text in [("CPUINFO", cpuinfo), ("MEMINFO", MEMINFO)]:
+    def write(cpuinfo: str = X86, cgroup: str = "", files: Mapping[str, str] = {}) -> None:
+        for name, text in [("CPUINFO", cpuinfo), ("MEMINFO", MEMINFO), ("PROC_CGROUP", cgroup)]:
             (tmp_path / name).write_text(text)
             monkeypatch.setattr(hardware, name, tmp_path / name)
-        if limit is not None:
-            (tmp_path / "max").write_text(limit + "\n")
-            (tmp_path / "current").write_text(used + "\n")
-        monkeypatch.setattr(hardware, "CGROUP_MEMORY_FILES", ((tmp_path / "max", tmp_path / "current"),))
+        for name, text in files.items():
+            (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "cgroup" / name).write_text(text + "\n")
+        monkeypatch.setattr(hardware, "CGROUP_ROOT", tmp_path / "cgroup")
         monkeypatch.setattr(hardware, "NVIDIA_DEVICE_FILES", (tmp_path / "no-gpu",))
 
     return write
@@ -54,10 +55,12 @@ def test_cpu_name_and_isa(host):
     assert probe.cpu == "Some CPU @ 2GHz" and probe.isa == ("avx2", "avx512f", "avx512_bf16")
 
 
+V2, V1 = "0::/a/b\n", "5:devices:/\n4:cpu,memory:/a/b\n0::/\n"
+
+
 @pytest.mark.parametrize(
     "limit, used, total, free",
     [
-        (None, "0", 1000 * 1024, 600 * 1024),
         ("max", "0", 1000 * 1024, 600 * 1024),
         ("9223372036854771712", "0", 1000 * 1024, 600 * 1024),
         ("512000", "112000", 512000, 400000),
@@ -65,10 +68,36 @@ def test_cpu_name_and_isa(host):
         ("512000", "600000", 512000, 0),
     ],
 )
-def test_memory_is_limited_by_the_cgroup(host, limit: str | None, used: str, total: int, free: int):
-    host(limit=limit, used=used)
+@pytest.mark.parametrize("group", ["a/b/", "a/", ""])
+def test_memory_is_limited_by_the_cgroup(host, group: str, limit: str, used: str, total: int, free: int):
+    """The cgroup, an ancestor, or in a container the root, whose path on the host does not exist."""
+    host(cgroup=V2, files={f"{group}memory.max": limit, f"{group}memory.current": used})
     probe = hardware.probe_hardware("auto")
     assert (probe.total_bytes, probe.free_bytes) == (total, free)
+    names = {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": used}
+    host(cgroup=V1, files={f"memory/{group}{name}": text for name, text in names.items()})
+    assert hardware.probe_hardware("auto") == probe
+
+
+def test_smallest_cgroup_limits_memory(host):
+    files = {"memory.max": "500000", "memory.current": "300000"}
+    host(cgroup=V2, files=files | {"a/b/memory.max": "400000", "a/b/memory.current": "100000"})
+    probe = hardware.probe_hardware("auto")
+    assert (probe.total_bytes, probe.free_bytes) == (400000, 200000)
+
+
+@pytest.mark.parametrize("cgroup, place, prefix", [(V2, "", ""), (V1, "memory/", "total_")])
+def test_file_cache_of_the_cgroup_is_free(host, cgroup: str, place: str, prefix: str):
+    """Reading a checkpoint fills the cache up to the limit."""
+    stat = f"anon 90000\n{prefix}active_file 200000\n{prefix}inactive_file 50000\nshmem 9"
+    names = (
+        ("memory.max", "memory.current")
+        if cgroup == V2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
+    limit, used = (place + name for name in names)
+    host(cgroup=cgroup, files={limit: "512000", used: "362000", f"{place}memory.stat": stat})
+    assert hardware.probe_hardware("auto").free_bytes == 400000
 
 
 def test_missing_gpu_is_refused(host):

@@ -14,7 +14,6 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"trust_remote_code": True}, "trust_remote_code"),
         ({"hang_timeout": 0}, "hang_timeout"),
         ({"queue_timeout": -1}, "queue_timeout"),
         ({"client_timeout": 0}, "client_timeout"),
@@ -36,6 +35,7 @@ GIB = 1 << 30
         ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_min"),
         ({"replay_error_rate": 1.5}, "replay_error_rate"),
         ({"speculate": "ngram,magic"}, "speculate"),
+        ({"speculate": "3"}, "speculate"),
         ({"speculate": "draft"}, "draft_model"),
         ({"speculate": "replay"}, "replay_file"),
         ({"speculate": "ngram,ngram"}, "speculate"),
@@ -56,6 +56,7 @@ def test_invalid_option_is_named(options: dict[str, Any], field: str) -> None:
         ({}, ("grammar", "prediction", "suffix")),
         ({"speculate": "off"}, ()),
         ({"speculate": "off", "draft_model": "d"}, ()),
+        ({"num_speculative_tokens": 0}, ()),
         ({"draft_model": "d"}, ("grammar", "prediction", "suffix", "draft")),
         ({"speculate": "draft, ngram", "draft_model": "d"}, ("draft", "ngram")),
     ],
@@ -72,6 +73,9 @@ def test_drafters_keep_their_order(options: dict[str, Any], drafters: tuple[str,
         ({"model": "small/model", "num_speculative_tokens": 3}, ("draft", "small/model", 3, 4)),
         ({"method": "draft_model", "model": "small"}, ("draft", "small", None, 4)),
         ({"method": "suffix", "num_speculative_tokens": 8}, ("suffix", None, 8, 4)),
+        ({"num_speculative_tokens": 3}, ("auto", None, 3, 4)),
+        ({"prompt_lookup_max": 3, "model": None}, ("ngram", None, None, 3)),
+        ({"method": "ngram", "draft_tensor_parallel_size": 1}, ("ngram", None, None, 4)),
     ],
 )
 def test_vllm_speculative_config(given: dict[str, Any], expected: tuple[Any, ...]) -> None:
@@ -93,6 +97,8 @@ def test_vllm_speculative_config(given: dict[str, Any], expected: tuple[Any, ...
         '{"method": "eagle3"}',
         '{"method": "ngram", "tree": 1}',
         '{"num_speculative_tokens": "5"}',
+        '{"method": "ngram", "draft_tensor_parallel_size": 2}',
+        '{"method": "draft_model"}',
     ],
 )
 def test_invalid_speculative_config_is_refused(text: str) -> None:

@@ -5,9 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from foreword.config.memory import cpu_reserve, min_free_bytes
 from foreword.config.options import Config
-from foreword.config.resolve import HardwareInfo, ModelInfo, resolve
+from foreword.config.resolve import HardwareInfo, ModelInfo, draft_size_warning, resolve
 from foreword.errors import ConfigError
 
 GIB = 1 << 30
@@ -57,6 +60,7 @@ def test_auto_replaces_suffix_without_the_native_library() -> None:
     assert resolved.drafters == ("grammar", "prediction", "ngram")
     assert any("ngram replaces suffix" in note for note in resolved.notes)
     assert resolve(Config(), CPU, MODEL).drafters == ("grammar", "prediction", "suffix")
+    assert resolve(Config(speculate="auto,ngram"), WITHOUT_LIBRARY, MODEL).drafters == resolved.drafters
     assert resolve(Config(speculate="ngram"), WITHOUT_LIBRARY, MODEL).notes == ()
 
 
@@ -101,6 +105,8 @@ def test_small_models_use_one_thread() -> None:
         (GPU, "float16", "auto", ("float16", "float16")),
         (TURING, "bfloat16", "auto", ("float16", "float16")),
         (TURING, "bfloat16", "float32", ("float32", "float32")),
+        (GPU, "bfloat16", "half", ("float16", "float16")),
+        (GPU, "bfloat16", "float", ("float32", "float32")),
     ],
 )
 def test_activation_and_weight_dtypes(
@@ -174,9 +180,120 @@ def test_estimate_includes_the_draft_model() -> None:
     assert both.kv_bytes // both.num_blocks == 16 * 2 * (4096 + 512)
 
 
-def test_cpu_out_of_memory_error_has_the_estimate() -> None:
-    with pytest.raises(ConfigError, match=r"weights need 0.93 GiB and 50% of the free memory is 0.50 GiB"):
-        resolve(Config(), HardwareInfo("cpu", 8, GIB, True), MODEL)
+def test_weights_may_take_all_memory_but_the_reserve() -> None:
+    """The share of free memory bounds the cache alone."""
+    machine = replace(CPU, free_bytes=int(13.9 * GIB))
+    resolved = resolve(Config(), machine, replace(MODEL, parameters=int(7.5 * GIB) // 2))
+    assert resolved.kv_bytes == 64 * 4096 * 8192 and resolved.max_model_len == 4096
+    crowded = resolve(Config(), machine, replace(MODEL, parameters=int(12.4 * GIB) // 2, context_len=131072))
+    assert crowded.weight_bytes + crowded.kv_bytes <= machine.free_bytes - cpu_reserve(machine.free_bytes)
+    assert crowded.max_model_len == crowded.num_blocks * 16 < 131072
+
+
+def test_cache_exceeds_its_share_for_the_requested_context() -> None:
+    long = replace(MODEL, context_len=1 << 20)
+    assert resolve(Config(), CPU, long).kv_bytes == 4 * GIB
+    assert resolve(Config(max_model_len=800_000), CPU, long).max_model_len == 800_000
+
+
+@pytest.mark.parametrize(
+    ("free", "reserve"),
+    [(100, 50), (GIB, GIB // 2), (4 * GIB, GIB), (10 * GIB, GIB), (64 * GIB, int(6.4 * GIB))],
+)
+def test_cpu_reserve(free: int, reserve: int) -> None:
+    assert cpu_reserve(free) == reserve
+
+
+@given(used=st.integers(1, 1 << 45))
+def test_sufficient_memory_holds_what_is_used_and_the_reserve(used: int) -> None:
+    free = min_free_bytes(used)
+    assert used <= free - cpu_reserve(free) <= used + used // 100 + 2
+
+
+def test_cpu_out_of_memory_error_names_what_fits() -> None:
+    expected = (
+        "the model does not fit: weights need 7.45 GiB and the KV cache of 512 tokens 0.06 GiB; of 8.00 GiB "
+        "of free memory 7.00 GiB may be used. What would help: --kv-cache-memory 512tokens, "
+        "--quantization int8, --quantization int4, 8.52 GiB of free memory"
+    )
+    model = replace(MODEL, parameters=4_000_000_000, kv_values_per_token=65536)
+    with pytest.raises(ConfigError) as refused:
+        resolve(Config(), replace(CPU, free_bytes=8 * GIB), model)
+    assert refused.value.message == expected and refused.value.param == "model"
+
+
+def test_refused_context_names_the_largest() -> None:
+    model = replace(MODEL, parameters=4_000_000_000, kv_values_per_token=65536, context_len=131072)
+    machine = replace(CPU, free_bytes=9 * GIB)
+    with pytest.raises(ConfigError, match=r"--max-model-len 4496, .*--quantization int8") as refused:
+        resolve(Config(max_model_len=20_000), machine, model)
+    assert refused.value.param == "max_model_len"
+    assert resolve(Config(max_model_len=4496), machine, model).num_blocks == 4496 // 16
+
+
+HINT = re.compile(r"--([a-z-]+) (\w+)")
+
+
+@given(
+    free_mib=st.integers(1, 1 << 15),
+    parameters=st.integers(1, 1 << 33),
+    kv_values=st.integers(1, 1 << 19),
+    context_len=st.integers(2, 1 << 18),
+    max_model_len=st.none() | st.integers(2, 1 << 18),
+    kv_cache_memory=st.none() | st.integers(0, 1 << 14).map("{}MiB".format) | st.just("300tokens"),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+    has_drafter=st.booleans(),
+)
+def test_model_fits_or_each_hint_does(
+    free_mib: int,
+    parameters: int,
+    kv_values: int,
+    context_len: int,
+    max_model_len: int | None,
+    kv_cache_memory: str | None,
+    dtype: str,
+    has_drafter: bool,
+) -> None:
+    machine = replace(CPU, free_bytes=free_mib << 20)
+    model = ModelInfo("llama", context_len, dtype, parameters, 1000, kv_values, 8)
+    drafter = replace(model, parameters=parameters // 10) if has_drafter else None
+    max_model_len = max_model_len and min(max_model_len, context_len)
+    config = Config(max_model_len=max_model_len, kv_cache_memory=kv_cache_memory)
+    try:
+        resolved = resolve(config, machine, model, drafter)
+    except ConfigError as error:
+        _, _, hints = error.message.partition("What would help: ")
+        assert hints
+        for hint in hints.split(", "):
+            if memory := re.fullmatch(r"([0-9.]+) GiB of free memory( and no --kv-cache-memory)?", hint):
+                changed = replace(config, kv_cache_memory=None) if memory[2] else config
+                resolve(changed, replace(CPU, free_bytes=int(float(memory[1]) * GIB)), model, drafter)
+            else:
+                options: dict[str, Any] = {name.replace("-", "_"): text for name, text in HINT.findall(hint)}
+                without_drafter = options.pop("draft_model", None) or hint.startswith("no --draft-model")
+                if "max_model_len" in options:
+                    options["max_model_len"] = int(options["max_model_len"])
+                resolve(replace(config, **options), machine, model, None if without_drafter else drafter)
+    else:
+        reserve = 0 if kv_cache_memory else cpu_reserve(machine.free_bytes)
+        assert resolved.weight_bytes + resolved.kv_bytes <= machine.free_bytes - reserve
+        assert 2 <= resolved.max_model_len <= resolved.num_blocks * 16
+        assert kv_cache_memory or resolved.max_model_len >= min(context_len, max_model_len or 512)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "expected"),
+    [
+        (100, None),
+        (20, None),
+        (500, "has 1/2.0 of the model's"),
+        (10, "1/100.0"),
+        (2500, "has 2.5 times the"),
+    ],
+)
+def test_unsuitable_draft_size_is_explained(drafter: int, expected: str | None) -> None:
+    warning = draft_size_warning(1000, drafter)
+    assert (warning is None) == (expected is None) and (expected or "") in (warning or "")
 
 
 def test_batched_tokens_cover_all_sequences() -> None:

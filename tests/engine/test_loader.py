@@ -39,6 +39,16 @@ def test_load_without_warnings(tmp_path: Path) -> None:
     assert messages == backend_warnings()
 
 
+def test_shortened_context_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(model=str(write_checkpoint(tmp_path / "model", max_position_embeddings=4096)), threads=1)
+    monkeypatch.setattr("foreword.config.resolve.MAX_CPU_KV_BYTES", 100_000)
+    info = load(config, ()).info
+    expected = f"the context is {info.resolved.max_model_len} tokens, of the checkpoint's 4096: a KV cache of"
+    assert sum(expected in warning for warning in info.warnings) == 1
+    asked = load(replace(config, max_model_len=64), ()).info
+    assert asked.resolved.max_model_len == 64 and asked.warnings == backend_warnings()
+
+
 def test_missing_kernels_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_checkpoint(tmp_path / "model", "llama", seed=1)
     monkeypatch.setattr(module, "native_unavailable_reason", lambda device: f"no compiler for the {device}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from foreword.core.outputs import Draft, DraftingStats
@@ -16,7 +16,7 @@ from foreword.core.request import RequestState
 from foreword.speculation.base import DraftRequest
 from foreword.speculation.control.acceptance import MODEL_PRIOR_TRIALS, MODEL_PRIORS, AcceptanceModel
 from foreword.speculation.control.backoff import Backoff
-from foreword.speculation.control.cost_model import Calibration, CostModel, PassCost, StepShape
+from foreword.speculation.control.cost_model import Calibration, CostModel, PassCost, StepShape, StepSummary
 from foreword.speculation.control.fairness import BaseStep, DelayBudget, DelayLedger, TrackedRequest
 from foreword.speculation.control.selection import (
     FEW_PENDING_ROWS,
@@ -30,8 +30,8 @@ from foreword.speculation.control.selection import (
     rank_plans,
     select_rows,
 )
-from foreword.speculation.control.watchdog import ExplorationBudget
-from foreword.speculation.policy import Policy, PrefillLoad, Proposal, StepRecord
+from foreword.speculation.control.watchdog import DrafterAccount, ExplorationBudget
+from foreword.speculation.policy import Policy, PrefillLoad, Proposal, RequestStep, StepRecord
 
 __all__ = ["DraftLengthController"]
 
@@ -57,14 +57,23 @@ class DraftLengthController(Policy):
     """The policy of adaptive draft lengths. It reads no clock, so its calls determine its decisions."""
 
     def __init__(
-        self, calibration: Calibration, max_tokens: int, pass_costs: Mapping[str, PassCost] | None = None
+        self,
+        calibration: Calibration,
+        max_tokens: int,
+        pass_costs: Mapping[str, PassCost] | None = None,
+        plugins: Collection[str] = (),
     ) -> None:
+        """plugins  drafters whose time must be earned by their drafts"""
         self._max_tokens = max_tokens
         self._cost_model = CostModel(calibration, pass_costs or {})
         self._acceptance: defaultdict[str, AcceptanceModel] = defaultdict(AcceptanceModel)
         for drafter in pass_costs or {}:
             self._acceptance[drafter] = AcceptanceModel(MODEL_PRIORS, MODEL_PRIOR_TRIALS)
         self._gates = {drafter: DraftModelGate() for drafter in pass_costs or {}}
+        step_cost = self._cost_model.step_costs.cost_of(StepShape(1, 1))
+        self._accounts = {drafter: DrafterAccount(step_cost) for drafter in plugins}
+        self._plugin_cost = 0.0  # of this step
+        self._plugin_drafts: dict[str, str] = {}  # plug-ins whose drafts this step verifies, by request id
         self._delay_ledger = DelayLedger()
         self._exploration_budget = ExplorationBudget()
         self._requests: dict[str, TrackedRequest] = {}
@@ -118,7 +127,7 @@ class DraftLengthController(Policy):
         request = self._requests[draft_request.state.id]
         request.context_len = draft_request.num_tokens
         if not self._requests_this_step:
-            self._draft_cost = 0.0  # the last step was not recorded
+            self._draft_cost = self._plugin_cost = 0.0  # the last step was not recorded
         self._requests_this_step.append(request)
         if self._cost_model.watchdog.pause_steps:
             self._count_no_draft(request, BASELINE_STEP)
@@ -130,6 +139,16 @@ class DraftLengthController(Policy):
         request.first_hit = False
         share = max(MAX_TOTAL_DRAFT_TOKENS // len(self._requests), MIN_DRAFT_LEN_BOUND)
         return min(request.max_draft_len, share)
+
+    def may_propose(self, drafter: str, load: PrefillLoad) -> bool:
+        account = self._accounts.get(drafter)
+        return account is None or (account.can_afford_call and not self._wants_baseline(load))
+
+    def record_proposing(self, drafter: str, seconds: float) -> None:
+        if drafter in self._accounts:
+            cost = seconds / self._cost_model.drift
+            self._accounts[drafter].charge(cost)
+            self._plugin_cost += cost
 
     def plan_draft_model(
         self, proposals: Sequence[Proposal], load: PrefillLoad, drafter: str, pending_rows: Sequence[int]
@@ -159,6 +178,7 @@ class DraftLengthController(Policy):
         drafts: list[Draft | None] = [None] * len(proposals)
         candidates = self._find_candidates(proposals, self._wants_baseline(load))
         selection, reason = Selection(()), NOT_WORTH_IT
+        self._plugin_drafts.clear()
         if candidates:
             selection, reason = self._select_drafts(candidates, self._make_base_step(load))
         max_backoff = MAX_BACKOFF_NOT_WORTH_IT if reason is NOT_WORTH_IT else MAX_BACKOFF_DELAY_BUDGET
@@ -184,20 +204,43 @@ class DraftLengthController(Policy):
         self._no_draft_counts[reason] += num_requests
         self._cost_model.watchdog.record_skipped(num_steps)
         self._delay_ledger.advance_time(num_steps * self._last_plain_cost)
+        for account in self._accounts.values():
+            account.earn(0.0, num_steps * self._last_plain_cost, self._last_plain_cost)
 
     def record_step(self, step_record: StepRecord) -> None:
         model = self._cost_model
         summary = model.summarize(step_record.requests, self._sampler_classes)
         self._last_plain_cost = self._plain_cost(summary.plain_shape, not summary.is_decode_only)
-        cost, drafting = model.record_step(summary, step_record.seconds_by_stage, self._draft_cost)
+        seconds, plugin_cost = step_record.seconds_by_stage, self._plugin_cost
+        cost, drafting = model.record_step(summary, seconds, self._draft_cost, plugin_cost)
         if self._last_was_empty:
-            self._backoff.record_cost(drafting / cost + 1.0 - self._overlap_ratio(not summary.is_decode_only))
-        self._draft_cost = 0.0
+            overlap_loss = 1.0 - self._overlap_ratio(not summary.is_decode_only)
+            self._backoff.record_cost(max(drafting - plugin_cost, 0.0) / cost + overlap_loss)
+        if self._accounts:
+            self._settle_accounts(step_record.requests, summary, cost, cost + drafting)
+        self._draft_cost = self._plugin_cost = 0.0
         saving = model.step_costs.saving_per_request(summary.plain_shape)
         self._delay_ledger.record_step(step_record.requests, self._last_plain_cost, cost + drafting, saving)
         self._exploration_budget.earn((cost + drafting) * model.drift)
         if len(self._delay_ledger.budgets) > len(self._requests) or self._nonspeculative:
             self._track_nonspeculative({request.state.id for request in step_record.requests})
+
+    def _settle_accounts(
+        self, requests: Sequence[RequestStep], summary: StepSummary, cost: float, elapsed: float
+    ) -> None:
+        """Credit plug-ins with what their drafts saved in a step that cost `cost` without drafting."""
+        plain_cost, saved = self._last_plain_cost, dict.fromkeys(self._accounts, 0.0)
+        num_sampling = summary.num_sampling_requests
+        decode_cost = plain_cost  # of the steps that accepted tokens save; they have no prefill
+        if not summary.is_decode_only:
+            decode_cost = self._cost_model.step_costs.cost_of(StepShape(num_sampling, num_sampling))
+        for request in requests:
+            drafter = self._plugin_drafts.get(request.state.id)
+            if drafter is not None and request.num_draft_tokens:
+                saved[drafter] += (request.num_emitted - 1) * decode_cost / num_sampling
+                saved[drafter] -= (cost - plain_cost) * request.num_draft_tokens / summary.num_draft_rows
+        for drafter, account in self._accounts.items():
+            account.earn(saved[drafter], elapsed, decode_cost)
 
     def enable_overlap(self) -> None:
         self._cost_model.enable_overlap()
@@ -352,6 +395,8 @@ class DraftLengthController(Policy):
         draft = candidate.draft
         candidate.request.misses = 0
         self._length_counts[draft.drafter][draft_len] += 1
+        if draft.drafter in self._accounts:
+            self._plugin_drafts[candidate.request.state.id] = draft.drafter
         if draft_len == len(draft.token_ids):
             return draft
         return Draft(draft.token_ids[:draft_len], draft.drafter, draft.confidence[:draft_len])

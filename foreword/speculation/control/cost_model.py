@@ -363,10 +363,15 @@ class CostModel:
         return StepSummary(shape, plain, by_class, emitted, sampling)
 
     def record_step(
-        self, summary: StepSummary, seconds_by_stage: Mapping[str, float], predicted_draft_cost: float
+        self,
+        summary: StepSummary,
+        seconds_by_stage: Mapping[str, float],
+        predicted_draft_cost: float,
+        plugin_cost: float = 0.0,
     ) -> tuple[float, float]:
         """Learn from a step whose draft passes were predicted to cost `predicted_draft_cost`.
 
+        plugin_cost  measured cost of plugged-in drafters, a part of the drafting
         Returns model seconds: of the step without drafting, and of the drafting.
         """
         drafting = seconds_by_stage.get("draft", 0.0)
@@ -375,13 +380,14 @@ class CostModel:
         self.measured_overlap_ratio += forgotten * OVERLAP_FORGET_ALPHA
         cost = self.step_costs.cost_of(summary.shape)
         if summary.num_draft_rows:
-            self.predicted_seconds += (cost + predicted_draft_cost) * self.drift
+            self.predicted_seconds += (cost + predicted_draft_cost + plugin_cost) * self.drift
             self.realised_seconds += verifying + drafting
         if summary.is_decode_only and verifying > 0.0:
             self._update(summary, cost, seconds_by_stage)
         drafted = drafting / self.drift
-        if predicted_draft_cost > 0.0 and drafted > 0.0:
-            surprise = min(max(drafted / predicted_draft_cost, 1 / OUTLIER_RATIO), OUTLIER_RATIO)
+        passes = drafted - plugin_cost
+        if predicted_draft_cost > 0.0 and passes > 0.0:
+            surprise = min(max(passes / predicted_draft_cost, 1 / OUTLIER_RATIO), OUTLIER_RATIO)
             self._pass_factor *= surprise**PASS_COST_ALPHA
         return cost, drafted
 

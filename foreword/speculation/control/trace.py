@@ -7,7 +7,7 @@ only which of its tokens were right.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,9 @@ class RecordingController(DraftLengthController):
         calibration: Calibration,
         max_tokens: int,
         pass_costs: Mapping[str, PassCost] | None = None,
+        plugins: Collection[str] = (),
     ) -> None:
-        super().__init__(calibration, max_tokens, pass_costs)
+        super().__init__(calibration, max_tokens, pass_costs, plugins)
         self._path = path
         path.write_text("")
         self._write(
@@ -54,6 +55,7 @@ class RecordingController(DraftLengthController):
             reads=[calibration.context_cost_first_row, calibration.context_cost_extra_row],
             max_tokens=max_tokens,
             passes={name: [*cost.seconds.items()] for name, cost in (pass_costs or {}).items()},
+            plugins=list(plugins),
         )
 
     def start(self, state: RequestState) -> None:
@@ -82,6 +84,18 @@ class RecordingController(DraftLengthController):
         length = super().max_draft_len(draft_request)
         self._write("bound", ask=_request_record(draft_request), decided=length)
         return length
+
+    def may_propose(self, drafter: str, load: PrefillLoad) -> bool:
+        is_allowed = super().may_propose(drafter, load)
+        if drafter in self._accounts:
+            load_record = [load.num_rows, load.num_context_tokens]
+            self._write("may_propose", drafter=drafter, load=load_record, decided=is_allowed)
+        return is_allowed
+
+    def record_proposing(self, drafter: str, seconds: float) -> None:
+        if drafter in self._accounts:
+            self._write("proposing", drafter=drafter, seconds=seconds)
+        super().record_proposing(drafter, seconds)
 
     def plan_draft_model(
         self, proposals: Sequence[Proposal], load: PrefillLoad, drafter: str, pending_rows: Sequence[int]
@@ -138,7 +152,8 @@ class _Replayer:
     def __init__(self, setup: Mapping[str, Any]) -> None:
         calibration = Calibration(dict(setup["sampled"]), dict(setup["single"]), *setup["reads"])
         passes = {name: PassCost.from_seconds(dict(seconds)) for name, seconds in setup["passes"].items()}
-        self.controller = DraftLengthController(calibration, setup["max_tokens"], passes)
+        plugins = setup.get("plugins", ())
+        self.controller = DraftLengthController(calibration, setup["max_tokens"], passes, plugins)
         self.states: dict[str, RequestState] = {}
 
     def start(self, record: Mapping[str, Any]) -> None:
@@ -161,6 +176,12 @@ class _Replayer:
 
     def bound(self, record: Mapping[str, Any]) -> int:
         return self.controller.max_draft_len(self._draft_request(record["ask"]))
+
+    def may_propose(self, record: Mapping[str, Any]) -> bool:
+        return self.controller.may_propose(record["drafter"], PrefillLoad(*record["load"]))
+
+    def proposing(self, record: Mapping[str, Any]) -> None:
+        self.controller.record_proposing(record["drafter"], record["seconds"])
 
     def passes(self, record: Mapping[str, Any]) -> list[tuple[int, float]]:
         return self.controller.plan_draft_model(

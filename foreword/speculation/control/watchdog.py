@@ -1,8 +1,8 @@
-"""A watchdog that pauses speculation while it loses time, and a budget for exploration."""
+"""A watchdog that pauses speculation while it loses time, and budgets for exploration and for plug-ins."""
 
 from __future__ import annotations
 
-__all__ = ["ExplorationBudget", "RegressionWatchdog"]
+__all__ = ["DrafterAccount", "ExplorationBudget", "RegressionWatchdog"]
 
 WINDOW_STEPS = 16  # speculative steps that are evaluated together
 STALE_STEPS = 256  # age of a baseline
@@ -12,6 +12,9 @@ BASELINE_ALPHA = 0.25
 MAX_LOSS_RATIO = 1.02  # of a window; less is noise
 EXPLORATION_SHARE = 0.003  # of the time
 MAX_SAVED_STEPS = 6.0  # most that the exploration budget can hold
+TRIAL_STEPS = 5.0  # plain steps that a plug-in may take before its drafts have saved any
+MAX_SAVED_CALLS = 16.0  # calls that savings can pay for in advance: enough for a few bad drafts in a row
+CALL_COST_ALPHA = 1 / 8
 
 
 class RegressionWatchdog:
@@ -109,3 +112,34 @@ class ExplorationBudget:
         """Return the cost of an exploration that paid."""
         self._saved += seconds
         self.spent = max(self.spent - seconds, 0.0)
+
+
+class DrafterAccount:
+    """Time that a plugged-in drafter may take, in model seconds: it may spend what it earns.
+
+    It earns the time that its drafts save, and EXPLORATION_SHARE of all time. So a drafter that does not pay
+    takes that share at most, after a trial of TRIAL_STEPS.
+    """
+
+    __slots__ = ("_balance", "_call_cost", "_trial_cost")
+
+    def __init__(self, plain_cost: float) -> None:
+        self._balance = self._trial_cost = TRIAL_STEPS * plain_cost
+        self._call_cost = 0.0  # mean of recent calls
+
+    @property
+    def can_afford_call(self) -> bool:
+        """Whether it has saved up for a call, or as much as a trial takes."""
+        return self._balance >= min(self._call_cost, self._trial_cost)
+
+    def charge(self, cost: float) -> None:
+        """The drafter was called."""
+        self._balance -= cost
+        self._call_cost += (cost - self._call_cost) * (CALL_COST_ALPHA if self._call_cost else 1.0)
+
+    def earn(self, saved: float, elapsed: float, plain_cost: float) -> None:
+        """Its drafts saved `saved`, which may be negative, while `elapsed` passed."""
+        self._trial_cost = TRIAL_STEPS * plain_cost
+        if self._balance < self._trial_cost:
+            self._balance = min(self._balance + EXPLORATION_SHARE * elapsed, self._trial_cost)
+        self._balance = min(self._balance + saved, max(self._trial_cost, MAX_SAVED_CALLS * self._call_cost))

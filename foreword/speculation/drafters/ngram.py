@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence, Set
+from collections.abc import Sequence, Set
 from itertools import takewhile
 
 from foreword.core.outputs import Draft
-from foreword.core.request import RequestState
-from foreword.speculation.base import DraftRequest
+from foreword.speculation.drafter import Drafter, RequestView
 
 __all__ = ["NgramDrafter"]
 
@@ -60,13 +59,11 @@ class _NgramIndex:
         return 0, []
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Drafts from the request's own prompt and output, by n-grams of lookup_min..lookup_max tokens.
 
     The longest n-gram wins, at its latest occurrence. Never-sampled ids are neither matched nor drafted.
     """
-
-    name = "ngram"
 
     def __init__(self, lookup_min: int, lookup_max: int, never_sampled_ids: Set[int] = frozenset()) -> None:
         assert 1 <= lookup_min <= lookup_max
@@ -74,22 +71,19 @@ class NgramDrafter:
         self._ngram_sizes = range(lookup_min, lookup_max + 1)
         self._indexes: dict[str, _NgramIndex] = {}
 
-    def start(self, state: RequestState) -> None:
-        self._indexes[state.id] = _NgramIndex(self._ngram_sizes, self._never_sampled_ids)
+    def start(self, request: RequestView) -> None:
+        self._indexes[request.id] = _NgramIndex(self._ngram_sizes, self._never_sampled_ids)
 
-    def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
-        self._indexes.pop(request_id, None)
+    def finish(self, request: RequestView, output: Sequence[int]) -> None:
+        del self._indexes[request.id]
 
-    def check(self, live: Container[str]) -> None:
-        assert all(request_id in live for request_id in self._indexes)
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+    def propose(self, requests: Sequence[RequestView]) -> list[Draft | None]:
         return [self._propose(request) for request in requests]
 
-    def _propose(self, request: DraftRequest) -> Draft | None:
-        index = self._indexes[request.state.id]
-        index.extend(request.state.tokens[len(index.tokens) :])
+    def _propose(self, request: RequestView) -> Draft | None:
+        index = self._indexes[request.id]
+        index.extend(request.tokens[len(index.tokens) :])
         size, draft = index.find_continuation(request.max_tokens)
         confidence = CONFIDENCE[size : size + len(draft)]
         confidence += CONFIDENCE[-1:] * (len(draft) - len(confidence))
-        return Draft(tuple(draft), self.name, confidence) if draft else None
+        return Draft(tuple(draft), confidence=confidence) if draft else None

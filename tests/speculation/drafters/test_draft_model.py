@@ -115,7 +115,10 @@ def test_other_tokenizer_is_refused_at_its_first_difference(checkpoint: Path, tm
 
 
 def test_unsuitable_draft_model_size_is_reported(checkpoint: Path) -> None:
-    assert any("1/1.0" in warning for warning in load(checkpoint, checkpoint).info.warnings)
+    assert any(
+        "1.0 times the model's parameters" in warning
+        for warning in load(checkpoint, checkpoint).info.warnings
+    )
 
 
 def test_vocabularies_may_be_padded_differently(checkpoint: Path, tmp_path: Path) -> None:
@@ -134,7 +137,7 @@ def test_vocabularies_may_be_padded_differently(checkpoint: Path, tmp_path: Path
 
 def test_smaller_vocabulary_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "short", "llama", seed=5, vocab_size=268)
-    with pytest.raises(ConfigError, match="has 268 ids; the model's tokens go up to id 269"):
+    with pytest.raises(ConfigError, match="has 268 ids; its tokenizer's go up to id 269"):
         load(checkpoint, other)
 
 

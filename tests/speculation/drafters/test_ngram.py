@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.speculation.base import DraftRequest
+from foreword.speculation.drafter import RequestView, TokenSequence
 from foreword.speculation.drafters.ngram import NgramDrafter
 from tests.support.fakes import extended
 
@@ -16,16 +16,20 @@ def state_of(tokens: Sequence[int], name: str = "a") -> RequestState:
     return RequestState(Request(name, tuple(tokens), SamplingParams(), 0), 0, 10_000)
 
 
+def view(state: RequestState, max_tokens: int = 0) -> RequestView:
+    return RequestView(state.id, TokenSequence(state.tokens), state.num_prompt, max_tokens)
+
+
 def draft_ids(
     drafter: NgramDrafter, state: RequestState, run: Sequence[int] = (), max_tokens: int = 4
 ) -> tuple[int, ...]:
-    (draft,) = drafter.propose([DraftRequest(extended(state, run), max_tokens)])
+    (draft,) = drafter.propose([view(extended(state, run), max_tokens)])
     return draft.token_ids if draft else ()
 
 
 def started(state: RequestState, low: int = 2, high: int = 4) -> NgramDrafter:
     drafter = NgramDrafter(low, high)
-    drafter.start(state)
+    drafter.start(view(state))
     return drafter
 
 
@@ -60,10 +64,10 @@ def test_newest_tokens_are_matched() -> None:
 def test_requests_are_isolated() -> None:
     a, b = state_of([1, 2, 3, 1, 2], "a"), state_of([5, 6, 1, 2], "b")
     drafter = started(a)
-    drafter.start(b)
+    drafter.start(view(b))
     assert draft_ids(drafter, b) == ()
-    drafter.finish("a")
-    drafter.finish("b")
+    drafter.finish(view(a), ())
+    drafter.finish(view(b), ())
     assert not drafter._indexes
 
 
@@ -99,8 +103,8 @@ def test_confidence_grows_with_the_match() -> None:
     confidence = []
     for name, text in (("one", [4, 9, 8, 7, 6, 4]), ("four", [1, 2, 3, 4, 9, 8, 1, 2, 3, 4])):
         state = state_of(text, name)
-        drafter.start(state)
-        (draft,) = drafter.propose([DraftRequest(state, 20)])
+        drafter.start(view(state))
+        (draft,) = drafter.propose([view(state, 20)])
         assert draft is not None and len(draft.confidence) == len(draft.token_ids) == 20
         assert list(draft.confidence) == sorted(draft.confidence)
         confidence.append(draft.confidence[0])
@@ -121,7 +125,7 @@ def test_never_sampled_ids_are_not_matched_or_drafted(runs: list[list[int]], low
     """Equals a text in which each never-sampled id is unique."""
     state = state_of(runs[0])
     drafter = NgramDrafter(low, low + more, frozenset({PICTURE}))
-    drafter.start(state)
+    drafter.start(view(state))
     for run in runs[1:]:
         found = draft_ids(drafter, state, run)
         assert PICTURE not in found
@@ -146,7 +150,7 @@ def within(tokens: Sequence[int], low: int, high: int) -> tuple[int, ...]:
 def test_placeholders_are_not_indexed() -> None:
     state = state_of([1, 2, *[PICTURE] * 2000, 3])
     drafter = NgramDrafter(2, 4, frozenset({PICTURE}))
-    drafter.start(state)
+    drafter.start(view(state))
     assert draft_ids(drafter, state) == ()
     assert not drafter._indexes["a"]._continued_at
     assert draft_ids(drafter, state, [1, 2]) == (), "the continuation is an image"

@@ -6,13 +6,14 @@ import ctypes
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.speculation.base import DraftRequest
 from foreword.speculation.drafters.suffix import BYTES_PER_SLOT, SuffixDrafter, _Namespaces
+from tests.support.budget import SHARED_FIXTURES
 from tests.support.fakes import extended
 from tests.support.suffix_index import MAX_CHAIN, MIN_PREFIX_PROB, ORDERS, PythonSuffixIndex
 
@@ -221,7 +222,7 @@ def test_never_sampled_ids_are_not_matched(library: ctypes.CDLL) -> None:
     runs=st.lists(st.lists(st.sampled_from([0, 1, 2, 7, 7]), min_size=1, max_size=6), min_size=1, max_size=8),
     learned=st.lists(st.lists(st.sampled_from([0, 1, 2]), min_size=1, max_size=6), max_size=3),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=SHARED_FIXTURES)
 def test_never_sampled_ids_are_not_drafted_at_any_time(
     library: ctypes.CDLL, runs: list[list[int]], learned: list[list[int]]
 ) -> None:

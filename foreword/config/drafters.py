@@ -1,0 +1,72 @@
+"""Names in `--speculate`: built-in drafters, `module:Class`, and entry points of installed packages.
+
+Names are resolved without importing a plug-in: only the engine process runs its code.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Final
+
+from foreword.errors import ConfigError
+
+__all__ = ["DRAFTERS", "ENTRY_POINT_GROUP", "DrafterPlugin", "find_plugin"]
+
+DRAFTERS: Final = ("grammar", "prediction", "suffix", "ngram", "draft", "replay")
+ENTRY_POINT_GROUP: Final = "foreword.drafters"
+RESERVED_NAMES: Final = (*DRAFTERS, "auto", "off", "policy")  # "policy" counts errors of the controller
+CLASS_REFERENCE: Final = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
+NAME: Final = re.compile(r"[\w.-]{1,64}")  # a label value of metrics
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterPlugin:
+    """A drafter that is not part of this package."""
+
+    name: str  # in metrics, and as the method of a request
+    reference: str  # "module:Class"
+    is_installed: bool  # an entry point; else the module may lie in the current directory
+
+
+def find_plugin(text: str) -> DrafterPlugin:
+    """The plug-in that an item of `--speculate` names. Raises ConfigError."""
+    is_installed = ":" not in text
+    reference = _find_installed(text) if is_installed else text
+    if not CLASS_REFERENCE.fullmatch(reference):
+        problem = f"{reference!r} is not like my_drafter:Bigram, an importable module and a class in it"
+        if is_installed:
+            problem = f"the entry point {text}: {problem}"
+        raise ConfigError(f"speculate: {problem}", "speculate")
+    plugin = DrafterPlugin(text if is_installed else text.rpartition(":")[2].lower(), reference, is_installed)
+    if plugin.name in RESERVED_NAMES:
+        problem = f"{text} would be named {plugin.name}, which is reserved; rename the class"
+        raise ConfigError(f"speculate: {problem}", "speculate")
+    if not NAME.fullmatch(plugin.name):
+        problem = (
+            f"the name of a drafter has at most 64 letters, digits, '_', '-' and '.', got {plugin.name!r}"
+        )
+        raise ConfigError(f"speculate: {problem}", "speculate")
+    return plugin
+
+
+def _find_installed(name: str) -> str:
+    """The value of the entry point of this name, as its package wrote it. Raises ConfigError."""
+    values = {(point.name, point.value.replace(" ", "")) for point in entry_points(group=ENTRY_POINT_GROUP)}
+    references = sorted(value for each, value in values if each == name)
+    if len(references) > 1:
+        problem = f"several packages have a drafter {name!r}; name one of {', '.join(references)}"
+        raise ConfigError(f"speculate: {problem}", "speculate")
+    if not references:
+        raise ConfigError(_unknown_message(name, sorted(each for each, _ in values)), "speculate")
+    return references[0]
+
+
+def _unknown_message(text: str, installed: list[str]) -> str:
+    known = ["auto", "off", *DRAFTERS, *installed]
+    close = difflib.get_close_matches(text, known, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else ";"
+    own = f"your own is module:Class, or an entry point of {ENTRY_POINT_GROUP}"
+    return f"speculate: unknown drafter {text!r}{hint} known: {', '.join(known)}; {own}"
