@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foreword.config.options import Config
-from foreword.demo import BUNDLED
-from foreword.errors import CheckpointError, ConfigError
+from foreword.demo import BUNDLED, DEFAULT_MODEL
+from foreword.errors import CheckpointError, ConfigError, InvalidRequest
 from foreword.models.gguf.header import is_gguf, open_gguf
 from foreword.models.hub import resolve_path
 from foreword.multimodal.processor import ImageProcessor, read_placeholder_ids, read_processor
+from foreword.tokenizer.chat_template import ChatTemplate
+from foreword.tokenizer.generation_config import GenerationConfig
 from foreword.tokenizer.gguf import build_gguf_tokenizer
 from foreword.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["CheckpointInfo", "prepare_checkpoint", "read_tokenizer", "resolve_paths"]
+__all__ = ["CheckpointInfo", "apply_options", "prepare_checkpoint", "read_tokenizer", "resolve_paths"]
+
+logger = logging.getLogger(__name__)
 
 EMBEDDING_TENSOR = "token_embd.weight"  # in GGUF files
-DEFAULT_MODEL = "demo"
+PROBE_MESSAGES = (  # must render with a chat template given by option
+    {"role": "user", "content": "Foreword asks"},
+    {"role": "assistant", "content": "Foreword answers"},
+    {"role": "user", "content": "Foreword asks again"},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,9 @@ def prepare_checkpoint(config: Config) -> CheckpointInfo:
     path = Path(str(config.model))
     tokenizer, rows = read_tokenizer(path)
     processor = read_processor(path)
+    apply_options(config, tokenizer, processor)
+    for warning in tokenizer.generation_config.warnings:
+        logger.warning("%s", warning)
     if config.runs_draft_model:
         check_draft_model(tokenizer, processor, Path(str(config.draft_model)))
     placeholders = () if processor is None else read_placeholder_ids(path)
@@ -73,24 +85,57 @@ def read_tokenizer(path: Path) -> tuple[Tokenizer, int]:
     return build_gguf_tokenizer(gguf.metadata, str(path)), gguf.tensors[EMBEDDING_TENSOR].shape[0]
 
 
-def check_draft_model(tokenizer: Tokenizer, processor: ImageProcessor | None, path: Path) -> None:
+def apply_options(config: Config, tokenizer: Tokenizer, processor: ImageProcessor | None) -> None:
+    """Apply `generation_config` and `chat_template`. Raises ConfigError for a template that does not work."""
+    if config.generation_config != "auto":
+        tokenizer.generation_config = GenerationConfig()
+    if config.chat_template is None:
+        return
+    tokenizer.chat_template, source = read_chat_template(config.chat_template)
+    placeholder = None if processor is None else processor.placeholder_text
+    try:
+        template = ChatTemplate.from_tokenizer(tokenizer, placeholder)
+        text = template.render(PROBE_MESSAGES)
+    except (CheckpointError, InvalidRequest) as error:
+        raise ConfigError(f"chat_template {source}: {error.message}", "chat_template") from None
+    if PROBE_MESSAGES[-1]["content"] not in text:
+        problem = "the prompt that it renders lacks the text of the last message"
+        raise ConfigError(f"chat_template {source}: {problem}", "chat_template")
+
+
+def read_chat_template(value: str) -> tuple[str, str]:
+    """A template and its name in errors, from a file's path or the text itself. Raises ConfigError."""
+    if any(mark in value for mark in ("{{", "{%")):
+        return value, "text"
+    try:
+        return Path(value).expanduser().read_text(encoding="utf-8"), value
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        problem = f"is no readable file ({reason}), nor the text of a template, which has {{{{ or {{%"
+        raise ConfigError(f"chat_template {value:.200} {problem}", "chat_template") from None
+
+
+def check_draft_model(tokenizer: Tokenizer, processor: ImageProcessor | None, path: Path) -> int:
     """Check that the model in `path` can draft for a model with this tokenizer and image processor.
 
-    A text-only draft model may lack the special tokens of images. A vision-language draft model must
-    preprocess images like the model. Raises ConfigError.
+    The draft model may lack added tokens, such as those of images. A vision-language draft model must
+    preprocess images like the model. Returns the number of added tokens that it lacks. Raises ConfigError.
     """
     drafter, rows = read_tokenizer(path)
-    difference = tokenizer.diff(drafter, allow_extra_special=processor is not None)
+    difference = tokenizer.diff(drafter)
     if difference is not None:
         problem = f"tokenizer differs from the model's: {difference}"
         raise ConfigError(f"the draft model's {problem}", "draft_model")
     if rows < drafter.vocab_size:
-        problem = f"vocabulary has {rows} ids; the model's tokens go up to id {drafter.vocab_size - 1}"
+        problem = f"vocabulary has {rows} ids; its tokenizer's go up to id {drafter.vocab_size - 1}"
         raise ConfigError(f"the draft model's {problem}", "draft_model")
     draft_processor = read_processor(path)
-    if processor is not None and draft_processor is not None and draft_processor != processor:
+    if processor is None and draft_processor is not None:
+        raise ConfigError("the draft model takes images, but the model is text only", "draft_model")
+    if draft_processor not in (None, processor):
         problem = f"image processor differs from the model's: {draft_processor} instead of {processor}"
         raise ConfigError(f"the draft model's {problem}", "draft_model")
+    return len(tokenizer.added_tokens_missing_in(drafter))
 
 
 def read_vocab_size(path: Path) -> int:

@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import itertools
 import logging
+import signal
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.progress import Progress
 
 from foreword.checkpoint import prepare_checkpoint
+from foreword.config.foreign_flags import translate_keywords
 from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, StepStats, TokenEvent
@@ -81,7 +86,8 @@ class LLM:
     speculate    "auto", "off", or comma-separated drafters
     draft_model  a smaller checkpoint with the same tokenizer
     options      any other field of `foreword.config.options.Config`, by name; an `embedding_model` is used by
-                 embed() or score() instead of the model
+                 embed() or score() instead of the model; `speculative_config` may be a mapping; arguments of
+                 vLLM's LLM are answered like its flags (docs/migrating.md)
     Raises ConfigError or CheckpointError.
     """
 
@@ -96,13 +102,16 @@ class LLM:
     ) -> None:
         started = time.perf_counter()
         path = None if model is None else str(model)
+        fields, notes = translate_keywords(options)
+        for note in notes:
+            logger.warning("%s", note)
         prepared = prepare_checkpoint(
-            Config(model=path, speculate=speculate, draft_model=draft_model, **options)
+            Config(model=path, speculate=speculate, draft_model=draft_model, **fields)
         )
         self.config = config = prepared.config
         self.tokenizer = prepared.tokenizer
         self.stats = StepStats()
-        self._sampling_defaults = SamplingDefaults(config.seed, config.default_max_tokens, config.on_runaway)
+        self._sampling_defaults = SamplingDefaults.from_config(config, self.tokenizer)
         self._client = LocalClient(
             config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary, on_progress
         )
@@ -127,6 +136,10 @@ class LLM:
     def info(self) -> EngineInfo:
         """Properties of the loaded engine."""
         return self._client.info
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Parameters of calls without `params`: the checkpoint's, from generation_config.json."""
+        return SamplingParams(**self.tokenizer.generation_config.params)  # type: ignore[arg-type]
 
     def generate(
         self,
@@ -173,10 +186,11 @@ class LLM:
         (built,) = self._build_all_requests([parsed], params)
         if len(built.requests) != 1:
             raise InvalidRequest("a stream has one choice: n must be 1", "n")
+        (request,) = built.requests
         for _, delta in self._run(built.requests):
             yield from (StreamPiece(text, is_draft) for text, is_draft in delta.pieces)
             if delta.finish_reason is not None:
-                yield StreamPiece("", False, delta.finish_reason)
+                yield StreamPiece("", False, delta.finish_reason, self._recorder.answer_metrics(request.id))
         self._recorder.on_response(1)
 
     def embed(
@@ -264,7 +278,8 @@ class LLM:
 
     def _build_all_requests(self, prompts: Sequence[_Prompt], params: Any) -> list[_PromptRequests]:
         is_single = params is None or isinstance(params, SamplingParams)
-        params_list = [params or SamplingParams()] * len(prompts) if is_single else list(params)
+        default = params or self.get_default_sampling_params()
+        params_list = [default] * len(prompts) if is_single else list(params)
         if len(params_list) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts, but {len(params_list)} params", "params")
         return [self._build_requests(*pair) for pair in zip(prompts, params_list, strict=True)]
@@ -373,12 +388,13 @@ class LLM:
                 self._event_queues.pop(request_id, None)
 
     def _step(self) -> None:
-        report = self._client.step()
-        self.stats = report.stats
-        self._recorder.on_step(report.stats)
-        for event in report.events:
-            if event.request_id in self._event_queues:
-                self._event_queues[event.request_id].append(event)
+        with _defer_interrupt():
+            report = self._client.step()
+            self.stats = report.stats
+            self._recorder.on_step(report.stats)
+            for event in report.events:
+                if event.request_id in self._event_queues:
+                    self._event_queues[event.request_id].append(event)
 
     def _process_events(
         self, answer: ChoiceOutput, live: dict[str, ChoiceOutput]
@@ -430,6 +446,32 @@ class LLM:
             metrics=self._recorder.answer_metrics(answer.request.id),
             logits_hashes=tuple(hashes),
         )
+
+
+@contextmanager
+def _defer_interrupt() -> Iterator[None]:
+    """Delay Ctrl-C to the end: a step that it cuts short would leave the engine's state inconsistent.
+
+    The second Ctrl-C is not delayed: own drafters may hang.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    frames: list[FrameType | None] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if frames:
+            handler(number, frame)
+        frames.append(frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if frames:
+        handler(signal.SIGINT, frames[0])
 
 
 def _embedding_vector(event: Event) -> bytes:

@@ -4,14 +4,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from foreword import LLM, SamplingParams
 from foreword.checkpoint import prepare_checkpoint, read_tokenizer
 from foreword.config.options import Config
-from foreword.errors import CheckpointError, ConfigError
+from foreword.errors import CheckpointError, ConfigError, InvalidRequest
+from foreword.models.gguf.header import open_gguf
 from foreword.tokenizer.tokenizer import Tokenizer
-from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint, write_json
 from tests.support.gguf_files import RawGGUF, write_gguf
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
 
@@ -73,22 +76,38 @@ def drafting(model: Path, drafter: Path) -> Config:
 def test_text_draft_model_needs_no_image_tokens(tmp_path: Path) -> None:
     sees, reads = write_vision_checkpoint(tmp_path / "sees", "qwen2_vl"), write_checkpoint(tmp_path / "reads")
     assert prepare_checkpoint(drafting(sees, reads)).config.draft_model == str(reads)
-    with pytest.raises(
-        ConfigError, match=r"id 270 is no token in the one and '<\|image_pad\|>' in the other"
-    ):
+    with pytest.raises(ConfigError, match="the draft model takes images, but the model is text only"):
         prepare_checkpoint(drafting(reads, sees))
 
 
-def test_other_missing_tokens_are_refused(tmp_path: Path) -> None:
-    sees, reads = (
-        write_vision_checkpoint(tmp_path / "sees", vocab_size=280),
-        write_checkpoint(tmp_path / "reads"),
-    )
-    tokenizer = Tokenizer.from_directory(sees)
-    tokenizer._backend.add_tokens(["word"])
-    tokenizer._backend.save(str(sees / "tokenizer.json"))
-    with pytest.raises(ConfigError, match="id 271 is 'word' in the one and no token in the other"):
-        prepare_checkpoint(drafting(sees, reads))
+@pytest.mark.parametrize("has_more", ["model", "drafter"])
+def test_added_tokens_of_one_model_do_not_refuse_a_pair(tmp_path: Path, has_more: str) -> None:
+    """Those of the model are not drafted, those of the draft model never sampled."""
+    paths = {name: write_checkpoint(tmp_path / name, vocab_size=280) for name in ("model", "drafter")}
+    add_tokens(paths[has_more], "<tool>", "<pad>")
+    prompt = {"prompt_token_ids": [1, 270, 2] if has_more == "model" else [1, 2]}
+    outputs = [
+        LLM(str(paths["model"]), draft_model=drafter, kv_cache_memory="400tokens", threads=1).generate(
+            prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        )[0]
+        for drafter in (str(paths["drafter"]), None)
+    ]
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[0].metrics and outputs[0].metrics.draft_tokens
+
+
+def add_tokens(path: Path, *tokens: str) -> None:
+    tokenizer = Tokenizer.from_directory(path)
+    tokenizer._backend.add_tokens(list(tokens))
+    tokenizer._backend.save(str(path / "tokenizer.json"))
+
+
+def test_draft_model_needs_the_end_of_an_answer(tmp_path: Path) -> None:
+    model, drafter = (write_checkpoint(tmp_path / name, vocab_size=280) for name in ("model", "drafter"))
+    add_tokens(model, "<end>")
+    write_json(model / "generation_config.json", {"eos_token_id": 270})
+    with pytest.raises(ConfigError, match="id 270 is '<end>' in the one and no token in the other"):
+        prepare_checkpoint(drafting(model, drafter))
 
 
 def test_draft_model_must_preprocess_images_equally(tmp_path: Path) -> None:
@@ -100,3 +119,68 @@ def test_draft_model_must_preprocess_images_equally(tmp_path: Path) -> None:
         match=r"image processor differs from the model's: .*image_size=42.* instead of .*image_size=28",
     ):
         prepare_checkpoint(drafting(sees, larger))
+
+
+TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_chat_template_option_replaces_the_checkpoints(tmp_path: Path, is_file: bool) -> None:
+    path = write_checkpoint(tmp_path / "model")
+    (tmp_path / "mine.jinja").write_text(TEMPLATE)
+    option = str(tmp_path / "mine.jinja") if is_file else TEMPLATE
+    prepared = prepare_checkpoint(Config(model=str(path), chat_template=option))
+    assert prepared.tokenizer.chat_template == TEMPLATE
+    file = write_gguf(path, tmp_path / "model.gguf")
+    assert (
+        prepare_checkpoint(Config(model=str(file), chat_template=option)).tokenizer.chat_template == TEMPLATE
+    )
+
+
+def test_chat_template_option_serves_a_model_without_one(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "model")
+    write_json(path / "tokenizer_config.json", {"eos_token": "<eos>"})
+    options: dict[str, Any] = {"kv_cache_memory": "400tokens", "threads": 1}
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(InvalidRequest, match="no chat template: give one with --chat-template FILE"):
+        LLM(str(path), **options).chat(messages, SamplingParams(max_tokens=1))
+    (output,) = LLM(str(path), chat_template=TEMPLATE, **options).chat(messages, SamplingParams(max_tokens=1))
+    assert output.prompt == "[user] hi\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a\n{% if %}", "the chat template has a syntax error in line 2: "),
+        ("a\nb{{ nothing.at.all }}", r"'nothing' is undefined \(line 2 of the template\)"),
+        ("{{ raise_exception('not today') }}", "refuses these messages: not today$"),
+        ("{{ bos_token }}", "the prompt that it renders lacks the text of the last message"),
+    ],
+)
+def test_broken_chat_template_is_refused_before_loading(tmp_path: Path, text: str, problem: str) -> None:
+    path = write_checkpoint(tmp_path / "model")
+    file = tmp_path / "broken.jinja"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=problem) as refused:
+        prepare_checkpoint(Config(model=str(path), chat_template=str(file)))
+    assert refused.value.param == "chat_template" and str(file) in refused.value.message
+
+
+def test_missing_chat_template_file_is_named(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"chat_template ./no.jinja is no readable file \(No such file"):
+        prepare_checkpoint(Config(model=str(path), chat_template="./no.jinja"))
+
+
+def test_gguf_file_with_empty_merges_loads(tmp_path: Path) -> None:
+    """A vocabulary of bytes needs none."""
+    path = write_checkpoint(tmp_path / "model", vocab_size=260)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = []
+    tokenizer["model"]["vocab"] = {k: v for k, v in tokenizer["model"]["vocab"].items() if v < 260}
+    write_json(path / "tokenizer.json", tokenizer)
+    file = write_gguf(path, tmp_path / "model.gguf")
+    assert "tokenizer.ggml.merges" not in open_gguf(file).metadata
+    llm = LLM(str(file), kv_cache_memory="400tokens", threads=1)
+    assert llm.tokenizer.decode(llm.tokenizer.encode("the thing")) == "the thing"
+    assert llm.generate("the", SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids

@@ -1,5 +1,6 @@
 """The offline API, on a real checkpoint."""
 
+import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from foreword import LLM, SamplingParams, Speculation
+from foreword.core.outputs import StepReport
 from foreword.core.request import RequestState
 from foreword.engine.schedule_output import ScheduleOutput
 from foreword.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidRequest
@@ -77,6 +79,43 @@ def test_leaving_a_stream_aborts_the_request(llm: LLM) -> None:
     llm.check()
 
 
+def test_interrupt_waits_for_the_end_of_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    step = llm._client.step
+
+    def interrupted_step() -> StepReport:
+        steps.append("begun")
+        signal.raise_signal(signal.SIGINT)
+        report = step()
+        steps.append("done")
+        return report
+
+    monkeypatch.setattr(llm._client, "step", interrupted_step)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([TEXT], SamplingParams(max_tokens=4))
+    assert steps == ["begun", "done"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert llm._client.idle
+    llm.check()
+
+
+def test_second_interrupt_ends_a_step_that_hangs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_interrupts = 0
+
+    def hanging_step() -> StepReport:
+        nonlocal num_interrupts
+        while num_interrupts < 9:
+            num_interrupts += 1
+            signal.raise_signal(signal.SIGINT)
+        raise AssertionError("no interrupt ended the step")
+
+    monkeypatch.setattr(llm._client, "step", hanging_step)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([TEXT], SamplingParams(max_tokens=4))
+    assert num_interrupts == 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_stop_string_within_a_burst(llm: LLM) -> None:
     params = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
     (whole,) = llm.generate(TEXT, SamplingParams(**params))  # type: ignore[arg-type]
@@ -126,7 +165,7 @@ def test_load_errors_name_the_problem(tmp_path: Path) -> None:
         LLM(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="speculate"):
         LLM(speculate="magic")
-    with pytest.raises(TypeError):
+    with pytest.raises(ConfigError, match="LLM has no option 'no_such_option'"):
         LLM(no_such_option=1)
 
 

@@ -17,6 +17,8 @@ BUNDLED: Final[dict[str, tuple[Path, Path]]] = {
     "demo-vision": (VISION_MODEL, VISION_DRAFTER),
 }
 
+DEFAULT_MODEL: Final = "demo"
+
 # (workload of `foreword bench latency`, user message).
 EXAMPLES: Final[tuple[tuple[str, str], ...]] = (
     ("faq", "What is speculative decoding?"),

@@ -3,27 +3,128 @@
 from __future__ import annotations
 
 import importlib
+import re
+from collections.abc import Collection
 from pathlib import Path
 
-from foreword.errors import CheckpointError
+from foreword.errors import CheckpointError, did_you_mean
 from foreword.models.gguf.header import is_gguf
 
-__all__ = ["resolve_path"]
+__all__ = ["find_local", "resolve_path"]
 
 DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx")
+MODEL_FILES = (".gguf", *WEIGHT_FILES)
+MAX_NAMES = 5  # that an error lists
+DIRECTORY = "a directory with config.json, tokenizer.json and *.safetensors"
+KINDS = f"a model is {DIRECTORY}, a GGUF file, or a hub id such as organisation/name"
 
 
 def resolve_path(name_or_path: str) -> Path:
     """The directory or file itself, or the hub's cache directory of a model id. Raises CheckpointError."""
-    path = Path(name_or_path).expanduser()
-    if path.is_dir() or is_gguf(path):
+    return find_local(name_or_path) or _download(name_or_path)
+
+
+def find_local(name: str, bundled: Collection[str] = ()) -> Path | None:
+    """The directory or file, or None for a hub id.
+
+    A path that exists in part, a URL, or a name of another form is no hub id.
+
+    bundled  names that the caller knows, for the error's suggestion
+    Raises CheckpointError, which says what would work.
+    """
+    if not name:
+        raise CheckpointError(f"the model's name is empty; {KINDS}", "model")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _check_directory(path)
+    if is_gguf(path):
         return path
     if path.exists():
-        problem = "is a file, but not in GGUF format; other checkpoints are directories"
-        raise CheckpointError(f"{name_or_path} {problem}")
-    if name_or_path.count("/") != 1 or name_or_path.startswith((".", "/", "~")) or name_or_path.endswith("/"):
-        raise CheckpointError(f"there is no directory or file {name_or_path}")
-    return _download(name_or_path)
+        raise CheckpointError(f"{name} {_describe_file(path)}", "model")
+    if re.match(r"\w+://", name):
+        raise CheckpointError(
+            f"{name} is a URL: download the model and pass its path, or pass its hub id (organisation/name)",
+            "model",
+        )
+    if name.startswith((".", "/", "~")) or name.endswith(("/", *MODEL_FILES)) or _is_partly_there(path):
+        raise CheckpointError(_describe_missing(path, name), "model")
+    repository, colon, tag = name.partition(":")
+    if colon and HUB_ID.fullmatch(repository):
+        raise CheckpointError(
+            f"{name}: {tag or 'a tag'} would be one GGUF file of {repository}, which is not fetched yet; "
+            "download the .gguf file and pass its path",
+            "model",
+        )
+    if colon or "/" not in name:
+        library = " (names of ollama's library are not known)" if colon else ""
+        hint = did_you_mean(name, [*bundled, *_names(Path())])
+        raise CheckpointError(f"there is no model {name}{library}{hint or f'; {KINDS}'}", "model")
+    if not HUB_ID.fullmatch(name):
+        raise CheckpointError(_describe_missing(path, name), "model")
+    return None
+
+
+def _check_directory(path: Path) -> Path:
+    """The directory, if it has a configuration. Raises CheckpointError."""
+    if (path / "config.json").is_file():
+        return path
+    names = _names(path)
+    gguf = [name for name in names if name.endswith(".gguf")]
+    checkpoints = [name for name in names if (path / name / "config.json").is_file()]
+    if gguf:
+        hint = f"pass one of its GGUF files: {_list([str(path / name) for name in gguf])}"
+    elif checkpoints:
+        hint = f"pass one of the checkpoints in it: {_list([str(path / name) for name in checkpoints])}"
+    elif "adapter_config.json" in names:
+        hint = "it is an adapter: pass the model that it was merged into (merge_and_unload() of peft)"
+    elif "params.json" in names:
+        hint = "it has Mistral's own format: pass the checkpoint in Hugging Face's format"
+    elif any(name.endswith(WEIGHT_FILES) for name in names):
+        hint = "it has weights alone: copy config.json, tokenizer.json and tokenizer_config.json beside them"
+    else:
+        hint = f"a checkpoint is {DIRECTORY}"
+    raise CheckpointError(f"{path} has no config.json; {hint}", "model")
+
+
+def _describe_file(path: Path) -> str:
+    if path.name.endswith(WEIGHT_FILES):
+        return (
+            "holds weights alone: pass the directory with config.json, tokenizer.json and *.safetensors "
+            "instead of the file"
+        )
+    return "is a file, but not in GGUF format; other checkpoints are directories"
+
+
+def _is_partly_there(path: Path) -> bool:
+    """Whether the first of several parts is a directory."""
+    return len(path.parts) > 1 and Path(path.parts[0]).is_dir()
+
+
+def _describe_missing(path: Path, name: str) -> str:
+    """Which part of a path is missing, and what is there instead."""
+    parent = path.parent
+    missing = path.name
+    while not parent.is_dir() and parent != parent.parent:
+        parent, missing = parent.parent, parent.name
+    names = _names(parent)
+    problem = f"there is no directory or file {name}"
+    if parent == Path():
+        return f"{problem}: this directory has no {missing}{did_you_mean(missing, names) or f'; {KINDS}'}"
+    listed = f"; it has {_list(names)}" if names else "; it is empty"
+    return f"{problem}: {parent} has no {missing}{did_you_mean(missing, names) or listed}"
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in directory.iterdir() if not entry.name.startswith("."))
+    except OSError:
+        return []
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
 
 
 def _download(model_id: str) -> Path:

@@ -20,6 +20,7 @@ __all__ = ["SafetensorsFile", "TensorEntry"]
 
 DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16})
 MAX_HEADER_BYTES = 100 << 20  # limit of the reference implementation
+LFS_MARK = b"version https://git-lfs"
 METADATA_KEY = "__metadata__"
 
 
@@ -91,6 +92,8 @@ class SafetensorsFile:
         return entry
 
     def _corrupt_file_error(self, reason: str) -> CheckpointError:
+        if self._file.read(0, len(LFS_MARK)) == LFS_MARK:
+            return CheckpointError(f"{self.path} is a pointer of Git LFS: `git lfs pull` fetches the file")
         return CheckpointError(f"{self.path} is damaged or incomplete: {reason}")
 
 

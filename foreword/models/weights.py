@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ __all__ = [
 DUMMY_VECTOR_STD = 0.02  # around 1 for norm weights, around 0 for biases
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+SHARD_PATTERN = re.compile(r".+-\d+-of-(\d+)\.safetensors")
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 DERIVED_SUFFIXES = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # buffers in old checkpoints
 
@@ -128,6 +130,11 @@ class FileWeights:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._file_by_name)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        return self._bytes_total
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """float32 tensor of this shape, a copy."""
@@ -263,8 +270,13 @@ def _list_files(path: Path) -> list[str]:
         return sorted({str(name) for name in weight_map.values()})
     if (path / SINGLE_FILE).is_file():
         return [SINGLE_FILE]
+    names = sorted(item.name for item in path.glob("*.safetensors"))
+    shards = [SHARD_PATTERN.fullmatch(name) for name in names]
+    if len(names) == 1 or (shards and all(shard and int(shard[1]) == len(names) for shard in shards)):
+        return names  # one file of another name, or all parts without their index
     pickles = sorted(item.name for pattern in PICKLE_PATTERNS for item in path.glob(pattern))
     if pickles:
         problem = f"holds pickled weights ({pickles[0]}), which can run code"
         raise CheckpointError(f"{path} {problem}; convert them to safetensors")
-    raise CheckpointError(f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+    found = f"; it holds {', '.join(names[:3])}" if names else ""
+    raise CheckpointError(f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}{found}")

@@ -9,11 +9,18 @@ from __future__ import annotations
 import atexit
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, Final
 
 from foreword.errors import CheckpointError, InvalidRequest
-from foreword.tokenizer.messages import IMAGE_PART, check_no_placeholder, to_content_lists, to_text_messages
+from foreword.tokenizer.messages import (
+    IMAGE_PART,
+    check_no_placeholder,
+    to_content_lists,
+    to_plain_tool_messages,
+    to_text_messages,
+)
 from foreword.tokenizer.template_worker import NOT_COMPILED, RENDERED
 from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.workers.pool import JobFailed, JobLimits, WorkerPool
@@ -35,10 +42,47 @@ _pool = WorkerPool(WORKER, "render", lambda: None, LIMITS, NUM_WORKERS)
 atexit.register(_pool.close)
 
 
+@dataclass(frozen=True, slots=True)
+class _ToolUse:
+    """What a conversation does with tools, as far as templates differ in what they keep of it."""
+
+    says_and_calls: bool  # a message has a text and calls
+    several_calls: bool  # a message has several calls
+    text_arguments: bool  # of a call, which are no object
+
+    @classmethod
+    def of(cls, messages: Sequence[Mapping[str, Any]]) -> _ToolUse | None:
+        """None without calls and results."""
+        callers = [message for message in messages if message.get("tool_calls")]
+        if not callers and not any(message.get("role") == "tool" for message in messages):
+            return None
+        calls = [call for message in callers for call in message["tool_calls"]]
+        return cls(
+            any(message.get("content") for message in callers),
+            any(len(message["tool_calls"]) > 1 for message in callers),
+            any(not isinstance(call["function"]["arguments"], Mapping) for call in calls),
+        )
+
+    def probe(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """A conversation like it, and the texts that a rendering must keep."""
+        text, calls, results = "Foreword tells" if self.says_and_calls else "", [], []
+        kept = [text]
+        for i in range(1 + self.several_calls):
+            name, argument, result = f"foreword_call_{i}", f"Foreword calls {i}", f"Foreword answers {i}"
+            arguments = argument if self.text_arguments else {"text": argument}
+            call_id = f"foreword{i}"  # Mistral's templates want 9 characters
+            function = {"name": name, "arguments": arguments}
+            calls.append({"id": call_id, "type": "function", "function": function})
+            results.append({"role": "tool", "content": result, "name": name, "tool_call_id": call_id})
+            kept += [name, argument, result]
+        caller = {"role": "assistant", "content": text, "tool_calls": calls}
+        return [{"role": "user", "content": PROBE_TEXT}, caller, *results], kept
+
+
 class ChatTemplate:
     """The chat template of one model."""
 
-    __slots__ = ("_placeholder", "_source", "_takes_content_lists", "_variables")
+    __slots__ = ("_keeps_tools", "_placeholder", "_source", "_takes_content_lists", "_variables")
 
     def __init__(
         self, source: str | None, variables: Mapping[str, str], placeholder: str | None = None
@@ -53,6 +97,7 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._placeholder = placeholder
         self._takes_content_lists = False
+        self._keeps_tools: dict[_ToolUse, bool] = {}  # as probed
         if source is not None:
             if len(source) > MAX_SOURCE_CHARACTERS:
                 raise CheckpointError(
@@ -75,7 +120,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt text of a conversation, with one placeholder for each image.
 
-        messages                content is a text, or a list of texts and IMAGE_PART
+        messages                content is a text, or a list of texts and IMAGE_PART. Tool calls and results
+                                become plain text if the template does not render all of them
         add_generation_prompt   end with the header of the assistant's turn
         continue_final_message  leave the last message open: the answer continues it
         options                 further variables of the template, such as `enable_thinking`
@@ -85,11 +131,14 @@ class ChatTemplate:
         """
         if self._source is None:
             raise InvalidRequest(
-                "this model has no chat template; use /v1/completions, or --raw on the command line",
+                "this model has no chat template: give one with --chat-template FILE, "
+                "or use /v1/completions, on the command line --raw",
                 "messages",
             )
         _check_options(options or {}, add_generation_prompt and continue_final_message)
         converted = self._convert_messages(messages)
+        if not self._can_render_tools(self._source, messages):
+            converted = to_plain_tool_messages(converted)
         if continue_final_message:
             _mark_end(converted[-1])
         text = self._render(self._source, converted, add_generation_prompt, options or {})
@@ -135,6 +184,25 @@ class ChatTemplate:
         if kind == NOT_COMPILED:
             raise CheckpointError(f"the chat template {text}", "chat_template")
         raise _refusal(text)
+
+    def _can_render_tools(self, source: str, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a rendering keeps all texts of messages that use tools like these; probed on first use.
+
+        Llama's template drops a text beside a call and refuses several calls, and others drop all but one.
+        """
+        use = _ToolUse.of(messages)
+        if use is None:
+            return True
+        if any(message.get("tool_calls") and message.get("role") != "assistant" for message in messages):
+            return False
+        if use not in self._keeps_tools:
+            probe, kept = use.probe()
+            try:
+                text = self._render(source, self._convert_messages(probe), True, {})
+            except InvalidRequest:
+                text = ""
+            self._keeps_tools[use] = bool(text) and all(part in text for part in kept)
+        return self._keeps_tools[use]
 
     def _probe(self) -> bool:
         """Compile the template; whether it iterates over content lists, which only a rendering shows."""

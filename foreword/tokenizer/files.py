@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foreword.errors import CheckpointError
+from foreword.tokenizer.generation_config import GenerationConfig, read_generation_config
 
 __all__ = [
     "ADDED_TOKEN_FLAGS",
@@ -22,6 +23,7 @@ __all__ = [
 
 MAX_TOKENS = 1 << 24  # ids of a vocabulary
 TOKEN_ID_PATTERN = re.compile(r"[0-9]{1,8}")
+GENERATION_FILE = "generation_config.json"
 ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -43,6 +45,7 @@ class TokenizerFiles:
     added_tokens: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # `added_tokens_decoder`
     eos_token_ids: tuple[int, ...] = ()  # of the model's configuration
     chat_template: str | None = None  # Jinja source
+    generation_config: GenerationConfig = field(default_factory=GenerationConfig)
 
 
 def read_tokenizer_files(path: Path) -> TokenizerFiles:
@@ -52,12 +55,14 @@ def read_tokenizer_files(path: Path) -> TokenizerFiles:
     named = {
         name: text for name in SPECIAL_TOKEN_NAMES if (text := _token_text(special.get(name))) is not None
     }
+    generation, generation_config = _read_generation_file(path / GENERATION_FILE)
     return TokenizerFiles(
         special_tokens=named,
         extra_special_tokens=_read_extra_special_tokens(special),
         added_tokens=_read_added_tokens(path, config),
-        eos_token_ids=_read_eos_token_ids(path),
+        eos_token_ids=_read_eos_token_ids(path, generation),
         chat_template=_read_chat_template(path, config),
+        generation_config=generation_config,
     )
 
 
@@ -126,10 +131,19 @@ def _is_token(value: object) -> bool:
     )
 
 
-def _read_eos_token_ids(path: Path) -> tuple[int, ...]:
+def _read_generation_file(file: Path) -> tuple[Mapping[str, Any], GenerationConfig]:
+    """generation_config.json, and its sampling defaults. A damaged file gives a warning."""
+    try:
+        values = _read_json(file)
+    except CheckpointError as error:
+        return {}, GenerationConfig(warnings=(f"{error.message}; it is not used",))
+    return values, read_generation_config(values, str(file))
+
+
+def _read_eos_token_ids(path: Path, generation: Mapping[str, Any]) -> tuple[int, ...]:
     """generation_config.json comes first: a chat model's end of turn may not be the tokenizer's EOS."""
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(path / name).get("eos_token_id")
+    for name, values in ((GENERATION_FILE, generation), ("config.json", _read_json(path / "config.json"))):
+        value = values.get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from foreword.errors import CheckpointError
 from foreword.tokenizer.files import TokenizerFiles
+from foreword.tokenizer.generation_config import read_gguf_generation_config
 from foreword.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["build_gguf_tokenizer"]
@@ -207,7 +208,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizerConfig] = MappingProxyType(
 def build_byte_level_backend(metadata: TokenizerMetadata, vocabulary: GGUFVocab) -> tokenizers.Tokenizer:
     """Without post-processor and added tokens. Raises CheckpointError."""
     pre_tokenizer = _read_pre_tokenizer(metadata)
-    merges = [_parse_merge(merge, metadata) for merge in metadata.get_strs("merges")]
+    merges = [_parse_merge(merge, metadata) for merge in _read_merges(metadata, vocabulary)]
     try:
         model = models.BPE(
             vocab=dict(vocabulary.ids), merges=merges, ignore_merges=pre_tokenizer.ignore_merges
@@ -229,6 +230,13 @@ def _read_pre_tokenizer(metadata: TokenizerMetadata) -> PreTokenizerConfig:
             "pre", f"{name!r:.60} is not supported; known: {', '.join(sorted(PRE_TOKENIZERS))}"
         )
     return PRE_TOKENIZERS[name]
+
+
+def _read_merges(metadata: TokenizerMetadata, vocabulary: GGUFVocab) -> list[str]:
+    """A vocabulary of single bytes needs no merges, and the `gguf` package leaves out an empty list."""
+    merges = metadata.get_optional("merges", list)
+    is_needed = merges is None and any(len(token) > 1 for token in vocabulary.tokens_of_type(NORMAL))
+    return metadata.get_strs("merges") if merges or is_needed else []
 
 
 def _parse_merge(merge: str, metadata: TokenizerMetadata) -> tuple[str, str]:
@@ -354,7 +362,10 @@ def build_gguf_tokenizer(values: Mapping[str, Any], source: str) -> Tokenizer:
     return Tokenizer(
         backend,
         TokenizerFiles(
-            special_tokens=special, eos_token_ids=ends, chat_template=_read_chat_template(values, source)
+            special_tokens=special,
+            eos_token_ids=ends,
+            chat_template=_read_chat_template(values, source),
+            generation_config=read_gguf_generation_config(values, source),
         ),
     )
 

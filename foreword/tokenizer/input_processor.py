@@ -54,6 +54,12 @@ class SamplingDefaults:
     max_tokens: int = 0  # 0: up to the end of the context
     on_runaway: str | None = None  # None: repetition is not detected
 
+    @classmethod
+    def from_config(cls, config: Config, tokenizer: Tokenizer) -> SamplingDefaults:
+        """max_tokens is the smaller of the option's and the checkpoint's."""
+        limits = (config.default_max_tokens, tokenizer.generation_config.max_tokens)
+        return cls(config.seed, min(filter(None, limits), default=0), config.on_runaway)
+
     def apply(self, params: SamplingParams) -> SamplingParams:
         """Fill in max_tokens, at least min_tokens, and on_runaway; the seed is left alone."""
         if params.max_tokens is None and self.max_tokens:
@@ -191,11 +197,12 @@ def encode_prediction(text: str | None, tokenizer: Tokenizer, max_model_len: int
 
 
 def _truncate_prompt(prompt: tuple[int, ...], params: SamplingParams, max_model_len: int) -> tuple[int, ...]:
-    """The last `truncate_prompt_tokens`; with -1, room for max_tokens is left in the context."""
+    """`truncate_prompt_tokens` of the prompt; with -1, room for max_tokens is left in the context."""
     wanted = params.truncate_prompt_tokens
     if wanted is None:
         return prompt
-    return prompt[-(max(max_model_len - (params.max_tokens or 1), 1) if wanted < 0 else wanted) :]
+    length = max(max_model_len - (params.max_tokens or 1), 1) if wanted < 0 else wanted
+    return prompt[:length] if params.truncation_side == "right" else prompt[-length:]
 
 
 def _check_images(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -14,12 +15,24 @@ __all__ = [
     "ImagePart",
     "check_no_placeholder",
     "extract_images",
+    "num_unknown_fields",
     "to_content_lists",
+    "to_plain_tool_messages",
     "to_text_messages",
 ]
 
+TEXT_PARTS = ("text", "refusal")  # types of parts with a text, in the field of that name
 IMAGE_PART: Final[Mapping[str, str]] = MappingProxyType({"type": "image"})  # an image for chat templates
 IMAGE_DETAILS = ("auto", "low", "high")
+# Fields of content parts, by type. Others are ignored, such as the cache_control of some clients.
+PART_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "text": frozenset({"type", "text"}),
+        "refusal": frozenset({"type", "refusal"}),
+        "image_url": frozenset({"type", "image_url"}),
+    }
+)
+IMAGE_URL_FIELDS = frozenset({"url", "detail"})
 VIDEO_HINT = "send a video as its frames, each a part of type 'image_url'"
 AUDIO_HINT = "audio is not supported"
 IMAGE_HINT = "send an image as a part of type 'image_url'"
@@ -100,6 +113,19 @@ def _parse_image_url(part: Mapping[str, Any], field_name: str) -> ImagePart:
     return ImagePart(field_name, value)
 
 
+def num_unknown_fields(content: object) -> int:
+    """Fields of content parts that are ignored; nulls do not count."""
+    count = 0
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(kind, str) or kind not in PART_FIELDS:
+            continue  # a text, or refused later
+        for value, known in ((part, PART_FIELDS[kind]), (part.get("image_url"), IMAGE_URL_FIELDS)):
+            if isinstance(value, Mapping):
+                count += sum(item is not None for name, item in value.items() if name not in known)
+    return count
+
+
 def to_text_messages(
     messages: Sequence[Mapping[str, Any]], placeholder: str | None = None
 ) -> list[dict[str, Any]]:
@@ -127,6 +153,44 @@ def to_content_lists(
         {**message, "content": _parse_content(message, f"messages[{i}].content", allow_images)}
         for i, message in enumerate(messages)
     ]
+
+
+def to_plain_tool_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Converted messages without tools, for a template that does not render them.
+
+    A call becomes JSON at the end of the assistant's content, its result a message of the user.
+    """
+    names: dict[str | None, str] = {}  # of called functions, by the id of the call
+    plain: list[dict[str, Any]] = []
+    follows_result = False
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        names |= {call.get("id"): call["function"]["name"] for call in calls}
+        bare = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
+        for call in calls:
+            bare["content"] = _join_content(bare["content"], json.dumps(call["function"], ensure_ascii=False))
+        is_result = message.get("role") == "tool"
+        if is_result:
+            name = message.get("name") or names.get(message.get("tool_call_id"))
+            heading = f"Result of {name}:" if name else "Result:"
+            bare = {"role": "user", "content": _join_content("", heading, message["content"])}
+        if is_result and follows_result:
+            plain[-1]["content"] = _join_content(plain[-1]["content"], bare["content"])
+        else:
+            plain.append(bare)
+        follows_result = is_result
+    return plain
+
+
+def _join_content(first: str | list[Any], *more: str | list[Any]) -> str | list[Any]:
+    """Texts with line breaks between them; a list of parts if one of them is a list."""
+    contents = [first, *more]
+    if all(isinstance(content, str) for content in contents):
+        return "\n".join(str(content) for content in contents if content)
+    lists = (
+        [_text_part(content)] if isinstance(content, str) else content for content in contents if content
+    )
+    return [part for parts in lists for part in parts]
 
 
 def check_no_placeholder(messages: Sequence[Mapping[str, Any]], placeholder: str) -> None:
@@ -166,15 +230,16 @@ def _parse_part(part: object, field_name: str, allow_images: bool) -> Mapping[st
         raise Unsupported(
             f"{field_name} is an image, and this model takes none: parts must be of type 'text'", field_name
         )
-    if kind != "text":
+    if kind not in TEXT_PARTS:
         hint = "; only text is"
         if allow_images:
             known = UNSUPPORTED_PART_HINTS.get(kind)
             hint = "; only texts and images are" if known is None else f": {known}"
         raise Unsupported(f"{field_name}: parts of type {kind!r:.40} are not supported{hint}", field_name)
-    text = part.get("text")
+    name = f"{field_name}.{kind}"
+    text = part.get(kind)
     if not isinstance(text, str):
-        raise InvalidRequest(f"{field_name}.text must be a text, got {text!r:.80}", f"{field_name}.text")
+        raise InvalidRequest(f"{name} must be a text, got {text!r:.80}", name)
     return _text_part(text)
 
 

@@ -143,6 +143,7 @@ class Tokenizer:
         "_token_search",
         "chat_template",
         "eos_token_ids",
+        "generation_config",
         "special_tokens",
         "vocab_size",
     )
@@ -171,6 +172,7 @@ class Tokenizer:
             )
         self.special_tokens = dict(files.special_tokens)  # text by name (`bos_token`, ...)
         self.chat_template = files.chat_template  # Jinja source
+        self.generation_config = files.generation_config
         eos_ids = list(files.eos_token_ids)
         named = self.token_to_id(files.special_tokens.get("eos_token", ""))
         if named is not None and named not in eos_ids:
@@ -184,7 +186,7 @@ class Tokenizer:
         if not file.is_file():
             raise CheckpointError(
                 f"{path} has no tokenizer.json; AutoTokenizer.from_pretrained(...).save_pretrained(...) "
-                "of transformers writes one from older formats",
+                "of transformers writes one from tokenizer.model, or vocab.json and merges.txt",
                 "model",
             )
         with translate_errors(lambda why: CheckpointError(f"{file} cannot be read: {why}", "model")):
@@ -273,18 +275,25 @@ class Tokenizer:
         used = set(self._backend.get_vocab(with_added_tokens=True).values())
         return tuple(token_id for token_id in range(model_vocab_size) if token_id not in used)
 
-    def diff(self, other: Tokenizer, allow_extra_special: bool = False) -> str | None:
-        """The first id with another token in `other`, as text; None if the vocabularies are equal.
+    def diff(self, other: Tokenizer) -> str | None:
+        """The first token that differs in `other`, as text; None if `other` can draft for this tokenizer.
 
-        Whether a token is special may differ: GGUF files mark more of them than tokenizer.json.
-        allow_extra_special  ignore special tokens that `other` lacks
+        Ids without a token here are never sampled, and added tokens that `other` lacks are never drafted;
+        only those that end an answer are needed. Whether a token is special may differ: GGUF files mark
+        more of them than tokenizer.json.
         """
-        for token_id in range(max(self.vocab_size, other.vocab_size)):
+        unneeded = {*self.added_tokens_missing_in(other)}
+        for token_id in range(self.vocab_size):
             here, there = self.id_to_token(token_id), other.id_to_token(token_id)
-            if here != there and not (allow_extra_special and there is None and self.is_special(token_id)):
-                first, second = ("no token" if token is None else repr(token) for token in (here, there))
-                return f"id {token_id} is {first} in the one and {second} in the other"
+            if here not in (None, there) and token_id not in unneeded:
+                second = "no token" if there is None else repr(there)
+                return f"id {token_id} is {here!r} in the one and {second} in the other"
         return None
+
+    def added_tokens_missing_in(self, other: Tokenizer) -> list[int]:
+        """Ids of added tokens that do not end an answer and have no token in `other`."""
+        added = self._backend.get_added_tokens_decoder().keys() - {*self.eos_token_ids}
+        return sorted(token_id for token_id in added if other.id_to_token(token_id) is None)
 
     def _encode_truncated(
         self, text: str, pair: str | None, max_tokens: int | None, add_special_tokens: bool

@@ -8,12 +8,12 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.errors import CheckpointError
 from foreword.models.gguf.header import TENSOR_TYPES, is_gguf, open_gguf
-from tests.support.budget import examples
+from tests.support.budget import SHARED_FIXTURES, examples
 from tests.support.gguf_files import RawGGUF, finish
 
 Q1_SUM = 9  # q8_1, of which the package and the C code disagree; no file holds it
@@ -205,7 +205,10 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
             open_gguf(written(tmp_path / "x.gguf", whole[:length]))
 
 
-@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(400),
+    suppress_health_check=SHARED_FIXTURES,
+)
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4))
 def test_changed_bytes_never_crash(tmp_path: Path, changes: list[tuple[int, int]]) -> None:
     raw = bytearray(RawGGUF.sample().bytes())

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.errors import CheckpointError
 from foreword.models import loader
 from foreword.models.gguf.config import NOOP_VALUES
 from foreword.models.gguf.header import GGUFFile, open_gguf
-from tests.support.budget import examples
+from tests.support.budget import SHARED_FIXTURES, examples
 from tests.support.checkpoints import FAMILIES, write_checkpoint
 from tests.support.gguf_files import write_gguf
 
@@ -113,7 +113,10 @@ def test_any_value_is_accepted_or_refused(
                 assert info.parameters == parameters and 0 < info.context_len < 2**60, (key, value)
 
 
-@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(400),
+    suppress_health_check=SHARED_FIXTURES,
+)
 @given(
     st.sampled_from(sorted(FAMILIES)),
     st.sampled_from(["none", "linear", "yarn", "longrope"]),

@@ -243,3 +243,20 @@ def test_index_without_weight_map_is_refused(weight_map: Any, tmp_path: Path):
     )
     with pytest.raises(CheckpointError, match="weight_map"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "names", [("weights.safetensors",), ("x-00001-of-00002.safetensors", "x-00002-of-00002.safetensors")]
+)
+def test_files_without_an_index_are_found(tmp_path: Path, names: tuple[str, ...]) -> None:
+    path = write_checkpoint(tmp_path)
+    expected, tensors = load(path).info, load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    keys = sorted(tensors)
+    for index, name in enumerate(names):
+        save_file({key: tensors[key] for key in keys[index :: len(names)]}, path / name)
+    assert load(path).info == expected
+    if len(names) > 1:
+        (path / names[0]).rename(path / "x-00001-of-00003.safetensors")
+        with pytest.raises(CheckpointError, match=r"holds neither .*it holds x-00001-of-00003.safetensors, "):
+            load(path)

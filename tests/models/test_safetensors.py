@@ -116,6 +116,13 @@ def test_truncated_file_is_refused(tmp_path: Path, content: bytes):
         SafetensorsFile(path)
 
 
+def test_pointer_of_git_lfs_is_named(tmp_path: Path):
+    path = tmp_path / "x.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 123456\n")
+    with pytest.raises(CheckpointError, match=r"x\.safetensors is a pointer of Git LFS: `git lfs pull`"):
+        SafetensorsFile(path)
+
+
 def test_missing_file_is_named(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"the file x\.safetensors is missing"):
         SafetensorsFile(tmp_path / "x.safetensors")

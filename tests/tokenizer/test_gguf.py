@@ -402,6 +402,7 @@ PIECES = {**SMALL, "tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-1
 def test_builders_are_valid() -> None:
     assert build_gguf_tokenizer(SMALL, "x").encode("ab") == [2]
     assert build_gguf_tokenizer(PIECES, "x").decode([2]) == "ab"
+    assert build_gguf_tokenizer({**SMALL, "tokenizer.ggml.merges": []}, "x").encode("ab") == [0, 1]
 
 
 def test_only_control_tokens_end_an_answer() -> None:
