@@ -1,7 +1,7 @@
 """`foreword bench latency|throughput|serve|speculate|kernels|gpu`: what speculation and kernels gain.
 
-Each prints tables and then one JSON line. Tokens/s vary with the machine's load, so every figure comes with a
-ratio to plain decoding, or a share of a ceiling, from the same run.
+Each prints tables, and one JSON line where stdout is no terminal. Tokens/s vary with the machine's load, so
+every figure comes with a ratio to plain decoding, or a share of a ceiling, from the same run.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import importlib
 from typing import Any
 
 from foreword.bench.gpu.config import SECTIONS
+from foreword.bench.prompts import add_prompt_options
+from foreword.bench.session import add_json_option
 from foreword.bench.shapes import PARTS, SHAPES, WEIGHT_FORMATS
 from foreword.cli.flags import ENGINE_GROUPS, GROUPS, add_config_options
+from foreword.cli.startup import startup_line
 
 __all__ = ["add_arguments"]
 
@@ -45,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--temperature", type=float, default=0.8, metavar="X", help=help_)
     for sub in (latency, throughput, serve):
         _add_number(sub, "--max-tokens", 96, "longest answer")
-        help_ = 'JSON lines {"kind": ..., "prompt": ...} (default: those of the demo)'
-        sub.add_argument("--prompts", metavar="FILE", help=help_)
+        add_prompt_options(sub, "those of the demo")
+        add_json_option(sub)
         add_config_options(sub, GROUPS if sub is serve else ENGINE_GROUPS, more=("log_level",))
         sub.set_defaults(run=run)
     _add_speculate(kinds.add_parser("speculate", help="speculation on and off, by category and load"))
@@ -56,7 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_number(parser: argparse.ArgumentParser, flag: str, default: int, help_: str) -> None:
     help_ = f"{help_} (default: {default})"
-    parser.add_argument(flag, type=int, default=default, metavar="N", help=help_)
+    parser.add_argument(flag, type=_positive, default=default, metavar="N", help=help_)
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
+    return int(text)
 
 
 def _add_gpu(parser: argparse.ArgumentParser) -> None:
@@ -79,20 +88,25 @@ def _add_speculate(parser: argparse.ArgumentParser) -> None:
     add("--modes", metavar="LIST", help=help_)
     add("--fixed", metavar="LIST", help="also fixed draft lengths, such as 1,2,4,8,16; loads a second engine")
     add("--plain", action="store_true", help="also an engine that was started without speculation")
-    add("--rounds", type=int, metavar="N", help="pairs of rounds that count (default: 7)")
-    help_ = "requests of a round, if more than run at once (default: 4)"
-    add("--requests", type=int, metavar="N", help=help_)
-    add("--max-tokens", type=int, metavar="N", help="longest ordinary answer (default: 128)")
+    add("--rounds", type=_positive, metavar="N", help="pairs of rounds that count (default: 7)")
+    help_ = "requests of a round, if more than run at once (default: 4, or each prompt of --prompts)"
+    add("--requests", type=_positive, metavar="N", help=help_)
+    add("--max-tokens", type=_positive, metavar="N", help="longest ordinary answer (default: 128)")
     _add_number(parser, "--context", 2048, "tokens that a prompt and its answer may fill")
-    help_ = "also a cell whose KV cache is too small"
-    add("--full-cache", action=argparse.BooleanOptionalAction, default=True, help=help_)
+    help_ = "also a cell whose KV cache is too small (default: yes, with --quick no)"
+    add("--full-cache", action=argparse.BooleanOptionalAction, default=None, help=help_)
     help_ = "draft recorded answers with these acceptance rates, such as 0,0.3,0.6,0.9"
     add("--replay-acceptance", metavar="LIST", help=help_)
     add("--base-url", metavar="URL", help="measure this server, which must be idle otherwise")
-    add("--quick", action="store_true", help="a short look: few categories, two rounds, small answers")
+    add(
+        "--quick",
+        action="store_true",
+        help="half a minute for the demo: auto alone, few categories, 5 rounds, small answers",
+    )
     help_ = "plot the ratios as PNG; needs matplotlib (pip install foreword[bench])"
     add("--plot", metavar="FILE", help=help_)
-    add("--json", metavar="FILE", help="write the last line of the output to a file as well")
+    add_prompt_options(parser, "the generated categories")
+    add_json_option(parser)
     add_config_options(parser, ENGINE_GROUPS, more=("api_key", "log_level"))
     parser.set_defaults(run=run)
 
@@ -110,10 +124,13 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
     help_ = "instruction set (default: the best that runs here)"
     add("--isa", default="auto", choices=ISAS, help=help_)
     help_ = "threads of the kernels, and of torch (default: all cores)"
-    add("--threads", type=int, metavar="N", help=help_)
+    add("--threads", type=_positive, metavar="N", help=help_)
     _add_number(parser, "--rounds", 5, "counted rounds")
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    return int(importlib.import_module(MODULES[args.bench]).run(args))
+    module = importlib.import_module(MODULES[args.bench])
+    startup_line.end()
+    return int(module.run(args))

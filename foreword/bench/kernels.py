@@ -12,33 +12,35 @@ applies to both.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foreword.bench.common import print_json, print_table, time_call
+from foreword.bench.common import print_table, rounds_text, time_call
 from foreword.bench.inputs import BLOCK_SIZE, VOCAB_SIZE, RandomInputs, sampling_ops
 from foreword.bench.roofline import ONEDNN_ISA, MemoryReader, matmul_rate
+from foreword.bench.session import BenchSession, BenchStep
 from foreword.bench.shapes import PARTS, WEIGHT_FORMATS, ModelShape, WeightMatrix, read_shape
-from foreword.cli.terminal import track_progress
 from foreword.core.batch import Batch
 from foreword.errors import ConfigError
 from foreword.kernels.ops import Ops, PackedLinear
 from foreword.kernels.registry import select_backend
 
-__all__ = ["CaseTimings", "KernelBenchSizes", "KernelCase", "KernelCases", "run"]
+__all__ = ["CaseGroup", "CaseTimings", "KernelBenchSizes", "KernelCase", "KernelCases", "run"]
 
 SETTLE_S = 0.03  # torch's threads spin this long after the read, on the cores that are measured next
 MAX_HEAD_ROWS = 16  # of logits in one batch
 MAX_VALUES = 1 << 26  # of one result
 REPEATS = 16  # of an operation that takes microseconds
+TYPICAL_SLOWNESS = 2  # estimates: over the time of an operation at the peak rate
 MAX_POSITION = 1 << 12  # of RoPE's table
 
 
@@ -229,18 +231,26 @@ def run(args: argparse.Namespace, sizes: KernelBenchSizes | None = None) -> int:
         os.environ["ONEDNN_MAX_CPU_ISA"] = ONEDNN_ISA[args.isa]
     ops = select_backend("cpu", False, threads, args.isa)
     torch.set_num_threads(threads)
-    with torch.inference_mode():
-        memory = MemoryReader(sizes.memory)
-        peak_formats = sorted({"bfloat16", *(WEIGHT_FORMATS[name].peak_format for name in formats)})
-        peaks = {name: matmul_rate(name, sizes.product, args.rounds) for name in peak_formats}
+    with BenchSession(args) as session, torch.inference_mode():
+        with session.waiting("measuring memory bandwidth and product rates"):
+            memory = MemoryReader(sizes.memory)
+            peak_formats = sorted({"bfloat16", *(WEIGHT_FORMATS[name].peak_format for name in formats)})
+            peaks = {name: matmul_rate(name, sizes.product, args.rounds) for name in peak_formats}
+            read_s = time_call(memory.read_bandwidth)
         groups = _groups(KernelCases(ops, shape), formats if "linear" in parts else (), parts, rows, sizes)
-        measured = [timings for cases in groups for timings in _measure(cases, memory, args.rounds)]
-    for timings in measured:
-        if timings.case.peak_format in peaks:
-            peaks[timings.case.peak_format] = max(peaks[timings.case.peak_format], timings.ops_per_s)
-    regime = {"shape": shape.name, "backend": ops.name, "threads": threads, "rounds": args.rounds}
-    _show(regime, measured, peaks)
-    return 0
+        case_s, op_s = read_s + SETTLE_S, TYPICAL_SLOWNESS / min(peaks.values())
+        steps = [
+            step
+            for group in groups
+            for step in group.steps(memory, args.rounds, group.num_cases * case_s + group.num_ops * op_s)
+        ]
+        session.run(steps, f"{len(groups)} groups of operations, {rounds_text(args.rounds)} of each")
+        measured = [timings for group in groups if group.is_complete for timings in group.timings]
+        for timings in measured:
+            if timings.case.peak_format in peaks:
+                peaks[timings.case.peak_format] = max(peaks[timings.case.peak_format], timings.ops_per_s)
+        regime = {"shape": shape.name, "backend": ops.name, "threads": threads, "rounds": args.rounds}
+        return session.finish(_result(regime, measured, peaks), _show, finished=len(measured), passed=True)
 
 
 def _parse_names(flag: str, text: str, known: Mapping[str, Any] | Sequence[str]) -> tuple[str, ...]:
@@ -262,55 +272,105 @@ def _parse_counts(text: str) -> tuple[int, ...]:
     return counts
 
 
+@dataclass(slots=True)
+class CaseGroup:
+    """Cases that are in memory together and timed in turn."""
+
+    name: str
+    make: Callable[[], Iterable[KernelCase]]
+    num_cases: int = 0  # estimates for the time of a round
+    num_ops: float = 0.0
+    timings: list[CaseTimings] = field(default_factory=list)
+    is_complete: bool = False
+
+    def steps(self, memory: MemoryReader, rounds: int, expected_s: float) -> list[BenchStep]:
+        """Make the cases, then time every case once a round; the last round frees their memory."""
+        steps = [BenchStep(self.name, f"{self.name}, random values", 2 * expected_s, self._build)]
+        for number in range(1, rounds + 1):
+            measure = functools.partial(self._measure, memory, is_last=number == rounds)
+            label = f"{self.name}, round {number} of {rounds}"
+            steps.append(BenchStep(self.name, label, expected_s, measure))
+        return steps
+
+    def _build(self) -> None:
+        """An uncounted first call of each case allocates."""
+        self.timings = [CaseTimings(case) for case in self.make()]
+        for timings in self.timings:
+            timings.case.time_op()
+
+    def _measure(self, memory: MemoryReader, is_last: bool) -> None:
+        for timings in self.timings:
+            if timings.case.num_bytes:
+                timings.bandwidths.append(memory.read_bandwidth())
+                time.sleep(SETTLE_S)
+            timings.seconds.append(timings.case.time_op())
+            if is_last:
+                timings.case = replace(timings.case, call=lambda _: None, prepare=lambda: None)
+        self.is_complete = is_last
+
+
 def _groups(
     cases: KernelCases,
     formats: Sequence[str],
     parts: Sequence[str],
     rows: Sequence[int],
     sizes: KernelBenchSizes,
-) -> Iterator[list[KernelCase]]:
-    """Groups of cases that are in memory together and timed in turn."""
-    for name in formats:
-        yield list(cases.linear(name, rows))
-    if "attention" in parts and cases.shape.layers:
-        for kind in ("auto", "int8"):
-            yield list(cases.attention(kind, sizes.contexts, sizes.prompts, sizes.attention_rows))
-    if "rows" in parts and cases.shape.layers:
-        yield list(cases.elementwise(sizes.row_counts))
-    if "sampler" in parts and cases.shape.vocab:
-        yield list(cases.sampler(cases.shape.vocab, sizes.sampler_rows))
+) -> list[CaseGroup]:
+    partial, shape = functools.partial, cases.shape
+    groups = [_linear_group(cases, name, rows) for name in formats]
+    if "attention" in parts and shape.layers:
+        lengths = (sizes.contexts, sizes.prompts, sizes.attention_rows)
+        count = len(sizes.contexts) * len(sizes.attention_rows) + len(sizes.prompts)
+        num_ops = sum(
+            2.0 * shape.heads * shape.head_dim * length**2 * shape.layers for length in sizes.prompts
+        )
+        for kind, name in (("auto", "attention"), ("int8", "attention, int8 KV")):
+            groups.append(CaseGroup(name, partial(cases.attention, kind, *lengths), count, num_ops))
+    if "rows" in parts and shape.layers:
+        groups.append(CaseGroup("norm, rope, activation", partial(cases.elementwise, sizes.row_counts)))
+    if "sampler" in parts and shape.vocab:
+        groups.append(CaseGroup("sampler", partial(cases.sampler, shape.vocab, sizes.sampler_rows), 1))
+    return groups
 
 
-def _measure(cases: Sequence[KernelCase], memory: MemoryReader, rounds: int) -> list[CaseTimings]:
-    """Time every case once a round; an uncounted first call allocates."""
-    measured = [CaseTimings(case) for case in cases]
-    for case in cases:
-        case.time_op()
-    title = cases[0].setting if cases else ""
-    for timings in track_progress(measured * rounds, title, len(cases) * rounds):
-        if timings.case.num_bytes:
-            timings.bandwidths.append(memory.read_bandwidth())
-            time.sleep(SETTLE_S)
-        timings.seconds.append(timings.case.time_op())
-    return measured
-
-
-def _show(regime: dict[str, Any], measured: Sequence[CaseTimings], peaks: Mapping[str, float]) -> None:
-    bandwidths = [bandwidth for timings in measured for bandwidth in timings.bandwidths]
-    read = (
-        {"median": statistics.median(bandwidths) / 1e9, "best": max(bandwidths) / 1e9} if bandwidths else {}
+def _linear_group(cases: KernelCases, name: str, rows: Sequence[int]) -> CaseGroup:
+    matrices = [matrix for matrix in cases.shape.matrices if WEIGHT_FORMATS[name].fits(matrix)]
+    ops_per_row = sum(
+        2.0 * matrix.n * matrix.k * matrix.copies for matrix in matrices if matrix.name != "head"
     )
+    make = functools.partial(cases.linear, name, rows)
+    return CaseGroup(f"linear {name}", make, len(matrices) * len(rows), ops_per_row * sum(rows))
+
+
+def _result(
+    regime: Mapping[str, Any], measured: Sequence[CaseTimings], peaks: Mapping[str, float]
+) -> dict[str, Any]:
+    bandwidths = [bandwidth for timings in measured for bandwidth in timings.bandwidths]
+    read = {"median": statistics.median(bandwidths), "best": max(bandwidths)} if bandwidths else {}
     singles = {(t.case.op, t.case.setting): t for t in reversed(measured) if t.case.rows == 1}
-    figures = [_figures(t, singles.get((t.case.op, t.case.setting)), peaks) for t in measured]
-    print(", ".join(f"{name} {value}" for name, value in regime.items()))
+    return {
+        **regime,
+        "read_gb_s": {name: rate / 1e9 for name, rate in read.items()},
+        "peak_gop_s": {name: rate / 1e9 for name, rate in peaks.items()},
+        "cases": [_figures(t, singles.get((t.case.op, t.case.setting)), peaks) for t in measured],
+    }
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    print(", ".join(f"{name} {result[name]}" for name in ("shape", "backend", "threads", "rounds")))
     columns = ("operation", "rows", "µs", "of 1 row", "GB/s", "of read", "Gop/s", "of peak")
-    for setting, group in groupby(figures, lambda figure: figure["of"]):
+    for setting, group in groupby(result["cases"], lambda figure: figure["of"]):
         print_table(setting, columns, [_cells(figure) for figure in group])
-    limits = [(f"read, {name}", f"{rate:.1f} GB/s") for name, rate in read.items()]
-    limits += [(f"peak, {name}", f"{rate / 1e9:.0f} Gop/s") for name, rate in peaks.items()]
-    print_table("limits in this run", ("limit", "rate"), limits)
-    gop_s = {name: rate / 1e9 for name, rate in peaks.items()}
-    print_json({"bench": "kernels", **regime, "read_gb_s": read, "peak_gop_s": gop_s, "cases": figures})
+    limits = [(f"read, {name}", f"{rate:.1f} GB/s") for name, rate in result["read_gb_s"].items()]
+    limits += [(f"peak, {name}", f"{rate:.0f} Gop/s") for name, rate in result["peak_gop_s"].items()]
+    legend = (
+        "µs: of one operation, median over rounds; of 1 row: that time over the time for one row.",
+        "of read: share of the memory bandwidth that torch read with right before; above 100 % comes from "
+        "caches. Few rows are bound by it.",
+        "of peak: share of the best product rate of this run, by torch or by Foreword. Many rows are bound "
+        "by it.",
+    )
+    print_table("limits in this run", ("limit", "rate"), limits, legend)
 
 
 def _figures(timings: CaseTimings, single: CaseTimings | None, peaks: Mapping[str, float]) -> dict[str, Any]:

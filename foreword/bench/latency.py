@@ -1,9 +1,9 @@
 """`foreword bench latency`: one request at a time, the overhead of a step, and start-up.
 
 Regime: batch 1, greedy, the prompt's KV in the prefix cache after the first round (which is not counted),
-answers of at most --max-tokens. Modes alternate within each round; a ratio is the median over rounds of
-the time without speculation over the time with it for the same prompt, by category. All modes must give
-the same tokens, or the exit code is 1.
+answers of at most --max-tokens. Prompts repeat, so that drafters find their earlier answers. Modes alternate
+within each round; a ratio is the median over rounds of the time without speculation over the time with it
+for the same prompt, by category. All modes must give the same tokens, or the exit code is 1.
 
 Step overhead: a step's time without the forward pass, in microseconds, median over steps in which 1 or 64
 requests decode greedily without speculation. Start-up: from starting `foreword serve` to the first token.
@@ -12,33 +12,38 @@ requests decode greedily without speculation. Start-up: from starting `foreword 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foreword.bench.common import (
+    DEMO,
+    MODE_LEGEND,
     OFF,
-    PromptExample,
+    PROBE_TOKENS,
+    expected_weight,
     modes,
-    print_json,
     print_table,
     ratio,
-    read_examples,
     rotate,
+    rounds_text,
     sampling_params,
+    seconds_per_token,
     with_all_drafters,
 )
+from foreword.bench.prompts import PromptExample, read_examples
 from foreword.bench.server import ServerProcess
+from foreword.bench.session import BenchSession, BenchStep
 from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
 from foreword.cli.banner import EXAMPLE_PROMPT, parse_loading_line
 from foreword.cli.client import HTTPBackend
 from foreword.cli.flags import engine_fields, read_config
-from foreword.cli.terminal import loading_bar, track_progress
 from foreword.config.options import Config
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
@@ -48,6 +53,8 @@ from foreword.tokenizer.input_processor import SamplingDefaults, make_requests
 
 __all__ = ["ModeSamples", "figures_by_category", "measure_startup_s", "measure_step_overhead", "run"]
 
+OVERHEAD_REQUESTS = (1, 64)
+IMPORT_S = 3.0  # estimate: of Python's imports when a server starts
 STEPS = 48  # counted steps of the overhead
 WARM_STEPS = 4
 
@@ -84,7 +91,7 @@ def _requests(
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=4 * (WARM_STEPS + STEPS) + count)
     requests = []
     for number in range(count):
-        ids = prepared.tokenizer.encode(examples[number % len(examples)].prompt)[:32]
+        ids = prepared.tokenizer.encode(examples[number % len(examples)].turns[0])[:32]
         requests += make_requests(
             ids, params, prepared.tokenizer, f"bench-{number}", max_model_len, SamplingDefaults(number)
         )
@@ -131,55 +138,108 @@ Samples = dict[str, dict[str, ModeSamples]]  # by category, then by mode
 
 
 def run(args: argparse.Namespace) -> int:
-    config = with_all_drafters(read_config(args))
-    examples = read_examples(args)
-    with loading_bar("loading") as progress:
-        llm = LLM(on_progress=progress, **engine_fields(config))
-    compared = modes(llm.info.resolved.drafters)
-    samples, equal = _measure(llm, examples, compared, args)
-    counts = (1, 64)
-    overhead = {
-        str(count): measure_step_overhead(config, examples, count)
-        for count in track_progress(counts, "step overhead", len(counts))
-    }
-    startup = {} if args.skip_startup else measure_startup_s(config)
-    result = {
-        "bench": "latency",
-        "rounds": args.rounds,
-        "kinds": figures_by_category(samples, compared),
-        "equal": equal,
-        "step_overhead_us": overhead,
-        "startup_s": startup,
-    }
-    _show(result)
-    return 0 if equal else 1
-
-
-def _measure(
-    llm: LLM, examples: Sequence[PromptExample], compared: Sequence[str], args: argparse.Namespace
-) -> tuple[Samples, bool]:
-    """Samples, and whether all modes gave the same tokens."""
-    samples: Samples = defaultdict(lambda: {mode: ModeSamples() for mode in compared})
-    equal = True
-    plan = [
-        (round_, example, mode)
-        for round_ in range(args.rounds + 1)
-        for example in examples
-        for mode in rotate(compared, round_)
-    ]
-    answers: dict[PromptExample, tuple[int, ...]] = {}
-    for round_, example, mode in track_progress(plan, "measuring", len(plan)):
+    with BenchSession(args) as session:
+        examples = read_examples(args)
+        config = with_all_drafters(read_config(args))
         started = time.perf_counter()
-        output = llm.chat(
-            [{"role": "user", "content": example.prompt}], sampling_params(mode, args.max_tokens)
-        )[0]
+        with session.waiting(f"loading the model {config.model or DEMO}") as progress:
+            llm = LLM(on_progress=progress, **engine_fields(config))
+        load_s = time.perf_counter() - started
+        compared = modes(llm.info.resolved.drafters)
+        measurement = _Measurement(llm, examples, compared, args)
+        overhead: dict[str, dict[str, float]] = {}
+        startup: dict[str, float] = {}
+        steps = measurement.steps() + [
+            BenchStep(
+                f"step overhead, {count} requests",
+                f"step overhead, {count} requests",
+                load_s + expected_weight((WARM_STEPS + STEPS) * count, count) * measurement.token_s,
+                functools.partial(_add_overhead, overhead, config, examples, count),
+            )
+            for count in OVERHEAD_REQUESTS
+        ]
+        if not args.skip_startup:
+            expected_s = IMPORT_S + load_s
+            steps.append(
+                BenchStep(
+                    "start-up",
+                    "start-up of a server",
+                    expected_s,
+                    lambda: startup.update(measure_startup_s(config)),
+                )
+            )
+        plan = f"{len(examples)} prompts, {len(compared)} modes, {rounds_text(args.rounds)} and a warm-up"
+        session.run(steps, f"{plan}, then step overhead" + ("" if args.skip_startup else " and start-up"))
+        rounds, samples = measurement.complete_rounds(session.errors)
+        result = {
+            "rounds": rounds,
+            "kinds": figures_by_category(samples, compared),
+            "equal": measurement.equal,
+            "step_overhead_us": overhead,
+            "startup_s": startup,
+        }
+        return session.finish(result, _show, finished=len(samples), passed=measurement.equal)
+
+
+def _add_overhead(
+    overhead: dict[str, dict[str, float]], config: Config, examples: Sequence[PromptExample], count: int
+) -> None:
+    overhead[str(count)] = measure_step_overhead(config, examples, count)
+
+
+class _Measurement:
+    """Every prompt in every mode, round after round."""
+
+    def __init__(
+        self, llm: LLM, examples: Sequence[PromptExample], compared: Sequence[str], args: argparse.Namespace
+    ) -> None:
+        self.equal = True  # all modes gave the same tokens
+        self._llm = llm
+        self._examples = examples
+        self._compared = compared
+        self._args = args
+        self._answers: dict[PromptExample, tuple[int, ...]] = {}
+        # By round: category, mode, output and seconds of each answer.
+        self._measured: list[list[tuple[str, str, RequestOutput, float]]] = [[] for _ in range(args.rounds)]
+        self.token_s = seconds_per_token(lambda: len(self._answer(examples[0], OFF, PROBE_TOKENS).token_ids))
+
+    def steps(self) -> list[BenchStep]:
+        expected_s = self._args.max_tokens * self.token_s
+        rounds = self._args.rounds
+        return [
+            BenchStep(
+                example.category,
+                f"{example.category}, {mode}, " + (f"round {number} of {rounds}" if number else "warm-up"),
+                expected_s,
+                functools.partial(self._measure, number, example, mode),
+            )
+            for number in range(rounds + 1)
+            for example in self._examples
+            for mode in rotate(self._compared, number)
+        ]
+
+    def complete_rounds(self, failed: Collection[str]) -> tuple[int, Samples]:
+        """Their number, and the samples of the categories that did not fail."""
+        categories = [example.category for example in self._examples if example.category not in failed]
+        rounds = [[each for each in one if each[0] not in failed] for one in self._measured]
+        rounds = [one for one in rounds if len(one) == len(categories) * len(self._compared)]
+        samples = {name: {mode: ModeSamples() for mode in self._compared} for name in categories if rounds}
+        for category, mode, output, seconds in itertools.chain.from_iterable(rounds):
+            samples[category][mode].add(output, seconds)
+        return len(rounds), samples
+
+    def _measure(self, number: int, example: PromptExample, mode: str) -> None:
+        started = time.perf_counter()
+        output = self._answer(example, mode, self._args.max_tokens)
         seconds = time.perf_counter() - started
-        if output.token_ids != answers.setdefault(example, output.token_ids):
-            equal = False
-            print(f"{mode}: tokens differ from speculation off for {example.prompt!r}", file=sys.stderr)
-        if round_ > 0:
-            samples[example.category][mode].add(output, seconds)
-    return dict(samples), equal
+        if output.token_ids != self._answers.setdefault(example, output.token_ids):
+            self.equal = False
+            print(f"{mode}: tokens differ from speculation off for {example.turns[0]!r}", file=sys.stderr)
+        if number > 0:
+            self._measured[number - 1].append((example.category, mode, output, seconds))
+
+    def _answer(self, example: PromptExample, mode: str, max_tokens: int) -> RequestOutput:
+        return self._llm.chat(example.messages, sampling_params(mode, max_tokens))[0]
 
 
 def figures_by_category(samples: Samples, compared: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -198,20 +258,30 @@ def _figures(sample: ModeSamples, plain: ModeSamples) -> dict[str, float]:
     return figures
 
 
-def _show(result: dict[str, Any]) -> None:
+def _show(result: Mapping[str, Any]) -> None:
     equal = "equal" if result["equal"] else "NOT EQUAL"
     columns = ("kind", "speculation", "tokens/s", "ratio", "accepted", "tokens a step")
     kinds = result["kinds"].items()
     rows = [(kind, mode, *_cells(figures)) for kind, of in kinds for mode, figures in of.items()]
-    print_table(f"one request at a time; answers {equal} in all modes", columns, rows)
-    stages = list(result["step_overhead_us"]["1"])
-    overhead = result["step_overhead_us"].items()
-    rows = [(count, *(f"{of[stage]:.0f}" for stage in stages)) for count, of in overhead]
-    print_table("a step without the forward pass, microseconds", ("running", *stages), rows)
+    legend = (
+        f"ratio: speed over off for the same prompt, median over {rounds_text(result['rounds'])}; "
+        "above 1x is faster.",
+        "accepted: share of draft tokens that were right; tokens a step: delivered by a step that checks a "
+        "draft. Prompts repeat in every round, so that suffix drafts from the earlier answers.",
+        MODE_LEGEND,
+    )
+    print_table(f"one request at a time; answers {equal} in all modes", columns, rows, legend)
+    overhead = result["step_overhead_us"]
+    if overhead:
+        stages = list(next(iter(overhead.values())))
+        rows = [(count, *(f"{of[stage]:.0f}" for stage in stages)) for count, of in overhead.items()]
+        parts = "total: a whole step less the model's forward pass; the rest: its parts."
+        title = "a step without the forward pass, microseconds, by running requests"
+        print_table(title, ("running", *stages), rows, (parts,))
     if result["startup_s"]:
         startup = [(stage, f"{seconds:.2f}") for stage, seconds in result["startup_s"].items()]
-        print_table("from process start to the first token", ("stage", "s"), startup)
-    print_json(result)
+        parts = "engine stages are part of the time until ready."
+        print_table("from process start to the first token", ("stage", "s"), startup, (parts,))
 
 
 def _cells(figures: dict[str, float]) -> tuple[str, ...]:

@@ -12,31 +12,35 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
 from foreword.bench.common import (
+    DEMO,
     OFF,
-    PromptExample,
+    PROBE_TOKENS,
+    expected_weight,
     percentile,
-    print_json,
     print_table,
     ratio,
-    read_examples,
     rotate,
+    rounds_text,
     sampling_params,
+    seconds_per_token,
     with_all_drafters,
 )
+from foreword.bench.prompts import PromptExample, read_examples
 from foreword.bench.server import ServerProcess
+from foreword.bench.session import BenchSession, BenchStep
 from foreword.cli.client import HTTPBackend, request_body
 from foreword.cli.flags import read_config
 from foreword.cli.sse_reader import choices_of, iter_chunks_async, text_of
-from foreword.cli.terminal import loading_bar, track_progress
 from foreword.config.options import Config
 from foreword.errors import ForewordError
 
@@ -79,54 +83,80 @@ class ServeRepetition:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = read_config(args)
-    examples = read_examples(args)
-    with _server(args.base_url, with_all_drafters(config)) as url:
-        with contextlib.closing(HTTPBackend(url, config.api_key, config.served_model_name)) as remote:
-            model = remote.name
-        rounds = asyncio.run(_measure_repetitions(url, config.api_key, model, examples, args))
-    result = summary(rounds, args)
-    _show(result, args)
-    repetitions = [repetition for of_mode in rounds.values() for repetition in of_mode]
-    for error in sorted({error for repetition in repetitions for error in repetition.errors}):
-        print(f"error: {error}")
-    return 0 if result["answered_all"] and result["equal"] else 1
+    with BenchSession(args) as session:
+        examples, config = read_examples(args), read_config(args)
+        done: dict[str, list[ServeRepetition]] = {OFF: [], ON: []}
+        with _server(args.base_url, with_all_drafters(config), session) as url, asyncio.Runner() as runner:
+            with contextlib.closing(
+                HTTPBackend(url, config.api_key, next(iter(config.served_names()), None))
+            ) as remote:
+                model, defaulted = remote.name, tuple(remote.sampling_defaults)
+            http = _client(url, config.api_key, args.concurrency)
+
+            def measure(number: int, mode: str) -> None:
+                seeds = range(args.num_requests)
+                bodies = [_body(model, examples, mode, seed, args, defaulted) for seed in seeds]
+                repetition = runner.run(measure_repetition(http, bodies, args.concurrency))
+                if number > 0:
+                    done[mode].append(repetition)
+
+            def probe() -> int:
+                body = _body(model, examples, OFF, 0, args, defaulted) | {"max_tokens": PROBE_TOKENS}
+                (result,) = runner.run(measure_repetition(http, [body], 1)).results
+                if result.error is not None:
+                    raise ForewordError(f"{url}: the first request failed: {result.error}")
+                return result.num_tokens
+
+            concurrency = min(args.concurrency, args.num_requests)
+            weight = expected_weight(args.max_tokens * args.num_requests, concurrency)
+            expected_s = weight * seconds_per_token(probe)
+            steps = [
+                BenchStep(
+                    mode,
+                    f"{mode}, round {number} of {args.rounds}" if number else f"{mode}, warm-up",
+                    expected_s,
+                    functools.partial(measure, number, mode),
+                )
+                for number in range(args.rounds + 1)
+                for mode in rotate((OFF, ON), number)
+            ]
+            session.run(steps, f"speculation off and on, {rounds_text(args.rounds)} and a warm-up of each")
+            runner.run(http.aclose())
+        rounds = min(map(len, done.values()))
+        result = summary({mode: of_mode[:rounds] for mode, of_mode in done.items()}, args)
+        return session.finish(
+            result, _show, finished=rounds, passed=result["answered_all"] and result["equal"]
+        )
 
 
 @contextlib.contextmanager
-def _server(base_url: str | None, config: Config) -> Iterator[str]:
+def _server(base_url: str | None, config: Config, session: BenchSession) -> Iterator[str]:
     if base_url:
         yield base_url.rstrip("/").removesuffix("/v1")
         return
     with contextlib.ExitStack() as stack:
-        with loading_bar("starting a server"):
+        with session.waiting(f"starting a server of {config.model or DEMO}"):
             server = stack.enter_context(ServerProcess(config))
         yield server.url
 
 
-async def _measure_repetitions(
-    url: str, api_key: str | None, model: str, examples: Sequence[PromptExample], args: argparse.Namespace
-) -> dict[str, list[ServeRepetition]]:
-    """Counted rounds by mode."""
+def _client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncClient:
     headers = {"Authorization": f"Bearer {api_key.split(',')[0]}"} if api_key else {}
-    limits = httpx.Limits(max_connections=args.concurrency, max_keepalive_connections=args.concurrency)
-    done: dict[str, list[ServeRepetition]] = {OFF: [], ON: []}
-    plan = [(number, mode) for number in range(args.rounds + 1) for mode in rotate((OFF, ON), number)]
-    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=None) as http:
-        for number, mode in track_progress(plan, "measuring", len(plan)):
-            bodies = [_body(model, examples, mode, seed, args) for seed in range(args.num_requests)]
-            measured = await measure_repetition(http, bodies, args.concurrency)
-            if number > 0:
-                done[mode].append(measured)
-    return done
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+    return httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=None)
 
 
 def _body(
-    model: str, examples: Sequence[PromptExample], mode: str, seed: int, args: argparse.Namespace
+    model: str,
+    examples: Sequence[PromptExample],
+    mode: str,
+    seed: int,
+    args: argparse.Namespace,
+    defaulted: Sequence[str],
 ) -> dict[str, Any]:
+    """A body that names the `defaulted` fields: the checkpoint's defaults do not change a measurement."""
     params = sampling_params(mode, args.max_tokens, args.temperature, seed)
-    messages = [{"role": "user", "content": examples[seed % len(examples)].prompt}]
-    _, body = request_body(model, messages, params)
+    _, body = request_body(model, examples[seed % len(examples)].messages, params, defaulted)
     return body | {"stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -180,24 +210,29 @@ def _record_chunk(result: ClientResult, text: str, started: float, last: float, 
     return now
 
 
-def summary(repetitions: dict[str, list[ServeRepetition]], args: argparse.Namespace) -> dict[str, Any]:
-    """The JSON line: figures by mode, and whether all was answered with equal texts."""
+def summary(repetitions: Mapping[str, list[ServeRepetition]], args: argparse.Namespace) -> dict[str, Any]:
+    """Figures by mode, whether all was answered with equal texts, and the errors of requests."""
     rounds = [repetition for of_mode in repetitions.values() for repetition in of_mode]
     rates = {mode: [one.tokens_per_second for one in of_mode] for mode, of_mode in repetitions.items()}
-    return {
-        "bench": "serve",
-        "rounds": args.rounds,
+    has_tokens = bool(rounds) and all(rate > 0 for of_mode in rates.values() for rate in of_mode)
+    result = {
+        "rounds": len(repetitions[OFF]),
         "num_requests": args.num_requests,
         "concurrency": args.concurrency,
         "temperature": args.temperature,
         "answered_all": not any(repetition.errors for repetition in rounds),
-        "equal": len({repetition.texts for repetition in rounds}) == 1,
-        "throughput_ratio": ratio([1 / rate for rate in rates[OFF]], [1 / rate for rate in rates[ON]]),
+        "request_errors": sorted({error for repetition in rounds for error in repetition.errors}),
+        "equal": len({repetition.texts for repetition in rounds}) <= 1,
         "modes": {
             mode: {"tokens_per_second": statistics.median(rates[mode]), **_latencies(of_mode)}
             for mode, of_mode in repetitions.items()
+            if of_mode
         },
     }
+    if has_tokens:
+        slowness = {mode: [1 / rate for rate in of_mode] for mode, of_mode in rates.items()}
+        result["throughput_ratio"] = ratio(slowness[OFF], slowness[ON])
+    return result
 
 
 def _latencies(repetitions: Sequence[ServeRepetition]) -> dict[str, dict[str, float]]:
@@ -218,16 +253,23 @@ def _latencies(repetitions: Sequence[ServeRepetition]) -> dict[str, dict[str, fl
     }
 
 
-def _show(result: dict[str, Any], args: argparse.Namespace) -> None:
+def _show(result: Mapping[str, Any]) -> None:
     names = ("ttft_ms", "itl_ms", "e2e_ms")
-    titles = [f"{name.removesuffix('_ms').upper()} ms p50/p90/p99" for name in names]
     rows = []
     for mode, of in result["modes"].items():
         times = ["/".join(f"{of[name].get(f'p{percent}', 0):.0f}" for percent in PERCENTS) for name in names]
         rows.append([mode, f"{of['tokens_per_second']:.0f}", *times])
-    rows.append(["ratio", f"{result['throughput_ratio']:.2f}x"])
+    if "throughput_ratio" in result:
+        rows.append(["ratio", f"{result['throughput_ratio']:.2f}x"])
     state = "all answered" if result["answered_all"] else "NOT ALL ANSWERED"
     equal = "equal" if result["equal"] else "NOT EQUAL"
-    title = f"serve: {args.num_requests} requests, {args.concurrency} at once; {state}; texts {equal}"
-    print_table(title, ["speculation", "tokens/s", *titles], rows)
-    print_json(result)
+    load = f"{result['num_requests']} requests, {result['concurrency']} at once"
+    legend = (
+        "TTFT, ITL, E2E: milliseconds to the first token, between chunks, and of the whole answer: "
+        "p50/p90/p99 over all requests.",
+        f"ratio: tokens/s of auto over off in the same round, median of {rounds_text(result['rounds'])}; "
+        "above 1x is faster. off: no speculation; auto: all drafters.",
+        *(f"error: {error}" for error in result["request_errors"]),
+    )
+    columns = ["speculation", "tokens/s", *(name.removesuffix("_ms").upper() for name in names)]
+    print_table(f"serve: {load}; {state}; texts {equal}", columns, rows, legend)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from foreword.bench import latency
-from foreword.bench.common import PromptExample
 from foreword.bench.latency import ModeSamples, figures_by_category
+from foreword.bench.prompts import PromptExample
 from foreword.cli.main import main
 from foreword.config.options import Config
 from tests.support.checkpoints import write_checkpoint
@@ -84,7 +84,7 @@ def test_latency_ratio_compares_the_same_prompts() -> None:
 def test_step_overhead_excludes_the_forward_pass(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "STEPS", 3)
     config = Config(model=flags[1], kv_cache_memory="8000tokens")
-    stages = latency.measure_step_overhead(config, [PromptExample("a", "the thing")], 2)
+    stages = latency.measure_step_overhead(config, [PromptExample("a", ("the thing",))], 2)
     assert "forward" not in stages
     assert all(math.isfinite(us) and us >= 0 for us in stages.values())
     assert stages["total"] >= max(us for stage, us in stages.items() if stage != "total") / 2

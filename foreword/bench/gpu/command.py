@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from foreword.bench.common import print_json, print_table
 from foreword.bench.gpu.config import DRY_RUN, FULL, QUICK, SECTIONS, BenchConfig
 from foreword.bench.gpu.report import Report
+from foreword.bench.session import ResultFile
 from foreword.config.hardware import probe_hardware
 from foreword.errors import ConfigError
 
@@ -48,13 +48,18 @@ def run(args: argparse.Namespace) -> int:
     names = _parse_sections(args.only)
     config = _select_config(args)
     regime = {"rehearsal": config.is_dry_run, "quick": args.quick}
-    report = Report(regime, Path(args.out) if args.out else None)
+    file = ResultFile("--out", args.out) if args.out else None
+    report = Report(regime, file)
     sections = {
         name: getattr(importlib.import_module(f"foreword.bench.gpu.{MODULES[name]}"), name) for name in names
     }
-    with _time_limit(sum(config.budgets[name] for name in names) + GRACE_S):
-        run_sections(sections, config, report)
-    report.write()
+    try:
+        with _time_limit(sum(config.budgets[name] for name in names) + GRACE_S):
+            run_sections(sections, config, report)
+        report.write()
+    finally:
+        if file is not None:
+            file.discard()
     _show(report, config)
     return 1 if report.broken or (report.failed_checks() and not config.is_dry_run) else 0
 
@@ -114,7 +119,8 @@ def _show(report: Report, config: BenchConfig) -> None:
     cells = [(row.label, row.bound, row.measured, row.verdict) for row in verdicts]
     print_table("targets", ("figure", "target", "measured", "verdict"), cells)
     targets = {row.label: row.verdict for row in verdicts}
-    print_json({**report.as_json(), "failed_checks": failed, "targets": targets})
+    if not sys.stdout.isatty():
+        print_json({**report.as_json(), "failed_checks": failed, "targets": targets})
 
 
 @dataclass(frozen=True, slots=True)

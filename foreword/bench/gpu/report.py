@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from foreword.bench.session import ResultFile
 from foreword.cli.terminal import stderr_console
 
 __all__ = ["Report", "SectionTimeUp"]
@@ -30,7 +29,7 @@ class Report:
     """Figures by section and part."""
 
     regime: Mapping[str, Any]
-    path: Path | None = None
+    file: ResultFile | None = None
     clock: Callable[[], float] = time.perf_counter
     figures: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)  # reason by part
@@ -104,10 +103,9 @@ class Report:
 
     def write(self) -> None:
         """Replace the findings file."""
-        if self.path is not None:
-            partial = self.path.with_name(self.path.name + ".part")
-            partial.write_text(json.dumps(self.as_json(), indent=1), encoding="utf-8")
-            os.replace(partial, self.path)
+        if self.file is not None:
+            text = json.dumps(self.as_json(), indent=1)
+            self.file.write(lambda path: path.write_text(text, encoding="utf-8"))
 
     def _check_time(self) -> None:
         if self._deadline - self.clock() < MIN_LEFT_S:

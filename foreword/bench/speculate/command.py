@@ -14,19 +14,25 @@ answers with a set share of right tokens, so that random weights can be measured
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import importlib
-import json
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from foreword.bench.common import DEMO, print_json, with_all_drafters
+from foreword.bench.common import DEMO, PROBE_TOKENS, expected_weight, rounds_text, with_all_drafters
+from foreword.bench.prompts import PromptExample, read_examples
+from foreword.bench.session import BenchSession, BenchStep
 from foreword.bench.speculate.local import (
     MIXED_REPLAY,
+    RANDOM,
     LocalEngine,
     LocalTarget,
     make_replay_conversations,
@@ -52,142 +58,233 @@ from foreword.bench.speculate.workloads import (
     MIXED,
     QUICK_CATEGORIES,
     Conversation,
+    ConversationFactory,
     PromptBudget,
     library_functions,
     make_conversations,
+    prompt_conversations,
 )
 from foreword.cli.flags import read_config
-from foreword.cli.terminal import loading_bar, track_progress
 from foreword.config.options import Config
 from foreword.core.params import Speculation
 from foreword.errors import ConfigError
 
 __all__ = ["run"]
 
-ConversationFactory = Callable[[str, int, int], tuple[Conversation, ...]]  # (category, count, variant)
-DEFAULTS = {
-    "rounds": 7,
-    "categories": ",".join(ALL_CATEGORIES),
-    "concurrency": "1,4,16,64",
-    "requests": 4,
-    "max_tokens": 128,
-}
-QUICK_DEFAULTS = {
-    "rounds": 2,
-    "categories": ",".join(QUICK_CATEGORIES),
-    "concurrency": "1,4",
-    "requests": 2,
-    "max_tokens": 48,
-}
+DEFAULTS = {"rounds": 7, "concurrency": "1,4,16,64", "requests": 4, "max_tokens": 128, "full_cache": True}
+QUICK_DEFAULTS = {"rounds": 5, "concurrency": "1,4", "requests": 3, "max_tokens": 64, "full_cache": False}
+MAX_QUICK_PROMPTS = 8  # of each category of a file, unless --requests is given
 MAX_FULL_CONCURRENCY = 16  # of the case with a full cache
 FULL_SHARE = 3  # its cache holds one third of the tokens of its requests
+CHARS_PER_TOKEN = 3  # estimates
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, value in (QUICK_DEFAULTS if args.quick else DEFAULTS).items():
-        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
-    _check(args)
+    examples = read_examples(args) if args.prompts or args.prompt_field else ()
+    _set_defaults(args, examples)
+    _check(args, examples)
     draw = importlib.import_module("foreword.bench.speculate.plot").draw if args.plot else None
-    result = _remote(args) if args.base_url else _replay(args) if args.replay_acceptance else _local(args)
-    print_result(result)
-    if draw is not None:
-        draw(result, Path(args.plot))
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1, allow_nan=False), encoding="utf-8")
-    print_json(result)
-    return 0 if result["equal"] and result["answered_all"] else 1
+    with BenchSession(args) as session, contextlib.ExitStack() as stack:
+        if args.base_url:
+            measurement = _remote(args, examples)
+        elif args.replay_acceptance:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            measurement = _replay(args, examples, session, Path(folder) / "recording.jsonl")
+        else:
+            measurement = _local(args, examples, session)
+        session.run(measurement.steps, measurement.plan)
+        result = measurement.result()
+        return session.finish(
+            result,
+            print_result,
+            finished=sum(bool(cell["modes"]) for cell in result["cells"]),
+            passed=result["equal"] and result["answered_all"],
+            draw=draw,
+        )
 
 
-def _local(args: argparse.Namespace) -> dict[str, Any]:
+def _set_defaults(args: argparse.Namespace, examples: Sequence[PromptExample]) -> None:
+    """Set the flags that were not given."""
+    defaults: dict[str, Any] = dict(QUICK_DEFAULTS if args.quick else DEFAULTS)
+    if examples:
+        largest = max(Counter(example.category for example in examples).values())
+        defaults["requests"] = min(largest, MAX_QUICK_PROMPTS) if args.quick else largest
+    for name, value in defaults.items():
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
+
+
+@dataclass(slots=True)
+class _Measurement:
+    """Cases on a target that steps may replace, and the cells that are complete."""
+
+    target: BenchTarget
+    model: str
+    modes: tuple[Mode, ...]
+    rounds: int
+    token_s: float = 0.0  # estimate, of a plain step of one request
+    steps: list[BenchStep] = field(default_factory=list)
+    cells: list[dict[str, Any]] = field(default_factory=list)
+    num_cases: int = 0
+    _pairs: dict[str, dict[str, list[PairedRun]]] = field(default_factory=dict)  # by case and mode
+
+    def add(self, cases: Sequence[SpecCase], runs_per_mode: float = 1.0) -> None:
+        """Plan an uncounted round and `rounds` counted ones of each case."""
+        self.token_s = self.token_s or _measure_token_s(self.target, cases[0].make(0)[0])
+        self.num_cases += len(cases)
+        for case in cases:
+            weight = sum(map(functools.partial(_weight, case.concurrency), case.make(0)))
+            runs = 1 + runs_per_mode * len(_applicable_modes(self.modes, case))
+            for number in range(self.rounds + 1):
+                label = f"{case.name}, " + (f"round {number} of {self.rounds}" if number else "warm-up")
+                measure = functools.partial(self._measure, case, number)
+                self.steps.append(BenchStep(case.name, label, weight * runs * self.token_s, measure))
+
+    @property
+    def plan(self) -> str:
+        names = ", ".join((OFF.name, *(mode.name for mode in self.modes)))
+        return f"{self.num_cases} cells in modes {names}, {rounds_text(self.rounds)} and a warm-up of each"
+
+    def result(self) -> dict[str, Any]:
+        cells = self.cells
+        return {
+            "model": self.model,
+            "rounds": self.rounds,
+            "modes": [OFF.name, *(mode.name for mode in self.modes)],
+            "equal": all(figures.get("equal", True) for cell in cells for figures in cell["modes"].values()),
+            "answered_all": not any(cell["errors"] for cell in cells),
+            "worst": {AUTO.name: worst_cases(cells, AUTO.name)},
+            "cells": cells,
+        }
+
+    def _measure(self, case: SpecCase, number: int) -> None:
+        modes = _applicable_modes(self.modes, case)
+        pairs = self._pairs.setdefault(case.name, {})
+        for name, pair in self.target.run_pairs(case, modes, number).items():
+            if number > 0:
+                pairs.setdefault(name, []).append(pair)
+        if number == self.rounds:
+            self.cells.append(case_result(case, modes, self._pairs.pop(case.name)))
+
+
+def _measure_token_s(target: BenchTarget, conversation: Conversation) -> float:
+    """Seconds of a plain step of one request, with its share of the prompt."""
+    short = replace(conversation, turns=conversation.turns[:1], max_tokens=PROBE_TOKENS, ignore_eos=True)
+    target.run_plain(short)
+    return target.run_plain(short) / _weight(1, short)
+
+
+def _weight(concurrency: int, conversation: Conversation) -> float:
+    """Time of a conversation among others, in steps of one request."""
+    history = [text for _, text in conversation.history]
+    num_chars = sum(map(len, (*history, *conversation.turns)))
+    prompt_tokens = len(conversation.prompt_ids) or num_chars / CHARS_PER_TOKEN
+    return expected_weight(conversation.max_tokens * conversation.num_turns, concurrency, prompt_tokens)
+
+
+def _local(
+    args: argparse.Namespace, examples: Sequence[PromptExample], session: BenchSession
+) -> _Measurement:
     config = with_all_drafters(read_config(args))
-    target = _load(config, args)
-    make = functools.partial(make_conversations, budget=_prompt_budget(target.engines[ADAPTIVE], args))
-    return _measure_locally(target, config, args, _categories(args), make)
+    started = time.perf_counter()
+    with session.waiting(f"loading the model {config.model or DEMO}"):
+        target = _load(config, args)
+    load_s = time.perf_counter() - started
+    make = _local_factory(target.engines[ADAPTIVE], args, examples)
+    return _plan_locally(target, config, args, _categories(args, examples), make, examples, load_s)
 
 
-def _replay(args: argparse.Namespace) -> dict[str, Any]:
+def _replay(
+    args: argparse.Namespace, examples: Sequence[PromptExample], session: BenchSession, file: Path
+) -> _Measurement:
     """Recorded answers as drafts, in one category per acceptance rate."""
     rates = parse_acceptance_rates(args.replay_acceptance)
-    base = [name for name in _categories(args) if name != MIXED]
+    base = [name for name in _categories(args, examples) if name not in (MIXED, RANDOM)]
+    if not base:
+        raise ConfigError("--replay-acceptance needs a category besides mixed and random", "categories")
     config = _replaying(args)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "recording.jsonl"
+    with session.waiting(f"recording answers of {config.model or DEMO}"):
         recorder = LocalEngine(_without_speculation(config))
-        make = functools.partial(make_replay_conversations, base=base, budget=_prompt_budget(recorder, args))
+        make_base = _local_factory(recorder, args, examples)
+        make = functools.partial(make_replay_conversations, base=base, make=make_base)
         loads = _parse_loads(args, recorder.info.resolved.max_num_seqs)
-        groups = [make(name, _num_requests(args, loads[-1]), 0) for name in replay_categories(rates)]
+        groups = [make(name, max(args.requests, loads[-1]), 0) for name in replay_categories(rates)]
         record_outputs(recorder, groups, rates, loads[-1], file)
-        del recorder
-        gc.collect()
-        config = replace(config, replay_file=str(file), replay_cost=getattr(args, "replay_cost", False))
-        return _measure_locally(_load(config, args), config, args, replay_categories(rates), make)
+    del recorder, make_base
+    gc.collect()
+    config = replace(config, replay_file=str(file), replay_cost=getattr(args, "replay_cost", False))
+    started = time.perf_counter()
+    with session.waiting(f"loading the model {config.model or DEMO}"):
+        target = _load(config, args)
+    load_s = time.perf_counter() - started
+    return _plan_locally(target, config, args, replay_categories(rates), make, (), load_s)
 
 
-def _remote(args: argparse.Namespace) -> dict[str, Any]:
+def _remote(args: argparse.Namespace, examples: Sequence[PromptExample]) -> _Measurement:
     target = RemoteTarget(args.base_url, read_config(args).api_key)
-    context = min(target.max_len, args.context)
-    budget = PromptBudget.from_context(
-        context, args.max_tokens, target.count, target.plain_ids(), library_functions()
-    )
-    make = functools.partial(make_conversations, budget=budget)
-    cases = _make_cases(_categories(args), _parse_loads(args), args, make)
+    if examples:
+        make: ConversationFactory = functools.partial(
+            prompt_conversations, examples=examples, max_tokens=args.max_tokens
+        )
+    else:
+        context = min(target.max_len, args.context)
+        budget = PromptBudget.from_context(
+            context, args.max_tokens, target.count, target.plain_ids(), library_functions()
+        )
+        make = functools.partial(make_conversations, budget=budget)
+    cases = _make_cases(_categories(args, examples), _parse_loads(args), args, make, examples)
     modes = _modes(target.drafters, args)
-    return _result(target.model, args, modes, _measure(target, cases, modes, args.rounds))
+    needed = max(len(case.make(0)) for case in cases) * len(modes) * (args.rounds + 1)
+    if examples and min(Counter(example.category for example in examples).values()) < needed:
+        print(
+            f"bench speculate: prompts repeat, since {args.rounds} rounds take {needed} of a category: the "
+            "server may draft from its earlier answers",
+            file=sys.stderr,
+        )
+    measurement = _Measurement(target, target.model, modes, args.rounds)
+    measurement.add(cases, runs_per_mode=2.0)
+    return measurement
 
 
-def _measure_locally(
+def _plan_locally(
     target: LocalTarget,
     config: Config,
     args: argparse.Namespace,
     categories: Sequence[str],
     make: ConversationFactory,
-) -> dict[str, Any]:
+    examples: Sequence[PromptExample],
+    load_s: float,
+) -> _Measurement:
     """All cases, then the one with the small cache, on engines that replace the first ones."""
     resolved = target.engines[ADAPTIVE].info.resolved
-    modes = _modes(resolved.drafters, args)
     loads = _parse_loads(args, resolved.max_num_seqs)
-    results = _measure(target, _make_cases(categories, loads, args, make), modes, args.rounds)
-    if args.full_cache:
-        load = max((load for load in loads if load <= MAX_FULL_CONCURRENCY), default=loads[0])
-        category = next(name for name in (MIXED_REPLAY, MIXED, categories[-1]) if name in categories)
-        case = _make_case(category, load, args, make, full=True)
-        small = _small_cache(config, target.engines[ADAPTIVE], case)
+    measurement = _Measurement(
+        target, str(config.model or DEMO), _modes(resolved.drafters, args), args.rounds
+    )
+    measurement.add(_make_cases(categories, loads, args, make, examples))
+    if not args.full_cache:
+        return measurement
+    load = max((load for load in loads if load <= MAX_FULL_CONCURRENCY), default=loads[0])
+    category = next(name for name in (MIXED_REPLAY, MIXED, categories[-1]) if name in categories)
+    case = _make_case(category, load, args, make, examples, full=True)
+    small = _small_cache(config, target.engines[ADAPTIVE], case)
+
+    def reload() -> None:
         target.engines.clear()
         gc.collect()
-        results += _measure(_load(small, args), [case], modes, args.rounds)
-    return _result(str(config.model or DEMO), args, modes, results)
+        measurement.target = _load(small, args)
 
-
-def _measure(
-    target: BenchTarget, cases: Sequence[SpecCase], modes: Sequence[Mode], rounds: int
-) -> list[dict[str, Any]]:
-    plan = [(case, number) for case in cases for number in range(rounds + 1)]
-    pairs: dict[str, dict[str, list[PairedRun]]] = {case.name: {} for case in cases}
-    for case, number in track_progress(plan, "measuring", len(plan)):
-        for name, pair in target.run_pairs(case, _applicable_modes(modes, case), number).items():
-            if number > 0:
-                pairs[case.name].setdefault(name, []).append(pair)
-    return [case_result(case, _applicable_modes(modes, case), pairs[case.name]) for case in cases]
-
-
-def _result(
-    model: str, args: argparse.Namespace, modes: Sequence[Mode], cases: list[dict[str, Any]]
-) -> dict[str, Any]:
-    return {
-        "bench": "speculate",
-        "model": model,
-        "rounds": args.rounds,
-        "modes": [OFF.name, *(mode.name for mode in modes)],
-        "equal": all(figures.get("equal", True) for cell in cases for figures in cell["modes"].values()),
-        "answered_all": not any(cell["errors"] for cell in cases),
-        "worst": {AUTO.name: worst_cases(cases, AUTO.name)},
-        "cells": cases,
-    }
+    measurement.steps.append(BenchStep(case.name, f"{case.name}, loading", load_s, reload))
+    measurement.add([case])
+    return measurement
 
 
 def _modes(drafters: Sequence[str], args: argparse.Namespace) -> tuple[Mode, ...]:
-    """Modes compared with `off`; a single drafter is the same as `auto`. Raises ConfigError."""
-    alone = [Mode(name, speculation=Speculation(name)) for name in drafters] if len(drafters) > 1 else []
+    """Modes compared with `off`; a single drafter is the same as `auto`. Raises ConfigError.
+
+    --quick leaves out each drafter alone.
+    """
+    names = () if len(drafters) == 1 or (args.quick and not args.modes) else drafters
+    alone = [Mode(name, speculation=Speculation(name)) for name in names]
     lengths = [
         Mode(f"fixed {length}", FIXED, Speculation(max_tokens=length)) for length in _parse_lengths(args)
     ]
@@ -206,21 +303,47 @@ def _applicable_modes(modes: Sequence[Mode], case: SpecCase) -> tuple[Mode, ...]
 
 
 def _make_cases(
-    categories: Sequence[str], loads: Sequence[int], args: argparse.Namespace, make: ConversationFactory
+    categories: Sequence[str],
+    loads: Sequence[int],
+    args: argparse.Namespace,
+    make: ConversationFactory,
+    examples: Sequence[PromptExample],
 ) -> list[SpecCase]:
-    return [_make_case(category, load, args, make) for load in loads for category in categories]
+    cases = [_make_case(category, load, args, make, examples) for load in loads for category in categories]
+    return list({case.name: case for case in cases}.values())
 
 
 def _make_case(
-    category: str, load: int, args: argparse.Namespace, make: ConversationFactory, full: bool = False
+    category: str,
+    load: int,
+    args: argparse.Namespace,
+    make: ConversationFactory,
+    examples: Sequence[PromptExample],
+    full: bool = False,
 ) -> SpecCase:
-    count = _num_requests(args, load)
-    return SpecCase(category, load, lambda variant: make(category, count, variant), full)
+    """A case with the prompts of a file has each of them once at most."""
+    count = max(int(args.requests), load)
+    if examples:
+        count = min(count, sum(example.category == category for example in examples))
+    return SpecCase(category, min(load, count), lambda variant: make(category, count, variant), full)
 
 
-def _num_requests(args: argparse.Namespace, load: int) -> int:
-    """Requests of a round."""
-    return max(int(args.requests), load)
+def _local_factory(
+    engine: LocalEngine, args: argparse.Namespace, examples: Sequence[PromptExample]
+) -> ConversationFactory:
+    """Raises ConfigError for a prompt of a file that does not fit the context."""
+    if not examples:
+        return functools.partial(make_conversations, budget=_prompt_budget(engine, args))
+    for example in examples:
+        first = Conversation(example.turns[:1], example.history)
+        num_tokens = len(engine.prompt_ids(first, ()))
+        if num_tokens + args.max_tokens > engine.max_len:
+            raise ConfigError(
+                f"--prompts {args.prompts}: the {num_tokens} tokens of line {example.line} and --max-tokens "
+                f"{args.max_tokens} exceed the context of {engine.max_len}",
+                "prompts",
+            )
+    return functools.partial(prompt_conversations, examples=examples, max_tokens=args.max_tokens)
 
 
 def _prompt_budget(engine: LocalEngine, args: argparse.Namespace) -> PromptBudget:
@@ -238,8 +361,7 @@ def _load(config: Config, args: argparse.Namespace) -> LocalTarget:
         configs[FIXED] = replace(config, draft_length="fixed", num_speculative_tokens=max(lengths))
     if args.plain:
         configs[PLAIN] = _without_speculation(config)
-    with loading_bar("loading"):
-        return LocalTarget(configs)
+    return LocalTarget(configs)
 
 
 def _without_speculation(config: Config) -> Config:
@@ -264,18 +386,22 @@ def _small_cache(config: Config, engine: LocalEngine, case: SpecCase) -> Config:
     return replace(config, kv_cache_memory=f"{tokens}tokens", max_model_len=min(engine.max_len, tokens))
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace, examples: Sequence[PromptExample]) -> None:
     """Check the flags before anything is loaded. Raises ConfigError."""
-    for read in (_categories, _parse_loads, _parse_lengths):
-        read(args)
+    _categories(args, examples)
+    _parse_loads(args)
+    _parse_lengths(args)
     if args.base_url and (args.fixed or args.plain or args.replay_acceptance):
         raise ConfigError(
             "--fixed, --plain and --replay-acceptance load engines in this process: leave out --base-url"
         )
 
 
-def _categories(args: argparse.Namespace) -> tuple[str, ...]:
-    return _parse_names("categories", args.categories, ALL_CATEGORIES)
+def _categories(args: argparse.Namespace, examples: Sequence[PromptExample]) -> tuple[str, ...]:
+    known = tuple(dict.fromkeys(example.category for example in examples)) or ALL_CATEGORIES
+    if args.categories is None:
+        return QUICK_CATEGORIES if args.quick and not examples else known
+    return _parse_names("categories", args.categories, known)
 
 
 def _parse_names(name: str, text: str, known: Sequence[str]) -> tuple[str, ...]:

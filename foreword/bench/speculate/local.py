@@ -16,6 +16,7 @@ from pathlib import Path
 
 from foreword.bench.common import rotate
 from foreword.bench.speculate.types import (
+    ADAPTIVE,
     OFF,
     BenchRepetition,
     Mode,
@@ -26,9 +27,7 @@ from foreword.bench.speculate.types import (
 )
 from foreword.bench.speculate.workloads import (
     Conversation,
-    PromptBudget,
-    interleave,
-    make_conversations,
+    ConversationFactory,
     stable_seed,
 )
 from foreword.checkpoint import prepare_checkpoint
@@ -45,6 +44,7 @@ from foreword.tokenizer.output_processor import ChoiceOutput
 
 __all__ = [
     "MIXED_REPLAY",
+    "RANDOM",
     "LocalEngine",
     "LocalTarget",
     "make_replay_conversations",
@@ -116,13 +116,10 @@ def prompt_text(
     conversation: Conversation, history: Sequence[str], template: ChatTemplate | None
 ) -> tuple[str, bool]:
     """The text of the next turn, and whether it is templated."""
-    parts = interleave(conversation.turns, history)
+    messages = conversation.messages(history)
     if conversation.raw or template is None:
-        return "\n\n".join(parts), False
-    roles = ("user", "assistant")
-    return template.render(
-        [{"role": roles[index % 2], "content": part} for index, part in enumerate(parts)]
-    ), True
+        return "\n\n".join(message["content"] for message in messages), False
+    return template.render(messages), True
 
 
 class _RepetitionRun:
@@ -147,11 +144,15 @@ class _RepetitionRun:
 
     def run(self, concurrency: int) -> BenchRepetition:
         started = time.perf_counter()
-        while self._waiting or self._inflight:
-            while self._waiting and len(self._inflight) < concurrency:
-                self._submit(*self._waiting.popleft())
-            if self._inflight:
-                self._process_report(self._engine.step())
+        try:
+            while self._waiting or self._inflight:
+                while self._waiting and len(self._inflight) < concurrency:
+                    self._submit(*self._waiting.popleft())
+                if self._inflight:
+                    self._process_report(self._engine.step())
+        finally:  # an error or Ctrl-C leaves requests, which the next round must not meet
+            for request_id in self._inflight:
+                self._engine.client.abort(request_id)
         seconds = time.perf_counter() - started
         results = tuple(sorted(self._results, key=lambda result: result.key))
         before, after = self._before, self._engine.stats
@@ -232,6 +233,13 @@ class LocalTarget:
 
     def __init__(self, configs: Mapping[str, Config]) -> None:
         self.engines = {name: LocalEngine(config) for name, config in configs.items()}
+        self._num_plain = 0
+
+    def run_plain(self, conversation: Conversation) -> float:
+        """Seconds of one conversation without speculation."""
+        self._num_plain += 1
+        salt = f"plain {self._num_plain}"
+        return self.engines[ADAPTIVE].run((conversation,), OFF, 1, salt).seconds
 
     def run_pairs(self, case: SpecCase, modes: Sequence[Mode], number: int) -> Mapping[str, PairedRun]:
         """Every mode and round has a cache salt of its own, so that all start without KV and corpus."""
@@ -259,10 +267,10 @@ def replay_categories(rates: Sequence[float]) -> tuple[str, ...]:
 
 
 def make_replay_conversations(
-    category: str, count: int, variant: int, base: Sequence[str], budget: PromptBudget
+    category: str, count: int, variant: int, base: Sequence[str], make: ConversationFactory
 ) -> tuple[Conversation, ...]:
     """Conversations of the base categories in turn, under seeds of their own."""
-    columns = [make_conversations(name, count, variant, budget) for name in base if name != RANDOM]
+    columns = [make(name, count, variant) for name in base if name != RANDOM]
     return tuple(
         replace(columns[number % len(columns)][number], category=category, seed=stable_seed(category, number))
         for number in range(count)

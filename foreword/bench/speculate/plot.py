@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foreword.bench.session import describe_machine
 from foreword.bench.speculate.types import AUTO, OFF
 from foreword.errors import ConfigError
 
@@ -24,24 +25,21 @@ __all__ = ["draw"]
 Cells = Sequence[Mapping[str, Any]]
 TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12)
 INK, GRID = "#222222", "#dddddd"
-# fmt: off
-COLORS = (
-    "#1f5fa8", "#d1662b", "#3c8d4f", "#8a5aa8", "#b8962e",
-    "#5aa6b8", "#a83c5c", "#777777", "#6b8e23", "#c06090",
-)
-# fmt: on
+# Okabe and Ito's colours, which colour-blind readers tell apart; markers repeat what the colours say.
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
+MARKERS = "osD^vP*X"
 STAGES = {
-    "forward": "#1f5fa8",
-    "sample": "#5aa6b8",
-    "draft": "#d1662b",
-    "schedule": "#b8962e",
-    "assemble": "#8a5aa8",
+    "forward": "#0072b2",
+    "sample": "#56b4e9",
+    "draft": "#d55e00",
+    "schedule": "#e69f00",
+    "assemble": "#cc79a7",
     "commit": "#999999",
 }
 
 
 def draw(result: Mapping[str, Any], file: Path) -> None:
-    """Write a PNG. Raises ConfigError where the file cannot be written."""
+    """Write a PNG. Raises OSError."""
     cells: Cells = [cell for cell in result["cells"] if cell["modes"]]
     loads = sorted({(cell["cache_full"], cell["concurrency"]) for cell in cells})
     categories = list(dict.fromkeys(cell["category"] for cell in cells))
@@ -50,26 +48,27 @@ def draw(result: Mapping[str, Any], file: Path) -> None:
     above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
     for axes, load in zip(_subplots(above, len(loads), share=True), loads, strict=True):
         of_load = [cell for cell in cells if (cell["cache_full"], cell["concurrency"]) == load]
-        _ratios(axes, of_load, categories, result["modes"])
+        _ratios(axes, of_load, categories, result["modes"], result["rounds"])
     left, right = _subplots(below, 2)
     _acceptance(left, cells, categories)
     _stages(right, cells, loads)
-    title = f"throughput against speculation off ({result['model']}; bars: 95 % intervals)"
-    above.suptitle(title, color=INK, fontsize=12)
+    below.legend(
+        *right.get_legend_handles_labels(), loc="outside lower right", ncols=len(STAGES), frameon=False
+    )
+    state = "" if result["complete"] else ", INCOMPLETE"
+    title = f"speed with speculation over off: {result['model']}, {result['rounds']} rounds{state}"
+    figure.suptitle(f"{title}\n{describe_machine(result)}", color=INK, fontsize=12)
     handles, labels = above.axes[0].get_legend_handles_labels()
     above.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 8), frameon=False)
-    try:
-        figure.savefig(file, dpi=130, format="png")
-    except OSError as error:
-        raise ConfigError(f"--plot {file}: {error.strerror}", "plot") from None
+    figure.savefig(file, dpi=130, format="png")
 
 
 def _subplots(part: Any, count: int, share: bool = False) -> list[Axes]:
     return list(part.subplots(1, count, sharey=share, squeeze=False)[0])
 
 
-def _ratios(axes: Axes, cells: Cells, categories: Sequence[str], modes: Sequence[str]) -> None:
-    """A dot for every category and mode, `auto` large."""
+def _ratios(axes: Axes, cells: Cells, categories: Sequence[str], modes: Sequence[str], rounds: int) -> None:
+    """A marker for every category and mode, `auto` large; n counts the answers of a mode."""
     shown = [mode for mode in modes if mode != OFF.name]
     for index, mode in enumerate(shown):
         measured = [cell for cell in cells if "throughput" in cell["modes"].get(mode, {})]
@@ -80,7 +79,12 @@ def _ratios(axes: Axes, cells: Cells, categories: Sequence[str], modes: Sequence
         lower = [ratio["ratio"] - ratio.get("low", ratio["ratio"]) for ratio in ratios]
         upper = [ratio.get("high", ratio["ratio"]) - ratio["ratio"] for ratio in ratios]
         size, color = (7, INK) if mode == AUTO.name else (4, COLORS[index % len(COLORS)])
-        style: dict[str, Any] = {"fmt": "o", "color": color, "markersize": size, "linewidth": 1.2}
+        style: dict[str, Any] = {
+            "fmt": MARKERS[index % len(MARKERS)],
+            "color": color,
+            "markersize": size,
+            "linewidth": 1.2,
+        }
         axes.errorbar(values, heights, xerr=[lower, upper], label=mode, **style)
     axes.axvline(1, color=INK, linewidth=0.8)
     axes.set_xscale("log")
@@ -92,6 +96,11 @@ def _ratios(axes: Axes, cells: Cells, categories: Sequence[str], modes: Sequence
     axes.set_ylim(len(categories) - 0.5, -0.5)
     axes.grid(axis="x", color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
+    axes.set_xlabel("times the tokens/s of off (95 % interval; n answers)")
+    for cell in cells:
+        place = (0.99, categories.index(cell["category"]) - 0.42)
+        style = {"ha": "right", "va": "center", "fontsize": 8, "color": "#666666"}
+        axes.text(*place, f"n = {cell['requests'] * rounds}", transform=axes.get_yaxis_transform(), **style)
     suffix = ", cache full" if cells[0]["cache_full"] else ""
     axes.set_title(f"{cells[0]['concurrency']} at once{suffix}", fontsize=11)
 
@@ -116,9 +125,9 @@ def _acceptance(axes: Axes, cells: Cells, categories: Sequence[str]) -> None:
     axes.set_yticks(range(len(categories)), categories)
     ticks = range(0, width, max(width // 8, 1))
     axes.set_xticks(ticks, [str(tick + 1) for tick in ticks])
-    axes.set_xlabel("position in the draft")
-    axes.set_title(f"share of auto's draft tokens accepted, {least} at once", fontsize=11)
-    axes.figure.colorbar(image, ax=axes, shrink=0.9)
+    axes.set_xlabel("position in the draft (white: no draft was so long)")
+    axes.set_title(f"draft tokens of auto that were accepted, {least} at once", fontsize=11)
+    axes.figure.colorbar(image, ax=axes, shrink=0.9, label="share accepted")
 
 
 def _stages(axes: Axes, cells: Cells, loads: Sequence[tuple[bool, int]]) -> None:
@@ -130,11 +139,11 @@ def _stages(axes: Axes, cells: Cells, loads: Sequence[tuple[bool, int]]) -> None
         axes.barh(range(len(bars)), widths, left=left, color=color, label=stage, height=0.75)
         left = [total + width for total, width in zip(left, widths, strict=True)]
     axes.axvline(1, color=INK, linewidth=0.8)
-    labels = [f"{'full ' if full else ''}x{count} {mode}" for (full, count), mode in bars]
+    labels = [f"{count} at once, {'cache full, ' if full else ''}{mode}" for (full, count), mode in bars]
     axes.set_yticks(range(len(bars)), labels)
     axes.invert_yaxis()
-    axes.set_title("time of a token by stage, off = 1", fontsize=11)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False, ncols=3)
+    axes.set_xlabel("time of a token (off = 1)")
+    axes.set_title("where the time of a token goes", fontsize=11)
 
 
 def _share(cells: Cells, load: tuple[bool, int], mode: str, stage: str) -> float:

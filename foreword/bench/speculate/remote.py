@@ -18,20 +18,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from foreword.bench.common import rotate
 from foreword.bench.speculate.types import OFF, BenchRepetition, Mode, PairedRun, RequestResult, SpecCase
-from foreword.bench.speculate.workloads import CODE_SAMPLE, PROSE_SAMPLE, Conversation, interleave
+from foreword.bench.speculate.workloads import CODE_SAMPLE, PROSE_SAMPLE, Conversation
 from foreword.cli.client import request_body
 from foreword.cli.sse_reader import choices_of, iter_chunks_async, text_of, token_ids_of
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import ForewordError
 from foreword.metrics.definitions import PREFIX
 from foreword.metrics.spec_stats import SpecDecodeStats
+from foreword.tokenizer.generation_config import DEFAULTED_FIELDS
 
 __all__ = ["Counters", "RemoteTarget", "draft_stats_since", "run_conversation"]
 
 # By metric, drafter or stage, and position in the draft ("" for none).
 Counters = Mapping[tuple[str, str, str], float]
 ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789 ABCDEFGHIJKLMNOPQRSTUVWXYZ .,:;!?(){}[]+-*/=_"
-ROLES = ("user", "assistant")
 PRIMING = Mode("priming", speculation=Speculation("off"))
 
 
@@ -68,6 +68,14 @@ class RemoteTarget:
             mode.name: self._run_pair(case, mode, number, index + number * len(modes))
             for index, mode in enumerate(modes)
         }
+
+    def run_plain(self, conversation: Conversation) -> float:
+        """Seconds of one conversation without speculation. Raises ForewordError if it is not answered."""
+        repetition = self._run_repetition((conversation,), PRIMING, 1)
+        for result in repetition.results:
+            if result.error is not None:
+                raise ForewordError(f"{self._options['base_url']}: {result.error}")
+        return repetition.seconds
 
     def read_counters(self) -> Counters:
         """Samples of /metrics without the prefix; no buckets."""
@@ -155,7 +163,7 @@ async def run_conversation(
 def _request_body(
     model: str, conversation: Conversation, history: Sequence[str], mode: Mode, turn: int
 ) -> tuple[str, dict[str, Any]]:
-    """Path and JSON body of the next turn."""
+    """Path and JSON body of the next turn; it names all fields of which the checkpoint may have defaults."""
     params = SamplingParams(
         temperature=conversation.temperature,
         max_tokens=conversation.max_tokens,
@@ -167,11 +175,11 @@ def _request_body(
     if conversation.prediction is not None:
         more["prediction"] = {"type": "content", "content": conversation.prediction}
     if conversation.prompt_ids:
-        path, body = request_body(model, "", params)
+        path, body = request_body(model, "", params, DEFAULTED_FIELDS)
         return path, {**body, **more, "prompt": list(conversation.prompt_ids)}
-    parts = interleave(conversation.turns, history)
-    messages = [{"role": ROLES[index % 2], "content": part} for index, part in enumerate(parts)]
-    path, body = request_body(model, "\n\n".join(parts) if conversation.raw else messages, params)
+    messages = conversation.messages(history)
+    raw = "\n\n".join(message["content"] for message in messages)
+    path, body = request_body(model, raw if conversation.raw else messages, params, DEFAULTED_FIELDS)
     return path, {**body, **more}
 
 

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foreword.bench.common import print_table
+from foreword.bench.common import print_table, rounds_text
 from foreword.bench.speculate.statistics import best_fixed, mode_figures, repetition_figures
 from foreword.bench.speculate.types import AUTO, FIXED, OFF, Mode, PairedRun, SpecCase
 
-__all__ = ["case_result", "print_result", "worst_cases"]
+__all__ = ["case_result", "print_result", "verdict", "worst_cases"]
 
 RATIOS = {
     "throughput": "tokens/s",
     "first_token": "first token",
     "token_p99": "p99 a token",
     "slowest_request": "slowest request",
+    "best_fixed": "against the best fixed length",
 }
-FIGURES = ("accepted", "tokens a step", "drafted", "efficiency", "of best fixed")
-COLUMNS = ("category", "mode", *RATIOS.values(), *FIGURES)
+COLUMNS = ("category", "mode", "speed [95 %]", "result", "accepted", "TTFT", "tok/step")
+MORE_COLUMNS = ("slowest", "p99", "drafted", "efficiency")  # where the terminal is wide enough
+LEGEND = (
+    "speed: tokens/s over off in the same round, with the 95 % interval of {rounds}; above 1 is faster.",
+    "result: faster or slower where the interval excludes 1, else unclear; more --rounds narrow it.",
+    "accepted: share of draft tokens that were right. tok/step: tokens that a step delivers to a request.",
+    "TTFT, slowest, p99: the same ratio for the time to the first token, for the request that gained least, "
+    "and for the 99th percentile of the time of a token.",
+    "drafted: tokens of a draft. efficiency: share of rows that delivered a token, in steps with drafts.",
+)
+STAGE_LEGEND = (
+    "forward: the model; sample: choosing and checking tokens; draft: proposing them; the rest: the engine.",
+)
 
 
 def case_result(
@@ -69,41 +82,74 @@ def case_name(case: Mapping[str, Any]) -> str:
 
 
 def print_result(result: Mapping[str, Any]) -> None:
-    """Print a table by concurrency, time by stage, and the worst cases."""
-    cells = result["cells"]
-    for full, count in sorted({_load(cell) for cell in cells}):
-        rows = [row for cell in cells if _load(cell) == (full, count) for row in _rows(cell)]
+    """Print a table by concurrency, time by stage, the worst cases, and a summary."""
+    cells = [cell for cell in result["cells"] if cell["modes"]]
+    with_fixed = any("auto_to_best_fixed" in cell for cell in cells)
+    columns = (*COLUMNS[:4], *(("of best fixed",) if with_fixed else ()), *COLUMNS[4:], *MORE_COLUMNS)
+    legend = [line.format(rounds=rounds_text(result["rounds"])) for line in LEGEND]
+    loads = sorted({_load(cell) for cell in cells})
+    for full, count in loads:
+        rows = [row for cell in cells if _load(cell) == (full, count) for row in _rows(cell, with_fixed)]
         cache = ", in a cache too small for them" if full else ""
-        print_table(f"{count} at once{cache}: ratios to off with 95 % intervals", COLUMNS, rows)
+        lines = legend if (full, count) == loads[-1] else ()
+        print_table(f"{count} at once{cache}: ratios to off", columns, rows, lines)
     _show_stages(cells)
     for mode, ratios in result["worst"].items():
-        rows = [[name, of["cell"], _ratio(of)] for name, of in ratios.items()]
-        print_table(f"where {mode} does worst", ("ratio", "cell", "value"), rows)
+        rows = [[RATIOS[name], of["cell"], _ratio(of)] for name, of in ratios.items()]
+        if rows:
+            print_table(f"where {mode} does worst", ("ratio of", "cell", "value [95 %]"), rows)
+    for cell in result["cells"]:
+        for error in cell["errors"]:
+            print(f"{case_name(cell)}: {error}")
+    print(f"\n{_summary(result, cells)}")
+
+
+def _summary(result: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for mode in result["modes"]:
+        measured = [cell["modes"][mode] for cell in cells if mode in cell["modes"] and mode != OFF.name]
+        counts = Counter(verdict(figures.get("throughput", {})) for figures in measured)
+        verdicts = ", ".join(f"{name} in {counts[name]}" for name in ("faster", "slower", "unclear"))
+        lines += [f"{mode} against off: {verdicts} of {len(measured)} cells."] if measured else []
+    return "\n".join([*lines, f"Answers {'equal' if result['equal'] else 'NOT EQUAL'} in all modes."])
+
+
+def verdict(ratio: Mapping[str, float]) -> str:
+    """ "faster" or "slower" where the 95 % interval excludes 1, else "unclear"."""
+    if "low" not in ratio or ratio["low"] <= 1 <= ratio["high"]:
+        return "unclear"
+    return "faster" if ratio["low"] > 1 else "slower"
 
 
 def _load(case: Mapping[str, Any]) -> tuple[bool, int]:
     return case["cache_full"], case["concurrency"]
 
 
-def _rows(case: Mapping[str, Any]) -> list[list[str]]:
-    rows = []
+def _rows(case: Mapping[str, Any], with_fixed: bool) -> list[list[str]]:
+    """A row by mode; the first has the category."""
+    rows: list[list[str]] = []
     for mode, figures in case["modes"].items():
         if mode == OFF.name:
             continue
         best = case.get("auto_to_best_fixed") if mode == AUTO.name else None
+        fixed = f"{best['ratio']:.2f} of {best['best']}" if best else ""
         rows.append(
             [
-                case["category"],
+                "" if rows else case["category"],
                 mode + ("" if figures["equal"] else " NOT EQUAL"),
-                *(_ratio(figures.get(name)) for name in RATIOS),
+                _ratio(figures.get("throughput")),
+                verdict(figures.get("throughput", {})),
+                *((fixed,) if with_fixed else ()),
                 _share(figures.get("acceptance")),
+                _value(figures.get("first_token")),
                 f"{figures['tokens_per_step']:.2f}",
+                _value(figures.get("slowest_request")),
+                _value(figures.get("token_p99")),
                 f"{figures['mean_draft_length']:.1f}" if "mean_draft_length" in figures else "",
                 _share(figures.get("system_efficiency")),
-                f"{best['ratio']:.2f} of {best['best']}" if best else "",
             ]
         )
-    return rows or [[case["category"], "; ".join(case["errors"])[:60]]]
+    return rows
 
 
 def _show_stages(cells: Sequence[Mapping[str, Any]]) -> None:
@@ -118,7 +164,8 @@ def _show_stages(cells: Sequence[Mapping[str, Any]]) -> None:
     rows = [
         [name, mode, *(f"{times.get(stage, 0.0):.0f}" for stage in stages)] for name, mode, times in measured
     ]
-    print_table("microseconds a delivered token, by stage", ("cell", "mode", *stages), rows)
+    title = "microseconds a delivered token, by stage"
+    print_table(title, ("cell", "mode", *stages), rows, STAGE_LEGEND)
 
 
 def _ratio(figures: Mapping[str, Any] | None) -> str:
@@ -126,6 +173,10 @@ def _ratio(figures: Mapping[str, Any] | None) -> str:
         return ""
     bounds = f" [{_number(figures['low'])}, {_number(figures['high'])}]" if "low" in figures else ""
     return f"{_number(figures['ratio'])}{bounds}"
+
+
+def _value(figures: Mapping[str, Any] | None) -> str:
+    return "" if figures is None else _number(figures["ratio"])
 
 
 def _number(value: float) -> str:

@@ -119,6 +119,9 @@ class PairedRun:
 class BenchTarget(Protocol):
     """Engines in this process, or a server."""
 
+    def run_plain(self, conversation: Conversation) -> float:
+        """Seconds of one conversation without speculation, for an estimate."""
+
     def run_pairs(self, case: SpecCase, modes: Sequence[Mode], number: int) -> Mapping[str, PairedRun]:
         """Round `number` of a case: every mode paired with `off`, by name."""
 

@@ -1,4 +1,5 @@
-"""The prompts of `foreword bench speculate` by category, generated and sized to the model's context.
+"""The prompts of `foreword bench speculate` by category, generated and sized to the model's context, or read
+from a file.
 
 The same (category, number) gives the same conversation in every run on the same model. Words are those of
 the bundled model's training; functions of the installed standard library are text that no model saw with
@@ -18,17 +19,21 @@ from pathlib import Path
 from random import Random
 from types import MappingProxyType
 
+from foreword.bench.prompts import PromptExample
+
 __all__ = [
     "ALL_CATEGORIES",
     "CATEGORIES",
     "MIXED",
     "QUICK_CATEGORIES",
     "Conversation",
+    "ConversationFactory",
     "PromptBudget",
     "interleave",
     "library_functions",
     "make_conversation",
     "make_conversations",
+    "prompt_conversations",
     "stable_seed",
 ]
 
@@ -124,6 +129,7 @@ def fill(pieces: Iterator[str], characters: int, separator: str = "\n") -> str:
 
 
 MIXED = "mixed"
+ROLES = ("user", "assistant")
 CODE_SAMPLE = "def check_lamp(count):\n    return count\n"
 JSON_SAMPLE = '{"name": "Paul", "age": 42, "city": "Oslo", "job": "pilot"}'
 PROSE_SAMPLE = "Anna found a red lamp in the forest. The clever fox moved the basket of Hugo."
@@ -179,6 +185,7 @@ class Conversation:
     """Turns of one client, each sent after the answer to the one before."""
 
     turns: tuple[str, ...] = ()  # user messages, or one text to continue (raw)
+    history: tuple[tuple[str, str], ...] = ()  # (role, text) of messages before the first turn
     raw: bool = False
     prompt_ids: tuple[int, ...] = ()  # instead of turns
     prediction: str | None = None  # expected answer, as in the API
@@ -191,6 +198,11 @@ class Conversation:
     @property
     def num_turns(self) -> int:
         return max(len(self.turns), 1)
+
+    def messages(self, answers: Sequence[str]) -> list[dict[str, str]]:
+        """The request of the turn after `answers`."""
+        pairs = [(ROLES[index % 2], text) for index, text in enumerate(interleave(self.turns, answers))]
+        return [{"role": role, "content": text} for role, text in (*self.history, *pairs)]
 
 
 def _chat(rng: Random, budget: PromptBudget) -> Conversation:
@@ -329,6 +341,9 @@ ALL_CATEGORIES = (*CATEGORIES, MIXED)
 QUICK_CATEGORIES = ("chat", "code edit", "agent", "random")
 
 
+ConversationFactory = Callable[[str, int, int], tuple[Conversation, ...]]  # (category, count, variant)
+
+
 def make_conversations(
     category: str, count: int, variant: int, budget: PromptBudget
 ) -> tuple[Conversation, ...]:
@@ -341,6 +356,25 @@ def make_conversation(category: str, number: int, budget: PromptBudget) -> Conve
     kind = tuple(CATEGORIES)[number % len(CATEGORIES)] if category == MIXED else category
     made = CATEGORIES[kind](Random(stable_seed(kind, number)), budget)
     return replace(made, category=category, seed=stable_seed(category, number))
+
+
+def prompt_conversations(
+    category: str, count: int, variant: int, examples: Sequence[PromptExample], max_tokens: int
+) -> tuple[Conversation, ...]:
+    """Greedy conversations with prompts of a file; each variant takes the next `count` of the category."""
+    own = [example for example in examples if example.category == category]
+    numbers = range(variant * count, variant * count + count)
+    return tuple(
+        Conversation(
+            example.turns,
+            example.history,
+            max_tokens=max_tokens,
+            category=category,
+            seed=stable_seed(category, number),
+        )
+        for number in numbers
+        for example in (own[number % len(own)],)
+    )
 
 
 def stable_seed(text: str, number: int) -> int:

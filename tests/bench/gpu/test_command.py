@@ -20,6 +20,7 @@ from foreword.bench.gpu.engines import BenchResult, compare_outputs, engines, ma
 from foreword.bench.gpu.kernels import OpChecks
 from foreword.bench.gpu.report import Report
 from foreword.bench.gpu.steps import count_weights, prompt_flops
+from foreword.bench.session import ResultFile
 from foreword.cli.main import main
 from foreword.engine import loader
 from foreword.kernels.ops import Ops
@@ -88,6 +89,15 @@ def test_missing_gpu_is_reported_in_one_line(capsys: pytest.CaptureFixture[str])
     assert (len(output.err.splitlines()), output.out) == (1, "")
 
 
+def test_findings_file_that_cannot_be_written_is_named_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "run_sections", lambda *_: pytest.fail("measured"))
+    path = tmp_path / "no" / "report.json"
+    assert main(["bench", "gpu", "--device", "cpu", "--out", str(path)]) == 2
+    assert f"--out {path}: No such file or directory" in capsys.readouterr().err
+
+
 def test_unknown_section_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gpu", "--device", "cpu", "--only", "steps,stairs"]) == 2
     assert "stairs" in capsys.readouterr().err
@@ -127,7 +137,7 @@ def test_report_skips_late_parts_and_survives_broken_parts(tmp_path: Path) -> No
     def third(config: BenchConfig, report: Report) -> None:
         report.measure("rest", take(1.0, us=2.0), needs_s=120.0)
 
-    report = Report({"rehearsal": False}, path, clock=lambda: now[0])
+    report = Report({"rehearsal": False}, ResultFile("--out", str(path)), clock=lambda: now[0])
     run_sections({"checks": first, "engines": second, "kernels": third}, FULL, report)
     findings = json.loads(path.read_text())
     assert written == [{"quick"}]

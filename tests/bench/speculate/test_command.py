@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 
 from foreword.bench.speculate import command
 from foreword.bench.speculate.local import LocalEngine
+from foreword.bench.speculate.report import verdict
 from foreword.bench.speculate.types import BenchRepetition
+from foreword.bench.speculate.workloads import Conversation
 from foreword.cli.main import main
+from foreword.errors import ConfigError
 from tests.support.checkpoints import write_checkpoint
 
 QUICK = "--rounds 1 --requests 2 --max-tokens 8 --context 160 --kv-cache-memory 3000tokens --max-num-seqs 4"
@@ -103,11 +107,79 @@ def test_invalid_flags_are_refused(
 def test_quick_keeps_explicit_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[argparse.Namespace] = []
 
-    def measure(args: argparse.Namespace) -> dict[str, Any]:
+    def plan(args: argparse.Namespace, *_: Any) -> None:
         received.append(args)
-        return {"equal": True, "answered_all": True, "cells": [], "worst": {}}
+        raise ConfigError("enough")
 
-    monkeypatch.setattr(command, "_local", measure)
-    assert main(["bench", "speculate", "--quick", "--rounds", "5"]) == 0
+    monkeypatch.setattr(command, "_local", plan)
+    assert main(["bench", "speculate", "--quick", "--requests", "9"]) == 2
     (args,) = received
-    assert (args.rounds, args.requests, args.concurrency) == (5, 2, "1,4")
+    assert (args.rounds, args.requests, args.concurrency, args.full_cache) == (5, 9, "1,4", False)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    """Three prompts in two categories, one a conversation."""
+    messages = [{"role": "user", "content": "on"}, {"role": "assistant", "content": "and"}]
+    messages.append({"role": "user", "content": "the end"})
+    lines: list[dict[str, Any]] = [
+        {"category": "own, first", "prompt": "the thing in the thing"},
+        {"category": "own, first", "turns": ["on and on", "and the end"]},
+        {"category": "b", "messages": messages},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return str(file)
+
+
+def test_own_prompts_are_measured_by_category(
+    model: str, prompts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = "--rounds 2 --max-tokens 8 --kv-cache-memory 3000tokens --speculate ngram --concurrency 1,4"
+    words = ["--model", model, "--prompts", prompts, "--no-full-cache", *sizes.split()]
+    assert main(["bench", "speculate", *words]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out.splitlines()[-1])
+    requests = {(cell["category"], cell["concurrency"]): cell["requests"] for cell in result["cells"]}
+    assert requests == {("own, first", 1): 3, ("b", 1): 1, ("own, first", 2): 3}, "no prompt twice in a round"
+    assert {"low", "high"} < set(result["cells"][0]["modes"]["auto"]["throughput"])
+    assert "3 cells in modes off, auto, 2 rounds" in err
+    assert "of 3 cells." in out
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        ({"ratio": 1.2, "low": 1.1, "high": 1.3}, "faster"),
+        ({"ratio": 0.8, "low": 0.7, "high": 0.9}, "slower"),
+        ({"ratio": 1.2, "low": 0.9, "high": 1.6}, "unclear"),
+        ({"ratio": 2.0}, "unclear"),
+    ],
+)
+def test_verdict_needs_an_interval_that_excludes_one(ratio: dict[str, float], text: str) -> None:
+    assert verdict(ratio) == text
+
+
+def test_own_prompt_that_does_not_fit_is_named(
+    model: str, prompts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--max-tokens 250 --max-model-len 255 --kv-cache-memory 3000tokens"
+    assert main(["bench", "speculate", "--model", model, "--prompts", prompts, *words.split()]) == 2
+    assert "of line 1 and --max-tokens 250 exceed the context of 255" in capsys.readouterr().err
+
+
+def test_failed_cell_costs_no_other(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = command.make_conversations
+
+    def make_too_long(category: str, *args: Any, **more: Any) -> tuple[Conversation, ...]:
+        longer = {"prompt_ids": (5,) * 4000} if category == "json" else {}
+        return tuple(replace(each, **longer) for each in make(category, *args, **more))
+
+    monkeypatch.setattr(command, "make_conversations", make_too_long)
+    words = "--speculate ngram --categories chat,json,random --concurrency 1 --no-full-cache"
+    code, result, _ = bench(capsys, model, *words.split())
+    assert (code, result["complete"]) == (1, True)
+    assert [cell["category"] for cell in result["cells"]] == ["chat", "random"]
+    assert list(result["errors"]) == ["json x1"]

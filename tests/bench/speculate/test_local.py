@@ -6,6 +6,7 @@ from foreword.bench.speculate.local import LocalEngine, LocalTarget
 from foreword.bench.speculate.types import ADAPTIVE, AUTO, OFF, SpecCase
 from foreword.bench.speculate.workloads import Conversation
 from foreword.config.options import Config
+from foreword.core.outputs import StepReport
 from tests.support.checkpoints import write_checkpoint
 
 TALK = Conversation(
@@ -33,6 +34,18 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 @pytest.fixture(scope="module")
 def engine(config: Config) -> LocalEngine:
     return LocalEngine(config)
+
+
+def test_failed_round_leaves_no_request(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> StepReport:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", fail)
+        with pytest.raises(RuntimeError):
+            engine.run((TALK, NOISE), OFF, 2, "failed")
+    engine.step()
+    assert engine.client.idle
 
 
 def test_run_counts_tokens_times_and_drafts(engine: LocalEngine) -> None:

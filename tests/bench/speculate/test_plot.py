@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from foreword.cli.main import main
-from foreword.errors import ConfigError
 
 MODULE = "foreword.bench.speculate.plot"
 
@@ -20,6 +19,7 @@ def cell(category: str, concurrency: int, **auto: Any) -> dict[str, Any]:
         "category": category,
         "concurrency": concurrency,
         "cache_full": False,
+        "requests": 4,
         "modes": modes,
         "errors": [],
     }
@@ -36,10 +36,12 @@ def test_draw_writes_a_png(tmp_path: Path) -> None:
         {**cell("edit", 4), "modes": {}, "errors": ["503"]},
     ]
     file = tmp_path / "plot.png"
-    draw({"cells": cells, "modes": ["off", "auto"], "model": "demo"}, file)
+    machine = {"cpu": "a processor", "cores": 2, "isa": ["avx2"], "date": "2026-11-22T12:00:00+00:00"}
+    draw(
+        {"cells": cells, "modes": ["off", "auto"], "model": "demo", "rounds": 5, "complete": True, **machine},
+        file,
+    )
     assert file.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ConfigError, match="--plot"):
-        draw({"cells": cells, "modes": ["off", "auto"], "model": "demo"}, tmp_path / "no" / "plot.png")
 
 
 def test_missing_matplotlib_is_refused_before_measuring(

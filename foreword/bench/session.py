@@ -1,0 +1,279 @@
+"""One run of a benchmark: result files, progress and time left on stderr, and what an interrupt leaves."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import logging
+import math
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.progress import MofNCompleteColumn, TextColumn
+
+from foreword.cli.startup import startup_line
+from foreword.cli.terminal import progress_bar, stderr_console
+from foreword.config.hardware import probe_hardware
+from foreword.errors import ConfigError, ForewordError
+
+__all__ = ["BenchSession", "BenchStep", "ResultFile", "add_json_option", "describe_machine", "format_seconds"]
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+LINE_INTERVAL_S = 10.0  # between lines of progress where stderr is no terminal
+STDOUT = "-"
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    help_ = "write the result to a file, or with - to stdout, where the tables go to stderr"
+    parser.add_argument("--json", metavar="FILE", help=help_)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchStep:
+    """A part of a benchmark that runs at a stretch."""
+
+    cell: str  # what it measures; after a failure the cell's other steps are left out
+    label: str
+    expected_s: float  # an estimate: the time left is corrected by the steps before
+    run: Callable[[], None]
+
+
+class ResultFile:
+    """A file that takes its place once there is a result. Raises ConfigError where it cannot be written.
+
+    The result goes to a file beside it that is then renamed, so that an earlier result is never lost. A
+    device or a pipe is written directly.
+    """
+
+    def __init__(self, flag: str, path: str) -> None:
+        self.flag, self.name = flag, path
+        target = Path(path)
+        try:
+            self._target = target.resolve()
+            self._is_regular = not target.exists() or target.is_file() or target.is_dir()
+            self._partial = self._target
+            if self._is_regular:
+                if target.exists():
+                    target.open("ab").close()
+                self._partial = self._target.with_name(f".{self._target.name}.{os.getpid()}.part")
+                self._partial.open("wb").close()
+        except (OSError, ValueError) as error:  # ValueError: a null byte
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{flag} {path}: {reason}", flag.lstrip("-")) from None
+
+    def write(self, save: Callable[[Path], object]) -> None:
+        """Let `save` write the result. Raises what it raises."""
+        save(self._partial)
+        if self._is_regular:
+            os.replace(self._partial, self._target)
+
+    def discard(self) -> None:
+        """Remove what has not become a result."""
+        if self._is_regular:
+            self._partial.unlink(missing_ok=True)
+
+
+class BenchSession:
+    """Opens the result files of --json and --plot, runs steps, and reports what is complete.
+
+    Ctrl-C and SIGTERM end the steps; an exception ends the steps of its cell alone.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.name = str(args.bench)
+        self.complete = True
+        self.errors: dict[str, str] = {}  # by cell
+        self._json_alone = args.json == STDOUT
+        self._exit = contextlib.ExitStack()
+        self._json = self._open("--json", None if self._json_alone else args.json)
+        self._plot = self._open("--plot", getattr(args, "plot", None))
+        self._date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+    def __enter__(self) -> BenchSession:
+        if threading.current_thread() is threading.main_thread():
+            before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+            self._exit.callback(signal.signal, signal.SIGTERM, before)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+
+    def run(self, steps: Sequence[BenchStep], plan: str) -> None:
+        """Run the steps in order until Ctrl-C; `plan` says in words what they are."""
+        console = stderr_console()
+        left = _TimeLeft(steps)
+        console.print(f"bench {self.name}: {plan}: about {left}; Ctrl-C keeps what is complete")
+        columns = (MofNCompleteColumn(), TextColumn("about {task.fields[left]} left"))
+        try:
+            with progress_bar(*columns) as progress:
+                task = progress.add_task("", total=len(steps), left=str(left))
+                for number, step in enumerate(steps, 1):
+                    progress.update(task, description=step.label, left=str(left))
+                    if progress.disable and left.is_line_due():
+                        console.print(f"{number}/{len(steps)}: {step.label}; about {left} left")
+                    started = time.monotonic()
+                    if step.cell not in self.errors:
+                        with self.guard(step.cell):
+                            step.run()
+                    left.add(step, time.monotonic() - started, self.errors)
+                    progress.advance(task)
+        except KeyboardInterrupt:
+            self.complete = False
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Show what the benchmark waits for; yields a function of (done, total) bytes of a model."""
+        startup_line.begin(f"bench {self.name}: {what}")
+        try:
+            yield startup_line.on_load
+        finally:
+            startup_line.end()
+
+    @contextlib.contextmanager
+    def guard(self, cell: str) -> Iterator[None]:
+        """Record an exception of the block as the cell's error."""
+        try:
+            yield
+        except Exception as error:  # one failed cell must not cost the others
+            logger.debug("%s failed", cell, exc_info=True)
+            self.errors[cell] = _describe(error)
+
+    def finish(
+        self,
+        result: Mapping[str, Any],
+        show: Callable[[Mapping[str, Any]], None],
+        *,
+        finished: int,
+        passed: bool,
+        draw: Callable[[Mapping[str, Any], Path], None] | None = None,
+    ) -> int:
+        """Write the JSON file, print tables and JSON, draw the plot; returns the exit code.
+
+        `finished` is the number of complete cells, `passed` is false where answers differ or lack. A file
+        that cannot be written costs nothing else. Without a complete cell no file is touched.
+        """
+        for cell, error in self.errors.items():
+            print(f"bench {self.name}: {cell} failed: {error}", file=sys.stderr)
+        if not finished:
+            if not self.complete:
+                print(f"bench {self.name}: interrupted before anything was complete", file=sys.stderr)
+            return EXIT_FAILED if self.complete else EXIT_INTERRUPTED
+        result = {"bench": self.name, **_machine(), "date": self._date, **result}
+        result = _without_nan(result | {"complete": self.complete, "errors": self.errors})
+        code = 0 if passed and not self.errors else EXIT_FAILED
+        if self._json is not None:
+            text = json.dumps(result, indent=1, allow_nan=False)
+            code = max(code, _write(self._json, lambda path: path.write_text(text + "\n", encoding="utf-8")))
+        with contextlib.redirect_stdout(sys.stderr) if self._json_alone else contextlib.nullcontext():
+            print(describe_machine(result))
+            show(result)
+        if self._json_alone or not sys.stdout.isatty():
+            print(json.dumps(result, allow_nan=False), flush=True)
+        if self._plot is not None and draw is not None:
+            code = max(code, _write(self._plot, lambda path: draw(result, path)))
+        if not self.complete:
+            print(f"bench {self.name}: interrupted; only what was complete is shown", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        return code
+
+    def _open(self, flag: str, path: str | None) -> ResultFile | None:
+        if path is None:
+            return None
+        try:
+            file = ResultFile(flag, path)
+        except ConfigError:
+            self._exit.close()
+            raise
+        self._exit.callback(file.discard)
+        return file
+
+
+class _TimeLeft:
+    """The expected time of the steps to come, scaled by what those before took."""
+
+    def __init__(self, steps: Sequence[BenchStep]) -> None:
+        self._left_s: dict[str, float] = {}  # expected, by cell
+        for step in steps:
+            self._left_s[step.cell] = self._left_s.get(step.cell, 0.0) + step.expected_s
+        self._expected_s = self._measured_s = 0.0  # of the steps that ran
+        self._next_line_s = time.monotonic()
+
+    def __str__(self) -> str:
+        scale = self._measured_s / self._expected_s if self._expected_s else 1.0
+        return format_seconds(scale * sum(self._left_s.values()))
+
+    def add(self, step: BenchStep, seconds: float, failed: Collection[str]) -> None:
+        """Count a step as run; those of failed cells will not run."""
+        if step.cell in failed:
+            self._left_s.pop(step.cell, None)
+            return
+        self._expected_s += step.expected_s
+        self._measured_s += seconds
+        self._left_s[step.cell] -= step.expected_s
+
+    def is_line_due(self) -> bool:
+        """True at first, and then once in LINE_INTERVAL_S."""
+        if time.monotonic() < self._next_line_s:
+            return False
+        self._next_line_s = time.monotonic() + LINE_INTERVAL_S
+        return True
+
+
+def _machine() -> dict[str, Any]:
+    """Platform, CPU model, usable cores and ISA extensions."""
+    host = probe_hardware("cpu")
+    return {"machine": platform.platform(), "cpu": host.cpu, "cores": host.cores, "isa": list(host.isa)}
+
+
+def describe_machine(result: Mapping[str, Any]) -> str:
+    """CPU, cores, ISA and date of a result, in one line."""
+    cores = "1 core" if result["cores"] == 1 else f"{result['cores']} cores"
+    return f"{result['cpu']}, {cores} ({' '.join(result['isa'])}), {result['date'][:10]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """75 -> "75 s", 300 -> "5 min", 6000 -> "1 h 40 min"."""
+    if seconds < 90:
+        return f"{max(math.ceil(seconds), 1)} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _write(file: ResultFile, save: Callable[[Path], object]) -> int:
+    """Returns an exit code."""
+    try:
+        file.write(save)
+    except Exception as error:  # a full disk or a plot's error must not cost the rest
+        print(f"{file.flag} {file.name} was not written: {_describe(error)}", file=sys.stderr)
+        return EXIT_FAILED
+    return 0
+
+
+def _describe(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ForewordError) else f"{type(error).__name__}: {text}"
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no nan and no infinity: they become null."""
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
