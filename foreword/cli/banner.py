@@ -20,21 +20,29 @@ __all__ = [
     "loading_line",
     "local_url",
     "model_name",
+    "model_names",
     "parse_loading_line",
     "speculation_line",
+    "unix_address",
 ]
 
+UNIX = "unix:"  # begins the address of a Unix socket
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 EXAMPLE_PROMPT = "What is speculative decoding?"
 SECOND_EXAMPLE_PROMPT = "What can you do?"  # with speculation off
 
 
 def model_name(config: Config, path: Path) -> str:
-    """The model's name in the API: --served-model-name, or the last part of its path or hub id."""
-    if config.served_model_name:
-        return config.served_model_name
+    """The model's name in answers: the first of model_names()."""
+    return model_names(config, path)[0]
+
+
+def model_names(config: Config, path: Path) -> tuple[str, ...]:
+    """The model's names in the API: --served-model-name, or the last part of its path or hub id."""
+    if names := config.served_names():
+        return names
     bundled = next((name for name, (model, _) in BUNDLED.items() if model == path), None)
-    return bundled or (config.model or path.name).rstrip("/").rsplit("/", 1)[-1]
+    return (bundled or (config.model or path.name).rstrip("/").rsplit("/", 1)[-1],)
 
 
 def local_url(host: str, port: int) -> str:
@@ -43,8 +51,19 @@ def local_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def unix_address(path: str) -> str:
+    """The base URL of a Unix socket, for curl_line()."""
+    return UNIX + path
+
+
 def banner_lines(
-    config: Config, info: EngineInfo, name: str, url: str, load_s: float, encoder: EncoderInfo | None = None
+    config: Config,
+    info: EngineInfo,
+    name: str,
+    url: str,
+    load_s: float,
+    encoder: EncoderInfo | None = None,
+    sampling_defaults: str = "",  # of the checkpoint, in words
 ) -> tuple[str, ...]:
     """The lines in order; warnings last, where they are seen."""
     question = EXAMPLE_PROMPT if info.resolved.drafters else SECOND_EXAMPLE_PROMPT
@@ -53,17 +72,24 @@ def banner_lines(
         *((device_line(info),) if info.gpu is not None else ()),
         memory_line(info),
         *((speculation_line(info),) if info.resolved.drafters else ()),
+        *((_sampling_line(sampling_defaults),) if sampling_defaults else ()),
         *(() if encoder is None else (encoder_line(encoder),)),
-        f"address: {url} (docs: {url}/docs, metrics: {url}/metrics)",
+        _address_line(url),
         f"try: {curl_line(url, name, bool(config.api_key or config.api_key_file), question)}",
         *(f"warning: {text}" for text in (*_open_server_warning(config), *info.warnings)),
     )
 
 
+def _address_line(url: str) -> str:
+    if url.startswith(UNIX):
+        return f"address: {url.removeprefix(UNIX)}, a Unix socket"
+    return f"address: {url} (docs: {url}/docs, metrics: {url}/metrics)"
+
+
 def _open_server_warning(config: Config) -> tuple[str, ...]:
     """Warns if other machines can reach the server and need no key."""
     is_local = config.host in ("localhost", "::1") or config.host.startswith("127.")
-    if config.api_key or config.api_key_file or is_local:
+    if config.api_key or config.api_key_file or is_local or config.uds is not None:
         return ()
     return (f"anybody who reaches {config.host} may use this server; --api-key asks for a key",)
 
@@ -118,6 +144,10 @@ def speculation_line(info: EngineInfo) -> str:
     return f"speculation: {names}{model}; {bound}; turn off with --speculate off"
 
 
+def _sampling_line(defaults: str) -> str:
+    return f"sampling: {defaults} by default, as in the checkpoint; turn off with --generation-config none"
+
+
 def encoder_line(encoder: EncoderInfo) -> str:
     use = f"embeds texts as {encoder.hidden_size} values, pooling {encoder.pooling}"
     if encoder.task == "rank":
@@ -130,4 +160,6 @@ def curl_line(url: str, name: str, needs_key: bool, question: str = EXAMPLE_PROM
     """A request to paste into a shell; its key is in FOREWORD_API_KEY."""
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": question}]})
     key = ' -H "Authorization: Bearer $FOREWORD_API_KEY"' if needs_key else ""
+    if url.startswith(UNIX):
+        url = f"--unix-socket {shlex.quote(url.removeprefix(UNIX))} http://localhost"
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"

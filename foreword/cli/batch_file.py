@@ -130,7 +130,7 @@ def _result_line(custom_id: str | None, response: Any, error: Any) -> dict[str, 
 class BatchOutput:
     """The output file, open to append and locked; `num_errors` counts final errors of earlier runs.
 
-    Earlier results stay; a torn last line, server errors (429, 5xx) and missing choices are retried.
+    Earlier results stay; a torn last line, server errors (408, 429, 5xx) and missing choices are retried.
     Raises ConfigError if the file cannot be opened or holds other data.
     """
 
@@ -170,7 +170,7 @@ class BatchOutput:
             response, error = record["response"], record["error"]
             if response is None:
                 self._invalid_lines.add(error["line"])
-            elif error is not None or response["status_code"] == 429 or response["status_code"] >= 500:
+            elif error is not None or response["status_code"] in (408, 429) or response["status_code"] >= 500:
                 return False
             else:
                 self._answered_ids.add(record["custom_id"])

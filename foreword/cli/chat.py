@@ -3,114 +3,381 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import json
+import re
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
+from foreword.cli.arguments import add_model_word
 from foreword.cli.client import FINISH_NOTES, ChatBackend, add_backend_options, open_backend
-from foreword.cli.flags import Message, add_image_option, add_sampling_options, read_params, user_message
-from foreword.core.params import SamplingParams
-from foreword.errors import InvalidRequest
+from foreword.cli.flags import (
+    Message,
+    add_image_option,
+    add_sampling_options,
+    read_config,
+    read_params,
+    user_message,
+)
+from foreword.cli.terminal import StyledText, WordWrapper, replace_unknown_characters, show_controls
+from foreword.cli.turn_reader import History, history_path, piped_turns, typed_turns
+from foreword.core.params import SamplingParams, Speculation
+from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest
 
-__all__ = ["add_arguments", "converse", "run"]
+__all__ = ["ChatSession", "add_arguments", "run"]
 
-DRAFTED_STYLE = "green"
-EXIT_COMMANDS = ("/exit", "/quit")
-CLEAR_COMMAND = "/clear"
-IMAGE_COMMAND = "/image "
+GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+COMMANDS: Mapping[str, str] = {
+    "/help": "show this list",
+    "/system TEXT": "set the system message; without TEXT, remove it",
+    "/image FILE": "add an image to the next message",
+    "/speculate METHOD": "draft with auto, off, or one drafter; without METHOD, show which",
+    "/compare": "answer the last message again with plain decoding, and compare text and time",
+    "/stats": "show figures of the last answer and of the session",
+    "/save FILE": "write the conversation to a new file, as JSON messages",
+    "/clear": "start a new conversation (also /reset); the system message stays",
+    "/quit": "leave (also /exit, Ctrl-D)",
+}
+ALIASES = {"/reset": "/clear", "/exit": "/quit", "/bye": "/quit", "/?": "/help"}
+HELP_NOTE = (
+    'A \\ at the end of a line, or """ before and after, makes a message of several lines. '
+    "Ctrl-C ends an answer. A message that begins with a / is sent after a space."
+)
+COMMAND = re.compile(r"(/\?|/\w+)(?:\s+(.*))?", re.DOTALL)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_word(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
-    add_image_option(parser, f"an image for the first line; `{IMAGE_COMMAND}FILE` adds one later")
+    add_image_option(parser, "an image for the first message; `/image FILE` adds one later")
     parser.add_argument("--no-color", action="store_true", help="no colours and no legend")
+    parser.add_argument(
+        "--no-history", action="store_true", help="neither read nor keep the messages of earlier sessions"
+    )
     add_backend_options(parser)
     add_sampling_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    params = read_params(args)
-    console = Console(no_color=args.no_color, highlight=False, soft_wrap=True)
-    system = [{"role": "system", "content": args.system}] if args.system else []
+    """Talk until the user leaves. From a pipe, each line is a message; 1 if one was not answered."""
+    read_params(args)  # refuses invalid flags before the model is loaded
+    user_message("", args.image)  # refuses an unreadable file before the model is loaded
+    replace_unknown_characters(sys.stdin, sys.stdout)
+    is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    console = Console(no_color=args.no_color or None, highlight=False)
     with open_backend(args) as backend:
-        converse(backend, params, console, _read_lines(console), system, args.image)
+        params = read_params(args, backend.sampling_defaults)
+        session = ChatSession(backend, params, console, is_interactive, args.system, args.image)
+        if not is_interactive:
+            session.talk(piped_turns(sys.stdin))
+            return 1 if session.num_failures else 0
+        session.greet()
+        session.talk(typed_turns(session.say, _open_history(args, session)))
     return 0
 
 
-def converse(
-    backend: ChatBackend,
-    params: SamplingParams,
-    console: Console,
-    lines: Iterable[str],
-    system: Iterable[Message] = (),
-    images: Iterable[str] = (),
-) -> None:
-    """Answer each line in the context of the conversation, until /exit or the end of the input.
-
-    `images` are files for the first line. A line that fails is left out of the conversation.
-    """
-    if console.is_terminal:
-        _greet(backend, console)
-    messages, files = list(system), list(images)
-    for line in lines:
-        text = line.strip()
-        if text in EXIT_COMMANDS:
-            return
-        if text == CLEAR_COMMAND:
-            messages, files = list(system), []
-        elif text.startswith(IMAGE_COMMAND):
-            files.append(text.removeprefix(IMAGE_COMMAND).strip())
-        elif text:
-            try:
-                message = user_message(text, files)
-            except InvalidRequest as error:
-                console.print(str(error), markup=False)
-            else:
-                messages = _stream_answer(backend, params, console, [*messages, message])
-            files = []
-
-
-def _stream_answer(
-    backend: ChatBackend, params: SamplingParams, console: Console, messages: list[Message]
-) -> list[Message]:
-    """Print one answer; returns the conversation with it, or without the last message if it fails."""
-    parts: list[str] = []
-    note = None
+def _open_history(args: argparse.Namespace, session: ChatSession) -> History | None:
+    if args.no_history:
+        return None
     try:
-        for piece in backend.stream(messages, params):
-            note = FINISH_NOTES.get(piece.finish_reason or "")
-            console.print(Text(piece.text, style=DRAFTED_STYLE if piece.is_drafted else ""), end="")
-            parts.append(piece.text)
-    except InvalidRequest as error:
-        console.print(f"{error} ({CLEAR_COMMAND} starts anew)", markup=False)
-        return messages[:-1]
-    except KeyboardInterrupt:
-        parts.append(" ...")
-    console.print()
-    if note is not None:
-        console.print(f"({note})", markup=False)
-    return [*messages, {"role": "assistant", "content": "".join(parts)}]
+        return History(history_path(), [key for key in (read_config(args).api_key or "").split(",") if key])
+    except (OSError, RuntimeError) as error:
+        session.say(f"messages are not kept for later sessions: {error}")
+        return None
 
 
-def _greet(backend: ChatBackend, console: Console) -> None:
-    commands = f"{IMAGE_COMMAND}FILE adds an image, {CLEAR_COMMAND} starts anew, {EXIT_COMMANDS[0]} ends"
-    console.print(f"{backend.name}; {commands}", markup=False)
-    if backend.speculation:
-        console.print(backend.speculation, markup=False)
-        if not console.no_color:
-            console.print(Text("accepted draft tokens", style=DRAFTED_STYLE), Text("and other tokens"))
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    messages: Sequence[Message]  # that were answered
+    params: SamplingParams
+    text: str
+    elapsed_s: float
+    decode_s: float  # from the first to the last token
+    is_complete: bool  # Ctrl-C did not end it
+    metrics: Mapping[str, Any] | None  # None: not reported
+
+    def metric(self, name: str) -> float | None:
+        value = (self.metrics or {}).get(name)
+        return value if isinstance(value, int | float) else None
+
+    @property
+    def num_drafted(self) -> int:
+        return int(self.metric("draft_tokens") or 0)
+
+    @property
+    def num_accepted(self) -> int:
+        return round(self.num_drafted * (self.metric("draft_tokens_acceptance") or 0.0))
+
+    def figures(self) -> str:
+        """Speed and speculation. `plain decoding: 1` compares steps, not time; `/compare` measures time."""
+        if self.metrics is None:
+            return f"{self.elapsed_s:.1f} s"
+        rate, length = self.metric("tokens_per_second"), self.metric("mean_acceptance_length")
+        parts = [] if rate is None else [f"{rate:.3g} tokens/s" if rate < 100 else f"{rate:.0f} tokens/s"]
+        if not self.num_drafted:
+            return ", ".join([*parts, "nothing drafted"])
+        parts.append(f"{self.num_drafted} drafted, {self.num_accepted} accepted")
+        if length is not None:
+            parts.append(f"{length:.1f} tokens per verify step (plain decoding: 1)")
+        return ", ".join(parts)
 
 
-def _read_lines(console: Console) -> Iterator[str]:
-    """Lines from the terminal, with a prompt, or from a pipe."""
-    if not sys.stdin.isatty():
-        yield from sys.stdin
-        return
-    while True:
-        try:
-            yield console.input("[bold]> [/bold]")
-        except (EOFError, KeyboardInterrupt):
-            console.print()
+class ChatSession:
+    """Answers messages in the context of a conversation, and obeys commands.
+
+    is_interactive  a user types and reads: wrapped lines, colours and figures; else answers alone go to the
+                    console, and notes and errors to stderr
+    images          files for the first message
+    """
+
+    def __init__(
+        self,
+        backend: ChatBackend,
+        params: SamplingParams,
+        console: Console,
+        is_interactive: bool,
+        system: str | None = None,
+        images: Iterable[str] = (),
+    ) -> None:
+        self._backend = backend
+        self._params = params
+        self._console = console
+        self._is_interactive = is_interactive
+        self._has_colors = is_interactive and not console.no_color and console.color_system is not None
+        self._system = system
+        self._images = list(images)
+        self._messages: list[Message] = []  # without the system message
+        self._answers: list[_Answer] = []
+        self.num_failures = 0
+        self._commands: Mapping[str, Callable[[str], None]] = {
+            "/help": self._help,
+            "/system": self._set_system,
+            "/image": self._add_image,
+            "/speculate": self._speculate,
+            "/compare": self._compare,
+            "/stats": self._show_stats,
+            "/save": self._save,
+            "/clear": self._clear,
+        }
+
+    def greet(self) -> None:
+        self.say(f"{self._backend.name}; /help lists commands, Ctrl-D leaves")
+        if self._backend.speculation:
+            self.say(self._backend.speculation)
+        if self._has_colors and self._backend.drafters != ():
+            self._print(f"{GREEN}accepted draft tokens{RESET} and other tokens")
+
+    def talk(self, turns: Iterable[str]) -> None:
+        """Answer or obey each turn, until /quit or the end."""
+        for turn in turns:
+            command = COMMAND.fullmatch(turn.rstrip())
+            if command is None:
+                self._ask(turn.strip())
+                continue
+            name = ALIASES.get(command[1].lower(), command[1].lower())
+            if name == "/quit":
+                return
+            self._obey(name, (command[2] or "").strip())
+
+    def say(self, text: str) -> None:
+        """A line to the user that is no part of the conversation."""
+        if not self._is_interactive:
+            print(text, file=sys.stderr)
             return
+        shown = self._wrap(text)
+        self._print(f"{DIM}{shown}{RESET}" if self._has_colors else shown)
+
+    def _wrap(self, text: str) -> str:
+        wrapper = WordWrapper(lambda: self._console.width)
+        return "".join(part for part, _ in [*wrapper.feed(show_controls(text)), *wrapper.flush()])
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        self._console.file.write(text + end)
+        self._console.file.flush()
+
+    def _ask(self, text: str) -> None:
+        """Answer a message. One that fails is left out of the conversation."""
+        if not text:
+            return
+        images, self._images = self._images, []
+        try:
+            message = user_message(text, images)
+        except InvalidRequest as error:
+            return self._fail(str(error))
+        answer = self._answer([*self._conversation(), message], self._params)
+        if answer is not None and (answer.text or answer.is_complete):
+            self._messages += [message, {"role": "assistant", "content": answer.text}]
+            self._answers.append(answer)
+
+    def _answer(self, messages: Sequence[Message], params: SamplingParams) -> _Answer | None:
+        """Show one answer with its figures; None if it fails."""
+        texts: list[str] = []
+        finish_reason, metrics, is_complete = None, None, True
+        wrapper = WordWrapper(lambda: self._console.width)
+        started_s = time.perf_counter()
+        first_s = last_s = started_s
+        try:
+            for piece in self._backend.stream(messages, params):
+                last_s = time.perf_counter()
+                first_s = first_s if texts else last_s
+                texts.append(piece.text)
+                finish_reason, metrics = piece.finish_reason, piece.metrics
+                if self._is_interactive:
+                    self._show(wrapper.feed(show_controls(piece.text), piece.is_drafted))
+                else:
+                    self._show([(piece.text, False)])
+        except ForewordError as error:
+            self._end_answer(wrapper, texts)
+            hint = "; /clear starts a new conversation, /save FILE keeps this one"
+            self._fail(f"{error}{hint if isinstance(error, ContextLengthExceeded) else ''}")
+            return None
+        except KeyboardInterrupt:
+            if not self._is_interactive:
+                raise
+            is_complete = False
+            texts = texts or [""]
+        self._end_answer(wrapper, texts)
+        answer = _Answer(
+            messages,
+            params,
+            "".join(texts),
+            last_s - started_s,
+            last_s - first_s,
+            is_complete,
+            metrics,
+        )
+        if (note := FINISH_NOTES.get(finish_reason or "")) is not None:
+            self.say(note)
+        if not is_complete:
+            self.say("stopped; what was said stays in the conversation")
+        elif self._is_interactive:
+            self.say(answer.figures())
+        return answer
+
+    def _end_answer(self, wrapper: WordWrapper, texts: Sequence[str]) -> None:
+        """Show what is held back, and end the line."""
+        self._show(wrapper.flush())
+        if texts:
+            reset = RESET if self._has_colors else ""  # Ctrl-C may have come between colours
+            self._print(reset, end="" if texts[-1].endswith("\n") else "\n")
+
+    def _show(self, runs: Iterable[StyledText]) -> None:
+        for is_drafted, group in groupby(runs, itemgetter(1)):
+            text = "".join(part for part, _ in group)
+            self._console.file.write(f"{GREEN}{text}{RESET}" if is_drafted and self._has_colors else text)
+        self._console.file.flush()
+
+    def _fail(self, message: str) -> None:
+        """Show an error: to a user not dimmed, else on stderr as errors of all commands."""
+        self.num_failures += 1
+        if self._is_interactive:
+            self._print(self._wrap(message))
+        else:
+            print(f"foreword chat: {message}", file=sys.stderr)
+
+    def _conversation(self) -> list[Message]:
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return [*system, *self._messages]
+
+    def _obey(self, name: str, argument: str) -> None:
+        if (method := self._commands.get(name)) is not None:
+            return method(argument)
+        names = [*self._commands, "/quit", *ALIASES]
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else "/help lists the commands"
+        self._fail(f"unknown command {name}: {hint}")
+
+    def _help(self, _: str) -> None:
+        width = max(map(len, COMMANDS))
+        for usage, description in COMMANDS.items():
+            self.say(f"{usage:<{width}}  {description}")
+        self.say(HELP_NOTE)
+
+    def _set_system(self, text: str) -> None:
+        before, self._system = self._system, text or None
+        removed = "no system message" if before is None else f"system message removed: {before}"
+        self.say("system message set" if text else removed)
+
+    def _add_image(self, file: str) -> None:
+        try:
+            user_message("", [file])
+        except InvalidRequest as error:
+            return self._fail(str(error).replace("--image", "/image"))
+        self._images.append(file)
+        self.say(f"{file} goes with the next message")
+
+    def _speculate(self, method: str) -> None:
+        drafters = self._backend.drafters
+        known = None if drafters is None else ("auto", "off", *drafters)
+        if method and known is not None and method not in known:
+            return self._fail(f"/speculate takes one of {', '.join(known)}, got {method}")
+        if method:
+            speculation = replace(self._params.speculation, method=method)
+            self._params = replace(self._params, speculation=speculation)
+        none = " (no drafter is loaded: start with --speculate auto)" if drafters == () else ""
+        self.say(f"speculation: {self._params.speculation.method}{none}")
+
+    def _compare(self, _: str) -> None:
+        """Decode the last answer plainly, shown alike, because showing takes time too.
+
+        It is not decoded with speculation again: drafters would find it in what they have seen.
+        """
+        last = self._answers[-1] if self._answers else None
+        if last is None or not last.is_complete or not last.decode_s:
+            return self._fail("/compare needs a complete answer of more than one token before it")
+        if last.metrics is not None and not last.num_drafted:
+            return self._fail("nothing was drafted for the last answer: it was decoded plainly already")
+        seed = (last.metrics or {}).get("seed", last.params.seed)
+        if not isinstance(seed, int) and not last.params.greedy:
+            return self._fail("/compare needs the seed, which the server did not report: start with --seed N")
+        params = replace(last.params, seed=seed, speculation=Speculation("off"))
+        plain = self._answer(last.messages, params)
+        if plain is None or not plain.is_complete:
+            return None
+        first = "; the first answer of a session is slower" if len(self._answers) == 1 else ""
+        self.say(
+            f"from first to last token {last.decode_s:.2f} s, with plain decoding {plain.decode_s:.2f} s: "
+            f"{plain.decode_s / last.decode_s:.2f} times as fast (measured once{first})"
+        )
+        if plain.text == last.text:
+            return self.say("the texts are equal")
+        pairs = enumerate(zip(plain.text, last.text, strict=False))
+        start = next((i for i, (a, b) in pairs if a != b), min(len(plain.text), len(last.text)))
+        self._fail(
+            f"the texts differ from character {start} on, where speculation gave {last.text[start:]!r:.40}"
+        )
+
+    def _show_stats(self, _: str) -> None:
+        if not self._answers:
+            return self.say("no answer yet")
+        last = self._answers[-1]
+        self.say(f"last answer: {last.figures()}")
+        for name, value in (last.metrics or {}).items():
+            self.say(f"  {name}: {value:.4g}" if isinstance(value, float) else f"  {name}: {value}")
+        drafted = sum(answer.num_drafted for answer in self._answers)
+        accepted = sum(answer.num_accepted for answer in self._answers)
+        share = f" ({accepted / drafted:.0%})" if drafted else ""
+        self.say(f"session: {len(self._answers)} answers, {drafted} drafted, {accepted} accepted{share}")
+
+    def _save(self, file: str) -> None:
+        if not file:
+            return self._fail("/save needs the name of a new file")
+        text = json.dumps({"messages": self._conversation()}, ensure_ascii=False, indent=2)
+        try:
+            with Path(file).expanduser().open("x", encoding="utf-8") as output:
+                output.write(text + "\n")
+        except (OSError, ValueError, RuntimeError) as error:
+            return self._fail(f"/save {file}: {error.strerror if isinstance(error, OSError) else error}")
+        self.say(f"{len(self._messages)} messages are in {file}")
+
+    def _clear(self, _: str) -> None:
+        self._messages, self._images = [], []
+        self.say("new conversation")

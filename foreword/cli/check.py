@@ -12,20 +12,23 @@ from pathlib import Path
 
 from rich.console import Console
 
-from foreword.checkpoint import check_draft_model, read_tokenizer, resolve_paths
-from foreword.cli.flags import ENGINE_GROUPS, add_config_options, read_config
+from foreword.checkpoint import apply_options, check_draft_model, read_tokenizer, resolve_paths
+from foreword.cli.flags import read_config
+from foreword.cli.startup import startup_line
 from foreword.cli.terminal import format_bytes, format_count
-from foreword.config.memory import kv_bytes_per_token
+from foreword.config.memory import cpu_reserve, kv_bytes_per_token
 from foreword.config.options import Config
-from foreword.config.resolve import ModelInfo, ResolvedConfig, resolve
-from foreword.engine.loader import DRAFTER_SIZE_RATIO, detect_hardware
+from foreword.config.resolve import ModelInfo, ResolvedConfig, draft_size_warning, resolve
+from foreword.engine.loader import detect_hardware, make_plugins
 from foreword.errors import ForewordError
 from foreword.kernels.registry import native_unavailable_reason
+from foreword.models.gguf.header import is_gguf
 from foreword.models.loader import read_model_info
+from foreword.models.weights import FileWeights
 from foreword.multimodal.processor import read_processor
 from foreword.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["CheckResult", "add_arguments", "run", "run_checks"]
+__all__ = ["CheckResult", "run", "run_checks"]
 
 IMAGE_SIZES = ((640, 480), (1920, 1080), (1080, 1920))  # example widths and heights, for their token counts
 
@@ -38,18 +41,12 @@ class CheckResult:
     text: str
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="directory, GGUF file or hub id"
-    )
-    add_config_options(parser, ENGINE_GROUPS, more=("log_level",))
-
-
 def run(args: argparse.Namespace) -> int:
     config = resolve_paths(read_config(args))
     console = Console(highlight=False, soft_wrap=True)
     marks = {True: "[green]ok  [/green]", False: "[red]no  [/red]", None: "[yellow]note[/yellow]"}
     passed = True
+    startup_line.end()
     for result in run_checks(config):
         passed = passed and result.ok is not False
         console.print(marks[result.ok], end=" ")
@@ -61,10 +58,13 @@ def run_checks(config: Config) -> Iterator[CheckResult]:
     """All checks in order, until one fails on which the others depend."""
     target = yield from _check_model("model", Path(str(config.model)), config.gguf_dequantize)
     drafter = None
-    if config.draft_model is not None:
-        drafter = yield from _check_model("draft model", Path(config.draft_model), config.gguf_dequantize)
-    if target is None or (drafter is None and config.draft_model is not None):
+    if config.runs_draft_model:
+        drafter = yield from _check_model(
+            "draft model", Path(str(config.draft_model)), config.gguf_dequantize
+        )
+    if target is None or (drafter is None and config.runs_draft_model):
         return
+    yield from _check_weights(config)
     yield from _check_tokenizers(config)
     if target.image_token_id is not None:
         yield _check_images(config, target)
@@ -90,9 +90,26 @@ def _check_model(
     return facts
 
 
+def _check_weights(config: Config) -> Iterator[CheckResult]:
+    """Whether the files of weights are there and whole, by their headers; those of GGUF were read already."""
+    draft_model = config.draft_model if config.runs_draft_model else None
+    for label, name in (("weights", config.model), ("draft weights", draft_model)):
+        path = Path(str(name))
+        if name is None or is_gguf(path) or config.load_format == "dummy":
+            continue
+        try:
+            size = format_bytes(FileWeights(path).num_bytes)
+        except ForewordError as error:
+            yield CheckResult(False, f"{label}: {error}")
+        else:
+            yield CheckResult(True, f"{label}: {size} in safetensors files")
+
+
 def _check_tokenizers(config: Config) -> Iterator[CheckResult]:
     try:
-        tokenizer, rows = read_tokenizer(Path(str(config.model)))
+        path = Path(str(config.model))
+        tokenizer, rows = read_tokenizer(path)
+        apply_options(config, tokenizer, read_processor(path))
     except ForewordError as error:
         yield CheckResult(False, f"tokenizer: {error}")
         return
@@ -101,17 +118,30 @@ def _check_tokenizers(config: Config) -> Iterator[CheckResult]:
         tokenizer.vocab_size <= rows,
         f"tokenizer: {tokenizer.vocab_size} ids, {rows} rows in the model, {unused} without a token",
     )
+    yield from _check_generation_config(tokenizer)
     if tokenizer.chat_template is None:
-        yield CheckResult(None, "tokenizer: no chat template; /v1/completions works, chat does not")
-    if config.draft_model:
+        yield CheckResult(None, "tokenizer: no chat template; chat needs --chat-template FILE")
+    if config.runs_draft_model:
         yield _check_drafter(tokenizer, config)
+
+
+def _check_generation_config(tokenizer: Tokenizer) -> Iterator[CheckResult]:
+    """Sampling defaults, and values of generation_config.json that are not used."""
+    defaults = tokenizer.generation_config
+    if defaults.as_dict():
+        yield CheckResult(True, f"sampling defaults: {defaults}; --generation-config none turns them off")
+    for warning in defaults.warnings:
+        yield CheckResult(None, f"sampling defaults: {warning}")
 
 
 def _check_drafter(tokenizer: Tokenizer, config: Config) -> CheckResult:
     try:
-        check_draft_model(tokenizer, read_processor(Path(str(config.model))), Path(str(config.draft_model)))
+        processor = read_processor(Path(str(config.model)))
+        num_missing = check_draft_model(tokenizer, processor, Path(str(config.draft_model)))
     except ForewordError as error:
         return CheckResult(False, f"draft model: {error}")
+    if num_missing:
+        return CheckResult(True, f"draft tokenizer: the same, but lacks {num_missing} added tokens")
     return CheckResult(True, "draft tokenizer: the same, token by token")
 
 
@@ -133,13 +163,10 @@ def _check_images(config: Config, target: ModelInfo) -> CheckResult:
 
 
 def _check_drafter_size(target: ModelInfo, drafter: ModelInfo) -> CheckResult:
-    ratio = target.parameters / drafter.parameters
-    fits = DRAFTER_SIZE_RATIO[0] <= ratio <= DRAFTER_SIZE_RATIO[1]
-    return CheckResult(
-        True if fits else None,
-        f"draft size: 1/{ratio:.1f} of the model; "
-        f"1/{DRAFTER_SIZE_RATIO[0]} to 1/{DRAFTER_SIZE_RATIO[1]} usually pays",
-    )
+    warning = draft_size_warning(target.parameters, drafter.parameters)
+    if warning is not None:
+        return CheckResult(None, f"draft size: {warning}")
+    return CheckResult(True, f"draft size: 1/{target.parameters / drafter.parameters:.1f} of the model")
 
 
 def _check_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) -> Iterator[CheckResult]:
@@ -150,19 +177,37 @@ def _check_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) 
         yield CheckResult(False, f"memory: {error}")
         return
     for note in (*chosen.notes, *filter(None, [native_unavailable_reason(chosen.device)])):
-        yield CheckResult(None, f"device: {note}")
+        yield CheckResult(None, note)
+    reserve = ""
+    if chosen.device == "cpu" and config.kv_cache_memory is None:
+        reserve = f", of which {format_bytes(cpu_reserve(hardware.free_bytes))} stay in reserve"
     yield CheckResult(
         True,
         f"memory: weights {format_bytes(chosen.weight_bytes)} in {chosen.weight_format}, "
-        f"{format_bytes(hardware.free_bytes)} free",
+        f"KV cache {format_bytes(chosen.kv_bytes)}; {format_bytes(hardware.free_bytes)} free{reserve}",
     )
     if chosen.memory is not None:
         yield CheckResult(True, f"{hardware.gpu}: {chosen.memory}")
         if chosen.memory.kv_cache < chosen.kv_bytes:
             yield CheckResult(None, "by this estimate it does not fit; loading measures it")
     yield _check_kv_cache(chosen, target, drafter)
+    drafts = f"at most {chosen.num_speculative_tokens} tokens a request and step"
+    yield CheckResult(
+        True,
+        f"speculation: {', '.join(chosen.drafters)}; {drafts}" if chosen.drafters else "speculation: off",
+    )
     ok = True if chosen.max_model_len >= target.context_len else None
     yield CheckResult(ok, f"context: {chosen.max_model_len} of {target.context_len} tokens")
+    if config.drafter_plugins():
+        yield _check_plugins(config, chosen, target)
+
+
+def _check_plugins(config: Config, chosen: ResolvedConfig, target: ModelInfo) -> CheckResult:
+    try:
+        names = ", ".join(make_plugins(config, chosen, target, never_sampled_ids=()))
+    except ForewordError as error:
+        return CheckResult(False, f"own drafters: {error}")
+    return CheckResult(True, f"own drafters: {names}")
 
 
 def _check_kv_cache(chosen: ResolvedConfig, target: ModelInfo, drafter: ModelInfo | None) -> CheckResult:

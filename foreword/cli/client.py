@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -13,11 +13,12 @@ from typing import Any, Protocol, cast
 
 import httpx
 
-from foreword.cli.flags import ENGINE_GROUPS, Message, add_config_options, read_config
+from foreword.cli.flags import ENGINE_GROUPS, FLAGS, Message, add_config_options, read_config
 from foreword.cli.sse_reader import Chunk, choices_of, iter_chunks, text_of
+from foreword.cli.startup import startup_line
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
-from foreword.errors import ForewordError
+from foreword.errors import ContextLengthExceeded, ForewordError
 
 __all__ = [
     "FINISH_NOTES",
@@ -32,17 +33,21 @@ __all__ = [
 
 CONNECT_TIMEOUT_S = 10.0
 FINISH_NOTES: Mapping[str, str] = MappingProxyType(  # shown to the user, by finish reason
-    {"repetition": "the answer repeated itself and was ended; --on-runaway warn lets it go on"}
+    {
+        "length": "the answer was cut off at --max-tokens or the end of the context",
+        "repetition": "the answer repeated itself and was ended; --on-runaway warn lets it go on",
+    }
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPiece:
-    """Streamed text; the last piece has the finish reason, and may have no text."""
+    """Streamed text; the last piece has the finish reason and the metrics, and may have no text."""
 
     text: str
     is_drafted: bool = False  # an accepted draft token
     finish_reason: str | None = None
+    metrics: Mapping[str, Any] | None = None  # None: not reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,11 @@ class ChatBackend(Protocol):
 
     name: str
     speculation: str | None
+    drafters: Sequence[str] | None  # None: unknown
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """The checkpoint's, by field of SamplingParams."""
 
     def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[ChatPiece]: ...
 
@@ -76,7 +86,10 @@ def open_backend(args: argparse.Namespace) -> Iterator[ChatBackend]:
     """The server at --base-url, else a model in this process; only the latter imports torch."""
     config = read_config(args)
     if args.base_url:
-        with closing(HTTPBackend(args.base_url, config.api_key, config.served_model_name)) as remote:
+        given = getattr(args, "model_word", None) or getattr(args, "model", None)
+        name = next(iter(config.served_names()), given)
+        with closing(HTTPBackend(args.base_url, config.api_key, name)) as remote:
+            startup_line.end()
             yield remote
     else:
         module = importlib.import_module("foreword.cli.local_backend")
@@ -98,13 +111,15 @@ class HTTPBackend:
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=transport)
         self.name = model or self._first_model()
+        self._sampling_defaults: Mapping[str, Any] | None = None  # not read yet
         self.speculation: str | None = None
+        self.drafters: Sequence[str] | None = None
 
     def close(self) -> None:
         self._http.close()
 
     def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[ChatPiece]:
-        path, body = request_body(self.name, prompt, params)
+        path, body = request_body(self.name, prompt, params, self._sampling_defaults or ())
         with (
             self._translate_http_errors(),
             self._http.stream("POST", path, json=body | {"stream": True, "metrics": True}) as response,
@@ -116,7 +131,7 @@ class HTTPBackend:
                 yield from _stream_pieces(chunk)
 
     def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> ChatResult:
-        path, body = request_body(self.name, prompt, params)
+        path, body = request_body(self.name, prompt, params, self._sampling_defaults or ())
         with self._translate_http_errors():
             response = _check_status(self._http.post(path, json=body | {"metrics": True}))
         with _translate_parse_errors(response):
@@ -125,13 +140,31 @@ class HTTPBackend:
             text = choice["message"]["content"] if "message" in choice else choice["text"]
             return ChatResult(str(text or ""), choice["finish_reason"], None, result.get("metrics"))
 
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """The server's, by its list of models; none without one. Later requests send these fields always."""
+        if self._sampling_defaults is None:
+            try:
+                card = self._model_card(self.name)
+            except ForewordError:
+                card = {}
+            given = card.get("sampling_defaults")
+            known = {item.name: given.get(item.name) for item in FLAGS} if isinstance(given, dict) else {}
+            self._sampling_defaults = {k: v for k, v in known.items() if isinstance(v, int | float)}
+        return self._sampling_defaults
+
     def _first_model(self) -> str:
+        return str(self._model_card(None)["id"])
+
+    def _model_card(self, name: str | None) -> Mapping[str, Any]:
+        """The model of this name, or the first, in the server's list. Raises ForewordError."""
         with self._translate_http_errors():
             response = _check_status(self._http.get("/v1/models"))
         with _translate_parse_errors(response):
-            name = str(response.json()["data"][0]["id"])
-            name.encode()  # refuses a lone surrogate, which no request could send back
-            return name
+            cards: Sequence[Mapping[str, Any]] = response.json()["data"]
+            card = cards[0] if name is None else {each["id"]: each for each in cards}[name]
+            str(card["id"]).encode()  # refuses a lone surrogate, which no request could send back
+            return {**card}
 
     @contextmanager
     def _translate_http_errors(self) -> Iterator[None]:
@@ -142,10 +175,15 @@ class HTTPBackend:
 
 
 def request_body(
-    model: str, prompt: str | Sequence[Message], params: SamplingParams
+    model: str, prompt: str | Sequence[Message], params: SamplingParams, explicit: Iterable[str] = ()
 ) -> tuple[str, dict[str, Any]]:
-    """Path and JSON body of a request with these parameters; defaults are left out."""
-    body: dict[str, Any] = {"model": model, **params.non_default_fields(), "temperature": params.temperature}
+    """Path and JSON body of a request with these parameters.
+
+    Values equal to OpenAI's defaults are left out, but for the temperature and `explicit` fields, of which
+    the server has its own defaults.
+    """
+    body: dict[str, Any] = {"model": model, **params.non_default_fields()}
+    body |= {name: getattr(params, name) for name in ("temperature", *explicit)}
     if "speculation" in body:
         body["speculation"] = {
             name: value for name, value in asdict(params.speculation).items() if value is not None
@@ -183,7 +221,8 @@ def _stream_pieces(chunk: Chunk) -> Iterator[ChatPiece]:
         elif text := text_of(choice):
             yield ChatPiece(text)
         if isinstance(reason := choice.get("finish_reason"), str):
-            yield ChatPiece("", finish_reason=reason)
+            metrics = choice.get("metrics")
+            yield ChatPiece("", False, reason, metrics if isinstance(metrics, dict) else None)
 
 
 def _drafted_pieces(tokens: Any) -> Iterator[ChatPiece]:
@@ -212,8 +251,11 @@ def _check_status(response: httpx.Response) -> httpx.Response:
     """Raises ForewordError with the server's own message."""
     if response.is_success:
         return response
+    code = None
     try:
-        message = response.json()["error"]["message"]
-    except (ValueError, LookupError, TypeError, RecursionError):
+        error = response.json()["error"]
+        message, code = error["message"], error.get("code")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         message = response.text[:200]
-    raise ForewordError(f"the server answered {response.status_code}: {message}")
+    error_class = ContextLengthExceeded if code == ContextLengthExceeded.code else ForewordError
+    raise error_class(f"the server answered {response.status_code}: {message}")

@@ -1,7 +1,9 @@
-"""Writes docs/flags.md and docs/metrics.md: `python -m foreword.cli.docs_gen`."""
+"""Writes the pages of docs/ that the code itself lists, see PAGES: `python -m foreword.cli.docs_gen`."""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,10 +11,13 @@ from types import MappingProxyType
 from typing import Any
 
 from foreword.cli.flags import GROUPS, environment_name, flag, type_name
+from foreword.config.foreign_flags import FOREIGN_FLAGS, ForeignFlag
 from foreword.config.options import option_fields
-from foreword.metrics.definitions import CATALOG, PREFIX, Metric
+from foreword.metrics.definitions import CATALOG, MODEL_LABEL, PREFIX, VLLM_METRICS, Metric, VLLMMetric
+from foreword.metrics.prometheus import ENGINE_PROCESS
+from foreword.server.protocol import compat
 
-__all__ = ["PAGES", "flags_page", "metrics_page", "write"]
+__all__ = ["PAGES", "fields_page", "flags_page", "foreign_flags_page", "metrics_page", "write"]
 
 FLAGS_HEADER = """# Flags
 
@@ -22,15 +27,35 @@ Every option is a flag of `foreword serve`, an environment variable, and a key o
 `--config FILE` (or `FOREWORD_CONFIG`) names. A flag beats the environment, the environment beats the file, the
 file beats the default. Switches are turned off with `--no-...`, or with `false` in the environment or the file.
 Options of the groups model, scheduler and speculation are flags of `chat`, `generate`, `bench` and `check` as well.
+`--help` shows the common ones, `--help-all` all. An unknown flag or key is an error that names the nearest one; an
+unknown `FOREWORD_*` variable is a warning, because platforms set some (Kubernetes, for a service named `foreword`).
 """  # noqa: E501
+
+FOREIGN_FLAGS_HEADER = """# Flags of other servers
+
+Written by `python -m foreword.cli.docs_gen`; edit `foreword/config/foreign_flags.py` instead.
+
+The commands that load a model answer these flags, `--config FILE` answers them as keys, and `LLM(...)` as
+keyword arguments. A flag that several servers have stands in the first table. Flags whose name and meaning
+are ours are in [flags](flags.md); [migrating](migrating.md) tells what differs beside flags.
+
+A flag that is taken without effect is named on stderr, as is one that is taken for ours. A refused flag ends
+the command with exit code 2 and the line of this table.
+"""
 
 METRICS_HEADER = f"""# Metrics
 
 Written by `python -m foreword.cli.docs_gen`; edit `foreword/metrics/definitions.py` instead.
 
-`GET /metrics` answers in Prometheus' text format. Every name has the prefix `{PREFIX}`. Counts are taken
-after every cut: a token that was not delivered is in none of them. A ratio does not exist until there is
-something to divide by; no value is ever a nan.
+`GET /metrics` answers in Prometheus' text format. Every name has the prefix `{PREFIX}`, and every series the
+label `{MODEL_LABEL}`, the served name of the generating model, also where a separate encoder works;
+`http_requests_total` and the processes' metrics have none. Counts are taken after every cut: a token that was
+not delivered is in none of them. A ratio does not exist until there is something to divide by; no value is
+ever a nan.
+
+Beside the table there are prometheus_client's metrics of the API process (`process_resident_memory_bytes`,
+`process_cpu_seconds_total`, `process_open_fds` and others) and the same of the engine process, with the
+prefix `{ENGINE_PROCESS}_`.
 """
 
 IMAGES_HEADER = """
@@ -42,8 +67,50 @@ Beside these there is a stage `encode` in `step_seconds` and `engine_faults_tota
 SPECULATION_HEADER = """
 ## Only where speculation is configured
 
-With `--speculate off` none of these exist. Ratios, positions and reasons appear once there is something to tell.
-"""  # noqa: E501
+With `--speculate off` none of these exist. Ratios and reasons appear once there is something to tell;
+positions exist from the start, up to `--num-speculative-tokens`.
+"""
+
+PREDICTION_HEADER = """
+## Only where step times are predicted
+
+With `--draft-length fixed` nothing is predicted, and none of these exist.
+"""
+
+VLLM_HEADER = """
+## Under vLLM's names
+
+With `--vllm-metrics` the same values are exported under the names and labels (`model_name`, `engine="0"`) of
+vLLM, so that its dashboards and `vllm bench serve` show them. Histograms keep the buckets of their source.
+
+| vLLM's name | source |
+|---|---|
+"""
+
+FIELDS_HEADER = """# Fields of other servers
+
+Written by `python -m foreword.cli.docs_gen`; edit `foreword/server/protocol/compat.py` instead.
+
+Fields that clients of OpenAI, vLLM, SGLang, llama-server and others send, and that have no effect here. "Any"
+value of a hint is accepted, because none would change the answer. Of other fields the accepted values are
+those that change nothing; another value is a 400 that names the field. Null counts as absent. Fields that
+work are in [serving](serving.md#requests).
+"""
+FIELDS: Mapping[str, Mapping[str, compat.PeerField]] = MappingProxyType(
+    {
+        "Chat and completions": compat.GENERATION,
+        "Chat alone": compat.CHAT,
+        "Completions alone": compat.COMPLETION,
+        "Messages": compat.MESSAGE,
+        "`stream_options`": compat.STREAM_OPTIONS,
+        "`response_format.json_schema`": compat.JSON_SCHEMA,
+        "`structured_outputs`": compat.STRUCTURED_OUTPUTS,
+        "Embeddings and ranking": compat.POOLING,
+        "Embeddings alone": compat.EMBEDDING,
+        "Ranking alone": compat.RANKING,
+        "`/tokenize` and `/detokenize`": compat.TEMPLATE,
+    }
+)
 
 
 def flags_page() -> str:
@@ -51,18 +118,75 @@ def flags_page() -> str:
     return "\n".join([FLAGS_HEADER, *(line for group in GROUPS for line in _group(group))]) + "\n"
 
 
+def foreign_flags_page() -> str:
+    """One table per server."""
+    lines = [FOREIGN_FLAGS_HEADER]
+    for source, flags in FOREIGN_FLAGS.items():
+        lines += [f"## {source}\n", "| flag | here |", "|---|---|"]
+        lines += [
+            f"| {', '.join(f'`{name}`' for name in item.names)} | {_foreign_answer(item)} |" for item in flags
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _foreign_answer(item: ForeignFlag) -> str:
+    answer = re.sub(r"(?<![\w`-])(--[a-z][a-z-]*\w)", r"`\1`", item.answer)
+    if item.kind == "same":
+        fallback = f"; on a server: {answer}" if answer else ""
+        return f"`{item.ours}`{fallback}"
+    if item.kind == "refused":
+        return f"refused: {answer}"
+    accepted = f", if it is {' or '.join(f'`{value}`' for value in item.accepted)}" if item.accepted else ""
+    return f"taken without effect{accepted}: {answer}"
+
+
 def metrics_page() -> str:
     """Tables of the metrics that always exist, of those of images, and of those of speculation."""
     sections = {
         METRICS_HEADER: [row for row in CATALOG if not (row.speculative or row.multimodal)],
         IMAGES_HEADER: [row for row in CATALOG if row.multimodal],
-        SPECULATION_HEADER: [row for row in CATALOG if row.speculative],
+        SPECULATION_HEADER: [row for row in CATALOG if row.speculative and not row.predictive],
+        PREDICTION_HEADER: [row for row in CATALOG if row.predictive],
     }
     lines = [line for header, rows in sections.items() for line in (header, *_metrics(rows))]
-    return "\n".join(lines) + "\n"
+    vllm = [f"| `{row.name}` | `{row.source}`{_over(row)} |" for row in VLLM_METRICS]
+    return "\n".join([*lines, VLLM_HEADER.rstrip("\n"), *vllm]) + "\n"
 
 
-PAGES: Mapping[str, Any] = MappingProxyType({"flags.md": flags_page, "metrics.md": metrics_page})
+def fields_page() -> str:
+    """One table per body; a field is in the first that has it."""
+    lines, listed = [FIELDS_HEADER], set[int]()
+    for title, table in FIELDS.items():
+        lines += [f"## {title}\n", "| field | of | accepted | instead of other values |", "|---|---|---|---|"]
+        rows = {name: row for name, row in table.items() if id(row) not in listed}
+        lines += [_peer_field(name, row) for name, row in rows.items()]
+        listed |= {id(row) for row in rows.values()}
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _peer_field(name: str, row: compat.PeerField) -> str:
+    values = ["any"] if row.neutral is None else [f"`{json.dumps(value)}`" for value in row.neutral]
+    cells = (f"`{name}`", row.source, ", ".join(values) or "null", row.reason)
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def _over(row: VLLMMetric) -> str:
+    """Differences in the labels of vLLM's metric."""
+    parts = [f"summed over `{label}`" for label in row.summed]
+    parts += [f"`{old}` is called `{new}`" for old, new in row.renamed]
+    return "".join(f", {part}" for part in parts)
+
+
+PAGES: Mapping[str, Any] = MappingProxyType(
+    {
+        "flags.md": flags_page,
+        "foreign-flags.md": foreign_flags_page,
+        "metrics.md": metrics_page,
+        "fields.md": fields_page,
+    }
+)
 
 
 def write(folder: Path) -> None:

@@ -9,18 +9,16 @@ import re
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
 
+from foreword.cli.startup import startup_line
 from foreword.config.hardware import probe_hardware
 from foreword.kernels.registry import list_backends
 
-__all__ = ["add_arguments", "collect", "run"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+__all__ = ["collect", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
     sections = collect()
+    startup_line.end()
     if args.json:
         print(json.dumps(sections))
         return 0

@@ -1,15 +1,18 @@
 """Flags, environment variables and the config file, from the fields of `Config`, and flags of requests.
 
-Precedence: flag, FOREWORD_* environment variable, config file, default. A ConfigError names the option.
+Precedence: flag, FOREWORD_* environment variable, config file, default. A ConfigError names the option. Flags
+of other servers are answered with ours (`foreword/config/foreign_flags.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
-import difflib
+import json
 import mimetypes
 import os
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +20,21 @@ from typing import Any
 
 import yaml
 
+from foreword.config.foreign_flags import FOREIGN_FLAGS, ForeignFlag, find_foreign
 from foreword.config.options import Config, option_fields
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.structured_output import StructuredOutput
-from foreword.errors import ConfigError, InvalidRequest
+from foreword.errors import ConfigError, InvalidRequest, did_you_mean
 
 __all__ = [
     "FLAGS",
     "GROUPS",
+    "KIND_NAMES",
+    "ForeignAction",
     "Message",
     "SamplingFlag",
     "add_config_options",
+    "add_foreign_flags",
     "add_image_option",
     "add_sampling_options",
     "add_structured_options",
@@ -37,6 +44,7 @@ __all__ = [
     "read_params",
     "read_structured",
     "read_text",
+    "unknown_variables",
     "user_message",
 ]
 
@@ -45,6 +53,11 @@ Message = Mapping[str, Any]  # `content` is a text or a list of parts
 GROUPS = ("model", "scheduler", "speculation", "images", "server")
 ENGINE_GROUPS = ("model", "scheduler", "speculation", "images")
 PREFIX = "FOREWORD_"
+OTHER_VARIABLES = ("FOREWORD_CONFIG", "FOREWORD_NATIVE")  # that are no options
+TEST_PREFIX = "FOREWORD_TEST_"
+# Kubernetes sets these for a service whose name begins with "foreword".
+SERVICE_VARIABLE = re.compile(r"FOREWORD_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP)\w*)")
+SERVICE_SCHEMES = ("tcp://", "udp://")  # of their values
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 
@@ -69,10 +82,15 @@ def add_config_options(
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with any of these options, dashes or underscores"
     )
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show the rarely needed flags too")
     sections = {name: parser.add_argument_group(name) for name in GROUPS if name in groups or more}
     for item in option_fields():
         if item.metadata["group"] in groups or item.name in more:
-            _add_option(sections[item.metadata["group"]], item)
+            # Where words follow that are no flags, such as a prompt, a flag takes one word.
+            is_many = item.metadata["many"] and "server" in groups
+            action = _add_option(sections[item.metadata["group"]], item, is_many)
+            if not item.metadata["common"]:
+                _hide(action)
 
 
 def read_config(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Config:
@@ -80,9 +98,13 @@ def read_config(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
     path = getattr(args, "config", None) or environ.get(PREFIX + "CONFIG")
     values = _from_file(Path(path)) if path else {}
     values.update(_from_environment(environ))
-    values.update(
-        {item.name: getattr(args, item.name) for item in option_fields() if hasattr(args, item.name)}
-    )
+    given = {item.name: getattr(args, item.name) for item in option_fields() if hasattr(args, item.name)}
+    model = getattr(args, "model_word", None)
+    if model is not None and given.setdefault("model", model) != model:
+        problem = f"two models are given, {model} and --model {given['model']}; leave one out"
+        raise ConfigError(problem, "model")
+    values.update(given)
+    _check_swallowed_model(args, values)
     return Config(**values).with_speculative_config()
 
 
@@ -99,20 +121,108 @@ def type_name(item: Any) -> str:
     return str(item.type).split("|")[0].strip()
 
 
-def _add_option(section: Any, item: Any) -> None:
+class _HelpAll(argparse.Action):
+    """Prints the help with the flags that `_hide` took out of it."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        for action in parser._actions:
+            action.help = getattr(action, "full_help", action.help)
+        parser.print_help()
+        parser.exit()
+
+
+def _hide(action: Any) -> None:
+    """Show the flag by --help-all only."""
+    action.full_help, action.help = action.help, argparse.SUPPRESS
+
+
+class ForeignAction(argparse.Action):
+    """A flag of another server: taken for ours, taken without effect, or refused, each with one line."""
+
+    def __init__(
+        self, foreign: ForeignFlag, source: str, ours: argparse.Action | None, **options: Any
+    ) -> None:
+        self._foreign = foreign
+        self._source = source
+        self._ours = ours  # None: the command has no such flag
+        super().__init__(default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        foreign, name = self._foreign, str(option_string)
+        if not foreign.accepts(values) or (foreign.kind == "same" and self._ours is None):
+            refusal = foreign.refusal(name, values)
+            parser.exit(2, f"{parser.prog}: {refusal} (a flag of {self._source})\n")
+        if note := foreign.note(name):
+            print(f"{parser.prog}: {note}", file=sys.stderr)
+        if self._ours is not None:
+            constant = foreign.ours.partition(" ")[2]
+            if constant:
+                values = self._ours.type(constant) if callable(self._ours.type) else constant
+            elif self.nargs == 0:
+                values = not foreign.ours.startswith("--no-")
+            setattr(namespace, self._ours.dest, values)
+
+
+def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
+    """Answer flags of other servers that are not the command's own; call it when all others are added."""
+    own = dict(parser._option_string_actions)
+    for source, flags in FOREIGN_FLAGS.items():
+        for item in flags:
+            names = [name for name in item.names if name not in parser._option_string_actions]
+            if not names:
+                continue
+            ours = own.get(item.ours.split()[0]) if item.ours else None
+            parser.add_argument(
+                *names,
+                action=ForeignAction,
+                foreign=item,
+                source=source,
+                ours=ours,
+                dest=ours.dest if ours is not None else argparse.SUPPRESS,
+                nargs=None if item.num_args == 1 else item.num_args,
+                type=(ours.type if ours is not None and item.num_args else None) or str,
+                choices=ours.choices if ours is not None and item.num_args else None,
+            )
+
+
+def _add_option(section: Any, item: Any, is_many: bool) -> argparse.Action:
     help_ = help_text(item).replace("%", "%%")
     kind = type_name(item)
     common = {"dest": item.name, "default": argparse.SUPPRESS, "help": help_}
     if kind == "bool":
-        section.add_argument(flag(item.name), action=argparse.BooleanOptionalAction, **common)
+        options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     elif item.metadata["choices"]:
-        section.add_argument(flag(item.name), choices=item.metadata["choices"], **common)
+        options = {"choices": item.metadata["choices"]}
+    elif is_many:
+        options = {"nargs": "+", "action": _JoinWords, "metavar": METAVARS[kind]}
     else:
-        section.add_argument(flag(item.name), type=PARSERS[kind], metavar=METAVARS[kind], **common)
+        options = {"type": PARSERS[kind], "metavar": METAVARS[kind]}
+    action: argparse.Action = section.add_argument(flag(item.name), **options, **common)
+    return action
+
+
+class _JoinWords(argparse.Action):
+    """Several words as one value, joined by commas; `NAME_words` keeps their number."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, ",".join(values))
+        setattr(namespace, f"{self.dest}_words", values)
+
+
+def _check_swallowed_model(args: argparse.Namespace, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError if --served-model-name may have taken the MODEL that follows it for a name."""
+    words: list[str] = getattr(args, "served_model_name_words", [])
+    if len(words) > 1 and values.get("model") is None:
+        raise ConfigError(
+            f"--served-model-name {' '.join(words)}: no MODEL is given; if {words[-1]!r} is the model, "
+            "put it before this flag; if these are names of the demo, join them with commas",
+            "served_model_name",
+        )
 
 
 PARSERS: Mapping[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
 METAVARS = {"str": "TEXT", "int": "N", "float": "X"}
+KIND_NAMES = {"str": "a text", "int": "a whole number", "float": "a number"}
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -133,37 +243,80 @@ def _parse(source: str, type_name: str, text: str) -> Any:
     try:
         return PARSERS[type_name](text)
     except ValueError:
-        raise ConfigError(f"{source} must be of type {type_name}, got {text!r}", source) from None
+        hint = ""
+        if text.startswith(SERVICE_SCHEMES):
+            hint = "; Kubernetes sets it for a service of this name: set enableServiceLinks: false in the pod"
+        raise ConfigError(f"{source} must be {KIND_NAMES[type_name]}, got {text!r}{hint}", source) from None
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """One line for each FOREWORD_* variable that is no option, with the nearest one.
+
+    They are no errors: a platform may set variables of this prefix, as Kubernetes does for services.
+    """
+    known = {*OTHER_VARIABLES, *(environment_name(item.name) for item in option_fields())}
+    return [
+        f"unknown environment variable {name} has no effect{did_you_mean(name, known)}"
+        for name in sorted(environ)
+        if name.startswith(PREFIX)
+        and name not in known
+        and not name.startswith(TEST_PREFIX)
+        and not SERVICE_VARIABLE.fullmatch(name)
+        and not environ[name].startswith(SERVICE_SCHEMES)
+    ]
 
 
 def _from_file(path: Path) -> dict[str, Any]:
     """Options of a YAML file, as text parsed like flags: YAML's own `off` would be a boolean."""
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.BaseLoader)
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror or error}", "config") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"config file {path} is not YAML: {' '.join(str(error).split())}", "config"
         ) from None
-    if not values:
+    if root is None or root.value == "":
         return {}
-    if not isinstance(values, dict):
+    if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"config file {path} must hold `option: value` lines", "config")
-    items = [(str(key), value) for key, value in values.items() if value not in ("", "null", "~")]
-    return dict(_file_option(path, key, value) for key, value in items)
+    values: dict[str, Any] = {}
+    for key, value in root.value:
+        where = f"config file {path}, line {key.start_mark.line + 1}"
+        name = _file_option(where, key)
+        if name in values:
+            raise ConfigError(f"{where}: {key.value} is given twice", name)
+        if name == "speculative_config" and isinstance(value, yaml.MappingNode):
+            values[name] = json.dumps(yaml.safe_load(text)[key.value])
+            continue
+        if not isinstance(value, yaml.ScalarNode):
+            raise ConfigError(f"{where}: {key.value} must be a single value", name)
+        is_null = value.value in ("", "null", "~")
+        values[name] = (
+            None if is_null else _parse(f"{where}: {key.value}", type_name(ITEMS[name]), value.value)
+        )
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _file_option(path: Path, key: str, value: object) -> tuple[str, Any]:
-    items = {item.name: item for item in option_fields()}
-    name, source = key.replace("-", "_"), f"config file {path}: {key}"
-    if name not in items:
-        close = difflib.get_close_matches(name, items, n=1)
-        hint = f"; did you mean {close[0].replace('_', '-')}?" if close else ""
-        raise ConfigError(f"config file {path}: unknown option {key!r}{hint}", "config")
-    if not isinstance(value, str):
-        raise ConfigError(f"{source} must be a single value", name)
-    return name, _parse(source, type_name(items[name]), value)
+def _file_option(where: str, key: yaml.Node) -> str:
+    """The field of Config that a key of the file names. Raises ConfigError."""
+    text = str(key.value) if isinstance(key, yaml.ScalarNode) else "a key of several values"
+    name = text.replace("-", "_")
+    if name in ITEMS:
+        return name
+    if (found := find_foreign(flag(name))) is not None:
+        foreign = found[1]
+        answer = foreign.note(text) or foreign.answer if foreign.kind != "refused" else foreign.refusal(text)
+        raise ConfigError(f"{where}: {answer} (an option of {found[0]})", "config")
+    raise ConfigError(f"{where}: unknown option {text!r}{did_you_mean(text, _option_keys())}", "config")
+
+
+ITEMS = {item.name: item for item in option_fields()}
+
+
+def _option_keys() -> list[str]:
+    return [name.replace("_", "-") for name in ITEMS]
 
 
 def engine_fields(config: Config) -> dict[str, Any]:
@@ -180,11 +333,21 @@ class SamplingFlag:
     type: Any
     default: Any
     help: str
+    common: bool = False  # shown by --help
 
 
+NO_DEFAULTS: Mapping[str, Any] = {}
 FLAGS = (
-    SamplingFlag("max_tokens", int, 512, "longest answer in tokens (default 512)"),
-    SamplingFlag("temperature", float, 0.0, "0, the default, takes the likeliest token"),
+    SamplingFlag(
+        "max_tokens", int, 512, "longest answer in tokens (default: the checkpoint's, else 512)", common=True
+    ),
+    SamplingFlag(
+        "temperature",
+        float,
+        0.0,
+        "0 takes the likeliest token (default: the checkpoint's, else 0)",
+        common=True,
+    ),
     SamplingFlag("top_p", float, 1.0, "keep the likeliest tokens up to this probability"),
     SamplingFlag("top_k", int, 0, "keep this many of the likeliest tokens; 0 keeps all"),
     SamplingFlag("min_p", float, 0.0, "drop tokens less likely than this share of the likeliest"),
@@ -206,7 +369,9 @@ FLAGS = (
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for item in FLAGS:
-        group.add_argument(flag(item.name), type=item.type, default=item.default, metavar="N", help=item.help)
+        action = group.add_argument(flag(item.name), type=item.type, metavar="N", help=item.help)
+        if not item.common:
+            _hide(action)
     group.add_argument(
         "--stop",
         action="append",
@@ -217,9 +382,10 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--speculation", metavar="METHOD", help="auto, off, or the name of one drafter")
 
 
-def read_params(args: argparse.Namespace) -> SamplingParams:
-    """Sampling parameters of the flags. Raises InvalidRequest."""
-    values = {item.name: getattr(args, item.name) for item in FLAGS}
+def read_params(args: argparse.Namespace, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
+    """Sampling parameters of the flags, else of `defaults`, else of FLAGS. Raises InvalidRequest."""
+    values = {item.name: item.default for item in FLAGS} | dict(defaults)
+    values |= {name: value for name in values if (value := getattr(args, name, None)) is not None}
     if args.speculation is not None:
         values["speculation"] = Speculation(args.speculation)
     return SamplingParams(

@@ -19,8 +19,9 @@ from foreword.cli.flags import (
     read_text,
     user_message,
 )
-from foreword.cli.terminal import stderr_console
-from foreword.errors import ConfigError
+from foreword.cli.startup import startup_line
+from foreword.cli.terminal import replace_unknown_characters, show_controls, stderr_console
+from foreword.errors import ConfigError, ForewordError
 
 __all__ = ["add_arguments", "run"]
 
@@ -40,20 +41,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     prediction = None if args.prediction is None else read_text("prediction", args.prediction)
-    params = replace(read_params(args), prediction=prediction, structured=read_structured(args))
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    read_params(args)  # refuses invalid flags before the model is loaded
+    structured = read_structured(args)
+    text = _read_stdin() if args.prompt == "-" else args.prompt
     if args.raw and args.image:
         raise ConfigError("--image needs the chat template, which --raw leaves out", "image")
     prompt: str | Sequence[Message] = text if args.raw else [user_message(text, args.image)]
     note = None
+    replace_unknown_characters(sys.stdout)
     with open_backend(args) as backend:
+        defaults = backend.sampling_defaults
+        params = replace(read_params(args, defaults), prediction=prediction, structured=structured)
+        startup_line.begin("foreword generate: waiting for the answer", at_once=False)
         if args.json:
-            print(json.dumps(asdict(backend.answer(prompt, params)), ensure_ascii=False))
+            result = backend.answer(prompt, params)
+            startup_line.end()
+            print(json.dumps(asdict(result), ensure_ascii=False))
             return 0
-        for piece in backend.stream(prompt, params):
-            print(piece.text, end="", flush=True)
-            note = FINISH_NOTES.get(piece.finish_reason or "")
+        is_begun = False
+        try:
+            for piece in backend.stream(prompt, params):
+                startup_line.end()
+                is_begun = True
+                shown = show_controls(piece.text) if sys.stdout.isatty() else piece.text
+                print(shown, end="", flush=True)
+                note = FINISH_NOTES.get(piece.finish_reason or "")
+        except (ForewordError, KeyboardInterrupt):
+            if is_begun:
+                print()
+            raise
     print()
     if note is not None:
         stderr_console().print(f"foreword generate: {note}", markup=False)
     return 0
+
+
+def _read_stdin() -> str:
+    """Raises ConfigError for bytes that are no text."""
+    if sys.stdin.isatty():
+        startup_line.end()
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompt on stdin is not a text: {error}", "prompt") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,14 @@ class LocalBackend:
             self._llm = LLM(on_progress=progress, **engine_fields(config))
         self.name = model_name(config, Path(str(self._llm.config.model)))
         self.speculation: str | None = speculation_line(self._llm.info)
+        self.drafters: Sequence[str] | None = self._llm.info.resolved.drafters
+        self.sampling_defaults: Mapping[str, Any] = self._llm.tokenizer.generation_config.as_dict()
 
     def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[ChatPiece]:
         llm_prompt: Any = prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
         for piece in self._llm.stream(llm_prompt, params):
-            yield ChatPiece(piece.text, piece.is_draft, piece.finish_reason)
+            metrics = piece.metrics.as_dict() if piece.metrics is not None else None
+            yield ChatPiece(piece.text, piece.is_draft, piece.finish_reason, metrics)
 
     def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> ChatResult:
         if isinstance(prompt, str):

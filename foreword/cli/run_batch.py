@@ -12,10 +12,13 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from email.utils import parsedate_to_datetime
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,17 +30,20 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeR
 
 from foreword.checkpoint import prepare_checkpoint
 from foreword.cli.batch_file import BatchLine, BatchOutput, InvalidLine, error_line, read_lines, success_line
-from foreword.cli.flags import add_config_options, read_config
+from foreword.cli.flags import read_config
 from foreword.cli.server_stack import ServerStack
+from foreword.cli.startup import startup_line
 from foreword.cli.terminal import progress_bar, set_up_logging, stderr_console
 from foreword.config.options import Config
 from foreword.errors import ConfigError, EngineDead
-from foreword.metrics.recorder import MetricsRecorder
 
-__all__ = ["BatchClient", "BatchSummary", "add_arguments", "answer_all", "run"]
+__all__ = ["BatchClient", "BatchSummary", "answer_all", "run"]
 
 SERVER_GONE_S = 30.0  # time without an answer after which a remote server counts as gone
-MIN_RETRY_S, MAX_RETRY_S = 0.05, 5.0
+MIN_RETRY_S, MAX_RETRY_S = 0.05, 5.0  # between tries where the server does not say when
+MAX_RETRY_AFTER_S = 120.0  # of a server that says when
+WAIT_NOTICE_S = 30.0  # between two lines that say that requests wait
+RETRIED = (429, 502, 503, 504)  # the server, or the proxy before it, cannot answer now
 REMOTE_CONCURRENCY = 64
 IN_PROCESS = "http://in-process"
 
@@ -47,6 +53,7 @@ class BatchSummary:
     done: int = 0  # answered by an earlier run
     ok: int = 0
     failed: int = 0
+    retries: int = 0  # of requests that the server could not answer when they came
     prompt_tokens: int = 0
     generated_tokens: int = 0
     started_s: float = field(default_factory=time.monotonic)
@@ -62,31 +69,18 @@ class BatchSummary:
     def text(self, output: Path) -> str:
         seconds = time.monotonic() - self.started_s
         before = f", {self.done} were before" if self.done else ""
+        retries = f", {self.retries} retries of a busy server" if self.retries else ""
         rate = self.generated_tokens / max(seconds, 1e-9)
         return (
-            f"{output}: {self.ok} answered, {self.failed} failed{before}; {self.prompt_tokens} tokens read, "
+            f"{output}: {self.ok} answered, {self.failed} failed{before}{retries}; "
+            f"{self.prompt_tokens} tokens read, "
             f"{self.generated_tokens} written in {seconds:.1f} s ({rate:.1f} tokens/s)"
         )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="same as --model"
-    )
-    parser.add_argument(
-        "-i", "--input", required=True, metavar="FILE", help="requests, one JSON object per line"
-    )
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="results; existing ones stay")
-    parser.add_argument("--url", metavar="URL", help="use this server instead of loading a model")
-    parser.add_argument(
-        "--concurrency", type=int, metavar="N", help="requests at once (default: twice what the engine runs)"
-    )
-    add_config_options(parser)
-
-
 def run(args: argparse.Namespace) -> int:
     config = read_config(args)
-    set_up_logging(config.log_level)
+    set_up_logging(config.log_level, config.log_format)
     if config.log_level != "debug":
         logging.getLogger("foreword").setLevel("WARNING")  # not one line per request
     source, target = Path(args.input), Path(args.output)
@@ -100,8 +94,10 @@ def run(args: argparse.Namespace) -> int:
             with progress_bar(MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()) as progress:
                 items = _pending_lines(source, output, summary, progress, total)
                 if (first := next(items, None)) is not None:
-                    asyncio.run(_run(config, args, chain([first], items), output, summary))
+                    say = partial(progress.console.print, markup=False)
+                    asyncio.run(_run(config, args, chain([first], items), output, summary, say))
         finally:
+            startup_line.end()
             stderr_console().print(summary.text(target), markup=False)
         return 1 if summary.failed or output.num_errors else 0
 
@@ -125,10 +121,12 @@ async def _run(
     items: Iterator[BatchLine | InvalidLine],
     output: BatchOutput,
     summary: BatchSummary,
+    say: Callable[[str], None],
 ) -> None:
     if args.url is not None:
         async with _http_client(args.url.rstrip("/").removesuffix("/v1"), config) as http:
-            client = BatchClient(http, SERVER_GONE_S)
+            startup_line.end()
+            client = BatchClient(http, SERVER_GONE_S, say)
             return await answer_all(client, items, output, summary, args.concurrency or REMOTE_CONCURRENCY)
     # No other client can connect, so keys are not needed and requests may wait.
     config = replace(config, api_key=None, api_key_file=None, queue_timeout=0.0)
@@ -144,9 +142,9 @@ async def _run(
 async def _application(config: Config) -> AsyncIterator[FastAPI]:
     """The server's application with a running engine."""
     async with ServerStack(prepare_checkpoint(config)) as server_stack:
-        info = await server_stack.start()
-        recorder = MetricsRecorder(info.resolved.drafters, multimodal=info.image_token_id is not None)
-        app = server_stack.serving_app(recorder)
+        await server_stack.start()
+        startup_line.end()
+        app = server_stack.serving_app()
         async with app.router.lifespan_context(app):
             yield app
 
@@ -190,21 +188,36 @@ async def answer_all(
     finally:
         for worker in workers:
             worker.cancel()
+        summary.retries += client.num_retries
         await asyncio.gather(*workers, return_exceptions=True)
 
 
 class BatchClient:
-    """Retries requests: without limit at a busy server, for `gone_timeout_s` at one that does not answer."""
+    """Retries requests: without limit at a server that is busy or says when to retry (Retry-After), for
+    `gone_timeout_s` at one that does not answer.
+    """
 
-    def __init__(self, http: httpx.AsyncClient, gone_timeout_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        gone_timeout_s: float = 0.0,
+        say: Callable[[str], None] = lambda text: None,  # called with a line about waiting requests
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.num_retries = 0
         self._http = http
         self._gone_timeout_s = gone_timeout_s
+        self._say = say
+        self._sleep = sleep
         self._was_reached = False
+        self._num_waiting = 0
+        self._said_s = -WAIT_NOTICE_S
 
     async def ask(self, line: BatchLine) -> httpx.Response:
         """The response to one line. Raises EngineDead, at once for a server that never answered."""
         content, pause_s, gone_s = json.dumps(line.body).encode(), MIN_RETRY_S, 0.0
         while True:
+            retry_after_s = None
             try:
                 response = await self._http.post(
                     line.url, content=content, headers={"Content-Type": "application/json"}
@@ -214,15 +227,43 @@ class BatchClient:
             else:
                 self._was_reached = True
                 status, reason = response.status_code, f"status {response.status_code}"
-                if status not in (429, 503):
+                if status not in RETRIED:
                     return response
-            gone_s = 0.0 if status == 429 else gone_s + pause_s
+                retry_after_s = _retry_after_s(response)
+            is_alive = status == 429 or retry_after_s is not None
+            gone_s = 0.0 if is_alive else gone_s + pause_s
             if gone_s > (self._gone_timeout_s if self._was_reached else 0.0):
                 raise EngineDead(
                     f"{self._http.base_url} does not answer ({reason}); the same command continues the run"
                 )
-            await asyncio.sleep(pause_s)
+            self.num_retries += 1
+            await self._wait(reason, pause_s if retry_after_s is None else retry_after_s)
             pause_s = min(2 * pause_s, MAX_RETRY_S)
+
+    async def _wait(self, reason: str, seconds: float) -> None:
+        self._num_waiting += 1
+        if time.monotonic() - self._said_s >= WAIT_NOTICE_S:
+            self._said_s = time.monotonic()
+            count = f"{self._num_waiting} request{'s' * (self._num_waiting > 1)}"
+            again = f"{count} will be sent again in {seconds:g} s"
+            self._say(f"{self._http.base_url} cannot answer now ({reason}); {again}")
+        try:
+            await self._sleep(seconds)
+        finally:
+            self._num_waiting -= 1
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    """Seconds of Retry-After, a number or a date; None without a valid one."""
+    text = response.headers.get("retry-after", "")
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(text).timestamp() - time.time()
+        except (ValueError, TypeError, OverflowError):
+            return None
+    return min(max(seconds, MIN_RETRY_S), MAX_RETRY_AFTER_S) if math.isfinite(seconds) else None
 
 
 def _response_body(response: httpx.Response) -> Any:

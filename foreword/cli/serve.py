@@ -1,59 +1,56 @@
 """`foreword serve [MODEL]`: the API server in this process, the engine in its own.
 
-Exit codes: 0 after Ctrl-C or SIGTERM, 1 if the engine died, 2 if it could not start as configured.
+Exit codes: 0 after SIGTERM, 130 after Ctrl-C, 1 if the engine died, 2 if it could not start as configured.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import errno
 import gc
 import logging
+import os
 import resource
 import socket
+import stat
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
-from foreword.cli.banner import banner_lines, local_url
-from foreword.cli.flags import add_config_options, read_config
+from foreword.cli.banner import banner_lines, local_url, unix_address
+from foreword.cli.flags import read_config
 from foreword.cli.server_stack import ServerStack
+from foreword.cli.startup import startup_line
 from foreword.cli.terminal import loading_bar, set_up_logging, stderr_console
 from foreword.cli.uvicorn_server import ShutdownSignals, UvicornServer, wait_first
 from foreword.config.options import Config
 from foreword.errors import ConfigError
-from foreword.metrics.recorder import MetricsRecorder
 from foreword.server.app import SwappableApp
 from foreword.server.auth.key_file import read_key_file
 from foreword.server.http_protocol import uvicorn_config
 from foreword.server.lifecycle import DrainState
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["run"]
 
 logger = logging.getLogger("foreword.serve")
 
 ENGINE_DEAD_GRACE_S = 2.0  # for clients to get their errors, and monitoring a 503 from /health
 CANCEL_GRACE_S = 1.0  # for clients to get the errors of cancelled requests
 EXTRA_FILES = 256  # open files besides the connections
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="same as --model"
-    )
-    add_config_options(parser)
+SOCKET_MODE = 0o660  # of a Unix socket: its owner and group may connect
 
 
 def run(args: argparse.Namespace) -> int:
     config = read_config(args)
-    set_up_logging(config.log_level)
+    set_up_logging(config.log_level, config.log_format)
     if config.api_key_file is not None:
         read_key_file(Path(config.api_key_file))  # report an invalid file before the model is loaded
     raise_file_limit(config.max_connections + EXTRA_FILES)
-    with bind(config.host, config.port) as listener:
+    with bind(config.host, config.port) if config.uds is None else bind_unix(Path(config.uds)) as listener:
         return asyncio.run(_run(prepare_checkpoint(config), listener))
 
 
@@ -68,6 +65,51 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise _bind_error(error, host, port) from None
     return listener
+
+
+@contextmanager
+def bind_unix(path: Path) -> Iterator[socket.socket]:
+    """A bound Unix socket, whose file is removed at the end; one that no server listens on is replaced.
+
+    Raises ConfigError.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            _remove_stale_socket(path)
+            before = os.umask(0o777 & ~SOCKET_MODE)
+            try:
+                listener.bind(str(path))
+            finally:
+                os.umask(before)
+            listener.listen()  # at once: a socket on which nobody listens would count as a dead server's
+            created = path.stat()
+        except OSError as error:
+            raise ConfigError(f"cannot listen on uds {path}: {error.strerror or error}", "uds") from None
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(path.lstat(), created):  # not another server's
+                    path.unlink()
+
+
+def _remove_stale_socket(path: Path) -> None:
+    """Remove the socket of a server that is gone. Raises ConfigError for any other file, OSError."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"uds {path} exists and is no socket; choose another path", "uds")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.setblocking(False)
+        try:
+            client.connect(str(path))
+        except ConnectionRefusedError:
+            return path.unlink()
+        except BlockingIOError:  # its queue of connections is full
+            pass
+    raise ConfigError(f"uds {path} is in use by another server; choose another path", "uds")
 
 
 def _bind_error(error: OSError, host: str, port: int) -> ConfigError:
@@ -102,25 +144,23 @@ async def _run(prepared: CheckpointInfo, listener: socket.socket) -> int:
             await stack.enter_async_context(_kill_on_second_signal(server_stack, signals))
             await stack.enter_async_context(server_stack)
             app = SwappableApp(server_stack.loading_app(drain))
-            web_server = UvicornServer(uvicorn_config(app, config), listener)
+            web_server = UvicornServer(uvicorn_config(app, config, server_stack.request_log), listener)
             try:
                 await stack.enter_async_context(web_server)
             except OSError as error:  # another process listens on the bound port
                 raise _bind_error(error, config.host, config.port) from None
             if await wait_first(signals.graceful.wait(), server_stack.start()) == 0:
-                return 0
-        info = server_stack.engine.info
-        assert info is not None, "a started engine has info"
-        recorder = MetricsRecorder(
-            info.resolved.drafters, config.log_interval, multimodal=info.image_token_id is not None
-        )
-        serving_app = server_stack.serving_app(recorder, drain)
+                if signals.exit_code:
+                    startup_line.end()
+                    _print_line(config, "foreword serve: interrupted")
+                return signals.exit_code
+        serving_app = server_stack.serving_app(drain)
         async with serving_app.router.lifespan_context(serving_app):
             app.app = serving_app
             gc.collect()
             gc.freeze()  # a full collection of the application's objects would pause every stream for 50 ms
             _print_banner(server_stack, config, listener, time.perf_counter() - started_s)
-            return await _serve_until_shutdown(server_stack, web_server, drain, signals, config.drain_timeout)
+            return await _serve_until_shutdown(server_stack, web_server, drain, signals, config)
 
 
 @asynccontextmanager
@@ -139,11 +179,21 @@ async def _kill_on_second_signal(server_stack: ServerStack, signals: ShutdownSig
 
 
 def _print_banner(server_stack: ServerStack, config: Config, listener: socket.socket, load_s: float) -> None:
-    url = local_url(config.host, listener.getsockname()[1])
+    address = listener.getsockname()
+    url = unix_address(config.uds) if config.uds is not None else local_url(config.host, address[1])
     info = server_stack.engine.info
     assert info is not None, "a started engine has info"
     encoder = server_stack.encoder.info if server_stack.encoder is not None else None
-    for line in banner_lines(config, info, server_stack.name, url, load_s, encoder):
+    for line in banner_lines(
+        config, info, server_stack.name, url, load_s, encoder, server_stack.sampling_defaults
+    ):
+        _print_line(config, line)
+
+
+def _print_line(config: Config, line: str) -> None:
+    if config.log_format == "json":
+        logger.info("%s", line)
+    else:
         stderr_console().print(line, markup=False)
 
 
@@ -152,16 +202,23 @@ async def _serve_until_shutdown(
     server: UvicornServer,
     drain: DrainState,
     signals: ShutdownSignals,
-    drain_s: float,
+    config: Config,
 ) -> int:
     """Serve until a signal, or until the engine is dead; returns the exit code."""
     if await wait_first(signals.graceful.wait(), server_stack.engine.dead.wait(), server.wait_stopped()) == 1:
         logger.error("the engine is dead, its open requests failed; shutting down")
         await wait_first(signals.graceful.wait(), timeout_s=ENGINE_DEAD_GRACE_S)
         return 1
+    drain.stopping = True
+    if config.drain_delay:
+        logger.info("shutting down in %g s: /ready says so, requests are still taken", config.drain_delay)
+        await wait_first(
+            signals.immediate.wait(), server_stack.engine.dead.wait(), timeout_s=config.drain_delay
+        )
     drain.draining = True
+    drain_s = config.drain_timeout
     logger.info("shutting down: %d open requests may finish within %g s", drain.num_open, drain_s)
     await wait_first(drain.wait_empty(), signals.immediate.wait(), timeout_s=drain_s)
     drain.cancel_open()
     await wait_first(drain.wait_empty(), timeout_s=CANCEL_GRACE_S)
-    return 0
+    return signals.exit_code

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from fastapi import FastAPI
 
+from foreword import __version__
 from foreword.checkpoint import CheckpointInfo
-from foreword.cli.banner import model_name
+from foreword.cli.banner import model_names
 from foreword.config.resolve import EngineInfo
 from foreword.embedding.client import EncoderClient
 from foreword.embedding.sentence_transformers import read_decoder_pooling_config
@@ -18,6 +19,7 @@ from foreword.errors import ConfigError
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.server.app import create_app, loading_app
 from foreword.server.lifecycle import DrainState, Health
+from foreword.server.request_log import RequestLog
 
 __all__ = ["ServerStack"]
 
@@ -28,7 +30,9 @@ class ServerStack:
     def __init__(
         self, prepared: CheckpointInfo, on_progress: Callable[[int, int], None] | None = None
     ) -> None:
-        self.name = model_name(prepared.config, prepared.path)  # of the generating model, in the API
+        self.name, *self._aliases = model_names(prepared.config, prepared.path)  # in the API
+        self.sampling_defaults = str(prepared.tokenizer.generation_config)  # in words
+        self.request_log = RequestLog(prepared.config.access_log)
         self.engine = SubprocessClient(
             prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary, on_progress
         )
@@ -46,31 +50,48 @@ class ServerStack:
             encoder = await loading
         finally:
             loading.cancel()
-        if encoder.name == self.name:
+        if encoder.name in (self.name, *self._aliases):
             raise ConfigError(
-                f"two models are called {self.name!r}; rename one with --served-model-name",
+                f"two models are called {encoder.name!r}; rename one with --served-model-name",
                 "served_model_name",
             )
         return info
 
     def loading_app(self, drain: DrainState) -> FastAPI:
         """The application until start() has returned."""
-        return loading_app(Health(self.engine, self.encoder, drain))
+        return loading_app(Health(self.engine, self.encoder, drain), self._prepared.config, self.request_log)
 
-    def serving_app(self, recorder: MetricsRecorder, drain: DrainState | None = None) -> FastAPI:
+    def serving_app(self, drain: DrainState | None = None) -> FastAPI:
         """The application of the started server."""
         prepared = self._prepared
         return create_app(
             prepared.config,
             self.engine,
             prepared.tokenizer,
-            recorder,
+            self._make_recorder(),
             self.name,
             self.encoder,
             self._pooling_config,
             drain,
             prepared.processor,
+            tuple(self._aliases),
+            self.request_log,
         )
+
+    def _make_recorder(self) -> MetricsRecorder:
+        config, info = self._prepared.config, self.engine.info
+        assert info is not None, "a started engine has info"
+        recorder = MetricsRecorder(
+            info.resolved.drafters,
+            config.log_interval,
+            multimodal=info.image_token_id is not None,
+            info=_info_labels(self.name, info),
+            num_positions=info.resolved.num_speculative_tokens,
+            predictive=info.resolved.draft_length == "adaptive",
+            vllm_metrics=config.vllm_metrics,
+        )
+        recorder.add_processes(lambda: self.engine.pid)
+        return recorder
 
     async def __aenter__(self) -> ServerStack:
         return self
@@ -81,3 +102,21 @@ class ServerStack:
         if self.encoder is not None:
             await self.encoder.close()
         await self.engine.close()
+
+
+def _info_labels(name: str, info: EngineInfo) -> Mapping[str, str]:
+    """What runs, as labels of `foreword_info`."""
+    chosen = info.resolved
+    return {
+        "version": __version__,
+        "model": name,
+        "architecture": info.architecture,
+        "device": info.gpu or chosen.device,
+        "backend": info.backend,
+        "dtype": chosen.dtype,
+        "quantization": "none" if chosen.weight_format == chosen.weight_dtype else chosen.weight_format,
+        "kv_cache_dtype": chosen.kv_cache_dtype,
+        "speculate": ",".join(chosen.drafters) or "off",
+        "draft_model": info.draft_model or "",
+        "draft_length": chosen.draft_length if chosen.drafters else "",
+    }

@@ -18,19 +18,27 @@ POLL_S = 0.005  # while uvicorn starts
 
 
 class ShutdownSignals:
-    """SIGTERM and SIGINT: the first starts a graceful shutdown, the second an immediate one."""
+    """SIGTERM and SIGINT: the first starts a graceful shutdown, the second an immediate one.
+
+    `exit_code` follows the first: 130 after SIGINT, as shells expect, and 0 after SIGTERM.
+    """
 
     def __init__(self) -> None:
         self.graceful = asyncio.Event()
         self.immediate = asyncio.Event()
+        self.exit_code = 0
 
     def install(self) -> None:
         """Install the handlers, in the running loop."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
-    def _on_signal(self) -> None:
-        (self.immediate if self.graceful.is_set() else self.graceful).set()
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.graceful.is_set():
+            self.immediate.set()
+            return
+        self.exit_code = 128 + number if number == signal.SIGINT else 0
+        self.graceful.set()
 
 
 class UvicornServer:

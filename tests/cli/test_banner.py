@@ -38,6 +38,15 @@ INFO = EngineInfo(
 URL = "http://127.0.0.1:8000"
 
 
+def test_sampling_defaults_are_shown() -> None:
+    text = "\n".join(banner_lines(Config(), INFO, "demo", URL, 1.0, sampling_defaults="temperature 0.7"))
+    assert (
+        "\nsampling: temperature 0.7 by default, as in the checkpoint; turn off with --generation-config"
+        in text
+    )
+    assert "sampling:" not in "\n".join(banner_lines(Config(), INFO, "demo", URL, 1.0))
+
+
 def test_curl_line_is_one_command_with_valid_json() -> None:
     words = shlex.split(curl_line(URL, "it's a model", needs_key=False))
     assert words[:2] == ["curl", f"{URL}/v1/chat/completions"]

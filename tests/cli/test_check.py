@@ -1,10 +1,12 @@
 """`foreword check` on the bundled demo and on invalid directories."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from foreword.cli import check as command
 from foreword.cli.main import main
@@ -12,7 +14,7 @@ from foreword.config.options import Config
 from foreword.config.resolve import HardwareInfo
 from foreword.demo import DRAFTER, MODEL
 from foreword.errors import ConfigError
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint, write_json
 from tests.support.gguf_files import Kind, write_gguf
 from tests.support.vision_checkpoints import write_vision_checkpoint
 
@@ -69,6 +71,84 @@ def test_shortened_context_is_a_note(capsys: pytest.CaptureFixture[str]) -> None
     code, text = check(capsys, "demo", "--kv-cache-memory", "128tokens")
     assert code == 0
     assert "note context: 128 of 1024 tokens" in text
+
+
+def test_weight_files_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_checkpoint(tmp_path / "model")
+    assert re.search(r"ok   weights: [0-9.]+ KiB in safetensors files", check(capsys, str(path))[1])
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    code, text = check(capsys, str(path))
+    assert code == 1
+    assert "no   weights:" in text and "holds pickled weights (pytorch_model.bin)" in text
+    assert check(capsys, str(path), "--load-format", "dummy")[0] == 0
+
+
+def test_sampling_defaults_and_template_are_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_checkpoint(tmp_path / "model")
+    write_json(path / "generation_config.json", {"temperature": 0.6, "top_p": 7})
+    (tmp_path / "x.jinja").write_text("{{ messages[-1].content }}")
+    code, text = check(capsys, str(path), "--chat-template", str(tmp_path / "x.jinja"))
+    assert code == 0
+    assert "ok   sampling defaults: temperature 0.6; --generation-config none turns them off" in text
+    assert "generation_config.json: top_p is not used: top_p must be above 0 and at most 1, got 7" in text
+    assert "sampling" not in check(capsys, str(path), "--generation-config", "none")[1]
+    (tmp_path / "x.jinja").write_text("{% for %}")
+    code, text = check(capsys, str(path), "--chat-template", str(tmp_path / "x.jinja"))
+    assert code == 1 and "syntax error in line 1" in text
+
+
+def test_missing_added_tokens_of_the_drafter_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, drafter = (write_checkpoint(tmp_path / name) for name in ("model", "drafter"))
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    text = check(capsys, str(model), "--draft-model", str(drafter))[1]
+    assert "ok   draft tokenizer: the same, but lacks 1 added tokens" in text
+    assert "note draft size: the draft model has 1.0 times the model's parameters" in text
+
+
+def test_cpu_memory_is_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cpu = HardwareInfo("cpu", 4, 20 << 30, True)
+    monkeypatch.setattr(command, "detect_hardware", lambda config: cpu)
+    text = check(capsys, "demo")[1]
+    assert re.search(
+        r"ok   memory: weights .* in .*, KV cache .*; 20.00 GiB free, of which 2.00 GiB stay in", text
+    )
+    _, text = check(capsys, "demo", "--kv-cache-memory", "100tokens")
+    assert "20.00 GiB free\n" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "ok   speculation: grammar, prediction, suffix; at most 32 tokens a request and step"),
+        (["--speculate", "off"], "ok   speculation: off"),
+        (["--num-speculative-tokens", "0"], "ok   speculation: off"),
+        (
+            ["--num-speculative-tokens", "0"],
+            "note num_speculative_tokens is 0: nothing is drafted, as with --speculate off",
+        ),
+        (
+            ["--draft-model", "demo", "--speculate", "ngram"],
+            "note the draft model demo is not used: --speculate ngram does not name `draft`",
+        ),
+        (
+            ["--speculative-config", '{"num_speculative_tokens": 3}'],
+            "ok   speculation: grammar, prediction, suffix; at most 3 tokens a request and step",
+        ),
+        (
+            ["--draft-model", str(MODEL)],
+            "note draft size: the draft model has 1.0 times the model's parameters",
+        ),
+    ],
+)
+def test_speculation_is_described(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = check(capsys, "demo", *words)
+    assert code == 0 and any(shown.startswith(line) for shown in text.splitlines()), text
 
 
 def test_image_token_counts_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,12 +214,11 @@ def test_gpu_memory_is_shown(
     code, text = check(capsys, "demo")
     assert code == 0
     assert (
-        "note device: dtype bfloat16 is not supported on Tesla T4 (compute capability 7.5): float16 instead"
-        in text
+        "note dtype bfloat16 is not supported on Tesla T4 (compute capability 7.5): float16 instead" in text
     )
     assert "ok   Tesla T4: 14.40 of 16.00 GiB may be used; estimated: weights 0.01, activations" in text
     assert "by this estimate it does not fit" not in text
-    assert ("note device: Triton is not installed" in text) is (reason is not None)
+    assert ("note Triton is not installed" in text) is (reason is not None)
 
 
 def test_doubtful_estimate_is_a_note(

@@ -6,13 +6,18 @@ from pathlib import Path
 import pytest
 
 from foreword.cli.flags import (
+    ForeignAction,
     add_config_options,
+    add_foreign_flags,
+    add_sampling_options,
     engine_fields,
     environment_name,
     flag,
     help_text,
     read_config,
+    unknown_variables,
 )
+from foreword.config.foreign_flags import FOREIGN_FLAGS, ForeignFlag
 from foreword.config.options import Config, option_fields
 from foreword.errors import ConfigError
 
@@ -41,6 +46,13 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
         parse("--config", str(file), "--port", "3"), {"FOREWORD_PORT": "2", "FOREWORD_MAX_NUM_SEQS": "2"}
     )
     assert (config.port, config.max_num_seqs, config.block_size, config.threads) == (3, 2, 32, None)
+
+
+def test_speculative_config_may_be_a_mapping_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("speculative-config:\n  method: ngram\n  num_speculative_tokens: 5\n")
+    config = read_config(parse("--config", str(file)), {})
+    assert (config.speculate, config.num_speculative_tokens) == ("ngram", 5)
 
 
 def test_environment_may_name_the_file(tmp_path: Path) -> None:
@@ -86,7 +98,8 @@ def test_speculative_config_sets_its_fields() -> None:
 @pytest.mark.parametrize(
     ("environ", "part"),
     [
-        ({"FOREWORD_PORT": "many"}, "FOREWORD_PORT must be of type int, got 'many'"),
+        ({"FOREWORD_PORT": "many"}, "FOREWORD_PORT must be a whole number, got 'many'"),
+        ({"FOREWORD_PORT": "tcp://10.0.0.1:80"}, "set enableServiceLinks: false"),
         ({"FOREWORD_FAST_MATH": "perhaps"}, "FOREWORD_FAST_MATH must be one of"),
         ({"FOREWORD_PORT": "70000"}, "port must be between"),
         ({"FOREWORD_CONFIG": "/nowhere/at/all"}, "config file /nowhere/at/all: No such file"),
@@ -101,14 +114,20 @@ def test_environment_errors_name_the_variable(environ: dict[str, str], part: str
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("prot: 1", "unknown option 'prot'; did you mean port?"),
-        ("port: [1, 2]", "port must be a single value"),
-        ("port: x", "port must be of type int, got 'x'"),
+        ("host: h\nprot: 1", "line 2: unknown option 'prot'; did you mean port?"),
+        ("max-num-seq: 1", "did you mean max-num-seqs?"),
+        ("port: [1, 2]", "line 1: port must be a single value"),
+        ("port: x", "port must be a whole number, got 'x'"),
+        ("port: 1\nport: 2", "line 2: port is given twice"),
+        ("[1]: 2", "unknown option 'a key of several values'"),
+        ("parallel: 4", "line 1: parallel is --max-num-seqs here (an option of llama-server"),
+        ("tensor_parallel_size: 1", "one device"),
+        ("lora: x", "LoRA adapters are not supported yet"),
         ("- port", "must hold `option: value` lines"),
         ("a: b: c", "is not YAML"),
         ("{" * 10_000, "is not YAML"),
         (f"port: {'9' * 400}", "a number of 1329 bits"),
-        ("port: 1e3", "port must be of type int"),
+        ("port: 1e3", "port must be a whole number"),
     ],
 )
 def test_file_errors_name_the_option(tmp_path: Path, text: str, part: str) -> None:
@@ -118,6 +137,68 @@ def test_file_errors_name_the_option(tmp_path: Path, text: str, part: str) -> No
         read_config(parse("--config", str(file)), {})
     assert part in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_unknown_variable_is_named_with_the_nearest() -> None:
+    environ = dict.fromkeys(("FOREWORD_MAX_SEQS", "FOREWORD_PORT", "FOREWORD_NATIVE", "PATH"), "1")
+    (line,) = unknown_variables(environ)
+    assert line == (
+        "unknown environment variable FOREWORD_MAX_SEQS has no effect; did you mean FOREWORD_MAX_NUM_SEQS?"
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["FOREWORD_SERVICE_HOST", "FOREWORD_API_SERVICE_PORT_HTTP", "FOREWORD_PORT_80_TCP_ADDR"]
+)
+def test_variables_that_kubernetes_sets_are_not_reported(name: str) -> None:
+    assert unknown_variables({name: "x", "FOREWORD_API_PORT": "tcp://10.0.0.1:80"}) == []
+    assert len(unknown_variables({"FOREWORD_API_PORT": "80"})) == 1
+
+
+def parse_foreign(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="foreword serve")
+    add_config_options(parser)
+    add_foreign_flags(parser)
+    return parser.parse_args(words)
+
+
+EVERY_FOREIGN_FLAG = [
+    (name, item) for items in FOREIGN_FLAGS.values() for item in items for name in item.names
+]
+
+
+@pytest.mark.parametrize(("name", "item"), EVERY_FOREIGN_FLAG, ids=[name for name, _ in EVERY_FOREIGN_FLAG])
+def test_foreign_flag_is_answered(name: str, item: ForeignFlag, capsys: pytest.CaptureFixture[str]) -> None:
+    value = [] if item.num_args == 0 else [item.accepted[0] if item.accepted else "4"]
+    if item.kind == "refused" or (item.answer and item.kind == "same"):
+        with pytest.raises(SystemExit) as caught:
+            parse_foreign(name, *value)
+        assert caught.value.code == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"foreword serve: {name}: {item.answer}") and err.count("\n") == 1
+        return
+    args = parse_foreign(name, *value)
+    err = capsys.readouterr().err
+    assert err == (f"foreword serve: {item.note(name)}\n" if item.note(name) else "")
+    expected = parse(*item.ours.split(), *value) if item.kind == "same" else parse()
+    assert read_config(args, {}) == read_config(expected, {})
+
+
+def test_foreign_flags_are_unique_and_not_ours() -> None:
+    names = [name for name, _ in EVERY_FOREIGN_FLAG]
+    assert len(set(names)) == len(names)
+    assert not set(names) & {flag(item.name) for item in option_fields()}
+
+
+def test_own_flag_comes_before_a_foreign_one() -> None:
+    """`generate` has --temperature; `-n` then means its --max-tokens."""
+    parser = argparse.ArgumentParser()
+    add_config_options(parser)
+    add_sampling_options(parser)
+    add_foreign_flags(parser)
+    args = parser.parse_args(["--temperature", "0.5", "-n", "7", "--repeat-penalty", "1.1"])
+    assert (args.temperature, args.max_tokens, args.repetition_penalty) == (0.5, 7, 1.1)
+    assert not isinstance(parser._option_string_actions["--temperature"], ForeignAction)
 
 
 def test_empty_file_changes_nothing(tmp_path: Path) -> None:
@@ -134,7 +215,8 @@ def test_help_shows_defaults_once() -> None:
 
 
 def test_engine_fields_differ_from_defaults() -> None:
-    assert engine_fields(Config(block_size=32, speculate="off")) == {"block_size": 32, "speculate": "off"}
+    config = Config(block_size=32, speculate="off", cpu_isa="auto")
+    assert engine_fields(config) == {"block_size": 32, "speculate": "off"}
 
 
 def test_flag_and_environment_names() -> None:
@@ -142,3 +224,48 @@ def test_flag_and_environment_names() -> None:
         "--max-model-len",
         "FOREWORD_MAX_MODEL_LEN",
     )
+
+
+# Several served names
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("/models/a", "--served-model-name", "a", "b"),
+        ("--served-model-name", "a,b", "--port", "1", "/models/a"),
+        ("--served-model-name", "a", "b", "--model", "/models/a"),
+    ],
+)
+def test_names_are_joined_by_commas_or_spaces(words: tuple[str, ...]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS)
+    add_config_options(parser)
+    config = read_config(parser.parse_args(words), {})
+    assert config.served_names() == ("a", "b") and config.model == "/models/a"
+
+
+def test_model_that_a_flag_took_for_a_name_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="if '/models/a' is the model, put it before this flag"):
+        read_config(parse("--served-model-name", "a", "/models/a"), {})
+
+
+def test_words_after_the_name_are_a_prompt_where_nothing_is_served() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("prompt")
+    add_config_options(parser, ("model",))
+    args = parser.parse_args(["--served-model-name", "a", "Hello"])
+    assert (args.prompt, read_config(args, {}).served_names()) == ("Hello", ("a",))
+
+
+@pytest.mark.parametrize("names", ["a,a", "a,,b", ",", " "])
+def test_names_must_differ(names: str) -> None:
+    with pytest.raises(ConfigError, match="served_model_name must be different names"):
+        Config(served_model_name=names)
+
+
+@pytest.mark.parametrize("prefix", ["llm", "/", "/llm/", "/a b", "/a//b", "http://x"])
+def test_prefix_of_a_proxy_is_checked(prefix: str) -> None:
+    with pytest.raises(ConfigError, match="root_path must be like /llm"):
+        Config(root_path=prefix)
+    assert Config(root_path="/team-1/llm").root_path

@@ -10,6 +10,7 @@ import pytest
 
 from foreword.cli.main import main
 from foreword.server.auth.key_file import hash_key, read_key_file
+from tests.support.waiting import WAIT_S
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_keys_imports_no_torch(path: Path) -> None:
         [sys.executable, "-c", code, "keys", "new", "a", "--file", str(path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WAIT_S,
     )
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout.startswith("fw-")
@@ -111,6 +112,7 @@ def test_keys_imports_no_torch(path: Path) -> None:
 def test_invalid_key_file_fails_before_loading(path: Path) -> None:
     path.write_text("keys: [{name: alice}]")
     command = [sys.executable, "-m", "foreword", "serve", "--port", "0", "--api-key-file", str(path)]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert (completed.returncode, completed.stdout) == (2, "")
-    assert completed.stderr == f"foreword serve: key file {path} entry 1 (alice): hash is missing\n"
+    reason = f"foreword serve: key file {path} entry 1 (alice): hash is missing"
+    assert completed.stderr.splitlines()[-1] == reason

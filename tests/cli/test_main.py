@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from foreword.cli import command_line
 from foreword.cli import main as cli
+from foreword.cli.flags import flag
+from foreword.config.options import option_fields
 from foreword.errors import CheckpointError, ConfigError
+from tests.support.waiting import WAIT_S
 
 
 def fake_command(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> None:
@@ -26,16 +31,82 @@ def fake_command(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = 
     module = types.ModuleType("fake_command")
     module.add_arguments, module.run = add_arguments, run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fake_command", module)
-    monkeypatch.setattr(cli, "COMMANDS", (cli.Subcommand("fake", "fake_command", "pretend"),))
+    fake = command_line.Subcommand("fake", "fake_command", "pretend", "")
+    monkeypatch.setattr(command_line, "COMMANDS", (fake,))
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["nonsense"]])
-def test_without_a_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def exit_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, str, str]:
+    """Exit code, stdout and stderr of a command line that argparse answers."""
     with pytest.raises(SystemExit) as caught:
         cli.main(words)
-    assert caught.value.code == (0 if words and words[0].startswith("--") else 2)
-    if caught.value.code:
-        assert capsys.readouterr().err.count("\n") == 1
+    return caught.value.code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("words", [[], ["help"], ["-h"], ["--help"]])
+def test_help_is_shown_without_a_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = exit_of(words, capsys)
+    assert (code, err) == (0, "")
+    assert all(re.search(rf"^    {command.name}\s", out, re.MULTILINE) for command in command_line.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [(["help", "env"], "foreword env"), (["help", "bench", "latency"], "foreword bench latency")],
+)
+def test_help_of_a_command(words: list[str], usage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = exit_of(words, capsys)
+    assert code == 0 and out.startswith(f"usage: {usage} ")
+
+
+def test_short_help_has_the_common_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    _, short, _ = exit_of(["serve", "--help"], capsys)
+    _, full, _ = exit_of(["serve", "--help-all"], capsys)
+    common = {flag(item.name) for item in option_fields() if item.metadata["common"]}
+    shown = {line.split(",")[0].split()[0] for line in short.splitlines() if line.startswith("  --")}
+    assert shown == common | {"--config", "--help-all"}
+    assert all(f" {flag(item.name)}" in full for item in option_fields())
+    assert "--ctx-size" not in full
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["srve"], "unknown command 'srve'; did you mean serve?"),
+        (["run", "llama3:8b"], "`foreword serve llama3:8b` serves it"),
+        (["pull", "a/b"], "`foreword serve a/b` downloads a model"),
+        (["list"], "there is no list of models"),
+        (["./models/x.gguf"], "`foreword serve ./models/x.gguf` serves a model"),
+        (["demo"], "`foreword serve demo` serves a model"),
+        (["--port", "1"], "flags follow a command, such as `foreword serve --port`"),
+        (["serve", "a", "b"], "'b' is one word too many: one model is served at a time"),
+        (["generate", "hello", "world"], "put quotes around a prompt of several words"),
+        (["serve", "--max-seqs", "8", "demo"], "unknown flag --max-seqs; did you mean --max-num-seqs?"),
+        (["serve", "demo", "--prot=8"], "unknown flag --prot; did you mean --port?"),
+        (["serve", "--dtype", "bfloat"], "--dtype must be one of auto,"),
+        (["serve", "--dtype", "bfloat"], "did you mean bfloat16?"),
+        (["serve", "--port", "x"], "--port must be a whole number, got 'x'"),
+        (["serve", "--port"], "--port expected one argument"),
+        (["generate", "x", "--temp", "hot"], "--temp must be a number, got 'hot'"),
+        (["bench", "latncy"], "did you mean latency?"),
+        (["keys"], "missing: ACTION, one of new, list, revoke"),
+        (["generate"], "missing: PROMPT"),
+        (["bench", "latency", "demo"], "'demo' is one word too many: `--model demo` names a model"),
+        (["chat", "demo", "hello"], "'hello' is one word too many: messages are typed after the start"),
+        (["check", "a", "b"], "'b' is one word too many (see"),
+        (["serve", "--tensor-parallel-size", "2"], "--tensor-parallel-size can only be 1, got '2'"),
+        (["serve", "-c", "4096"], "-c: use --max-model-len N"),
+        (["serve", "--lora", "x"], "LoRA adapters are not supported yet"),
+        (["serve", "--temp", "1"], "it is a field of each request"),
+        (["serve", "-fa", "model.gguf"], "-fa can only be on or off"),
+        (["generate", "x", "--host", "h"], "unknown flag --host"),
+    ],
+)
+def test_wrong_command_lines_are_answered_in_one_line(
+    words: list[str], answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = exit_of(words, capsys)
+    assert (code, out) == (2, "")
+    assert answer in err and err.count("\n") == 1
 
 
 def test_success(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +116,11 @@ def test_success(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(ConfigError("port is odd"), 2), (CheckpointError("no weights"), 2), (KeyboardInterrupt(), 130)],
+    [
+        (ConfigError("port is odd"), 2),
+        (CheckpointError("no weights"), 2),
+        (KeyboardInterrupt("interrupted"), 130),
+    ],
 )
 def test_errors_are_one_line(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -53,7 +128,7 @@ def test_errors_are_one_line(
     fake_command(monkeypatch, error)
     assert cli.main(["fake"]) == code
     printed = capsys.readouterr().err
-    assert printed == (f"foreword fake: {error}\n" if str(error) else "")
+    assert printed == f"foreword fake: {error}\n"
 
 
 def test_unknown_flag_is_one_line(
@@ -76,7 +151,7 @@ def test_debug_shows_the_traceback(
     assert "Traceback" in caplog.text
 
 
-@pytest.mark.parametrize("command", [command.name for command in cli.COMMANDS])
+@pytest.mark.parametrize("command", [command.name for command in command_line.COMMANDS])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([command, "--help"])
@@ -86,9 +161,29 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 def test_command_line_imports_little() -> None:
     """`foreword --help` imports neither torch nor the server's libraries."""
-    code = "import sys, foreword.cli.main; print({'torch', 'fastapi', 'rich', 'numpy'} & set(sys.modules))"
+    heavy = "{'torch', 'fastapi', 'rich', 'numpy'}"
+    code = f"import sys, foreword.cli.command_line; print({heavy} & set(sys.modules))"
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert completed.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve", "--help"],
+        ["serve", "--port", "70000"],
+        ["check", "./nowhere"],
+        ["run-batch"],
+        ["env", "--x"],
+    ],
+)
+def test_wrong_words_are_answered_before_heavy_imports(words: list[str]) -> None:
+    code = (
+        "import sys, contextlib; from foreword.cli.main import main\n"
+        f"with contextlib.suppress(SystemExit): main({words})\n"
+        "sys.exit(bool({'torch', 'fastapi', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("module", ["cli.serve", "cli.chat", "cli.generate", "bench.command", "bench.serve"])
@@ -96,6 +191,38 @@ def test_light_commands_import_no_torch(module: str) -> None:
     code = f"import sys, foreword.{module}; print('torch' in sys.modules)"
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert completed.stdout.strip() == "False"
+
+
+def test_second_model_by_flag_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "demo", "--model", "demo-vision"]) == 2
+    assert capsys.readouterr().err == (
+        "foreword serve: two models are given, demo and --model demo-vision; leave one out\n"
+    )
+
+
+def test_hub_model_is_fetched_before_the_start_up_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fetch(name: str) -> Path:
+        raise CheckpointError(f"{name} is not there")
+
+    monkeypatch.setattr(command_line, "resolve_path", fetch)
+    monkeypatch.setattr(command_line.startup_line, "begin", lambda text: pytest.fail("too early"))
+    assert command_line.run_command_line(["serve", "someone/some-model"], is_process=True) == 2
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.endswith(": fetching someone/some-model, unless it is in the hub's cache")
+    assert last == "foreword serve: someone/some-model is not there"
+
+
+def test_unknown_variable_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FOREWORD_PROT", "1")
+    assert cli.main(["check", "./nowhere"]) == 2
+    warning, _ = capsys.readouterr().err.splitlines()
+    assert warning.startswith(
+        "foreword check: warning: unknown environment variable FOREWORD_PROT has no effect"
+    )
 
 
 def test_python_m_foreword_runs() -> None:
@@ -112,16 +239,27 @@ def test_broken_pipe_is_no_traceback() -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         said = process.stderr.read()
-    assert (process.returncode, said) == (1, b"")
+    assert process.returncode == 1
+    assert all(line.startswith(b"foreword ") for line in said.splitlines()), said
 
 
-@pytest.mark.parametrize(("name", "code"), [("serve", 0), ("chat", -signal.SIGTERM)])
-def test_sigterm_during_imports_exits_with_0(name: str, code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "number", "code", "said"),
+    [
+        ("serve", signal.SIGTERM, 0, b""),
+        ("serve", signal.SIGINT, 130, b"foreword serve: interrupted\n"),
+        ("chat", signal.SIGTERM, -signal.SIGTERM, b""),
+        ("chat", signal.SIGINT, 130, b"foreword chat: interrupted\n"),
+    ],
+)
+def test_signal_during_imports_is_one_line_at_most(
+    name: str, number: int, code: int, said: bytes, tmp_path: Path
+) -> None:
     """Imports take seconds, and nothing has started that needs a cleanup."""
     (tmp_path / "heavy.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)")
     start = (
-        "from foreword.cli import main as cli; "
-        f"cli.COMMANDS = (cli.Subcommand({name!r}, 'heavy', 'pretend'),); cli.main([{name!r}])"
+        "import sys; from foreword.cli import main; main.COMMAND_LINE = 'heavy'; "
+        f"sys.argv = ['foreword', {name!r}]; sys.exit(main.main())"
     )
     paths = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
     command = [sys.executable, "-c", start]
@@ -129,12 +267,53 @@ def test_sigterm_during_imports_exits_with_0(name: str, code: int, tmp_path: Pat
         command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout is not None and process.stdout.readline() == b"importing\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=30) == (b"", b"") and process.returncode == code
+    process.send_signal(number)
+    assert process.communicate(timeout=WAIT_S) == (b"", said) and process.returncode == code
 
 
-def test_signal_handler_is_restored() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+def test_caller_in_python_keeps_its_signal_handlers() -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
     with pytest.raises(SystemExit):
         cli.main(["serve", "--no-such-option"])
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+STORY = "Tell me a story about Mia, a fox and a key in the forest."
+LOADING = b": loading demo ..."
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("words", "mark", "number", "code", "last"),
+    [
+        (["generate", STORY], LOADING, signal.SIGINT, 130, b"foreword generate: interrupted"),
+        (["generate", STORY], b"Mia", signal.SIGINT, 130, b"foreword generate: interrupted"),
+        (["generate", STORY], b"Mia", signal.SIGTERM, 143, b""),
+        (["check"], b"checking demo", signal.SIGINT, 130, b"foreword check: interrupted"),
+        (["serve", "--port=0"], LOADING, signal.SIGINT, 130, b"foreword serve: interrupted"),
+        (["serve", "--port=0"], b"starting the engine", signal.SIGINT, 130, b"foreword serve: interrupted"),
+        (["serve", "--port=0"], b"starting the engine", signal.SIGTERM, 0, b""),
+        (["serve", "--port=0"], b"try: ", signal.SIGINT, 130, b"shutting down: 0 open requests"),
+        (["bench", "latency"], b"bench latency", signal.SIGINT, 130, b"interrupted"),
+    ],
+)
+def test_signals_at_any_time_are_one_line(
+    words: list[str], mark: bytes, number: int, code: int, last: bytes
+) -> None:
+    """The signal goes to the whole process group, as Ctrl-C on a terminal does."""
+    command = [sys.executable, "-m", "foreword", *words]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    assert process.stdout is not None
+    said = b""
+    while mark not in said:
+        chunk = os.read(process.stdout.fileno(), 4096)
+        assert chunk, said
+        said += chunk
+    os.killpg(process.pid, number)
+    rest, _ = process.communicate(timeout=60)
+    lines = (said + rest).splitlines()
+    assert process.returncode == code, lines
+    assert last in lines[-1] and b"Traceback" not in said + rest

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,13 @@ from foreword.cli import server_stack as backends
 from foreword.cli.batch_file import SUPPORTED_URLS, BatchLine, BatchOutput, InvalidLine, read_lines
 from foreword.cli.main import main
 from foreword.cli.run_batch import BatchClient, BatchSummary, answer_all
+from foreword.config.options import Config
 from foreword.errors import ConfigError, EngineDead
 from tests.server.conftest import run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput
 from tests.support.images import image_part
 from tests.support.vision_checkpoints import write_vision_checkpoint
+from tests.support.waiting import WAIT_S, wait_until
 
 CHAT = "/v1/chat/completions"
 
@@ -181,6 +185,76 @@ def test_busy_server_is_retried(tmp_path: Path) -> None:
     assert records(output)["a"]["response"] == {"status_code": 200, "request_id": "q", "body": {}}
 
 
+def ask_once(handler: Any, patience_s: float = 0.0) -> tuple[int, list[float], list[str]]:
+    """(status, waits, lines about them) of one request."""
+    waits: list[float] = []
+    lines: list[str] = []
+
+    async def record(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def ask() -> int:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(handler), base_url="http://box") as http:
+            client = BatchClient(http, patience_s, lines.append, record)
+            response = await client.ask(BatchLine(1, "a", CHAT, {}))
+            assert client.num_retries == len(waits)
+            return response.status_code
+
+    return asyncio.run(ask()), waits, lines
+
+
+@pytest.mark.parametrize(
+    ("given", "waited"),
+    [("7", 7.0), ("2.5", 2.5), ("0", 0.05), ("-3", 0.05), ("86400", 120.0), ("soon", 0.05), ("nan", 0.05)],
+)
+@pytest.mark.parametrize("status", [429, 503])
+def test_retry_after_is_honoured(status: int, given: str, waited: float) -> None:
+    replies = iter([httpx.Response(status, headers={"Retry-After": given}), httpx.Response(200)])
+    assert ask_once(lambda request: next(replies), patience_s=1.0)[:2] == (200, [waited])
+
+
+def test_retry_after_may_be_a_date() -> None:
+    when = format_datetime(datetime.now(UTC) + timedelta(seconds=60), usegmt=True)
+    replies = iter([httpx.Response(429, headers={"Retry-After": when}), httpx.Response(200)])
+    _, (waited,), _ = ask_once(lambda request: next(replies))
+    assert 0 < waited <= 60
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"), [(429, {}), (429, {"Retry-After": "60"}), (503, {"Retry-After": "60"})]
+)
+def test_server_that_says_when_is_never_given_up(status: int, headers: dict[str, str]) -> None:
+    """An hour of loading or of a full queue costs no row; one line tells of it."""
+    replies = iter([httpx.Response(status, headers=headers)] * 1000 + [httpx.Response(200)])
+    code, waits, lines = ask_once(lambda request: next(replies))
+    assert (code, len(waits)) == (200, 1000)
+    assert (
+        len(lines) == 1 and f"status {status}" in lines[0] and "1 request will be sent again in" in lines[0]
+    )
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_server_that_does_not_say_when_is_given_up(status: int) -> None:
+    with pytest.raises(EngineDead, match=f"status {status}.*continues the run"):
+        ask_once(lambda request: httpx.Response(status), patience_s=30.0)
+
+
+def test_overloaded_server_answers_every_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three times as many requests at once as the server takes: all are answered in the end."""
+    source = write(tmp_path / "in", *(chat(f"r{i}") for i in range(12)))
+    words = ["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--concurrency", "12", "--url"]
+    with run_server(Config(max_waiting=4), FakeEngineClient(FakeOutput(delay_s=0.01))) as server:
+        assert main([*words, server.url]) == 0
+        text = server.http.get("/metrics").text
+    assert {record["response"]["status_code"] for record in records(tmp_path / "out").values()} == {200}
+    refused = int(
+        float(re.search(r'requests_total{route="/v1/chat/completions",status="429"} (\S+)', text)[1])
+    )  # type: ignore[index]
+    said = capsys.readouterr().err
+    assert refused >= 8 and f"12 answered, 0 failed, {refused} retries of a busy server" in said
+    assert "cannot answer now (status 429)" in said
+
+
 def test_gone_server_ends_the_run_and_keeps_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, output, asked = write(tmp_path / "in", *(chat(f"r{i}") for i in range(9))), tmp_path / "out", []
 
@@ -312,12 +386,9 @@ def test_ctrl_c_leaves_a_file_to_continue(tmp_path: Path) -> None:
     with run_server(client=FakeEngineClient(FakeOutput(delay_s=0.01))) as server:
         command = [sys.executable, "-m", "foreword", *words, server.url]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=restore_sigint)
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "out").exists() or len((tmp_path / "out").read_bytes()) < 2000:
-            time.sleep(0.02)
-            assert time.monotonic() < deadline and process.poll() is None
+        wait_until(lambda: (tmp_path / "out").exists() and len((tmp_path / "out").read_bytes()) >= 2000)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=WAIT_S)
         assert process.returncode == 130 and "Traceback" not in said, said
         answered = records(tmp_path / "out")
         assert 0 < len(answered) < 200 and f"{len(answered)} answered, 0 failed" in said

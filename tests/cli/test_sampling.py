@@ -29,6 +29,12 @@ def test_other_defaults_match_the_sampler() -> None:
     assert all(item.default == getattr(plain, item.name) for item in FLAGS)
 
 
+def test_flags_precede_the_checkpoint_and_it_precedes_the_defaults() -> None:
+    defaults = {"temperature": 0.7, "top_p": 0.8, "max_tokens": 99}
+    params = read_params(parse("--top-p", "1"), defaults)
+    assert params == SamplingParams(temperature=0.7, top_p=1.0, max_tokens=99)
+
+
 def test_on_runaway_reaches_a_server() -> None:
     """It is an option of the engine, so the request must carry it."""
     parser = argparse.ArgumentParser()

@@ -6,22 +6,25 @@ import os
 import shlex
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from foreword import __version__
 from foreword.bench.server import ServerProcess
 from foreword.cli.main import main
-from foreword.cli.serve import bind
+from foreword.cli.serve import bind, bind_unix
 from foreword.config.options import Config
 from foreword.errors import ConfigError, ForewordError
+from tests.server.conftest import run_server
 from tests.support.checkpoints import write_checkpoint
+from tests.support.waiting import WAIT_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 ASK = {
@@ -47,7 +50,7 @@ def plain_server(tiny: Path) -> Iterator[ServerProcess]:
 
 
 def ask(url: str) -> httpx.Response:
-    return httpx.post(f"{url}/v1/chat/completions", json=ASK, timeout=60)
+    return httpx.post(f"{url}/v1/chat/completions", json=ASK, timeout=WAIT_S)
 
 
 def children(pid: int) -> list[int]:
@@ -68,26 +71,29 @@ def test_printed_curl_line_works(plain_server: ServerProcess) -> None:
         words[1],
         content=words[words.index("-d") + 1],
         headers={"Content-Type": "application/json"},
-        timeout=60,
+        timeout=WAIT_S,
     )
     assert got.status_code == 200
     assert got.json()["choices"][0]["message"]["role"] == "assistant"
 
 
 @pytest.mark.full
-def test_start_up_lines(plain_server: ServerProcess) -> None:
-    kinds = [line.split(":")[0] for line in plain_server.banner_lines]
+def test_start_up_lines(plain_server: ServerProcess, tiny: Path) -> None:
+    waiting = [line for line in plain_server.banner_lines if line.startswith("foreword ")]
+    assert waiting[0] == f"foreword {__version__}: loading {tiny} ..."
+    kinds = [line.split(":")[0] for line in plain_server.banner_lines[len(waiting) :]]
     assert kinds[:4] == ["loaded", "memory", "address", "try"]
 
 
 @pytest.mark.full
 def test_speculation_off_is_not_mentioned(plain_server: ServerProcess) -> None:
     assert ask(plain_server.url).status_code == 200
-    time.sleep(2.2)  # so that a throughput line is due
-    assert ask(plain_server.url).status_code == 200
-    scraped = httpx.get(f"{plain_server.url}/metrics").text
+    wait_until(lambda: any("Throughput: " in line for line in plain_server.read_log()))
+    lines = httpx.get(f"{plain_server.url}/metrics").text.splitlines()
+    (info,) = [line for line in lines if line.startswith("foreword_info{")]
+    assert 'speculate="off"' in info and 'quantization="none"' in info and 'model="tiny"' in info
+    scraped = "\n".join(line for line in lines if line != info)
     log_text = "\n".join(plain_server.read_log())
-    assert "Throughput: " in log_text
     assert "request chatcmpl-" in log_text
     for text in (scraped, log_text):
         assert "spec" not in text.lower() and "draft" not in text.lower()
@@ -112,7 +118,7 @@ def test_dead_engine_exits_with_1(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "gone")
     body = {**ASK, "model": "gone", "stream": True, "max_tokens": 150, "ignore_eos": True}
     with ServerProcess(Config(model=str(path), speculate="off", max_model_len=192)) as server:
-        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as response:
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=WAIT_S) as response:
             lines = response.iter_lines()
             next(lines)
             (path / "config.json").unlink()
@@ -120,7 +126,7 @@ def test_dead_engine_exits_with_1(tmp_path: Path) -> None:
             rest = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
         assert "error" in rest[-1]
         assert httpx.get(f"{server.url}/health").status_code == 503
-        assert server.wait(60) == 1
+        assert server.wait(WAIT_S) == 1
 
 
 # Shutdown
@@ -133,14 +139,14 @@ def start_long_answer(url: str, log_text: list[str]) -> threading.Thread:
     begun = threading.Event()
 
     def read() -> None:
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=LONG, timeout=60) as response:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=LONG, timeout=WAIT_S) as response:
             for line in response.iter_lines():
                 log_text.append(line)
                 begun.set()
 
     thread = threading.Thread(target=read)
     thread.start()
-    assert begun.wait(60)
+    assert begun.wait(WAIT_S)
     return thread
 
 
@@ -158,19 +164,29 @@ def test_sigterm_drains_or_fails_open_answers(long_context_model: Config) -> Non
     with ServerProcess(long_context_model, ["--drain-timeout", "2"]) as server:
         reader = start_long_answer(server.url, log_text)
         os.kill(server.pid, signal.SIGTERM)
-        deadline = time.monotonic() + 20
-        while (health := httpx.get(f"{server.url}/health")).status_code == 200:
-            assert time.monotonic() < deadline
-        assert health.json()["status"] == "draining"
+        wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+        assert httpx.get(f"{server.url}/health").json()["status"] == "draining"
         refused = ask(server.url)
         assert (refused.status_code, refused.json()["error"]["code"]) == (
             503,
             "shutting_down",
         ) and refused.headers["Retry-After"]
-        assert server.wait(30) == 0
-        reader.join(30)
+        assert server.wait(WAIT_S) == 0
+        reader.join(WAIT_S)
         assert "Traceback" not in "".join(server.read_log())
     assert log_text[-2] == "data: [DONE]" and '"code":"shutting_down"' in log_text[-4]
+
+
+@pytest.mark.full
+def test_drain_delay_takes_requests_while_ready_says_no(tiny: Path) -> None:
+    with ServerProcess(Config(model=str(tiny)), ["--drain-delay", "3600"]) as server:
+        os.kill(server.pid, signal.SIGTERM)
+        wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, 20)
+        assert httpx.get(f"{server.url}/health").status_code == ask(server.url).status_code == 200
+        os.kill(server.pid, signal.SIGTERM)  # a second signal ends the wait too
+        assert server.wait(30) == 0
+        log_text = "\n".join(server.read_log())
+    assert "shutting down in 3600 s" in log_text and "Traceback" not in log_text
 
 
 @pytest.mark.full
@@ -179,12 +195,10 @@ def test_second_signal_does_not_wait(long_context_model: Config) -> None:
     with ServerProcess(long_context_model, ["--drain-timeout", "3600"]) as server:
         reader = start_long_answer(server.url, log_text)
         os.kill(server.pid, signal.SIGTERM)
-        deadline = time.monotonic() + 20
-        while httpx.get(f"{server.url}/health").status_code == 200:
-            assert time.monotonic() < deadline
+        wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
         os.kill(server.pid, signal.SIGINT)
-        assert server.wait(30) == 0
-        reader.join(30)
+        assert server.wait(WAIT_S) == 0
+        reader.join(WAIT_S)
     assert '"code":"shutting_down"' in log_text[-4]
 
 
@@ -199,9 +213,8 @@ def test_server_listens_while_loading(tiny: Path) -> None:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     seen: list[tuple[str, int]] = []
     try:
-        deadline = time.monotonic() + 60
         while not seen or seen[-1][0] != "ok":
-            assert time.monotonic() < deadline and process.poll() is None
+            assert process.poll() is None
             with contextlib.suppress(httpx.TransportError):
                 body = httpx.get(f"http://127.0.0.1:{port}/health").json()
                 status = body["status"]
@@ -212,7 +225,7 @@ def test_server_listens_while_loading(tiny: Path) -> None:
                     seen.append((status, httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code))
     finally:
         process.send_signal(signal.SIGTERM)
-        _, log_text = process.communicate(timeout=30)
+        _, log_text = process.communicate(timeout=WAIT_S)
     assert seen[0][0] == "loading" and seen[0][1] in (200, 503), seen[:3]
     assert seen[-1] == ("ok", 200) and "address: " in log_text and process.returncode == 0
 
@@ -228,7 +241,6 @@ def test_server_listens_while_loading(tiny: Path) -> None:
         (["--api-key-file", "text.txt"], "key file text.txt"),
         (["--api-key-file", "missing.yaml"], "key file missing.yaml cannot be read"),
         (["--kv-cache-memory", "90000GiB"], "needs 90000.00 GiB and the weights"),
-        (["--trust-remote-code"], "no code of a checkpoint is ever run"),
         (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1 port 0"),
     ],
 )
@@ -243,11 +255,14 @@ def test_start_errors_are_one_line(tmp_path: Path, flags: list[str], reason: str
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WAIT_S,
     )
     assert done.returncode == 2 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
+    *waiting, line = done.stderr.splitlines()
     assert line.startswith("foreword serve: ") and reason in line
+    assert all(text.startswith(f"foreword {__version__}: loading ") for text in waiting)
+    if not (tmp_path / flags[0]).is_file() and not flags[0].startswith("--"):
+        assert not waiting  # a model's name is checked before the start-up line
 
 
 def test_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,17 +280,114 @@ def test_foreign_address_is_an_error() -> None:
         bind("203.0.113.1", 0)
 
 
+# Unix sockets
+
+
+def test_unix_socket_answers_and_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with run_server(Config(uds=str(path))) as server:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660
+        reply = server.http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2})
+        assert reply.status_code == 200 and server.http.get("/ready").status_code == 200
+    assert not path.exists()
+
+
+def test_socket_of_a_dead_server_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+        dead.listen()
+    assert path.exists()
+    with bind_unix(path):
+        for _ in range(3):  # also while the other one loads its model, and answers nothing
+            with pytest.raises(ConfigError, match="in use by another server"), bind_unix(path):
+                pass
+    assert not path.exists()
+
+
+def test_socket_of_a_busy_server_is_not_taken(tmp_path: Path) -> None:
+    """A server whose queue of connections is full is neither waited for nor replaced."""
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as client:
+        busy.bind(str(path))
+        busy.listen(0)
+        client.connect(str(path))
+        with pytest.raises(ConfigError, match="in use by another server"), bind_unix(path):
+            pass
+    assert path.exists()
+
+
+def test_socket_that_another_server_made_stays(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with bind_unix(path):
+        path.rename(tmp_path / "old")
+        path.write_text("another's")
+    assert path.read_text() == "another's"
+
+
+def test_other_file_is_no_socket(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("keep")
+    with pytest.raises(ConfigError, match="is no socket"), bind_unix(tmp_path / "notes"):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"cannot listen on uds .*too long"),
+        bind_unix(tmp_path / ("x" * 200)),
+    ):
+        pass
+    with pytest.raises(ConfigError, match="No such file"), bind_unix(tmp_path / "none" / "socket"):
+        pass
+    assert (tmp_path / "notes").read_text() == "keep"
+
+
 @pytest.mark.full
-def test_ctrl_c_while_loading(tiny: Path) -> None:
-    command = [sys.executable, "-m", "foreword", "serve", str(tiny), "--port", "0"]
+def test_banner_of_a_unix_socket_has_a_curl_line_that_works(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a socket"
+    command = [
+        sys.executable,
+        "-m",
+        "foreword",
+        "serve",
+        str(tiny),
+        "--uds",
+        str(path),
+        "--log-format",
+        "json",
+    ]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stderr=log)
+    try:
+        wait_until(lambda: '"try: ' in (tmp_path / "log").read_text() or process.poll() is not None, 60)
+        lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+        (curl,) = [line["message"] for line in lines if line["message"].startswith("try: ")]
+        words = shlex.split(curl.removeprefix("try: curl --unix-socket "))
+        assert words[:2] == [str(path), "http://localhost/v1/chat/completions"]
+        with httpx.Client(transport=httpx.HTTPTransport(uds=words[0])) as http:
+            body = words[words.index("-d") + 1]
+            got = http.post(words[1], content=body, headers={"Content-Type": "application/json"}, timeout=60)
+        assert got.status_code == 200
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert not path.exists()
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
+    (answered,) = [line for line in lines if line["message"].startswith("request chatcmpl-")]
+    assert answered["prompt_tokens"] > 0 and answered["generated_tokens"] > 0 and answered["total_ms"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_ctrl_c_while_loading(tiny: Path, log_format: str) -> None:
+    words = ["serve", str(tiny), "--port", "0", "--log-format", log_format]
+    command = [sys.executable, "-m", "foreword", *words]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 30
-    while not Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text)
     process.send_signal(signal.SIGINT)
-    _, log_text = process.communicate(timeout=30)
-    assert (process.returncode, log_text) == (0, "")
+    _, log_text = process.communicate(timeout=WAIT_S)
+    last = log_text.splitlines()[-1]
+    message = json.loads(last)["message"] if log_format == "json" else last
+    assert (process.returncode, message) == (130, "foreword serve: interrupted")
+    assert "Traceback" not in log_text
 
 
 @pytest.mark.full

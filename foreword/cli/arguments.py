@@ -1,0 +1,46 @@
+"""Arguments of the commands whose modules import torch or FastAPI: a wrong flag is answered before that."""
+
+from __future__ import annotations
+
+import argparse
+
+from foreword.cli.flags import ENGINE_GROUPS, add_config_options
+
+__all__ = [
+    "add_check_arguments",
+    "add_env_arguments",
+    "add_model_word",
+    "add_run_batch_arguments",
+    "add_serve_arguments",
+]
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_word(parser)
+    add_config_options(parser)
+
+
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_word(parser)
+    add_config_options(parser, ENGINE_GROUPS, more=("log_level",))
+
+
+def add_run_batch_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_word(parser)
+    parser.add_argument(
+        "-i", "--input", required=True, metavar="FILE", help="requests, one JSON object per line"
+    )
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="results; existing ones stay")
+    parser.add_argument("--url", metavar="URL", help="use this server instead of loading a model")
+    parser.add_argument(
+        "--concurrency", type=int, metavar="N", help="requests at once (default: twice what the engine runs)"
+    )
+    add_config_options(parser)
+
+
+def add_env_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def add_model_word(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_word", nargs="?", metavar="MODEL", help="same as --model")

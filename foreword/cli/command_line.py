@@ -1,0 +1,305 @@
+"""The command line: one module per subcommand, imported only when it runs.
+
+The command line is read, and names of models are checked, before anything is imported that takes time.
+Exit codes: 0 done, 1 it failed, 2 the command line or the configuration is wrong, 130 Ctrl-C, 143 SIGTERM;
+the server ends with 0 on SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from foreword import __version__
+from foreword.cli.arguments import (
+    add_check_arguments,
+    add_env_arguments,
+    add_run_batch_arguments,
+    add_serve_arguments,
+)
+from foreword.cli.flags import KIND_NAMES, ForeignAction, add_foreign_flags, read_config, unknown_variables
+from foreword.cli.startup import startup_line
+from foreword.config.options import Config
+from foreword.demo import BUNDLED, DEFAULT_MODEL
+from foreword.errors import CheckpointError, ConfigError, ForewordError, did_you_mean
+from foreword.models.hub import find_local, resolve_path
+
+__all__ = ["COMMANDS", "Subcommand", "build_parser", "run_command_line"]
+
+EXIT_USAGE = 2
+EXIT_FAILURE = 1
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+@dataclass(frozen=True, slots=True)
+class Subcommand:
+    """A subcommand; its module offers `run(args) -> int`.
+
+    start          begins the start-up line, which the module ends; empty: it has nothing to wait for
+    add_arguments  declares its flags; None: the module has it, and imports neither torch nor FastAPI
+    """
+
+    name: str
+    module: str
+    help: str
+    start: str
+    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
+
+
+COMMANDS = (
+    Subcommand("serve", "foreword.cli.serve", "start the server", "loading", add_serve_arguments),
+    Subcommand("chat", "foreword.cli.chat", "talk to a model; draft tokens are coloured", "loading"),
+    Subcommand("generate", "foreword.cli.generate", "print one answer", "loading"),
+    Subcommand(
+        "run-batch", "foreword.cli.run_batch", "answer a file of requests", "loading", add_run_batch_arguments
+    ),
+    Subcommand("keys", "foreword.cli.keys", "create, list and revoke API keys", ""),
+    Subcommand(
+        "bench",
+        "foreword.bench.command",
+        "measure: latency, throughput, serve, speculate, kernels, gpu",
+        "bench",
+    ),
+    Subcommand(
+        "check",
+        "foreword.cli.check",
+        "does a model fit, and does a draft model match it",
+        "checking",
+        add_check_arguments,
+    ),
+    Subcommand(
+        "env",
+        "foreword.cli.env",
+        "versions, hardware and kernel backends",
+        "reading versions",
+        add_env_arguments,
+    ),
+)
+# Commands of ollama, vLLM and others. MODEL is replaced by the word that follows.
+FOREIGN_COMMANDS = {
+    "run": "`foreword chat MODEL` talks to a model, `foreword serve MODEL` serves it",
+    "pull": "`foreword serve MODEL` downloads a model when it has a hub id (organisation/name)",
+    **dict.fromkeys(
+        ("list", "ls"), "there is no list of models: name a directory, a GGUF file, a hub id, or the demo"
+    ),
+    "ps": "a server has one model, which `GET /v1/models` names",
+    "show": "`foreword check MODEL` describes a model",
+    **dict.fromkeys(("stop", "rm"), "Ctrl-C or SIGTERM ends a server; models are ordinary files"),
+    **dict.fromkeys(("create", "cp", "push"), "models are ordinary directories and files"),
+    **dict.fromkeys(
+        ("start", "server", "api_server", "launch_server", "openai"), "`foreword serve MODEL` starts a server"
+    ),
+    **dict.fromkeys(("complete", "completion"), "`foreword generate PROMPT` prints one answer"),
+    **dict.fromkeys(("benchmark", "perf"), "`foreword bench speculate` and its like measure"),
+    "version": "`foreword --version` prints the version",
+}
+# Hints where too many words are given, by command.
+TOO_MANY_WORDS = {
+    "serve": "one model is served at a time; start another server on another --port for it",
+    "chat": "messages are typed after the start; `foreword generate PROMPT` prints one answer",
+    "generate": "put quotes around a prompt of several words",
+}
+
+
+def _format_help(prog: str) -> argparse.HelpFormatter:
+    return argparse.HelpFormatter(prog, max_help_position=32)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one line that name the nearest flag, and without abbreviations."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False, formatter_class=_format_help)
+
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(
+            r"invalid (int|float) value: ", lambda match: f"must be {KIND_NAMES[match[1]]}, got ", message
+        )
+        message = re.sub(r"^argument (.+?): (?=must |expected )", r"\1 ", message).removeprefix("argument ")
+        message = message.replace("the following arguments are required", "missing")
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and message == f"missing: {action.metavar}":
+                message += f", one of {', '.join(action.choices)}"
+        self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses words that are left over here, where the flags of the command are known."""
+        namespace, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(self._unknown(rest))
+        return namespace, rest
+
+    def _unknown(self, rest: Sequence[str]) -> str:
+        flag = next((word.partition("=")[0] for word in rest if word.startswith("-") and word != "-"), None)
+        if flag is not None:
+            own = [
+                name
+                for action in self._actions
+                if not isinstance(action, ForeignAction)
+                for name in action.option_strings
+            ]
+            return f"unknown flag {flag}{did_you_mean(flag, own)}"
+        hint = TOO_MANY_WORDS.get(self.prog.rpartition(" ")[2])
+        takes_words = any(not action.option_strings for action in self._actions)
+        if not takes_words and "--model" in self._option_string_actions:
+            hint = f"`--model {rest[0]}` names a model"
+        return f"{rest[0]!r} is one word too many" + (f": {hint}" if hint else "")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = [str(choice) for choice in action.choices]
+            problem = f"must be one of {', '.join(names)}, got {value!r}{did_you_mean(str(value), names)}"
+            raise argparse.ArgumentError(action, problem)
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    if not words:
+        words = ["--help"]
+    elif words[0] == "help":
+        words = [*(word for word in words[1:] if not word.startswith("-")), "--help"]
+    name = words[0]
+    names = [command.name for command in COMMANDS]
+    parser = build_parser(name if name in names else None)
+    if name in names or name in ("-h", "--help", "--version"):
+        return parser.parse_args(words)
+    if name.startswith("-"):
+        parser.error(f"flags follow a command, such as `foreword serve {name}`")
+    if name in FOREIGN_COMMANDS:
+        model = next((word for word in words[1:] if not word.startswith("-")), "MODEL")
+        parser.exit(
+            EXIT_USAGE, f"foreword: no command {name!r}: {FOREIGN_COMMANDS[name].replace('MODEL', model)}\n"
+        )
+    if "/" in name or name.endswith(".gguf") or name in BUNDLED:
+        parser.error(f"{name!r} is no command; `foreword serve {name}` serves a model")
+    parser.error(f"unknown command {name!r}{did_you_mean(name, names)}")
+
+
+def build_parser(chosen: str | None) -> argparse.ArgumentParser:
+    """The parser; only the chosen command's module is imported and adds its arguments."""
+    parser = Parser(
+        prog="foreword",
+        description="LLM inference and serving with exact speculative decoding.",
+        epilog="`foreword COMMAND --help` explains a command; `foreword serve` serves the bundled demo.",
+    )
+    parser.add_argument("--version", action="version", version=f"foreword {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        sub = commands.add_parser(
+            command.name, help=command.help, description=command.help[:1].upper() + command.help[1:] + "."
+        )
+        if command.name == chosen:
+            add_arguments = command.add_arguments
+            if add_arguments is None:
+                module: Any = importlib.import_module(command.module)
+                add_arguments = module.add_arguments
+            add_arguments(sub)
+            _finish(sub)
+            sub.set_defaults(module=command.module, start=command.start)
+    return parser
+
+
+def _finish(parser: argparse.ArgumentParser) -> None:
+    """Give the parser, or those of its subcommands, a short usage and foreign flags if it has --config."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action.choices.values():
+                _finish(sub)
+    if "--config" in parser._option_string_actions:
+        parser.usage = " ".join((parser.prog, "[flags]", *_required_words(parser)))
+        add_foreign_flags(parser)
+
+
+def _required_words(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        if not action.option_strings:
+            yield f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar)
+        elif action.required:
+            yield f"{action.option_strings[0]} {action.metavar}"
+
+
+def run_command_line(words: Sequence[str], is_process: bool = False) -> int:
+    """Run one command and return its exit code. Errors meant for the user are one line on stderr.
+
+    is_process  answer signals, and show what the command waits for
+    """
+    args = _parse(list(words))
+    try:
+        config = _check_config(args, is_process) if hasattr(args, "config") else None
+        # Plain lines would disturb a reader of JSON lines.
+        startup_line.enabled = config is None or config.log_format != "json"
+        if is_process and args.start:
+            startup_line.begin(f"foreword {__version__}: {_describe_start(args, config)}")
+        run = getattr(args, "run", None) or importlib.import_module(args.module).run
+        if is_process:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if args.command != "serve":
+                signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
+        code = int(run(args))
+        sys.stdout.flush()
+        return code
+    except ForewordError as error:
+        startup_line.end()
+        return _print_error(error, args)
+    except KeyboardInterrupt:
+        startup_line.end()
+        print(f"foreword {args.command}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
+        return EXIT_FAILURE
+
+
+def _check_config(args: argparse.Namespace, fetch: bool) -> Config:
+    """The options; unknown variables get a warning. Raises ConfigError or CheckpointError.
+
+    fetch  download models with a hub id now: the hub's progress bars and the start-up line share a terminal
+    """
+    config = read_config(args)
+    for line in unknown_variables():
+        print(f"foreword {args.command}: warning: {line}", file=sys.stderr)
+    if _server_url(args) is None:
+        names = [
+            config.model,
+            config.draft_model if config.runs_draft_model else None,
+            config.embedding_model,
+        ]
+        for name in names:
+            if name is not None and name not in BUNDLED and find_local(name, BUNDLED) is None and fetch:
+                print(
+                    f"foreword {__version__}: fetching {name}, unless it is in the hub's cache",
+                    file=sys.stderr,
+                )
+                resolve_path(name)
+    return config
+
+
+def _server_url(args: argparse.Namespace) -> str | None:
+    """The running server that the command uses instead of loading a model."""
+    url = getattr(args, "base_url", None) or getattr(args, "url", None)
+    return None if url is None else str(url)
+
+
+def _describe_start(args: argparse.Namespace, config: Config | None) -> str:
+    start = f"{args.start} {args.bench}" if args.start == "bench" else str(args.start)
+    if config is None:
+        return start
+    if (url := _server_url(args)) is not None:
+        return f"{args.command} at {url}"
+    draft = f" and {config.draft_model}" if config.runs_draft_model else ""
+    return f"{start} {config.model or DEFAULT_MODEL}{draft}"
+
+
+def _print_error(error: ForewordError, args: argparse.Namespace) -> int:
+    if str(getattr(args, "log_level", "")).lower() == "debug":
+        logging.getLogger("foreword").exception("failed")
+    print(f"foreword {args.command}: {error}", file=sys.stderr)
+    return EXIT_USAGE if isinstance(error, ConfigError | CheckpointError) else EXIT_FAILURE

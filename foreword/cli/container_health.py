@@ -1,0 +1,48 @@
+"""Docker's health check, `python -m foreword.cli.container_health`: asks the server's /health.
+
+The server is process 1, whose command line has its flags; environment and config file are the same here.
+Exit codes: 0 for 200, or if process 1 is no server; else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import socket
+import sys
+from pathlib import Path
+
+from foreword.cli.arguments import add_serve_arguments
+from foreword.cli.flags import read_config
+
+__all__ = ["check"]
+
+TIMEOUT_S = 4.0
+
+
+def check(command_line: Path) -> int:
+    """The exit code for the server with this command line, a file as in /proc."""
+    words = command_line.read_text(encoding="utf-8", errors="replace").removesuffix("\0").split("\0")
+    if "serve" not in words:
+        return 0
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_serve_arguments(parser)
+    args, _ = parser.parse_known_args(words[words.index("serve") + 1 :])
+    config = read_config(args)
+    connection = http.client.HTTPConnection(config.host, config.port, timeout=TIMEOUT_S)
+    try:
+        if config.uds is not None:
+            connection.sock = socket.socket(socket.AF_UNIX)
+            connection.sock.settimeout(TIMEOUT_S)
+            connection.sock.connect(config.uds)
+        connection.request("GET", "/health")
+        return int(connection.getresponse().status != 200)
+    except (OSError, http.client.HTTPException) as error:
+        print(f"no answer from {config.uds or f'{config.host} port {config.port}'}: {error}")
+        return 1
+    finally:
+        connection.close()
+
+
+if __name__ == "__main__":
+    sys.exit(check(Path("/proc/1/cmdline")))

@@ -1,0 +1,137 @@
+"""The start-up line on a pipe and on a terminal."""
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from foreword import __version__
+from foreword.cli import startup
+from foreword.cli.startup import CLEAR, StartupLine
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "REFRESH_S", 0.001)
+    monkeypatch.setattr(startup, "REPEAT_S", 0.002)
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, StartupLine]]:
+    reader, writer = os.pipe()
+    line = StartupLine(writer)
+    yield reader, line
+    line.end()
+    os.close(reader)
+    os.close(writer)
+
+
+def read_until(fd: int, text: str) -> str:
+    said = ""
+    while text not in said:
+        said += os.read(fd, 4096).decode()
+    return said
+
+
+def test_line_is_written_at_once_and_repeated(pipe: tuple[int, StartupLine]) -> None:
+    reader, line = pipe
+    line.begin("loading demo")
+    said = os.read(reader, 4096).decode()
+    assert said.startswith("loading demo ...\n")
+    line.stage("starting")
+    assert read_until(reader, "starting").endswith("loading demo: starting ...\n")
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "stage"),
+    [
+        (3 * MIB, 12 * MIB, "weights, 3.0 of 12.0 MiB"),
+        (1 << 30, 4 << 30, "weights, 1.0 of 4.0 GiB"),
+        (9, 9, "warm-up and calibration"),
+    ],
+)
+def test_loading_is_a_stage(pipe: tuple[int, StartupLine], done: int, total: int, stage: str) -> None:
+    reader, line = pipe
+    line.begin("loading demo")
+    line.on_load(done, total)
+    assert f"loading demo: {stage} ..." in read_until(reader, stage + " ...")
+
+
+def test_nothing_is_written_after_the_end(pipe: tuple[int, StartupLine]) -> None:
+    reader, line = pipe
+    line.begin("loading demo")
+    line.end()
+    line.stage("starting")
+    os.set_blocking(reader, False)
+    assert "starting" not in os.read(reader, 65536).decode()
+    with pytest.raises(BlockingIOError):
+        os.read(reader, 1)
+    assert not line.is_shown
+
+
+def test_disabled_line_is_silent(pipe: tuple[int, StartupLine]) -> None:
+    reader, line = pipe
+    line.enabled = False
+    line.begin("loading demo")
+    os.set_blocking(reader, False)
+    with pytest.raises(BlockingIOError):
+        os.read(reader, 1)
+
+
+def test_reader_that_is_gone_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = StartupLine(writer)
+    line.begin("loading demo")
+    line.end()
+    os.close(writer)
+
+
+def test_line_of_a_terminal_vanishes() -> None:
+    leader, terminal = pty.openpty()
+    line = StartupLine(terminal)
+    line.begin("loading demo")
+    assert read_until(leader, "...").startswith(f"{CLEAR}loading demo ...")
+    line.end()
+    os.close(terminal)
+    said = b""
+    try:
+        while chunk := os.read(leader, 4096):
+            said += chunk
+    except OSError:  # the other side is closed
+        pass
+    os.close(leader)
+    assert said.decode().endswith(CLEAR) and b"\n" not in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        (["generate", "What is a seed for?"], "loading demo ..."),
+        (["check"], "checking demo ..."),
+        (["env"], "reading versions ..."),
+    ],
+)
+def test_first_line_of_a_command_goes_to_stderr(words: list[str], first: str) -> None:
+    completed = subprocess.run(
+        [sys.executable, "-m", "foreword", *words], capture_output=True, text=True, check=True
+    )
+    assert completed.stderr.splitlines()[0] == f"foreword {__version__}: {first}"
+    assert first not in completed.stdout and completed.stdout
+
+
+def test_line_comes_before_heavy_imports() -> None:
+    """And before any module of the command: the wait is for those."""
+    code = (
+        "import sys; from foreword.cli import startup, main\n"
+        "heavy = {'torch', 'fastapi', 'numpy'}\n"
+        "startup.StartupLine.begin = lambda self, text: sys.exit(bool(heavy & set(sys.modules)))\n"
+        "sys.argv = ['foreword', 'serve']; main.main()"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
