@@ -250,9 +250,7 @@ def find_damage(url: str, before: str) -> str | None:
     time.sleep(IDLE_S)
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     open_ = [
-        line
-        for line in lines
-        if line.startswith(("foreword_requests_running ", "foreword_requests_waiting "))
+        line for line in lines if line.startswith(("foreword_requests_running", "foreword_requests_waiting"))
     ]
     if len(open_) != 2 or not all(line.endswith(" 0.0") for line in open_):
         return f"requests are still open without a client: {open_}"

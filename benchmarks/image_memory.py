@@ -122,7 +122,7 @@ async def _num_open(http: httpx.AsyncClient) -> float:
     text = (await http.get("/metrics")).text
     return sum(
         float(value)
-        for value in re.findall(r"^foreword_requests_(?:running|waiting) (\S+)$", text, re.MULTILINE)
+        for value in re.findall(r"^foreword_requests_(?:running|waiting){.*} (\S+)$", text, re.MULTILINE)
     )
 
 

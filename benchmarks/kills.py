@@ -250,7 +250,7 @@ async def _run(server: ServerProcess, args: argparse.Namespace) -> tuple[KillFin
     restarts = next(
         float(line.split()[1])
         for line in scrape.splitlines()
-        if line.startswith("foreword_engine_restarts_total ")
+        if line.startswith("foreword_engine_restarts_total{")
     )
     return clients.findings, restarts
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from foreword.metrics.definitions import CATALOG, PREFIX, Metric
+from foreword.metrics.definitions import CATALOG, MODEL_LABEL, PREFIX, Metric
+from foreword.metrics.prometheus import ENGINE_PROCESS
+from tests.support.waiting import WAIT_S
 
 ROOT = Path(__file__).parent.parent
 MONITORING = ROOT / "monitoring"
@@ -22,6 +24,11 @@ DASHBOARD = MONITORING / "foreword-dashboard.json"
 PAGE = ROOT / "docs" / "monitoring.md"
 
 METRICS = {row.name: row for row in CATALOG}
+# Of prometheus_client's process metrics of the engine, those that are used here.
+ENGINE_METRICS = {
+    f"{ENGINE_PROCESS}_process_{name}".removeprefix(PREFIX): kind
+    for name, kind in (("resident_memory_bytes", "gauge"), ("cpu_seconds_total", "counter"))
+}
 OUTER = {"job", "instance"}  # labels that Prometheus adds
 HISTOGRAM = ("_bucket", "_count", "_sum")
 
@@ -51,6 +58,8 @@ EXPRESSIONS = expressions()
 def metric_of(name: str) -> Metric:
     """The row of the catalog that a series belongs to; a histogram is read by its parts."""
     plain = name.removeprefix(PREFIX)
+    if plain in ENGINE_METRICS:
+        return Metric(plain, ENGINE_METRICS[plain], "", of_model=False)
     for suffix in HISTOGRAM:
         row = METRICS.get(plain.removesuffix(suffix))
         if plain.endswith(suffix) and row is not None and row.metric_type == "histogram":
@@ -58,6 +67,10 @@ def metric_of(name: str) -> Metric:
     row = METRICS[plain]
     assert row.metric_type != "histogram", f"{name} is a histogram: {', '.join(HISTOGRAM)}"
     return row
+
+
+def labels_of(metric: Metric) -> set[str]:
+    return {*metric.labels, *((MODEL_LABEL,) if metric.of_model else ())}
 
 
 def selectors(expression: str) -> Iterator[tuple[Metric, str, set[str]]]:
@@ -72,8 +85,8 @@ def test_every_series_exists_with_its_labels(place: str) -> None:
     known = {"le", *OUTER}
     for metric, name, matched in selectors(expression):
         inner = {"le"} if name.endswith("_bucket") else set()
-        assert matched <= {*metric.labels, *OUTER, *inner}, f"{name} has no such label"
-        known |= set(metric.labels)
+        assert matched <= {*labels_of(metric), *OUTER, *inner}, f"{name} has no such label"
+        known |= labels_of(metric)
     grouped = re.findall(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)", expression)
     assert {label.strip() for labels in grouped for label in labels.split(",")} <= known
 
@@ -166,7 +179,7 @@ def test_the_series_of_the_rule_tests_exist() -> None:
         for series in test["input_series"]:
             for metric, name, labels in selectors(series["series"]):
                 inner = {"le"} if name.endswith("_bucket") else set()
-                assert labels == {*metric.labels, *OUTER, *inner}, series["series"]
+                assert labels == {*labels_of(metric), *OUTER, *inner}, series["series"]
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
@@ -175,7 +188,7 @@ def test_the_series_of_the_rule_tests_exist() -> None:
 )
 def test_promtool_accepts_the_rules(command: tuple[str, ...]) -> None:
     done = subprocess.run(
-        ["promtool", *command], cwd=MONITORING, capture_output=True, text=True, timeout=60, check=False
+        ["promtool", *command], cwd=MONITORING, capture_output=True, text=True, timeout=WAIT_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -187,7 +200,7 @@ def test_the_dashboard_can_be_imported() -> None:
     board = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     assert board["title"] == "Foreword" and board["uid"] == "foreword" and board["schemaVersion"] >= 36
     variables = {item["name"]: item for item in board["templating"]["list"]}
-    assert set(variables) == {"datasource", "job", "instance"}
+    assert set(variables) == {"datasource", "job", "instance", MODEL_LABEL}
     assert variables["datasource"]["type"] == "datasource"
     ids = [panel["id"] for panel in panels()]
     assert len(set(ids)) == len(ids)
@@ -205,11 +218,12 @@ def test_panels_do_not_overlap() -> None:
         taken |= cells
 
 
-def test_every_panel_filters_by_instance() -> None:
+def test_every_panel_filters_by_instance_and_model() -> None:
     for panel in panels():
         for target in panel.get("targets", ()):
-            for _, name, labels in selectors(target["expr"]):
-                assert labels >= OUTER, f"{panel['title']}: {name}"
+            for metric, name, labels in selectors(target["expr"]):
+                wanted = OUTER | ({MODEL_LABEL} if metric.of_model else set())
+                assert labels >= wanted, f"{panel['title']}: {name}"
 
 
 def test_the_dashboard_shows_every_metric() -> None:
@@ -219,4 +233,4 @@ def test_the_dashboard_shows_every_metric() -> None:
         for target in panel.get("targets", ())
         for metric, _, _ in selectors(target["expr"])
     }
-    assert shown == set(METRICS)
+    assert shown == {*METRICS, *ENGINE_METRICS}

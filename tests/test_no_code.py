@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from foreword.config.options import Config
-from foreword.errors import CheckpointError, ConfigError
+from foreword.errors import CheckpointError
 from foreword.models.loader import read_model_info
 from tests.support.checkpoints import write_checkpoint
 from tests.test_layering import FILES, ROOT
@@ -66,11 +65,6 @@ def test_sources_call_nothing_dangerous(path: Path) -> None:
 )
 def test_every_dangerous_call_is_detected(source: str) -> None:
     assert dangers(source)
-
-
-def test_trust_remote_code_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no code of a checkpoint is ever run"):
-        Config(trust_remote_code=True)
 
 
 AUTO_MAP = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}

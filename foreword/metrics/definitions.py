@@ -11,13 +11,22 @@ __all__ = [
     "ENCODE_STAGE",
     "FAULT_STAGES",
     "FINISH_REASONS",
+    "INFO_LABELS",
+    "MODEL_LABEL",
     "PREFIX",
     "REJECT_REASONS",
     "STEP_STAGES",
+    "VLLM_METRICS",
     "Metric",
+    "VLLMMetric",
 ]
 
 PREFIX = "foreword_"
+MODEL_LABEL = "model"  # the served name
+INFO_LABELS = (
+    *("version", "model", "architecture", "device", "backend", "dtype", "quantization", "kv_cache_dtype"),
+    *("speculate", "draft_model", "draft_length"),
+)
 FINISH_REASONS = ("stop", "length", "repetition", "abort", "error")
 STEP_STAGES = ("schedule", "assemble", "forward", "sample", "draft", "commit", "embed")
 ENCODE_STAGE = "encode"  # stage of steps and faults of vision-language models
@@ -63,7 +72,9 @@ class Metric:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram
     speculative: bool = False  # exists only with speculation
+    predictive: bool = False  # of those: exists only if step times are predicted
     multimodal: bool = False  # exists only for vision-language models
+    of_model: bool = True  # has the label MODEL_LABEL besides `labels`
 
 
 def _gauge(name: str, help_: str) -> Metric:
@@ -88,7 +99,19 @@ def _spec_metric(
     return Metric(name, metric_type, help_, labels, buckets, speculative=True)
 
 
+def _prediction_metric(name: str, help_: str) -> Metric:
+    return Metric(name, "counter", help_, speculative=True, predictive=True)
+
+
 CATALOG = (
+    Metric("info", "gauge", "Always 1; what runs is in the labels.", INFO_LABELS, of_model=False),
+    Metric(
+        "http_requests_total",
+        "counter",
+        "HTTP responses since the model was loaded, by the route's template (`other`: none) and status.",
+        ("route", "status"),
+        of_model=False,
+    ),
     _gauge("requests_running", "Requests in the last step."),
     _gauge("requests_waiting", "Requests in the waiting queue."),
     _gauge("longest_running_tokens", "Output tokens of the longest running request."),
@@ -103,6 +126,9 @@ CATALOG = (
     _counter("preemptions_total", "Requests preempted to free KV blocks."),
     _counter("requests_finished_total", "Requests that ended, by reason.", "reason"),
     _counter("requests_rejected_total", "Requests rejected before any work, by reason.", "reason"),
+    _counter(
+        "ignored_message_fields_total", "Unknown fields of messages and content parts, which are ignored."
+    ),
     _counter("engine_restarts_total", "Engine restarts while the server runs."),
     _counter("engine_faults_total", "Engine errors that failed a single request, by stage.", "stage"),
     _counter("runaway_requests_total", "Requests whose output fell into a repeating pattern."),
@@ -171,13 +197,48 @@ CATALOG = (
         "spec_forced_tokens_total",
         "Delivered tokens that a grammar forced; not counted in acceptance.",
     ),
-    _spec_metric(
-        "counter", "spec_predicted_step_seconds_total", "Predicted time of steps that verified a draft."
+    _prediction_metric("spec_predicted_step_seconds_total", "Predicted time of steps that verified a draft."),
+    _prediction_metric("spec_realised_step_seconds_total", "Measured time of steps that verified a draft."),
+    _prediction_metric(
+        "spec_exploration_seconds_total", "Time of drafts and plain steps run only to measure."
     ),
-    _spec_metric(
-        "counter", "spec_realised_step_seconds_total", "Measured time of steps that verified a draft."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMMetric:
+    """A metric of vLLM whose values are those of a metric of the catalog."""
+
+    name: str  # as vLLM exports it
+    source: str  # name in CATALOG
+    summed: tuple[str, ...] = ()  # labels of the source that vLLM does not have
+    renamed: tuple[tuple[str, str], ...] = ()  # (label of the source, vLLM's label)
+
+
+# As in vLLM 0.11 and later; until then inter_token_latency_seconds was called time_per_output_token_seconds.
+VLLM_METRICS = (
+    VLLMMetric("vllm:num_requests_running", "requests_running"),
+    VLLMMetric("vllm:num_requests_waiting", "requests_waiting"),
+    VLLMMetric("vllm:kv_cache_usage_perc", "kv_cache_usage_ratio"),
+    VLLMMetric("vllm:prompt_tokens_total", "prompt_tokens_total"),
+    VLLMMetric("vllm:generation_tokens_total", "generation_tokens_total"),
+    VLLMMetric("vllm:prefix_cache_queries_total", "prefix_cache_queries_total"),
+    VLLMMetric("vllm:prefix_cache_hits_total", "prefix_cache_hits_total"),
+    VLLMMetric("vllm:num_preemptions_total", "preemptions_total"),
+    VLLMMetric(
+        "vllm:request_success_total", "requests_finished_total", renamed=(("reason", "finished_reason"),)
     ),
-    _spec_metric(
-        "counter", "spec_exploration_seconds_total", "Time of drafts and plain steps run only to measure."
+    VLLMMetric("vllm:time_to_first_token_seconds", "time_to_first_token_seconds"),
+    VLLMMetric("vllm:inter_token_latency_seconds", "inter_token_latency_seconds"),
+    VLLMMetric("vllm:time_per_output_token_seconds", "inter_token_latency_seconds"),
+    VLLMMetric("vllm:e2e_request_latency_seconds", "e2e_request_latency_seconds"),
+    VLLMMetric("vllm:request_queue_time_seconds", "request_queue_seconds"),
+    VLLMMetric("vllm:spec_decode_num_drafts_total", "spec_drafts_total", ("drafter",)),
+    VLLMMetric("vllm:spec_decode_num_draft_tokens_total", "spec_draft_tokens_total", ("drafter",)),
+    VLLMMetric("vllm:spec_decode_num_accepted_tokens_total", "spec_accepted_tokens_total", ("drafter",)),
+    VLLMMetric(
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "spec_accepted_tokens_per_position_total",
+        ("drafter",),
     ),
 )

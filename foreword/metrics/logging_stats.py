@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from foreword.core.outputs import StepStats, TokenEvent
 from foreword.core.repetition import Repetition
@@ -21,6 +22,9 @@ __all__ = [
     "format_speculation",
     "format_throughput",
     "logger",
+    "request_fields",
+    "speculation_fields",
+    "throughput_fields",
 ]
 
 logger = logging.getLogger("foreword.metrics")
@@ -74,6 +78,28 @@ def format_throughput(interval: LogInterval, stats: StepStats) -> str:
     return ", ".join(parts)
 
 
+def throughput_fields(interval: LogInterval, stats: StepStats) -> dict[str, Any]:
+    """The throughput line as fields of a JSON line."""
+    return {
+        "prompt_tokens": interval.prompt_tokens,
+        "generation_tokens": interval.generation_tokens,
+        "embedding_tokens": interval.embedding_tokens or None,
+        "busy_seconds": round(interval.busy_s, 3),
+        "requests_running": stats.requests_running,
+        "requests_waiting": stats.requests_waiting,
+        "kv_cache_usage": round(stats.kv_cache_usage_ratio, 4),
+    }
+
+
+def speculation_fields(stats: SpecDecodeStats) -> dict[str, Any]:
+    return {
+        "verify_steps": stats.num_verify_steps,
+        "draft_tokens": stats.num_drafted,
+        "accepted_tokens": stats.num_accepted,
+        "emitted_tokens": stats.num_emitted,
+    }
+
+
 def format_speculation(stats: SpecDecodeStats) -> str:
     """The statistics must have drafted tokens."""
     rates = ", ".join(f"{rate:.3f}" for rate in stats.acceptance_per_position)
@@ -119,6 +145,27 @@ def format_request(name: str, choices: PromptChoices, now: float) -> str:
         _format_times(first, now),
     ]
     return "; ".join(parts)
+
+
+def request_fields(name: str, choices: PromptChoices, now: float) -> dict[str, Any]:
+    """The log line of a request as fields of a JSON line."""
+    all_progress = [progress for progress, _ in choices.finished]
+    first = min(all_progress, key=lambda progress: progress.request.id)
+    spans = {
+        "queue_ms": first.queue_s,
+        "first_token_ms": first.first_token_s,
+        "total_ms": now - first.arrival_s,
+    }
+    return {
+        "id": name,
+        "finish_reasons": Counter(reason for _, reason in choices.finished),
+        "prompt_tokens": len(first.request.prompt_ids),
+        "cached_tokens": first.num_cached,
+        "generated_tokens": sum(progress.num_tokens for progress in all_progress),
+        "draft_tokens": sum(progress.spec_stats.num_drafted for progress in all_progress),
+        "accepted_tokens": sum(progress.spec_stats.num_accepted for progress in all_progress),
+        **{name: None if span is None else round(span * 1000, 1) for name, span in spans.items()},
+    }
 
 
 def format_repetition(request: Request, event: TokenEvent, repetition: Repetition) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from foreword.core.outputs import GRAMMAR, DraftingStats, DraftResult, StepStats, TokenEvent
@@ -17,6 +17,8 @@ from foreword.metrics.definitions import (
     ENCODE_STAGE,
     FAULT_STAGES,
     FINISH_REASONS,
+    INFO_LABELS,
+    MODEL_LABEL,
     REJECT_REASONS,
     STEP_STAGES,
 )
@@ -47,6 +49,7 @@ DRAFTING_SECONDS = {
     "spec_exploration_seconds_total": "exploring_seconds",
 }
 EMBEDDING_METRICS = ("embedding_inputs_total", "embedding_tokens_total", "embedding_seconds")
+POSITION_METRICS = ("spec_draft_tokens_per_position_total", "spec_accepted_tokens_per_position_total")
 DRAFTER_METRICS = (
     "spec_drafts_total",
     "spec_draft_tokens_total",
@@ -64,6 +67,10 @@ class MetricsRecorder:
     log_interval_s  seconds between throughput lines; 0 for none
     clock           monotonic seconds, as in Request.arrival_s and TokenEvent.scheduled_s
     multimodal      whether there are image metrics
+    info            values of INFO_LABELS, with the model's name; None: series have no label for the model
+    num_positions   maximum of drafted tokens, whose positions have series from the start
+    predictive      whether the times of steps are predicted, and compared with the measured ones
+    vllm_metrics    whether to export vLLM's names too
     """
 
     def __init__(
@@ -72,8 +79,13 @@ class MetricsRecorder:
         log_interval_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         multimodal: bool = False,
+        info: Mapping[str, str] | None = None,
+        num_positions: int = 0,
+        predictive: bool = True,
+        vllm_metrics: bool = False,
     ) -> None:
         self._drafters = drafters
+        self._predictive = predictive
         self._multimodal = multimodal
         self._log_interval_s = log_interval_s
         self.get_stats: Callable[[], StepStats] | None = None  # for gauges; None: those of the last step
@@ -87,10 +99,13 @@ class MetricsRecorder:
         self._interval = log.LogInterval()
         self._busy_since_s = clock()
         self._logged_s = clock()
-        self._registry = MetricsRegistry(bool(drafters), multimodal)
-        self._init_series()
+        model = "" if info is None else info[MODEL_LABEL]
+        self._registry = MetricsRegistry(bool(drafters), multimodal, predictive, model, vllm_metrics)
+        if info is not None:
+            self._registry.set("info", 1, *(info[label] for label in INFO_LABELS))
+        self._init_series(num_positions)
 
-    def _init_series(self) -> None:
+    def _init_series(self, num_positions: int) -> None:
         init_series = self._registry.init_series
         init_series("requests_finished_total", FINISH_REASONS)
         init_series("step_seconds", [name for name in STEP_STAGES if name != DRAFT_STAGE or self._drafters])
@@ -102,8 +117,16 @@ class MetricsRecorder:
             init_series("embedding_requests_total", EMBEDDING_FINISH_REASONS, task)
         for name in EMBEDDING_METRICS:
             init_series(name, EMBEDDING_TASKS)
+        drafters = [drafter for drafter in self._drafters if drafter != GRAMMAR]
         for name in DRAFTER_METRICS if self._drafters else ():
-            init_series(name, [drafter for drafter in self._drafters if drafter != GRAMMAR])
+            init_series(name, drafters)
+        for drafter in drafters:
+            for name in POSITION_METRICS:
+                init_series(name, map(str, range(num_positions)), drafter)
+
+    def add_processes(self, get_engine_pid: Callable[[], int | None]) -> None:
+        """Export metrics of this process, and of the engine's; None: it does not run."""
+        self._registry.add_processes(get_engine_pid)
 
     def on_submit(self, request: Request) -> None:
         """A choice was submitted: "X-0", "X-1", ... of one prompt, all before any of them ends."""
@@ -133,7 +156,10 @@ class MetricsRecorder:
         """The request ended with an error."""
         progress = self._live.get(request.id)
         if progress is not None:
-            log.logger.warning("request %s failed: %s", request.id, safe_message(error))
+            fields = {"id": request.id, "status": error.status, "code": error.code}
+            log.logger.warning(
+                "request %s failed: %s", request.id, safe_message(error), extra={"fields": fields}
+            )
             self._finish(progress, "error", self._clock())
 
     def on_abort(self, request: Request) -> None:
@@ -145,6 +171,14 @@ class MetricsRecorder:
     def on_reject(self, reason: str) -> None:
         """A request was rejected for one of REJECT_REASONS."""
         self._registry.add("requests_rejected_total", 1, reason)
+
+    def on_http_response(self, route: str, status: int) -> None:
+        """An HTTP response was sent; `route` is a template."""
+        self._registry.add("http_requests_total", 1, route, str(status))
+
+    def on_ignored_fields(self, num_fields: int) -> None:
+        """Unknown fields of messages and content parts were ignored."""
+        self._registry.add("ignored_message_fields_total", num_fields)
 
     def live_requests(self) -> Sequence[RequestProgress]:
         return list(self._live.values())
@@ -220,7 +254,7 @@ class MetricsRecorder:
         for reason, count in now.no_draft_counts.items():
             new_count = _delta(before.no_draft_counts.get(reason, 0), count)
             self._registry.add("spec_no_draft_total", new_count, reason)
-        for name, seconds in DRAFTING_SECONDS.items():
+        for name, seconds in DRAFTING_SECONDS.items() if self._predictive else ():
             self._registry.add(name, _delta(getattr(before, seconds), getattr(now, seconds)))
 
     def render(self) -> bytes:
@@ -239,9 +273,12 @@ class MetricsRecorder:
         self._logged_s = now
         if not self._interval.has_traffic:
             return
-        log.logger.info("%s", log.format_throughput(self._interval, self._stats))
-        if self._interval.spec_stats.num_drafted:
-            log.logger.info("%s", log.format_speculation(self._interval.spec_stats))
+        fields = log.throughput_fields(self._interval, self._stats)
+        log.logger.info("%s", log.format_throughput(self._interval, self._stats), extra={"fields": fields})
+        spec_stats = self._interval.spec_stats
+        if spec_stats.num_drafted:
+            fields = log.speculation_fields(spec_stats)
+            log.logger.info("%s", log.format_speculation(spec_stats), extra={"fields": fields})
         self._interval = log.LogInterval()
 
     def _count_prompt(self, request: Request) -> None:
@@ -274,8 +311,8 @@ class MetricsRecorder:
         self._registry.add("spec_draft_tokens_total", draft.num_drafted, draft.drafter)
         self._registry.add("spec_accepted_tokens_total", num_accepted, draft.drafter)
         self._registry.add("spec_emitted_tokens_total", num_emitted, draft.drafter)
-        self._count_positions("spec_draft_tokens_per_position_total", draft.drafter, draft.num_drafted)
-        self._count_positions("spec_accepted_tokens_per_position_total", draft.drafter, num_accepted)
+        for name, length in zip(POSITION_METRICS, (draft.num_drafted, num_accepted), strict=True):
+            self._count_positions(name, draft.drafter, length)
         assert stats.system_efficiency is not None and stats.acceptance_rate is not None
         self._registry.set("spec_system_efficiency_ratio", stats.system_efficiency, draft.drafter)
         self._registry.set("spec_acceptance_ratio", stats.acceptance_rate, draft.drafter)
@@ -302,7 +339,8 @@ class MetricsRecorder:
         choices.finished.append((progress, reason))
         if choices.is_complete:
             del self._choices[name]
-            log.logger.info("%s", log.format_request(name, choices, now))
+            fields = log.request_fields(name, choices, now)
+            log.logger.info("%s", log.format_request(name, choices, now), extra={"fields": fields})
 
     def _count_busy(self, now: float) -> None:
         """Add the time since the last call if any request was open in it."""

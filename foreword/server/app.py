@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -17,7 +18,7 @@ from foreword.core.outputs import StepStats
 from foreword.embedding.client import EncoderClient
 from foreword.embedding.sentence_transformers import DECODER_POOLING, PoolingConfig
 from foreword.engine_client.client import EngineClient
-from foreword.errors import EngineDead
+from foreword.errors import ModelLoading
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.multimodal.base import ImageProcessor
@@ -26,8 +27,13 @@ from foreword.server.auth.keys import AuthenticationMiddleware, Keyring
 from foreword.server.context import ServerContext
 from foreword.server.errors import add_error_handlers, error_response
 from foreword.server.image_intake import ImageIntake, ImageMemory
-from foreword.server.lifecycle import RETRY_AFTER_S, DrainMiddleware, DrainState, EngineProbe, Health
-from foreword.server.middleware import BodyLimitMiddleware, RequestIdMiddleware, ServerErrorMiddleware
+from foreword.server.lifecycle import DrainMiddleware, DrainState, EngineProbe, Health
+from foreword.server.middleware import (
+    BodyLimitMiddleware,
+    RootPathMiddleware,
+    ServerErrorMiddleware,
+)
+from foreword.server.request_log import RequestLog, RequestLogMiddleware, RouteTable
 from foreword.server.routes import admin, chat, completions, embeddings, health, info, ranking, tokenize
 from foreword.tokenizer.input_processor import ChatInputProcessor, open_image_loader
 from foreword.tokenizer.tokenizer import Tokenizer
@@ -36,10 +42,18 @@ __all__ = ["SwappableApp", "create_app", "loading_app"]
 
 ROUTES = (chat, completions, embeddings, ranking, tokenize, health, info, admin)
 ALL_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+SUGGESTED_PATHS = tuple(
+    route.path
+    for module in ROUTES
+    for route in module.router.routes
+    if isinstance(route, APIRoute) and route.include_in_schema
+)
+ROUTE_TABLE = RouteTable((route for module in ROUTES for route in module.router.routes), "/openapi.json")
 TICK_S = 1.0  # period of log lines and of checks of the key file
 MB = 1_000_000
 EXPOSED_HEADERS = (
     "X-Request-Id",
+    "X-Foreword-Ignored-Fields",
     "Retry-After",
     *(f"x-ratelimit-{a}-{b}" for a in ("limit", "remaining", "reset") for b in ("requests", "tokens")),
 )
@@ -55,12 +69,14 @@ def create_app(
     pooling_config: PoolingConfig = DECODER_POOLING,
     drain: DrainState | None = None,
     processor: ImageProcessor | None = None,  # None: the model takes no images
+    aliases: tuple[str, ...] = (),  # further names of the model
+    request_log: RequestLog | None = None,
 ) -> FastAPI:
     """The application. The caller starts and closes the clients, and drains the server.
 
     Raises CheckpointError for an invalid chat template, ConfigError for impossible image limits.
     """
-    drain = drain or DrainState()
+    drain, request_log = drain or DrainState(), request_log or RequestLog(config.access_log)
     key_file = Path(config.api_key_file) if config.api_key_file else None
     server = ServerContext(
         config=config,
@@ -76,6 +92,7 @@ def create_app(
         encoder=encoder,
         pooling_config=pooling_config,
         image_intake=None if processor is None else _make_image_intake(config, processor, recorder),
+        aliases=aliases,
     )
     probe = EngineProbe(client, server.probe_request, config.health_probe)
 
@@ -86,13 +103,16 @@ def create_app(
     client.on_step = on_step
     client.on_restart = recorder.on_restart
     recorder.get_stats = lambda: client.stats
-    app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, lifespan=_lifespan)
+    request_log.on_response = recorder.on_http_response
+    servers = [{"url": config.root_path}] if config.root_path else None
+    app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, lifespan=_lifespan, servers=servers)
     app.state.server = server
+    app.state.request_log = request_log
     app.state.health = Health(client, encoder, drain, probe)
     for module in ROUTES:
         app.include_router(module.router)
-    add_error_handlers(app)
-    _add_middleware(app, server, drain)
+    add_error_handlers(app, SUGGESTED_PATHS)
+    _add_middleware(app, server, drain, request_log)
     return app
 
 
@@ -101,7 +121,7 @@ def _make_image_intake(config: Config, processor: ImageProcessor, recorder: Metr
     return ImageIntake(open_image_loader(config, processor), memory, config.max_waiting, recorder.on_reject)
 
 
-def _add_middleware(app: FastAPI, server: ServerContext, drain: DrainState) -> None:
+def _add_middleware(app: FastAPI, server: ServerContext, drain: DrainState, request_log: RequestLog) -> None:
     """The middleware added last is the outermost."""
     config, on_refusal = server.config, server.recorder.on_reject
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_mb * MB)
@@ -118,28 +138,38 @@ def _add_middleware(app: FastAPI, server: ServerContext, drain: DrainState) -> N
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )
-    app.add_middleware(RequestIdMiddleware)
+    _add_outer_middleware(app, config, request_log)
+
+
+def _add_outer_middleware(app: FastAPI, config: Config, request_log: RequestLog) -> None:
+    """The middleware that sees every request, also while the model loads."""
+    app.add_middleware(RequestLogMiddleware, log=request_log, routes=ROUTE_TABLE)
+    if config.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=config.root_path, routes=ROUTE_TABLE)
 
 
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     server: ServerContext = app.state.server
-    ticker = asyncio.create_task(_tick(server))
+    request_log: RequestLog = app.state.request_log
+    ticker = asyncio.create_task(_tick(server, request_log))
     try:
         yield
     finally:
         ticker.cancel()
         await asyncio.gather(ticker, return_exceptions=True)
+        request_log.flush(force=True)
         await asyncio.to_thread(server.grammar_checker.close)
         if server.image_intake is not None:
             await asyncio.to_thread(server.image_intake.close)
 
 
-async def _tick(server: ServerContext) -> None:
+async def _tick(server: ServerContext, request_log: RequestLog) -> None:
     """Write periodic log lines, and reload a changed key file."""
     while True:
         await asyncio.sleep(TICK_S)
         server.recorder.log_if_due()
+        request_log.flush()
         await server.keyring.refresh()
 
 
@@ -153,18 +183,16 @@ class SwappableApp:
         await self.app(scope, receive, send)
 
 
-def loading_app(state: Health) -> FastAPI:
+def loading_app(state: Health, config: Config, request_log: RequestLog) -> FastAPI:
     """The application until the engine is ready: progress in /health, 503 for every other route."""
     app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.health = state
     app.include_router(health.router)
     app.add_api_route("/{path:path}", _still_loading, methods=ALL_METHODS)
     add_error_handlers(app)
-    app.add_middleware(RequestIdMiddleware)
+    _add_outer_middleware(app, config, request_log)
     return app
 
 
 async def _still_loading(request: Request) -> Response:
-    error = EngineDead("the model is still loading; see /health")
-    error.retry_after_s = RETRY_AFTER_S
-    return error_response(error)
+    return error_response(ModelLoading("the model is still loading; see /health"))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Protocol, TypeVar
+from urllib.parse import quote
 
 from fastapi import Depends, Request
 from starlette.requests import ClientDisconnect
@@ -19,7 +21,15 @@ from foreword.core.request import Request as EngineRequest
 from foreword.embedding.client import EncoderClient
 from foreword.embedding.sentence_transformers import DECODER_POOLING, PoolingConfig
 from foreword.engine_client.client import EngineClient
-from foreword.errors import EngineDead, Forbidden, ForewordError, InvalidRequest, ModelNotFound, Unsupported
+from foreword.errors import (
+    EngineDead,
+    Forbidden,
+    ForewordError,
+    InvalidRequest,
+    ModelLoading,
+    ModelNotFound,
+    Unsupported,
+)
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.server.admission import Admission
@@ -27,6 +37,7 @@ from foreword.server.auth.keys import KeyPermissions, Keyring, RequestContext
 from foreword.server.http import cancel_on_disconnect
 from foreword.server.image_intake import ImageIntake
 from foreword.server.middleware import release_body
+from foreword.server.protocol.base import RequestBody, StrictModel, suggest_field
 from foreword.tokenizer.input_processor import (
     ChatInputProcessor,
     Prompt,
@@ -43,6 +54,8 @@ T = TypeVar("T")
 
 MAX_TIMEOUT_S = 86_400.0  # largest `timeout` of a request, where the server sets no limit
 LARGE_BODY_BYTES = 16 * 1024  # body size above which its text is tokenized in a thread
+MAX_FIELD_CHARS = 200  # of the name of an unknown field in an error
+MAX_LISTED_FIELDS, MAX_LISTED_CHARS = 16, 64  # of the ignored fields in a header, and of the name of each
 MAX_RENDER_THREADS = 4  # threads that wait for templates; asyncio has at least 5, so that other work gets one
 
 
@@ -70,14 +83,17 @@ class ServerContext:
     encoder: EncoderClient | None = None
     pooling_config: PoolingConfig = DECODER_POOLING  # of embeddings from the generating model
     image_intake: ImageIntake | None = None  # None: the model takes no images
+    aliases: tuple[str, ...] = ()  # further names of the generating model
     generations: dict[str, Abortable] = field(default_factory=dict)  # by the request id of each choice
     render_semaphore: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RENDER_THREADS))
 
     def info(self) -> EngineInfo:
-        """Facts of the running engine. Raises EngineDead without one."""
+        """Facts of the running engine. Raises ModelLoading before there is one, EngineDead after it."""
         info = self.client.info
-        if info is None or not self.client.alive:
-            raise EngineDead("the engine is still loading" if info is None else "the engine is not running")
+        if info is None:
+            raise ModelLoading("the model is still loading; see /health")
+        if not self.client.alive:
+            raise EngineDead("the engine is not running")
         return info
 
     def probe_request(self, request_id: str) -> EngineRequest:
@@ -97,20 +113,41 @@ class ServerContext:
     def check_model(self, name: str | None, permissions: KeyPermissions) -> None:
         """Raises unless `name` is the generating model (or None) and this key may use it."""
         self.check_access(self.model_name if name is None else name, permissions)
-        if name not in (None, self.model_name):
+        if name is not None and name not in self._names_of(self.model_name):
             raise Unsupported(f"{name} is an encoder; {self.model_name!r} generates text", "model")
 
     def check_access(self, name: str, permissions: KeyPermissions) -> None:
         """Raises ModelNotFound for a model that is not served, Forbidden for one this key may not use."""
         if name not in self.model_names:
-            allowed = (
-                " and ".join(map(repr, permissions.allowed_models(self.model_names))) or "none to this key"
-            )
+            allowed = " and ".join(map(repr, self.allowed_names(permissions))) or "none to this key"
             raise ModelNotFound(
                 f"the model {name!r:.200} does not exist; this server serves {allowed}", "model"
             )
         with self._count_forbidden():
-            permissions.check_model(name)
+            permissions.check_model(name, self._names_of(name))
+
+    def check_fields(self, body: StrictModel, request: Request) -> None:
+        """Refuse unknown fields, or ignore and name them in a header. Take `request_id` over from the body.
+
+        Raises InvalidRequest. Unknown fields of messages and content parts are always ignored.
+        """
+        unknown: list[str] = []
+        num_ignored = 0
+        for path, item in body.walk():
+            if item.is_lenient:
+                num_ignored += item.num_unknown()
+                continue
+            for name in item.model_extra or ():
+                unknown.append(f"{path}{name}")
+                if self.config.unknown_fields == "refuse":
+                    field = unknown[0][:MAX_FIELD_CHARS]
+                    raise InvalidRequest(f"unknown field {field!r}{suggest_field(item, name)}", field)
+        if num_ignored:
+            self.recorder.on_ignored_fields(num_ignored)
+        if unknown:
+            request.state.response_headers = {"X-Foreword-Ignored-Fields": _list_in_header(unknown)}
+        if isinstance(body, RequestBody) and body.request_id is not None:
+            request.state.request_id = body.request_id
 
     def check_admin(self, permissions: KeyPermissions) -> None:
         """Raises Forbidden unless this is an admin key."""
@@ -118,7 +155,7 @@ class ServerContext:
             permissions.check_admin()
 
     def request_context(
-        self, permissions: KeyPermissions, priority: int | None, timeout_s: float | None = None
+        self, permissions: KeyPermissions, body: RequestBody, timeout_s: float | None = None
     ) -> RequestContext:
         """Context of one request, from its key and body. Raises Forbidden, InvalidRequest."""
         limit = self.config.request_timeout
@@ -128,7 +165,11 @@ class ServerContext:
                 "timeout",
             )
         with self._count_forbidden():
-            return permissions.request_context(priority, timeout_s or limit or None)
+            context = permissions.request_context(body.priority, timeout_s or limit or None)
+        if body.cache_salt:  # a namespace within the key's
+            digest = hashlib.sha256(body.cache_salt.encode("utf-8", "surrogatepass")).hexdigest()
+            context = replace(context, cache_salt=f"{context.cache_salt}:{digest[:32]}")
+        return context
 
     @contextmanager
     def _count_forbidden(self) -> Iterator[None]:
@@ -140,9 +181,18 @@ class ServerContext:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The generating model, then the encoder."""
+        """The names of the generating model, then the encoder's."""
         encoder = self.encoder.info if self.encoder is not None else None
-        return (self.model_name,) if encoder is None else (self.model_name, encoder.name)
+        return (self.model_name, *self.aliases, *(() if encoder is None else (encoder.name,)))
+
+    def allowed_names(self, permissions: KeyPermissions) -> tuple[str, ...]:
+        """The served names that this key may use."""
+        return tuple(name for name in self.model_names if permissions.may_use(self._names_of(name)))
+
+    def _names_of(self, name: str) -> tuple[str, ...]:
+        """All names of the model that is called `name`."""
+        names = (self.model_name, *self.aliases)
+        return names if name in names else (name,)
 
     def resolve_params(self, params: SamplingParams) -> SamplingParams:
         """The parameters with a seed. Raises InvalidRequest for a drafter that does not run."""
@@ -196,16 +246,21 @@ class ServerContext:
         request_id: str,
         context: RequestContext,
         images: Sequence[PromptImage] = (),
+        runs_to_end: bool = False,
     ) -> list[EngineRequest]:
-        """One request per choice of one prompt; all share the images. Raises InvalidRequest."""
+        """One request per choice of one prompt; all share the images. Raises InvalidRequest.
+
+        runs_to_end  without max_tokens, the end of the context is the limit, not the default max_tokens
+        """
         info = self.info()
+        defaults = SamplingDefaults.from_config(self.config, self.tokenizer)
         requests = make_requests(
             prompt_ids,
             params,
             self.tokenizer,
             request_id,
             info.resolved.max_model_len,
-            SamplingDefaults(self.config.seed, self.config.default_max_tokens, self.config.on_runaway),
+            replace(defaults, max_tokens=0) if runs_to_end else defaults,
             cache_salt=context.cache_salt,
             priority=context.priority,
             vocab_size=info.vocab_size,
@@ -221,6 +276,13 @@ class ServerContext:
             )
             for request in requests
         ]
+
+
+def _list_in_header(names: Sequence[str]) -> str:
+    """Names in a header's value; characters beyond its alphabet, and commas, are percent-encoded."""
+    shown = (name[:MAX_LISTED_CHARS] for name in names[:MAX_LISTED_FIELDS])
+    listed = [quote(name, safe="[]", errors="replace")[:MAX_LISTED_CHARS] for name in shown]
+    return ", ".join(listed + ["..."] * (len(names) > MAX_LISTED_FIELDS))
 
 
 def _deadline_s(start_s: float, seconds: float | None) -> float | None:

@@ -18,7 +18,7 @@ from foreword.core.request import Request
 from foreword.embedding.client import EncoderClient, EncoderInfo, EncoderTokenizer
 from foreword.embedding.vectors import cosine, normalize_embedding
 from foreword.engine_client.client import EngineClient
-from foreword.errors import DeadlineExceeded, EngineDead, Overloaded, RequestFailed, Unsupported
+from foreword.errors import DeadlineExceeded, ModelLoading, Overloaded, RequestFailed, Unsupported
 from foreword.server.auth.keys import KeyPermissions, RequestContext
 from foreword.server.context import ServerContext
 from foreword.server.errors import rename_field
@@ -329,7 +329,7 @@ async def with_metrics(
 
 def _get_info(encoder: EncoderClient) -> EncoderInfo:
     if encoder.info is None:
-        raise EngineDead("the encoder is still loading")
+        raise ModelLoading("the encoder is still loading; see /health")
     return encoder.info
 
 

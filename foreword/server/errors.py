@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -13,13 +16,43 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from foreword.errors import ForewordError, InvalidRequest, Unauthorized, safe_message
+from foreword.errors import ForewordError, InvalidRequest, Unauthorized, Unsupported, safe_message
 from foreword.server.http import CLIENT_CLOSED, JSONResponse
+from foreword.server.protocol.base import REFUSED
 
 __all__ = ["add_error_handlers", "error_body", "error_headers", "error_response", "rename_field"]
 
 logger = logging.getLogger("foreword.serve")
 MAX_SHOWN_CHARS = 80  # characters of an invalid value in a message
+PYDANTIC_SUBJECT = re.compile(r"^[A-Z]\w+ should\b")  # "Input should be ...", "String should have ..."
+MAX_SUGGESTED_CHARS = 64  # length of a path up to which similar routes are searched
+# Routes of other servers, and what serves their clients here.
+CHAT_ROUTE, COMPLETION_ROUTE, EMBEDDING_ROUTE = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+OTHER_APIS: Mapping[str, str] = {
+    "/v1/responses": f"OpenAI's responses are not served yet; use {CHAT_ROUTE}",
+    "/v1/messages": f"Anthropic's messages are not served yet; use {CHAT_ROUTE}",
+    "/api/chat": f"Ollama's API is not served; use {CHAT_ROUTE}",
+    "/api/generate": f"Ollama's API is not served; use {COMPLETION_ROUTE}",
+    "/api/embed": f"Ollama's API is not served; use {EMBEDDING_ROUTE}",
+    "/api/embeddings": f"Ollama's API is not served; use {EMBEDDING_ROUTE}",
+    "/api/tags": "Ollama's API is not served; use GET /v1/models",
+    "/api/show": "Ollama's API is not served; use GET /v1/models",
+    "/completion": f"llama-server's own API is not served; use {COMPLETION_ROUTE}",
+    "/infill": f"llama-server's own API is not served; use {COMPLETION_ROUTE}",
+    "/embedding": f"llama-server's own API is not served; use {EMBEDDING_ROUTE}",
+    "/apply-template": "llama-server's own API is not served; use POST /tokenize",
+    "/props": "llama-server's own API is not served; use GET /v1/models",
+    "/slots": "there are no slots; see /metrics",
+    "/pooling": f"vLLM's pooling is not served; use {EMBEDDING_ROUTE}",
+    "/classify": "classifiers are not served; use /v1/score or /v1/rerank",
+    "/tokenizer_info": "the tokenizer is not sent; name its directory to the client (lm-eval: tokenizer=)",
+    "/load": "see /metrics",
+    "/invocations": f"SageMaker's API is not served; use {CHAT_ROUTE} or {COMPLETION_ROUTE}",
+    "/ping": "SageMaker's API is not served; use GET /health",
+    "/v2/embed": f"Cohere's embeddings are not served; use {EMBEDDING_ROUTE}",
+    "/generate": f"SGLang's own API is not served; use {COMPLETION_ROUTE}",
+    "/get_model_info": "SGLang's own API is not served; use GET /v1/models",
+}
 
 
 def error_body(error: ForewordError) -> dict[str, Any]:
@@ -54,16 +87,17 @@ def rename_field(names: Mapping[str, str]) -> Iterator[None]:
         raise type(error)(error.message if rest == error.message else name + rest, name) from None
 
 
-def add_error_handlers(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI, paths: Collection[str] = ()) -> None:
+    """`paths` are the routes that a 404 may suggest."""
     app.add_exception_handler(ForewordError, _on_foreword_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(HTTPException, partial(_on_http_error, paths=paths))
 
 
 async def _on_foreword_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ForewordError)
-    if error.status >= 500:
+    if error.status >= 500 and error.status != 503:  # a 503 is a line of the request log
         logger.warning("%s %s: %s", request.method, request.url.path, safe_message(error))
     return error_response(error)
 
@@ -77,15 +111,27 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
     return error_response(_invalid_request(error.errors()))
 
 
-async def _on_http_error(request: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception, paths: Collection[str]) -> Response:
     """The framework's own errors: 404, 405, and unreadable bodies."""
     assert isinstance(error, HTTPException)
+    path = request.scope["path"]
     message, code = {
-        404: (f"there is no route {request.method} {request.url.path}", "not_found"),
-        405: (f"{request.url.path} does not take {request.method}", "method_not_allowed"),
+        404: (f"there is no route {request.method} {path}{_suggest_route(path, paths)}", "not_found"),
+        405: (f"{path} does not take {request.method}", "method_not_allowed"),
     }.get(error.status_code, (str(error.detail), None))
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
     return JSONResponse(body, status_code=error.status_code, headers=dict(error.headers or {}))
+
+
+def _suggest_route(path: str, known: Collection[str]) -> str:
+    """What to use instead of a route that does not exist; "" if nothing is similar."""
+    path = path.rstrip("/")
+    if (hint := OTHER_APIS.get(path)) is not None:
+        return f": {hint}"
+    similar = [f"/v1{path}"] if f"/v1{path}" in known else []
+    if not similar and len(path) <= MAX_SUGGESTED_CHARS:
+        similar = difflib.get_close_matches(path, known, 1, 0.8)
+    return f"; did you mean {similar[0]}?" if similar and similar[0] != path else ""
 
 
 def _invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
@@ -95,16 +141,17 @@ def _invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
         return InvalidRequest(
             f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}"
         )
-    if _field_path(first["loc"]) is None:
+    if not _error_path(first):
         return InvalidRequest("the body must be a JSON object, sent with Content-Type: application/json")
     first, path = _innermost_error(errors)
-    if first["type"] == "extra_forbidden":
-        return InvalidRequest(f"unknown field {path!r}", path)
+    if first["type"] in REFUSED:
+        error_class = Unsupported if first["type"] == "unsupported" else InvalidRequest
+        return error_class(f"{path} {first['ctx']['text']}", path)
     if first["type"] == "missing":
         return InvalidRequest(f"{path} is required", path)
-    messages = (error["msg"] for error in errors if _field_path(error["loc"]) == path)
+    messages = (error["msg"] for error in errors if _error_path(error) == path)
     reasons = dict.fromkeys(
-        text.replace("Input should be", "must be").replace("Value error, ", "") for text in messages
+        PYDANTIC_SUBJECT.sub("must", text).replace("Value error, ", "") for text in messages
     )
     value = repr(first["input"])
     shown = value if len(value) <= MAX_SHOWN_CHARS else value[:MAX_SHOWN_CHARS] + "..."
@@ -113,18 +160,23 @@ def _invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
 
 def _innermost_error(errors: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], str]:
     """The deepest error inside the first invalid field: of a union of text and list, the list's item."""
-    paths = [_field_path(error["loc"]) or "" for error in errors]
+    paths = [_error_path(error) for error in errors]
     inner = (f"{paths[0]}.", f"{paths[0]}[")
     index = max(range(len(paths)), key=lambda i: len(paths[i]) if paths[i].startswith(inner) else 0)
     return (errors[index], paths[index]) if paths[index].startswith(inner) else (errors[0], paths[0])
 
 
-def _field_path(location: Sequence[str | int]) -> str | None:
-    """("body", "messages", 0, "role") -> "messages[0].role"; type names of unions are left out."""
+def _error_path(error: Mapping[str, Any]) -> str:
+    """("body", "messages", 0, "role") -> "messages[0].role"; "" for the body itself.
+
+    Fields have lower-case names; pydantic's names of the types in a union are left out.
+    """
     path = ""
-    for part in location[1:]:
+    for part in error["loc"][1:]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
+        elif part.isidentifier() and part.islower() and part not in ("str", "int", "float", "bool"):
             path += f".{part}" if path else part
-    return path or None
+    if error["type"] in REFUSED:
+        path += f".{error['ctx']['field']}" if path else error["ctx"]["field"]
+    return path

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Response
 from starlette.types import Receive
 
-__all__ = ["CLIENT_CLOSED", "JSONResponse", "cancel_on_disconnect", "json_bytes"]
+__all__ = ["CLIENT_CLOSED", "REQUEST_ID_PATTERN", "JSONResponse", "cancel_on_disconnect", "json_bytes"]
 
 T = TypeVar("T")
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; it is never read
+REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")  # of the header X-Request-Id and the field request_id
 
 
 def json_bytes(value: Any) -> bytes:

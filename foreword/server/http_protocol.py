@@ -21,6 +21,7 @@ from foreword.config.options import Config
 from foreword.errors import DeadlineExceeded, ForewordError, InvalidRequest, Overloaded
 from foreword.server.errors import error_body, error_headers
 from foreword.server.http import json_bytes
+from foreword.server.request_log import RequestLog
 
 __all__ = ["ConnectionLimits", "TimeoutH11Protocol", "uvicorn_config"]
 
@@ -38,12 +39,12 @@ class ConnectionLimits:
     client_timeout_s: float  # for a request's head, between parts of a body, and to read part of an answer
 
 
-def uvicorn_config(app: ASGIApp, config: Config) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, config: Config, request_log: RequestLog | None = None) -> uvicorn.Config:
     """uvicorn with bounded connections and without its own log lines."""
     limits = ConnectionLimits(config.max_connections, config.client_timeout)
     return uvicorn.Config(
         app,
-        http=functools.partial(TimeoutH11Protocol, limits=limits),  # type: ignore[arg-type]
+        http=functools.partial(TimeoutH11Protocol, limits=limits, request_log=request_log),  # type: ignore[arg-type]
         ws="none",
         log_config=None,
         access_log=False,
@@ -60,11 +61,14 @@ class TimeoutH11Protocol(H11Protocol):
     uvicorn bounds neither the time of a request's head and body nor the number of connections before accept.
     """
 
-    def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, limits: ConnectionLimits, request_log: RequestLog | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.conn = _StrictH11(h11.SERVER, MAX_HEADER_BYTES)
         self.access_log = False  # in any configuration: a path may hold a key
         self._limits = limits
+        self._request_log = request_log  # told about connections that are closed with an error
         self._awaited_part = ""  # sent next by the client: "head", "body" or ""
         self._deadline_s = math.inf  # loop time, for the next part
         self._total_deadline_s = math.inf  # loop time, for the whole head or body
@@ -174,10 +178,18 @@ class TimeoutH11Protocol(H11Protocol):
         started = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         if error is not None and not started:
             self.transport.write(_error_response_bytes(error))
+            self._log_error(error)
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
+
+    def _log_error(self, error: ForewordError) -> None:
+        """Log it with the open request, whose response it is, or else as that of the connection."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.scope["state"]["connection_error"] = error
+        elif self._request_log is not None:
+            self._request_log.on_connection_refused(error)
 
 
 class _StrictH11(h11.Connection):
@@ -209,6 +221,8 @@ def _error_response_bytes(error: ForewordError) -> bytes:
 def _set_socket_options(client: socket.socket, timeout_s: float) -> None:
     """Notice a client that vanished while its answer is computed; buffer little for a slow reader."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    if client.family == socket.AF_UNIX:  # the kernel knows when the other end is closed
+        return
     client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(int(timeout_s), 1))

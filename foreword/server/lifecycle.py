@@ -22,7 +22,7 @@ from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 from foreword.embedding.client import EncoderClient
 from foreword.engine_client.client import EngineClient
-from foreword.errors import EngineDead, ForewordError, ShuttingDown
+from foreword.errors import EngineDead, ForewordError, ModelLoading, ShuttingDown
 from foreword.server.auth.keys import PUBLIC_PATHS
 from foreword.server.errors import error_body, error_headers, error_response
 from foreword.server.http import JSONResponse
@@ -40,9 +40,10 @@ PROBE_TIMEOUT_S = 5.0
 class DrainState:
     """The open requests, and whether the server is shutting down."""
 
-    __slots__ = ("_empty", "_open", "draining")
+    __slots__ = ("_empty", "_open", "draining", "stopping")
 
     def __init__(self) -> None:
+        self.stopping = False  # a signal came: /ready says so, requests are still taken
         self.draining = False  # new requests are refused
         self._open: set[asyncio.Timeout] = set()
         self._empty = asyncio.Event()
@@ -183,6 +184,7 @@ class EngineProbe:
 
 UNRESPONSIVE = Readiness("unresponsive", "the engine was idle and does not answer a one-token request")
 DRAINING_MESSAGE = "the server is shutting down: open requests may finish, new requests are refused"
+STOPPING_MESSAGE = "the server will shut down soon: requests are still taken, send new ones elsewhere"
 
 
 class HealthError(BaseModel):
@@ -195,7 +197,7 @@ class HealthError(BaseModel):
 
 
 class HealthBody(BaseModel):
-    """The body of /health, for 200 and 503."""
+    """The body of /health and /ready, for 200 and 503."""
 
     status: Literal["ok", "loading", "restarting", "unresponsive", "draining", "dead"] = Field(
         description="ok: a step could run now (200). All else is a 503."
@@ -214,18 +216,23 @@ class Health:
     drain: DrainState
     probe: EngineProbe | None = None  # None while the engine is loading
 
-    async def readiness(self) -> Readiness:
-        """The engine's readiness; "draining" during shutdown."""
+    async def readiness(self, takes_traffic: bool = False) -> Readiness:
+        """The engine's readiness; "draining" during shutdown.
+
+        takes_traffic  /ready's question: also "draining" while requests are still taken before the drain
+        """
         readiness = self.client.readiness
         if self.drain.draining:
             return replace(readiness, status="draining", detail=DRAINING_MESSAGE)
+        if self.drain.stopping and takes_traffic:
+            return replace(readiness, status="draining", detail=STOPPING_MESSAGE)
         if readiness.is_ready and self.probe is not None and not await self.probe.is_responsive():
             return replace(UNRESPONSIVE, restarts=readiness.restarts)
         return readiness
 
-    async def response(self) -> Response:
-        """The response of /health: the same fields with 200 and 503."""
-        readiness = await self.readiness()
+    async def response(self, takes_traffic: bool = False) -> Response:
+        """The response of /health, or of /ready: the same fields with 200 and 503."""
+        readiness = await self.readiness(takes_traffic)
         error = None if readiness.is_ready else _readiness_error(readiness)
         body = HealthBody(
             status=readiness.status,  # type: ignore[arg-type]  # pydantic validates it
@@ -243,6 +250,10 @@ class Health:
 def _readiness_error(readiness: Readiness) -> ForewordError:
     if readiness.status == "draining":
         return ShuttingDown(readiness.detail)
-    error = EngineDead(readiness.detail or f"the engine is {readiness.status}")
-    error.retry_after_s = None if readiness.status == "dead" else RETRY_AFTER_S
+    detail = readiness.detail or f"the engine is {readiness.status}"
+    if readiness.status in ("loading", "restarting"):
+        return ModelLoading(detail)
+    error = EngineDead(detail)
+    if readiness.status == "unresponsive":  # it may answer again, or is replaced
+        error.code, error.retry_after_s = "engine_unresponsive", RETRY_AFTER_S
     return error

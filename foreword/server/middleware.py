@@ -1,49 +1,47 @@
-"""ASGI middleware of every route: request ids, unexpected exceptions, and the limit on bodies."""
+"""ASGI middleware of every route: a proxy's prefix, exceptions, and the limit on bodies."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import re
-import uuid
 from collections.abc import AsyncIterator
 from functools import partial
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foreword.errors import ForewordError, Overloaded, PayloadTooLarge, RequestFailed
 from foreword.server.errors import error_response
+from foreword.server.request_log import OTHER_ROUTE, RouteTable
 
-__all__ = ["BodyLimitMiddleware", "RequestIdMiddleware", "ServerErrorMiddleware", "release_body"]
+__all__ = [
+    "BodyLimitMiddleware",
+    "RootPathMiddleware",
+    "ServerErrorMiddleware",
+    "release_body",
+]
 
 logger = logging.getLogger("foreword.serve")
-REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 MAX_BODIES_IN_MEMORY = 16  # bodies of the largest size held at once
 RETRY_AFTER_S = 1.0
 REJECTED_BODY_TIMEOUT_S = 10.0  # for a client to finish sending a refused body
 
 
-class RequestIdMiddleware:
-    """Adds an X-Request-Id to every response: the client's, or a new one."""
+class RootPathMiddleware:
+    """Drops --root-path from a path that is no route with it: a proxy may pass its prefix on or strip it."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, root_path: str, routes: RouteTable) -> None:
         self._app = app
+        self._root_path = root_path
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if REQUEST_ID_PATTERN.fullmatch(given) else uuid.uuid4().hex
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
+        path = scope.get("path", "")
+        if path.startswith(f"{self._root_path}/") and self._routes.template(path) == OTHER_ROUTE:
+            scope = {**scope, "path": path.removeprefix(self._root_path)}
+        await self._app(scope, receive, send)
 
 
 class ServerErrorMiddleware:

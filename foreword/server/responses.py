@@ -27,26 +27,47 @@ MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 CompletionToken = tuple[str, int, TokenLogprob | None]  # text, offset, logprob
 
 
-def _chat_logprobs(tokens: Iterable[TokenLogprobText], tokenizer: Tokenizer) -> dict[str, Any]:
+class TokenNames:
+    """How logprobs write tokens: as texts, or with return_tokens_as_token_ids as "token_id:42"."""
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+        self.tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def name(self, token_id: int, text: str | None = None) -> str:
+        """`text` is the token's, where it is known."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        return self.tokenizer.token_text(token_id) if text is None else text
+
+
+def _chat_logprobs(tokens: Iterable[TokenLogprobText], names: TokenNames) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
     content = []
     for token in tokens:
-        top = [_chat_entry(tokenizer.token_bytes(id_), value) for id_, value in _top_logprobs(token.logprob)]
-        content.append({**_chat_entry(token.raw, token.logprob.logprob), "top_logprobs": top})
+        top = [
+            _chat_entry(names, token_id, names.tokenizer.token_bytes(token_id), value)
+            for token_id, value in _top_logprobs(token.logprob)
+        ]
+        entry = _chat_entry(names, token.logprob.token_id, token.raw, token.logprob.logprob)
+        content.append({**entry, "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
 def _top_logprobs(token: TokenLogprob) -> Iterable[tuple[int, float]]:
-    """The likeliest token ids, and those of `logprob_token_ids`."""
-    return (dict(token.top) | dict(token.requested)).items()
+    """The likeliest token ids; with `logprob_token_ids` the sampled token and those instead."""
+    if token.requested:
+        return ({token.token_id: token.logprob} | dict(token.requested)).items()
+    return token.top
 
 
-def _chat_entry(raw: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, MIN_LOGPROB), "bytes": list(raw)}
+def _chat_entry(names: TokenNames, token_id: int, raw: bytes, logprob: float) -> dict[str, Any]:
+    text = names.name(token_id, raw.decode("utf-8", "replace"))
+    return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(raw)}
 
 
 def _completion_logprobs(
-    tokens: Sequence[CompletionToken], tokenizer: Tokenizer, base_offset: int = 0
+    tokens: Sequence[CompletionToken], names: TokenNames, base_offset: int = 0
 ) -> dict[str, Any]:
     """`logprobs` of a completion's choice; the first token of a prompt has none."""
     return {
@@ -55,18 +76,18 @@ def _completion_logprobs(
             None if logprob is None else max(logprob.logprob, MIN_LOGPROB) for _, _, logprob in tokens
         ],
         "top_logprobs": [
-            None if logprob is None else _top_by_text(text, logprob, tokenizer) for text, _, logprob in tokens
+            None if logprob is None else _top_by_name(text, logprob, names) for text, _, logprob in tokens
         ],
         "text_offset": [base_offset + offset for _, offset, _ in tokens],
     }
 
 
-def _top_by_text(text: str, token: TokenLogprob, tokenizer: Tokenizer) -> dict[str, float]:
-    """Logprobs by text, with the token itself; of tokens with equal text the likeliest counts."""
-    top: dict[str, float] = {}
+def _top_by_name(name: str, token: TokenLogprob, names: TokenNames) -> dict[str, float]:
+    """Logprobs by name, the token itself first; of tokens with equal text the likeliest counts."""
+    top = {name: max(token.logprob, MIN_LOGPROB)}
     for token_id, logprob in _top_logprobs(token):
-        top.setdefault(tokenizer.token_text(token_id), max(logprob, MIN_LOGPROB))
-    top.setdefault(text, max(token.logprob, MIN_LOGPROB))
+        other = names.name(token_id)
+        top[other] = max(top.get(other, MIN_LOGPROB), logprob)
     return top
 
 
@@ -88,13 +109,13 @@ def _prompt_logprobs(token: TokenLogprob | None, tokenizer: Tokenizer) -> dict[s
 
 
 def _prompt_tokens(
-    prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer
+    prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], names: TokenNames
 ) -> list[CompletionToken]:
     """The tokens of an echoed prompt."""
-    detokenizer, offset = Detokenizer(tokenizer, at_start=True), 0
+    detokenizer, offset = Detokenizer(names.tokenizer, at_start=True), 0
     tokens: list[CompletionToken] = []
     for token_id, logprob in zip(prompt_ids, logprobs, strict=True):
-        tokens.append((tokenizer.token_text(token_id), offset, logprob))
+        tokens.append((names.name(token_id), offset, logprob))
         offset += len(detokenizer.feed(token_id))
     return tokens
 
@@ -118,7 +139,9 @@ class ResponseOptions:
     prompt_logprobs: bool = False
     metrics: bool = False
     token_ids: bool = False
+    tokens_as_ids: bool = False  # in logprobs
     usage: bool = False  # a last chunk with usage, in a stream
+    continuous_usage: bool = False  # usage so far, in every chunk
     prediction: bool = False  # accepted and rejected prediction tokens, in usage
 
 
@@ -142,7 +165,9 @@ class ResponseBuilder(ABC):
         self.options = options
         self.choices_per_prompt = choices_per_prompt
         self._header = header
+        self.names = TokenNames(server.tokenizer, options.tokens_as_ids)
         self._num_running = len(self.outputs)  # choices whose last chunk is not written
+        self._num_streamed = 0  # tokens of the chunks so far
         self._started: set[int] = set()
         self._accepted_drafts: Counter[int] = Counter()  # by choice, not yet in a chunk
 
@@ -171,6 +196,7 @@ class ResponseBuilder(ABC):
         return {
             **self.header(self.object_type),
             "choices": choices,
+            **self.prompt_fields(),
             "usage": self.usage(),
             **self._metrics(*self.outputs),
         }
@@ -179,6 +205,7 @@ class ResponseBuilder(ABC):
         """The chunk of one delta, or None if it is empty for this request."""
         is_first = index not in self._started
         self._accepted_drafts[index] += delta.event.draft.num_accepted if delta.event.draft else 0
+        self._num_streamed += len(delta.event.token_ids)
         needs_ids = self.options.logprobs or self.options.token_ids
         if not (delta.text or delta.finish_reason or (delta.event.token_ids and needs_ids)):
             return None
@@ -198,11 +225,17 @@ class ResponseBuilder(ABC):
             return None
         return {**self.header(self.chunk_object_type), "choices": [], "usage": self.usage()}
 
-    def usage(self) -> dict[str, Any]:
-        """Delivered tokens. A prompt counts once for all its choices; rejected draft tokens do not count."""
+    def usage(self, num_streamed: int | None = None) -> dict[str, Any]:
+        """Delivered tokens. A prompt counts once for all its choices; rejected draft tokens do not count.
+
+        num_streamed  output tokens of all choices so far; None: the answer is complete
+        """
         firsts = self.outputs[:: self.choices_per_prompt]
         prompt = sum(len(output.request.prompt_ids) for output in firsts)
-        completion = sum(output.num_tokens for output in self.outputs)
+        if num_streamed is None:
+            completion = sum(output.num_tokens for output in self.outputs)
+        else:
+            completion = num_streamed
         prompt_details = {"cached_tokens": sum(output.num_cached for output in firsts)}
         if images := [image for output in firsts for image in output.request.images]:
             prompt_details["image_tokens"] = sum(image.num_tokens for image in images)
@@ -212,7 +245,7 @@ class ResponseBuilder(ABC):
             "total_tokens": prompt + completion,
             "prompt_tokens_details": prompt_details,
         }
-        if self.options.prediction:
+        if self.options.prediction and num_streamed is None:
             accepted, drafted = self._prediction_stats.num_accepted, self._prediction_stats.num_drafted
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,
@@ -236,7 +269,9 @@ class ResponseBuilder(ABC):
         }
 
     def make_chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        usage = {"usage": None} if self.options.usage else {}
+        usage: dict[str, Any] = {"usage": None} if self.options.usage else {}
+        if self.options.continuous_usage:
+            usage = {"usage": self.usage(self._num_streamed)}
         return {**self.header(self.chunk_object_type), "choices": [choice], **usage}
 
     def _full_choice(self, index: int, output: ChoiceOutput) -> dict[str, Any]:
@@ -248,18 +283,31 @@ class ResponseBuilder(ABC):
             **self._metrics(output),
         }
         if self.options.token_ids:
-            choice |= {"prompt_token_ids": list(output.request.prompt_ids), "token_ids": output.token_ids}
-        if self.options.prompt_logprobs:
-            choice["prompt_logprobs"] = [
+            choice["token_ids"] = output.token_ids
+        return choice
+
+    def prompt_fields(self) -> dict[str, Any]:
+        """Facts of the only prompt, in the answer itself."""
+        return {}
+
+    def prompt_ids(self, output: ChoiceOutput) -> dict[str, Any]:
+        """`prompt_token_ids`, if the request asks for them."""
+        return {"prompt_token_ids": list(output.request.prompt_ids)} if self.options.token_ids else {}
+
+    def prompt_logprobs(self, output: ChoiceOutput) -> dict[str, Any]:
+        """`prompt_logprobs`, if the request asks for them."""
+        if not self.options.prompt_logprobs:
+            return {}
+        return {
+            "prompt_logprobs": [
                 _prompt_logprobs(token, self.server.tokenizer) for token in output.prompt_logprobs
             ]
-        return choice
+        }
 
     def _chunk_extras(self, index: int, delta: OutputDelta, is_first: bool) -> dict[str, Any]:
         extras: dict[str, Any] = {}
         if self.options.token_ids:
-            prompt = {"prompt_token_ids": list(self.outputs[index].request.prompt_ids)} if is_first else {}
-            extras |= {**prompt, "token_ids": list(delta.event.token_ids)}
+            extras["token_ids"] = list(delta.event.token_ids)
         if self.options.metrics:
             extras["accepted_draft_tokens"] = self._accepted_drafts.pop(index)
             extras["tokens"] = [list(piece) for piece in delta.pieces]
@@ -286,17 +334,21 @@ class ChatResponseBuilder(ResponseBuilder):
     def first_chunks(self) -> Iterable[dict[str, Any]]:
         for index in range(len(self.outputs)):
             delta = {"role": "assistant", "content": ""}
-            yield self.make_chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield {**self.make_chunk(choice), **(self.prompt_ids(self.outputs[0]) if index == 0 else {})}
+
+    def prompt_fields(self) -> dict[str, Any]:
+        return {**self.prompt_ids(self.outputs[0]), **self.prompt_logprobs(self.outputs[0])}
 
     def full_choice(self, index: int, output: ChoiceOutput) -> dict[str, Any]:
-        logprobs = _chat_logprobs(output.logprobs, self.server.tokenizer) if self.options.logprobs else None
+        logprobs = _chat_logprobs(output.logprobs, self.names) if self.options.logprobs else None
         return {
             "message": {"role": "assistant", "content": output.text, "refusal": None},
             "logprobs": logprobs,
         }
 
     def chunk_choice(self, index: int, delta: OutputDelta, is_first: bool) -> dict[str, Any]:
-        logprobs = _chat_logprobs(delta.logprobs, self.server.tokenizer) if self.options.logprobs else None
+        logprobs = _chat_logprobs(delta.logprobs, self.names) if self.options.logprobs else None
         return {"delta": {"content": delta.text} if delta.text else {}, "logprobs": logprobs}
 
 
@@ -335,6 +387,8 @@ class CompletionResponseBuilder(ResponseBuilder):
         return {
             "text": self._prefix(index) + output.text,
             "logprobs": self._logprobs(index, output.logprobs, prompt=True),
+            **self.prompt_ids(output),
+            **self.prompt_logprobs(output),
         }
 
     def chunk_choice(self, index: int, delta: OutputDelta, is_first: bool) -> dict[str, Any]:
@@ -342,6 +396,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         return {
             "text": prefix + delta.text,
             "logprobs": self._logprobs(index, delta.logprobs, prompt=is_first),
+            **(self.prompt_ids(self.outputs[index]) if is_first else {}),
         }
 
     def _prefix(self, index: int) -> str:
@@ -353,15 +408,17 @@ class CompletionResponseBuilder(ResponseBuilder):
         """Logprobs of the output tokens; with `prompt` and echo, after those of the prompt."""
         if not self.options.logprobs:
             return None
-        tokenizer = self.server.tokenizer
-        tokens = [(token.text, token.offset, token.logprob) for token in output_tokens]
-        logprobs = _completion_logprobs(tokens, tokenizer, len(self._prefix(index)))
+        tokens = [
+            (self.names.name(token.logprob.token_id, token.text), token.offset, token.logprob)
+            for token in output_tokens
+        ]
+        logprobs = _completion_logprobs(tokens, self.names, len(self._prefix(index)))
         if self._echo is None or not prompt:
             return logprobs
         output = self.outputs[index]
-        echoed = _prompt_tokens(output.request.prompt_ids, output.prompt_logprobs, tokenizer)
+        echoed = _prompt_tokens(output.request.prompt_ids, output.prompt_logprobs, self.names)
         return {
-            key: values + logprobs[key] for key, values in _completion_logprobs(echoed, tokenizer).items()
+            key: values + logprobs[key] for key, values in _completion_logprobs(echoed, self.names).items()
         }
 
 

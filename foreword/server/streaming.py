@@ -42,7 +42,9 @@ def response_options(body: SamplingBody, params: SamplingParams) -> ResponseOpti
         prompt_logprobs=body.prompt_logprobs is not None,
         metrics=bool(body.metrics),
         token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
         usage=body.wants_usage,
+        continuous_usage=body.wants_continuous_usage,
         prediction=params.prediction is not None,
     )
 

@@ -1,14 +1,16 @@
-"""Log setup: tracebacks without exception messages, which may quote requests."""
+"""Log setup: lines of text or JSON; tracebacks without exception messages, which may quote requests."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import traceback
+from datetime import UTC, datetime
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-__all__ = ["RedactingFormatter", "set_up_logging"]
+__all__ = ["JSONFormatter", "RedactingFormatter", "set_up_logging"]
 
 # As of sys.exc_info().
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
@@ -35,10 +37,33 @@ class RedactingFormatter(logging.Formatter):
         return "".join(lines).rstrip()
 
 
-def set_up_logging(level: str, line_format: str) -> None:
-    """Log to stderr; only level debug shows exception messages."""
+class JSONFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, and the record's `fields` that have a value."""
+
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner  # formats exceptions
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        entry: dict[str, Any] = {
+            "time": time.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for name, value in getattr(record, "fields", {}).items():
+            if value is not None and value != "":
+                entry.setdefault(name, value)
+        if record.exc_info:
+            entry["exception"] = self._inner.formatException(record.exc_info)
+        return json.dumps(entry, default=str)  # ASCII, which every encoding of stderr leaves as it is
+
+
+def set_up_logging(level: str, line_format: str, log_format: str = "text") -> None:
+    """Log to stderr as text of `line_format`, or as "json"; only level debug shows exception messages."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        logging.Formatter(line_format) if level.lower() == "debug" else RedactingFormatter(line_format)
-    )
+    formatter = logging.Formatter if level.lower() == "debug" else RedactingFormatter
+    text = formatter(line_format)
+    handler.setFormatter(JSONFormatter(text) if log_format == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler])

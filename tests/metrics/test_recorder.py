@@ -2,6 +2,7 @@
 
 import logging
 import math
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.repetition import Repetition
 from foreword.core.request import Request
 from foreword.errors import RequestFailed
-from foreword.metrics.definitions import CATALOG, PREFIX
+from foreword.metrics.definitions import CATALOG, INFO_LABELS, PREFIX, VLLM_METRICS
 from foreword.metrics.recorder import MAX_FINISHED_STATS, MetricsRecorder
 
 
@@ -452,6 +453,129 @@ def test_ratios_are_absent_before_a_draft(clock: Clock) -> None:
     assert series["spec_drafts_total", "ngram"] == 0
     assert ("spec_system_efficiency_ratio", "ngram") not in series
     assert ("spec_acceptance_ratio", "ngram") not in series
+
+
+INFO = {label: f"the {label}" for label in INFO_LABELS}
+
+
+def labelled(recorder: MetricsRecorder) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """(labels, value) of each series by its name."""
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(recorder.render().decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def test_positions_have_series_from_the_start(clock: Clock) -> None:
+    recorder = MetricsRecorder(("grammar", "ngram", "suffix"), clock=clock, num_positions=3)
+    series = scrape(recorder)
+    for name in ("spec_accepted_tokens_per_position_total", "spec_draft_tokens_per_position_total"):
+        found = {key[1:]: value for key, value in series.items() if key[0] == name}
+        assert found == {(drafter, str(p)): 0 for drafter in ("ngram", "suffix") for p in range(3)}
+
+
+def test_step_times_are_absent_where_nothing_predicts(clock: Clock) -> None:
+    fixed = MetricsRecorder(("ngram",), clock=clock, predictive=False)
+    fixed.on_step(StepStats(step=1, drafting=DraftingStats(predicted_seconds=1.0, realised_seconds=1.0)))
+    adaptive = scrape(MetricsRecorder(("ngram",), clock=clock))
+    missing = {name for name, *_ in adaptive} - {name for name, *_ in scrape(fixed)}
+    assert missing == {row.name for row in CATALOG if row.predictive}
+
+
+def test_series_of_the_model_have_its_name(clock: Clock) -> None:
+    recorder = MetricsRecorder(("ngram",), clock=clock, info=INFO)
+    play(recorder, clock)
+    recorder.on_http_response("/v1/models/{name}", 404)
+    found = labelled(recorder)
+    assert found.pop("foreword_info") == [(INFO, 1.0)]
+    assert found.pop("foreword_http_requests_total") == [
+        ({"route": "/v1/models/{name}", "status": "404"}, 1.0)
+    ]
+    assert all(labels["model"] == "the model" for series in found.values() for labels, _ in series)
+
+
+# Labels of vLLM 0.11 to 0.33, besides model_name and engine.
+VLLM_LABELS = {
+    "vllm:request_success_total": {"finished_reason"},
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": {"position"},
+}
+
+
+def test_vllm_metrics_have_the_same_values(clock: Clock) -> None:
+    recorder = MetricsRecorder(
+        ("ngram", "suffix"), clock=clock, info=INFO, num_positions=4, vllm_metrics=True
+    )
+    play(recorder, clock)
+    other = request("b-0")
+    recorder.on_submit(other)
+    recorder.on_tokens(other, tokens(0, 2, DraftResult("suffix", 3, 1), "length"), 105.0)
+    recorder.on_step(StepStats(step=1, preemptions_total=2, prefix_cache_queries_total=9))
+    recorder.get_stats = lambda: StepStats(requests_running=3, requests_waiting=1, kv_cache_usage_ratio=0.5)
+    found = labelled(recorder)
+    names = {name for name in found if name.startswith("vllm:")}
+    for name in names:
+        labels = {
+            "model_name",
+            "engine",
+            *({"le"} if name.endswith("_bucket") else ()),
+            *VLLM_LABELS.get(name, ()),
+        }
+        assert all(set(given) == labels and given["model_name"] == "the model" for given, _ in found[name]), (
+            name
+        )
+    sums = {name: sum(value for _, value in series) for name, series in found.items()}
+    for row in VLLM_METRICS:
+        for suffix in ("", "_sum", "_count", "_bucket"):
+            if PREFIX + row.source + suffix in sums:
+                assert sums[row.name + suffix] == sums[PREFIX + row.source + suffix], row
+    assert (sums["vllm:spec_decode_num_drafts_total"], sums["vllm:spec_decode_num_draft_tokens_total"]) == (
+        3,
+        11,
+    )
+    positions = {
+        labels["position"]: value
+        for labels, value in found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    }
+    assert positions == {"0": 3, "1": 2, "2": 1, "3": 0}
+    assert {labels["finished_reason"]: value for labels, value in found["vllm:request_success_total"]}[
+        "length"
+    ] == 1
+
+
+def test_vllm_metrics_are_off_by_default_and_need_speculation(clock: Clock) -> None:
+    assert b"vllm" not in MetricsRecorder(("ngram",), clock=clock, info=INFO).render()
+    plain = MetricsRecorder((), clock=clock, info=INFO, vllm_metrics=True).render()
+    assert (
+        b"vllm:num_requests_running" in plain and b"spec_decode" not in plain and b"nan" not in plain.lower()
+    )
+
+
+def test_vllm_bench_finds_its_acceptance_figures(clock: Clock) -> None:
+    """As `vllm bench serve` reads them: by parts of the names, over all lines that begin with them."""
+    recorder = MetricsRecorder(("ngram",), clock=clock, info=INFO, num_positions=4, vllm_metrics=True)
+    play(recorder, clock)
+    figures = dict.fromkeys(("num_drafts", "num_draft_tokens", "per_pos", "num_accepted_tokens"), 0.0)
+    for line in recorder.render().decode().splitlines():
+        if line.startswith("vllm:spec_decode"):
+            figures[next(part for part in figures if part in line)] += float(line.split()[-1])
+    assert figures == {"num_drafts": 2, "num_draft_tokens": 8, "per_pos": 5, "num_accepted_tokens": 5}
+
+
+def test_processes_have_memory_and_processor_time(clock: Clock) -> None:
+    recorder, engine = MetricsRecorder((), clock=clock, info=INFO), subprocess.Popen(["sleep", "60"])
+    pid: int | None = engine.pid
+    recorder.add_processes(lambda: pid)
+    try:
+        found = labelled(recorder)
+        for prefix in ("process_", "foreword_engine_process_"):
+            assert found[f"{prefix}resident_memory_bytes"][0][1] > 0
+            assert found[f"{prefix}cpu_seconds_total"][0][1] >= 0
+    finally:
+        engine.kill()
+        engine.wait()
+    pid = None  # it crashed, and the next one has not started
+    assert not any(name.startswith("foreword_engine_process") for name in labelled(recorder))
 
 
 def test_every_series_is_in_the_catalog(clock: Clock) -> None:

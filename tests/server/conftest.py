@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,15 +20,17 @@ import pytest
 import uvicorn
 
 from foreword.checkpoint import prepare_checkpoint
+from foreword.cli.serve import bind_unix
 from foreword.config.options import Config
 from foreword.engine_client.client import EngineClient, SubprocessClient
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.multimodal.base import ImageProcessor
 from foreword.server.app import create_app
 from foreword.server.http_protocol import uvicorn_config
+from foreword.server.request_log import RequestLog
 from foreword.tokenizer.tokenizer import Tokenizer
 from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 MODEL = "fake-model"
 
@@ -56,8 +60,15 @@ class RunningServer:
     def idle(self) -> bool:
         return not self.client.live and self.app.state.server.admission.num_open == 0
 
-    def wait_until_idle(self, limit_s: float = 5) -> None:
-        wait_until(self.idle, limit_s)
+    def wait_until_idle(self) -> None:
+        wait_until(self.idle)
+
+    def disconnect(self, path: str, body: dict[str, Any], when: Callable[[], object]) -> None:
+        """POST a body and close the connection once `when` is true."""
+        content = json.dumps(body).encode()
+        with socket.create_connection((httpx.URL(self.url).host, httpx.URL(self.url).port or 80)) as raw:
+            raw.sendall(json_post_head(path, len(content)).encode() + content)
+            wait_until(when)
 
 
 CHAT_FIELDS = frozenset(inspect.signature(openai.resources.chat.Completions.create).parameters)
@@ -80,15 +91,31 @@ def run_server(
     tokenizer: Tokenizer | None = None,
     encoder: Any = None,
     processor: ImageProcessor | None = None,
+    aliases: tuple[str, ...] = (),
+    request_log: RequestLog | None = None,
 ) -> Iterator[RunningServer]:
     config, client = config or Config(), client or FakeEngineClient()
+    request_log = request_log or RequestLog(config.access_log)
     recorder = MetricsRecorder(config.drafter_names())
     app = create_app(
-        config, client, tokenizer or byte_tokenizer(), recorder, MODEL, encoder, processor=processor
+        config,
+        client,
+        tokenizer or byte_tokenizer(),
+        recorder,
+        MODEL,
+        encoder,
+        processor=processor,
+        aliases=aliases,
+        request_log=request_log,
     )
-    listener = socket.create_server(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn_config(app, config))
+    resources = contextlib.ExitStack()
+    if config.uds is None:
+        listener = resources.enter_context(socket.create_server(("127.0.0.1", 0)))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    else:
+        listener, url = resources.enter_context(bind_unix(Path(config.uds))), "http://localhost"
+    transport = httpx.HTTPTransport(uds=config.uds)
+    server = uvicorn.Server(uvicorn_config(app, config, request_log))
 
     async def main() -> None:
         await client.start()
@@ -102,14 +129,14 @@ def run_server(
             time.sleep(0.005)
             assert thread.is_alive()
         with (
-            httpx.Client(base_url=url, timeout=20) as http,
-            openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0, timeout=20) as talker,
+            httpx.Client(base_url=url, timeout=WAIT_S, transport=transport) as http,
+            openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0, timeout=WAIT_S) as talker,
         ):
             yield RunningServer(url, client, http, talker, app)
     finally:
         server.should_exit = True
-        thread.join(10)
-        listener.close()
+        thread.join(WAIT_S)
+        resources.close()
     assert not thread.is_alive()
 
 

@@ -14,6 +14,7 @@ import pytest
 from foreword.config.options import Config
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput
+from tests.support.waiting import WAIT_S
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]
@@ -43,7 +44,7 @@ def held(server: RunningServer, prompt: str = "Hi", n: int = 1) -> Iterator[None
 
 def test_full_server_refuses_before_reading_the_body(full: RunningServer) -> None:
     host, port = full.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as raw:
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as raw:
         raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
         assert raw.recv(1000).startswith(b"HTTP/1.1 429")
 

@@ -6,8 +6,8 @@ import openai
 import pytest
 
 from foreword.core.request import Request
-from tests.server.conftest import RunningServer
-from tests.support.fakes import END, EOS, START, FakeOutput
+from tests.server.conftest import RunningServer, run_server
+from tests.support.fakes import END, EOS, START, FakeOutput, byte_tokenizer
 
 BURSTS = [(1,), (3,), (2, 5, 1), (64,)]
 
@@ -233,20 +233,231 @@ def test_logprobs(served: RunningServer) -> None:
     assert [(top.token, top.logprob) for top in content[0].top_logprobs] == [("h", -0.5), ("i", -1.5)]
     assert served.chat(logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
     assert served.chat().choices[0].logprobs is None
-    chosen = served.chat(logprob_token_ids=[97, 98]).choices[0].logprobs.content
-    assert [(top.token, top.logprob) for top in chosen[0].top_logprobs] == [("a", -97.0), ("b", -98.0)]
+    content = (
+        served.chat(logprobs=True, top_logprobs=3, logprob_token_ids=[97, 98]).choices[0].logprobs.content
+    )
+    assert [(top.token, top.logprob) for top in content[0].top_logprobs] == [
+        ("h", -0.5), ("a", -97.0), ("b", -98.0)
+    ]  # fmt: skip
+    with pytest.raises(openai.BadRequestError, match="logprob_token_ids needs logprobs: true"):
+        served.chat(logprob_token_ids=[97])
 
 
 def test_token_ids_and_prompt_logprobs(served: RunningServer) -> None:
+    """The prompt's are at the top of the answer, as in vLLM."""
     served.set_output(FakeOutput("ab"))
-    choice = served.chat(return_token_ids=True, prompt_logprobs=2).choices[0]
-    assert choice.token_ids == [97, 98, EOS]
-    assert choice.prompt_token_ids == list(served.client.submitted[0].prompt_ids)
-    assert choice.prompt_logprobs[0] is None
-    assert choice.prompt_logprobs[1] == {
+    answer = served.chat(return_token_ids=True, prompt_logprobs=2, n=2)
+    assert [choice.token_ids for choice in answer.choices] == [[97, 98, EOS]] * 2
+    assert not hasattr(answer.choices[0], "prompt_token_ids")
+    assert answer.prompt_token_ids == list(served.client.submitted[0].prompt_ids)
+    assert answer.prompt_logprobs[0] is None
+    assert answer.prompt_logprobs[1] == {
         "117": {"logprob": -0.5, "rank": 1, "decoded_token": "u"},
         "118": {"logprob": -1.5, "rank": 2, "decoded_token": "v"}
     }  # fmt: skip
+
+
+def test_prompt_token_ids_are_in_the_first_chunk(served: RunningServer) -> None:
+    chunks = pieces(served.chat(return_token_ids=True, n=2, stream=True))
+    assert chunks[0].prompt_token_ids == list(served.client.submitted[0].prompt_ids)
+    assert not any(hasattr(chunk, "prompt_token_ids") for chunk in chunks[1:])
+
+
+@pytest.mark.parametrize("bursts", BURSTS)
+@pytest.mark.parametrize("n", [1, 3])
+def test_continuous_usage(served: RunningServer, bursts: tuple[int, ...], n: int) -> None:
+    """Each chunk counts the tokens sent so far, of all choices; the last one agrees with the whole answer."""
+    served.set_output(FakeOutput("Hello STOP", bursts))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = pieces(served.chat(stream=True, n=n, stop="STOP", stream_options=options, return_token_ids=True))
+    num_sent = 0
+    for chunk in chunks:
+        num_sent += sum(len(getattr(choice, "token_ids", ())) for choice in chunk.choices)
+        assert chunk.usage.completion_tokens == num_sent
+        assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + num_sent
+    assert chunks[0].usage.completion_tokens == 0 and chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == n * len("Hello STOP")
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {len(served.client.submitted[0].prompt_ids)}
+
+
+def test_continuous_usage_of_several_prompts(served: RunningServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = served.complete(["a", "b"], stream=True, stream_options=options)
+    assert chunks[-1].usage == last.usage
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (2, 2 * 12)
+
+
+@pytest.mark.parametrize("options", [{"include_usage": True}, {"continuous_usage_stats": True}])
+def test_chunks_without_continuous_usage(served: RunningServer, options: dict[str, bool]) -> None:
+    chunks = pieces(served.chat(stream=True, stream_options=options))
+    assert [chunk for chunk in chunks if chunk.usage] == [chunk for chunk in chunks if not chunk.choices]
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [TOOL], "tool_choice": "none"},
+        {"tools": [TOOL], "tool_choice": "none", "parallel_tool_calls": True},
+        {"functions": [TOOL["function"]], "function_call": "none"},
+        {"tools": [], "tool_choice": "auto"},
+        {"parallel_tool_calls": False},
+    ],
+)
+def test_tools_that_no_answer_may_call(served: RunningServer, fields: dict[str, Any]) -> None:
+    assert served.chat(**fields).choices[0].message.content == "Hello world"
+    served.chat()
+    assert served.client.submitted[0].prompt_ids == served.client.submitted[1].prompt_ids
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "tool_choice": "auto"},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "tools": [TOOL]},
+        {"functions": [TOOL["function"]], "function_call": "auto"},
+        {"function_call": {"name": "weather"}},
+    ],
+)
+def test_tools_that_an_answer_may_call_are_refused(served: RunningServer, fields: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError, match="legacy") as caught:
+        served.chat(**fields)
+    assert caught.value.code == "unsupported_parameter" and caught.value.param in fields
+    assert 'tool_choice: "none"' in str(caught.value)
+
+
+CALLS = [
+    {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}},
+    {"id": "call_2", "type": "function", "function": {"name": "time", "arguments": "not JSON"}},
+]
+TOOL_HISTORY = [
+    {"role": "user", "content": "U"},
+    {"role": "assistant", "content": None, "tool_calls": CALLS},
+    {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "noon"}]},
+    {"role": "user", "content": "And?"},
+]
+TOOL_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}|{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}"
+    "|{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}"
+    "{% endfor %}"
+    "{% if m.tool_call_id %}|{{ m.tool_call_id }}{% endif %}"
+    "{% if m.name %}|{{ m.name }}{% endif %}]"
+    "{% endfor %}"
+)
+
+
+def prompt_of(served: RunningServer) -> str:
+    return bytes(token for token in served.client.submitted[-1].prompt_ids if token < 256).decode()
+
+
+def test_template_renders_tool_calls() -> None:
+    with run_server(tokenizer=byte_tokenizer(TOOL_TEMPLATE)) as server:
+        server.chat(messages=TOOL_HISTORY)
+        assert prompt_of(server) == (
+            '[user|U][assistant||call_1 weather {"city": "Köln"}|call_2 time "not JSON"]'
+            "[tool|rain|call_1][tool|noon|call_2][user|And?]"
+        )
+        call = {"name": "weather", "arguments": "{}"}
+        server.chat(
+            messages=[
+                {"role": "assistant", "content": "", "function_call": call},
+                {"role": "function", "name": "weather", "content": "rain"},
+            ]
+        )
+        assert prompt_of(server) == "[assistant||weather weather {}][tool|rain|weather|weather]"
+
+
+def test_template_without_tools_gets_their_text(served: RunningServer) -> None:
+    """ChatML drops the calls, so calls and results become plain text."""
+    served.chat(messages=TOOL_HISTORY)
+    assert prompt_of(served) == (
+        'user\nU\nassistant\n{"name": "weather", "arguments": {"city": "Köln"}}\n'
+        '{"name": "time", "arguments": "not JSON"}\n'
+        "user\nResult of weather:\nrain\nResult of time:\nnoon\nuser\nAnd?\nassistant\n"
+    )
+
+
+def test_template_that_refuses_tools_gets_their_text() -> None:
+    strict = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    with run_server(
+        tokenizer=byte_tokenizer(strict + "[{{ m.role }}|{{ m.content }}]{% endfor %}")
+    ) as server:
+        server.chat(messages=TOOL_HISTORY[:3])
+        assert prompt_of(server).endswith("[user|Result of weather:\nrain]")
+
+
+ONE_CALL = "{{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}"
+CALL = {"function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
+RESULT = {"role": "tool", "content": "rain"}
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": None, "tool_calls": [CALL]}, '[weather {"city": "Bonn"}][rain]'),
+        ({"content": "Wait.", "tool_calls": [CALL]}, "[Wait.\n{...}]"),
+        ({"content": None, "tool_calls": [CALL, CALL]}, "[{...}\n{...}]"),
+        ({"content": None, "tool_calls": [{"function": {"name": "weather", "arguments": "x"}}]}, "[{...}]"),
+        ({"role": "user", "content": "Wait.", "tool_calls": [CALL]}, "[Wait.\n{...}]"),
+    ],
+)
+def test_template_that_drops_some_of_a_tool_message_gets_its_text(
+    message: dict[str, Any], expected: str
+) -> None:
+    """Llama's renders either a text or one call, as others do; others want arguments to be an object."""
+    template = (
+        "{% for m in messages %}[{% if m.role == 'assistant' and m.tool_calls %}"
+        "{% for key in m.tool_calls[0].function.arguments.items() %}{% endfor %}" + ONE_CALL + "{% else %}"
+        "{{ m.content }}{% endif %}]{% endfor %}"
+    )
+    with run_server(tokenizer=byte_tokenizer(template)) as server:
+        server.chat(messages=[{"role": "assistant", **message}, RESULT])
+        prompt = re.sub(r"{.name.*}", "{...}", prompt_of(server))
+    assert prompt == expected + ("" if expected.endswith("[rain]") else "[Result:\nrain]")
+
+
+def test_openai_answer_object_in_a_history(served: RunningServer) -> None:
+    answer = served.chat().choices[0].message
+    history = [{"role": "user", "content": "U"}, answer, answer.model_dump()]
+    served.chat(messages=[*history, {"role": "user", "content": "V"}])
+    assert prompt_of(served).count("Hello world") == 2
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot."}]},
+        {"role": "assistant", "content": None, "refusal": "I cannot."},
+        {"role": "assistant", "content": [], "refusal": "I cannot."},
+    ],
+)
+def test_refusals_are_rendered(served: RunningServer, message: dict[str, Any]) -> None:
+    served.chat(messages=[{"role": "user", "content": "U"}, message, {"role": "user", "content": "V"}])
+    assert "assistant\nI cannot." in prompt_of(served)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"think": False}, "off"),
+        ({"think": True}, "on"),
+        ({"enable_thinking": False}, "off"),
+        ({"reasoning_effort": "none"}, "off"),
+        ({"think": False, "chat_template_kwargs": {"enable_thinking": True}}, "on"),
+        ({}, "default"),
+    ],
+)
+def test_thinking_is_a_variable_of_the_template(fields: dict[str, Any], expected: str) -> None:
+    source = "{{ 'default' if enable_thinking is not defined else 'on' if enable_thinking else 'off' }}"
+    with run_server(tokenizer=byte_tokenizer(source)) as server:
+        server.chat(**fields)
+        assert prompt_of(server) == expected
 
 
 def test_metrics_of_one_choice(served: RunningServer) -> None:

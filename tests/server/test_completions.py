@@ -6,7 +6,9 @@ from typing import Any
 import openai
 import pytest
 
+from foreword.core.outputs import TokenLogprob
 from tests.server.conftest import RunningServer
+from tests.support import fakes
 from tests.support.fakes import BOS, EOS, FakeOutput
 
 
@@ -75,6 +77,18 @@ def test_logprobs(served: RunningServer) -> None:
     assert served.complete().choices[0].logprobs is None
 
 
+def test_token_itself_comes_first_among_its_alternatives(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def second(token_id: int, count: int | None) -> TokenLogprob:
+        return TokenLogprob(token_id, -2.0, 2, ((ord("z"), -0.25),))
+
+    monkeypatch.setattr(fakes, "logprob_of", second)
+    served.set_output(FakeOutput("h", logprob=-2.0))
+    top = served.complete(logprobs=1).choices[0].logprobs.top_logprobs[0]
+    assert [*top.items()] == [("h", -2.0), ("z", -0.25)]
+
+
 def test_echo_with_logprobs(served: RunningServer) -> None:
     served.set_output(FakeOutput("ab"))
     found = (
@@ -132,10 +146,12 @@ def test_best_of_returns_likeliest_and_counts_all(served: RunningServer) -> None
 
 def test_logprob_token_ids(served: RunningServer) -> None:
     served.set_output(FakeOutput("h"))
-    found = served.complete(logprob_token_ids=[97, 98]).choices[0].logprobs
-    assert found.top_logprobs[0] == {"a": -97.0, "b": -98.0, "h": -0.5}
-    chosen = served.complete(logprobs=1, logprob_token_ids=[97]).choices[0].logprobs
-    assert chosen.top_logprobs[0] == {"h": -0.5, "a": -97.0}
+    logprobs = served.complete(logprobs=5, logprob_token_ids=[97, 98]).choices[0].logprobs
+    assert logprobs.top_logprobs[0] == {"h": -0.5, "a": -97.0, "b": -98.0}
+    chunks = [*served.complete(logprobs=5, logprob_token_ids=[97], stream=True)]
+    assert chunks[0].choices[0].logprobs.top_logprobs == [{"h": -0.5, "a": -97.0}]
+    best = served.complete(logprobs=0, logprob_token_ids=[97], best_of=2).choices[0].logprobs
+    assert best.top_logprobs[0] == {"h": -0.5, "a": -97.0}
 
 
 def test_truncated_prompt_keeps_its_end(served: RunningServer) -> None:
@@ -169,8 +185,9 @@ def test_token_ids(served: RunningServer) -> None:
         ({"best_of": 3, "stream": True}, "best_of"),
         ({"best_of": 2, "n": 0}, "n"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-        ({"logprob_token_ids": [260]}, "logprob_token_ids"),
-        ({"logprob_token_ids": list(range(129))}, "logprob_token_ids"),
+        ({"logprob_token_ids": [97]}, "logprob_token_ids"),
+        ({"logprobs": 0, "logprob_token_ids": [260]}, "logprob_token_ids"),
+        ({"logprobs": 0, "logprob_token_ids": list(range(129))}, "logprob_token_ids"),
         ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
         ({"n_predict": 4, "max_tokens": 5}, "n_predict"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import threading
-import time
 from array import array
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -20,6 +17,7 @@ from foreword.embedding.client import EncoderInfo
 from foreword.embedding.vectors import normalize_embedding
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.fakes import FakeOutput
+from tests.support.waiting import WAIT_S
 
 
 def embed(server: RunningServer, value: Any, **fields: Any) -> Any:
@@ -128,8 +126,7 @@ def test_failed_text_frees_the_others(served: RunningServer) -> None:
 
 def test_disconnect_frees_everything(served: RunningServer) -> None:
     served.set_output(FakeOutput(hang_after=0))
-    with pytest.raises(httpx.ReadTimeout):
-        served.http.post("/v1/embeddings", json={"input": ["a"] * 200}, timeout=0.3)
+    served.disconnect("/v1/embeddings", {"input": ["a"] * 200}, lambda: served.client.submitted)
     served.wait_until_idle()
     assert 0 < len(served.client.submitted) < 200
     assert 'embedding_requests_total{kind="embed",reason="abort"}' in served.http.get("/metrics").text
@@ -162,19 +159,16 @@ def test_admission_counts_every_text() -> None:
     with run_server(Config(max_waiting=4)) as server:
         assert embed(server, ["a"] * 5).status_code == 400
         server.set_output(FakeOutput(hang_after=0))
-        thread = threading.Thread(target=lambda: _left(server))
-        thread.start()
-        while server.app.state.server.admission.num_open < 3:
-            time.sleep(0.005)
-        reply = embed(server, ["a", "b"])
-        assert reply.status_code == 429 and reply.headers["Retry-After"] == "1"
-        thread.join()
+        replies = []
+
+        def is_full() -> bool:
+            if server.app.state.server.admission.num_open == 3:
+                replies.append(embed(server, ["a", "b"]))
+            return bool(replies)
+
+        server.disconnect("/v1/embeddings", {"input": ["a"] * 3}, is_full)
+        assert replies[0].status_code == 429 and replies[0].headers["Retry-After"] == "1"
         server.wait_until_idle()
-
-
-def _left(server: RunningServer) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(server.url + "/v1/embeddings", json={"input": ["a"] * 3}, timeout=0.5)
 
 
 def test_metrics(served: RunningServer) -> None:
@@ -256,7 +250,7 @@ class FakeEncoder:
     async def encode(self, inputs: Any, pooling: str | None = None) -> list[bytes]:
         self.asked.append((inputs, pooling))
         try:
-            await asyncio.sleep(1.0 if any(len(ids) == 13 for ids in inputs) else 0)
+            await asyncio.sleep(WAIT_S if any(len(ids) == 13 for ids in inputs) else 0)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -359,8 +353,8 @@ def test_scores_come_from_the_ranker(encoder_server: tuple[RunningServer, FakeEn
 def test_disconnect_cancels_the_encoder(encoder_server: tuple[RunningServer, FakeEncoder]) -> None:
     server, encoder = encoder_server
     if encoder.info.task == "embed":
-        with pytest.raises(httpx.ReadTimeout):
-            server.http.post("/v1/embeddings", json={"input": "x" * 13}, timeout=0.2)
+        num_asked = len(encoder.asked)
+        server.disconnect("/v1/embeddings", {"input": "x" * 13}, lambda: len(encoder.asked) > num_asked)
         server.wait_until_idle()
         assert encoder.cancelled == 1
 

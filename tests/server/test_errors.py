@@ -85,13 +85,14 @@ def post(served: RunningServer, fields: dict[str, Any], path: str = CHAT) -> tup
         (
             {"messages": [{"role": "robot", "content": "x"}]},
             "messages[0].role",
-            "one of system, developer, user, assistant",
+            "one of system, developer, user, assistant, tool, function",
         ),
         ({"messages": [*USER, {"role": "user"}]}, "messages[1].content", "text or a list of parts"),
+        ({"request_id": "a b"}, "request_id", "must match pattern"),
         (
-            {"messages": [{"role": "user", "content": "x", "colour": 1}]},
-            "messages[0].colour",
-            "unknown field",
+            {"messages": [*USER, {"role": "assistant", "content": "x", "refusal": "y"}]},
+            "messages[1].refusal",
+            "in place of content",
         ),
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages", "2048 tokens long"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "surrogate"),
@@ -112,7 +113,7 @@ def test_invalid_values_are_named(
         fields = {"stream": True, **fields}
     status, error = post(served, fields)
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
-    assert limit in error["message"], error["message"]
+    assert limit in error["message"] and " should " not in error["message"], error["message"]
     assert param.rpartition(".")[2] in error["message"] or error["code"] == "context_length_exceeded"
 
 
@@ -166,9 +167,7 @@ def test_neutral_values_are_accepted(served: RunningServer) -> None:
     assert served.chat(**neutral, early_stopping=False, repeat_last_n=-1, logits_processors=[]).choices
 
 
-def test_tool_messages_are_named(served: RunningServer) -> None:
-    status, error = post(served, {"messages": [*USER, {"role": "tool", "content": "x"}]})
-    assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", "messages[1].role")
+def test_image_for_a_text_model_is_named(served: RunningServer) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:,"}}
     status, error = post(served, {"messages": [{"role": "user", "content": [part]}]})
     assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", "messages[0].content[0]")
@@ -235,6 +234,38 @@ def test_unknown_routes(served: RunningServer, method: str, path: str, status: i
     reply = served.http.request(method, path)
     assert reply.status_code == status
     assert path in reply.json()["error"]["message"] and "X-Request-Id" in reply.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/completions", "did you mean /v1/completions?"),
+        ("/embeddings", "did you mean /v1/embeddings?"),
+        ("/models", "did you mean /v1/models?"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/tokenize", "did you mean /tokenize?"),
+        ("/api/chat", "use /v1/chat/completions"),
+        ("/api/generate", "use /v1/completions"),
+        ("/completion", "use /v1/completions"),
+        ("/v1/responses", "use /v1/chat/completions"),
+        ("/v1/messages", "use /v1/chat/completions"),
+        ("/pooling", "use /v1/embeddings"),
+        ("/v2/embed", "use /v1/embeddings"),
+        ("/invocations", "use /v1/chat/completions"),
+        ("/tokenizer_info", "tokenizer="),
+    ],
+)
+def test_unknown_route_names_the_one_to_use(served: RunningServer, path: str, hint: str) -> None:
+    reply = served.http.post(path, json={})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (404, "not_found") and hint in error["message"]
+
+
+def test_unknown_route_without_a_similar_one(served: RunningServer) -> None:
+    for path in ("/nope", "/admin/key", "/" + "v1/chat/completions" * 100):
+        assert "did you mean" not in served.http.get(path).json()["error"]["message"]
 
 
 def test_unexpected_exception_is_a_500_in_the_envelope(

@@ -12,6 +12,7 @@ import pytest
 from foreword.bench.server import ServerProcess
 from foreword.cli.main import main
 from foreword.config.options import Config
+from tests.support.waiting import WAIT_S
 
 FLOOD, SINGLES = 40, 3
 
@@ -58,7 +59,9 @@ def test_flood_of_one_key_does_not_starve_another(
         assert client.post("/v1/completions", json=body, headers={"x-api-key": key}).status_code == 200
         ended.append(name)
 
-    with httpx.Client(base_url=server.url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
+    with httpx.Client(
+        base_url=server.url, timeout=WAIT_S, limits=httpx.Limits(max_connections=None)
+    ) as client:
         flood, singles = (
             [threading.Thread(target=ask, args=who) for _ in range(count)]
             for who, count in (((greedy, "greedy"), FLOOD), ((modest, "modest"), SINGLES))
@@ -112,9 +115,12 @@ def test_timeout_of_a_request_is_enforced(
         "timeout": 0.05,
         "speculation": {"method": "off"},
     }
-    reply = httpx.post(f"{server.url}/v1/completions", headers={"x-api-key": key}, json=body, timeout=60)
+    reply = httpx.post(f"{server.url}/v1/completions", headers={"x-api-key": key}, json=body, timeout=WAIT_S)
     assert (reply.status_code, reply.json()["error"]["code"]) == (408, "deadline_exceeded")
     streamed = httpx.post(
-        f"{server.url}/v1/completions", headers={"x-api-key": key}, json={**body, "stream": True}, timeout=60
+        f"{server.url}/v1/completions",
+        headers={"x-api-key": key},
+        json={**body, "stream": True},
+        timeout=WAIT_S,
     )
     assert "deadline_exceeded" in streamed.text

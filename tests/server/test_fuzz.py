@@ -3,13 +3,13 @@
 import json
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.server.protocol.chat import ChatBody
 from foreword.server.protocol.completions import CompletionBody
 from tests.server.conftest import RunningServer
-from tests.support.budget import examples
+from tests.support.budget import SHARED_FIXTURES, examples
 
 SCALARS = st.one_of(
     st.none(),
@@ -33,7 +33,7 @@ MESSAGES = st.lists(
 
 
 def bodies(schema: Any, required: dict[str, Any]) -> Any:
-    names = [*schema.model_fields, *schema.unsupported, *schema.ignored, "nonsense"]
+    names = [*schema.model_fields, *schema.peer_fields, *schema.aliases, "nonsense"]
     names = [name for name in names if name not in required]
     return st.builds(
         lambda fixed, free: fixed | free,
@@ -50,7 +50,10 @@ BODIES = bodies(ChatBody, {"messages": MESSAGES | VALUES}).map(
 
 
 @given(BODIES)
-@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(80),
+    suppress_health_check=SHARED_FIXTURES,
+)
 def test_any_body_is_answered_or_refused(served: RunningServer, case: tuple[str, dict[str, Any]]) -> None:
     path, body = case
     reply = served.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})

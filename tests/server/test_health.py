@@ -19,9 +19,11 @@ from foreword.errors import EngineDead, Overloaded
 from foreword.server.app import loading_app
 from foreword.server.http_protocol import uvicorn_config
 from foreword.server.lifecycle import DrainState, EngineProbe, Health, HealthBody
+from foreword.server.request_log import RequestLog
 from foreword.tokenizer.input_processor import make_requests
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
+from tests.support.waiting import WAIT_S
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]
@@ -52,35 +54,37 @@ def check(reply: httpx.Response, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("state", "again"),
+    ("state", "again", "code"),
     [
-        (Readiness("ok", restarts=2), False),
-        (Readiness("loading", "weights", 0.25), True),
-        (Readiness("restarting", "it died", 0.5, 3), True),
-        (Readiness("unresponsive", "no sign of life for 5 s"), True),
-        (Readiness("dead", "it will not come back", restarts=4), False),
+        (Readiness("ok", restarts=2), False, None),
+        (Readiness("loading", "weights", 0.25), True, "model_loading"),
+        (Readiness("restarting", "it died", 0.5, 3), True, "model_loading"),
+        (Readiness("unresponsive", "no sign of life for 5 s"), True, "engine_unresponsive"),
+        (Readiness("dead", "it will not come back", restarts=4), False, "engine_dead"),
     ],
 )
+@pytest.mark.parametrize("path", ["/health", "/ready"])
 def test_each_state_matches_the_published_schema(
-    scripted_server: RunningServer, state: Readiness, again: bool
+    scripted_server: RunningServer, state: Readiness, again: bool, code: str | None, path: str
 ) -> None:
     api = scripted_server.http.get("/openapi.json").json()
-    answers = api["paths"]["/health"]["get"]["responses"]
+    answers = api["paths"][path]["get"]["responses"]
     schemas = {code: answers[code]["content"]["application/json"]["schema"] for code in ("200", "503")}
     assert schemas["200"] == schemas["503"]
     scripted_server.client.state = state
-    reply = scripted_server.http.get("/health")
+    reply = scripted_server.http.get(path)
     body = check(reply, {**schemas["200"], "components": api["components"]})
     assert Readiness(*(body[name] for name in ("status", "detail", "progress", "restarts"))) == state
     assert ("Retry-After" in reply.headers) == again
     if not state.is_ready:
-        assert body["error"]["code"] == "engine_dead" and body["error"]["message"] == state.detail
-    assert scripted_server.http.get("/live").status_code == 200
+        assert body["error"]["code"] == code and body["error"]["message"] == state.detail
+    for liveness in ("/live", "/healthz"):
+        assert scripted_server.http.get(liveness).status_code == 200
     scripted_server.client.state = Readiness("ok")
 
 
 @pytest.mark.parametrize("state", [Readiness("ok"), Readiness("dead", "it will not come back")])
-@pytest.mark.parametrize("path", ["/health", "/live"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/live", "/healthz"])
 def test_head_requests_match_get(scripted_server: RunningServer, path: str, state: Readiness) -> None:
     scripted_server.client.state = state
     whole, head = scripted_server.http.get(path), scripted_server.http.head(path)
@@ -103,6 +107,18 @@ async def test_draining_server_is_not_healthy() -> None:
     drain.draining = True
     status, body = await body_of(health)
     assert (status, body["status"], body["error"]["code"]) == (503, "draining", "shutting_down")
+
+
+async def test_server_that_will_stop_is_healthy_but_not_ready() -> None:
+    """During --drain-delay requests are still taken, so that /health stays 200 while load balancers leave."""
+    client, drain = FakeEngineClient(), DrainState()
+    await client.start()
+    health = Health(client, None, drain)
+    drain.stopping = True
+    assert (await body_of(health))[0] == 200
+    response = await health.response(takes_traffic=True)
+    body = HealthBody.model_validate_json(bytes(response.body))
+    assert (response.status_code, body.status) == (503, "draining") and "still taken" in body.detail
 
 
 @pytest.mark.parametrize(("alive", "said"), [(True, "ok"), (False, "down")])
@@ -147,7 +163,7 @@ async def test_silent_engine_is_unresponsive_until_it_answers() -> None:
     health = Health(client, None, DrainState(), probe)
     assert (await health.readiness()).status == "unresponsive"
     client.script = FakeOutput("x")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         while not await probe.is_responsive():
             await asyncio.sleep(0.01)
     probe.on_step()
@@ -182,11 +198,13 @@ def test_probe_is_a_one_token_request() -> None:
 async def test_loading_server_answers_503() -> None:
     client = ScriptedClient()
     client.state = Readiness("loading", "weights", 0.5)
-    app = loading_app(Health(client, None, DrainState()))
+    app = loading_app(Health(client, None, DrainState()), Config(), RequestLog())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
         reply = await http.get("/health")
         assert (reply.status_code, reply.json()["progress"]) == (503, 0.5)
         assert (await http.get("/live")).status_code == (await http.head("/live")).status_code == 200
+        assert (await http.get("/healthz")).status_code == 200
+        assert (await http.get("/ready")).json()["error"]["code"] == "model_loading"
         assert (await http.head("/health")).status_code == 503
         for method, path in (
             ("POST", CHAT),
@@ -200,13 +218,12 @@ async def test_loading_server_answers_503() -> None:
                 and reply.headers["Retry-After"] == "1"
                 and "X-Request-Id" in reply.headers
             )
-            assert reply.json()["error"]["code"] == "engine_dead"
+            assert reply.json()["error"]["code"] == "model_loading"
 
 
 def test_loading_app_has_the_connection_limits() -> None:
-    assert isinstance(
-        uvicorn_config(loading_app(Health(FakeEngineClient(), None, DrainState())), Config()), uvicorn.Config
-    )
+    app = loading_app(Health(FakeEngineClient(), None, DrainState()), Config(), RequestLog())
+    assert isinstance(uvicorn_config(app, Config()), uvicorn.Config)
 
 
 # Errors before and after the first token

@@ -15,7 +15,7 @@ from foreword.multimodal.fetch import ImageSource
 from foreword.multimodal.limits import NUM_WORKERS
 from foreword.server import image_intake as module
 from foreword.server.image_intake import MAX_CONCURRENT_IMAGES, ImageIntake, ImageMemory, ImageReservation
-from tests.support.waiting import wait_until_async
+from tests.support.waiting import WAIT_S, wait_until_async
 
 MEASURED, SIZE = 12, 3  # bytes of an image: by its header, and decoded
 
@@ -42,7 +42,7 @@ class SlowLoader:
         with self.lock:
             self.reading += 1
             self.most = max(self.most, self.reading)
-        assert self.go.wait(10)
+        assert self.go.wait(WAIT_S)
         with self.lock:
             self.reading -= 1
         if data == b"bad":

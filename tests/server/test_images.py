@@ -7,7 +7,6 @@ import io
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -40,7 +39,7 @@ from tests.support.images import (
     image_tokenizer,
     png,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 BYTES = 3 * SIDE * SIDE  # bytes of the pixels of any image
 TEXT = {"type": "text", "text": "What is it?"}
@@ -281,10 +280,7 @@ def open_requests(server: RunningServer, count: int, *images: bytes) -> list[thr
     threads = [threading.Thread(target=ask) for _ in range(count)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 10
-    while len(server.client.live) < before + 2 * count:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: len(server.client.live) >= before + 2 * count)
     return threads
 
 
@@ -292,7 +288,7 @@ def end(server: RunningServer, threads: list[threading.Thread]) -> None:
     for request_id in list(server.client.live):
         server.app.state.server.generations[request_id].abort(request_id, RequestFailed("the test is over"))
     for thread in threads:
-        thread.join(10)
+        thread.join(WAIT_S)
     wait_until_free(server)
 
 
@@ -339,7 +335,7 @@ class StuckWorkers:
 
     def _measure(self, data: bytes, where: str) -> int:
         self.num_calls += 1
-        assert self.go.wait(20)
+        assert self.go.wait(WAIT_S)
         return BYTES
 
 
@@ -361,8 +357,8 @@ def test_disconnect_stops_reading_images(
     wait_until(lambda: stuck.num_calls == 2 and admission.num_open == 6)
     for connection in connections:
         connection.close()
-    wait_until(lambda: intake._num_open == 0)
-    assert intake._permits.num_waiting == 0 and admission.num_open == 0 and held(small_server) == 0
+    wait_until(lambda: intake._num_open == 0 and admission.num_open == 0)
+    assert intake._permits.num_waiting == 0 and held(small_server) == 0
     begun = stuck.num_calls  # the first disconnect makes room for the others
     assert begun <= MAX_CONCURRENT_IMAGES
     stuck.go.set()
@@ -403,10 +399,7 @@ def test_disconnect_releases_image_memory(small_server: RunningServer, stream: b
     ) as connection:
         head = json_post_head(CHAT, len(body.content))
         connection.sendall(head.encode() + body.content)
-        deadline = time.monotonic() + 10
-        while not small_server.client.live:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_until(lambda: small_server.client.live)
         assert held(small_server) == BYTES
     wait_until_free(small_server)
 

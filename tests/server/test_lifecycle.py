@@ -13,7 +13,7 @@ from foreword.metrics.recorder import MetricsRecorder
 from foreword.server.app import create_app
 from foreword.server.lifecycle import DrainState
 from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
-from tests.support.waiting import wait_until_async
+from tests.support.waiting import WAIT_S, wait_until_async
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -28,7 +28,7 @@ class DrainingServer:
         self.drain = DrainState()
         app = create_app(Config(), client, byte_tokenizer(), MetricsRecorder(()), "m", drain=self.drain)
         self.admission = app.state.server.admission
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=20)
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=WAIT_S)
 
     async def ask(self, **fields: Any) -> httpx.Response:
         return await self.http.post(CHAT, json={**BODY, **fields})
@@ -58,12 +58,20 @@ async def test_open_requests_finish_and_new_ones_are_refused(stream: bool) -> No
     assert "error" not in answer.text
 
 
+async def test_requests_are_taken_until_the_drain_begins() -> None:
+    server = await draining_server(FakeOutput("Hello"))
+    server.drain.stopping = True
+    assert (await server.http.get("/ready")).json()["status"] == "draining"
+    assert (await server.http.get("/health")).status_code == (await server.ask()).status_code == 200
+    server.drain.draining = True
+    assert (await server.http.get("/ready")).status_code == (await server.ask()).status_code == 503
+
+
 @pytest.mark.parametrize(("stream", "status"), [(False, 503), (True, 200)])
 async def test_unfinished_answers_get_an_error(stream: bool, status: int) -> None:
     server = await draining_server(HANGS)
     open_ = [asyncio.create_task(server.ask(stream=stream, n=2)) for _ in range(3)]
-    await wait_until_async(lambda: len(server.client.live) == 6)
-    await asyncio.sleep(0.05)
+    await wait_until_async(lambda: server.client.stats.step == 6 * HANGS.hang_after)
     server.drain.draining = True
     server.drain.cancel_open()
     await server.drain.wait_empty()

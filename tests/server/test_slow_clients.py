@@ -16,7 +16,7 @@ from foreword.core.outputs import Event, TokenEvent
 from foreword.core.request import Request
 from tests.server.conftest import RunningServer, json_post_head, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, engine_info
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 CONTEXT = 1_000_000
 
@@ -71,7 +71,7 @@ def test_stalled_reader_is_cut_off() -> None:
         stalled_connection(server) as second,
     ):
         wait_until(lambda: len(server.client.live) == 2)
-        server.wait_until_idle(60)
+        server.wait_until_idle()
         assert len(server.client.aborted) == 2
         for raw in (first, second):
             assert not read_rest(raw).endswith(b"0\r\n\r\n"), "the stream must not look complete"
@@ -85,7 +85,7 @@ def test_slow_reader_is_not_cut_off() -> None:
             time.sleep(0.1)
             assert raw.recv(2048)
         assert server.client.live and not server.client.aborted
-        server.wait_until_idle(60)  # it reads no more
+        server.wait_until_idle()  # it reads no more
 
 
 def test_deltas_of_a_slow_reader_are_merged() -> None:
@@ -102,11 +102,11 @@ def test_deltas_of_a_slow_reader_are_merged() -> None:
         texts = re.findall(rb'"content":"(a+)"', received)
         assert sum(map(len, texts)) == generation.outputs[0].num_tokens
         assert len(texts) < generation.outputs[0].num_tokens / 2
-        server.wait_until_idle(60)
+        server.wait_until_idle()
 
 
 def read_rest(raw: socket.socket) -> bytes:
-    raw.settimeout(20)
+    raw.settimeout(WAIT_S)
     received = b""
     try:
         while not received.endswith(b"0\r\n\r\n") and (part := raw.recv(1 << 20)):

@@ -161,7 +161,11 @@ def test_whitespace_and_after() -> None:
         (outputs(after="</think>"), "structured_outputs.after", "needs a constraint"),
         (outputs(after="", regex="a"), "structured_outputs.after", "must not be empty"),
         (outputs(colour=1), "structured_outputs.colour", "unknown field"),
-        (outputs(disable_additional_properties=True), "disable_additional_properties", "not supported"),
+        (
+            outputs(disable_additional_properties=True),
+            "structured_outputs.disable_additional_properties",
+            "not supported",
+        ),
         (outputs(json=5), "structured_outputs.json", "JSON schema"),
         (outputs(regex=""), "structured_outputs.regex", "must not be empty"),
         (outputs(structural_tag=5), "structured_outputs.structural_tag", "object"),

@@ -34,7 +34,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-PUBLIC_PATHS = frozenset({"/health", "/live", "/metrics", "/version", "/docs", "/openapi.json"})
+PUBLIC_PATHS = frozenset(
+    {"/health", "/ready", "/live", "/healthz", "/metrics", "/version", "/docs", "/openapi.json"}
+)
 MAX_KEY_BYTES = 512  # longer keys are refused without hashing
 RawHeaders = Sequence[tuple[bytes, bytes]]
 FileStamp = tuple[int, int, int]
@@ -62,16 +64,14 @@ class KeyPermissions:
     models: tuple[str, ...] | None = None  # None: all
     priority: int | None = None  # best allowed; None: any
 
-    def may_use(self, model: str) -> bool:
-        return self.models is None or model in self.models
+    def may_use(self, names: Sequence[str]) -> bool:
+        """Whether the key may use the model with these names: one name in the key file allows all of them."""
+        return self.models is None or not set(names).isdisjoint(self.models)
 
-    def allowed_models(self, models: Sequence[str]) -> tuple[str, ...]:
-        return tuple(name for name in models if self.may_use(name))
-
-    def check_model(self, model: str) -> None:
-        """Raises Forbidden."""
-        if not self.may_use(model):
-            raise Forbidden(f"this key may not use the model {model!r:.200}", "model")
+    def check_model(self, name: str, names: Sequence[str]) -> None:
+        """Raises Forbidden for the model that is called `name`, and has these names."""
+        if not self.may_use(names):
+            raise Forbidden(f"this key may not use the model {name!r:.200}", "model")
 
     def check_admin(self) -> None:
         """Raises Forbidden."""

@@ -1,15 +1,35 @@
-"""Strict request bodies: exact types, and every unknown or unsupported field is refused by name."""
+"""Strict request bodies: exact types, null is absence, and no field is dropped without a word."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
-from foreword.errors import InvalidRequest, Unsupported
+from foreword.server.http import REQUEST_ID_PATTERN
+from foreword.server.protocol.compat import PeerField
 
-__all__ = ["StrictModel", "TextOrIds", "TextsOrIds", "is_token_ids"]
+__all__ = [
+    "REFUSED",
+    "ModelName",
+    "RequestBody",
+    "StrictModel",
+    "TextOrIds",
+    "TextsOrIds",
+    "is_token_ids",
+    "suggest_field",
+]
+
+REFUSED = (
+    "invalid",
+    "unsupported",
+)  # error types of this module, with the field in `ctx`
+MAX_SALT_CHARS = 1024
+MAX_SUGGESTED_CHARS = 64  # length of an unknown name up to which similar names are searched
 
 TextOrIds = str | Sequence[int]
 _TEXT_SCHEMA = {"type": "string"}
@@ -17,6 +37,7 @@ _IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}}
 _LIST_SCHEMAS = [{"type": "array", "items": schema} for schema in (_TEXT_SCHEMA, _IDS_SCHEMA)]
 # One text or token ids, or a list of either; checked by the body, whose errors are clearer than pydantic's.
 TextsOrIds = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT_SCHEMA, _IDS_SCHEMA, *_LIST_SCHEMAS]})]
+ModelName = Annotated[str | None, AfterValidator(lambda name: name or None)]  # "" counts as left out
 
 
 def is_token_ids(value: object) -> bool:
@@ -24,32 +45,79 @@ def is_token_ids(value: object) -> bool:
 
 
 class StrictModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    # Fields of OpenAI or vLLM that are refused, with the values that have no effect and are taken.
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    reasons: ClassVar[Mapping[str, str]] = {}  # why an unsupported field will stay so
-    ignored: ClassVar[frozenset[str]] = frozenset()  # fields without effect on this server
-    aliases: ClassVar[Mapping[str, str]] = {}  # other projects' names of fields of this body
+    """An object of a body. Unknown fields are kept in `model_extra`, for ServerContext.check_fields()."""
+
+    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra={"additionalProperties": False})
+    peer_fields: ClassVar[Mapping[str, PeerField]] = MappingProxyType({})  # dropped, or refused by name
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # other projects' names of fields
+    is_lenient: ClassVar[bool] = False  # unknown fields are ignored and counted
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_ignored(cls, data: Any) -> Any:
+    def _drop_neutral(cls, data: Any) -> Any:
+        """Drop nulls and fields without effect, and rename aliases."""
         if not isinstance(data, dict):
             return data
-        for name, neutral in cls.unsupported.items():
-            if data.get(name) is not None and data[name] not in neutral:
-                if name in cls.reasons:
-                    raise Unsupported(f"{name} is refused: {cls.reasons[name]}", name)
-                hint = f"it may only be {' or '.join(map(repr, neutral))}" if neutral else "leave it out"
-                raise Unsupported(f"{name} is not supported yet; {hint}", name)
-        dropped = cls.ignored.union(cls.unsupported)
-        return _apply_aliases({key: data[key] for key in data if key not in dropped}, cls.aliases)
+        given = {name: value for name, value in data.items() if value is not None}
+        for name, value in given.items():
+            field = cls.peer_fields.get(name)
+            if field is not None and not field.accepts(value):
+                raise _refusal("unsupported", name, field.refusal(value))
+        return _apply_aliases(
+            {name: given[name] for name in given if name not in cls.peer_fields}, cls.aliases
+        )
+
+    def walk(self, path: str = "") -> Iterator[tuple[str, StrictModel]]:
+        """This object and those inside it, each with the prefix of its fields: "messages[0]."."""
+        yield path, self
+        for name, info in type(self).model_fields.items():
+            value, prefix = getattr(self, name), f"{path}{info.alias or name}"
+            if isinstance(value, StrictModel):
+                yield from value.walk(f"{prefix}.")
+            elif isinstance(value, list) and not isinstance(next(iter(value), None), int):
+                for index, item in enumerate(value):
+                    if isinstance(item, StrictModel):
+                        yield from item.walk(f"{prefix}[{index}].")
+
+    def num_unknown(self) -> int:
+        """Unknown fields of this object itself."""
+        return len(self.model_extra or ())
+
+
+class RequestBody(StrictModel):
+    """Fields of every request to a model."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"rid": "request_id"}  # SGLang
+    model: ModelName = None
+    priority: int | None = None
+    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID_PATTERN.pattern}$")] | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+
+
+def suggest_field(model: StrictModel, name: str) -> str:
+    """The end of an error, "; did you mean 'n'?", or "" if no field of the model has a similar name."""
+    if len(name) > MAX_SUGGESTED_CHARS:
+        return ""
+    fields = type(model).model_fields.items()
+    known = [*(info.alias or field for field, info in fields), *model.aliases, *model.peer_fields]
+    similar = difflib.get_close_matches(name, known, 1, 0.8)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
 
 
 def _apply_aliases(data: dict[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Rename aliased fields. Raises InvalidRequest for a field given under both names."""
+    """Rename aliased fields; a field given under both names must have one value."""
+    renamed: dict[str, Any] = {}
     for alias, name in aliases.items():
-        if data.get(alias) is not None and data.get(name) is not None:
-            raise InvalidRequest(f"{alias} is another name of {name}: only one of them may be given", alias)
-    renamed = {aliases[key]: value for key, value in data.items() if key in aliases and value is not None}
-    return {key: value for key, value in data.items() if key not in aliases} | renamed
+        if alias not in data:
+            continue
+        value = data.pop(alias)
+        if {**renamed, **data}.get(name, value) != value:
+            raise _refusal("invalid", alias, f"is another name of {name}: only one of them may be given")
+        renamed[name] = value
+    return data | renamed
+
+
+def _refusal(error_type: str, field: str, text: str) -> PydanticCustomError:
+    """An error of one field; the handler of errors prefixes its path."""
+    assert error_type in REFUSED
+    return PydanticCustomError(error_type, "{text}", {"field": field, "text": text})

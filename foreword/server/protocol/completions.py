@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from foreword.core.params import MAX_N, SamplingParams
 from foreword.errors import InvalidRequest
 from foreword.server.protocol.base import TextOrIds, TextsOrIds, is_token_ids
-from foreword.server.protocol.sampling import SamplingBody
+from foreword.server.protocol.compat import COMPLETION, PeerField
+from foreword.server.protocol.sampling import NO_DEFAULTS, SamplingBody
 
 __all__ = ["CompletionBody"]
 
@@ -18,11 +19,7 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionBody(SamplingBody):
     """OpenAI's fields, vLLM's, and `speculation` and `metrics`."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **SamplingBody.unsupported,
-        "suffix": (),
-        "prompt_embeds": (),
-    }
+    peer_fields: ClassVar[Mapping[str, PeerField]] = COMPLETION
     prompt: TextsOrIds
     echo: bool | None = None
     logprobs: int | None = None
@@ -34,26 +31,28 @@ class CompletionBody(SamplingBody):
         """echo with max_tokens 0 scores the prompt and generates nothing."""
         return self.max_tokens == 0 and bool(self.echo)
 
-    def params(self) -> SamplingParams:
-        """Raises InvalidRequest, which names the field as in this body."""
+    def params(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
+        """The parameters, and `defaults` of others. Raises InvalidRequest, which names the body's field."""
         echoed = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         if self.max_tokens is None and self.min_tokens is not None:
             max_tokens = max(max_tokens, self.min_tokens)
+        if self.logprob_token_ids and self.logprobs is None:
+            raise InvalidRequest("logprob_token_ids needs logprobs", "logprob_token_ids")
         changes = {
-            "logprobs": self.logprobs,
+            "logprobs": 0 if self.logprob_token_ids else self.logprobs,
             "max_tokens": 1 if self.prompt_only else max_tokens,
             "prompt_logprobs": echoed,
         }
         if self.best_of is not None:
-            changes |= {"n": self._check_best_of(self.best_of), "logprobs": self.logprobs or 0}
+            changes |= {"n": self._check_best_of(self.best_of), "logprobs": changes["logprobs"] or 0}
         names = {"prompt_logprobs": "logprobs"} if self.prompt_logprobs is None else {}
-        return self.params_with(names, **changes)
+        return self.params_with(defaults, names, **changes)
 
     @property
     def wants_logprobs(self) -> bool:
         """Whether the caller asked: best_of computes logprobs in any case."""
-        return self.logprobs is not None or bool(self.logprob_token_ids)
+        return self.logprobs is not None
 
     @property
     def num_returned(self) -> int:

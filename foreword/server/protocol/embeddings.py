@@ -3,42 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from foreword.errors import InvalidRequest
-from foreword.server.protocol.base import StrictModel, TextOrIds, TextsOrIds, is_token_ids
+from foreword.server.protocol.base import RequestBody, TextOrIds, TextsOrIds, is_token_ids
+from foreword.server.protocol.compat import EMBEDDING, POOLING, PeerField
 
 __all__ = ["MAX_INPUTS", "EmbeddingBody", "PoolingBody"]
 
 MAX_INPUTS = 2048  # inputs of one request, OpenAI's limit
 
 
-class PoolingBody(StrictModel):
+class PoolingBody(RequestBody):
     """Fields of every request for vectors or scores."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"user", "request_id"})
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "truncation_side": ("right",),
-        "padding": ("do_not_pad",),
-        "mm_processor_kwargs": ({},),
-        "cache_salt": ("",),
-    }
-    model: str | None = None
+    peer_fields: ClassVar[Mapping[str, PeerField]] = POOLING
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: the model's limit
-    priority: int | None = None
 
 
 class EmbeddingBody(PoolingBody):
     """OpenAI's fields, vLLM's, and `pooling` and `prompt_name`."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **PoolingBody.unsupported,
-        "messages": (),
-        "embed_dtype": ("float32",),
-        "endianness": ("native", "little"),
-    }
+    peer_fields: ClassVar[Mapping[str, PeerField]] = EMBEDDING
     input: TextsOrIds
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None

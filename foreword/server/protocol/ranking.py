@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from foreword.errors import InvalidRequest
 from foreword.server.protocol.base import StrictModel
+from foreword.server.protocol.compat import RANKING, PeerField
 from foreword.server.protocol.embeddings import MAX_INPUTS, PoolingBody
 
 __all__ = ["RankingBody", "RerankBody", "ScoreBody", "TextPair"]
@@ -25,13 +26,7 @@ class DocumentBody(StrictModel):
 class RankingBody(PoolingBody):
     """Fields of rerank and score."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **PoolingBody.unsupported,
-        "use_activation": (True,),
-        "rank_fields": ([], ["text"]),
-        "max_chunks_per_doc": (),
-        "max_tokens_per_doc": (),
-    }
+    peer_fields: ClassVar[Mapping[str, PeerField]] = RANKING
 
 
 class RerankBody(RankingBody):

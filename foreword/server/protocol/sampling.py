@@ -4,37 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import InvalidRequest
 from foreword.server.errors import rename_field
-from foreword.server.protocol.base import StrictModel
+from foreword.server.protocol.base import RequestBody, StrictModel
+from foreword.server.protocol.compat import GENERATION, STREAM_OPTIONS, PeerField
 from foreword.server.protocol.structured import StructuredBody
 
-__all__ = ["PredictionBody", "SamplingBody", "SpeculationBody", "StreamOptions"]
+__all__ = ["NO_DEFAULTS", "PredictionBody", "SamplingBody", "SpeculationBody", "StreamOptions"]
 
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 64, 1024
 MAX_ID_DIGITS = 20  # digits of a token id; int() raises for thousands of digits
-NO_MIROSTAT = (
-    "its state depends on every sampled token, so draft tokens could not be verified independently; "
-    "typical_p and min_p bound surprise without state"
-)
-NO_BEAM_SEARCH = (
-    "beam search ranks unfinished answers and does not sample; "
-    "best_of of /v1/completions returns the likeliest of several answers"
-)
-NO_LOGITS_PROCESSORS = (
-    "a server runs no code of its callers; "
-    "logit_bias, allowed_token_ids, bad_words and structured_outputs restrict tokens"
-)
+NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 PARAMS_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+TO_THE_END = -1  # max_tokens without a limit: up to the end of the context
 
 
 class StreamOptions(StrictModel):
-    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"continuous_usage_stats": (False,)}
+    peer_fields: ClassVar[Mapping[str, PeerField]] = STREAM_OPTIONS
     include_usage: bool | None = None  # a last chunk with usage and no choices
+    continuous_usage_stats: bool | None = None  # with include_usage: usage so far, in every chunk
 
 
 class SpeculationBody(StrictModel):
@@ -45,6 +37,7 @@ class SpeculationBody(StrictModel):
 
 
 class TextPart(StrictModel):
+    is_lenient: ClassVar[bool] = True
     type: Literal["text"]
     text: str
 
@@ -60,48 +53,22 @@ class PredictionBody(StrictModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class SamplingBody(StructuredBody):
-    """Fields of both chat and completions; null means not given."""
+class SamplingBody(StructuredBody, RequestBody):
+    """Fields of both chat and completions."""
 
-    ignored: ClassVar[frozenset[str]] = StructuredBody.ignored | {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
+    peer_fields: ClassVar[Mapping[str, PeerField]] = GENERATION
+    aliases: ClassVar[Mapping[str, str]] = {
+        **RequestBody.aliases,
+        "n_predict": "max_tokens",  # llama-server
+        "num_predict": "max_tokens",  # Ollama
+        "max_new_tokens": "max_tokens",  # SGLang, text-generation-webui
+        "repeat_penalty": "repetition_penalty",  # llama-server, Ollama
+        "n_cmpl": "n",  # llama-server
+        "typical": "typical_p",  # text-generation-webui
+        "nsigma": "top_n_sigma",
+        "stopping_strings": "stop",
     }
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "logits_processors": ([],),
-        "logit_processors": ([],),
-        "use_beam_search": (False,),
-        "length_penalty": (1, 1.0),
-        "spaces_between_special_tokens": (True,),
-        "cache_salt": ("",),
-        "kv_transfer_params": (),
-        "vllm_xargs": ({},),
-        "lora_request": (),
-        "mm_processor_kwargs": ({},),
-        "early_stopping": (False,),
-        "mirostat": (0,),
-        "mirostat_tau": (5, 5.0),
-        "mirostat_eta": (0.1,),
-        "repeat_last_n": (-1,),
-        "samplers": (),
-        "dynatemp_range": (0, 0.0),
-        "dynatemp_exponent": (1, 1.0),
-    }
-    reasons: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("mirostat", "mirostat_tau", "mirostat_eta"), NO_MIROSTAT),
-        **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), NO_BEAM_SEARCH),
-        **dict.fromkeys(("logits_processors", "logit_processors"), NO_LOGITS_PROCESSORS),
-        "samplers": "the order of the sampling steps is fixed; see docs/python.md",
-        "repeat_last_n": "penalties count all of the text; dry_penalty_last_n limits those of repeats",
-    }
-    aliases: ClassVar[Mapping[str, str]] = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 
-    model: str | None = None
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -130,18 +97,19 @@ class SamplingBody(StructuredBody):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
     on_runaway: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = None
     timeout: float | None = None
     speculation: SpeculationBody | None = None
     prediction: PredictionBody | None = None
     metrics: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in logprobs: "token_id:42" in place of texts
 
     @property
     def wants_usage(self) -> bool:
@@ -150,8 +118,24 @@ class SamplingBody(StructuredBody):
             raise InvalidRequest("stream_options needs stream: true", "stream_options")
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def params_with(self, names: Mapping[str, str], **changes: Any) -> SamplingParams:
-        """SamplingParams with `changes`; `names` maps changed fields to this body's names, for errors."""
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """As in vLLM, include_usage switches it on."""
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def runs_to_end(self) -> bool:
+        """Whether the end of the context is the only limit of the answer's length."""
+        return self.max_tokens == TO_THE_END
+
+    def params_with(
+        self, defaults: Mapping[str, Any], names: Mapping[str, str], **changes: Any
+    ) -> SamplingParams:
+        """SamplingParams with `changes`.
+
+        defaults  values of fields that are not given
+        names     this body's names of changed fields, for errors
+        """
         self._check_stop()
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs is not available in a stream", "prompt_logprobs")
@@ -166,8 +150,11 @@ class SamplingBody(StructuredBody):
             "structured": self.structured(),
             **changes,
         }
+        if given["max_tokens"] == TO_THE_END:
+            given["max_tokens"] = None
         with rename_field(names):
-            return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+            fields = {name: value for name, value in given.items() if value is not None}
+            return SamplingParams(**{**defaults, **fields})
 
     def _parse_logit_bias(self) -> dict[int, float] | None:
         if self.logit_bias is None:

@@ -1,4 +1,4 @@
-"""Structured output fields of OpenAI, vLLM and llama.cpp."""
+"""Structured output fields of OpenAI, vLLM, SGLang and llama.cpp."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import Field, WithJsonSchema
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest, Unsupported
 from foreword.server.protocol.base import StrictModel
+from foreword.server.protocol.compat import JSON_SCHEMA, STRUCTURED_OUTPUTS, PeerField
 
 __all__ = ["ResponseFormat", "StructuredBody", "StructuredOutputsBody"]
 
@@ -24,7 +25,7 @@ Constraint = StructuredOutput | None
 class NamedSchema(StrictModel):
     """OpenAI's `json_schema`. Every schema is enforced, `strict` or not."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"description", "strict"})
+    peer_fields: ClassVar[Mapping[str, PeerField]] = JSON_SCHEMA
     name: str | None = None
     schema_: Schema = Field(alias="schema")
 
@@ -77,8 +78,7 @@ FIELDS_BY_TYPE: Mapping[str, frozenset[str]] = {
 class StructuredOutputsBody(StrictModel):
     """vLLM's `structured_outputs`, and `after`: the text, such as "</think>", that starts the constraint."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"disable_fallback"})
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"disable_additional_properties": (False,)}
+    peer_fields: ClassVar[Mapping[str, PeerField]] = STRUCTURED_OUTPUTS
     json_: Schema = Field(default=None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
@@ -93,7 +93,6 @@ class StructuredOutputsBody(StrictModel):
 class StructuredBody(StrictModel):
     """Constraints on the answer; at most one may be given."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"guided_decoding_backend"})
     response_format: ResponseFormat | None = None  # OpenAI
     structured_outputs: StructuredOutputsBody | None = None  # vLLM
     guided_json: Schema = None  # guided_*: vLLM's older names
@@ -103,7 +102,9 @@ class StructuredBody(StrictModel):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     grammar: str | None = None  # llama.cpp: GBNF, or Lark, which has no `::=`
-    json_schema: Schema = None  # llama.cpp
+    json_schema: Schema = None  # llama.cpp, SGLang
+    regex: str | None = None  # SGLang
+    ebnf: str | None = None  # SGLang: GBNF
 
     def structured(self) -> Constraint:
         """The constraint, or None. Raises InvalidRequest for two, Unsupported for a whitespace pattern."""
@@ -133,6 +134,8 @@ class StructuredBody(StrictModel):
             *_constraints("guided_", *guided),
             _json_object_constraint("guided_json_object", self.guided_json_object),
             StructuredOutput.grammar(self.grammar, field="grammar") if self.grammar else None,
+            StructuredOutput.grammar(self.ebnf, field="ebnf") if self.ebnf else None,
+            StructuredOutput.regex(self.regex, field="regex") if self.regex else None,
             None
             if self.json_schema is None
             else StructuredOutput.json_schema(self.json_schema, field="json_schema"),

@@ -24,10 +24,11 @@ async def chat_completions(
     body: ChatBody, request: Request, permissions: PermissionsDep, server: ServerDep
 ) -> Response:
     """Answer a conversation."""
+    server.check_fields(body, request)
     server.check_model(body.model, permissions)
-    params = server.resolve_params(body.params())
+    params = server.resolve_params(body.params(server.tokenizer.generation_config.params))
     options, header = response_options(body, params), response_header(server, "chatcmpl", params)
-    context = server.request_context(permissions, body.priority, body.timeout)
+    context = server.request_context(permissions, body, body.timeout)
     with (
         rename_field({"prompt": "messages"}),
         ExitStack() as resources,
@@ -40,7 +41,9 @@ async def chat_completions(
         )
         requests = await offload_if_large(
             request,
-            lambda: server.build_requests(prompt.token_ids, params, header.id, context, prompt.images),
+            lambda: server.build_requests(
+                prompt.token_ids, params, header.id, context, prompt.images, body.runs_to_end
+            ),
         )
         generation = Generation(server, requests, meter=context.meter, resources=resources.pop_all())
     builder = ChatResponseBuilder(server, generation, params.n, header, options)

@@ -25,11 +25,13 @@ async def completions(
     body: CompletionBody, request: Request, permissions: PermissionsDep, server: ServerDep
 ) -> Response:
     """Continue one or several prompts."""
+    server.check_fields(body, request)
     server.check_model(body.model, permissions)
-    params, prompts = server.resolve_params(body.params()), body.prompts()
+    params = server.resolve_params(body.params(server.tokenizer.generation_config.params))
+    prompts = body.prompts()
     options = replace(response_options(body, params), logprobs=body.wants_logprobs)
     header = response_header(server, "cmpl", params)
-    context = server.request_context(permissions, body.priority, body.timeout)
+    context = server.request_context(permissions, body, body.timeout)
     server.admission.check(params.n * len(prompts), context.meter)
     await server.check_structured(params)
     add_special_tokens = body.add_special_tokens is not False
@@ -44,7 +46,9 @@ async def completions(
         return [
             engine_request
             for i, ids in enumerate(token_ids)
-            for engine_request in server.build_requests(ids, params, f"{header.id}-{i}", context)
+            for engine_request in server.build_requests(
+                ids, params, f"{header.id}-{i}", context, runs_to_end=body.runs_to_end
+            )
         ]
 
     def echo_text(prompt: TextOrIds, engine_request: EngineRequest) -> str:

@@ -30,8 +30,9 @@ async def embeddings(
     body: EmbeddingBody, request: Request, permissions: PermissionsDep, server: ServerDep
 ) -> Response:
     """Vectors of texts."""
+    server.check_fields(body, request)
     embedder = get_embedder(server, body.model, permissions)
-    context = server.request_context(permissions, body.priority)
+    context = server.request_context(permissions, body)
     inputs, normalize = body.inputs(), body.should_normalize
     server.admission.check(len(inputs), context.meter)
     options = TokenizeOptions(

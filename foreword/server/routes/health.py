@@ -1,4 +1,4 @@
-"""GET /health, /live and /version"""
+"""GET /health, /ready, /live, /healthz and /version"""
 
 from __future__ import annotations
 
@@ -26,10 +26,20 @@ async def health(request: Request) -> Response:
     return await state.response()
 
 
+@router.head("/ready", include_in_schema=False)
+@router.get("/ready", response_model=HealthBody, responses=HEALTH_503)
+async def ready(request: Request) -> Response:
+    """200 if /health is 200 and no shutdown has begun: whether to send requests here."""
+    state: Health = request.app.state.health
+    return await state.response(takes_traffic=True)
+
+
 @router.head("/live", include_in_schema=False)
+@router.head("/healthz", include_in_schema=False)
+@router.get("/healthz")
 @router.get("/live")
 async def live() -> Response:
-    """200 while the API process runs, whatever the engine does."""
+    """200 while the API process runs, whatever the engine does: whether to restart the server."""
     return JSONResponse({"status": "ok"})
 
 

@@ -22,32 +22,36 @@ DOCS_PAGE = Path(__file__).parent.parent / "static" / "docs.html"  # self-contai
 @router.get("/v1/models")
 async def models(permissions: PermissionsDep, server: ServerDep) -> Response:
     """The models that this key may use: the generating model, and the encoder if there is one."""
-    cards = [_model_card(server, name) for name in permissions.allowed_models(server.model_names)]
+    cards = [_model_card(server, name) for name in server.allowed_names(permissions)]
     return JSONResponse({"object": "list", "data": cards})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, permissions: PermissionsDep, server: ServerDep) -> Response:
     """Facts of one model."""
+    if not name:  # a slash at the end of the path
+        return await models(permissions, server)
     server.check_access(name, permissions)
     return JSONResponse(_model_card(server, name))
 
 
 def _model_card(server: ServerContext, name: str) -> dict[str, Any]:
-    if name == server.model_name:
+    if name == server.model_name or name in server.aliases:
         info = server.client.info  # None while the engine is loading
         max_model_len = info.resolved.max_model_len if info is not None else None
+        defaults = {"sampling_defaults": server.tokenizer.generation_config.as_dict()}
     else:
         assert server.encoder is not None and server.encoder.info is not None
-        max_model_len = server.encoder.info.max_tokens
+        max_model_len, defaults = server.encoder.info.max_tokens, {}
     return {
         "id": name,
         "object": "model",
         "created": server.created,
         "owned_by": "foreword",
-        "root": name,
+        "root": server.model_name if name in server.aliases else name,
         "parent": None,
         "max_model_len": max_model_len,
+        **defaults,
     }
 
 

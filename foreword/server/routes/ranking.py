@@ -27,6 +27,7 @@ async def rerank(
     body: RerankBody, request: Request, permissions: PermissionsDep, server: ServerDep
 ) -> Response:
     """Documents by how well they answer a query, best first."""
+    server.check_fields(body, request)
     scorer, documents = get_scorer(server, body.model, permissions), body.texts()
     pairs = [(body.query, text) for text in documents]
     names = [("query", f"documents[{index}]") for index in range(len(documents))]
@@ -64,6 +65,7 @@ async def score(
     body: ScoreBody, request: Request, permissions: PermissionsDep, server: ServerDep
 ) -> Response:
     """How well the two texts of each pair match."""
+    server.check_fields(body, request)
     scorer, (pairs, names) = get_scorer(server, body.model, permissions), body.pairs()
     scores = await _score_pairs(server, request, permissions, scorer, pairs, names, body)
     if scores is None:
@@ -93,7 +95,7 @@ async def _score_pairs(
 
     Raises InvalidRequest, Overloaded.
     """
-    context = server.request_context(permissions, body.priority)
+    context = server.request_context(permissions, body)
     server.admission.check(len(pairs), context.meter)
     await offload_if_large(request, lambda: scorer.tokenize(pairs, names, body.truncate_prompt_tokens))
     return await with_metrics(

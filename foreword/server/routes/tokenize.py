@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
@@ -13,8 +13,9 @@ from foreword.server.auth.keys import KeyPermissions, PermissionsDep
 from foreword.server.context import ServerContext, ServerDep, offload_if_large
 from foreword.server.errors import rename_field
 from foreword.server.http import JSONResponse
-from foreword.server.protocol.base import StrictModel
+from foreword.server.protocol.base import ModelName, StrictModel
 from foreword.server.protocol.chat import Message, TemplateOptions, to_template_messages
+from foreword.server.protocol.compat import TEMPLATE, PeerField
 
 __all__ = ["router"]
 
@@ -22,7 +23,8 @@ router = APIRouter()
 
 
 class TokenizeBody(TemplateOptions):
-    model: str | None = None
+    peer_fields: ClassVar[Mapping[str, PeerField]] = TEMPLATE
+    model: ModelName = None
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
@@ -30,7 +32,8 @@ class TokenizeBody(TemplateOptions):
 
 
 class DetokenizeBody(StrictModel):
-    model: str | None = None
+    peer_fields: ClassVar[Mapping[str, PeerField]] = TEMPLATE
+    model: ModelName = None
     tokens: list[int]
 
 
@@ -39,6 +42,7 @@ async def tokenize(
     body: TokenizeBody, request: Request, permissions: PermissionsDep, server: ServerDep
 ) -> Response:
     """Token ids of a prompt or of a conversation."""
+    server.check_fields(body, request)
     server.check_model(body.model, permissions)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("either prompt or messages is required, and not both", "prompt")
@@ -51,8 +55,11 @@ async def tokenize(
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeBody, permissions: PermissionsDep, server: ServerDep) -> Response:
+async def detokenize(
+    body: DetokenizeBody, request: Request, permissions: PermissionsDep, server: ServerDep
+) -> Response:
     """Text of token ids."""
+    server.check_fields(body, request)
     server.check_model(body.model, permissions)
     for token_id in body.tokens:
         if not 0 <= token_id < server.tokenizer.vocab_size:

@@ -191,6 +191,37 @@ def test_too_long_key_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hashed == [b"x" * 512]
 
 
+def test_key_for_one_name_of_a_model_may_use_all_its_names(keys_file: Path) -> None:
+    write(keys_file, key_of("a", models=("second",)), key_of("b", models=("another",)), key_of("c"))
+    with run_server(
+        Config(api_key_file=str(keys_file)), FakeEngineClient(FakeOutput("ok")), aliases=("second", "third")
+    ) as server:
+        for name in (None, MODEL, "second", "third"):
+            body = {"messages": USER, **({} if name is None else {"model": name})}
+            replies = {key: server.http.post(CHAT, json=body, headers=keyed(key)) for key in "abc"}
+            assert {key: reply.status_code for key, reply in replies.items()} == {
+                "a": 200,
+                "b": 403,
+                "c": 200,
+            }
+            assert replies["a"].json()["model"] == MODEL  # as vLLM: the first name, whatever was asked for
+        listed = server.http.get("/v1/models", headers=keyed("a")).json()["data"]
+        assert [(card["id"], card["root"]) for card in listed] == [
+            (name, MODEL) for name in (MODEL, "second", "third")
+        ]
+        assert {card["max_model_len"] for card in listed} == {listed[0]["max_model_len"]}
+        assert server.http.get("/v1/models", headers=keyed("b")).json()["data"] == []
+        assert server.http.get("/v1/models/third", headers=keyed("a")).json()["id"] == "third"
+        reply = server.http.post(CHAT, json={"messages": USER, "model": "x"}, headers=keyed("a"))
+        assert (
+            reply.status_code == 404
+            and f"'{MODEL}' and 'second' and 'third'" in reply.json()["error"]["message"]
+        )
+        assert server.http.post(
+            "/v1/embeddings", json={"input": "a", "model": "third"}, headers=keyed("a")
+        ).is_success
+
+
 def test_every_entry_is_compared(keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ring, compared = Keyring("plain", keys_file, False), list[bytes]()
 
@@ -220,7 +251,7 @@ def test_key_expires(tmp_path: Path) -> None:
 def test_server_without_keys_is_open() -> None:
     access = Keyring(None, None, False).identify(None)
     assert (access.fairness_key, access.cache_salt, access.admin) == ("", "", False)
-    access.check_model("any")
+    access.check_model("any", ("any",))
     assert access.request_context(-3).priority == -3
 
 
