@@ -16,13 +16,15 @@ import pytest
 
 from foreword.bench.server import ServerProcess
 from foreword.cli.banner import curl_line
-from foreword.cli.flags import flag
-from foreword.cli.main import COMMANDS, build_parser
+from foreword.cli.command_line import COMMANDS, build_parser
+from foreword.cli.flags import ForeignAction, flag
+from foreword.config.foreign_flags import find_foreign
 from foreword.config.options import Config, option_fields
 from foreword.core.params import SamplingParams
 from foreword.models.architectures import ARCHITECTURES
 from foreword.models.loader import VISION_MODELS
 from foreword.server.app import ROUTES
+from tests.support.waiting import WAIT_S
 from tests.test_layering import ALLOWED
 
 ROOT = Path(__file__).parent.parent
@@ -32,12 +34,14 @@ PAGES = [README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md")), *sorted(ROO
 EXEMPT = {
     "faq.md",
     "flags.md",
+    "foreign-flags.md",
     "migrating.md",
 }  # demo training data, generated, other programs' flags
 OWN = [README, *(path for path in sorted(DOCS.glob("*.md")) if path.name not in EXEMPT)]
 LOCAL = "http://127.0.0.1:8000"
 # Flags of other programs and of pytest.
-FOREIGN = {"--full", "--full-product", "--build-arg", "--rm", "--now"}
+FOREIGN = {"--trust-remote-code", "--full", "--full-product", "--build-arg", "--unix-socket", "--rm", "--now"}
+FOREIGN |= {"--extra-index-url"}
 
 
 def read(path: Path) -> str:
@@ -191,7 +195,8 @@ def every_flag() -> set[str]:
 
 def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
-        yield from action.option_strings
+        if not isinstance(action, ForeignAction):
+            yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
                 yield from flags_of(inner)
@@ -201,6 +206,16 @@ def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
 def test_named_flags_exist(path: Path) -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", read(path)))
     assert named - every_flag() - FOREIGN == set()
+
+
+def test_migrating_agrees_with_what_is_answered() -> None:
+    """Each flag in the first column is ours, or is answered."""
+    for program in ("vLLM", "llama-server, llama-box"):
+        code = re.findall(r"`([^`]+)`", " ".join(cells[0] for cells in table(DOCS / "migrating.md", program)))
+        named = set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]+", " ".join(code)))
+        assert len(named) > 30
+        unanswered = {name for name in named if find_foreign(name) is None} - every_flag()
+        assert unanswered == set()
 
 
 def test_migration_targets_exist() -> None:
@@ -230,7 +245,7 @@ def test_code_of_every_page_compiles() -> None:
 def run(code: str) -> str:
     """What a program prints in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=WAIT_S, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
