@@ -1,4 +1,4 @@
-"""openai, litellm and langchain: what tests/clients does not ask of every client, such as async and errors."""
+"""openai, litellm and langchain: what tests/clients does not ask of every client, such as errors."""
 
 from __future__ import annotations
 

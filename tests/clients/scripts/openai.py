@@ -1,0 +1,47 @@
+import openai
+from case import (
+    HISTORY,
+    JOB_MAX_TOKENS,
+    JOB_PROMPT,
+    KEY,
+    MAX_TOKENS,
+    MODEL,
+    STORY,
+    TEXTS,
+    USER,
+    V1,
+    Job,
+    report,
+)
+
+client = openai.OpenAI(base_url=V1, api_key=KEY)
+options = {"model": MODEL, "temperature": 0, "max_tokens": MAX_TOKENS}
+answer = client.chat.completions.create(messages=USER, **options).choices[0].message
+chunks = list(
+    client.chat.completions.create(
+        messages=USER, stream=True, stream_options={"include_usage": True}, **options
+    )
+)
+typed = {
+    "messages": [{"role": "user", "content": JOB_PROMPT}],
+    "response_format": Job,
+    "model": MODEL,
+    "temperature": 0,
+    "max_tokens": JOB_MAX_TOKENS,
+}
+with client.chat.completions.stream(**typed) as events:
+    streamed = events.get_final_completion().choices[0].message
+# A message of an earlier answer goes back as it came: with its null fields.
+follow_up = [*HISTORY, answer, *USER]
+report(
+    text=answer.content,
+    stream="".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices),
+    usage=chunks[-1].usage.completion_tokens,
+    completion=client.completions.create(prompt=STORY, **options).choices[0].text,
+    structured=client.chat.completions.parse(**typed).choices[0].message.parsed.model_dump(),
+    structured_stream=streamed.parsed.model_dump(),
+    embeddings=[item.embedding for item in client.embeddings.create(model=MODEL, input=TEXTS).data],
+    tool_history=client.chat.completions.create(messages=HISTORY, **options).choices[0].message.content,
+    follow_up=client.chat.completions.create(messages=follow_up, **options).choices[0].message.content,
+    models=[card.id for card in client.models.list()],
+)
