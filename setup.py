@@ -1,17 +1,26 @@
 """Build the native library on all cores; everything else is in pyproject.toml."""
 
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
 
 
-class ParallelBuildExt(build_ext):
-    """Compile the sources of an extension side by side; setuptools compiles them one after the other."""
+class NativeBuildExt(build_ext):
+    """Compile sources side by side; an editable installation reuses a library that is newer than they are."""
 
     def build_extension(self, ext: Extension) -> None:
+        built, path = Path(self.get_ext_fullpath(ext.name)), Path(self.get_ext_filename(ext.name))
+        sources = [*ext.sources, *ext.depends, "setup.py", "pyproject.toml"]
+        if self.editable_mode and path.exists() and not newer_group(sources, str(path)):
+            built.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, built)
+            return
         compile_source = self.compiler.compile
 
         def compile_all(sources: list[str], **options: Any) -> list[str]:
@@ -23,4 +32,4 @@ class ParallelBuildExt(build_ext):
         super().build_extension(ext)
 
 
-setup(cmdclass={"build_ext": ParallelBuildExt})
+setup(cmdclass={"build_ext": NativeBuildExt})

@@ -16,9 +16,12 @@ command -v "$python" >/dev/null || fail "$python was not found. Debian: apt inst
     fail "Foreword needs Python 3.11 to 3.14, $python is $("$python" -V 2>&1). Another one: make PYTHON=python3.12 ..."
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "$python lacks its venv module. Debian: apt install $(basename "$python")-venv"
-command -v "${CXX:-g++}" >/dev/null ||
+compiling="; last, the native kernels are compiled: a minute on two cores, with a spinner"
+command -v "${CXX:-g++}" >/dev/null || {
+    compiling=
     note "no C++ compiler (Debian: apt install g++), so no native kernels: torch computes instead," \
         "about 7 times slower (docs/lab/kernels.md). With a compiler, run the same command again."
+}
 torch=${TORCH:-auto}
 case $torch in
 auto) if [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; then torch=cuda; else torch=cpu; fi ;;
@@ -48,7 +51,7 @@ if [ $torch = cpu ] && ! "$venv/bin/python" -c 'import importlib.metadata; impor
     esac
 fi
 
-echo "installing $requirement into $venv"
+echo "installing $requirement into $venv$compiling"
 pip install --quiet --retries 0 --upgrade pip || true # for its progress bars
 pip install --no-compile "$@" --editable "$requirement" ||
     fail "the installation failed, see pip's message above; the same command continues it. $settings"

@@ -30,6 +30,7 @@ __all__ = [
 logger = logging.getLogger("foreword.metrics")
 
 MAX_VALUE_CHARS = 80
+MAX_SHOWN_POSITIONS = 8  # of a draft, in a log line
 # Parameters with text of the request.
 REDACTED_PARAMS = frozenset({"bad_words", "dry_sequence_breakers", "prediction", "stop", "structured"})
 
@@ -102,7 +103,9 @@ def speculation_fields(stats: SpecDecodeStats) -> dict[str, Any]:
 
 def format_speculation(stats: SpecDecodeStats) -> str:
     """The statistics must have drafted tokens."""
-    rates = ", ".join(f"{rate:.3f}" for rate in stats.acceptance_per_position)
+    rates = ", ".join(f"{rate:.3f}" for rate in stats.acceptance_per_position[:MAX_SHOWN_POSITIONS])
+    if (num_hidden := len(stats.acceptance_per_position) - MAX_SHOWN_POSITIONS) > 0:
+        rates += f" and {num_hidden} more in /metrics"
     return (
         f"SpecDecoding metrics: Mean acceptance length: {stats.mean_acceptance_len:.2f}, "
         f"Draft acceptance rate: {stats.acceptance_rate:.1%}, "

@@ -15,7 +15,9 @@ from foreword.core.repetition import Repetition
 from foreword.core.request import Request
 from foreword.errors import RequestFailed
 from foreword.metrics.definitions import CATALOG, INFO_LABELS, PREFIX, VLLM_METRICS
+from foreword.metrics.logging_stats import format_speculation
 from foreword.metrics.recorder import MAX_FINISHED_STATS, MetricsRecorder
+from foreword.metrics.spec_stats import SpecDecodeStats
 
 
 class Clock:
@@ -603,6 +605,13 @@ def test_throughput_is_not_diluted_by_idle_time(clock: Clock, lines: list[str]) 
         "System efficiency: 60.0%, "
         "Accepted: 5 tokens, Drafted: 8 tokens, Per-position acceptance rate: 1.000, 1.000, 0.500, 0.000"
     ]
+
+
+def test_log_line_of_long_drafts_shows_the_first_positions() -> None:
+    stats = SpecDecodeStats()
+    stats.add(10, 9, 10)
+    line = format_speculation(stats)
+    assert line.endswith(f"acceptance rate: {', '.join(['1.000'] * 8)} and 2 more in /metrics")
 
 
 def test_no_line_without_traffic(clock: Clock, lines: list[str]) -> None:
