@@ -19,7 +19,8 @@ import time
 from collections.abc import Sequence
 
 from foreword import LLM, SamplingParams, StructuredOutput
-from foreword.bench.common import print_json, print_table, rotate
+from foreword.bench.common import print_table, rotate
+from foreword.bench.session import print_json
 
 SCHEMA = {
     "type": "array",

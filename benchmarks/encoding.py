@@ -24,7 +24,8 @@ from random import Random
 from types import MappingProxyType
 from typing import Any
 
-from foreword.bench.common import percentile, print_json, print_table
+from foreword.bench.common import percentile, print_table
+from foreword.bench.session import print_json
 from foreword.cli.terminal import track_progress
 from foreword.config.options import Config
 from foreword.core.images import PromptImage, expand_placeholders

@@ -30,8 +30,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from schemathesis import GenerationMode
 
-from foreword.bench.common import print_json, print_table
+from foreword.bench.common import print_table
 from foreword.bench.server import ServerProcess
+from foreword.bench.session import print_json
 from foreword.config.options import Config
 
 __all__ = ["Findings", "fuzz"]

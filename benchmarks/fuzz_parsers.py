@@ -29,7 +29,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.fuzz_mutate import shrink
-from foreword.bench.common import print_json, print_table
+from foreword.bench.common import print_table
+from foreword.bench.session import print_json
 
 WORKER = (sys.executable, "-m", "benchmarks.fuzz_worker")
 INPUT_TIMEOUT_S = 120.0  # for one input on a busy machine

@@ -31,8 +31,9 @@ from pathlib import Path
 import httpx
 from PIL import Image
 
-from foreword.bench.common import print_json, print_table
+from foreword.bench.common import print_table
 from foreword.bench.server import ServerProcess
+from foreword.bench.session import print_json
 from foreword.config.options import Config, parse_bytes
 from tests.support.vision_checkpoints import write_vision_checkpoint
 

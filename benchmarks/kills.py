@@ -32,8 +32,9 @@ from typing import Any
 
 import httpx
 
-from foreword.bench.common import percentile, print_json, print_table
+from foreword.bench.common import percentile, print_table
 from foreword.bench.server import ServerProcess
+from foreword.bench.session import print_json
 from foreword.cli.flags import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.terminal import loading_bar
 

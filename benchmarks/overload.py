@@ -34,8 +34,9 @@ from urllib.parse import urlsplit
 
 from benchmarks.raw_http import ConnectionBroken, RawConnection, RawResponse
 from benchmarks.soak import SoakReading, memory_growth
-from foreword.bench.common import percentile, print_json, print_table
+from foreword.bench.common import percentile, print_table
 from foreword.bench.server import ServerProcess
+from foreword.bench.session import print_json
 from foreword.bench.speculate.remote import RemoteTarget
 from foreword.cli.flags import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.sse_reader import EventReader, choices_of, text_of

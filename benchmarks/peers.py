@@ -43,8 +43,9 @@ from peers_models import MODELS
 from peers_setup import make_environment, make_files
 from peers_worker import Worker
 
-from foreword.bench.common import print_json, print_table, rotate
+from foreword.bench.common import print_table, rotate
 from foreword.bench.roofline import ONEDNN_ISA, MemoryReader, matmul_rate
+from foreword.bench.session import print_json
 from foreword.cli.terminal import track_progress
 
 HERE = Path(__file__).parent

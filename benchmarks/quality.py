@@ -25,7 +25,8 @@ from torch import Tensor
 
 from benchmarks.peers_models import MODELS, write_checkpoint
 from foreword import demo
-from foreword.bench.common import print_json, print_table
+from foreword.bench.common import print_table
+from foreword.bench.session import print_json
 from foreword.cli.terminal import track_progress
 from foreword.core.batch import Chunk, build_batch
 from foreword.executor.graph_runner import with_graphs

@@ -20,7 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from foreword.bench.common import print_json, print_table
+from foreword.bench.common import print_table
+from foreword.bench.session import print_json
 from foreword.core.params import SamplingParams
 from foreword.core.repetition import PATTERN_LIMITS, RepetitionDetector
 from foreword.core.request import Request, RequestState

@@ -31,8 +31,9 @@ from typing import Any
 
 import httpx
 
-from foreword.bench.common import print_json, print_table, with_all_drafters
+from foreword.bench.common import print_table, with_all_drafters
 from foreword.bench.server import ServerProcess
+from foreword.bench.session import print_json
 from foreword.bench.speculate.remote import RemoteTarget, draft_stats_since, run_conversation
 from foreword.bench.speculate.types import AUTO, OFF, Mode, RequestResult
 from foreword.bench.speculate.workloads import (

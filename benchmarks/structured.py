@@ -22,7 +22,8 @@ from typing import Any
 from jsonschema import Draft202012Validator, ValidationError
 
 from foreword import LLM, RequestOutput, SamplingParams, Speculation, StructuredOutput
-from foreword.bench.common import print_json, print_table
+from foreword.bench.common import print_table
+from foreword.bench.session import print_json
 from tests.support.json_schema_cases import SAMPLING, make_schema, schema_prompt
 
 MIN_CONFORMING = 0.95

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foreword.config.options import Config
+from foreword.config.resolve import check_max_model_len
 from foreword.demo import BUNDLED, DEFAULT_MODEL
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest
 from foreword.models.gguf.header import is_gguf, open_gguf
 from foreword.models.hub import resolve_path
+from foreword.multimodal.preprocessor_config import read_json_object
 from foreword.multimodal.processor import ImageProcessor, read_placeholder_ids, read_processor
 from foreword.tokenizer.chat_template import ChatTemplate
+from foreword.tokenizer.files import read_tokenizer_files
 from foreword.tokenizer.generation_config import GenerationConfig
-from foreword.tokenizer.gguf import build_gguf_tokenizer
+from foreword.tokenizer.gguf import CHAT_TEMPLATE_KEY, build_gguf_tokenizer
 from foreword.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["CheckpointInfo", "apply_options", "prepare_checkpoint", "read_tokenizer", "resolve_paths"]
+__all__ = [
+    "CheckpointInfo",
+    "apply_options",
+    "check_context",
+    "has_chat_template",
+    "prepare_checkpoint",
+    "read_tokenizer",
+    "resolve_paths",
+]
 
 logger = logging.getLogger(__name__)
 
+EXTENDING_ROPE_TYPES = ("dynamic", "yarn")
 EMBEDDING_TENSOR = "token_embd.weight"  # in GGUF files
 PROBE_MESSAGES = (  # must render with a chat template given by option
     {"role": "user", "content": "Foreword asks"},
@@ -59,10 +72,15 @@ def resolve_paths(config: Config) -> Config:
 def prepare_checkpoint(config: Config) -> CheckpointInfo:
     """Resolve the checkpoints and read the tokenizer.
 
-    Raises CheckpointError, or ConfigError for a draft model whose tokenizer differs from the model's.
+    Raises CheckpointError, or ConfigError for a draft model whose tokenizer differs from the model's, or a
+    trace that cannot be written.
     """
+    folder = config.draft_trace_path.parent
+    if config.trace is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise ConfigError(f"trace {config.trace}: {folder} is no directory that can be written", "trace")
     config = resolve_paths(config)
     path = Path(str(config.model))
+    check_context(config, path)
     tokenizer, rows = read_tokenizer(path)
     processor = read_processor(path)
     apply_options(config, tokenizer, processor)
@@ -73,6 +91,34 @@ def prepare_checkpoint(config: Config) -> CheckpointInfo:
     placeholders = () if processor is None else read_placeholder_ids(path)
     never_sampled_ids = tuple(sorted({*tokenizer.unassigned_ids(rows), *placeholders}))
     return CheckpointInfo(config, path, tokenizer, never_sampled_ids, processor)
+
+
+def check_context(config: Config, path: Path) -> None:
+    """Check `max_model_len` before the engine starts, unless RoPE options extend the checkpoint's positions.
+
+    Raises ConfigError, CheckpointError.
+    """
+    if config.max_model_len is None:
+        return
+    if is_gguf(path):
+        metadata = open_gguf(path).metadata
+        prefix = metadata.get("general.architecture")
+        positions = metadata.get(f"{prefix}.context_length")
+        rope = metadata.get(f"{prefix}.rope.scaling.type")
+    else:
+        values = read_json_object(path / "config.json")
+        values |= values["text_config"] if isinstance(values.get("text_config"), dict) else {}
+        positions = values.get("max_position_embeddings")
+        rope = values.get("rope_parameters") or values.get("rope_scaling")
+    if isinstance(positions, int) and not any(name in str(rope) for name in EXTENDING_ROPE_TYPES):
+        check_max_model_len(config, positions)
+
+
+def has_chat_template(path: Path) -> bool:
+    """Whether a checkpoint has a chat template. Raises CheckpointError."""
+    if is_gguf(path):
+        return bool(open_gguf(path).metadata.get(CHAT_TEMPLATE_KEY))
+    return bool(read_tokenizer_files(path).chat_template)
 
 
 def read_tokenizer(path: Path) -> tuple[Tokenizer, int]:

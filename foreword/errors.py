@@ -22,12 +22,17 @@ __all__ = [
     "RateLimited",
     "RequestFailed",
     "ShuttingDown",
+    "Terminated",
     "Unauthorized",
     "Unsatisfiable",
     "Unsupported",
     "did_you_mean",
     "safe_message",
 ]
+
+
+class Terminated(SystemExit):
+    """SIGTERM ends the process; a drafter's own sys.exit() does not."""
 
 
 class ForewordError(Exception):

@@ -54,6 +54,7 @@ from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
 
 __all__ = ["LLM", "CompletionOutput", "EmbeddingOutput", "RequestOutput", "StreamPiece"]
 
+MESSAGES_HELP = 'messages are a list such as [{"role": "user", "content": "Hello"}], or several such lists'
 PROMPT_HELP = "a prompt is a text, {'prompt': ...} or {'prompt_token_ids': [...]}, optionally with 'images'"
 
 logger = logging.getLogger("foreword")
@@ -171,7 +172,8 @@ class LLM:
         Images are parts of user messages: {"type": "image_url", ...} as over HTTP, with the same limits, or
         {"type": "image", "image": ...}: a path, the bytes of a file, or a PIL image.
         """
-        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        is_one = isinstance(messages, str | Mapping) or (messages and isinstance(messages[0], Mapping))
+        conversations: Any = [messages] if is_one else messages
         parsed = [self._render_chat(conversation) for conversation in conversations]
         return self._generate(self._build_all_requests(parsed, params), progress)
 
@@ -253,6 +255,8 @@ class LLM:
         self._client.check()
 
     def _render_chat(self, messages: Sequence[Message]) -> _Prompt:
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise InvalidRequest(f"{MESSAGES_HELP}, got {messages!r:.80}", "messages")
         text_messages, parts = self._chat_input.split_images(messages, local=True)
         text = self._chat_input.template.render(text_messages)
         ids = self.tokenizer.encode(text, add_special_tokens=False)

@@ -48,6 +48,13 @@ def test_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
         prepare_checkpoint(Config(model=str(checkpoint), draft_model=str(file)))
 
 
+def test_trace_needs_a_directory() -> None:
+    """Reported before the model is loaded, and before it is looked for."""
+    with pytest.raises(ConfigError, match=r"^trace /nowhere/t: /nowhere is no directory") as refused:
+        prepare_checkpoint(Config(model="./nowhere", trace="/nowhere/t"))
+    assert refused.value.param == "trace"
+
+
 def test_gguf_file_without_model_is_refused(tmp_path: Path) -> None:
     """Such as files with only a vocabulary."""
     (tmp_path / "x.gguf").write_bytes(RawGGUF.sample().bytes())

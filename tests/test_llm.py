@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,12 @@ def test_chat_equals_the_rendered_text(llm: LLM) -> None:
     (text,) = llm.generate("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", params)
     assert chat.token_ids == text.token_ids
     assert [output.token_ids for output in llm.chat([messages, messages], params)] == [chat.token_ids] * 2
+
+
+@pytest.mark.parametrize("messages", ["hi", {"role": "user", "content": "hi"}, ["hi"], [["hi"]]])
+def test_messages_that_are_no_list_are_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"messages are a list such as .*, got .*hi"):
+        llm.chat(messages)
 
 
 def test_each_prompt_has_its_own_params(llm: LLM) -> None:

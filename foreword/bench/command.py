@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 from typing import Any
 
 from foreword.bench.gpu.config import SECTIONS
@@ -28,6 +29,7 @@ MODULES = {
     "gpu": "foreword.bench.gpu.command",
 }
 DEFAULT_WEIGHT_FORMATS = "bfloat16,int8,int4,q8_0,q4_0,q4_k,q6_k"
+INSTALL_PLOT = "pip install 'foreword[bench]'"
 DEFAULT_ROWS = "1,2,4,8,16,64,512"
 ISAS = ("auto", "amx", "avx512", "avx2", "portable", "reference")
 
@@ -39,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     latency.add_argument("--skip-startup", action="store_true", help="do not measure the start of a server")
     throughput = kinds.add_parser("throughput", help="many requests at once, in this process")
     serve = kinds.add_parser("serve", help="many clients against a server")
-    serve.add_argument("--base-url", metavar="URL", help="measure this server instead of starting one")
+    serve.add_argument(
+        "--base-url", "--url", metavar="URL", help="measure this server instead of starting one"
+    )
     for sub in (throughput, serve):
         _add_number(sub, "--num-requests", 64, "requests a round")
         _add_number(sub, "--concurrency", 16, "of these at once")
@@ -66,6 +70,13 @@ def _positive(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
     return int(text)
+
+
+def _plot_file(text: str) -> str:
+    """Refuse at once what would fail after the measurement."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(f"needs matplotlib: {INSTALL_PLOT}")
+    return text
 
 
 def _add_gpu(parser: argparse.ArgumentParser) -> None:
@@ -97,14 +108,14 @@ def _add_speculate(parser: argparse.ArgumentParser) -> None:
     add("--full-cache", action=argparse.BooleanOptionalAction, default=None, help=help_)
     help_ = "draft recorded answers with these acceptance rates, such as 0,0.3,0.6,0.9"
     add("--replay-acceptance", metavar="LIST", help=help_)
-    add("--base-url", metavar="URL", help="measure this server, which must be idle otherwise")
+    add("--base-url", "--url", metavar="URL", help="measure this server, which must be idle otherwise")
     add(
         "--quick",
         action="store_true",
         help="half a minute for the demo: auto alone, few categories, 5 rounds, small answers",
     )
-    help_ = "plot the ratios as PNG; needs matplotlib (pip install foreword[bench])"
-    add("--plot", metavar="FILE", help=help_)
+    help_ = f"plot the ratios as PNG; needs matplotlib ({INSTALL_PLOT})"
+    add("--plot", type=_plot_file, metavar="FILE", help=help_)
     add_prompt_options(parser, "the generated categories")
     add_json_option(parser)
     add_config_options(parser, ENGINE_GROUPS, more=("api_key", "log_level"))

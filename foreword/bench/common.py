@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -22,17 +20,22 @@ __all__ = [
     "MODE_LEGEND",
     "OFF",
     "PROBE_TOKENS",
+    "Ratio",
     "expected_weight",
+    "geometric_mean_ratio",
     "modes",
     "percentile",
-    "print_json",
     "print_table",
-    "ratio",
+    "ratio_legend",
+    "ratio_number",
+    "ratio_text",
     "rotate",
     "rounds_text",
     "sampling_params",
     "seconds_per_token",
+    "speed_ratio",
     "time_call",
+    "verdict",
     "with_all_drafters",
 ]
 
@@ -44,6 +47,13 @@ MODE_LEGEND = "off: no speculation; auto: all drafters, chosen step by step; oth
 PROBE_TOKENS = 16  # of the answer that an estimate rests on
 TABLE_WIDTH = 100  # columns of a table that is not printed to a terminal
 MAX_CELL_WIDTH = 40  # a longer cell takes several lines where the table would be too wide
+# Student's t at 97.5 % by degrees of freedom from 1 on; the last serves all beyond.
+# fmt: off
+T_975 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.12, 2.05,
+)
+# fmt: on
 # Estimates: so many more rows double the time of a step, and so many prompt tokens cost one.
 ROWS_PER_STEP = 16
 
@@ -56,11 +66,13 @@ def with_all_drafters(config: Config) -> Config:
 
 
 def modes(drafters: Sequence[str]) -> tuple[str, ...]:
-    """`off`, each drafter alone where there are several, and `auto`.
+    """`off`, each drafter alone where there are several, and `auto`; a single drafter by its name.
 
     The prompts have no predictions or grammars: the drafters that need them are left out.
     """
     alone = [name for name in drafters if name not in ("prediction", "grammar")]
+    if len(drafters) == 1:
+        return OFF, drafters[0]
     return (OFF, *(alone if len(alone) > 1 else ()), *(("auto",) if drafters else ()))
 
 
@@ -101,9 +113,65 @@ def seconds_per_token(answer: Callable[[], int]) -> float:
     return (time.perf_counter() - started) / max(num_tokens, 1)
 
 
-def ratio(plain_s: Sequence[float], other_s: Sequence[float]) -> float:
-    """Speed relative to plain: the median over pairs measured next to each other."""
-    return statistics.median(plain / other for plain, other in zip(plain_s, other_s, strict=True))
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A geometric mean with its 95 % interval; one round has no interval."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def as_dict(self) -> dict[str, float]:
+        bounds = {} if self.low is None or self.high is None else {"low": self.low, "high": self.high}
+        return {"ratio": self.value, **bounds}
+
+
+def geometric_mean_ratio(ratios: Sequence[float]) -> Ratio | None:
+    """`ratios` by round; None of no rounds."""
+    if not ratios:
+        return None
+    logs = [math.log(ratio) for ratio in ratios]
+    mean = statistics.fmean(logs)
+    if len(logs) == 1:
+        return Ratio(math.exp(mean))
+    t = T_975[min(len(logs) - 1, len(T_975)) - 1]
+    width = t * statistics.stdev(logs) / math.sqrt(len(logs))
+    return Ratio(math.exp(mean), math.exp(mean - width), math.exp(mean + width))
+
+
+def speed_ratio(plain_s: Sequence[float], other_s: Sequence[float]) -> dict[str, float]:
+    """Speed relative to plain over rounds measured next to each other; {} of no rounds."""
+    ratio = geometric_mean_ratio([plain / other for plain, other in zip(plain_s, other_s, strict=True)])
+    return {} if ratio is None else ratio.as_dict()
+
+
+def verdict(ratio: Mapping[str, float]) -> str:
+    """ "faster" or "slower" where the 95 % interval excludes 1, else "unclear"."""
+    if "low" not in ratio or ratio["low"] <= 1 <= ratio["high"]:
+        return "unclear"
+    return "faster" if ratio["low"] > 1 else "slower"
+
+
+def ratio_text(figures: Mapping[str, Any] | None) -> str:
+    """ "1.08 [1.02, 1.15]"."""
+    if figures is None:
+        return ""
+    bounds = f" [{ratio_number(figures['low'])}, {ratio_number(figures['high'])}]" if "low" in figures else ""
+    return f"{ratio_number(figures['ratio'])}{bounds}"
+
+
+def ratio_number(value: float) -> str:
+    """Two rounds may leave a huge interval, whose digits would widen the column."""
+    return f"{value:.2f}" if value < 99 else ">99"
+
+
+def ratio_legend(rounds: int) -> tuple[str, ...]:
+    """Lines for the columns of speed and its verdict."""
+    return (
+        f"speed: tokens/s over off in the same round, with the 95 % interval of {rounds_text(rounds)}; "
+        "above 1 is faster.",
+        "result: faster or slower where the interval excludes 1, else unclear; more --rounds narrow it.",
+    )
 
 
 def print_table(
@@ -111,7 +179,8 @@ def print_table(
 ) -> None:
     """A table as wide as the terminal at most, and lines that explain it.
 
-    Where it does not fit, columns are left out from the right and named.
+    Where it does not fit, columns are left out from the right and named; a line that begins with the name
+    of one ("name: ...") is left out too.
     """
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
@@ -130,13 +199,11 @@ def print_table(
     console.print(table)
     if shown < len(columns):
         console.print(f"left out for width (the JSON has them): {', '.join(columns[shown:])}")
+    left_out = {column.partition(" [")[0] for column in columns[shown:]}
     for line in legend:
+        if line.partition(":")[0] in left_out:
+            continue
         console.print(line)
-
-
-def print_json(result: Mapping[str, Any]) -> None:
-    """The last line of a benchmark. Raises ValueError for a nan, which is not JSON."""
-    print(json.dumps({"machine": platform.platform(), **result}, allow_nan=False))
 
 
 def time_call(call: Callable[[], object]) -> float:

@@ -2,8 +2,9 @@
 
 Regime: batch 1, greedy, the prompt's KV in the prefix cache after the first round (which is not counted),
 answers of at most --max-tokens. Prompts repeat, so that drafters find their earlier answers. Modes alternate
-within each round; a ratio is the median over rounds of the time without speculation over the time with it
-for the same prompt, by category. All modes must give the same tokens, or the exit code is 1.
+within each round; a ratio is the geometric mean over rounds of the time without speculation over the time
+with it for the same prompts, by category, with its 95 % interval. All modes must give the same tokens, or
+the exit code is 1.
 
 Step overhead: a step's time without the forward pass, in microseconds, median over steps in which 1 or 64
 requests decode greedily without speculation. Start-up: from starting `foreword serve` to the first token.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import statistics
 import sys
 import time
@@ -30,11 +30,14 @@ from foreword.bench.common import (
     expected_weight,
     modes,
     print_table,
-    ratio,
+    ratio_legend,
+    ratio_text,
     rotate,
     rounds_text,
     sampling_params,
     seconds_per_token,
+    speed_ratio,
+    verdict,
     with_all_drafters,
 )
 from foreword.bench.prompts import PromptExample, read_examples
@@ -116,15 +119,18 @@ def measure_startup_s(config: Config) -> dict[str, float]:
 class ModeSamples:
     """Totals of one mode on one category of prompts."""
 
-    seconds: list[float] = field(default_factory=list)  # by round and prompt
+    seconds: list[float] = field(default_factory=list)  # by round, of all prompts
     tokens: int = 0
     drafted: int = 0
     accepted: float = 0.0
     verify_steps: int = 0
     emitted: float = 0.0
 
-    def add(self, output: RequestOutput, seconds: float) -> None:
-        self.seconds.append(seconds)
+    def add(self, output: RequestOutput, seconds: float, number: int) -> None:
+        """Count an answer of round `number`, from 0."""
+        if number == len(self.seconds):
+            self.seconds.append(0.0)
+        self.seconds[number] += seconds
         self.tokens += len(output.token_ids)
         figures = output.metrics.as_dict() if output.metrics else {}
         drafted, steps = figures.get("draft_tokens", 0), figures.get("verify_steps", 0)
@@ -224,8 +230,9 @@ class _Measurement:
         rounds = [[each for each in one if each[0] not in failed] for one in self._measured]
         rounds = [one for one in rounds if len(one) == len(categories) * len(self._compared)]
         samples = {name: {mode: ModeSamples() for mode in self._compared} for name in categories if rounds}
-        for category, mode, output, seconds in itertools.chain.from_iterable(rounds):
-            samples[category][mode].add(output, seconds)
+        for number, one in enumerate(rounds):
+            for category, mode, output, seconds in one:
+                samples[category][mode].add(output, seconds, number)
         return len(rounds), samples
 
     def _measure(self, number: int, example: PromptExample, mode: str) -> None:
@@ -250,7 +257,7 @@ def figures_by_category(samples: Samples, compared: Sequence[str]) -> dict[str, 
 def _figures(sample: ModeSamples, plain: ModeSamples) -> dict[str, float]:
     figures = {
         "tokens_per_second": sample.tokens / sum(sample.seconds),
-        "ratio": ratio(plain.seconds, sample.seconds),
+        **speed_ratio(plain.seconds, sample.seconds),
     }
     if sample.drafted:
         figures["acceptance"] = sample.accepted / sample.drafted
@@ -260,14 +267,14 @@ def _figures(sample: ModeSamples, plain: ModeSamples) -> dict[str, float]:
 
 def _show(result: Mapping[str, Any]) -> None:
     equal = "equal" if result["equal"] else "NOT EQUAL"
-    columns = ("kind", "speculation", "tokens/s", "ratio", "accepted", "tokens a step")
+    columns = ("kind", "speculation", "tokens/s", "speed [95 %]", "result", "accepted", "tokens a step")
     kinds = result["kinds"].items()
-    rows = [(kind, mode, *_cells(figures)) for kind, of in kinds for mode, figures in of.items()]
+    rows = [(kind, mode, *_cells(mode, figures)) for kind, of in kinds for mode, figures in of.items()]
     legend = (
-        f"ratio: speed over off for the same prompt, median over {rounds_text(result['rounds'])}; "
-        "above 1x is faster.",
-        "accepted: share of draft tokens that were right; tokens a step: delivered by a step that checks a "
-        "draft. Prompts repeat in every round, so that suffix drafts from the earlier answers.",
+        *ratio_legend(result["rounds"]),
+        "accepted: share of draft tokens that were right.",
+        "tokens a step: delivered by a step that checks a draft.",
+        "Prompts repeat in every round, so that suffix drafts from the earlier answers.",
         MODE_LEGEND,
     )
     print_table(f"one request at a time; answers {equal} in all modes", columns, rows, legend)
@@ -284,7 +291,8 @@ def _show(result: Mapping[str, Any]) -> None:
         print_table("from process start to the first token", ("stage", "s"), startup, (parts,))
 
 
-def _cells(figures: dict[str, float]) -> tuple[str, ...]:
+def _cells(mode: str, figures: dict[str, float]) -> tuple[str, ...]:
     accepted = f"{figures['acceptance']:.0%}" if "acceptance" in figures else ""
     length = f"{figures['mean_acceptance_length']:.2f}" if "mean_acceptance_length" in figures else ""
-    return f"{figures['tokens_per_second']:.0f}", f"{figures['ratio']:.2f}x", accepted, length
+    over = ("", "") if mode == OFF else (ratio_text(figures), verdict(figures))
+    return f"{figures['tokens_per_second']:.0f}", *over, accepted, length

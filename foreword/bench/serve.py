@@ -28,17 +28,20 @@ from foreword.bench.common import (
     expected_weight,
     percentile,
     print_table,
-    ratio,
+    ratio_legend,
+    ratio_text,
     rotate,
     rounds_text,
     sampling_params,
     seconds_per_token,
+    speed_ratio,
+    verdict,
     with_all_drafters,
 )
 from foreword.bench.prompts import PromptExample, read_examples
 from foreword.bench.server import ServerProcess
 from foreword.bench.session import BenchSession, BenchStep
-from foreword.cli.client import HTTPBackend, request_body
+from foreword.cli.client import HTTPBackend, request_body, server_url
 from foreword.cli.flags import read_config
 from foreword.cli.sse_reader import choices_of, iter_chunks_async, text_of
 from foreword.config.options import Config
@@ -132,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _server(base_url: str | None, config: Config, session: BenchSession) -> Iterator[str]:
     if base_url:
-        yield base_url.rstrip("/").removesuffix("/v1")
+        yield server_url(base_url)
         return
     with contextlib.ExitStack() as stack:
         with session.waiting(f"starting a server of {config.model or DEMO}"):
@@ -231,7 +234,7 @@ def summary(repetitions: Mapping[str, list[ServeRepetition]], args: argparse.Nam
     }
     if has_tokens:
         slowness = {mode: [1 / rate for rate in of_mode] for mode, of_mode in rates.items()}
-        result["throughput_ratio"] = ratio(slowness[OFF], slowness[ON])
+        result["throughput"] = speed_ratio(slowness[OFF], slowness[ON])
     return result
 
 
@@ -258,18 +261,25 @@ def _show(result: Mapping[str, Any]) -> None:
     rows = []
     for mode, of in result["modes"].items():
         times = ["/".join(f"{of[name].get(f'p{percent}', 0):.0f}" for percent in PERCENTS) for name in names]
-        rows.append([mode, f"{of['tokens_per_second']:.0f}", *times])
-    if "throughput_ratio" in result:
-        rows.append(["ratio", f"{result['throughput_ratio']:.2f}x"])
+        over = result["throughput"] if mode == ON and "throughput" in result else None
+        speed = ("", "") if over is None else (ratio_text(over), verdict(over))
+        rows.append([mode, f"{of['tokens_per_second']:.0f}", *speed, *times])
     state = "all answered" if result["answered_all"] else "NOT ALL ANSWERED"
     equal = "equal" if result["equal"] else "NOT EQUAL"
     load = f"{result['num_requests']} requests, {result['concurrency']} at once"
     legend = (
+        f"tokens/s: median of {rounds_text(result['rounds'])}.",
+        *ratio_legend(result["rounds"]),
         "TTFT, ITL, E2E: milliseconds to the first token, between chunks, and of the whole answer: "
         "p50/p90/p99 over all requests.",
-        f"ratio: tokens/s of auto over off in the same round, median of {rounds_text(result['rounds'])}; "
-        "above 1x is faster. off: no speculation; auto: all drafters.",
+        "off: no speculation; auto: all drafters.",
         *(f"error: {error}" for error in result["request_errors"]),
     )
-    columns = ["speculation", "tokens/s", *(name.removesuffix("_ms").upper() for name in names)]
+    columns = [
+        "speculation",
+        "tokens/s",
+        "speed [95 %]",
+        "result",
+        *(name.removesuffix("_ms").upper() for name in names),
+    ]
     print_table(f"serve: {load}; {state}; texts {equal}", columns, rows, legend)

@@ -27,13 +27,25 @@ from foreword.cli.terminal import progress_bar, stderr_console
 from foreword.config.hardware import probe_hardware
 from foreword.errors import ConfigError, ForewordError
 
-__all__ = ["BenchSession", "BenchStep", "ResultFile", "add_json_option", "describe_machine", "format_seconds"]
+__all__ = [
+    "EXIT_INTERRUPTED",
+    "BenchSession",
+    "BenchStep",
+    "ResultFile",
+    "add_json_option",
+    "describe_machine",
+    "format_seconds",
+    "print_json",
+    "without_nan",
+    "write_result",
+]
 
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-LINE_INTERVAL_S = 10.0  # between lines of progress where stderr is no terminal
+# Between lines of progress where stderr is no terminal, as of the start-up line.
+LINE_INTERVAL_S, LATER_INTERVAL_S, LATER_S = 1.5, 10.0, 60.0
 STDOUT = "-"
 
 
@@ -118,15 +130,18 @@ class BenchSession:
         """Run the steps in order until Ctrl-C; `plan` says in words what they are."""
         console = stderr_console()
         left = _TimeLeft(steps)
-        console.print(f"bench {self.name}: {plan}: about {left}; Ctrl-C keeps what is complete")
-        columns = (MofNCompleteColumn(), TextColumn("about {task.fields[left]} left"))
+        console.print(f"bench {self.name}: {plan}; Ctrl-C keeps what is complete")
+        columns = (MofNCompleteColumn(), TextColumn("{task.fields[left]}"))
         try:
             with progress_bar(*columns) as progress:
                 task = progress.add_task("", total=len(steps), left=str(left))
                 for number, step in enumerate(steps, 1):
                     progress.update(task, description=step.label, left=str(left))
-                    if progress.disable and left.is_line_due():
-                        console.print(f"{number}/{len(steps)}: {step.label}; about {left} left")
+                    line = f"{number}/{len(steps)}: {step.label}; {left}"
+                    if progress.disable:
+                        if left.is_line_due():
+                            console.print(line)
+                        startup_line.begin(line, at_once=False)  # repeats it while the step lasts
                     started = time.monotonic()
                     if step.cell not in self.errors:
                         with self.guard(step.cell):
@@ -135,6 +150,8 @@ class BenchSession:
                     progress.advance(task)
         except KeyboardInterrupt:
             self.complete = False
+        finally:
+            startup_line.end()
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[Callable[[int, int], None]]:
@@ -175,18 +192,20 @@ class BenchSession:
                 print(f"bench {self.name}: interrupted before anything was complete", file=sys.stderr)
             return EXIT_FAILED if self.complete else EXIT_INTERRUPTED
         result = {"bench": self.name, **_machine(), "date": self._date, **result}
-        result = _without_nan(result | {"complete": self.complete, "errors": self.errors})
+        result = without_nan(result | {"complete": self.complete, "errors": self.errors})
         code = 0 if passed and not self.errors else EXIT_FAILED
         if self._json is not None:
             text = json.dumps(result, indent=1, allow_nan=False)
-            code = max(code, _write(self._json, lambda path: path.write_text(text + "\n", encoding="utf-8")))
+            code = max(
+                code, write_result(self._json, lambda path: path.write_text(text + "\n", encoding="utf-8"))
+            )
         with contextlib.redirect_stdout(sys.stderr) if self._json_alone else contextlib.nullcontext():
             print(describe_machine(result))
             show(result)
         if self._json_alone or not sys.stdout.isatty():
             print(json.dumps(result, allow_nan=False), flush=True)
         if self._plot is not None and draw is not None:
-            code = max(code, _write(self._plot, lambda path: draw(result, path)))
+            code = max(code, write_result(self._plot, lambda path: draw(result, path)))
         if not self.complete:
             print(f"bench {self.name}: interrupted; only what was complete is shown", file=sys.stderr)
             return EXIT_INTERRUPTED
@@ -205,33 +224,42 @@ class BenchSession:
 
 
 class _TimeLeft:
-    """The expected time of the steps to come, scaled by what those before took."""
+    """The expected time of the steps to come, scaled by what those before took, of the same cell if any.
+
+    Nothing is said before the first step: the estimates alone may be wrong by times.
+    """
 
     def __init__(self, steps: Sequence[BenchStep]) -> None:
         self._left_s: dict[str, float] = {}  # expected, by cell
+        self._scales: dict[str, float] = {}  # measured over expected time, of the cells that began
         for step in steps:
             self._left_s[step.cell] = self._left_s.get(step.cell, 0.0) + step.expected_s
         self._expected_s = self._measured_s = 0.0  # of the steps that ran
-        self._next_line_s = time.monotonic()
+        self._started_s = self._next_line_s = time.monotonic()
 
     def __str__(self) -> str:
-        scale = self._measured_s / self._expected_s if self._expected_s else 1.0
-        return format_seconds(scale * sum(self._left_s.values()))
+        if not self._expected_s:
+            return "measuring the speed first"
+        scale = self._measured_s / self._expected_s
+        left_s = sum(self._scales.get(cell, scale) * seconds for cell, seconds in self._left_s.items())
+        return f"about {format_seconds(left_s)} left"
 
     def add(self, step: BenchStep, seconds: float, failed: Collection[str]) -> None:
         """Count a step as run; those of failed cells will not run."""
         if step.cell in failed:
             self._left_s.pop(step.cell, None)
             return
+        self._scales[step.cell] = seconds / step.expected_s if step.expected_s else 1.0
         self._expected_s += step.expected_s
         self._measured_s += seconds
         self._left_s[step.cell] -= step.expected_s
 
     def is_line_due(self) -> bool:
-        """True at first, and then once in LINE_INTERVAL_S."""
-        if time.monotonic() < self._next_line_s:
+        """True at first, and then once in LINE_INTERVAL_S, after a while less often."""
+        now = time.monotonic()
+        if now < self._next_line_s:
             return False
-        self._next_line_s = time.monotonic() + LINE_INTERVAL_S
+        self._next_line_s = now + (LINE_INTERVAL_S if now - self._started_s < LATER_S else LATER_INTERVAL_S)
         return True
 
 
@@ -239,6 +267,11 @@ def _machine() -> dict[str, Any]:
     """Platform, CPU model, usable cores and ISA extensions."""
     host = probe_hardware("cpu")
     return {"machine": platform.platform(), "cpu": host.cpu, "cores": host.cores, "isa": list(host.isa)}
+
+
+def print_json(result: Mapping[str, Any]) -> None:
+    """Print a result and its machine as one JSON line: the last line of a script in benchmarks/."""
+    print(json.dumps(without_nan({**_machine(), **result}), allow_nan=False), flush=True)
 
 
 def describe_machine(result: Mapping[str, Any]) -> str:
@@ -255,8 +288,8 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _write(file: ResultFile, save: Callable[[Path], object]) -> int:
-    """Returns an exit code."""
+def write_result(file: ResultFile, save: Callable[[Path], object]) -> int:
+    """Write a result; returns an exit code. An error is one line on stderr."""
     try:
         file.write(save)
     except Exception as error:  # a full disk or a plot's error must not cost the rest
@@ -270,10 +303,10 @@ def _describe(error: Exception) -> str:
     return text if isinstance(error, ForewordError) else f"{type(error).__name__}: {text}"
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """JSON has no nan and no infinity: they become null."""
     if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
+        return [without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

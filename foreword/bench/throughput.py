@@ -1,8 +1,9 @@
 """`foreword bench throughput`: many requests at once, in this process.
 
 Regime: --num-requests requests from the given prompts, each with its own seed, at most --concurrency at once,
-prefix cache off, no network. Modes alternate within each round; a ratio is the median over rounds of tokens/s
-with speculation over tokens/s without. Every mode must give the same tokens, or the exit code is 1.
+prefix cache off, no network. Modes alternate within each round; a ratio is the geometric mean over rounds of
+tokens/s with speculation over tokens/s without, with its 95 % interval. Every mode must give the same tokens,
+or the exit code is 1.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from foreword.bench.common import (
     expected_weight,
     modes,
     print_table,
-    ratio,
+    ratio_legend,
+    ratio_text,
     rotate,
     rounds_text,
     sampling_params,
     seconds_per_token,
+    speed_ratio,
+    verdict,
     with_all_drafters,
 )
 from foreword.bench.prompts import PromptExample, read_examples
@@ -94,7 +98,7 @@ class _Measurement:
         figures = {
             mode: {
                 "tokens_per_second": num_tokens / statistics.median(times),
-                "ratio": ratio(seconds[OFF], times),
+                **speed_ratio(seconds[OFF], times),
             }
             for mode, times in seconds.items()
             if rounds
@@ -133,12 +137,15 @@ class _Measurement:
 
 def _show(result: Mapping[str, Any]) -> None:
     figures = result["modes"].items()
-    rows = [[mode, f"{of['tokens_per_second']:.0f}", f"{of['ratio']:.2f}x"] for mode, of in figures]
+    rows = [
+        [mode, f"{of['tokens_per_second']:.0f}", *((ratio_text(of), verdict(of)) if mode != OFF else ())]
+        for mode, of in figures
+    ]
     load = f"{result['num_requests']} requests, {result['concurrency']} at once"
     title = f"throughput: {load}; answers {'equal' if result['equal'] else 'NOT EQUAL'} in all modes"
     legend = (
-        f"ratio: speed over off in the same round, median of {rounds_text(result['rounds'])}; above 1x is "
-        "faster.",
+        f"tokens/s: median of {rounds_text(result['rounds'])}.",
+        *ratio_legend(result["rounds"]),
         MODE_LEGEND,
     )
-    print_table(title, ("speculation", "tokens/s", "ratio"), rows, legend)
+    print_table(title, ("speculation", "tokens/s", "speed [95 %]", "result"), rows, legend)

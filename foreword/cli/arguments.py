@@ -31,7 +31,9 @@ def add_run_batch_arguments(parser: argparse.ArgumentParser) -> None:
         "-i", "--input", required=True, metavar="FILE", help="requests, one JSON object per line"
     )
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="results; existing ones stay")
-    parser.add_argument("--url", metavar="URL", help="use this server instead of loading a model")
+    parser.add_argument(
+        "--url", "--base-url", metavar="URL", help="use this server instead of loading a model"
+    )
     parser.add_argument(
         "--concurrency", type=int, metavar="N", help="requests at once (default: twice what the engine runs)"
     )

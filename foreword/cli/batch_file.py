@@ -14,7 +14,7 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,7 @@ __all__ = [
     "BatchLine",
     "BatchOutput",
     "InvalidLine",
+    "check_files",
     "error_line",
     "missing_choices",
     "read_lines",
@@ -63,6 +64,16 @@ def read_lines(path: Path) -> Iterator[BatchLine | InvalidLine]:
                     yield _parse_line(number, raw, seen)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}", "input") from None
+
+
+def check_files(source: Path, target: Path) -> None:
+    """Raises ConfigError for an input that cannot be read, or an output that is the input."""
+    if target.exists() and source.exists() and target.samefile(source):
+        raise ConfigError("--output must be another file than --input", "output")
+    try:
+        source.open("rb").close()
+    except OSError as error:
+        raise ConfigError(f"--input {source}: {error.strerror or error}", "input") from None
 
 
 def _parse_line(number: int, raw: bytes, seen: set[str]) -> BatchLine | InvalidLine:
@@ -136,6 +147,7 @@ class BatchOutput:
 
     def __init__(self, path: Path) -> None:
         self.num_errors = 0
+        self._path = path
         self._answered_ids: set[str] = set()
         self._invalid_lines: set[int] = set()
         try:
@@ -151,7 +163,8 @@ class BatchOutput:
     def __exit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with suppress(OSError):  # a result that write() could not store
+            self._file.close()
 
     def contains(self, item: BatchLine | InvalidLine) -> bool:
         """Whether this line has a final result."""
@@ -160,9 +173,13 @@ class BatchOutput:
         return item.line_number in self._invalid_lines
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a result and flush it."""
-        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
+        """Append a result and flush it. Raises ConfigError, such as for a full disk."""
+        try:
+            self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            problem = f"{self._path} cannot be written: {error.strerror or error}"
+            raise ConfigError(f"{problem}; the same command continues the run", "output") from None
 
     def _is_final(self, raw: bytes) -> bool:
         try:
@@ -212,7 +229,8 @@ def _drop_unwanted_lines(path: Path, old: IO[bytes], keep: Callable[[bytes], boo
             os.chmod(name, path.stat().st_mode & 0o777)
             os.replace(name, path)
         except BaseException:
-            new.close()
             os.unlink(name)
+            with suppress(OSError):  # the disk is full
+                new.close()
             raise
     return new

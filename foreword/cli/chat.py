@@ -18,13 +18,14 @@ from typing import Any
 from rich.console import Console
 
 from foreword.cli.arguments import add_model_word
-from foreword.cli.client import FINISH_NOTES, ChatBackend, add_backend_options, open_backend
+from foreword.cli.client import ChatBackend, add_backend_options, finish_note, open_backend
 from foreword.cli.flags import (
     Message,
     add_image_option,
     add_sampling_options,
     read_config,
     read_params,
+    usage_errors,
     user_message,
 )
 from foreword.cli.terminal import StyledText, WordWrapper, replace_unknown_characters, show_controls
@@ -47,10 +48,12 @@ COMMANDS: Mapping[str, str] = {
     "/quit": "leave (also /exit, Ctrl-D)",
 }
 ALIASES = {"/reset": "/clear", "/exit": "/quit", "/bye": "/quit", "/?": "/help"}
+FOREIGN_COMMANDS = {"/set": "flags set sampling at the start, such as --temperature"}  # of ollama
 HELP_NOTE = (
     'A \\ at the end of a line, or """ before and after, makes a message of several lines. '
     "Ctrl-C ends an answer. A message that begins with a / is sent after a space."
 )
+MIN_SIMILARITY = 0.75  # of a suggested command: no other command than the one meant
 COMMAND = re.compile(r"(/\?|/\w+)(?:\s+(.*))?", re.DOTALL)
 
 
@@ -68,8 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Talk until the user leaves. From a pipe, each line is a message; 1 if one was not answered."""
-    read_params(args)  # refuses invalid flags before the model is loaded
-    user_message("", args.image)  # refuses an unreadable file before the model is loaded
+    with usage_errors():  # before the model is loaded
+        read_params(args)
+        user_message("", args.image)
     replace_unknown_characters(sys.stdin, sys.stdout)
     is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
     console = Console(no_color=args.no_color or None, highlight=False)
@@ -254,7 +258,7 @@ class ChatSession:
             is_complete,
             metrics,
         )
-        if (note := FINISH_NOTES.get(finish_reason or "")) is not None:
+        if (note := finish_note(finish_reason, params, self._backend.sampling_defaults)) is not None:
             self.say(note)
         if not is_complete:
             self.say("stopped; what was said stays in the conversation")
@@ -291,8 +295,9 @@ class ChatSession:
         if (method := self._commands.get(name)) is not None:
             return method(argument)
         names = [*self._commands, "/quit", *ALIASES]
-        close = difflib.get_close_matches(name, names, n=1)
+        close = difflib.get_close_matches(name, names, n=1, cutoff=MIN_SIMILARITY)
         hint = f"did you mean {close[0]}?" if close else "/help lists the commands"
+        hint = FOREIGN_COMMANDS.get(name, hint)
         self._fail(f"unknown command {name}: {hint}")
 
     def _help(self, _: str) -> None:

@@ -23,8 +23,7 @@ from foreword.engine.loader import detect_hardware, make_plugins
 from foreword.errors import ForewordError
 from foreword.kernels.registry import native_unavailable_reason
 from foreword.models.gguf.header import is_gguf
-from foreword.models.loader import read_model_info
-from foreword.models.weights import FileWeights
+from foreword.models.loader import check_weights, read_model_info
 from foreword.multimodal.processor import read_processor
 from foreword.tokenizer.tokenizer import Tokenizer
 
@@ -91,18 +90,18 @@ def _check_model(
 
 
 def _check_weights(config: Config) -> Iterator[CheckResult]:
-    """Whether the files of weights are there and whole, by their headers; those of GGUF were read already."""
+    """Whether the files of weights are whole and have the tensors that the model loads, by their headers."""
     draft_model = config.draft_model if config.runs_draft_model else None
     for label, name in (("weights", config.model), ("draft weights", draft_model)):
         path = Path(str(name))
-        if name is None or is_gguf(path) or config.load_format == "dummy":
+        if name is None or config.load_format == "dummy":
             continue
         try:
-            size = format_bytes(FileWeights(path).num_bytes)
+            size = format_bytes(check_weights(path, config.gguf_dequantize))
         except ForewordError as error:
             yield CheckResult(False, f"{label}: {error}")
         else:
-            yield CheckResult(True, f"{label}: {size} in safetensors files")
+            yield CheckResult(True, f"{label}: {size} in {'GGUF' if is_gguf(path) else 'safetensors'} files")
 
 
 def _check_tokenizers(config: Config) -> Iterator[CheckResult]:

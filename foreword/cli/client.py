@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import httpx
@@ -21,23 +20,19 @@ from foreword.core.structured_output import StructuredOutput
 from foreword.errors import ContextLengthExceeded, ForewordError
 
 __all__ = [
-    "FINISH_NOTES",
     "ChatBackend",
     "ChatPiece",
     "ChatResult",
     "HTTPBackend",
     "add_backend_options",
+    "finish_note",
     "open_backend",
     "request_body",
+    "server_url",
 ]
 
 CONNECT_TIMEOUT_S = 10.0
-FINISH_NOTES: Mapping[str, str] = MappingProxyType(  # shown to the user, by finish reason
-    {
-        "length": "the answer was cut off at --max-tokens or the end of the context",
-        "repetition": "the answer repeated itself and was ended; --on-runaway warn lets it go on",
-    }
-)
+REPETITION_NOTE = "the answer repeated itself and was ended; --on-runaway warn lets it go on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +72,16 @@ class ChatBackend(Protocol):
 
 
 def add_backend_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base-url", metavar="URL", help="use this server instead of loading a model")
+    parser.add_argument(
+        "--base-url", "--url", metavar="URL", help="use this server instead of loading a model"
+    )
     add_config_options(parser, ENGINE_GROUPS, more=("api_key", "log_level"))
+
+
+def server_url(base_url: str) -> str:
+    """The address before /v1; http:// is added to one without a scheme."""
+    url = base_url if "://" in base_url else f"http://{base_url}"
+    return url.rstrip("/").removesuffix("/v1")
 
 
 @contextmanager
@@ -92,6 +95,7 @@ def open_backend(args: argparse.Namespace) -> Iterator[ChatBackend]:
             startup_line.end()
             yield remote
     else:
+        importlib.import_module("foreword.cli.local_checks").check_local_request(args, config)
         module = importlib.import_module("foreword.cli.local_backend")
         yield cast(ChatBackend, module.LocalBackend(config))
 
@@ -107,7 +111,7 @@ class HTTPBackend:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key.split(',')[0]}"} if api_key else {}
-        url = base_url.rstrip("/").removesuffix("/v1")
+        url = server_url(base_url)
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=transport)
         self.name = model or self._first_model()
@@ -170,8 +174,25 @@ class HTTPBackend:
     def _translate_http_errors(self) -> Iterator[None]:
         try:
             yield
+        except httpx.ConnectError as error:
+            hint = "no server answers there; `foreword serve` starts one"
+            raise ForewordError(f"{self._http.base_url}: {error or type(error).__name__}: {hint}") from None
         except httpx.HTTPError as error:
             raise ForewordError(f"{self._http.base_url}: {error or type(error).__name__}") from None
+        except UnicodeEncodeError:
+            raise ForewordError("the request is not valid Unicode: it has a lone surrogate") from None
+
+
+def finish_note(finish_reason: str | None, params: SamplingParams, defaults: Mapping[str, Any]) -> str | None:
+    """What a user is told about an answer that ended early; `defaults` are the backend's of sampling."""
+    if finish_reason != "length":
+        return REPETITION_NOTE if finish_reason == "repetition" else None
+    limit = f"--max-tokens {params.max_tokens} or "
+    if params.max_tokens is None:
+        limit = ""
+    elif params.max_tokens == defaults.get("max_tokens"):
+        limit = f"the checkpoint's max_new_tokens {params.max_tokens} (--max-tokens N sets another) or "
+    return f"the answer was cut off at {limit}the end of the context"
 
 
 def request_body(

@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from foreword import __version__
@@ -25,12 +26,23 @@ from foreword.cli.arguments import (
     add_run_batch_arguments,
     add_serve_arguments,
 )
-from foreword.cli.flags import KIND_NAMES, ForeignAction, add_foreign_flags, read_config, unknown_variables
+from foreword.cli.batch_file import check_files
+from foreword.cli.flags import (
+    KIND_NAMES,
+    ForeignAction,
+    add_foreign_flags,
+    print_line,
+    read_config,
+    read_log_format,
+    unknown_variables,
+)
+from foreword.cli.listener import bind
 from foreword.cli.startup import startup_line
 from foreword.config.options import Config
 from foreword.demo import BUNDLED, DEFAULT_MODEL
-from foreword.errors import CheckpointError, ConfigError, ForewordError, did_you_mean
+from foreword.errors import CheckpointError, ConfigError, ForewordError, Terminated, did_you_mean
 from foreword.models.hub import find_local, resolve_path
+from foreword.server.auth.key_file import read_key_file
 
 __all__ = ["COMMANDS", "Subcommand", "build_parser", "run_command_line"]
 
@@ -119,6 +131,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False, formatter_class=_format_help)
+        self.refusals: list[str] = []  # lines about refused flags of other servers, reported together
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(
@@ -129,14 +142,25 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction) and message == f"missing: {action.metavar}":
                 message += f", one of {', '.join(action.choices)}"
-        self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self._print_refusals()
+        print_line(self.prog, f"{message} (see {self.prog} --help)", logging.ERROR)
+        self.exit(EXIT_USAGE)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses words that are left over here, where the flags of the command are known."""
         namespace, rest = super().parse_known_args(args, namespace)
+        if self.refusals:  # words may be left over because of them
+            rest = [word for word in rest if word.startswith("-")]
         if rest:
             self.error(self._unknown(rest))
+        if self.refusals:
+            self._print_refusals()
+            self.exit(EXIT_USAGE)
         return namespace, rest
+
+    def _print_refusals(self) -> None:
+        for line in self.refusals:
+            print_line(self.prog, line, logging.ERROR)
 
     def _unknown(self, rest: Sequence[str]) -> str:
         flag = next((word.partition("=")[0] for word in rest if word.startswith("-") and word != "-"), None)
@@ -153,6 +177,11 @@ class Parser(argparse.ArgumentParser):
         if not takes_words and "--model" in self._option_string_actions:
             hint = f"`--model {rest[0]}` names a model"
         return f"{rest[0]!r} is one word too many" + (f": {hint}" if hint else "")
+
+    def _get_option_tuples(self, option_string: str) -> Any:
+        """A short flag may be joined to its value (-iFILE), but is not completed (-p to -pp)."""
+        tuples = super()._get_option_tuples(option_string)
+        return [each for each in tuples if each[1] == option_string[:2]]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -175,9 +204,9 @@ def _parse(words: list[str]) -> argparse.Namespace:
         parser.error(f"flags follow a command, such as `foreword serve {name}`")
     if name in FOREIGN_COMMANDS:
         model = next((word for word in words[1:] if not word.startswith("-")), "MODEL")
-        parser.exit(
-            EXIT_USAGE, f"foreword: no command {name!r}: {FOREIGN_COMMANDS[name].replace('MODEL', model)}\n"
-        )
+        hint = FOREIGN_COMMANDS[name].replace("MODEL", model)
+        print_line("foreword", f"no command {name!r}: {hint}", logging.ERROR)
+        parser.exit(EXIT_USAGE)
     if "/" in name or name.endswith(".gguf") or name in BUNDLED:
         parser.error(f"{name!r} is no command; `foreword serve {name}` serves a model")
     parser.error(f"unknown command {name!r}{did_you_mean(name, names)}")
@@ -231,18 +260,17 @@ def run_command_line(words: Sequence[str], is_process: bool = False) -> int:
 
     is_process  answer signals, and show what the command waits for
     """
+    startup_line.log_format = read_log_format(words)
     args = _parse(list(words))
     try:
         config = _check_config(args, is_process) if hasattr(args, "config") else None
-        # Plain lines would disturb a reader of JSON lines.
-        startup_line.enabled = config is None or config.log_format != "json"
         if is_process and args.start:
             startup_line.begin(f"foreword {__version__}: {_describe_start(args, config)}")
         run = getattr(args, "run", None) or importlib.import_module(args.module).run
         if is_process:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if args.command != "serve":
-                signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
+                signal.signal(signal.SIGTERM, _terminate)
         code = int(run(args))
         sys.stdout.flush()
         return code
@@ -251,7 +279,7 @@ def run_command_line(words: Sequence[str], is_process: bool = False) -> int:
         return _print_error(error, args)
     except KeyboardInterrupt:
         startup_line.end()
-        print(f"foreword {args.command}: interrupted", file=sys.stderr)
+        print_line(f"foreword {args.command}", "interrupted", logging.INFO)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
@@ -264,8 +292,13 @@ def _check_config(args: argparse.Namespace, fetch: bool) -> Config:
     fetch  download models with a hub id now: the hub's progress bars and the start-up line share a terminal
     """
     config = read_config(args)
+    if args.command == "serve":
+        _check_server_files(config)
+    elif args.command == "run-batch":
+        check_files(Path(args.input), Path(args.output))
+    prog = f"foreword {args.command}"
     for line in unknown_variables():
-        print(f"foreword {args.command}: warning: {line}", file=sys.stderr)
+        print_line(prog, f"warning: {line}")
     if _server_url(args) is None:
         names = [
             config.model,
@@ -274,12 +307,19 @@ def _check_config(args: argparse.Namespace, fetch: bool) -> Config:
         ]
         for name in names:
             if name is not None and name not in BUNDLED and find_local(name, BUNDLED) is None and fetch:
-                print(
-                    f"foreword {__version__}: fetching {name}, unless it is in the hub's cache",
-                    file=sys.stderr,
-                )
+                print_line(prog, f"fetching {name}, unless it is in the hub's cache", logging.INFO)
                 resolve_path(name)
     return config
+
+
+def _check_server_files(config: Config) -> None:
+    """Raises ConfigError for files and addresses of the server that cannot be used, before slow imports."""
+    if config.api_key_file is not None:
+        read_key_file(Path(config.api_key_file))
+    if config.uds is None:
+        bind(config.host, config.port).close()
+    elif not (folder := Path(config.uds).parent).is_dir():
+        raise ConfigError(f"cannot listen on uds {config.uds}: {folder} is no directory", "uds")
 
 
 def _server_url(args: argparse.Namespace) -> str | None:
@@ -298,8 +338,12 @@ def _describe_start(args: argparse.Namespace, config: Config | None) -> str:
     return f"{start} {config.model or DEFAULT_MODEL}{draft}"
 
 
+def _terminate(signum: int, frame: object) -> NoReturn:
+    raise Terminated(EXIT_TERMINATED)
+
+
 def _print_error(error: ForewordError, args: argparse.Namespace) -> int:
     if str(getattr(args, "log_level", "")).lower() == "debug":
         logging.getLogger("foreword").exception("failed")
-    print(f"foreword {args.command}: {error}", file=sys.stderr)
+    print_line(f"foreword {args.command}", str(error), logging.ERROR)
     return EXIT_USAGE if isinstance(error, ConfigError | CheckpointError) else EXIT_FAILURE

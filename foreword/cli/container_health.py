@@ -1,13 +1,15 @@
 """Docker's health check, `python -m foreword.cli.container_health`: asks the server's /health.
 
 The server is process 1, whose command line has its flags; environment and config file are the same here.
-Exit codes: 0 for 200, or if process 1 is no server; else 1.
+Exit codes: 0 for 200, while the server replaces its engine or drains, or if process 1 is no server; else 1.
+While it loads the exit code is 1: Docker counts no failure in the start period, which the first success ends.
 """
 
 from __future__ import annotations
 
 import argparse
 import http.client
+import json
 import socket
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from foreword.cli.flags import read_config
 __all__ = ["check"]
 
 TIMEOUT_S = 4.0
+TRANSIENT = ("restarting", "draining")  # a supervisor that kills the container would only lose answers
 
 
 def check(command_line: Path) -> int:
@@ -36,8 +39,9 @@ def check(command_line: Path) -> int:
             connection.sock.settimeout(TIMEOUT_S)
             connection.sock.connect(config.uds)
         connection.request("GET", "/health")
-        return int(connection.getresponse().status != 200)
-    except (OSError, http.client.HTTPException) as error:
+        response = connection.getresponse()
+        return int(response.status != 200 and json.loads(response.read()).get("status") not in TRANSIENT)
+    except (OSError, http.client.HTTPException, ValueError) as error:
         print(f"no answer from {config.uds or f'{config.host} port {config.port}'}: {error}")
         return 1
     finally:

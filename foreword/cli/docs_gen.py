@@ -12,7 +12,7 @@ from typing import Any
 
 from foreword.cli.flags import GROUPS, environment_name, flag, type_name
 from foreword.config.foreign_flags import FOREIGN_FLAGS, ForeignFlag
-from foreword.config.options import option_fields
+from foreword.config.options import IGNORED_SPECULATIVE_FIELDS, option_fields
 from foreword.metrics.definitions import CATALOG, MODEL_LABEL, PREFIX, VLLM_METRICS, Metric, VLLMMetric
 from foreword.metrics.prometheus import ENGINE_PROCESS
 from foreword.server.protocol import compat
@@ -113,6 +113,19 @@ FIELDS: Mapping[str, Mapping[str, compat.PeerField]] = MappingProxyType(
 )
 
 
+SPECULATIVE_FIELDS_HEADER = """\
+## Fields of vLLM's `--speculative-config`
+
+| field | here |
+|---|---|
+| `method` | `ngram`, `suffix` or `draft_model`; trained heads (`eagle3`, `mtp`, `medusa`) are refused |
+| `model` | the draft model |
+| `num_speculative_tokens`, `prompt_lookup_min`, `prompt_lookup_max` | the flags of these names |
+
+These change nothing, and a start says so:
+"""
+
+
 def flags_page() -> str:
     """One table per group of options."""
     return "\n".join([FLAGS_HEADER, *(line for group in GROUPS for line in _group(group))]) + "\n"
@@ -127,11 +140,21 @@ def foreign_flags_page() -> str:
             f"| {', '.join(f'`{name}`' for name in item.names)} | {_foreign_answer(item)} |" for item in flags
         ]
         lines.append("")
-    return "\n".join(lines)
+    lines += [SPECULATIVE_FIELDS_HEADER, "| field | here |", "|---|---|"]
+    for name, (accepted, reason) in IGNORED_SPECULATIVE_FIELDS.items():
+        values = " or ".join(f"`{json.dumps(value)}`" for value in accepted)
+        condition = f", if it is {values}" if values else ""
+        lines.append(f"| `{name}` | taken without effect{condition}: {_with_flags(reason)} |")
+    return "\n".join([*lines, ""])
+
+
+def _with_flags(text: str) -> str:
+    """Flags as code."""
+    return re.sub(r"(?<![\w`-])(--[a-z][a-z-]*\w)", r"`\1`", text)
 
 
 def _foreign_answer(item: ForeignFlag) -> str:
-    answer = re.sub(r"(?<![\w`-])(--[a-z][a-z-]*\w)", r"`\1`", item.answer)
+    answer = _with_flags(item.answer)
     if item.kind == "same":
         fallback = f"; on a server: {answer}" if answer else ""
         return f"`{item.ours}`{fallback}"

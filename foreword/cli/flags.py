@@ -9,22 +9,26 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import logging
 import mimetypes
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from foreword.cli.startup import startup_line
 from foreword.config.foreign_flags import FOREIGN_FLAGS, ForeignFlag, find_foreign
 from foreword.config.options import Config, option_fields
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import ConfigError, InvalidRequest, did_you_mean
+from foreword.utils.logging import JSONFormatter
 
 __all__ = [
     "FLAGS",
@@ -40,11 +44,14 @@ __all__ = [
     "add_structured_options",
     "environment_name",
     "flag",
+    "print_line",
     "read_config",
+    "read_log_format",
     "read_params",
     "read_structured",
     "read_text",
     "unknown_variables",
+    "usage_errors",
     "user_message",
 ]
 
@@ -108,6 +115,30 @@ def read_config(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
     return Config(**values).with_speculative_config()
 
 
+def read_log_format(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
+    """`log_format` as far as these words and the config file can be read: their errors are written in it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--log-format", nargs="?", default=environ.get(environment_name("log_format")))
+    parser.add_argument("--config", nargs="?", default=environ.get(PREFIX + "CONFIG"))
+    given, _ = parser.parse_known_args(words)
+    if not given.log_format and given.config:
+        try:
+            options = yaml.load(Path(given.config).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+            given.log_format = options.get("log-format", options.get("log_format"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, AttributeError):
+            pass  # read_config() reports it
+    return "json" if given.log_format == "json" else "text"
+
+
+def print_line(prog: str, message: str, level: int = logging.WARNING) -> None:
+    """Write a message of the command line to stderr, in the log format of the start-up line."""
+    text = f"{prog}: {message}"
+    if startup_line.log_format == "json":
+        record = logging.LogRecord(prog.replace(" ", "."), level, "", 0, message, None, None)
+        text = JSONFormatter(logging.Formatter()).format(record)
+    print(text, file=sys.stderr)
+
+
 def help_text(item: Any) -> str:
     """Help of one field, with its default."""
     text = str(item.metadata["help"])
@@ -137,7 +168,10 @@ def _hide(action: Any) -> None:
 
 
 class ForeignAction(argparse.Action):
-    """A flag of another server: taken for ours, taken without effect, or refused, each with one line."""
+    """A flag of another server: taken for ours, taken without effect, or refused, each with one line.
+
+    The parser has a list `refusals`, so that it can report all of them at once.
+    """
 
     def __init__(
         self, foreign: ForeignFlag, source: str, ours: argparse.Action | None, **options: Any
@@ -151,9 +185,10 @@ class ForeignAction(argparse.Action):
         foreign, name = self._foreign, str(option_string)
         if not foreign.accepts(values) or (foreign.kind == "same" and self._ours is None):
             refusal = foreign.refusal(name, values)
-            parser.exit(2, f"{parser.prog}: {refusal} (a flag of {self._source})\n")
+            parser.refusals.append(f"{refusal} (a flag of {self._source})")
+            return
         if note := foreign.note(name):
-            print(f"{parser.prog}: {note}", file=sys.stderr)
+            print_line(parser.prog, note)
         if self._ours is not None:
             constant = foreign.ours.partition(" ")[2]
             if constant:
@@ -226,12 +261,12 @@ KIND_NAMES = {"str": "a text", "int": "a whole number", "float": "a number"}
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Values of FOREWORD_* variables; an empty variable counts as not set."""
+    """Values of FOREWORD_* variables; an empty one counts as not set, unless the option guards access."""
     names = {item: environment_name(item.name) for item in option_fields()}
     return {
         item.name: _parse(name, type_name(item), environ[name])
         for item, name in names.items()
-        if environ.get(name)
+        if environ.get(name) or (name in environ and item.metadata["guards_access"])
     }
 
 
@@ -290,13 +325,21 @@ def _from_file(path: Path) -> dict[str, Any]:
         if name == "speculative_config" and isinstance(value, yaml.MappingNode):
             values[name] = json.dumps(yaml.safe_load(text)[key.value])
             continue
-        if not isinstance(value, yaml.ScalarNode):
-            raise ConfigError(f"{where}: {key.value} must be a single value", name)
-        is_null = value.value in ("", "null", "~")
-        values[name] = (
-            None if is_null else _parse(f"{where}: {key.value}", type_name(ITEMS[name]), value.value)
-        )
+        item, source = ITEMS[name], f"{where}: {key.value}"
+        content = _file_value(source, item, value)
+        is_null = content in ("null", "~") or (not content and not item.metadata["guards_access"])
+        values[name] = None if is_null else _parse(source, type_name(item), content)
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _file_value(where: str, item: Any, value: yaml.Node) -> str:
+    """The text of a value; a list is joined where the option takes several values by commas."""
+    if isinstance(value, yaml.ScalarNode):
+        return str(value.value)
+    is_list = isinstance(value, yaml.SequenceNode) and item.metadata["many"]
+    if not is_list or not all(isinstance(each, yaml.ScalarNode) for each in value.value):
+        raise ConfigError(f"{where} must be a single value", item.name)
+    return ",".join(each.value for each in value.value)
 
 
 def _file_option(where: str, key: yaml.Node) -> str:
@@ -394,6 +437,15 @@ def read_params(args: argparse.Namespace, defaults: Mapping[str, Any] = NO_DEFAU
         on_runaway=getattr(args, "on_runaway", None),
         **values,
     )
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """An invalid flag of a request is an error of the command line: InvalidRequest becomes ConfigError."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise ConfigError(error.message, error.param) from None
 
 
 def add_structured_options(parser: argparse.ArgumentParser) -> None:

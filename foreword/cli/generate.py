@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from foreword.cli.client import FINISH_NOTES, add_backend_options, open_backend
+from foreword.cli.client import add_backend_options, finish_note, open_backend
 from foreword.cli.flags import (
     Message,
     add_image_option,
@@ -17,6 +17,7 @@ from foreword.cli.flags import (
     read_params,
     read_structured,
     read_text,
+    usage_errors,
     user_message,
 )
 from foreword.cli.startup import startup_line
@@ -41,12 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     prediction = None if args.prediction is None else read_text("prediction", args.prediction)
-    read_params(args)  # refuses invalid flags before the model is loaded
-    structured = read_structured(args)
-    text = _read_stdin() if args.prompt == "-" else args.prompt
     if args.raw and args.image:
         raise ConfigError("--image needs the chat template, which --raw leaves out", "image")
-    prompt: str | Sequence[Message] = text if args.raw else [user_message(text, args.image)]
+    with usage_errors():  # before the model is loaded
+        read_params(args)
+        structured = read_structured(args)
+        text = _read_stdin() if args.prompt == "-" else args.prompt
+        prompt: str | Sequence[Message] = text if args.raw else [user_message(text, args.image)]
     note = None
     replace_unknown_characters(sys.stdout)
     with open_backend(args) as backend:
@@ -65,12 +67,12 @@ def run(args: argparse.Namespace) -> int:
                 is_begun = True
                 shown = show_controls(piece.text) if sys.stdout.isatty() else piece.text
                 print(shown, end="", flush=True)
-                note = FINISH_NOTES.get(piece.finish_reason or "")
+                note = finish_note(piece.finish_reason, params, defaults)
         except (ForewordError, KeyboardInterrupt):
             if is_begun:
-                print()
+                print(flush=True)
             raise
-    print()
+    print(flush=True)  # before a note on stderr, which may be the same pipe
     if note is not None:
         stderr_console().print(f"foreword generate: {note}", markup=False)
     return 0

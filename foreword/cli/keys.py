@@ -47,7 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing = actions.add_parser("list", help="the keys of the file, without their hashes")
     revoke = actions.add_parser("revoke", help="remove a key from the file")
     for sub in (new, listing, revoke):
-        sub.add_argument("--file", metavar="FILE", help=f"the key file (default: ${KEY_FILE_VARIABLE})")
+        sub.add_argument(
+            *("--file", "--api-key-file"),
+            dest="file",
+            metavar="FILE",
+            help=f"the key file (default: ${KEY_FILE_VARIABLE})",
+        )
     for sub in (new, revoke):
         sub.add_argument("name", metavar="NAME", help="name of the key")
     new.add_argument("--admin", action="store_true", help="allow the routes under /admin")

@@ -30,6 +30,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeR
 
 from foreword.checkpoint import prepare_checkpoint
 from foreword.cli.batch_file import BatchLine, BatchOutput, InvalidLine, error_line, read_lines, success_line
+from foreword.cli.client import server_url
 from foreword.cli.flags import read_config
 from foreword.cli.server_stack import ServerStack
 from foreword.cli.startup import startup_line
@@ -39,7 +40,7 @@ from foreword.errors import ConfigError, EngineDead
 
 __all__ = ["BatchClient", "BatchSummary", "answer_all", "run"]
 
-SERVER_GONE_S = 30.0  # time without an answer after which a remote server counts as gone
+SERVER_GONE_S = 30.0  # pauses without an answer after which a remote server counts as gone
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 5.0  # between tries where the server does not say when
 MAX_RETRY_AFTER_S = 120.0  # of a server that says when
 WAIT_NOTICE_S = 30.0  # between two lines that say that requests wait
@@ -86,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
     source, target = Path(args.input), Path(args.output)
     if args.concurrency is not None and args.concurrency < 1:
         raise ConfigError(f"--concurrency must be at least 1, got {args.concurrency}", "concurrency")
-    if target.exists() and source.exists() and target.samefile(source):
-        raise ConfigError("--output must be another file than --input", "output")
+    if args.url is not None:
+        _check_url(args.url)
     total, summary = sum(1 for _ in read_lines(source)), BatchSummary()
     with BatchOutput(target) as output:
         try:
@@ -100,6 +101,16 @@ def run(args: argparse.Namespace) -> int:
             startup_line.end()
             stderr_console().print(summary.text(target), markup=False)
         return 1 if summary.failed or output.num_errors else 0
+
+
+def _check_url(text: str) -> None:
+    """Raises ConfigError: retries would not mend it."""
+    try:
+        is_valid = httpx.URL(server_url(text)).scheme in ("http", "https")
+    except httpx.InvalidURL:
+        is_valid = False
+    if not is_valid:
+        raise ConfigError(f"--url must be like http://127.0.0.1:8000, got {text!r:.200}", "url")
 
 
 def _pending_lines(
@@ -124,7 +135,7 @@ async def _run(
     say: Callable[[str], None],
 ) -> None:
     if args.url is not None:
-        async with _http_client(args.url.rstrip("/").removesuffix("/v1"), config) as http:
+        async with _http_client(server_url(args.url), config) as http:
             startup_line.end()
             client = BatchClient(http, SERVER_GONE_S, say)
             return await answer_all(client, items, output, summary, args.concurrency or REMOTE_CONCURRENCY)
@@ -209,12 +220,11 @@ class BatchClient:
         self._gone_timeout_s = gone_timeout_s
         self._say = say
         self._sleep = sleep
-        self._was_reached = False
         self._num_waiting = 0
         self._said_s = -WAIT_NOTICE_S
 
     async def ask(self, line: BatchLine) -> httpx.Response:
-        """The response to one line. Raises EngineDead, at once for a server that never answered."""
+        """The response to one line. Raises EngineDead."""
         content, pause_s, gone_s = json.dumps(line.body).encode(), MIN_RETRY_S, 0.0
         while True:
             retry_after_s = None
@@ -225,14 +235,13 @@ class BatchClient:
             except httpx.HTTPError as error:
                 status, reason = None, str(error) or type(error).__name__
             else:
-                self._was_reached = True
                 status, reason = response.status_code, f"status {response.status_code}"
                 if status not in RETRIED:
                     return response
                 retry_after_s = _retry_after_s(response)
             is_alive = status == 429 or retry_after_s is not None
             gone_s = 0.0 if is_alive else gone_s + pause_s
-            if gone_s > (self._gone_timeout_s if self._was_reached else 0.0):
+            if gone_s > self._gone_timeout_s:
                 raise EngineDead(
                     f"{self._http.base_url} does not answer ({reason}); the same command continues the run"
                 )

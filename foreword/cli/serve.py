@@ -7,30 +7,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import errno
 import gc
 import logging
-import os
 import resource
 import socket
-import stat
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
 from foreword.cli.banner import banner_lines, local_url, unix_address
 from foreword.cli.flags import read_config
+from foreword.cli.listener import bind, bind_error, bind_unix
 from foreword.cli.server_stack import ServerStack
 from foreword.cli.startup import startup_line
 from foreword.cli.terminal import loading_bar, set_up_logging, stderr_console
 from foreword.cli.uvicorn_server import ShutdownSignals, UvicornServer, wait_first
 from foreword.config.options import Config
-from foreword.errors import ConfigError
 from foreword.server.app import SwappableApp
-from foreword.server.auth.key_file import read_key_file
 from foreword.server.http_protocol import uvicorn_config
 from foreword.server.lifecycle import DrainState
 
@@ -41,83 +36,14 @@ logger = logging.getLogger("foreword.serve")
 ENGINE_DEAD_GRACE_S = 2.0  # for clients to get their errors, and monitoring a 503 from /health
 CANCEL_GRACE_S = 1.0  # for clients to get the errors of cancelled requests
 EXTRA_FILES = 256  # open files besides the connections
-SOCKET_MODE = 0o660  # of a Unix socket: its owner and group may connect
 
 
 def run(args: argparse.Namespace) -> int:
     config = read_config(args)
     set_up_logging(config.log_level, config.log_format)
-    if config.api_key_file is not None:
-        read_key_file(Path(config.api_key_file))  # report an invalid file before the model is loaded
     raise_file_limit(config.max_connections + EXTRA_FILES)
     with bind(config.host, config.port) if config.uds is None else bind_unix(Path(config.uds)) as listener:
         return asyncio.run(_run(prepare_checkpoint(config), listener))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, before the model is loaded. Raises ConfigError if the address is not available."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise _bind_error(error, host, port) from None
-    return listener
-
-
-@contextmanager
-def bind_unix(path: Path) -> Iterator[socket.socket]:
-    """A bound Unix socket, whose file is removed at the end; one that no server listens on is replaced.
-
-    Raises ConfigError.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        try:
-            _remove_stale_socket(path)
-            before = os.umask(0o777 & ~SOCKET_MODE)
-            try:
-                listener.bind(str(path))
-            finally:
-                os.umask(before)
-            listener.listen()  # at once: a socket on which nobody listens would count as a dead server's
-            created = path.stat()
-        except OSError as error:
-            raise ConfigError(f"cannot listen on uds {path}: {error.strerror or error}", "uds") from None
-        try:
-            yield listener
-        finally:
-            with contextlib.suppress(OSError):
-                if os.path.samestat(path.lstat(), created):  # not another server's
-                    path.unlink()
-
-
-def _remove_stale_socket(path: Path) -> None:
-    """Remove the socket of a server that is gone. Raises ConfigError for any other file, OSError."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"uds {path} exists and is no socket; choose another path", "uds")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.setblocking(False)
-        try:
-            client.connect(str(path))
-        except ConnectionRefusedError:
-            return path.unlink()
-        except BlockingIOError:  # its queue of connections is full
-            pass
-    raise ConfigError(f"uds {path} is in use by another server; choose another path", "uds")
-
-
-def _bind_error(error: OSError, host: str, port: int) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(
-            f"port {port} on {host} is in use; choose another with --port (0 takes a free one)", "port"
-        )
-    return ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}", "host")
 
 
 def raise_file_limit(count: int) -> None:
@@ -148,7 +74,7 @@ async def _run(prepared: CheckpointInfo, listener: socket.socket) -> int:
             try:
                 await stack.enter_async_context(web_server)
             except OSError as error:  # another process listens on the bound port
-                raise _bind_error(error, config.host, config.port) from None
+                raise bind_error(error, config.host, config.port) from None
             if await wait_first(signals.graceful.wait(), server_stack.start()) == 0:
                 if signals.exit_code:
                     startup_line.end()

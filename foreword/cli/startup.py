@@ -27,7 +27,7 @@ class StartupLine:
     """
 
     def __init__(self, fd: int = 2) -> None:
-        self.enabled = True  # False: begin() does nothing
+        self.log_format = "text"  # "json": begin() does nothing, plain lines would disturb a reader
         self._fd = fd
         self._is_terminal = False
         self._text = self._stage = ""
@@ -43,7 +43,7 @@ class StartupLine:
     def begin(self, text: str, at_once: bool = True) -> None:
         """Show `text` at once, or after a moment, and again with the current stage until end()."""
         self.end()
-        if not self.enabled:
+        if self.log_format == "json":
             return
         self._is_terminal = os.isatty(self._fd)
         self._text, self._stage = text, ""

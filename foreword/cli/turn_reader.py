@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -72,28 +73,37 @@ def _parse_entries(lines: Iterable[str]) -> Iterator[str]:
 
 
 def typed_turns(say: Callable[[str], None], history: History | None) -> Iterator[str]:
-    """Turns from the terminal, with a prompt, until Ctrl-D or two Ctrl-C in a row.
+    """Turns from the terminal, with a prompt, until Ctrl-D or a second Ctrl-C in a row on an empty line.
 
     say      shows a line to the user
     history  None: nothing is kept after this session
     """
     _set_up_readline(() if history is None else history.entries)
     may_leave = False
+
+    def read_line(prompt: str) -> str:
+        nonlocal may_leave
+        line = input(prompt)
+        may_leave = False
+        return line
+
     while True:
         try:
-            turn = _read_turn(input)
+            turn = _read_turn(read_line)
         except EOFError:
             say("")
             return
         except KeyboardInterrupt:
-            say("" if may_leave else "\nCtrl-C again, Ctrl-D or /quit leaves")
-            if may_leave:
+            # Without readline nobody knows what was typed.
+            has_text = readline is not None and readline.get_line_buffer() != ""
+            if may_leave and not has_text:
+                say("")
                 return
+            say("\nCtrl-C again, Ctrl-D or /quit leaves")
             may_leave = True
             continue
-        may_leave = False
-        if turn.strip() and readline is not None:
-            readline.add_history(turn)
+        if turn.strip():
+            _recall_by_keys(turn)
         if turn.strip() and history is not None:
             try:
                 history.add(turn)
@@ -128,7 +138,14 @@ def _set_up_readline(entries: Iterable[str]) -> None:
     readline.parse_and_bind("set enable-bracketed-paste on")
     readline.clear_history()
     for entry in entries:
-        readline.add_history(entry)
+        _recall_by_keys(entry)
+
+
+def _recall_by_keys(turn: str) -> None:
+    """Offer a turn to the arrow keys, unless it has characters that the locale cannot write (LC_ALL=C)."""
+    if readline is not None:
+        with contextlib.suppress(ValueError):
+            readline.add_history(turn)
 
 
 def _read_turn(read_line: Callable[[str], str]) -> str:

@@ -30,6 +30,11 @@ class DrafterPlugin:
     reference: str  # "module:Class"
     is_installed: bool  # an entry point; else the module may lie in the current directory
 
+    @property
+    def item(self) -> str:
+        """As `--speculate` names it."""
+        return self.name if self.is_installed else self.reference
+
 
 def find_plugin(text: str) -> DrafterPlugin:
     """The plug-in that an item of `--speculate` names. Raises ConfigError."""

@@ -54,6 +54,7 @@ class HardwareProbe:
     isa: tuple[str, ...]  # CPU extensions that kernels use
     total_bytes: int  # of the machine, or of its cgroup if that is less
     free_bytes: int  # available: free, or file cache that the kernel drops
+    cgroup_limit: int | None  # bytes that the cgroup may use, if that limits free_bytes
     bfloat16: bool  # bfloat16 weights are at least as fast as float32
     gpu: str | None = None  # name of the GPU in use
     gpu_total_bytes: int = 0
@@ -72,8 +73,10 @@ def probe_hardware(device: str = "auto") -> HardwareProbe:
             problem = f"device is cuda, but no NVIDIA GPU can be used here: {reason}"
             raise ConfigError(f"{problem}; `--device cpu` would work", "device")
         logger.warning("using the CPU, although an NVIDIA GPU seems to be present: %s", reason)
-    cpu, isa, total, free = _probe_host()
-    return HardwareProbe("cpu", cpu, _num_cores(), isa, total, free, bool(set(isa) & set(BFLOAT16_ISA)))
+    cpu, isa, total, free, limit = _probe_host()
+    return HardwareProbe(
+        "cpu", cpu, _num_cores(), isa, total, free, limit, bool(set(isa) & set(BFLOAT16_ISA))
+    )
 
 
 def hardware_info(hardware: HardwareProbe) -> HardwareInfo:
@@ -85,6 +88,7 @@ def hardware_info(hardware: HardwareProbe) -> HardwareInfo:
         free_bytes=hardware.gpu_free_bytes if gpu else hardware.free_bytes,
         supports_bfloat16=hardware.bfloat16,
         total_bytes=hardware.gpu_total_bytes if gpu else hardware.total_bytes,
+        cgroup_limit=None if gpu else hardware.cgroup_limit,
         gpu=hardware.gpu,
         capability=hardware.capability,
     )
@@ -107,7 +111,7 @@ def _probe_gpu(torch: Any) -> HardwareProbe:
     cuda = torch.cuda
     free, total = cuda.mem_get_info()
     capability = cuda.get_device_capability()
-    cpu, isa, host_total, host_free = _probe_host()
+    cpu, isa, host_total, host_free, cgroup_limit = _probe_host()
     return HardwareProbe(
         device="cuda",
         cpu=cpu,
@@ -115,6 +119,7 @@ def _probe_gpu(torch: Any) -> HardwareProbe:
         isa=isa,
         total_bytes=host_total,
         free_bytes=host_free,
+        cgroup_limit=cgroup_limit,
         bfloat16=capability >= BFLOAT16_CAPABILITY,
         gpu=cuda.get_device_name(),
         gpu_total_bytes=total,
@@ -123,8 +128,8 @@ def _probe_gpu(torch: Any) -> HardwareProbe:
     )
 
 
-def _probe_host() -> tuple[str, tuple[str, ...], int, int]:
-    """CPU name, ISA, total and available memory."""
+def _probe_host() -> tuple[str, tuple[str, ...], int, int, int | None]:
+    """CPU name, ISA, total and available memory, and the cgroup's limit if it applies."""
     return *_parse_cpuinfo(_read_file(CPUINFO)), *_parse_meminfo(_read_file(MEMINFO), _cgroup_limits())
 
 
@@ -172,13 +177,16 @@ def _parse_cpuinfo(cpuinfo: str) -> tuple[str, tuple[str, ...]]:
     return name, tuple(extension for extension in ISA_EXTENSIONS if extension in flags)
 
 
-def _parse_meminfo(meminfo: str, cgroups: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Total and available bytes of /proc/meminfo, within the limits of the cgroups."""
+def _parse_meminfo(meminfo: str, cgroups: Iterable[tuple[int, int]]) -> tuple[int, int, int | None]:
+    """Total and free bytes of /proc/meminfo, within the limits of the cgroups, and the limit that decides."""
     fields = _parse_fields(meminfo)
     total, free = _parse_kib(fields.get("MemTotal")), _parse_kib(fields.get("MemAvailable"))
+    decisive = None
     for limit, used in cgroups:
-        total, free = min(total, limit), min(free, max(limit - used, 0))
-    return total, free
+        if max(limit - used, 0) < free:
+            free, decisive = max(limit - used, 0), limit
+        total = min(total, limit)
+    return total, free, decisive
 
 
 def _parse_kib(text: str | None) -> int:

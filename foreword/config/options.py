@@ -15,7 +15,7 @@ from typing import Any
 from foreword.config.drafters import DRAFTERS, DrafterPlugin, find_plugin
 from foreword.errors import ConfigError, did_you_mean
 
-__all__ = ["DRAFTERS", "Config", "option_fields", "parse_bytes"]
+__all__ = ["DRAFTERS", "IGNORED_SPECULATIVE_FIELDS", "Config", "option_fields", "parse_bytes", "parse_tokens"]
 
 MAX_FLOAT_DISPLAY = 1e300
 ROOT_PATH_PATTERN = re.compile(r"(?:/[\w.~-]+)+", re.ASCII)
@@ -30,8 +30,26 @@ UNIT_BYTES = {
     "b": 1,
     "": 1,
 }
-# Fields of vLLM's speculative_config that may be given with one value.
-IGNORED_SPECULATIVE_FIELDS = {"draft_tensor_parallel_size": 1}
+# Fields of vLLM's speculative_config without effect: the only values taken (none: all), and why.
+CONTROLLER_DECIDES = "the controller decides in each step whether drafts pay"
+SUFFIX_SIZES = "--suffix-corpus-memory limits what suffix remembers; the controller chooses the length"
+IGNORED_SPECULATIVE_FIELDS: dict[str, tuple[tuple[object, ...], str]] = {
+    "draft_tensor_parallel_size": ((1,), "the draft model runs where the model runs"),
+    "disable_by_batch_size": ((), CONTROLLER_DECIDES),
+    "disable_logprobs": ((), "logprobs are the same with speculation"),
+    "disable_padded_drafter_batch": ((), "drafts are not padded"),
+    "draft_sample_method": ((), "a draft never changes the answer's distribution"),
+    "rejection_sample_method": (("strict", "standard", "block"), "acceptance is always exact"),
+    "enforce_eager": ((), "--enforce-eager applies to both models"),
+    "max_model_len": ((), "the draft model's own context applies"),
+    "parallel_drafting": ((False,), "tokens are drafted one after the other"),
+    "suffix_decoding_max_tree_depth": ((), SUFFIX_SIZES),
+    "suffix_decoding_max_cached_requests": ((), SUFFIX_SIZES),
+    "suffix_decoding_max_spec_factor": ((), SUFFIX_SIZES),
+    "suffix_decoding_min_token_prob": ((), CONTROLLER_DECIDES),
+}
+SPECULATIVE_NUMBERS = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+TRAINED_HEADS = re.compile("eagle|medusa|mtp|mlp_speculator")
 # Inclusive limits of number fields.
 RANGES: dict[str, tuple[float, float]] = {
     "block_size": (1, 256),
@@ -64,7 +82,7 @@ def option(
     *,
     group: str,
     choices: tuple[str, ...] = (),
-    secret: bool = False,
+    guards_access: bool = False,  # an empty value is an error, and never means the default
     many: bool = False,  # the flag takes several words, which are joined by commas
     common: bool = False,  # shown by --help; the others by --help-all
 ) -> Any:
@@ -73,7 +91,7 @@ def option(
         "help": help_,
         "group": group,
         "choices": choices,
-        "secret": secret,
+        "guards_access": guards_access,
         "many": many,
         "common": common,
     }
@@ -315,13 +333,14 @@ class Config:
         None,
         "API key that clients must send; comma-separated if several",
         group="server",
-        secret=True,
+        guards_access=True,
         common=True,
     )
     api_key_file: str | None = option(
         None,
         "YAML file of hashed API keys and their limits, written by `foreword keys`; reloaded when it changes",
         group="server",
+        guards_access=True,
     )
     cors_origins: str = option("", "allowed browser origins, comma-separated; * for all", group="server")
     max_body_mb: int = option(32, "maximum size of a request body in MB", group="server")
@@ -391,6 +410,9 @@ class Config:
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}", "block_size")
         for name in ("suffix_corpus_memory", "image_memory", "image_cache_memory"):
             parse_bytes(name, getattr(self, name))
+        if self.kv_cache_memory is not None and parse_tokens("kv_cache_memory", self.kv_cache_memory) is None:
+            parse_bytes("kv_cache_memory", self.kv_cache_memory)
+        self._check_keys()
         if self.root_path and not ROOT_PATH_PATTERN.fullmatch(self.root_path):
             raise ConfigError(
                 f"root_path must be like /llm, without a / at its end, got {self.root_path!r:.200}",
@@ -408,6 +430,17 @@ class Config:
             raise ConfigError("replay_cost needs --draft-model and the drafter replay", "replay_cost")
         self.drafter_names()
 
+    def _check_keys(self) -> None:
+        """Raises ConfigError for an empty key: a server that was meant to have keys must not start open."""
+        if self.api_key is not None and not all(key.strip() for key in self.api_key.split(",")):
+            name, problem = "api_key", "is empty" if not self.api_key.strip() else "has an empty key"
+        elif self.api_key_file is not None and not self.api_key_file.strip():
+            name, problem = "api_key_file", "is empty"
+        else:
+            return
+        hint = f"leave out --{name.replace('_', '-')} and unset FOREWORD_{name.upper()}"
+        raise ConfigError(f"{name} {problem}; to serve without keys, {hint}", name)
+
     def drafter_names(self) -> tuple[str, ...]:
         """Drafters of `speculate`, by priority; empty if it is off. Raises ConfigError."""
         return tuple(each.name if isinstance(each, DrafterPlugin) else each for each in self._drafters())
@@ -416,10 +449,15 @@ class Config:
         """The drafters of `speculate` that are not built in."""
         return tuple(each for each in self._drafters() if isinstance(each, DrafterPlugin))
 
-    def without_plugins(self) -> Config:
-        """With the built-in drafters only."""
-        names = [name for name in self.drafter_names() if name in DRAFTERS]
-        return replace(self, speculate=",".join(names) or "off")
+    def speculate_text(self) -> str:
+        """`speculate` with the names of plug-ins: "auto, trigram"."""
+        names = {plugin.item: plugin.name for plugin in self.drafter_plugins()}
+        return ", ".join(names.get(item, item) for item in map(str.strip, self.speculate.split(",")))
+
+    def without_plugin(self, plugin: DrafterPlugin) -> Config:
+        """With the other drafters of `speculate`."""
+        items = [item for item in map(str.strip, self.speculate.split(",")) if item != plugin.item]
+        return replace(self, speculate=",".join(items) or "off")
 
     def _drafters(self) -> list[str | DrafterPlugin]:
         """`auto` includes the draft model if there is one, but not `ngram`, because `suffix` covers it."""
@@ -469,13 +507,21 @@ class Config:
         return Path(f"{self.trace}.drafts")
 
     def with_speculative_config(self) -> Config:
-        """Apply `speculative_config` (vLLM's JSON) to the corresponding fields."""
+        """Apply vLLM's JSON to the corresponding fields; `speculative_config` keeps those without effect."""
         if self.speculative_config is None:
             return self
+        given, ignored = _split_speculative_config(self.speculative_config)
+        rest = json.dumps(ignored) if ignored else None
+        if not given:
+            return replace(self, speculative_config=rest)
         if self.speculate != "auto":
             raise ConfigError("give speculate or speculative_config, not both", "speculative_config")
-        changes = _parse_vllm_speculative_config(self.speculative_config)
-        return replace(self, speculative_config=None, **changes)
+        return replace(self, speculative_config=rest, **_parse_speculative_config(given))
+
+    def ignored_speculative_fields(self) -> dict[str, str]:
+        """Fields of `speculative_config` without effect, and why, once it is applied."""
+        names = json.loads(self.speculative_config) if self.speculative_config else {}
+        return {name: IGNORED_SPECULATIVE_FIELDS[name][1] for name in names}
 
 
 def option_fields() -> tuple[Any, ...]:
@@ -493,7 +539,19 @@ def parse_bytes(name: str, text: str) -> int:
         raise ConfigError(f'{name} must be like "2GiB" or "512MiB"{tokens}, got {text!r}', name) from None
 
 
-def _parse_vllm_speculative_config(text: str) -> dict[str, Any]:
+def parse_tokens(name: str, text: str) -> int | None:
+    """The number of "4000tokens"; None for another unit. Raises ConfigError."""
+    number, unit, rest = text.strip().partition("tokens")
+    if not unit or rest:
+        return None
+    try:
+        return int(number)
+    except ValueError:
+        raise ConfigError(f"{name} must begin with a whole number, got {text!r}", name) from None
+
+
+def _split_speculative_config(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of vLLM's JSON that mean something here, and those without effect that deserve a note."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -501,18 +559,27 @@ def _parse_vllm_speculative_config(text: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise ConfigError("speculative_config must be a JSON object", "speculative_config")
     given = {name: value for name, value in given.items() if value is not None}
-    for name, accepted in IGNORED_SPECULATIVE_FIELDS.items():
-        if given.pop(name, accepted) != accepted:
-            problem = f"{name} can only be {accepted}: the draft model runs where the model runs"
+    ignored = {name: given.pop(name) for name in IGNORED_SPECULATIVE_FIELDS if name in given}
+    for name in list(ignored):
+        accepted, reason = IGNORED_SPECULATIVE_FIELDS[name]
+        if not accepted:
+            continue
+        if (value := ignored.pop(name)) not in accepted:
+            limits = " or ".join(map(json.dumps, accepted))
+            problem = f"{name} can only be {limits}, got {json.dumps(value)}: {reason}"
             raise ConfigError(f"speculative_config: {problem}", "speculative_config")
-    shared = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
-    changes = {name: given.pop(name) for name in shared if name in given}
+    return given, ignored
+
+
+def _parse_speculative_config(given: dict[str, Any]) -> dict[str, Any]:
+    changes = {name: given.pop(name) for name in SPECULATIVE_NUMBERS if name in given}
     model, method = given.pop("model", None), given.pop("method", None)
     has_no_model = model in (None, "ngram", "[ngram]")
     if given:
         name = sorted(map(str, given))[0]
-        hint = did_you_mean(name, ("model", "method", *shared))
-        raise ConfigError(f"speculative_config: unknown field {name!r}{hint}", "speculative_config")
+        known = ("method", "model", *SPECULATIVE_NUMBERS)
+        problem = f"unknown field {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}"
+        raise ConfigError(f"speculative_config: {problem}", "speculative_config")
     if method is None:
         if model is None and not changes.keys() & {"prompt_lookup_min", "prompt_lookup_max"}:
             return changes  # of the drafters that `speculate` names
@@ -522,6 +589,8 @@ def _parse_vllm_speculative_config(text: str) -> dict[str, Any]:
     if method in ("draft", "draft_model") and isinstance(model, str):
         return {**changes, "speculate": "draft", "draft_model": model}
     problem = f"method must be ngram, suffix or draft_model (with a model), got {method!r}"
+    if TRAINED_HEADS.search(str(method).lower()):
+        problem += ": trained heads are not supported yet"
     raise ConfigError(f"speculative_config: {problem}", "speculative_config")
 
 

@@ -21,7 +21,7 @@ from foreword.config.memory import (
     min_free_bytes,
     weight_bytes,
 )
-from foreword.config.options import Config, parse_bytes
+from foreword.config.options import Config, parse_bytes, parse_tokens
 from foreword.errors import ConfigError, InvalidRequest
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "HardwareInfo",
     "ModelInfo",
     "ResolvedConfig",
+    "check_max_model_len",
     "draft_size_warning",
     "resolve",
     "with_kv_cache",
@@ -62,6 +63,7 @@ class HardwareInfo:
     gpu: str | None = None  # name of the GPU
     capability: tuple[int, int] = (0, 0)  # compute capability
     native_library_error: str | None = None  # why the native library is not available
+    cgroup_limit: int | None = None  # bytes; None: it does not limit free_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ def resolve(
     Raises ConfigError; where the model does not fit, with the memory estimate and flags that would fit.
     """
     _check_dtypes(config, hardware)
-    _check_max_model_len(config, model)
+    check_max_model_len(config, model.context_len)
     models = [model] if drafter is None else [model, drafter]
     try:
         return _resolve(config, hardware, models)
@@ -261,7 +263,7 @@ def _fits(
 ) -> bool:
     try:
         changed = replace(config, **options)
-        _check_max_model_len(changed, models[0])
+        check_max_model_len(changed, models[0].context_len)
         _resolve(changed, hardware, models)
     except ConfigError:
         return False
@@ -275,8 +277,8 @@ def draft_size_warning(target_parameters: int, draft_parameters: int) -> str | N
         return None
     if ratio <= 1:
         return (
-            f"the draft model has {1 / ratio:.1f} times the model's parameters: its tokens cost as much as "
-            f"the model's own; 1/{low} to 1/{high} usually pays"
+            f"the draft model has {1 / ratio:.1f} times the model's parameters: its tokens cost about "
+            f"{1 / ratio:.1f} times as much as the model's own; 1/{low} to 1/{high} usually pays"
         )
     return f"the draft model has 1/{ratio:.1f} of the model's parameters; 1/{low} to 1/{high} usually pays"
 
@@ -390,9 +392,9 @@ def _notes(config: Config, hardware: HardwareInfo, model: ModelInfo) -> tuple[st
         notes.append(f"{_no_bfloat16_message(hardware)}: float16 instead")
     if "suffix" in config.drafter_names() and hardware.native_library_error:
         notes.append("speculate: ngram replaces suffix, which needs the native library")
-    if config.speculate == "off":
-        return tuple(notes)
-    if config.num_speculative_tokens == 0:
+    for name, reason in config.ignored_speculative_fields().items():
+        notes.append(f"speculative_config: {name} has no effect: {reason}")
+    if config.speculate != "off" and config.num_speculative_tokens == 0:
         notes.append("num_speculative_tokens is 0: nothing is drafted, as with --speculate off")
     elif config.draft_model is not None and not config.runs_draft_model:
         reason = f"--speculate {config.speculate} does not name `draft`"
@@ -460,8 +462,8 @@ def _default_num_blocks(config: Config, hardware: HardwareInfo, model: ModelInfo
         name = "model" if config.max_model_len is None else "max_model_len"
         raise _DoesNotFit(
             f"the model does not fit: weights need {size.weights / GIB:.2f} GiB and the KV cache of {need} "
-            f"tokens {min_blocks * size.block / GIB:.2f} GiB; of {free / GIB:.2f} GiB of free memory "
-            f"{usable / GIB:.2f} GiB may be used",
+            f"tokens {min_blocks * size.block / GIB:.2f} GiB; of {free / GIB:.2f} GiB of free memory"
+            f"{_cgroup_note(hardware)} {usable / GIB:.2f} GiB may be used",
             name,
         )
     limit = min(int(free * CPU_KV_FRACTION), MAX_CPU_KV_BYTES) // size.block
@@ -477,24 +479,34 @@ def _configured_num_blocks(config: Config, hardware: HardwareInfo, size: _Memory
     if size.weights + kv_bytes > hardware.free_bytes:
         raise _DoesNotFit(
             f"kv_cache_memory {text} needs {kv_bytes / GIB:.2f} GiB and the weights "
-            f"{size.weights / GIB:.2f} GiB; {hardware.free_bytes / GIB:.2f} GiB are free",
+            f"{size.weights / GIB:.2f} GiB; {hardware.free_bytes / GIB:.2f} GiB are free"
+            f"{_cgroup_note(hardware)}",
             "kv_cache_memory",
         )
     return num_blocks
 
 
+def _cgroup_note(hardware: HardwareInfo) -> str:
+    """Behind the free memory, if a cgroup's limit and not the machine's memory decides it."""
+    if hardware.cgroup_limit is None:
+        return ""
+    return f" (the container or cgroup may use {hardware.cgroup_limit / GIB:.2f} GiB)"
+
+
 def _parse_num_blocks(config: Config, bytes_per_block: int) -> int:
     """KV blocks of the configured kv_cache_memory. Raises ConfigError."""
-    text = str(config.kv_cache_memory).strip()
-    if text.endswith("tokens"):
-        return _blocks_for(_parse_int("kv_cache_memory", text[:-6]), config.block_size)
+    text = str(config.kv_cache_memory)
+    num_tokens = parse_tokens("kv_cache_memory", text)
+    if num_tokens is not None:
+        return _blocks_for(num_tokens, config.block_size)
     return parse_bytes("kv_cache_memory", text) // bytes_per_block
 
 
-def _check_max_model_len(config: Config, model: ModelInfo) -> None:
+def check_max_model_len(config: Config, context_len: int) -> None:
+    """Raises ConfigError if the configured length is above the checkpoint's, or leaves no room."""
     length = config.max_model_len
-    if length is not None and length > model.context_len:
-        problem, hint = f"is above the checkpoint's {model.context_len} positions", "lower --max-model-len"
+    if length is not None and length > context_len:
+        problem, hint = f"is above the checkpoint's {context_len} positions", "lower --max-model-len"
     elif length is not None and length < 2:
         problem, hint = "leaves no room for an answer", "at least 2 are needed"
     else:
@@ -516,10 +528,3 @@ def _resolve_max_model_len(config: Config, model: ModelInfo, num_blocks: int) ->
 
 def _blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
-
-
-def _parse_int(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"{name} must begin with a whole number, got {text!r}", name) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -110,9 +111,10 @@ def load(
     loader = _Loader(config, chosen, never_sampled_ids, on_progress, timings, plugins)
     try:
         return loader.build_engine(target, draft_model, measure_memory=resolved is None)
-    except (MemoryError, RuntimeError) as error:
-        # Torch's CPU allocator raises a plain RuntimeError
+    except (MemoryError, OSError, RuntimeError) as error:
+        # Torch's CPU allocator raises a plain RuntimeError, and mmap() an OSError
         is_oom = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        is_oom |= isinstance(error, OSError) and error.errno == errno.ENOMEM
         if not (is_oom or "can't allocate memory" in str(error)):
             raise
         raise ConfigError(oom_message(loader.resolved, error), "kv_cache_memory") from error
@@ -489,9 +491,8 @@ def _load_warnings(
     config: Config, resolved: ResolvedConfig, target: ModelInfo, draft_model: ModelInfo | None
 ) -> tuple[str, ...]:
     warnings = list(resolved.notes)
-    is_default = config.max_model_len is None and config.kv_cache_memory is None
-    if is_default and resolved.max_model_len < target.context_len:
-        size = f"{resolved.kv_bytes / GIB:.2f} GiB"
+    if config.max_model_len is None and resolved.max_model_len < target.context_len:
+        size = config.kv_cache_memory or f"{resolved.kv_bytes / GIB:.2f} GiB"
         warnings.append(
             f"the context is {resolved.max_model_len} tokens, of the checkpoint's {target.context_len}: "
             f"a KV cache of {size} holds no more; --kv-cache-memory sets its size"

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
@@ -301,22 +302,36 @@ class SubprocessClient:
         noticed_s = time.monotonic()
         self._serving = False
         self._restarts += 1
+        plugin = self._drop_plugin(process)
         self._stats, self._health = StepStats(), EngineHealth()
         if self.on_restart is not None:
             self._safe_callback(partial(self.on_restart, process.exit_reason or "it hung up"))
         reason = await process.reap(self._fork_server)
         num_open = len(self._inflight)
         logger.error("client: engine died: %s; %d open requests wait for a restart", reason, num_open)
-        if process.heartbeat.is_in_plugin and self._config.drafter_plugins():
-            names = ", ".join(plugin.name for plugin in self._config.drafter_plugins())
-            logger.error("client: it was in the code of a drafter; the next engine runs without %s", names)
-            self._config = self._config.without_plugins()
+        if plugin is not None:
+            text = (
+                "client: it was in the code of drafter %s: the next engine runs without it, so that requests"
+            )
+            logger.error(f"{text} with this method get no drafts until the server is started again", plugin)
         if not self._should_restart(process) or not await self._relaunch():
             return False
         logger.warning("client: engine restarted after %.1f s", time.monotonic() - noticed_s)
         self._serving = True
         self._send_pending()
         return True
+
+    def _drop_plugin(self, process: EngineProcess) -> str | None:
+        """Run without the drafter in whose code the engine ended, and count its error; returns its name."""
+        if not process.heartbeat.plugin:
+            return None
+        plugin = self._config.drafter_plugins()[process.heartbeat.plugin - 1]
+        self._config = self._config.without_plugin(plugin)
+        if self.on_step is not None:  # the dead engine could not report it
+            errors = Counter(self._stats.drafter_errors) + Counter((plugin.name,))
+            last = replace(self._stats, step=self._stats.step + 1, stage_seconds={}, drafter_errors=errors)
+            self._safe_callback(partial(self.on_step, last))
+        return plugin.name
 
     def _should_restart(self, process: EngineProcess) -> bool:
         """Update crash blame and restart policy."""

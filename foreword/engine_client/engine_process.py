@@ -5,6 +5,7 @@ The fork server starts it for `engine_client.client`; it exits when the client h
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import logging
 import signal
@@ -28,7 +29,7 @@ from foreword.engine_client.messages import (
     LoadProgress,
     RemoveRequest,
 )
-from foreword.errors import ForewordError
+from foreword.errors import ConfigError, ForewordError
 from foreword.utils.logging import set_up_logging
 
 __all__ = ["main"]
@@ -77,18 +78,32 @@ def _run(connection: Connection, page: HeartbeatPage, prepare: Callable[[Engine]
 
     try:
         engine = load(init.config, init.never_sampled_ids, init.resolved, on_progress, init.timings)
-    except ForewordError as error:
-        connection.send(EngineStartFailed(error))
+    except ConnectionError:  # the client hung up
+        raise
+    except (ForewordError, OSError, MemoryError) as error:
+        logger.debug("engine: cannot start", exc_info=True)
+        connection.send(EngineStartFailed(_describe_start_error(error)))
         return 1
     prepare(engine)
     engine.on_batch = page.set_requests
-    engine.proposer.on_plugin = page.set_in_plugin
+    numbers = {plugin.name: number for number, plugin in enumerate(init.config.drafter_plugins(), 1)}
+    engine.proposer.on_plugin = lambda name: page.set_plugin(numbers.get(name or "", 0))
     page.set_idle()
     connection.send(EngineReady(engine.info, engine.proposer.timings))
     try:
         _serve(engine, connection, page)
     finally:
         engine.close()
+
+
+def _describe_start_error(error: ForewordError | OSError | MemoryError) -> ForewordError:
+    """An error of one line, for the client."""
+    if isinstance(error, ForewordError):
+        return error
+    if isinstance(error, MemoryError) or error.errno == errno.ENOMEM:
+        return ConfigError("the engine cannot start: out of memory; a smaller model would need less")
+    place = f"{error.filename}: " if error.filename is not None else ""
+    return ConfigError(f"the engine cannot start: {place}{error.strerror or error}")
 
 
 def _serve(engine: Engine, connection: Connection, page: HeartbeatPage) -> NoReturn:

@@ -33,7 +33,7 @@ __all__ = [
 
 LOADING, IDLE, BUSY = range(3)
 HEARTBEAT, BUSY_SINCE = range(2)  # float64, seconds
-PHASE, NUM_REQUESTS, IN_PLUGIN = range(2, 5)  # uint64, as the arrival numbers that follow
+PHASE, NUM_REQUESTS, PLUGIN = range(2, 5)  # uint64, as the arrival numbers that follow
 FIELD_BYTES: Final = 8
 HEADER_FIELDS: Final = 5
 MAX_REQUESTS: Final = 1 << 14  # requests of one step; more are not recorded
@@ -102,9 +102,9 @@ class HeartbeatPage:
         self._numbers[HEADER_FIELDS : HEADER_FIELDS + len(recorded)] = memoryview(recorded)
         self._numbers[NUM_REQUESTS] = len(recorded)
 
-    def set_in_plugin(self, is_inside: bool) -> None:
-        """A call of a plugged-in drafter begins or ends."""
-        self._numbers[IN_PLUGIN] = is_inside
+    def set_plugin(self, number: int) -> None:
+        """A call of plugged-in drafter `number` begins, from 1; 0: it ends."""
+        self._numbers[PLUGIN] = number
 
     # The client reads
 
@@ -118,9 +118,9 @@ class HeartbeatPage:
         return tuple(self._numbers[HEADER_FIELDS : HEADER_FIELDS + self._numbers[NUM_REQUESTS]])
 
     @property
-    def is_in_plugin(self) -> bool:
-        """Whether the engine is, or was when it ended, in the code of a plugged-in drafter."""
-        return bool(self._numbers[IN_PLUGIN])
+    def plugin(self) -> int:
+        """The plugged-in drafter in whose code the engine is, or was when it ended, from 1; 0: none."""
+        return self._numbers[PLUGIN]
 
     def close(self) -> None:
         """May be called twice."""

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 
 from foreword.config.options import Config
@@ -12,6 +18,10 @@ from foreword.core.structured_output import Vocabulary
 from foreword.engine.loader import load
 
 __all__ = ["LocalClient"]
+
+logger = logging.getLogger(__name__)
+
+HANG_NOTICE_S = 5.0
 
 
 class LocalClient:
@@ -30,6 +40,10 @@ class LocalClient:
         """
         self._engine = load(config, never_sampled_ids, on_progress=on_progress)
         self._vocabulary: Callable[[], Vocabulary] | None = vocabulary
+        if config.drafter_plugins():
+            watch = _PluginWatch()
+            self._engine.proposer.on_plugin = watch.on_plugin
+            weakref.finalize(self, watch.stopped.set)
 
     @property
     def info(self) -> EngineInfo:
@@ -59,3 +73,28 @@ class LocalClient:
     def check(self) -> None:
         """Assert the engine's invariants."""
         self._engine.check()
+
+
+class _PluginWatch:
+    """Names a plugged-in drafter that does not return: nothing can end its code in the caller's thread."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+        self._call: tuple[str, float, int] | None = None  # drafter, start, and thread of a call
+        threading.Thread(target=self._run, name="plug-in watch", daemon=True).start()
+
+    def on_plugin(self, name: str | None) -> None:
+        """A call of a drafter begins; None: it ends."""
+        self._call = None if name is None else (name, time.monotonic(), threading.get_ident())
+
+    def _run(self) -> None:
+        reported = None
+        while not self.stopped.wait(HANG_NOTICE_S / 4):
+            call = self._call
+            if call is None or call is reported or time.monotonic() - call[1] < HANG_NOTICE_S:
+                continue
+            reported = call
+            frame = sys._current_frames().get(call[2])
+            place = f" at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
+            text = "engine: in the code of drafter %s for %.0f s%s; only the end of this process ends it"
+            logger.error(text, call[0], time.monotonic() - call[1], place)

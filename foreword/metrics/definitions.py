@@ -176,7 +176,12 @@ CATALOG = (
         "drafter",
         "position",
     ),
-    _spec_metric("counter", "spec_drafter_errors_total", "Drafts lost to drafter errors.", "drafter"),
+    _spec_metric(
+        "counter",
+        "spec_drafter_errors_total",
+        "Drafts lost to errors of a drafter, and engines that it crashed or hung.",
+        "drafter",
+    ),
     _spec_metric(
         "gauge",
         "spec_system_efficiency_ratio",

@@ -82,7 +82,9 @@ def _check_directory(path: Path) -> Path:
     elif "params.json" in names:
         hint = "it has Mistral's own format: pass the checkpoint in Hugging Face's format"
     elif any(name.endswith(WEIGHT_FILES) for name in names):
-        hint = "it has weights alone: copy config.json, tokenizer.json and tokenizer_config.json beside them"
+        needed = ("config.json", "tokenizer.json", "tokenizer_config.json")
+        missing = [name for name in needed if name not in names]
+        hint = f"copy the missing files of the checkpoint beside its weights: {', '.join(missing)}"
     else:
         hint = f"a checkpoint is {DIRECTORY}"
     raise CheckpointError(f"{path} has no config.json; {hint}", "model")

@@ -31,13 +31,14 @@ from foreword.models.vision.qwen3_vl import Qwen3VL
 from foreword.models.weights import (
     DummyWeights,
     FileWeights,
+    HeaderWeights,
     HeadlessWeights,
     MetaOps,
     MetaWeights,
     MultipartWeights,
 )
 
-__all__ = ["VISION_MODELS", "load_model", "read_model_info", "weight_files"]
+__all__ = ["VISION_MODELS", "check_weights", "load_model", "read_model_info", "weight_files"]
 
 VISION_MODELS: Mapping[str, type[VisionModel]] = MappingProxyType(
     {
@@ -62,6 +63,27 @@ def read_model_info(path: Path, gguf_dequantize: bool = False) -> ModelInfo:
     check_tensor_types(gguf, gguf_dequantize)
     model = architecture(config, MetaOps(), precision, weights, "cpu", INFO_MAX_MODEL_LEN)
     return with_memory_info(model.info, gguf)
+
+
+def check_weights(path: Path, gguf_dequantize: bool = False) -> int:
+    """Compare names and shapes in the headers of a checkpoint's files with what the model loads.
+
+    Returns the bytes of all tensors. Raises CheckpointError.
+    """
+    precision = Precision.from_dtypes("float32")
+    if is_gguf(path):
+        gguf = open_gguf(path)
+        architecture, config = _read_gguf_config(gguf)
+        tensors = GGUFWeights(gguf, (config.num_heads, config.num_kv_heads), gguf_dequantize)
+        headers = HeaderWeights(tensors.lookup)
+        architecture(config, MetaOps(), precision, headers, "cpu", INFO_MAX_MODEL_LEN)
+        tensors.check_all_read()
+        return tensors.num_bytes
+    spec, files = _read_config(path), FileWeights(path)
+    renamed = _rename_weights(spec, HeaderWeights(files.check_shape), files.names)
+    _build_model(spec, MetaOps(), precision, renamed, "cpu", INFO_MAX_MODEL_LEN)
+    files.check_all_read(_ignored_weights(spec, renamed, files.names))
+    return files.num_bytes
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -102,7 +124,7 @@ def load_model(
             return model
         spec = _read_config(path)
         files = FileWeights(path, progress, device_loader)
-        renamed = _rename_weights(spec, files)
+        renamed = _rename_weights(spec, files, files.names)
         model = _build_model(spec, ops, precision, renamed, device, max_model_len)
         files.check_all_read(_ignored_weights(spec, renamed, files.names))
         return model
@@ -152,11 +174,11 @@ def _build_model(
     return model
 
 
-def _rename_weights(spec: _ModelSpec, files: FileWeights) -> Weights:
-    """Weights by the names that our models use."""
+def _rename_weights(spec: _ModelSpec, weights: Weights, names: frozenset[str]) -> Weights:
+    """Weights by the names that our models use; `names` are those in the files."""
     if spec.vision is not None:
-        return MultipartWeights(files, files.names, spec.vision.WEIGHT_PREFIXES)
-    return files if EMBEDDING_TENSOR in files.names else HeadlessWeights(files)
+        return MultipartWeights(weights, names, spec.vision.WEIGHT_PREFIXES)
+    return weights if EMBEDDING_TENSOR in names else HeadlessWeights(weights)
 
 
 def _ignored_weights(spec: _ModelSpec, weights: Weights, names: frozenset[str]) -> set[str]:

@@ -22,6 +22,7 @@ from foreword.models.safetensors import SafetensorsFile
 __all__ = [
     "DummyWeights",
     "FileWeights",
+    "HeaderWeights",
     "HeadlessWeights",
     "MetaOps",
     "MetaWeights",
@@ -64,6 +65,22 @@ class MetaWeights:
 
     def prefixed(self, prefix: str) -> Weights:
         return self
+
+
+class HeaderWeights(MetaWeights):
+    """Tensors without memory, whose names and shapes are checked against other weights' file headers."""
+
+    def __init__(self, check_shape: Callable[[str, Sequence[int]], object]) -> None:
+        """check_shape: raises CheckpointError"""
+        super().__init__()
+        self._check_shape = check_shape
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        self._check_shape(name, shape)
+        return super().tensor(name, *shape)
+
+    def prefixed(self, prefix: str) -> Weights:
+        return PrefixedWeights(self, prefix)
 
 
 class DummyWeights:
@@ -136,6 +153,16 @@ class FileWeights:
         """Size of all files."""
         return self._bytes_total
 
+    def check_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Raises CheckpointError if a file's header has no such tensor, or another shape."""
+        if name not in self._file_by_name:
+            raise CheckpointError(f"{self._path}: tensor `{name}` {list(shape)} is missing")
+        actual = self._file_by_name[name].entries[name].shape
+        if tuple(actual) != tuple(shape):
+            sizes = f"is {list(actual)}, the config says {list(shape)}"
+            raise CheckpointError(f"{self._path}: tensor `{name}` {sizes}")
+        self._read_names.add(name)
+
     def tensor(self, name: str, *shape: int) -> Tensor:
         """float32 tensor of this shape, a copy."""
         tensor = self._read_tensor(name, shape).to(torch.float32, copy=True)
@@ -163,14 +190,9 @@ class FileWeights:
 
     def _read_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor on the engine's device."""
-        if name not in self._file_by_name:
-            raise CheckpointError(f"{self._path}: tensor `{name}` {list(shape)} is missing")
+        self.check_shape(name, shape)
         file = self._file_by_name[name]
         tensor = file.tensor(name)  # mapped, not yet read
-        if tuple(tensor.shape) != shape:
-            sizes = f"is {list(tensor.shape)}, the config says {list(shape)}"
-            raise CheckpointError(f"{self._path}: tensor `{name}` {sizes}")
-        self._read_names.add(name)
         self.num_parameters += tensor.numel()
         if self._device_loader is None:
             return tensor

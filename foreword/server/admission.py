@@ -25,9 +25,10 @@ NO_ENGINE_PATHS = frozenset({"/tokenize", "/detokenize"})  # paths that need no 
 class DrainRateEstimator:
     """How fast a resource is freed: a moving average over the time in which it was in use."""
 
-    __slots__ = ("_busy_s", "_freed", "_promised_until_s", "_updated_s")
+    __slots__ = ("_busy_s", "_capacity", "_freed", "_promised_until_s", "_updated_s")
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, capacity: int, now: float) -> None:
+        self._capacity = capacity  # amount in all
         self._updated_s = now
         self._busy_s = 0.0
         self._freed = 0.0
@@ -45,12 +46,17 @@ class DrainRateEstimator:
         self._freed += amount
 
     def retry_after_s(self, amount: int, now: float) -> float:
-        """Estimated seconds until `amount` is free, after all earlier estimates."""
+        """Estimated seconds until `amount` is free, after all earlier estimates.
+
+        At most the time to free everything: clients that return too early would add estimates without end.
+        """
         if not self._freed or not self._busy_s:
             return MIN_RETRY_S
-        free_s = max(self._promised_until_s, now) + amount * self._busy_s / self._freed
-        self._promised_until_s = min(free_s, now + MAX_RETRY_S)
-        return min(max(free_s - now, MIN_RETRY_S), MAX_RETRY_S)
+        seconds_each = self._busy_s / self._freed
+        longest_s = min(self._capacity * seconds_each, MAX_RETRY_S)
+        free_s = max(self._promised_until_s, now) + amount * seconds_each
+        self._promised_until_s = min(free_s, now + longest_s)
+        return max(self._promised_until_s - now, MIN_RETRY_S)
 
 
 class Admission:
@@ -67,8 +73,8 @@ class Admission:
         self._max_tokens = max_tokens
         self._on_refusal = on_refusal
         self._clock = clock
-        self._request_rate = DrainRateEstimator(clock())
-        self._token_rate = DrainRateEstimator(clock())
+        self._request_rate = DrainRateEstimator(max_requests, clock())
+        self._token_rate = DrainRateEstimator(max_tokens, clock())
         self.num_open = 0  # choices, texts to embed and pairs to score
         self.num_open_tokens = 0  # prompt tokens of those
 

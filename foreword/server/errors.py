@@ -25,10 +25,28 @@ __all__ = ["add_error_handlers", "error_body", "error_headers", "error_response"
 logger = logging.getLogger("foreword.serve")
 MAX_SHOWN_CHARS = 80  # characters of an invalid value in a message
 PYDANTIC_SUBJECT = re.compile(r"^[A-Z]\w+ should\b")  # "Input should be ...", "String should have ..."
+PYDANTIC_AT_LEAST = ("greater than or equal to", "at least")
+# What pydantic expected, by the type of its error, in the words of the other errors.
+EXPECTED: Mapping[str, str] = {
+    "string_type": "a text",
+    "string_unicode": "valid Unicode",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+MAX_KEY_DIGITS = 10  # of a key of logit_bias that is shown in a path
 MAX_SUGGESTED_CHARS = 64  # length of a path up to which similar routes are searched
 # Routes of other servers, and what serves their clients here.
 CHAT_ROUTE, COMPLETION_ROUTE, EMBEDDING_ROUTE = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+FIRST_STEPS = "clients take the server's address and /v1 as their base URL; /docs lists the routes"
 OTHER_APIS: Mapping[str, str] = {
+    "": FIRST_STEPS,
+    "/v1": FIRST_STEPS,
     "/v1/responses": f"OpenAI's responses are not served yet; use {CHAT_ROUTE}",
     "/v1/messages": f"Anthropic's messages are not served yet; use {CHAT_ROUTE}",
     "/api/chat": f"Ollama's API is not served; use {CHAT_ROUTE}",
@@ -52,6 +70,15 @@ OTHER_APIS: Mapping[str, str] = {
     "/v2/embed": f"Cohere's embeddings are not served; use {EMBEDDING_ROUTE}",
     "/generate": f"SGLang's own API is not served; use {COMPLETION_ROUTE}",
     "/get_model_info": "SGLang's own API is not served; use GET /v1/models",
+}
+
+# Why a field is missing: (the missing field, one that was given).
+MISPLACED_FIELDS: Mapping[tuple[str, str], str] = {
+    ("messages", "prompt"): f"prompt belongs to {COMPLETION_ROUTE}",
+    ("messages", "input"): f"input belongs to {EMBEDDING_ROUTE}, and OpenAI's responses are not served yet",
+    ("prompt", "messages"): f"messages belong to {CHAT_ROUTE}",
+    ("prompt", "input"): f"input belongs to {EMBEDDING_ROUTE}",
+    ("input", "prompt"): f"it holds the texts to embed; prompt belongs to {COMPLETION_ROUTE}",
 }
 
 
@@ -117,10 +144,15 @@ async def _on_http_error(request: Request, error: Exception, paths: Collection[s
     path = request.scope["path"]
     message, code = {
         404: (f"there is no route {request.method} {path}{_suggest_route(path, paths)}", "not_found"),
-        405: (f"{path} does not take {request.method}", "method_not_allowed"),
+        405: (f"{path} does not take {request.method}{_allowed_methods(error)}", "method_not_allowed"),
     }.get(error.status_code, (str(error.detail), None))
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
     return JSONResponse(body, status_code=error.status_code, headers=dict(error.headers or {}))
+
+
+def _allowed_methods(error: HTTPException) -> str:
+    allowed = (error.headers or {}).get("Allow")
+    return f"; use {allowed}" if allowed else ""
 
 
 def _suggest_route(path: str, known: Collection[str]) -> str:
@@ -139,7 +171,8 @@ def _invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     first = errors[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(
-            f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}"
+            f"the body is not valid JSON: {first['ctx']['error'].removesuffix(' at')} "
+            f"at character {first['loc'][-1]}"
         )
     if not _error_path(first):
         return InvalidRequest("the body must be a JSON object, sent with Content-Type: application/json")
@@ -148,11 +181,16 @@ def _invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
         error_class = Unsupported if first["type"] == "unsupported" else InvalidRequest
         return error_class(f"{path} {first['ctx']['text']}", path)
     if first["type"] == "missing":
-        return InvalidRequest(f"{path} is required", path)
-    messages = (error["msg"] for error in errors if _error_path(error) == path)
-    reasons = dict.fromkeys(
-        PYDANTIC_SUBJECT.sub("must", text).replace("Value error, ", "") for text in messages
-    )
+        hints = (MISPLACED_FIELDS.get((path, given)) for given in first["input"])
+        hint = next((f": {hint}" for hint in hints if hint), "")
+        return InvalidRequest(f"{path} is required{hint}", path)
+    same = [error for error in errors if _error_path(error) == path]
+    expected = [EXPECTED[error["type"]] for error in same if error["type"] in EXPECTED]
+    others = (PYDANTIC_SUBJECT.sub("must", error["msg"]) for error in same if error["type"] not in EXPECTED)
+    reasons = [f"must be {' or '.join(dict.fromkeys(expected))}"] if expected else []
+    reasons += [
+        text.replace("Value error, ", "").replace(*PYDANTIC_AT_LEAST) for text in dict.fromkeys(others)
+    ]
     value = repr(first["input"])
     shown = value if len(value) <= MAX_SHOWN_CHARS else value[:MAX_SHOWN_CHARS] + "..."
     return InvalidRequest(f"{path} {' or '.join(reasons)}, got {shown}", path)
@@ -175,6 +213,8 @@ def _error_path(error: Mapping[str, Any]) -> str:
     for part in error["loc"][1:]:
         if isinstance(part, int):
             path += f"[{part}]"
+        elif part.isdigit() and len(part) <= MAX_KEY_DIGITS:
+            path += f".{part}"
         elif part.isidentifier() and part.islower() and part not in ("str", "int", "float", "bool"):
             path += f".{part}" if path else part
     if error["type"] in REFUSED:

@@ -29,6 +29,7 @@ MAX_HEADER_BYTES = 32 * 1024  # of a request line and its headers
 SEND_BUFFER_BYTES = 256 * 1024  # kernel buffer per connection, which a client that does not read fills
 BODY_TIMEOUT_FACTOR = 10  # limit on a whole body, in client timeouts
 SHUTDOWN_GRACE_S = 1  # for connections to close after the last answer
+NEW_CONNECTION_GRACE_S = 0.2  # at shutdown, for the first request of a connection to come and be refused
 UNSENT_IOCTL = termios.TIOCOUTQ if sys.platform == "linux" else 0  # bytes that the peer has not acknowledged
 STATUS_PHRASES = {400: "Bad Request", 408: "Request Timeout", 429: "Too Many Requests"}
 
@@ -85,6 +86,18 @@ class TimeoutH11Protocol(H11Protocol):
         _set_socket_options(transport.get_extra_info("socket"), limits.client_timeout_s)
         self._arm("head")
         self._check_timeout()
+
+    def shutdown(self) -> None:
+        """Close as the server ends; a new connection a moment later, since its request may be on the way."""
+        is_new = self.cycle is None
+        if is_new:
+            self.loop.call_later(NEW_CONNECTION_GRACE_S, self._shut_down_if_open)
+        else:
+            super().shutdown()
+
+    def _shut_down_if_open(self) -> None:
+        if not self.transport.is_closing():
+            super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._timer, self._write_timer):

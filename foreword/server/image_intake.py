@@ -40,7 +40,7 @@ class ImageMemory:
         self._limit_bytes = limit_bytes
         self._on_refusal = on_refusal
         self._clock = clock
-        self._drain_rate = DrainRateEstimator(clock())
+        self._drain_rate = DrainRateEstimator(limit_bytes, clock())
         self.held_bytes = 0
 
     def start_reservation(self) -> ImageReservation:

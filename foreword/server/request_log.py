@@ -52,12 +52,12 @@ class _Refusal:
     """What refusals of one kind share."""
 
     status: int
-    code: str | None
+    code: str  # or the type of an error without one
     route: str
     key: str
 
     def describe(self) -> str:
-        return f"refused {self.status} on {self.route}: {self.code or 'no code'}"
+        return f"refused {self.status} on {self.route}: {self.code}"
 
 
 class RequestLog:
@@ -115,7 +115,7 @@ class RequestLog:
     def on_connection_refused(self, error: ForewordError) -> None:
         """A connection was closed with an error before there was a request."""
         self._count(OTHER_ROUTE, error.status)
-        self._log_refusal(_Refusal(error.status, error.code, OTHER_ROUTE, ""), None, "")
+        self._log_refusal(_Refusal(error.status, error.code or error.error_type, OTHER_ROUTE, ""), None, "")
 
     def flush(self, force: bool = False) -> None:
         """Write the sums of a window that is over; call it about once a second."""
@@ -202,12 +202,12 @@ def _key_name(state: Mapping[str, Any]) -> str:
     return "" if access is None else str(access.fairness_key)
 
 
-def _error_fields(body: bytes) -> tuple[str | None, str | None]:
-    """(code, field) of an error envelope; the field only if it looks like a name."""
+def _error_fields(body: bytes) -> tuple[str, str | None]:
+    """(code or else type, field) of an error envelope; the field only if it looks like a name."""
     try:
         error = json.loads(body)["error"]
-        code, param = error["code"], error["param"]
+        code, param = error["code"] or error["type"], error["param"]
     except (ValueError, KeyError, TypeError):
-        return None, None
+        return "unknown", None
     is_name = isinstance(param, str) and FIELD_PATTERN.fullmatch(param) is not None
     return code, param if is_name else None

@@ -120,6 +120,20 @@ def _prompt_tokens(
     return tokens
 
 
+def _usage(prompts: Sequence[ChoiceOutput], completion: int) -> dict[str, Any]:
+    """Tokens of prompts, each given by one of its choices, and of their completions."""
+    prompt = sum(len(output.request.prompt_ids) for output in prompts)
+    prompt_details = {"cached_tokens": sum(output.num_cached for output in prompts)}
+    if images := [image for output in prompts for image in output.request.images]:
+        prompt_details["image_tokens"] = sum(image.num_tokens for image in images)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": prompt_details,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class ResponseHeader:
     """Fields that every chunk repeats."""
@@ -141,7 +155,7 @@ class ResponseOptions:
     token_ids: bool = False
     tokens_as_ids: bool = False  # in logprobs
     usage: bool = False  # a last chunk with usage, in a stream
-    continuous_usage: bool = False  # usage so far, in every chunk
+    continuous_usage: bool = False  # usage of a chunk's choice so far, in every chunk
     prediction: bool = False  # accepted and rejected prediction tokens, in usage
 
 
@@ -167,7 +181,7 @@ class ResponseBuilder(ABC):
         self._header = header
         self.names = TokenNames(server.tokenizer, options.tokens_as_ids)
         self._num_running = len(self.outputs)  # choices whose last chunk is not written
-        self._num_streamed = 0  # tokens of the chunks so far
+        self._num_streamed: Counter[int] = Counter()  # tokens of the chunks so far, by choice
         self._started: set[int] = set()
         self._accepted_drafts: Counter[int] = Counter()  # by choice, not yet in a chunk
 
@@ -205,7 +219,7 @@ class ResponseBuilder(ABC):
         """The chunk of one delta, or None if it is empty for this request."""
         is_first = index not in self._started
         self._accepted_drafts[index] += delta.event.draft.num_accepted if delta.event.draft else 0
-        self._num_streamed += len(delta.event.token_ids)
+        self._num_streamed[index] += len(delta.event.token_ids)
         needs_ids = self.options.logprobs or self.options.token_ids
         if not (delta.text or delta.finish_reason or (delta.event.token_ids and needs_ids)):
             return None
@@ -225,27 +239,11 @@ class ResponseBuilder(ABC):
             return None
         return {**self.header(self.chunk_object_type), "choices": [], "usage": self.usage()}
 
-    def usage(self, num_streamed: int | None = None) -> dict[str, Any]:
-        """Delivered tokens. A prompt counts once for all its choices; rejected draft tokens do not count.
-
-        num_streamed  output tokens of all choices so far; None: the answer is complete
-        """
+    def usage(self) -> dict[str, Any]:
+        """Delivered tokens. A prompt counts once for all its choices; rejected draft tokens do not count."""
         firsts = self.outputs[:: self.choices_per_prompt]
-        prompt = sum(len(output.request.prompt_ids) for output in firsts)
-        if num_streamed is None:
-            completion = sum(output.num_tokens for output in self.outputs)
-        else:
-            completion = num_streamed
-        prompt_details = {"cached_tokens": sum(output.num_cached for output in firsts)}
-        if images := [image for output in firsts for image in output.request.images]:
-            prompt_details["image_tokens"] = sum(image.num_tokens for image in images)
-        usage: dict[str, Any] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": prompt_details,
-        }
-        if self.options.prediction and num_streamed is None:
+        usage = _usage(firsts, sum(output.num_tokens for output in self.outputs))
+        if self.options.prediction:
             accepted, drafted = self._prediction_stats.num_accepted, self._prediction_stats.num_drafted
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,
@@ -271,7 +269,8 @@ class ResponseBuilder(ABC):
     def make_chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         usage: dict[str, Any] = {"usage": None} if self.options.usage else {}
         if self.options.continuous_usage:
-            usage = {"usage": self.usage(self._num_streamed)}
+            index = choice["index"]
+            usage = {"usage": _usage(self.outputs[index : index + 1], self._num_streamed[index])}
         return {**self.header(self.chunk_object_type), "choices": [choice], **usage}
 
     def _full_choice(self, index: int, output: ChoiceOutput) -> dict[str, Any]:

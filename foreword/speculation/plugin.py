@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from operator import index as as_index
@@ -51,7 +51,10 @@ class DrafterAdapter:
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         """Raises if the drafter does, or if a result is no draft."""
         views = [self._make_view(request) for request in requests]
-        drafts = list(self._drafter.propose(tuple(views)))
+        returned: object = self._drafter.propose(tuple(views))
+        if not isinstance(returned, Iterable):
+            raise _InvalidDraft(f"propose() returned {type(returned).__name__}, no list of drafts")
+        drafts = list(returned)
         if len(drafts) != len(views):
             raise _InvalidDraft(f"propose() returned {len(drafts)} drafts for {len(views)} requests")
         return [self._check_draft(draft, view.max_tokens) for draft, view in zip(drafts, views, strict=True)]
@@ -68,15 +71,33 @@ class DrafterAdapter:
             return None
         given, confidence = (draft.token_ids, draft.confidence) if isinstance(draft, Draft) else (draft, ())
         try:
-            token_ids = tuple(int(as_index(token_id)) for token_id in islice(given, max_tokens))
+            items = tuple(islice(given, max_tokens))
+            token_ids = tuple(int(as_index(token_id)) for token_id in items)
         except TypeError as error:
             raise _InvalidDraft(f"propose() returned no token ids: {type(given).__name__}") from error
+        if any(isinstance(item, bool) for item in items):
+            raise _InvalidDraft("propose() returned no token ids: bool")
         for token_id in token_ids:
             if not 0 <= token_id < self._vocab_size:
                 limit = self._vocab_size - 1
                 raise _InvalidDraft(f"propose() returned id {token_id}, outside the vocabulary 0..{limit}")
-        probs = tuple(float(prob) for prob in islice(confidence, len(token_ids)))
-        return Draft(token_ids, self.name, probs) if token_ids else None
+        return (
+            Draft(token_ids, self.name, _check_confidence(confidence, len(token_ids))) if token_ids else None
+        )
+
+
+def _check_confidence(confidence: Iterable[float], num_tokens: int) -> tuple[float, ...]:
+    """Probabilities of the first `num_tokens` tokens; () where the drafter gave none."""
+    try:
+        probs = tuple(float(prob) for prob in islice(confidence, num_tokens))
+    except (TypeError, ValueError) as error:
+        raise _InvalidDraft("confidence must be probabilities, one of each token") from error
+    if probs and len(probs) < num_tokens:
+        raise _InvalidDraft(f"confidence has {len(probs)} values for {num_tokens} tokens")
+    for prob in probs:
+        if not 0 <= prob <= 1:
+            raise _InvalidDraft(f"confidence must be between 0 and 1, got {prob:g}")
+    return probs
 
 
 def make_plugin(reference: str, in_directory: bool, context: DrafterContext) -> Drafter:

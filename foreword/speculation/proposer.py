@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from foreword.core.outputs import Draft, DraftingStats
 from foreword.core.request import RequestState
+from foreword.errors import Terminated
 from foreword.speculation.base import DeviceDrafter, DraftRequest, EngineDrafter, ModelBasedDrafter
 from foreword.speculation.control.cost_model import MeasuredCosts
 from foreword.speculation.plugin import DrafterAdapter, summarize_error
@@ -50,7 +51,7 @@ class Proposer:
             d for d in model_drafters if isinstance(d, DeviceDrafter) and d.decode_loop_forward is not None
         )
         self.device_drafter = next(devices, None)
-        self.on_plugin: Callable[[bool], None] = lambda is_inside: None  # a call begins or ends
+        self.on_plugin: Callable[[str | None], None] = lambda name: None  # a call begins; None: it ends
         self._clock = clock
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by drafter, not recorded yet
         self._request_drafters: dict[str, tuple[EngineDrafter, ...]] = {}
@@ -263,17 +264,19 @@ class Proposer:
         """A call of a drafter; None after an error. The time of a public drafter is measured."""
         if not isinstance(drafter, DrafterAdapter):
             return self._catch(drafter.name, call)
-        self.on_plugin(True)
+        self.on_plugin(drafter.name)
         started = self._clock()
         result = self._catch(drafter.name, call)
         self._seconds[drafter.name] += self._clock() - started
-        self.on_plugin(False)
+        self.on_plugin(None)
         return result
 
     def _catch(self, name: str, call: Callable[[], Result]) -> Result | None:
         try:
             return call()
-        except Exception as error:
+        except Terminated:
+            raise
+        except (Exception, SystemExit) as error:  # a drafter cannot end the process
             self.errors[name] += 1
             count = self.errors[name]
             if count & (count - 1) == 0:  # 1, 2, 4, ...: an error in every step must not flood the log

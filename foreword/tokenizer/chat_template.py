@@ -60,7 +60,7 @@ class _ToolUse:
         return cls(
             any(message.get("content") for message in callers),
             any(len(message["tool_calls"]) > 1 for message in callers),
-            any(not isinstance(call["function"]["arguments"], Mapping) for call in calls),
+            any(not isinstance(call.get("function", call).get("arguments", {}), Mapping) for call in calls),
         )
 
     def probe(self) -> tuple[list[dict[str, Any]], list[str]]:

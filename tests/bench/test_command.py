@@ -75,8 +75,8 @@ def test_latency_ratio_compares_the_same_prompts() -> None:
     drafts = {"acceptance": 0.75, "mean_acceptance_length": 2.5}
     assert figures_by_category({"edit": {"off": plain, "ngram": fast}}, ("off", "ngram")) == {
         "edit": {
-            "off": {"tokens_per_second": 2.0, "ratio": 1.0},
-            "ngram": {"tokens_per_second": 4.0, "ratio": 2.0, **drafts},
+            "off": {"tokens_per_second": 2.0, "ratio": 1.0, "low": 1.0, "high": 1.0},
+            "ngram": {"tokens_per_second": 4.0, "ratio": 2.0, "low": 2.0, "high": 2.0, **drafts},
         }
     }
 

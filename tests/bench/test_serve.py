@@ -75,7 +75,7 @@ def repetition_of(*texts: str, seconds: float = 1.0, error: str | None = None) -
 def test_summary_compares_throughput_and_texts() -> None:
     plain, fast = repetition_of("a", "b", seconds=2.0), repetition_of("a", "b", seconds=1.0)
     result = summary({"off": [plain], "auto": [fast]}, ARGS)
-    assert (result["answered_all"], result["equal"], result["throughput_ratio"]) == (True, True, 2.0)
+    assert (result["answered_all"], result["equal"], result["throughput"]) == (True, True, {"ratio": 2.0})
     assert result["modes"]["auto"]["tokens_per_second"] == 20.0
     assert result["modes"]["off"]["ttft_ms"] == {"p50": 100.0, "p90": 100.0, "p99": 100.0}
     assert not summary({"off": [plain], "auto": [repetition_of("a", "c")]}, ARGS)["equal"]

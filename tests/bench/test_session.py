@@ -4,14 +4,16 @@ import argparse
 import json
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from foreword.bench.session import BenchSession, BenchStep, ResultFile, format_seconds
+from foreword.bench.session import BenchSession, BenchStep, ResultFile, _TimeLeft, format_seconds
 from foreword.errors import ConfigError, InvalidRequest
+from tests.support.waiting import WAIT_S
 
 
 def arguments(json_path: object = None, plot: object = None) -> argparse.Namespace:
@@ -159,6 +161,23 @@ def test_json_is_on_stdout_unless_it_is_a_terminal(
     assert "the table" in err
 
 
+def test_long_step_repeats_its_line_where_stderr_is_no_terminal(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foreword.cli.startup.REPEAT_S", 0.0)
+    monkeypatch.setattr("foreword.cli.startup.REFRESH_S", 0.001)
+    shown: list[str] = []
+
+    def last_until_repeated() -> None:
+        deadline_s = time.monotonic() + WAIT_S
+        while "".join(shown).count("1/1: cell 0;") < 3 and time.monotonic() < deadline_s:
+            shown.append(capfd.readouterr().err)
+
+    with BenchSession(arguments()) as session:
+        session.run(steps_of(last_until_repeated), "one cell")
+    assert "".join(shown).count("1/1: cell 0;") >= 3
+
+
 def test_nan_becomes_null(capsys: pytest.CaptureFixture[str]) -> None:
     with BenchSession(arguments("-")) as session:
         session.finish({"a": [float("nan"), 2.0]}, lambda _: None, finished=1, passed=True)
@@ -177,9 +196,21 @@ def test_estimate_and_progress_are_on_stderr(
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert out == ""
-    assert lines[0] == "bench test: three cells: about 3 s; Ctrl-C keeps what is complete"
-    assert lines[1] == "1/3: cell 0; about 3 s left"
+    assert lines[0] == "bench test: three cells; Ctrl-C keeps what is complete"
+    assert lines[1] == "1/3: cell 0; measuring the speed first"
     assert lines[2] == "2/3: cell 1; about 60 s left"
+
+
+def test_time_left_follows_the_same_cell_first() -> None:
+    """The warm-up of a cell tells its rounds' time, and the other cells' by all that ran."""
+    steps = [BenchStep(cell, cell, 1.0, lambda: None) for cell in ("a", "a", "b", "b")]
+    left = _TimeLeft(steps)
+    left.add(steps[0], 10.0, ())
+    assert str(left) == "about 30 s left"
+    left.add(steps[2], 2.0, ())
+    assert str(left) == "about 12 s left"
+    left.add(steps[1], 10.0, ())
+    assert str(left) == "about 2 s left"
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_interrupt_ends_a_piped_conversation() -> None:
         talk("stop", "one")
 
 
-@pytest.mark.parametrize(("turn", "note"), [("loop", "repeated itself"), ("cut", "cut off at --max-tokens")])
+@pytest.mark.parametrize(("turn", "note"), [("loop", "repeated itself"), ("cut", "cut off at the end of")])
 def test_early_end_is_reported(turn: str, note: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown, source = talk(turn, "one")
     assert shown == f"1 {turn}\n3 one\n"
@@ -242,6 +242,8 @@ def test_save(tmp_path: Path) -> None:
         ("/sav x", "did you mean /save?"),
         ("/resett", "did you mean /reset?"),
         ("/xyz", "/help lists the commands"),
+        ("/see", "/help lists the commands"),
+        ("/set temperature 0", "flags set sampling at the start, such as --temperature"),
     ],
 )
 def test_unknown_command(command: str, hint: str) -> None:
@@ -303,5 +305,5 @@ def test_server_is_asked_for_the_model_that_is_named(words: Sequence[str]) -> No
 
 
 def test_unreadable_image_is_refused_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "--image", "nowhere.png"]) == 1
+    assert main(["chat", "--image", "nowhere.png"]) == 2
     assert capsys.readouterr().err == "foreword chat: --image nowhere.png: No such file or directory\n"

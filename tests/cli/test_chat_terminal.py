@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import wait_until_asleep
+
 LIMIT_S = 120  # for a machine that is busy; the tests wait for texts
 CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 PROMPT = "> "
@@ -97,6 +99,11 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self._fd, keys.encode())
 
+    def interrupt(self) -> None:
+        """Ctrl-C at the prompt. readline notices no signal between two keys, only while it waits for one."""
+        wait_until_asleep(self.process.pid)
+        self.press(CTRL_C)
+
     def read_until(self, text: str) -> str:
         """Output up to `text`, without what was read before."""
         while text not in self.output:
@@ -172,15 +179,17 @@ def test_interrupts(url: str, tmp_path: Path) -> None:
         terminal.press(CTRL_C)
         terminal.read_until("stopped; what was said stays")
         terminal.read_until(PROMPT)
-        terminal.press(f"half a line{CTRL_C}")
+        terminal.press("half a line")
+        terminal.read_until("half a line")
+        terminal.interrupt()
         terminal.read_until("Ctrl-C again, Ctrl-D or /quit leaves")
         terminal.read_until(PROMPT)
         terminal.press("count\r")
         terminal.read_until("3-messages")  # the interrupted answer is one, the cleared line is none
         terminal.read_until(PROMPT)
-        terminal.press(CTRL_C)
+        terminal.interrupt()
         terminal.read_until(PROMPT)
-        terminal.press(CTRL_C)
+        terminal.interrupt()
         assert "Traceback" not in terminal.read_all()
         assert terminal.process.wait(LIMIT_S) == 0
     assert not list(tmp_path.iterdir())

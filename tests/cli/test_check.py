@@ -83,6 +83,23 @@ def test_weight_files_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert check(capsys, str(path), "--load-format", "dummy")[0] == 0
 
 
+def test_shapes_in_the_headers_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_checkpoint(tmp_path / "model", hidden_size=256, intermediate_size=256, num_attention_heads=8)
+    file = write_gguf(path, tmp_path / "model.gguf", Kind.Q4_0)
+    assert "ok   weights: " in check(capsys, str(file))[1]
+    config = json.loads((path / "config.json").read_text())
+    write_json(path / "config.json", config | {"vocab_size": 400})
+    for words in ([str(path)], ["demo", "--draft-model", str(path)]):
+        code, text = check(capsys, *words)
+        assert (
+            code == 1
+            and "tensor `model.embed_tokens.weight` is [272, 256], the config says [400, 256]" in text
+        )
+    write_json(path / "config.json", config | {"num_hidden_layers": 1})
+    code, text = check(capsys, str(path))
+    assert code == 1 and "no   weights:" in text and "unexpected tensors: model.layers.1." in text
+
+
 def test_sampling_defaults_and_template_are_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +152,14 @@ def test_cpu_memory_is_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (
             ["--draft-model", "demo", "--speculate", "ngram"],
             "note the draft model demo is not used: --speculate ngram does not name `draft`",
+        ),
+        (
+            ["--speculative-config", '{"disable_by_batch_size": 4}'],
+            "note speculative_config: disable_by_batch_size has no effect: the controller decides",
+        ),
+        (
+            ["--draft-model", "demo", "--speculate", "off"],
+            "note the draft model demo is not used: --speculate off does not name `draft`",
         ),
         (
             ["--speculative-config", '{"num_speculative_tokens": 3}'],

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from foreword.cli.client import ChatPiece, ChatResult, HTTPBackend, request_body
+from foreword.cli.client import ChatPiece, ChatResult, HTTPBackend, finish_note, request_body
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import ForewordError
 
@@ -102,6 +102,37 @@ def test_unreachable_server() -> None:
 
     with pytest.raises(ForewordError, match="refused"):
         remote(handler).answer("x", SamplingParams())
+
+
+def test_bytes_that_are_no_text_are_refused() -> None:
+    """An argument of the command line may have them."""
+    backend = HTTPBackend("http://127.0.0.1:1", None, "m")
+    with pytest.raises(ForewordError, match="not valid Unicode"):
+        next(backend.stream("a\udcff", SamplingParams()))
+    with pytest.raises(ForewordError, match="not valid Unicode"):
+        backend.answer([{"role": "user", "content": "\udcff"}], SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "defaults", "limit"),
+    [
+        (7, {}, "--max-tokens 7 or the end of the context"),
+        (7, {"max_tokens": 9}, "--max-tokens 7 or the end of the context"),
+        (9, {"max_tokens": 9}, "the checkpoint's max_new_tokens 9 (--max-tokens N sets another) or the end"),
+        (None, {}, "cut off at the end of the context"),
+    ],
+)
+def test_note_of_a_length_names_its_limit(
+    max_tokens: int | None, defaults: dict[str, int], limit: str
+) -> None:
+    note = finish_note("length", SamplingParams(max_tokens=max_tokens), defaults)
+    assert note is not None and limit in note
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:1", "http://127.0.0.1:1/", "127.0.0.1:1/v1"])
+def test_address_without_a_scheme_is_one_of_http(url: str) -> None:
+    with pytest.raises(ForewordError, match=r"http://127\.0\.0\.1:1: .* `foreword serve` starts one"):
+        HTTPBackend(url, None, "m").answer("x", SamplingParams())
 
 
 def test_parameters_reach_the_body() -> None:

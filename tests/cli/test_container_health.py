@@ -3,7 +3,9 @@
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,37 @@ def test_server_that_is_not_healthy_fails(tmp_path: Path, capsys: pytest.Capture
         server.client.kill()
         assert check(command) == 1
     assert check(command) == 1 and "no answer from 127.0.0.1 port" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ('{"status": "loading"}', 1),
+        ('{"status": "restarting"}', 0),
+        ('{"status": "draining"}', 0),
+        ('{"status": "unresponsive"}', 1),
+        ('{"status": "dead"}', 1),
+        ("no JSON", 1),
+    ],
+)
+def test_transient_states_are_healthy(tmp_path: Path, body: str, code: int) -> None:
+    """A supervisor must not kill a server that replaces its engine, or finishes its answers."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(503)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        command = write_command(tmp_path / "cmdline", f"{ENTRY} serve --port {server.server_port}")
+        assert check(command) == code
+        thread.join()
 
 
 def test_container_without_a_server_is_healthy(tmp_path: Path) -> None:

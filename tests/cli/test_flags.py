@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from foreword.cli.command_line import Parser
 from foreword.cli.flags import (
     ForeignAction,
     add_config_options,
@@ -117,6 +118,9 @@ def test_environment_errors_name_the_variable(environ: dict[str, str], part: str
         ("host: h\nprot: 1", "line 2: unknown option 'prot'; did you mean port?"),
         ("max-num-seq: 1", "did you mean max-num-seqs?"),
         ("port: [1, 2]", "line 1: port must be a single value"),
+        ("served_model_name: [[a], b]", "line 1: served_model_name must be a single value"),
+        ("served_model_name: {a: b}", "line 1: served_model_name must be a single value"),
+        ('api_key: ""', "api_key is empty"),
         ("port: x", "port must be a whole number, got 'x'"),
         ("port: 1\nport: 2", "line 2: port is given twice"),
         ("[1]: 2", "unknown option 'a key of several values'"),
@@ -156,7 +160,7 @@ def test_variables_that_kubernetes_sets_are_not_reported(name: str) -> None:
 
 
 def parse_foreign(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="foreword serve")
+    parser = Parser(prog="foreword serve")
     add_config_options(parser)
     add_foreign_flags(parser)
     return parser.parse_args(words)
@@ -182,6 +186,18 @@ def test_foreign_flag_is_answered(name: str, item: ForeignFlag, capsys: pytest.C
     assert err == (f"foreword serve: {item.note(name)}\n" if item.note(name) else "")
     expected = parse(*item.ours.split(), *value) if item.kind == "same" else parse()
     assert read_config(args, {}) == read_config(expected, {})
+
+
+def test_all_refused_flags_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--enable-lora", "-tp", "2", "--hf-overrides", "{}", "--hf-overrides", '{"a": 1}']
+    for unknown in ([], ["--magic"]):
+        with pytest.raises(SystemExit) as caught:
+            parse_foreign(*words, *unknown)
+        lines = capsys.readouterr().err.splitlines()
+        starts = ["--enable-lora:", "-tp", "--hf-overrides", *(f"unknown flag {word}" for word in unknown)]
+        assert caught.value.code == 2 and len(lines) == len(starts)
+        for line, start in zip(lines, starts, strict=True):
+            assert line.startswith(f"foreword serve: {start}")
 
 
 def test_foreign_flags_are_unique_and_not_ours() -> None:
@@ -258,6 +274,12 @@ def test_words_after_the_name_are_a_prompt_where_nothing_is_served() -> None:
     assert (args.prompt, read_config(args, {}).served_names()) == ("Hello", ("a",))
 
 
+def test_names_may_be_a_list_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("served_model_name: [prod, qwen]\n")
+    assert read_config(parse("--config", str(file)), {}).served_names() == ("prod", "qwen")
+
+
 @pytest.mark.parametrize("names", ["a,a", "a,,b", ",", " "])
 def test_names_must_differ(names: str) -> None:
     with pytest.raises(ConfigError, match="served_model_name must be different names"):
@@ -269,3 +291,23 @@ def test_prefix_of_a_proxy_is_checked(prefix: str) -> None:
     with pytest.raises(ConfigError, match="root_path must be like /llm"):
         Config(root_path=prefix)
     assert Config(root_path="/team-1/llm").root_path
+
+
+# Keys
+
+
+@pytest.mark.parametrize("name", ["api_key", "api_key_file"])
+@pytest.mark.parametrize("value", ["", " "])
+def test_empty_key_is_an_error(name: str, value: str) -> None:
+    """A secret that was not filled in must not start a server without keys."""
+    hint = f"{name} is empty; .* leave out {flag(name)} and unset {environment_name(name)}"
+    for words, environ in (([flag(name), value], {}), ([], {environment_name(name): value})):
+        with pytest.raises(ConfigError, match=hint):
+            read_config(parse(*words), environ)
+
+
+@pytest.mark.parametrize("keys", ["a,,b", ",", "a,", " ,a"])
+def test_empty_key_in_a_list_is_an_error(keys: str) -> None:
+    with pytest.raises(ConfigError, match="api_key has an empty key; to serve without keys"):
+        read_config(parse(), {"FOREWORD_API_KEY": keys})
+    assert read_config(parse("--api-key", "a, b"), {"FOREWORD_API_KEY": keys}).api_key == "a, b"

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,20 @@ def test_ended_repetition_is_reported_on_stderr(capsys: pytest.CaptureFixture[st
     )
 
 
+def test_note_of_an_early_end_begins_its_line_in_a_pipe_of_both_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(os.dup(writing), "w") as out, os.fdopen(writing, "w", buffering=1) as err:
+        monkeypatch.setattr("sys.stdout", out)
+        monkeypatch.setattr("sys.stderr", err)
+        assert main(["generate", "cut", "--max-tokens", "7"]) == 0
+    with os.fdopen(reading) as merged:
+        lines = merged.read().splitlines()
+    note = "foreword generate: the answer was cut off at --max-tokens 7 or the end of the context"
+    assert lines == ["1 cut", note]
+
+
 def test_prompt_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("piped"))
     assert main(["generate", "-"]) == 0
@@ -60,7 +75,7 @@ def test_images_come_before_the_prompt(
     assert message["content"][0]["image_url"]["url"] == data_url(png("red"))
     assert message["content"][1]["image_url"]["url"].startswith("data:image/jpeg;base64,")
     capsys.readouterr()
-    assert main(["generate", "x", "--image", str(tmp_path / "nowhere")]) == 1
+    assert main(["generate", "x", "--image", str(tmp_path / "nowhere")]) == 2
     assert "--image" in capsys.readouterr().err
     assert main(["generate", "x", "--raw", "--image", str(first)]) == 2
     assert "--raw" in capsys.readouterr().err
@@ -90,7 +105,7 @@ def test_prediction_is_read_from_a_file(
 
 
 def test_invalid_parameter_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "hello", "--temperature=-1"]) == 1
+    assert main(["generate", "hello", "--temperature=-1"]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("foreword generate: temperature must be between 0 and 100")
     assert printed.count("\n") == 1

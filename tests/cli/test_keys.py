@@ -54,7 +54,8 @@ def test_list_and_revoke(
     assert [row.split()[:3] for row in rows] == [["alice", "no", "all"], ["bob", "no", "all"]]
     assert len({key.salt for key in read_key_file(path)}) == 1, "entries share a salt"
     assert not any(key.digest.hex() in row for key in read_key_file(path) for row in rows)
-    assert main(["keys", "revoke", "alice"]) == 0
+    monkeypatch.delenv("FOREWORD_API_KEY_FILE")
+    assert main(["keys", "revoke", "alice", "--api-key-file", str(path)]) == 0
     assert [key.name for key in read_key_file(path)] == ["bob"]
 
 

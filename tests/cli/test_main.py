@@ -1,6 +1,8 @@
 """The command line: help of every command, errors of one line, light imports."""
 
 import argparse
+import importlib
+import json
 import os
 import re
 import signal
@@ -14,6 +16,7 @@ import pytest
 from foreword.cli import command_line
 from foreword.cli import main as cli
 from foreword.cli.flags import flag
+from foreword.cli.listener import bind
 from foreword.config.options import option_fields
 from foreword.errors import CheckpointError, ConfigError
 from tests.support.waiting import WAIT_S
@@ -83,7 +86,7 @@ def test_short_help_has_the_common_flags(capsys: pytest.CaptureFixture[str]) -> 
         (["serve", "--max-seqs", "8", "demo"], "unknown flag --max-seqs; did you mean --max-num-seqs?"),
         (["serve", "demo", "--prot=8"], "unknown flag --prot; did you mean --port?"),
         (["serve", "--dtype", "bfloat"], "--dtype must be one of auto,"),
-        (["serve", "--dtype", "bfloat"], "did you mean bfloat16?"),
+        (["serve", "--dtype", "bfloat1"], "did you mean bfloat16?"),
         (["serve", "--port", "x"], "--port must be a whole number, got 'x'"),
         (["serve", "--port"], "--port expected one argument"),
         (["generate", "x", "--temp", "hot"], "--temp must be a number, got 'hot'"),
@@ -99,6 +102,8 @@ def test_short_help_has_the_common_flags(capsys: pytest.CaptureFixture[str]) -> 
         (["serve", "--temp", "1"], "it is a field of each request"),
         (["serve", "-fa", "model.gguf"], "-fa can only be on or off"),
         (["generate", "x", "--host", "h"], "unknown flag --host"),
+        (["generate", "x", "-p", "hello"], 'a prompt is a word of its own: `foreword generate "PROMPT"`'),
+        (["serve", "-l", "x"], "unknown flag -l"),
     ],
 )
 def test_wrong_command_lines_are_answered_in_one_line(
@@ -107,6 +112,40 @@ def test_wrong_command_lines_are_answered_in_one_line(
     code, out, err = exit_of(words, capsys)
     assert (code, out) == (2, "")
     assert answer in err and err.count("\n") == 1
+
+
+def test_mistakes_are_found_before_the_command_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    imports = importlib.import_module
+    monkeypatch.setattr(
+        "importlib.import_module",
+        lambda name: imports(name) if name == cli.COMMAND_LINE else pytest.fail(f"imports {name}"),
+    )
+    source = tmp_path / "in.jsonl"
+    source.touch()
+    with bind("127.0.0.1", 0) as busy:
+        busy.listen()
+        port = busy.getsockname()[1]
+        for words, reason in (
+            (["serve", "--host", "127.0.0.1", "--port", str(port)], f"port {port} on 127.0.0.1 is in use"),
+            (["serve", "--host", "127.0.0.1:80", "--port", "0"], "cannot listen on 127.0.0.1:80 port 0"),
+            (["run-batch", "-i", f"{source}x", "-o", "out"], f"--input {source}x: No such file or directory"),
+            (
+                ["run-batch", "-i", str(source), "-o", str(source)],
+                "--output must be another file than --input",
+            ),
+        ):
+            assert cli.main(words) == 2
+            said = capsys.readouterr().err
+            assert reason in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["--url", "--base-url"])
+def test_address_of_a_server_has_two_names(url: str) -> None:
+    for words in (["chat"], ["generate", "x"], ["run-batch", "-i", "a", "-o", "b"], ["bench", "serve"]):
+        args = command_line.build_parser(words[0]).parse_args([*words, url, "http://x"])
+        assert "http://x" in vars(args).values()
 
 
 def test_success(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +211,13 @@ def test_command_line_imports_little() -> None:
     [
         ["serve", "--help"],
         ["serve", "--port", "70000"],
+        ["serve", "--api-key", ""],
+        ["serve", "--kv-cache-memory", "5XB"],
+        ["serve", "--kv-cache-memory", "manytokens"],
+        ["serve", "--image-memory", "5XB"],
+        ["serve", "--suffix-corpus-memory", "5XB"],
+        ["serve", "--uds", "/nowhere/socket"],
+        ["serve", "--api-key-file", "/nowhere/keys.yaml"],
         ["check", "./nowhere"],
         ["run-batch"],
         ["env", "--x"],
@@ -180,7 +226,7 @@ def test_command_line_imports_little() -> None:
 def test_wrong_words_are_answered_before_heavy_imports(words: list[str]) -> None:
     code = (
         "import sys, contextlib; from foreword.cli.main import main\n"
-        f"with contextlib.suppress(SystemExit): main({words})\n"
+        f"with contextlib.suppress(SystemExit): assert main({words}) == 2\n"
         "sys.exit(bool({'torch', 'fastapi', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
@@ -223,6 +269,45 @@ def test_unknown_variable_is_a_warning(
     assert warning.startswith(
         "foreword check: warning: unknown environment variable FOREWORD_PROT has no effect"
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "messages"),
+    [
+        ("flag", ["--swap-space", "4"], ["warning --swap", "warning warning: unknown env", "error there"]),
+        ("environment", ["--hots", "x"], ["error unknown flag --hots; did you mean --host?"]),
+        ("file", ["--enable-lora"], ["error --enable-lora: "]),
+        ("file", ["--config", "./nowhere"], ["warning warning: unknown env", "error there"]),
+    ],
+)
+def test_messages_of_the_command_line_are_json_lines(
+    source: str,
+    words: list[str],
+    messages: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Wherever the option is given, and after the words that the message is about."""
+    monkeypatch.setattr(command_line.startup_line, "log_format", "text")
+    monkeypatch.setenv("FOREWORD_PROT", "1")
+    words = ["serve", "./nowhere", *words]
+    if source == "flag":
+        words += ["--log-format", "json"]
+    elif source == "environment":
+        monkeypatch.setenv("FOREWORD_LOG_FORMAT", "json")
+    else:
+        (tmp_path / "options.yaml").write_text("log-format: json\n")
+        words += ["--config", str(tmp_path / "options.yaml")]
+    try:
+        code = command_line.run_command_line(words)
+    except SystemExit as ended:
+        code = ended.code
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert code == 2 and {line["logger"] for line in lines} == {"foreword.serve"}
+    assert len(lines) == len(messages)
+    for line, message in zip(lines, messages, strict=True):
+        assert f"{line['level']} {line['message']}".startswith(message)
 
 
 def test_python_m_foreword_runs() -> None:

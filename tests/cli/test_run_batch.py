@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -287,8 +288,56 @@ def test_invalid_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["run-batch", "-i", str(tmp_path / "no"), "-o", str(tmp_path / "out")]) == 2
     assert main(["run-batch", "-i", source, "-o", str(tmp_path / "out"), "--concurrency", "0"]) == 2
     assert "another file" in (said := capsys.readouterr().err) and "--concurrency" in said
-    assert main(["run-batch", "-i", source, "-o", str(tmp_path / "out"), "--url", "http://127.0.0.1:9"]) == 1
-    assert "does not answer" in capsys.readouterr().err
+    for url in ("box:x", "http://box:x", "file:///x"):
+        assert main(["run-batch", "-i", source, "-o", str(tmp_path / "out"), "--url", url]) == 2
+        assert f"--url must be like http://127.0.0.1:8000, got {url!r}" in capsys.readouterr().err
+
+
+def test_server_that_never_answered_is_given_up_in_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may still be starting; a line says that requests wait."""
+    monkeypatch.setattr("foreword.cli.run_batch.SERVER_GONE_S", 0.2)
+    words = ["-i", str(write(tmp_path / "in", chat("a"))), "-o", str(tmp_path / "out")]
+    assert main(["run-batch", *words, "--url", "http://127.0.0.1:9"]) == 1
+    said = capsys.readouterr().err
+    assert "http://127.0.0.1:9 cannot answer now" in said and "1 request will be sent again in 0.05 s" in said
+    assert "2 retries" in said and "does not answer" in said.splitlines()[-1]
+
+
+def test_server_that_is_still_starting_is_waited_for() -> None:
+    replies = iter([httpx.ConnectError("refused")] * 3)
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if (error := next(replies, None)) is not None:
+            raise error
+        return httpx.Response(200)
+
+    status, waits, (line,) = ask_once(handler, patience_s=30.0)
+    assert (status, waits) == (200, [0.05, 0.1, 0.2]) and "cannot answer now (refused)" in line
+
+
+def test_full_disk_ends_the_run_with_a_file_to_continue(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A limit on the size of a file stands for the disk: a write stores a part, the next one fails."""
+    source = write(tmp_path / "in", *(chat(f"r{i}") for i in range(40)))
+    output = tmp_path / "out"
+    words = ["run-batch", "-i", str(source), "-o", str(output), "--url"]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with run_server(client=FakeEngineClient(FakeOutput())) as server:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+        try:
+            assert main([*words, server.url]) == 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        *_, summary, reason = capfd.readouterr().err.splitlines()
+        assert reason.startswith(f"foreword run-batch: {output} cannot be written: File too large; the same")
+        answered = output.read_bytes().count(b"\n")
+        assert 0 < answered < 40 and f"{answered} answered, 0 failed" in summary
+        assert main([*words, server.url]) == 0
+    assert set(records(output)) == {f"r{i}" for i in range(40)}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
 @pytest.mark.full

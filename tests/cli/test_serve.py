@@ -18,8 +18,8 @@ import pytest
 
 from foreword import __version__
 from foreword.bench.server import ServerProcess
+from foreword.cli.listener import bind, bind_unix
 from foreword.cli.main import main
-from foreword.cli.serve import bind, bind_unix
 from foreword.config.options import Config
 from foreword.errors import ConfigError, ForewordError
 from tests.server.conftest import run_server

@@ -74,9 +74,9 @@ def test_nothing_is_written_after_the_end(pipe: tuple[int, StartupLine]) -> None
     assert not line.is_shown
 
 
-def test_disabled_line_is_silent(pipe: tuple[int, StartupLine]) -> None:
+def test_line_is_silent_among_json_lines(pipe: tuple[int, StartupLine]) -> None:
     reader, line = pipe
-    line.enabled = False
+    line.log_format = "json"
     line.begin("loading demo")
     os.set_blocking(reader, False)
     with pytest.raises(BlockingIOError):

@@ -5,6 +5,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -60,6 +61,20 @@ def test_first_interrupt_clears_the_turn_and_a_second_one_leaves(monkeypatch: py
     assert said == ["\nCtrl-C again, Ctrl-D or /quit leaves"] * 3 + [""]
 
 
+def test_interrupt_of_a_line_with_text_does_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = KeyboardInterrupt()
+    monkeypatch.setattr(turn_reader, "readline", MagicMock(**{"get_line_buffer.return_value": "text"}))
+    turns, said = typed_turns(monkeypatch, [stop, stop, stop, "one"])
+    assert turns == ["one"] and said == ["\nCtrl-C again, Ctrl-D or /quit leaves"] * 3 + [""]
+
+
+def test_line_between_interrupts_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the first of a turn's several lines."""
+    stop = KeyboardInterrupt()
+    turns, said = typed_turns(monkeypatch, [stop, "one\\", stop, "two"])
+    assert turns == ["two"] and len(said) == 3
+
+
 def test_typed_turns_are_kept_for_the_next_session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "state" / "history"
     typed_turns(monkeypatch, ["one", "", "two\\", "three"], History(path))
@@ -70,6 +85,16 @@ def test_typed_turns_are_kept_for_the_next_session(monkeypatch: pytest.MonkeyPat
         typed_turns(monkeypatch, [], History(path))
         length = turn_reader.readline.get_current_history_length()
         assert [turn_reader.readline.get_history_item(i + 1) for i in range(length)] == ["one", "two\nthree"]
+
+
+def test_characters_that_the_locale_lacks_end_no_session(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Half a surrogate pair in every locale, all but ASCII in that of LC_ALL=C."""
+    path = tmp_path / "history"
+    typed_turns(monkeypatch, ["\ud800", "one"], History(path))
+    turns, _ = typed_turns(monkeypatch, ["two"], History(path))
+    assert turns == ["two"] and History(path).entries == ["\ud800", "one", "two"]
 
 
 def test_history_is_bounded(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from foreword.llm import LLM
         ({"max_num_seqs": 4, "seed": None}, {"max_num_seqs": 4, "seed": None}),
         ({"tensor_parallel_size": 1, "tokenizer_mode": "auto", "revision": None}, {}),
         ({"enable_prefix_caching": True}, {}),
+        ({"hf_overrides": {}, "override_generation_config": {}}, {}),
         ({"enable_prefix_caching": False}, {"prefix_caching": False}),
         ({"disable_log_stats": True}, {"log_interval": 0.0}),
         ({"enable_lora": False, "disable_custom_all_reduce": False}, {}),
@@ -43,6 +44,7 @@ def test_keyword_without_effect_has_a_note() -> None:
     [
         ({"max_modellen": 3}, "LLM has no option 'max_modellen'; did you mean max_model_len?"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size can only be 1, got 2"),
+        ({"hf_overrides": {"a": 1}}, "hf_overrides can only be {}, got {'a': 1}"),
         ({"enable_lora": True}, "enable_lora: LoRA adapters are not supported yet"),
         ({"tokenizer": "x"}, "tokenizer: the checkpoint's own tokenizer is used"),
     ],

@@ -77,6 +77,7 @@ def test_memory_is_limited_by_the_cgroup(host, group: str, limit: str, used: str
     names = {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": used}
     host(cgroup=V1, files={f"memory/{group}{name}": text for name, text in names.items()})
     assert hardware.probe_hardware("auto") == probe
+    assert hardware.hardware_info(probe).cgroup_limit == (int(limit) if free < 600 * 1024 else None)
 
 
 def test_smallest_cgroup_limits_memory(host):

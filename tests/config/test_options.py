@@ -1,6 +1,7 @@
 """Config fields and their checks."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -76,6 +77,8 @@ def test_drafters_keep_their_order(options: dict[str, Any], drafters: tuple[str,
         ({"num_speculative_tokens": 3}, ("auto", None, 3, 4)),
         ({"prompt_lookup_max": 3, "model": None}, ("ngram", None, None, 3)),
         ({"method": "ngram", "draft_tensor_parallel_size": 1}, ("ngram", None, None, 4)),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 24}, ("suffix", None, None, 4)),
+        ({"disable_by_batch_size": 8, "rejection_sample_method": "strict"}, ("auto", None, None, 4)),
     ],
 )
 def test_vllm_speculative_config(given: dict[str, Any], expected: tuple[Any, ...]) -> None:
@@ -86,6 +89,31 @@ def test_vllm_speculative_config(given: dict[str, Any], expected: tuple[Any, ...
         config.num_speculative_tokens,
         config.prompt_lookup_max,
     ) == expected
+
+
+def test_speculative_fields_without_effect_are_noted_once() -> None:
+    text = json.dumps({"method": "ngram", "disable_by_batch_size": 8, "draft_tensor_parallel_size": 1})
+    config = Config(speculative_config=text).with_speculative_config()
+    assert config.with_speculative_config() == config, "applied again, as a bench does for its engine"
+    assert list(config.ignored_speculative_fields()) == ["disable_by_batch_size"]
+    assert not Config(speculative_config='{"method": "ngram"}').with_speculative_config().speculative_config
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ('{"method": "eagle3"}', "got 'eagle3': trained heads are not supported yet"),
+        ('{"method": "deepseek_mtp", "model": "m"}', "trained heads are not supported yet"),
+        ('{"tree": 1}', "'tree'; known: method, model, num_speculative_tokens, prompt_lookup_min, "),
+        (
+            '{"rejection_sample_method": "synthetic"}',
+            'only be "strict" or "standard" or "block", got "synthetic"',
+        ),
+    ],
+)
+def test_refused_speculative_config_says_what_is_taken(text: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(part)):
+        Config(speculative_config=text).with_speculative_config()
 
 
 @pytest.mark.parametrize(

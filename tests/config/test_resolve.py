@@ -222,6 +222,16 @@ def test_cpu_out_of_memory_error_names_what_fits() -> None:
     assert refused.value.message == expected and refused.value.param == "model"
 
 
+@pytest.mark.parametrize("options", [{}, {"kv_cache_memory": "9GiB"}])
+def test_cpu_out_of_memory_error_names_the_limit_that_applies(options: dict[str, str]) -> None:
+    model, free = replace(MODEL, parameters=4_000_000_000), replace(CPU, free_bytes=2 * GIB)
+    note = r" \(the container or cgroup may use 3\.00 GiB\)"
+    with pytest.raises(ConfigError, match=f"2.00 GiB (of free memory|are free){note}"):
+        resolve(Config(**options), replace(free, cgroup_limit=3 * GIB), model)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"2.00 GiB (of free memory [\d.]+ GiB may|are free\.)"):
+        resolve(Config(**options), free, model)  # type: ignore[arg-type]
+
+
 def test_refused_context_names_the_largest() -> None:
     model = replace(MODEL, parameters=4_000_000_000, kv_values_per_token=65536, context_len=131072)
     machine = replace(CPU, free_bytes=9 * GIB)

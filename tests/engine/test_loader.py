@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from importlib.metadata import version
@@ -25,7 +26,8 @@ from tests.support.vision_checkpoints import write_vision_checkpoint
 
 
 def warnings(path: Path, **options: str) -> tuple[str, ...]:
-    return load(Config(model=str(path), kv_cache_memory="400tokens", threads=1, **options), ()).info.warnings
+    config = Config(model=str(path), kv_cache_memory="400tokens", max_model_len=400, threads=1, **options)
+    return load(config, ()).info.warnings
 
 
 def backend_warnings() -> tuple[str, ...]:
@@ -47,6 +49,9 @@ def test_shortened_context_is_warned_of(tmp_path: Path, monkeypatch: pytest.Monk
     assert sum(expected in warning for warning in info.warnings) == 1
     asked = load(replace(config, max_model_len=64), ()).info
     assert asked.resolved.max_model_len == 64 and asked.warnings == backend_warnings()
+    configured = load(replace(config, kv_cache_memory="1tokens"), ()).info
+    expected = "the context is 16 tokens, of the checkpoint's 4096: a KV cache of 1tokens holds no more"
+    assert sum(expected in warning for warning in configured.warnings) == 1
 
 
 def test_missing_kernels_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +120,12 @@ def test_fingerprint_covers_gpu_kernel_sources(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 bytes")]
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 bytes"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
 )
 def test_oom_while_loading_reports_the_estimate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +22,11 @@ from foreword.core.outputs import ErrorEvent, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
 from foreword.core.structured_output import StructuredOutput, Vocabulary
+from foreword.engine_client import engine_process
 from foreword.engine_client.client import SubprocessClient
 from foreword.engine_client.engine_process import _handle
 from foreword.engine_client.heartbeat import HeartbeatPage
-from foreword.engine_client.messages import RemoveRequest
+from foreword.engine_client.messages import EngineStartFailed, Init, RemoveRequest
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest
 from tests.support.checkpoints import EOS, write_checkpoint
 from tests.support.client_answers import is_gone
@@ -197,6 +202,41 @@ async def test_missing_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
         await client.start()
     await client.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/x/t"), "start: /x/t: No space left on device"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "start: out of memory"),
+        (MemoryError(), "start: out of memory"),
+        (CheckpointError("no weights"), "^no weights$"),
+    ],
+)
+@pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
+async def test_expected_start_error_is_one_line(
+    error: Exception,
+    message: str,
+    level: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The client reports it; only level debug logs a traceback."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(engine_process, "load", fail)
+    monkeypatch.setattr(engine_process, "set_up_logging", lambda *_: None)
+    caplog.set_level(level)
+    client, engine = Pipe()
+    client.send(Init(Config(), ()))
+    page: Any = SimpleNamespace(start=lambda: None)
+    assert engine_process._run(engine, page, lambda engine: None) == 1
+    failure = client.recv()
+    assert isinstance(failure, EngineStartFailed) and isinstance(failure.error, ConfigError | CheckpointError)
+    assert re.search(message, str(failure.error))
+    assert [bool(record.exc_info) for record in caplog.records] == [True] * (level == logging.DEBUG)
 
 
 async def test_client_does_not_import_torch() -> None:

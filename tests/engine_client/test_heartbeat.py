@@ -39,15 +39,15 @@ def test_busy_requests_outlive_the_writer() -> None:
             theirs = HeartbeatPage(os.dup(page.fd))
             theirs.set_busy()
             theirs.set_requests([5, 2, 1 << 40])
-            theirs.set_in_plugin(True)
+            theirs.set_plugin(2)
             os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(pid, 0)
         heartbeat = page.read()
         assert heartbeat.phase == BUSY and before <= heartbeat.busy_since_s <= time.monotonic()
         assert page.busy_requests() == (5, 2, 1 << 40)
-        assert page.is_in_plugin
-        page.set_in_plugin(False)
-        assert not page.is_in_plugin and page.busy_requests() == (5, 2, 1 << 40)
+        assert page.plugin == 2
+        page.set_plugin(0)
+        assert page.plugin == 0 and page.busy_requests() == (5, 2, 1 << 40)
 
 
 def test_idle_engine_has_no_busy_requests() -> None:

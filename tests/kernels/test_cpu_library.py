@@ -46,6 +46,7 @@ def test_missing_or_broken_library_is_explained(tmp_path: Path) -> None:
     library, reason = load_library(tmp_path)
     assert library is None
     assert reason.startswith("the native kernels were not built")
+    assert "install g++ and run the same `make` or `pip install` again" in reason
     (tmp_path / "_native.so").write_bytes(b"not a library")
     library, reason = load_library(tmp_path)
     assert library is None

@@ -22,6 +22,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in (
         "models/qwen2/config.json",
         "weights/model.safetensors",
+        "weights/tokenizer.json",
         "quantized/a-Q4_K_M.gguf",
         "lora/adapter_config.json",
         "lora/adapter_model.safetensors",
@@ -58,7 +59,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("https://hub.example/some/name", "is a URL: download the model and pass its path"),
         ("model.bin", "holds weights alone: pass the directory"),
         ("weights/model.safetensors", "holds weights alone: pass the directory"),
-        ("weights", "it has weights alone: copy config.json, tokenizer.json"),
+        ("weights", "the missing files of the checkpoint beside its weights: config.json, tokenizer_config"),
         ("lora", "lora has no config.json; it is an adapter: pass the model that it was merged into"),
         ("mistral", "it has Mistral's own format: pass the checkpoint in Hugging Face's format"),
         ("quantized", "pass one of its GGUF files: quantized/a-Q4_K_M.gguf"),

@@ -20,7 +20,7 @@ import pytest
 import uvicorn
 
 from foreword.checkpoint import prepare_checkpoint
-from foreword.cli.serve import bind_unix
+from foreword.cli.listener import bind_unix
 from foreword.config.options import Config
 from foreword.engine_client.client import EngineClient, SubprocessClient
 from foreword.metrics.recorder import MetricsRecorder

@@ -66,14 +66,13 @@ def test_key_is_charged_for_tokens() -> None:
 
 def test_retry_after_follows_the_drain_rate() -> None:
     clock = FakeClock()
-    limiter, _ = admission(requests=10, clock=clock)
+    limiter, _ = admission(requests=1000, tokens=1000, clock=clock)
     for _ in range(100):  # ten at once, of one second each
         tickets = [limiter.admit(1, 1, UsageMeter()) for _ in range(10)]
         clock.now += 1.0
         for ticket in tickets:
             ticket.release()
-    for _ in range(10):
-        limiter.admit(1, 1, UsageMeter())
+    limiter.admit(1000, 1, UsageMeter())
     waits = []
     for _ in range(700):
         with pytest.raises(Overloaded) as caught:
@@ -81,6 +80,21 @@ def test_retry_after_follows_the_drain_rate() -> None:
         waits.append(caught.value.retry_after_s or 0.0)
     assert waits[0] == 1.0 and waits[99] == pytest.approx(10, rel=0.1), "the hundredth waits for 99 others"
     assert waits == sorted(waits) and waits[-1] == 60.0
+
+
+def test_clients_in_a_loop_do_not_add_up() -> None:
+    """Four slots are freed in a second, and 40 clients return at once whatever they are told."""
+    clock = FakeClock()
+    limiter, _ = admission(requests=16, clock=clock)
+    tickets = [limiter.admit(1, 1, UsageMeter()) for _ in range(16)]
+    for _ in range(240):
+        clock.now += 0.25
+        tickets.pop(0).release()
+        tickets.append(limiter.admit(1, 1, UsageMeter()))
+        for _ in range(40):
+            with pytest.raises(Overloaded) as caught:
+                limiter.check(1, UsageMeter())
+    assert caught.value.retry_after_s == pytest.approx(16 / 4, rel=0.1), "the whole queue is free by then"
 
 
 def test_idle_time_does_not_change_the_drain_rate() -> None:
@@ -98,7 +112,7 @@ def test_idle_time_does_not_change_the_drain_rate() -> None:
 
 
 def test_earlier_retry_estimates_expire() -> None:
-    outflow = DrainRateEstimator(0.0)
+    outflow = DrainRateEstimator(20, 0.0)
     outflow.advance(10.0, busy=True)
     outflow.record_freed(10)
     first = [outflow.retry_after_s(1, 10.0) for _ in range(20)][-1]

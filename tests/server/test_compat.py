@@ -152,6 +152,7 @@ def test_table_has_no_field_of_the_body(model: Any) -> None:
         {"messages": USER, "response_format": {"type": "text", "json_schema": None, "foo": None}},
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": None, "audio": None, "foo": None}]},
         {"messages": USER, "n_predict": None, "max_tokens": 5},
+        {"messages": USER, "logit_bias": {"5": None}},
     ],
 )
 def test_null_is_absence(served: RunningServer, body: dict[str, Any]) -> None:
@@ -273,7 +274,7 @@ def test_unknown_field_with_a_similar_name(served: RunningServer) -> None:
             "messages[0].tool_calls[0].function",
         ),
         ({"messages": USER, "stop": {"str": 1}}, "stop"),
-        ({"messages": USER, "logit_bias": {"5": "x"}}, "logit_bias"),
+        ({"messages": USER, "logit_bias": {"5": "x"}}, "logit_bias.5"),
         (
             {"messages": USER, "prediction": {"type": "content", "content": [{"type": "text"}]}},
             "prediction.content[0].text",

@@ -26,12 +26,12 @@ def post(served: RunningServer, fields: dict[str, Any], path: str = CHAT) -> tup
     ("fields", "param", "limit"),
     [
         ({"temperature": -1}, "temperature", "between 0 and 100"),
-        ({"temperature": "hot"}, "temperature", "valid number"),
-        ({"temperature": True}, "temperature", "valid number"),
+        ({"temperature": "hot"}, "temperature", "must be a number"),
+        ({"temperature": True}, "temperature", "must be a number"),
         ({"n": 0}, "n", "between 1 and 128"),
         ({"n": 129}, "n", "between 1 and 128"),
-        ({"n": 1.5}, "n", "valid integer"),
-        ({"n": "2"}, "n", "valid integer"),
+        ({"n": 1.5}, "n", "must be an integer"),
+        ({"n": "2"}, "n", "must be an integer"),
         ({"top_p": 0}, "top_p", "above 0"),
         ({"top_p": 1.1}, "top_p", "at most 1"),
         ({"top_k": -2}, "top_k", "at least -1"),
@@ -39,7 +39,7 @@ def post(served: RunningServer, fields: dict[str, Any], path: str = CHAT) -> tup
         ({"typical_p": 0}, "typical_p", "above 0 and at most 1"),
         ({"top_n_sigma": -2}, "top_n_sigma", "between -1 and 100"),
         ({"xtc_probability": 1.5}, "xtc_probability", "between 0 and 1"),
-        ({"xtc_threshold": "low"}, "xtc_threshold", "valid number"),
+        ({"xtc_threshold": "low"}, "xtc_threshold", "must be a number"),
         ({"dry_multiplier": -1}, "dry_multiplier", "between 0 and 100"),
         ({"dry_base": 0.9}, "dry_base", "between 1 and 100"),
         ({"dry_allowed_length": 256}, "dry_allowed_length", "between 0 and 255"),
@@ -55,9 +55,9 @@ def post(served: RunningServer, fields: dict[str, Any], path: str = CHAT) -> tup
         ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
         ({"min_tokens": 5, "max_tokens": 2}, "min_tokens", "above max_tokens 2"),
         ({"seed": 2**64}, "seed", "between"),
-        ({"seed": 1.0}, "seed", "valid integer"),
+        ({"seed": 1.0}, "seed", "must be an integer"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
-        ({"logprobs": 5}, "logprobs", "valid boolean"),
+        ({"logprobs": 5}, "logprobs", "must be true or false"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token id"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token id"),
@@ -65,11 +65,11 @@ def post(served: RunningServer, fields: dict[str, Any], path: str = CHAT) -> tup
         ({"logit_bias": {"300": 1}}, "logit_bias", "ends at 259"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "empty"),
         ({"stop": [""]}, "stop", "non-empty"),
-        ({"stop": 5}, "stop", "valid string or must be a valid list"),
+        ({"stop": 5}, "stop", "must be a text or a list"),
         ({"stop": ["x"] * 65}, "stop", "at most 64"),
         ({"stop": "x" * 1025}, "stop", "at most 1024"),
-        ({"bad_words": "no"}, "bad_words", "valid list"),
-        ({"stream": "yes"}, "stream", "valid boolean"),
+        ({"bad_words": "no"}, "bad_words", "must be a list"),
+        ({"stream": "yes"}, "stream", "must be true or false"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"stream": True, "stream_options": {"nope": 1}}, "stream_options.nope", "unknown field"),
         (
@@ -78,9 +78,15 @@ def post(served: RunningServer, fields: dict[str, Any], path: str = CHAT) -> tup
             "auto, off, grammar, prediction, suffix",
         ),
         ({"speculation": {"max_tokens": -1}}, "speculation.max_tokens", "at least 0"),
-        ({"speculation": "off"}, "speculation", "must be"),
+        ({"speculation": 5}, "speculation", "must be an object or a text"),
+        ({"speculation": "medusa"}, "speculation.method", "auto, off, grammar, prediction, suffix"),
+        ({"stream": True, "stream_options": True}, "stream_options", "must be an object"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias.5", "must be a number"),
+        ({"tool_choice": 5}, "tool_choice", "must be a text or an object"),
+        ({"\ud800": 1}, r"\ud800", "lone surrogate"),
+        ({"messages": [{**USER[0], "x\udfff": 1}]}, r"messages[0].x\udfff", "lone surrogate"),
         ({"messages": []}, "messages", "at least one"),
-        ({"messages": "Hi"}, "messages", "valid list"),
+        ({"messages": "Hi"}, "messages", "must be a list"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
         (
             {"messages": [{"role": "robot", "content": "x"}]},
@@ -88,7 +94,7 @@ def post(served: RunningServer, fields: dict[str, Any], path: str = CHAT) -> tup
             "one of system, developer, user, assistant, tool, function",
         ),
         ({"messages": [*USER, {"role": "user"}]}, "messages[1].content", "text or a list of parts"),
-        ({"request_id": "a b"}, "request_id", "must match pattern"),
+        ({"request_id": "a b"}, "request_id", "must be 1 to 128 visible ASCII characters"),
         (
             {"messages": [*USER, {"role": "assistant", "content": "x", "refusal": "y"}]},
             "messages[1].refusal",
@@ -126,7 +132,7 @@ def test_invalid_values_are_named(
         ("modalities", ["text", "audio"]),
         ("functions", [{"name": "f"}]),
         ("logits_processors", ["x"]),
-        ("reasoning_effort", "high"),
+        ("reasoning_effort", "ultra"),
         ("use_beam_search", True),
         ("web_search_options", {}),
     ],
@@ -234,11 +240,15 @@ def test_unknown_routes(served: RunningServer, method: str, path: str, status: i
     reply = served.http.request(method, path)
     assert reply.status_code == status
     assert path in reply.json()["error"]["message"] and "X-Request-Id" in reply.headers
+    assert status == 404 or reply.json()["error"]["message"].endswith(f"use {reply.headers['Allow']}")
 
 
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
+        ("/", "/docs lists the routes"),
+        ("/v1", "/v1 as their base URL"),
+        ("/v1/", "/v1 as their base URL"),
         ("/chat/completions", "did you mean /v1/chat/completions?"),
         ("/completions", "did you mean /v1/completions?"),
         ("/embeddings", "did you mean /v1/embeddings?"),
@@ -261,6 +271,24 @@ def test_unknown_route_names_the_one_to_use(served: RunningServer, path: str, hi
     reply = served.http.post(path, json={})
     error = reply.json()["error"]
     assert (reply.status_code, error["code"]) == (404, "not_found") and hint in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "missing", "route"),
+    [
+        (CHAT, "prompt", "messages", "/v1/completions"),
+        (CHAT, "input", "messages", "/v1/embeddings"),
+        ("/v1/completions", "messages", "prompt", CHAT),
+        ("/v1/completions", "input", "prompt", "/v1/embeddings"),
+        ("/v1/embeddings", "prompt", "input", "/v1/completions"),
+    ],
+)
+def test_field_of_another_route_names_the_route(
+    served: RunningServer, path: str, given: str, missing: str, route: str
+) -> None:
+    error = served.http.post(path, json={given: "Hi"}).json()["error"]
+    assert error["param"] == missing and error["message"].startswith(f"{missing} is required: ")
+    assert given in error["message"] and route in error["message"]
 
 
 def test_unknown_route_without_a_similar_one(served: RunningServer) -> None:

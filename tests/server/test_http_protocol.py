@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -11,10 +12,14 @@ import struct
 from collections.abc import Iterator
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
+from foreword.cli.uvicorn_server import UvicornServer
 from foreword.config.options import Config
+from foreword.errors import ShuttingDown
 from foreword.server import http_protocol as connections
 from foreword.server import middleware
+from foreword.server.errors import error_response
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput
 from tests.support.waiting import WAIT_S, wait_until
@@ -278,3 +283,27 @@ def test_all_bodies_together_are_bounded(
         accepted.sendall(b" " * 300_000)
         assert status_of(accepted.recv(15)) == 400
     assert strict_server.chat().choices[0].message.content == "ok"
+
+
+def test_request_of_a_new_connection_is_answered_at_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection was accepted before the server stopped to listen, its request comes after that."""
+    monkeypatch.setattr(connections, "NEW_CONNECTION_GRACE_S", WAIT_S)
+    monkeypatch.setattr(connections, "SHUTDOWN_GRACE_S", WAIT_S)
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        await error_response(ShuttingDown("no new requests"))(scope, receive, send)
+
+    async def ask() -> bytes:
+        listener = socket.create_server(("127.0.0.1", 0))
+        async with UvicornServer(connections.uvicorn_config(refuse, Config()), listener) as server:
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            ending = asyncio.create_task(server.__aexit__(None, None, None))
+            while listener.fileno() >= 0:  # until the server stops to listen
+                await asyncio.sleep(0)
+            writer.write(full_request())
+            answer = await reader.read()
+            writer.close()
+            await ending
+        return answer
+
+    assert status_of(asyncio.run(ask())) == 503

@@ -142,7 +142,7 @@ def test_prediction_with_other_features(served: RunningServer) -> None:
         ({"content": "x"}, "prediction.type", "required"),
         ({"type": "text", "content": "x"}, "prediction.type", "'content'"),
         ({"type": "content"}, "prediction.content", "required"),
-        ({"type": "content", "content": 3}, "prediction.content", "valid string or must be a valid list"),
+        ({"type": "content", "content": 3}, "prediction.content", "must be a text or a list"),
         ({"type": "content", "content": "x", "more": 1}, "prediction.more", "unknown field"),
         ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content[0].type", "'text'"),
         ({"type": "content", "content": ["x"]}, "prediction.content[0]", "must be"),

@@ -75,7 +75,12 @@ def counts(server: RunningServer) -> dict[tuple[str, str], float]:
 
 
 REFUSALS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
-    ("POST", CHAT, {"json": {"messages": USER, "temperature": -1}}, {"status": 400, "field": "temperature"}),
+    (
+        "POST",
+        CHAT,
+        {"json": {"messages": USER, "temperature": -1}},
+        {"status": 400, "code": "invalid_request_error", "field": "temperature"},
+    ),
     ("POST", CHAT, {"json": {"messages": USER, "sentinel text": 1}}, {"status": 400, "field": None}),
     ("POST", CHAT, {"json": {"messages": USER, "bogus": 1}}, {"status": 400, "field": "bogus"}),
     (
@@ -210,7 +215,8 @@ class Flood:
         self.lines = lines
 
     def refuse(self, times: int, route: str = CHAT, status: int = 429, **body: Any) -> None:
-        text = json.dumps({"error": {"code": "overloaded", "param": None, **body}}).encode()
+        error = {"code": "overloaded", "type": "rate_limit_error", "param": None, **body}
+        text = json.dumps({"error": error}).encode()
         for _ in range(times):
             self.log.on_response_sent(
                 {"method": "POST", "state": {}}, route, status, text, len(text), self.now
@@ -239,7 +245,9 @@ def test_fields_of_a_client_do_not_evade_the_limit(lines: LogLines) -> None:
     flood = Flood(lines)
     for number in range(1000):
         flood.refuse(1, status=400, code=None, param=f"field_{number}")
-    assert len(flood.messages()) == MAX_LINES
+    messages = flood.messages()
+    assert len(messages) == MAX_LINES
+    assert messages[0] == f"refused 400 on {CHAT}: rate_limit_error, field field_0"
     flood.refuse(1, route="/tokenize", status=400)
     assert len(flood.messages()) == 1  # another kind is not hidden
 

@@ -106,10 +106,11 @@ def test_choices_predict_independently(server: RunningServer) -> None:
     assert drafted[1] == 52
 
 
-def test_off_drafts_nothing(server: RunningServer) -> None:
+@pytest.mark.parametrize("off", ["off", {"method": "off"}])
+def test_off_drafts_nothing(server: RunningServer, off: Any) -> None:
     text = ask(server).choices[0].text
     before = counters(server)
-    answer = ask(server, speculation={"method": "off"}, prediction=prediction_of(text))
+    answer = ask(server, speculation=off, prediction=prediction_of(text))
     assert counters(server) == before, "a draft was proposed or considered"
     assert answer.choices[0].text == text
     assert "draft_tokens" not in answer.metrics and "verify_steps" not in answer.metrics

@@ -29,8 +29,9 @@ from foreword.core.outputs import Event, TokenEvent
 from foreword.core.request import Request, RequestState
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
+from foreword.engine_client import local
 from foreword.engine_client.client import SubprocessClient
-from foreword.errors import ConfigError, InvalidRequest
+from foreword.errors import ConfigError, InvalidRequest, Terminated
 from foreword.speculation.base import DraftRequest
 from foreword.speculation.drafter import TokenSequence
 from foreword.speculation.plugin import DrafterAdapter, make_plugin
@@ -165,7 +166,15 @@ def test_log_has_one_line_with_the_place_of_the_error(caplog: pytest.LogCaptureF
 
 
 def test_log_says_what_is_wrong_with_a_result(caplog: pytest.LogCaptureFixture) -> None:
-    for answer in ([], ["a secret"], [[10]]):
+    confidences: tuple[Any, ...] = ((2.0, 0.5), (0.5, float("nan")), (0.5,), ("a secret", 1.0))
+    for answer in (
+        [],
+        ["a secret"],
+        [[10]],
+        None,
+        [[True]],
+        *([Draft((5, 6), confidence=c)] for c in confidences),
+    ):
         adapter = DrafterAdapter("own", Scripted(lambda requests, answer=answer: answer), 10)  # type: ignore[misc]
         proposer = Proposer((adapter,), 10, FixedLength(4))
         proposer.start(state_of())
@@ -174,6 +183,12 @@ def test_log_says_what_is_wrong_with_a_result(caplog: pytest.LogCaptureFixture) 
         "propose() returned 0 drafts for 1 requests",
         "propose() returned no token ids: str",
         "propose() returned id 10, outside the vocabulary 0..9",
+        "propose() returned NoneType, no list of drafts",
+        "propose() returned no token ids: bool",
+        "confidence must be between 0 and 1, got 2",
+        "confidence must be between 0 and 1, got nan",
+        "confidence has 1 values for 2 tokens",
+        "confidence must be probabilities, one of each token",
     ]
 
 
@@ -196,13 +211,65 @@ def test_time_is_reported_for_calls_only() -> None:
 
 
 def test_call_is_marked_for_the_case_that_it_never_returns() -> None:
-    marks: list[bool] = []
-    adapter = DrafterAdapter("own", Scripted(lambda requests: marks.append(True) or [None]), 10)  # type: ignore[func-returns-value]
+    marks: list[str | None] = []
+    adapter = DrafterAdapter("own", Scripted(lambda requests: marks.append("called") or [None]), 10)  # type: ignore[func-returns-value]
     proposer = Proposer((adapter,), 10, FixedLength(4))
     proposer.start(state_of())
     proposer.on_plugin = marks.append
     proposer.propose([state_of()])
-    assert marks == [True, True, False]
+    assert marks == ["own", "called", None]
+
+
+def test_exit_in_a_drafter_is_an_error_and_sigterm_is_not() -> None:
+    adapter = DrafterAdapter("own", Scripted(lambda requests: sys.exit(3)), 10)
+    proposer = Proposer((adapter,), 10, FixedLength(4))
+    proposer.start(state_of())
+    assert proposer.propose([state_of()]) == (None,)
+    assert proposer.errors == {"own": 1}
+
+    def terminate(requests: Sequence[RequestView]) -> Any:
+        raise Terminated(143)  # as the handler of the command line does
+
+    proposer.drafters[0]._drafter.answer = terminate  # type: ignore[attr-defined]
+    with pytest.raises(Terminated):
+        proposer.propose([state_of()])
+
+
+def test_drafter_that_does_not_return_is_named_in_process(
+    directory: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter waits until a log record names it."""
+    monkeypatch.setattr(local, "HANG_NOTICE_S", 0.05)
+    code = """
+        import threading
+        from foreword import Drafter
+
+        NAMED = threading.Event()
+
+        class Waits(Drafter):
+            def propose(self, requests):
+                assert NAMED.wait(60)
+                return [None for _ in requests]
+    """
+    (directory / "waits.py").write_text(textwrap.dedent(code))
+    messages: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+            sys.modules["waits"].NAMED.set()
+
+    handler = Handler(logging.ERROR)
+    local.logger.addHandler(handler)
+    try:
+        llm = LLM(str(checkpoint), speculate="waits:Waits", kv_cache_memory="1000tokens", threads=1)
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": list(PROMPT)}], params)
+    finally:
+        local.logger.removeHandler(handler)
+    assert messages and messages[0].startswith(
+        "engine: in the code of drafter waits for 0 s at threading.py:"
+    )
 
 
 # In an engine
@@ -454,6 +521,8 @@ async def test_engine_restarts_without_a_drafter_that_ends_it(
     config = Config(str(checkpoint), speculate=f"broken:{name}", draft_length="fixed", **options)  # type: ignore[arg-type]
     prepared = prepare_checkpoint(config)
     client = SubprocessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+    errors: list[dict[str, int]] = []  # as the steps report them
+    client.on_step = lambda stats: errors.append(dict(stats.drafter_errors)) if stats.drafter_errors else None
     await client.start()
     try:
         answers = []
@@ -468,4 +537,5 @@ async def test_engine_restarts_without_a_drafter_that_ends_it(
     assert [len(answer) for answer in answers] == [12] * 3
     assert answers[0] == answers[1] == answers[2]
     assert caplog.text.count("engine died") == 1
-    assert f"the next engine runs without {name.lower()}" in caplog.text
+    assert f"in the code of drafter {name.lower()}: the next engine runs without it" in caplog.text
+    assert errors == [{name.lower(): 1}]

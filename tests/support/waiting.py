@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-__all__ = ["WAIT_S", "FakeClock", "stop_process", "wait_until", "wait_until_async"]
+__all__ = ["WAIT_S", "FakeClock", "stop_process", "wait_until", "wait_until_asleep", "wait_until_async"]
 
 WAIT_S: Final = 300.0  # bound of every wait: a hang reaches it, a busy machine does not
 
@@ -37,6 +37,18 @@ def stop_process(pid: int) -> None:
 
     os.kill(pid, signal.SIGSTOP)
     wait_until(is_stopped)
+
+
+def wait_until_asleep(pid: int) -> None:
+    """Wait until the main thread sleeps, and not for a moment only: in select(), for the next key."""
+    seen: list[str] = []
+
+    def is_asleep() -> bool:
+        status = Path(f"/proc/{pid}/status").read_text()
+        seen.append("".join(line for line in status.split("\n") if line.startswith(("State", "voluntary"))))
+        return "S (sleeping)" in seen[-1] and seen[-5:].count(seen[-1]) == 5
+
+    wait_until(is_asleep)
 
 
 class FakeClock:

@@ -2,8 +2,8 @@
 
 Weights are random, in the shapes of Llama-3.1-8B and Qwen2.5-0.5B; nothing is downloaded. Each section has
 a budget in seconds, its unused time goes to the next, and parts that do not fit are listed as skipped.
-`--out` is written after every part. `--device cpu` is a dry run on tiny shapes, in Triton's interpreter.
-Exit code 1: a check failed or a part broke.
+`--out` is written after every part, and Ctrl-C shows what is complete. `--device cpu` is a dry run on tiny
+shapes, in Triton's interpreter. Exit code 1: a check failed or a part broke.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import importlib
+import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from foreword.bench.common import print_json, print_table
+from foreword.bench.common import print_table
 from foreword.bench.gpu.config import DRY_RUN, FULL, QUICK, SECTIONS, BenchConfig
 from foreword.bench.gpu.report import Report
-from foreword.bench.session import ResultFile
+from foreword.bench.session import EXIT_INTERRUPTED, ResultFile
 from foreword.config.hardware import probe_hardware
 from foreword.errors import ConfigError
 
@@ -53,15 +54,21 @@ def run(args: argparse.Namespace) -> int:
     sections = {
         name: getattr(importlib.import_module(f"foreword.bench.gpu.{MODULES[name]}"), name) for name in names
     }
-    try:
-        with _time_limit(sum(config.budgets[name] for name in names) + GRACE_S):
-            run_sections(sections, config, report)
-        report.write()
-    finally:
+    is_complete = True
+    with ExitStack() as stack:
         if file is not None:
-            file.discard()
+            stack.callback(file.discard)
+        try:
+            with _time_limit(sum(config.budgets[name] for name in names) + GRACE_S):
+                run_sections(sections, config, report)
+        except KeyboardInterrupt:
+            is_complete = False
+            report.skipped["remaining parts"] = "interrupted"
+        code = report.write()
     _show(report, config)
-    return 1 if report.broken or (report.failed_checks() and not config.is_dry_run) else 0
+    if not is_complete:
+        return EXIT_INTERRUPTED
+    return 1 if report.broken or (report.failed_checks() and not config.is_dry_run) else code
 
 
 def run_sections(sections: Mapping[str, Section], config: BenchConfig, report: Report) -> None:
@@ -120,7 +127,8 @@ def _show(report: Report, config: BenchConfig) -> None:
     print_table("targets", ("figure", "target", "measured", "verdict"), cells)
     targets = {row.label: row.verdict for row in verdicts}
     if not sys.stdout.isatty():
-        print_json({**report.as_json(), "failed_checks": failed, "targets": targets})
+        result = {**report.as_json(), "failed_checks": failed, "targets": targets}
+        print(json.dumps(result, allow_nan=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from foreword.bench.session import ResultFile
+from foreword.bench.session import ResultFile, without_nan, write_result
 from foreword.cli.terminal import stderr_console
 
 __all__ = ["Report", "SectionTimeUp"]
@@ -91,7 +91,7 @@ class Report:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        return {
+        findings = {
             "bench": "gpu",
             "machine": platform.platform(),
             **self.regime,
@@ -100,12 +100,14 @@ class Report:
             "broken": self.broken,
             "section_seconds": self.seconds,
         }
+        return {name: without_nan(value) for name, value in findings.items()}
 
-    def write(self) -> None:
-        """Replace the findings file."""
-        if self.file is not None:
-            text = json.dumps(self.as_json(), indent=1)
-            self.file.write(lambda path: path.write_text(text, encoding="utf-8"))
+    def write(self) -> int:
+        """Replace the findings file; returns an exit code. A full disk does not end the measurement."""
+        if self.file is None:
+            return 0
+        text = json.dumps(self.as_json(), indent=1, allow_nan=False)
+        return write_result(self.file, lambda path: path.write_text(text, encoding="utf-8"))
 
     def _check_time(self) -> None:
         if self._deadline - self.clock() < MIN_LEFT_S:

@@ -121,6 +121,7 @@ class _Measurement:
     model: str
     modes: tuple[Mode, ...]
     rounds: int
+    speculate: str = AUTO.name  # what the mode `auto` runs
     token_s: float = 0.0  # estimate, of a plain step of one request
     steps: list[BenchStep] = field(default_factory=list)
     cells: list[dict[str, Any]] = field(default_factory=list)
@@ -141,7 +142,8 @@ class _Measurement:
 
     @property
     def plan(self) -> str:
-        names = ", ".join((OFF.name, *(mode.name for mode in self.modes)))
+        modes = (self.speculate if mode is AUTO else mode.name for mode in self.modes)
+        names = "; ".join((OFF.name, *modes))
         return f"{self.num_cases} cells in modes {names}, {rounds_text(self.rounds)} and a warm-up of each"
 
     def result(self) -> dict[str, Any]:
@@ -149,6 +151,7 @@ class _Measurement:
         return {
             "model": self.model,
             "rounds": self.rounds,
+            "speculate": self.speculate,
             "modes": [OFF.name, *(mode.name for mode in self.modes)],
             "equal": all(figures.get("equal", True) for cell in cells for figures in cell["modes"].values()),
             "answered_all": not any(cell["errors"] for cell in cells),
@@ -240,7 +243,9 @@ def _remote(args: argparse.Namespace, examples: Sequence[PromptExample]) -> _Mea
             "server may draft from its earlier answers",
             file=sys.stderr,
         )
-    measurement = _Measurement(target, target.model, modes, args.rounds)
+    measurement = _Measurement(
+        target, target.model, modes, args.rounds, *(target.drafters if len(target.drafters) == 1 else ())
+    )
     measurement.add(cases, runs_per_mode=2.0)
     return measurement
 
@@ -258,7 +263,11 @@ def _plan_locally(
     resolved = target.engines[ADAPTIVE].info.resolved
     loads = _parse_loads(args, resolved.max_num_seqs)
     measurement = _Measurement(
-        target, str(config.model or DEMO), _modes(resolved.drafters, args), args.rounds
+        target,
+        str(config.model or DEMO),
+        _modes(resolved.drafters, args),
+        args.rounds,
+        config.speculate_text(),
     )
     measurement.add(_make_cases(categories, loads, args, make, examples))
     if not args.full_cache:

@@ -9,16 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, NullLocator
+
 from foreword.bench.session import describe_machine
 from foreword.bench.speculate.types import AUTO, OFF
-from foreword.errors import ConfigError
-
-try:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FormatStrFormatter, NullLocator
-except ImportError:
-    raise ConfigError("--plot needs matplotlib: pip install 'foreword[bench]'", "plot") from None
 
 __all__ = ["draw"]
 
@@ -86,6 +82,7 @@ def _ratios(axes: Axes, cells: Cells, categories: Sequence[str], modes: Sequence
             "linewidth": 1.2,
         }
         axes.errorbar(values, heights, xerr=[lower, upper], label=mode, **style)
+        _mark_cut_intervals(axes, cells, ratios, heights, color)
     axes.axvline(1, color=INK, linewidth=0.8)
     axes.set_xscale("log")
     axes.set_xlim(*_span(cells))
@@ -103,6 +100,19 @@ def _ratios(axes: Axes, cells: Cells, categories: Sequence[str], modes: Sequence
         axes.text(*place, f"n = {cell['requests'] * rounds}", transform=axes.get_yaxis_transform(), **style)
     suffix = ", cache full" if cells[0]["cache_full"] else ""
     axes.set_title(f"{cells[0]['concurrency']} at once{suffix}", fontsize=11)
+
+
+def _mark_cut_intervals(
+    axes: Axes, cells: Cells, ratios: Sequence[Mapping[str, float]], heights: Sequence[float], color: str
+) -> None:
+    """An arrow at the edge where an interval goes on."""
+    low, high = _span(cells)
+    cuts = [(low, "<", y) for ratio, y in zip(ratios, heights, strict=True) if ratio.get("low", low) < low]
+    cuts += [
+        (high, ">", y) for ratio, y in zip(ratios, heights, strict=True) if ratio.get("high", high) > high
+    ]
+    for edge, marker, height in cuts:
+        axes.plot(edge, height, marker, color=color, markersize=5, clip_on=False, zorder=5)
 
 
 def _span(cells: Cells) -> tuple[float, float]:

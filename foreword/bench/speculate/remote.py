@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from foreword.bench.common import rotate
 from foreword.bench.speculate.types import OFF, BenchRepetition, Mode, PairedRun, RequestResult, SpecCase
 from foreword.bench.speculate.workloads import CODE_SAMPLE, PROSE_SAMPLE, Conversation
-from foreword.cli.client import request_body
+from foreword.cli.client import request_body, server_url
 from foreword.cli.sse_reader import choices_of, iter_chunks_async, text_of, token_ids_of
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import ForewordError
@@ -42,7 +42,7 @@ class RemoteTarget:
         self, base_url: str, api_key: str | None, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key.split(',')[0]}"} if api_key else {}
-        url = base_url.rstrip("/").removesuffix("/v1")
+        url = server_url(base_url)
         self._options: dict[str, Any] = {
             "base_url": url,
             "headers": headers,

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foreword.bench.common import print_table, rounds_text
+from foreword.bench.common import print_table, ratio_legend, ratio_number, ratio_text, verdict
 from foreword.bench.speculate.statistics import best_fixed, mode_figures, repetition_figures
 from foreword.bench.speculate.types import AUTO, FIXED, OFF, Mode, PairedRun, SpecCase
 
-__all__ = ["case_result", "print_result", "verdict", "worst_cases"]
+__all__ = ["case_result", "print_result", "worst_cases"]
 
 RATIOS = {
     "throughput": "tokens/s",
@@ -19,18 +19,20 @@ RATIOS = {
     "slowest_request": "slowest request",
     "best_fixed": "against the best fixed length",
 }
-COLUMNS = ("category", "mode", "speed [95 %]", "result", "accepted", "TTFT", "tok/step")
-MORE_COLUMNS = ("slowest", "p99", "drafted", "efficiency")  # where the terminal is wide enough
+COLUMNS = ("category", "mode", "speed [95 %]", "result", "accepted", "tok/step")
+MORE_COLUMNS = ("TTFT", "slowest", "p99", "drafted", "efficiency")  # where the terminal is wide enough
 LEGEND = (
-    "speed: tokens/s over off in the same round, with the 95 % interval of {rounds}; above 1 is faster.",
-    "result: faster or slower where the interval excludes 1, else unclear; more --rounds narrow it.",
-    "accepted: share of draft tokens that were right. tok/step: tokens that a step delivers to a request.",
-    "TTFT, slowest, p99: the same ratio for the time to the first token, for the request that gained least, "
-    "and for the 99th percentile of the time of a token.",
-    "drafted: tokens of a draft. efficiency: share of rows that delivered a token, in steps with drafts.",
+    "accepted: share of draft tokens that were right.",
+    "tok/step: tokens that a step delivers to a request; plain decoding has 1.",
+    "TTFT: the same ratio for the time to the first token.",
+    "slowest: the same ratio for the request that gained least.",
+    "p99: the same ratio for the 99th percentile of the time of a token.",
+    "drafted: tokens of a draft.",
+    "efficiency: share of rows that delivered a token, in steps with drafts.",
 )
 STAGE_LEGEND = (
-    "forward: the model; sample: choosing and checking tokens; draft: proposing them; the rest: the engine.",
+    "forward: the model; sample: choosing and checking tokens; the rest: the engine.",
+    "draft: proposing tokens, and recording the time of each step, drafts or not: what a draft may cost.",
 )
 
 
@@ -86,18 +88,27 @@ def print_result(result: Mapping[str, Any]) -> None:
     cells = [cell for cell in result["cells"] if cell["modes"]]
     with_fixed = any("auto_to_best_fixed" in cell for cell in cells)
     columns = (*COLUMNS[:4], *(("of best fixed",) if with_fixed else ()), *COLUMNS[4:], *MORE_COLUMNS)
-    legend = [line.format(rounds=rounds_text(result["rounds"])) for line in LEGEND]
+    legend = (*ratio_legend(result["rounds"]), *LEGEND)
     loads = sorted({_load(cell) for cell in cells})
     for full, count in loads:
-        rows = [row for cell in cells if _load(cell) == (full, count) for row in _rows(cell, with_fixed)]
+        rows = [
+            row
+            for cell in cells
+            if _load(cell) == (full, count)
+            for row in _rows(cell, with_fixed, result["speculate"])
+        ]
         cache = ", in a cache too small for them" if full else ""
         lines = legend if (full, count) == loads[-1] else ()
         print_table(f"{count} at once{cache}: ratios to off", columns, rows, lines)
-    _show_stages(cells)
+    _show_stages(cells, result["speculate"])
     for mode, ratios in result["worst"].items():
-        rows = [[RATIOS[name], of["cell"], _ratio(of)] for name, of in ratios.items()]
+        rows = [[RATIOS[name], of["cell"], ratio_text(of)] for name, of in ratios.items()]
         if rows:
-            print_table(f"where {mode} does worst", ("ratio of", "cell", "value [95 %]"), rows)
+            print_table(
+                f"where {result['speculate'] if mode == AUTO.name else mode} does worst",
+                ("ratio of", "cell", "value [95 %]"),
+                rows,
+            )
     for cell in result["cells"]:
         for error in cell["errors"]:
             print(f"{case_name(cell)}: {error}")
@@ -110,23 +121,17 @@ def _summary(result: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
         measured = [cell["modes"][mode] for cell in cells if mode in cell["modes"] and mode != OFF.name]
         counts = Counter(verdict(figures.get("throughput", {})) for figures in measured)
         verdicts = ", ".join(f"{name} in {counts[name]}" for name in ("faster", "slower", "unclear"))
-        lines += [f"{mode} against off: {verdicts} of {len(measured)} cells."] if measured else []
+        name = result["speculate"] if mode == AUTO.name else mode
+        lines += [f"{name} against off: {verdicts} of {len(measured)} cells."] if measured else []
     return "\n".join([*lines, f"Answers {'equal' if result['equal'] else 'NOT EQUAL'} in all modes."])
-
-
-def verdict(ratio: Mapping[str, float]) -> str:
-    """ "faster" or "slower" where the 95 % interval excludes 1, else "unclear"."""
-    if "low" not in ratio or ratio["low"] <= 1 <= ratio["high"]:
-        return "unclear"
-    return "faster" if ratio["low"] > 1 else "slower"
 
 
 def _load(case: Mapping[str, Any]) -> tuple[bool, int]:
     return case["cache_full"], case["concurrency"]
 
 
-def _rows(case: Mapping[str, Any], with_fixed: bool) -> list[list[str]]:
-    """A row by mode; the first has the category."""
+def _rows(case: Mapping[str, Any], with_fixed: bool, all_drafters: str) -> list[list[str]]:
+    """A row by mode, `auto` as `all_drafters`; the first has the category."""
     rows: list[list[str]] = []
     for mode, figures in case["modes"].items():
         if mode == OFF.name:
@@ -136,13 +141,13 @@ def _rows(case: Mapping[str, Any], with_fixed: bool) -> list[list[str]]:
         rows.append(
             [
                 "" if rows else case["category"],
-                mode + ("" if figures["equal"] else " NOT EQUAL"),
-                _ratio(figures.get("throughput")),
+                (all_drafters if mode == AUTO.name else mode) + ("" if figures["equal"] else " NOT EQUAL"),
+                ratio_text(figures.get("throughput")),
                 verdict(figures.get("throughput", {})),
                 *((fixed,) if with_fixed else ()),
                 _share(figures.get("acceptance")),
-                _value(figures.get("first_token")),
                 f"{figures['tokens_per_step']:.2f}",
+                _value(figures.get("first_token")),
                 _value(figures.get("slowest_request")),
                 _value(figures.get("token_p99")),
                 f"{figures['mean_draft_length']:.1f}" if "mean_draft_length" in figures else "",
@@ -152,7 +157,7 @@ def _rows(case: Mapping[str, Any], with_fixed: bool) -> list[list[str]]:
     return rows
 
 
-def _show_stages(cells: Sequence[Mapping[str, Any]]) -> None:
+def _show_stages(cells: Sequence[Mapping[str, Any]], all_drafters: str) -> None:
     """Time by stage of `off` and `auto`, side by side."""
     measured = [
         (case_name(cell), mode, cell["modes"][mode]["stage_us_per_token"])
@@ -162,26 +167,19 @@ def _show_stages(cells: Sequence[Mapping[str, Any]]) -> None:
     ]
     stages = list(dict.fromkeys(stage for _, _, times in measured for stage in times))
     rows = [
-        [name, mode, *(f"{times.get(stage, 0.0):.0f}" for stage in stages)] for name, mode, times in measured
+        [
+            name,
+            all_drafters if mode == AUTO.name else mode,
+            *(f"{times.get(stage, 0.0):.0f}" for stage in stages),
+        ]
+        for name, mode, times in measured
     ]
     title = "microseconds a delivered token, by stage"
     print_table(title, ("cell", "mode", *stages), rows, STAGE_LEGEND)
 
 
-def _ratio(figures: Mapping[str, Any] | None) -> str:
-    if figures is None:
-        return ""
-    bounds = f" [{_number(figures['low'])}, {_number(figures['high'])}]" if "low" in figures else ""
-    return f"{_number(figures['ratio'])}{bounds}"
-
-
 def _value(figures: Mapping[str, Any] | None) -> str:
-    return "" if figures is None else _number(figures["ratio"])
-
-
-def _number(value: float) -> str:
-    """Two rounds may leave a huge interval, whose digits would widen the column."""
-    return f"{value:.2f}" if value < 99 else ">99"
+    return "" if figures is None else ratio_number(figures["ratio"])
 
 
 def _share(value: float | None) -> str:

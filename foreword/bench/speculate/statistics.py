@@ -10,57 +10,21 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from foreword.bench.common import percentile
+from foreword.bench.common import Ratio, geometric_mean_ratio, percentile
 from foreword.bench.speculate.types import BenchRepetition, PairedRun, RequestResult
 from foreword.core.outputs import DraftingStats
 from foreword.metrics.spec_stats import SpecDecodeStats
 
 __all__ = [
-    "Ratio",
     "best_fixed",
-    "geometric_mean_ratio",
     "merge_draft_stats",
     "mode_figures",
     "repetition_figures",
 ]
 
-# Student's t at 97.5 % by degrees of freedom from 1 on; the last serves all beyond.
-# fmt: off
-T_975 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.12, 2.05,
-)
-# fmt: on
 TAIL = 99  # percent
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """A geometric mean with its 95 % interval; one round has no interval."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    def as_dict(self) -> dict[str, float]:
-        bounds = {} if self.low is None or self.high is None else {"low": self.low, "high": self.high}
-        return {"ratio": self.value, **bounds}
-
-
-def geometric_mean_ratio(ratios: Sequence[float]) -> Ratio | None:
-    """`ratios` by round; None of no rounds."""
-    if not ratios:
-        return None
-    logs = [math.log(ratio) for ratio in ratios]
-    mean = statistics.fmean(logs)
-    if len(logs) == 1:
-        return Ratio(math.exp(mean))
-    t = T_975[min(len(logs) - 1, len(T_975)) - 1]
-    width = t * statistics.stdev(logs) / math.sqrt(len(logs))
-    return Ratio(math.exp(mean), math.exp(mean - width), math.exp(mean + width))
 
 
 def mode_figures(pairs: Sequence[PairedRun]) -> dict[str, Any]:

@@ -203,8 +203,9 @@ SIGNATURES = MappingProxyType(
 
 
 NOT_BUILT = (
-    "the native kernels were not built when Foreword was installed (no compiler, or it failed: "
-    "`pip install -v` shows the error); everything runs in torch, much slower"
+    "the native kernels were not built when Foreword was installed: install g++ and run the same `make` or "
+    "`pip install` again (if there is g++, `pip install -v` shows its error); everything runs in torch, much "
+    "slower"
 )
 PACKAGE_DIR = Path(__file__).parents[1]
 LIBRARY_ENV = "FOREWORD_NATIVE"  # path of another build of the library, such as one with sanitizers

@@ -162,7 +162,7 @@ class GGUFWeights:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """float32 tensor of this shape, a copy."""
-        info = self._lookup(name, shape)
+        info = self.lookup(name, shape)
         if info.tensor_type.name not in FLOAT_DTYPES:
             raise self._tensor_error(info, f"must be of type {', '.join(FLOAT_DTYPES)}")
         tensor = self._unpermute(name, self._read_floats(info)).to(torch.float32, copy=True)
@@ -172,13 +172,18 @@ class GGUFWeights:
     @contextmanager
     def weights(self, out_features: Mapping[str, int], in_features: int) -> Iterator[Sequence[Matrix]]:
         """Matrices as they are in the file; their pages are released at the end."""
-        infos = {name: self._lookup(name, (size, in_features)) for name, size in out_features.items()}
+        infos = {name: self.lookup(name, (size, in_features)) for name, size in out_features.items()}
         yield [self._matrix(name, info) for name, info in infos.items()]
         for info in infos.values():
             self._release(info)
 
     def prefixed(self, prefix: str) -> Weights:
         return PrefixedWeights(self, prefix)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+        return self._bytes_total
 
     def check_all_read(self) -> None:
         """Raises CheckpointError for tensors that were not read."""
@@ -188,14 +193,15 @@ class GGUFWeights:
         if self._progress is not None:
             self._progress(self._bytes_total, self._bytes_total)
 
-    def _lookup(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
+    def lookup(self, name: str, shape: Sequence[int]) -> TensorInfo:
+        """The tensor's entry in the header. Raises CheckpointError if it is missing or has another shape."""
         file_name = gguf_name(name, self._architecture)
         info = self._gguf.tensors.get(file_name)
         if info is None:
             raise CheckpointError(
                 f"{self._gguf.path}: tensor `{file_name}` {list(shape)} is missing", "model"
             )
-        if info.shape != shape:
+        if info.shape != tuple(shape):
             raise self._tensor_error(info, f"is {list(info.shape)}, the metadata says {list(shape)}")
         self._read_names.add(file_name)
         self.num_parameters += info.num_values

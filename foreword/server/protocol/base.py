@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
@@ -29,7 +30,15 @@ REFUSED = (
     "unsupported",
 )  # error types of this module, with the field in `ctx`
 MAX_SALT_CHARS = 1024
+LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 MAX_SUGGESTED_CHARS = 64  # length of an unknown name up to which similar names are searched
+
+
+def _check_request_id(value: str) -> str:
+    if REQUEST_ID_PATTERN.fullmatch(value) is None:
+        raise ValueError("must be 1 to 128 visible ASCII characters")
+    return value
+
 
 TextOrIds = str | Sequence[int]
 _TEXT_SCHEMA = {"type": "string"}
@@ -37,6 +46,11 @@ _IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}}
 _LIST_SCHEMAS = [{"type": "array", "items": schema} for schema in (_TEXT_SCHEMA, _IDS_SCHEMA)]
 # One text or token ids, or a list of either; checked by the body, whose errors are clearer than pydantic's.
 TextsOrIds = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT_SCHEMA, _IDS_SCHEMA, *_LIST_SCHEMAS]})]
+RequestId = Annotated[
+    str,
+    AfterValidator(_check_request_id),
+    WithJsonSchema({"type": "string", "pattern": f"^{REQUEST_ID_PATTERN.pattern}$"}),
+]
 ModelName = Annotated[str | None, AfterValidator(lambda name: name or None)]  # "" counts as left out
 
 
@@ -58,6 +72,10 @@ class StrictModel(BaseModel):
         """Drop nulls and fields without effect, and rename aliases."""
         if not isinstance(data, dict):
             return data
+        for name in data:
+            if not name.isascii() and LONE_SURROGATE.search(name):
+                shown = name[:MAX_SUGGESTED_CHARS].encode("utf-8", "backslashreplace").decode()
+                raise _refusal("invalid", shown, "is not the name of a field: it has a lone surrogate")
         given = {name: value for name, value in data.items() if value is not None}
         for name, value in given.items():
             field = cls.peer_fields.get(name)
@@ -90,7 +108,7 @@ class RequestBody(StrictModel):
     aliases: ClassVar[Mapping[str, str]] = {"rid": "request_id"}  # SGLang
     model: ModelName = None
     priority: int | None = None
-    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID_PATTERN.pattern}$")] | None = None
+    request_id: RequestId | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
 
 

@@ -19,11 +19,10 @@ __all__ = ["ChatBody", "Message", "TemplateOptions", "to_template_messages"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 NO_TOOLS = (
-    "tool calls are not supported yet. "
-    'With tool_choice: "none" the tools are accepted and not used; '
-    'in Open WebUI set the function calling of the model to "legacy"'
+    'tool calls are not supported yet. Leave tools out or send tool_choice: "none"; for typed output '
+    'use response_format with type json_schema. Open WebUI: set the model\'s function calling to "legacy"'
 )
-NO_EFFORT = 'only "none" is supported; chat_template_kwargs sets the variables of the model\'s chat template'
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # OpenAI's
 MessageContent = Annotated[
     Any,
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
@@ -135,7 +134,7 @@ class ChatBody(SamplingBody, TemplateOptions):
     functions: list[dict[str, Any]] | None = None  # OpenAI's older names of tools and tool_choice
     function_call: str | dict[str, Any] | None = None
     think: bool | None = None  # Ollama: `enable_thinking` of the chat template
-    reasoning_effort: str | float | None = None  # only "none", which is think: false
+    reasoning_effort: str | None = None  # "none" is think: false; OpenAI's others are hints without effect
 
     @property
     def runs_to_end(self) -> bool:
@@ -156,12 +155,15 @@ class ChatBody(SamplingBody, TemplateOptions):
         return self.params_with(defaults, names, **changes)
 
     def template_kwargs(self) -> dict[str, Any]:
-        """As of TemplateOptions. Raises Unsupported for a reasoning effort."""
-        if self.reasoning_effort not in (None, "none"):
+        """As of TemplateOptions. Raises Unsupported for a reasoning effort that is not OpenAI's."""
+        effort = self.reasoning_effort
+        if effort not in (None, *EFFORTS):
             raise Unsupported(
-                f"reasoning_effort: {NO_EFFORT}, got {self.reasoning_effort!r:.80}", "reasoning_effort"
+                f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {effort!r:.80}; "
+                "chat_template_kwargs sets other variables of the model's chat template",
+                "reasoning_effort",
             )
-        thinks = False if self.think is None and self.reasoning_effort else self.think
+        thinks = False if self.think is None and effort == "none" else self.think
         kwargs = super().template_kwargs()
         if thinks is not None:
             kwargs["options"] = {"enable_thinking": thinks, **(kwargs["options"] or {})}

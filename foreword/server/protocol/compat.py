@@ -190,11 +190,12 @@ GENERATION: Mapping[str, PeerField] = {
     "tfs_z": only(LLAMA, 1, reason=USE_TOP_P),
     "speculative.n_max": only(LLAMA, reason=USE_SPECULATION),
     "speculative.n_min": only(LLAMA, 0, reason="drafts have no minimum length"),
-    "speculative.p_min": only(LLAMA, reason=USE_SPECULATION),
+    "speculative.p_min": only(LLAMA, 0, reason=USE_SPECULATION),
     "speculative.type": only(LLAMA, reason=USE_SPECULATION),
     "speculative.ngram_size_n": only(LLAMA, reason=USE_SPECULATION),
     "speculative.ngram_size_m": only(LLAMA, reason=USE_SPECULATION),
     "speculative.ngram_m_hits": only(LLAMA, reason=USE_SPECULATION),
+    "speculative.ngram_min_hits": only(LLAMA, reason=USE_SPECULATION),
     "keep_alive": hint(OLLAMA),  # the model stays loaded
     "num_ctx": hint(OLLAMA),  # the context is the server's --max-model-len; longer prompts are refused
     "num_batch": hint(OLLAMA),

@@ -86,7 +86,7 @@ class SamplingBody(StructuredBody, RequestBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float | None] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     min_tokens: int | None = None
@@ -105,7 +105,7 @@ class SamplingBody(StructuredBody, RequestBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timeout: float | None = None
-    speculation: SpeculationBody | None = None
+    speculation: SpeculationBody | str | None = None  # a text is its method
     prediction: PredictionBody | None = None
     metrics: bool | None = None
     return_token_ids: bool | None = None
@@ -139,7 +139,9 @@ class SamplingBody(StructuredBody, RequestBody):
         self._check_stop()
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs is not available in a stream", "prompt_logprobs")
-        speculation = self.speculation or SpeculationBody()
+        speculation = self.speculation
+        if not isinstance(speculation, SpeculationBody):
+            speculation = SpeculationBody(method=speculation)
         method = "auto" if speculation.method is None else speculation.method
         given: dict[str, Any] = {
             **{name: getattr(self, name) for name in PARAMS_FIELDS.intersection(SamplingBody.model_fields)},
@@ -162,7 +164,7 @@ class SamplingBody(StructuredBody, RequestBody):
         for key in self.logit_bias:
             if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
                 raise InvalidRequest(f"logit_bias: {key!r:.40} is not a token id", "logit_bias")
-        return {int(key): value for key, value in self.logit_bias.items()}
+        return {int(key): value for key, value in self.logit_bias.items() if value is not None}
 
     def _check_stop(self) -> None:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []

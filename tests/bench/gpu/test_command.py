@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +150,37 @@ def test_report_skips_late_parts_and_survives_broken_parts(tmp_path: Path) -> No
     assert set(findings["broken"]) == {"checks: broken", "checks: engine", "engines"}
     assert "ZeroDivisionError" in findings["broken"]["checks: broken"]
     assert report.failed_checks() == ["checks: last"]
+
+
+def test_interrupt_keeps_what_is_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As JSON without nan."""
+
+    def interrupted(sections: object, config: BenchConfig, report: Report) -> None:
+        report.figures = {"steps": {"large decode": {"1 of bandwidth": math.nan}}}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_sections", interrupted)
+    path = tmp_path / "report.json"
+    assert main(["bench", "gpu", "--device", "cpu", "--out", str(path)]) == 130
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed.items() > json.loads(path.read_text()).items()
+    assert printed["figures"] == {"steps": {"large decode": {"1 of bandwidth": None}}}
+    assert printed["skipped"] == {"remaining parts": "interrupted"}
+
+
+def test_findings_that_cannot_be_written_do_not_end_the_measurement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    report = Report({}, ResultFile("--out", str(folder / "report.json")))
+    shutil.rmtree(folder)
+    run_sections({"checks": lambda config, report: report.measure("part", lambda: {"us": 1.0})}, FULL, report)
+    assert report.figures == {"checks": {"part": {"us": 1.0}}} and not report.broken
+    assert report.write() == 1
+    assert "report.json was not written: FileNotFoundError" in capsys.readouterr().err
 
 
 def test_targets_are_met_missed_or_not_measured() -> None:

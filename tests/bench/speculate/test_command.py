@@ -143,7 +143,12 @@ def test_own_prompts_are_measured_by_category(
     requests = {(cell["category"], cell["concurrency"]): cell["requests"] for cell in result["cells"]}
     assert requests == {("own, first", 1): 3, ("b", 1): 1, ("own, first", 2): 3}, "no prompt twice in a round"
     assert {"low", "high"} < set(result["cells"][0]["modes"]["auto"]["throughput"])
-    assert "3 cells in modes off, auto, 2 rounds" in err
+    assert "3 cells in modes off; ngram, 2 rounds" in err, "the only drafter names the mode `auto`"
+    assert (
+        "ngram against off: " in out
+        and "auto" not in out.partition("{")[0]
+        and result["speculate"] == "ngram"
+    )
     assert "of 3 cells." in out
 
 

@@ -44,10 +44,23 @@ def test_draw_writes_a_png(tmp_path: Path) -> None:
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
+def test_interval_beyond_the_axes_has_an_arrow(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    module = importlib.import_module(MODULE)
+    axes = importlib.import_module("matplotlib.figure").Figure().subplots()
+    cells = [cell("chat", 1, throughput={"ratio": 1.0, "low": 0.1, "high": 9.0})]
+    module._ratios(axes, cells, ["chat"], ["off", "auto"], 2)
+    arrows = [
+        (line.get_marker(), line.get_xdata()[0]) for line in axes.lines if line.get_marker() in ("<", ">")
+    ]
+    assert arrows == [("<", module._span(cells)[0]), (">", module._span(cells)[1])]
+
+
 def test_missing_matplotlib_is_refused_before_measuring(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
-    assert main(["bench", "speculate", "--plot", "x.png"]) == 2
-    assert "foreword[bench]" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "foreword.bench.speculate.command", None)  # which imports torch
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "speculate", "--plot", "x.png"])
+    assert "pip install 'foreword[bench]'" in capsys.readouterr().err

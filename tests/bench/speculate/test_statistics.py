@@ -1,10 +1,8 @@
 """Figures of `foreword bench speculate` from its rounds."""
 
-import math
-
 import pytest
 
-from foreword.bench.speculate.statistics import best_fixed, geometric_mean_ratio, mode_figures
+from foreword.bench.speculate.statistics import best_fixed, mode_figures
 from foreword.bench.speculate.types import BenchRepetition, PairedRun, RequestResult, drafting_since
 from foreword.core.outputs import DraftingStats
 from foreword.metrics.spec_stats import SpecDecodeStats
@@ -33,20 +31,6 @@ def stats_of(*drafts: tuple[int, int]) -> SpecDecodeStats:
     for drafted, accepted in drafts:
         stats.add(drafted, accepted, accepted + 1)
     return stats
-
-
-def test_interval_is_students_t() -> None:
-    ratio = geometric_mean_ratio([math.exp(x) for x in (0.0, 0.1, 0.2)])
-    assert ratio is not None and ratio.low is not None and ratio.high is not None
-    assert ratio.value == pytest.approx(math.exp(0.1))
-    reach = 4.303 * 0.1 / math.sqrt(3)  # two degrees of freedom
-    assert (math.log(ratio.low), math.log(ratio.high)) == pytest.approx((0.1 - reach, 0.1 + reach))
-
-
-def test_one_round_has_no_interval() -> None:
-    one = geometric_mean_ratio([2.0])
-    assert one is not None and one.as_dict() == {"ratio": pytest.approx(2.0)}
-    assert geometric_mean_ratio([]) is None
 
 
 def test_mode_figures_are_ratios_to_plain_decoding() -> None:

@@ -1,0 +1,23 @@
+"""Every script in benchmarks/ can be imported: a name that the package removes fails here."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+import benchmarks
+
+FOLDER = Path(benchmarks.__path__[0])
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
+PEERS = ("llama_cpp", "nncf", "openvino")  # in the environments of the peers alone
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_can_be_imported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))  # as for `python benchmarks/NAME.py`
+    try:
+        importlib.import_module(f"benchmarks.{name}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] not in PEERS:
+            raise
+        pytest.skip(f"{error.name} is not installed")
