@@ -1,6 +1,7 @@
 """Options of the test suite and its differences between machines: docs/development.md."""
 
 import os
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Workers of pytest-xdist share one GPU: each worker and its servers see a share of the memory."""
     config.addinivalue_line("markers", "full: run by `make test-all` (pytest --full), not by `make test`")
     budget.set_full(config.getoption("--full"))
+    # A shell without job control starts commands in the background with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     force_isa()
     if DEVICE == "cpu":
         return

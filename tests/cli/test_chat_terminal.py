@@ -88,9 +88,10 @@ class Terminal:
     def __init__(self, *words: str, env: dict[str, str]) -> None:
         self._fd, child_fd = pty.openpty()
         termios.tcsetwinsize(child_fd, (24, 40))
+        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             [sys.executable, "-c", LOGIN, *words],
-            env={**os.environ, "TERM": "xterm-256color", **env},
+            env={**inherited, "TERM": "xterm-256color", **env},
             stdin=child_fd, stdout=child_fd, stderr=child_fd,
         )  # fmt: skip
         os.close(child_fd)

@@ -228,7 +228,7 @@ async def test_expected_start_error_is_one_line(
 
     monkeypatch.setattr(engine_process, "load", fail)
     monkeypatch.setattr(engine_process, "set_up_logging", lambda *_: None)
-    caplog.set_level(level)
+    caplog.set_level(level, "foreword")
     client, engine = Pipe()
     client.send(Init(Config(), ()))
     page: Any = SimpleNamespace(start=lambda: None)
