@@ -66,11 +66,12 @@ def test_interrupted_run_shows_complete_rounds(
     file = tmp_path / "result.json"
     words = [*words, "--model", model, "--speculate", "ngram", "--json", str(file)]
     code, out, err, children = interrupt(words, "round 2 of", number)
+    assert code == 130, err[-20:]
     result = json.loads(file.read_text())
-    assert (code, result["complete"]) == (130, False)
+    assert not result["complete"]
     assert 1 <= result["rounds"] < 20000
     assert json.loads(out.splitlines()[-1]) == result
-    assert "above 1x is faster" in out
+    assert "above 1 is faster" in " ".join(out.split())
     assert err[-1] == f"bench {words[0]}: interrupted; only what was complete is shown"
     assert not [line for line in err if "Traceback" in line]
     assert children or words[0] != "serve"

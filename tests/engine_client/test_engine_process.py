@@ -190,7 +190,7 @@ async def test_load_progress_is_reported(checkpoint: Path) -> None:
 @pytest.mark.full
 async def test_too_long_context_is_a_config_error(checkpoint: Path) -> None:
     client = SubprocessClient(config_of(checkpoint, max_model_len=100_000), (), no_tokens)
-    with pytest.raises(ConfigError, match="100000 does not fit") as caught:
+    with pytest.raises(ConfigError, match="100000 is above the checkpoint's 512 positions") as caught:
         await client.start()
     assert caught.value.param == "max_model_len"
     await client.close()

@@ -76,7 +76,7 @@ FINISH_OPTIONS: Mapping[str, dict[str, Any]] = {
 OUTPUT_OPTIONS: Mapping[str, dict[str, Any]] = {
     "n": {"n": 3},
     "logprobs": {"logprobs": 3},
-    "logprob_token_ids": {"logprob_token_ids": (65, 66, 70)},
+    "logprob_token_ids": {"logprob_token_ids": (65, 66, 70), "logprobs": 1},
     "prompt_logprobs": {"prompt_logprobs": 2},
     "skip_special_tokens": {"skip_special_tokens": False},
     "truncate_prompt_tokens": {"truncate_prompt_tokens": 9},
