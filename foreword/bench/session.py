@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import datetime
 import json
@@ -148,7 +149,7 @@ class BenchSession:
                             step.run()
                     left.add(step, time.monotonic() - started, self.errors)
                     progress.advance(task)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, asyncio.CancelledError):  # a step of asyncio may end with either
             self.complete = False
         finally:
             startup_line.end()

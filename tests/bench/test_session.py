@@ -1,6 +1,7 @@
 """What every benchmark keeps: result files, figures of an interrupted run, and cells beside a failed one."""
 
 import argparse
+import asyncio
 import json
 import signal
 import sys
@@ -109,6 +110,15 @@ def test_sigterm_is_an_interrupt() -> None:
         session.run(steps_of(lambda: signal.raise_signal(signal.SIGTERM)), "one cell")
         assert not session.complete
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_cancelled_step_is_an_interrupt() -> None:
+    def cancel() -> None:
+        raise asyncio.CancelledError
+
+    with BenchSession(arguments()) as session:
+        session.run(steps_of(cancel), "one cell")
+        assert not session.complete
 
 
 def test_failed_cell_costs_no_other(capsys: pytest.CaptureFixture[str]) -> None:
