@@ -54,7 +54,7 @@ T_975 = (
     2.12, 2.05,
 )
 # fmt: on
-# Estimates: so many more rows double the time of a step, and so many prompt tokens cost one.
+# Estimates for expected times: rows that double a step's time, and prompt tokens that cost one step.
 ROWS_PER_STEP = 16
 
 

@@ -68,7 +68,7 @@ class BenchStep:
 class ResultFile:
     """A file that takes its place once there is a result. Raises ConfigError where it cannot be written.
 
-    The result goes to a file beside it that is then renamed, so that an earlier result is never lost. A
+    The result is written to a temporary file and renamed, so that a failed write keeps the earlier result. A
     device or a pipe is written directly.
     """
 

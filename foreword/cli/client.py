@@ -184,7 +184,7 @@ class HTTPBackend:
 
 
 def finish_note(finish_reason: str | None, params: SamplingParams, defaults: Mapping[str, Any]) -> str | None:
-    """What a user is told about an answer that ended early; `defaults` are the backend's of sampling."""
+    """A note for the user about an answer that ended early; `defaults`: sampling defaults of the backend."""
     if finish_reason != "length":
         return REPETITION_NOTE if finish_reason == "repetition" else None
     limit = f"--max-tokens {params.max_tokens} or "

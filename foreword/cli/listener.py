@@ -45,7 +45,7 @@ def bind_unix(path: Path) -> Iterator[socket.socket]:
                 listener.bind(str(path))
             finally:
                 os.umask(before)
-            listener.listen()  # at once: a socket on which nobody listens would count as a dead server's
+            listener.listen()  # at once: _remove_stale_socket() deletes sockets without a listener
             created = path.stat()
         except OSError as error:
             raise ConfigError(f"cannot listen on uds {path}: {error.strerror or error}", "uds") from None

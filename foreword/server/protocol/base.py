@@ -25,10 +25,7 @@ __all__ = [
     "suggest_field",
 ]
 
-REFUSED = (
-    "invalid",
-    "unsupported",
-)  # error types of this module, with the field in `ctx`
+REFUSED = ("invalid", "unsupported")  # error types of this module, with the field in `ctx`
 MAX_SALT_CHARS = 1024
 LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 MAX_SUGGESTED_CHARS = 64  # length of an unknown name up to which similar names are searched
