@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from foreword import LLM, SamplingParams, StructuredOutput
 from foreword.bench.common import print_table, rotate
+from foreword.bench.regime import require, run_script
 from foreword.bench.session import print_json
 
 SCHEMA = {
@@ -104,9 +105,11 @@ def _seconds(llm: LLM, structured: StructuredOutput | None, concurrent: int, tok
     started = time.perf_counter()
     outputs = llm.generate(prompts, params)
     seconds = time.perf_counter() - started
-    assert all(len(output.token_ids) == tokens for output in outputs), "an answer that ended early"
+    require("lengths of answers", {len(output.token_ids) for output in outputs}, {tokens})
+    drafted = [output.metrics.draft_tokens for output in outputs if output.metrics]
+    require("draft tokens verified", sum(count or 0 for count in drafted), 0)
     return seconds / tokens
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ import torch
 import transformers
 from transformers.utils import logging as transformers_logging
 
+from foreword.bench.regime import require, run_script
 from foreword.config.options import Config
 from foreword.embedding.local import load_local_encoder
 from tests.support.embedding_checkpoints import wordpiece, write_tokenizer
@@ -46,6 +48,9 @@ VOCABULARY = 30522
 BATCHES = {1: 16, 32: 32}  # texts at once: texts in all
 
 
+MIN_COSINE = 0.99  # of a vector and that of transformers; Foreword computes in bfloat16
+
+
 @dataclass(frozen=True, slots=True)
 class BenchSide:
     """One measured implementation."""
@@ -65,6 +70,7 @@ def main() -> None:
             "theirs": BenchSide(lambda texts: _mean(theirs, texts), options.threads),
         }
         vocab_size = ours.info.vocab_size
+        _check(ours.encode, theirs, _texts(4, vocab_size))
         rows = [_measure(sides, vocab_size, batch, count, options.rounds) for batch, count in BATCHES.items()]
     _print_table(rows)
     print(
@@ -119,6 +125,17 @@ def _measure(
     }
 
 
+def _check(
+    ours: Callable[[Sequence[list[int]]], Sequence[bytes]],
+    theirs: torch.nn.Module,
+    texts: Sequence[list[int]],
+) -> None:
+    """Raise RegimeError unless both give nearly the same vectors."""
+    mine = torch.stack([torch.frombuffer(bytearray(vector), dtype=torch.float32) for vector in ours(texts)])
+    cosine = torch.nn.functional.cosine_similarity(mine, _mean(theirs, texts)).min()
+    require(f"vectors of both are alike (cosine {cosine:.4f})", bool(cosine > MIN_COSINE), True)
+
+
 def _texts(count: int, vocab_size: int) -> list[list[int]]:
     """Token ids; half of the texts are short."""
     rng = random.Random(0)
@@ -154,4 +171,4 @@ def _print_table(rows: Sequence[dict[str, float]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -15,6 +15,7 @@ with the same number of text tokens.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 from foreword.bench.common import percentile, print_table
+from foreword.bench.regime import require, run_script
 from foreword.bench.session import print_json
 from foreword.cli.terminal import track_progress
 from foreword.config.options import Config
@@ -88,6 +90,7 @@ class StreamTraffic:
         self._chance = Random(seed)
         self._streams = frozenset(f"stream {number}" for number in range(streams))
         self._num_prompts = 0
+        self._num_encoded = engine.step().stats.images_encoded_total
         for name in self._streams:
             engine.submit(self._request(name, self._text(CONTEXT), None))
         while (
@@ -105,11 +108,13 @@ class StreamTraffic:
     def run_alongside(self, prompt_ids: Sequence[int], images: Sequence[PromptImage]) -> StreamTimings:
         """Step until one prompt has its first token."""
         measured = StreamTimings()
+        encoded = self._num_encoded
         self._num_prompts += 1
         name = f"prompt {self._num_prompts}"
         self._engine.submit(self._request(name, prompt_ids, 1, images))
         while name in self._engine.scheduler.states:
             self._step(measured)
+        require("images encoded", self._num_encoded - encoded, len(images))
         measured.prompts_s.append(measured.seconds)
         return measured
 
@@ -122,7 +127,8 @@ class StreamTraffic:
         report = self._engine.step()
         seconds = time.perf_counter() - started
         delivered = {event.request_id for event in report.events if isinstance(event, TokenEvent)}
-        assert self._streams <= delivered, "a stream without its token"
+        require("streams without a token in a step", self._streams - delivered, set())
+        self._num_encoded = report.stats.images_encoded_total
         measured.gaps_s.append(seconds)
         measured.seconds += seconds
         measured.encode_s += report.stats.stage_seconds.get("encode", 0.0)
@@ -246,4 +252,4 @@ def _options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

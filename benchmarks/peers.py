@@ -1,61 +1,81 @@
-"""Foreword, llama.cpp, OpenVINO GenAI and transformers: the same weights and prompts on the same machine.
+"""Foreword, llama.cpp, OpenVINO GenAI, transformers and vLLM: the same weights, prompts and machine.
 
     python benchmarks/peers.py [--models qwen2.5-0.5b,llama-3.2-1b] [--groups bf16,q8_0,...] [--rounds 5]
+    python benchmarks/peers.py --cpu-isa avx2         every engine held to AVX2
+    python benchmarks/peers.py --contexts 8192,32768  only decoding after long prompts
 
 The first run installs the other engines into an environment (--env) and writes random checkpoints in the
 shapes of known models (--files): minutes, and some GB. Every answer has the requested length.
 
 Regime: engines of one group (one precision) are loaded together, each in a process of its own, and
-measured in turn, round after round, in rotated order; torch reads the memory at the start of each round.
-A figure is the median over rounds, a ratio the median over rounds of figures of the same round. No
-speculation, no prefix cache.
+measured in turn, round after round, in rotated order; the memory's bandwidth and the rate of products on
+registers are read at the start of each round. A figure is the median over rounds, a ratio the median over
+rounds of figures of the same round. No speculation, no prefix cache.
 
     decode     tokens/s of one request after a prompt of 32 tokens
-    of read    bytes of the weights times decode, as a share of the bandwidth read in the same round
-    of peak    operations of the layers times the rate of the first prompt, as a share of torch's best product
-               in the run (int8 where weights are quantized, else bfloat16)
+    of read    bytes of the weights times decode, as a share of the bandwidth read in the same round; empty
+               where a cache may hold the weights
+    of peak    operations of the layers times the rate of the first prompt, as a share of a loop on registers
+               with the instruction set's own multiply-adds
     512, 2048  tokens/s of a prompt until its first token
-    x8, x16    tokens/s of so many requests together, 32 tokens each in and --tokens out: Foreword through its
-               server over HTTP, OpenVINO by continuous batching and llama.cpp by batches of one token each,
-               both in process (llama-cpp-python's server answers one request at a time)
+    x8, x16    tokens/s of so many requests together, 32 tokens each in and --tokens out: Foreword through
+               its server over HTTP, OpenVINO and vLLM by continuous batching and llama.cpp by batches of one
+               token each, all in process (llama-cpp-python's server answers one request at a time)
     rows       time of a step that verifies 4, 8 or 16 rows of one request over that of 1 row, with sampling
     outside    share of a decoding step outside the model's forward pass
     memory     peak resident memory of the process; "of limit": over weights + KV cache + 300 MB
+    8192, ...  of --contexts: the prompt once, then tokens/s of one request after it; the prompt's KV stays
+               (prefix cache, or a sequence of llama.cpp). KV cache: bfloat16 and int8 of Foreword, f16 and
+               q8_0 of llama.cpp with flash attention, the defaults of the others
 
-Prints a table for each group and then one JSON line.
+Checked with every figure: the tokens that were emitted, the prompt tokens that were computed, the requests
+that ran at once, the rows that each step verified, the instruction set, and that Foreword's answers are the
+same in every round and mode. A figure whose check fails is printed as "not measured", with the reason, and
+the exit code is 1. Prints a table for each group and then one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import random
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from peers_models import MODELS
-from peers_setup import make_environment, make_files
+from peers_setup import PeerEnvironment, make_environment, make_files, make_vllm
 from peers_worker import Worker
 
 from foreword.bench.common import print_table, rotate
-from foreword.bench.roofline import ONEDNN_ISA, MemoryReader, matmul_rate
+from foreword.bench.regime import (
+    VOID,
+    RegimeError,
+    checked_share,
+    require,
+    require_concurrency,
+    shared_cache_bytes,
+)
+from foreword.bench.roofline import MemoryReader, product_rate
 from foreword.bench.session import print_json
 from foreword.cli.terminal import track_progress
+from foreword.kernels.cpu.library import ISAS, supported_isas
 
 HERE = Path(__file__).parent
 FIXED_BYTES = 300_000_000  # of the memory that a process may use beside weights and KV cache
-CONTEXT = 2304  # of llama.cpp and OpenVINO, for each of the streams
+CONTEXT = 2304  # of the other engines, for each of the streams
 KV_TOKENS = 4096  # of Foreword, for all streams together
 MAX_STREAMS = 16
 PROMPT = 32
 ROWS_CONTEXT, ROW_COUNTS = 256, (1, 4, 8, 16)
 READ_BYTES = 1 << 30
+CACHE_MARGIN = 2  # weights of this many times the largest cache come from memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +93,7 @@ class PeerEngine:
 
 
 def _foreword_engines(file: str, **options: Any) -> tuple[PeerEngine, ...]:
-    """Foreword in process, the same limited to AVX2, and through its server."""
+    """Foreword in process, the same limited to AVX2 (left out with --cpu-isa), and through its server."""
     narrow = {**options, "cpu_isa": "avx2"}
     return (
         PeerEngine("foreword", "foreword", file, options),
@@ -88,6 +108,7 @@ GROUPS: Mapping[str, tuple[PeerEngine, ...]] = {
         PeerEngine("llama.cpp bf16", "llama_cpp", "bf16.gguf"),
         PeerEngine("openvino fp16", "openvino", "openvino-fp16"),
         PeerEngine("transformers bf16", "transformers"),
+        PeerEngine("vllm bf16", "vllm"),
     ),
     "q8_0": (*_foreword_engines("q8_0.gguf"), PeerEngine("llama.cpp q8_0", "llama_cpp", "q8_0.gguf")),
     "q4_0": (*_foreword_engines("q4_0.gguf"), PeerEngine("llama.cpp q4_0", "llama_cpp", "q4_0.gguf")),
@@ -103,14 +124,22 @@ GROUPS: Mapping[str, tuple[PeerEngine, ...]] = {
 }
 
 
+PRODUCTS = {"bf16": "bfloat16", "q8_0": "int8", "int8": "int8"}  # of a group's weights; "int4": all others
+
+
 @dataclass(frozen=True, slots=True)
 class PeerMeasure:
-    """A figure of one round: its command and its value. Higher is better, except for `rows`."""
+    """A figure of one round: its command, what its answer must show, and its value.
+
+    Higher is better, except for `rows`. `check` raises RegimeError.
+    """
 
     name: str
     command: str
     arguments: Mapping[str, Any]
-    figure: Callable[[Any], Any]
+    check: Callable[[Mapping[str, Any]], None]
+    figure: Callable[[Mapping[str, Any]], Any]
+    only_first: bool = False  # in the uncounted round alone
 
 
 @dataclass(slots=True)
@@ -122,31 +151,59 @@ class LoadedEngine:
     facts: Mapping[str, Any]
     rounds: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     overheads: list[float] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)  # by measure; its figures are void
+    answers: dict[str, Any] = field(default_factory=dict)  # token ids of Foreword's first round, by measure
+
+    def add(self, measure: PeerMeasure, answer: Mapping[str, Any], is_counted: bool) -> None:
+        """Count the figure of a round. Raises RegimeError."""
+        measure.check(answer)
+        if self.engine.is_foreword:
+            first = self.answers.setdefault(measure.name, answer["ids"])
+            require("every round has the same answers", answer["ids"] == first, True)
+        if is_counted or measure.only_first:
+            self.rounds[measure.name].append(measure.figure(answer))
+            if "forward" in answer:
+                self.overheads.append(1 - answer["forward"] / answer["seconds"])
+
+
+@dataclass(slots=True)
+class Ceilings:
+    """What the machine can do, read at the start of each round."""
+
+    memory: MemoryReader
+    dtype: str  # of PEAK_TYPES
+    threads: int
+    bandwidths: list[float] = field(default_factory=list)  # bytes/s, by round
+    products: dict[str, float] = field(default_factory=dict)  # operations/s by instruction set, the best
+
+    def read(self) -> None:
+        self.bandwidths.append(max(self.memory.read_bandwidth() for _ in range(3)))
+        for isa in self.products:
+            rate = product_rate(isa, self.dtype, self.threads, 3) or 0.0
+            self.products[isa] = max(rate, self.products[isa])
 
 
 def main() -> int:
     args = _parse()
-    python = make_environment(args.env)
-    if args.cpu_isa in ONEDNN_ISA:
-        os.environ["ONEDNN_MAX_CPU_ISA"] = ONEDNN_ISA[args.cpu_isa]
+    environment = make_environment(args.env, args.cpu_isa)
+    pythons = {"vllm": make_vllm(args.env)} if "bf16" in args.groups and args.only in "vllm bf16" else {}
     torch.set_num_threads(args.threads)
     results: dict[str, Any] = {}
-    peaks = {kind: matmul_rate(kind, 2048, args.rounds) for kind in ("bfloat16", "int8")}
     for model in args.models:
-        make_files(python, model, args.files / model)
+        make_files(environment, model, args.files / model)
         for group in args.groups:
-            peak = peaks["bfloat16" if group == "bf16" else "int8"]
-            results.setdefault(model, {})[group] = _measure_group(python, model, group, args, peak)
+            results.setdefault(model, {})[group] = _measure_group(environment, pythons, model, group, args)
     regime = {"rounds": args.rounds, "threads": args.threads, "tokens": args.tokens, "cpu_isa": args.cpu_isa}
-    print_json(
-        {
-            "bench": "peers",
-            **regime,
-            "peak_gop_s": {kind: rate / 1e9 for kind, rate in peaks.items()},
-            "models": results,
-        }
-    )
-    return 0
+    print_json({"bench": "peers", **regime, "models": results})
+    errors = [
+        f"{model}, {group}, {name}: {error}"
+        for model, groups in results.items()
+        for group, result in groups.items()
+        for name, error in result["errors"].items()
+    ]
+    for line in errors:
+        print(f"peers: {line}", file=sys.stderr)
+    return 1 if errors else 0
 
 
 def _parse() -> argparse.Namespace:
@@ -173,10 +230,17 @@ def _parse() -> argparse.Namespace:
         "--prompts", type=_lengths, default=[512, 2048], metavar="LIST", help="lengths of prompts"
     )
     parser.add_argument(
+        "--contexts",
+        type=_lengths,
+        default=[],
+        metavar="LIST",
+        help="measure only decoding after prompts of these lengths, such as 8192,32768",
+    )
+    parser.add_argument(
         "--cpu-isa",
         default="auto",
         metavar="NAME",
-        help="of Foreword; what oneDNN can, it is held to as well",
+        help="instruction set of all engines: auto, amx, avx512 or avx2 (OpenVINO's attention ignores it)",
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     return parser.parse_args()
@@ -198,38 +262,106 @@ def _lengths(text: str) -> list[int]:
 
 
 def _measure_group(
-    python: str, model: str, group: str, args: argparse.Namespace, peak: float
+    environment: PeerEnvironment,
+    pythons: Mapping[str, str],
+    model: str,
+    group: str,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
-    engines = [engine for engine in GROUPS[group] if engine.is_foreword or args.only in engine.name]
     log = args.files / f"{model}-{group}.log"
     log.write_bytes(b"")
     folder = (args.files / model).resolve()
-    loaded = {engine.name: _load(engine, python, folder, log, args) for engine in engines}
+    ceilings = Ceilings(MemoryReader(READ_BYTES), PRODUCTS.get(group, "int4"), args.threads)
+    loaded: dict[str, LoadedEngine] = {}
+    errors: dict[str, str] = {}
     try:
-        bandwidths = _measure(
-            list(loaded.values()), _measures(MODELS[model].vocab, args), MemoryReader(READ_BYTES), args.rounds
-        )
-        figures = {name: _figures(one, bandwidths, loaded["foreword"].facts) for name, one in loaded.items()}
+        for engine in _engines(group, args):
+            worker = _start(engine, environment, pythons, log)
+            try:
+                loaded[engine.name] = LoadedEngine(engine, worker, _load(engine, worker, folder, args))
+            except (RuntimeError, RegimeError) as error:
+                errors[engine.name] = str(error)
+                worker.close()
+        ceilings.products = dict.fromkeys((_isa(one, args) for one in loaded.values()), 0.0)
+        measures = _measures(MODELS[model].vocab, args)
+        _measure(list(loaded.values()), measures, ceilings, args.rounds)
+        _compare_answers(loaded)
+        figures = {name: _figures(one, model, args, ceilings, loaded) for name, one in loaded.items()}
     finally:
         for one in loaded.values():
             one.worker.close()
-    for of in figures.values():
-        if (rate := of.get(f"prompt {args.prompts[0]}")) is not None:
-            of["of_peak"] = 2 * MODELS[model].layer_weights() * rate / peak
+    for name, one in loaded.items():
+        errors |= {f"{name}, {measure}": error for measure, error in one.errors.items()}
     ratios = _ratios(loaded)
     _show(f"{model}, {group}", figures, ratios)
-    return {"read_gb_s": statistics.median(bandwidths) / 1e9, "engines": figures, "foreword_over": ratios}
+    return {
+        "read_gb_s": statistics.median(ceilings.bandwidths) / 1e9,
+        "peak_gop_s": {isa: rate / 1e9 for isa, rate in ceilings.products.items()},
+        "engines": figures,
+        "foreword_over": ratios,
+        "errors": errors,
+    }
 
 
-def _load(engine: PeerEngine, python: str, folder: Path, log: Path, args: argparse.Namespace) -> LoadedEngine:
-    worker = Worker(sys.executable if engine.is_foreword else python, HERE / f"peers_{engine.script}.py", log)
-    common = {"path": str(folder / engine.file), "threads": args.threads, "streams": MAX_STREAMS}
-    more = (
-        {"tokens": KV_TOKENS, "options": {"cpu_isa": args.cpu_isa, **engine.options}}
-        if engine.is_foreword
-        else {"context": CONTEXT}
-    )
-    return LoadedEngine(engine, worker, worker("load", **common, **more))
+def _engines(group: str, args: argparse.Namespace) -> Iterator[PeerEngine]:
+    """Those of --only; with --contexts by type of the KV cache, with --cpu-isa all of one instruction set."""
+    for engine in GROUPS[group]:
+        if args.cpu_isa != "auto" and engine.options.get("cpu_isa", args.cpu_isa) != args.cpu_isa:
+            continue
+        if args.cpu_isa == "avx2" and engine.name.endswith(" avx2"):
+            continue
+        if not engine.is_foreword and args.only not in engine.name:
+            continue
+        if args.contexts:
+            yield from _long_context_engines(engine)
+        else:
+            yield engine
+
+
+def _long_context_engines(engine: PeerEngine) -> Iterator[PeerEngine]:
+    """Engines that keep the KV of a prompt, by type of the KV cache."""
+    if engine.name == "foreword":
+        kept = {**engine.options, "prefix_caching": True}
+        yield replace(engine, options=kept)
+        yield replace(engine, name="foreword, int8 KV", options={**kept, "kv_cache_dtype": "int8"})
+    elif engine.script == "llama_cpp":
+        for kv_type in ("f16", "q8_0"):
+            name = f"{engine.name}, {kv_type} KV"
+            yield replace(engine, name=name, options={"kv_type": kv_type, "keep": True})
+    elif engine.script in ("openvino", "vllm"):
+        yield replace(engine, options={"prefix_caching": True})
+
+
+def _start(engine: PeerEngine, environment: PeerEnvironment, pythons: Mapping[str, str], log: Path) -> Worker:
+    script = HERE / f"peers_{engine.script}.py"
+    if engine.is_foreword:
+        return Worker(sys.executable, script, log)
+    return Worker(pythons.get(engine.script, environment.python), script, log, environment.variables)
+
+
+def _load(engine: PeerEngine, worker: Worker, folder: Path, args: argparse.Namespace) -> Mapping[str, Any]:
+    """Load the model; returns facts. Raises RuntimeError, and RegimeError for another instruction set."""
+    streams = len(args.contexts) or MAX_STREAMS
+    needed = [length + args.tokens + 2 for length in args.contexts]
+    common = {"path": str(folder / engine.file), "threads": args.threads, "streams": streams}
+    if engine.is_foreword:
+        tokens = sum(needed) + 64 * streams if needed else KV_TOKENS
+        facts = worker("load", **common, tokens=tokens, options={"cpu_isa": args.cpu_isa, **engine.options})
+    else:
+        context = max(needed) + 62 if needed else CONTEXT
+        more = {"cpu_isa": args.cpu_isa} if engine.script == "vllm" else {}
+        facts = worker("load", **common, context=context, **engine.options, **more)
+    isa = str(facts.get("backend", facts.get("isa", "")))
+    if args.cpu_isa == "avx2":
+        wide = [word for word in ("avx512", "amx", "AVX512 = 1", "AVX512", "_C.abi3") if word in isa]
+        require("instruction sets beyond AVX2", wide, [])
+    return facts
+
+
+def _isa(one: LoadedEngine, args: argparse.Namespace) -> str:
+    """That of Foreword's kernels; of the other engines, --cpu-isa or the best of the machine."""
+    best = args.cpu_isa if args.cpu_isa != "auto" else max(supported_isas(), key=ISAS.index, default="")
+    return str(one.facts.get("backend", best)).removeprefix("cpu-")
 
 
 def _measures(vocab: int, args: argparse.Namespace) -> list[PeerMeasure]:
@@ -238,56 +370,103 @@ def _measures(vocab: int, args: argparse.Namespace) -> list[PeerMeasure]:
     def ids(count: int) -> list[int]:
         return [chance.randrange(vocab - 1) for _ in range(count)]
 
-    def rate(tokens: int) -> Callable[[Any], float]:
+    def rate(tokens: int) -> Callable[[Mapping[str, Any]], float]:
         return lambda answer: tokens / float(answer["seconds"])
 
-    found = [
-        PeerMeasure("decode", "decode", {"prompt": ids(PROMPT), "tokens": args.tokens}, rate(args.tokens))
-    ]
-    found += [
-        PeerMeasure(f"prompt {length}", "prompt", {"ids": ids(length)}, rate(length))
-        for length in args.prompts
-    ]
+    def emits(tokens: int) -> Callable[[Mapping[str, Any]], None]:
+        return lambda answer: require("tokens emitted", len(answer["ids"]), tokens)
+
+    def decode(name: str, length: int) -> PeerMeasure:
+        asked = {"prompt": ids(length), "tokens": args.tokens}
+        return PeerMeasure(name, "decode", asked, emits(args.tokens), rate(args.tokens))
+
+    def prompt(length: int, only_first: bool = False, asked: Sequence[int] = ()) -> PeerMeasure:
+        arguments = {"ids": asked or ids(length)}
+        return PeerMeasure(f"prompt {length}", "prompt", arguments, _check_prompt, rate(length), only_first)
+
+    if args.contexts:
+        decodes = [decode(f"decode at {length}", length) for length in args.contexts]
+        return [
+            measure
+            for length, each in zip(args.contexts, decodes, strict=True)
+            for measure in (prompt(length, only_first=True, asked=each.arguments["prompt"]), each)
+        ]
+    measures = [decode("decode", PROMPT), *map(prompt, args.prompts)]
     for count in (8, MAX_STREAMS):
-        prompts = [ids(PROMPT) for _ in range(count)]
-        found.append(
-            PeerMeasure(
-                f"x{count}", "streams", {"prompts": prompts, "tokens": args.tokens}, rate(count * args.tokens)
-            )
-        )
-    asked = {"context": ROWS_CONTEXT, "counts": list(ROW_COUNTS), "steps": 16}
-    return [
-        *found,
-        PeerMeasure(
-            "rows", "rows", asked, lambda answer: {n: answer[str(n)] / answer["1"] for n in ROW_COUNTS[1:]}
-        ),
-    ]
+        asked = {"prompts": [ids(PROMPT) for _ in range(count)], "tokens": args.tokens}
+        check = functools.partial(_check_streams, count, args.tokens)
+        measures.append(PeerMeasure(f"x{count}", "streams", asked, check, rate(count * args.tokens)))
+    steps = {"context": ROWS_CONTEXT, "counts": list(ROW_COUNTS), "steps": 16}
+    return [*measures, PeerMeasure("rows", "rows", steps, _check_rows, _row_ratios)]
 
 
-def _supports(engine: PeerEngine, measure: PeerMeasure) -> bool:
-    """A server is measured by streams alone; only two engines can verify rows."""
+def _check_prompt(answer: Mapping[str, Any]) -> None:
+    require("tokens emitted", len(answer["ids"]), 1)
+    require("prompt tokens found in a cache", answer.get("cached", 0), 0)
+
+
+def _check_streams(count: int, tokens: int, answer: Mapping[str, Any]) -> None:
+    require("tokens emitted", [len(ids) for ids in answer["ids"]], [tokens] * count)
+    require("requests at once", answer.get("at_once", count), count)
+    if "spans" in answer:
+        require_concurrency(answer["spans"], count)
+
+
+def _check_rows(answer: Mapping[str, Any]) -> None:
+    require("rows verified", answer["rows"], {str(count): [count] for count in ROW_COUNTS})
+    for ids in answer.get("ids", ()):
+        plain = answer["ids"][0]
+        shorter = min(len(ids), len(plain))
+        require("answers are equal with and without drafts", ids[:shorter] == plain[:shorter], True)
+
+
+def _row_ratios(answer: Mapping[str, Any]) -> dict[int, float]:
+    seconds = answer["seconds"]
+    return {count: seconds[str(count)] / seconds["1"] for count in ROW_COUNTS[1:]}
+
+
+def _supports(engine: PeerEngine, measure: PeerMeasure, is_counted: bool) -> bool:
+    """A server is measured by streams alone, of which its engine gives the answers; two can verify rows."""
+    if measure.only_first and is_counted:
+        return False
     if measure.command == "streams":
-        return engine.script != "foreword"
+        return engine.script != "foreword" or not is_counted
     if measure.command == "rows":
         return engine.script in ("foreword", "llama_cpp")
     return engine.script != "served"
 
 
 def _measure(
-    loaded: Sequence[LoadedEngine], measures: Sequence[PeerMeasure], memory: MemoryReader, rounds: int
-) -> list[float]:
-    """Fill in the rounds; returns the bandwidth of each. An uncounted first call allocates."""
-    bandwidths = []
+    loaded: Sequence[LoadedEngine], measures: Sequence[PeerMeasure], ceilings: Ceilings, rounds: int
+) -> None:
+    """Fill in the rounds. An uncounted first call allocates."""
     plan = list(_schedule(loaded, measures, rounds + 1))
+    last = -1
     for round_, measure, one in track_progress(plan, "measuring", len(plan)):
-        if len(bandwidths) == round_:
-            bandwidths.append(max(memory.read_bandwidth() for _ in range(3)))
-        answer = one.worker(measure.command, **measure.arguments)
-        if round_ > 0:
-            one.rounds[measure.name].append(measure.figure(answer))
-            if "forward" in answer:
-                one.overheads.append(1 - answer["forward"] / answer["seconds"])
-    return bandwidths[1:]
+        if round_ > last:
+            last = round_
+            ceilings.read()
+        if measure.name in one.errors:
+            continue
+        try:
+            one.add(measure, one.worker(measure.command, **measure.arguments), round_ > 0)
+        except (RuntimeError, RegimeError) as error:
+            one.errors[measure.name] = str(error)
+            one.rounds.pop(measure.name, None)
+    del ceilings.bandwidths[0]
+
+
+def _compare_answers(loaded: Mapping[str, LoadedEngine]) -> None:
+    """Foreword's server must give the answers of its engine, or its figures are void."""
+    if "foreword served" not in loaded:
+        return
+    engine, served = loaded["foreword"], loaded["foreword served"]
+    for name, ids in served.answers.items():
+        try:
+            require("the server's answers equal the engine's", ids == engine.answers.get(name), True)
+        except RegimeError as error:
+            served.errors[name] = str(error)
+            served.rounds.pop(name, None)
 
 
 def _schedule(
@@ -297,29 +476,43 @@ def _schedule(
     for round_ in range(rounds):
         for measure in measures:
             for name in rotate(list(by_name), round_):
-                if _supports(by_name[name].engine, measure):
+                if _supports(by_name[name].engine, measure, round_ > 0):
                     yield round_, measure, by_name[name]
 
 
-def _figures(one: LoadedEngine, bandwidths: Sequence[float], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Medians; `facts` are those of Foreword for the same weights."""
+def _figures(
+    one: LoadedEngine,
+    model: str,
+    args: argparse.Namespace,
+    ceilings: Ceilings,
+    loaded: Mapping[str, LoadedEngine],
+) -> dict[str, Any]:
+    """Medians, and shares of the ceilings; None where a check failed."""
+    facts = loaded["foreword"].facts  # of the same weights
     served = one.engine.script == "served"
     figures: dict[str, Any] = {
         **one.facts,
         "peak_bytes": one.worker("peak") if served else one.worker.peak_bytes,
+        **dict.fromkeys(one.errors),
     }
-    if one.engine.is_foreword:
+    if one.engine.is_foreword and not args.contexts:
         figures["of_limit"] = figures["peak_bytes"] / (
             facts["weight_bytes"] + facts["kv_bytes"] + FIXED_BYTES
         )
     for name, values in one.rounds.items():
         figures[name] = _medians(values) if name == "rows" else statistics.median(values)
-    if "decode" in one.rounds:
-        shares = (
-            rate * facts["weight_bytes"] / read
-            for rate, read in zip(one.rounds["decode"], bandwidths, strict=True)
-        )
-        figures["of_read"] = statistics.median(shares)
+    shares: dict[str, float] = {}
+    if "decode" in one.rounds and facts["weight_bytes"] > CACHE_MARGIN * shared_cache_bytes():
+        pairs = zip(one.rounds["decode"], ceilings.bandwidths, strict=True)
+        shares["of_read"] = statistics.median(rate * facts["weight_bytes"] / read for rate, read in pairs)
+    product = ceilings.products[_isa(one, args)]
+    if not args.contexts and product and (rate := figures.get(f"prompt {args.prompts[0]}")):
+        shares["of_peak"] = 2 * MODELS[model].layer_weights() * rate / product
+    for name, share in shares.items():
+        try:
+            figures[name] = checked_share(share, 1.0)
+        except RegimeError as error:
+            figures[name], one.errors[name] = None, str(error)
     if one.overheads:
         figures["outside_forward"] = statistics.median(one.overheads)
     return figures
@@ -330,13 +523,15 @@ def _medians(values: Sequence[Mapping[int, float]]) -> dict[int, float]:
 
 
 def _ratios(loaded: Mapping[str, LoadedEngine]) -> dict[str, dict[str, float]]:
-    """Foreword over each other engine, by measure: medians over rounds."""
+    """Foreword over each other engine, by measure: medians over rounds; int8 KV over q8_0 KV."""
     result: dict[str, dict[str, float]] = {}
     for name, other in loaded.items():
         if other.engine.is_foreword:
             continue
         for measure, values in other.rounds.items():
-            ours = loaded["foreword served" if measure.startswith("x") else "foreword"].rounds.get(measure)
+            served, int8 = measure.startswith("x"), name.endswith("q8_0 KV")
+            mine = "foreword served" if served else "foreword, int8 KV" if int8 else "foreword"
+            ours = loaded[mine].rounds.get(measure) if mine in loaded else None
             if measure != "rows" and ours:
                 pairs = zip(ours, values, strict=True)
                 result.setdefault(name, {})[measure] = statistics.median(mine / its for mine, its in pairs)
@@ -352,9 +547,9 @@ def _show(
         )
     )
     short = [name.removeprefix("prompt ") for name in speeds]
-    rows = [(name, *(_number(one.get(speed), "{:.1f}") for speed in speeds)) for name, one in figures.items()]
+    rows = [(name, *(_cell(one, speed, "{:.1f}") for speed in speeds)) for name, one in figures.items()]
     rows += [
-        (f"foreword / {name}", *(_number(of.get(speed), "{:.2f}x") for speed in speeds))
+        (f"foreword / {name}", *(_cell(of, speed, "{:.2f}x") for speed in speeds))
         for name, of in ratios.items()
     ]
     print_table(f"{title}: tokens/s", ("engine", *short), rows)
@@ -373,17 +568,19 @@ def _show(
 
 
 def _shares(one: Mapping[str, Any], counts: Sequence[int]) -> Iterator[str]:
-    yield _number(one.get("of_read"), "{:.0%}")
-    yield _number(one.get("of_peak"), "{:.0%}")
+    yield _cell(one, "of_read", "{:.0%}")
+    yield _cell(one, "of_peak", "{:.0%}")
     for count in counts:
-        yield _number(one.get("rows", {}).get(count), "{:.2f}x")
-    yield _number(one.get("outside_forward"), "{:.1%}")
+        rows = one.get("rows", {})
+        yield VOID if rows is None else _cell(rows, count, "{:.2f}x")
+    yield _cell(one, "outside_forward", "{:.1%}")
     yield f"{one['peak_bytes'] / 1e6:.0f}"
-    yield _number(one.get("of_limit"), "{:.2f}")
+    yield _cell(one, "of_limit", "{:.2f}")
 
 
-def _number(value: float | None, text: str) -> str:
-    return "" if value is None else text.format(value)
+def _cell(figures: Mapping[Any, Any], name: object, text: str) -> str:
+    """Empty where it was not asked for, and VOID where a check failed."""
+    return "" if name not in figures else VOID if figures[name] is None else text.format(figures[name])
 
 
 if __name__ == "__main__":

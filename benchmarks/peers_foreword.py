@@ -6,6 +6,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from peers_worker import serve
 
 from foreword.checkpoint import prepare_checkpoint
 from foreword.config.options import Config
-from foreword.core.outputs import TokenEvent
+from foreword.core.outputs import StepReport, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.engine_client.local import LocalClient
 from foreword.tokenizer.input_processor import SamplingDefaults, make_requests
@@ -26,7 +27,7 @@ VISITS = 4  # of each row count
 
 
 class ForewordPeer:
-    """Replayed drafts are wrong, so that a step verifies the requested rows and emits one token."""
+    """Replayed drafts of a fixed length are wrong: a step verifies the requested rows and emits one token."""
 
     def load(
         self, path: str, threads: int, tokens: int, streams: int, options: dict[str, Any]
@@ -35,16 +36,17 @@ class ForewordPeer:
             wrong = [(7 * index) % 64 + 100 for index in range(2048)]
             json.dump({"prompt_token_ids": [1] * ROWS_CONTEXT, "token_ids": wrong}, recording)
             recording.flush()
+            defaults = {"prefix_caching": False, "draft_length": "fixed"}
             config = Config(
                 model=path,
                 threads=threads,
                 kv_cache_memory=f"{tokens}tokens",
+                max_model_len=tokens,
                 max_num_seqs=streams,
-                prefix_caching=False,
                 speculate="replay",
                 replay_file=recording.name,
                 num_speculative_tokens=MAX_ROWS - 1,
-                **options,
+                **{**defaults, **options},
             )
             self.prepared = prepare_checkpoint(config)
             self.client = LocalClient(
@@ -57,49 +59,78 @@ class ForewordPeer:
             "kv_bytes": info.resolved.kv_bytes,
         }
 
-    def decode(self, prompt: list[int], tokens: int) -> dict[str, float]:
+    def decode(self, prompt: list[int], tokens: int) -> dict[str, Any]:
         """ "forward": seconds in the forward pass."""
         self._submit(prompt, tokens + 1)
         self._until_first()
-        started, forward = time.perf_counter(), 0.0
+        started, forward, ids = time.perf_counter(), 0.0, []
         while not self.client.idle:
-            forward += self.client.step().stats.stage_seconds["forward"]
-        return {"seconds": time.perf_counter() - started, "forward": forward}
+            report = self.client.step()
+            forward += report.stats.stage_seconds["forward"]
+            ids += _token_ids(report)
+        return {"seconds": time.perf_counter() - started, "forward": forward, "ids": ids}
 
-    def prompt(self, ids: list[int]) -> dict[str, float]:
+    def prompt(self, ids: list[int]) -> dict[str, Any]:
+        """ "cached": prompt tokens that were not computed."""
         self._submit(ids, 1)
-        started = time.perf_counter()
-        self._drain()
-        return {"seconds": time.perf_counter() - started}
+        started, cached, answer = time.perf_counter(), 0, []
+        while not self.client.idle:
+            report = self.client.step()
+            answer += _token_ids(report)
+            cached += sum(event.num_cached for event in report.events if isinstance(event, TokenEvent))
+        return {"seconds": time.perf_counter() - started, "cached": cached, "ids": answer}
 
-    def streams(self, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+    def streams(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """ "at_once": most requests of one step."""
         started = time.perf_counter()
-        for prompt in prompts:
-            self._submit(prompt, tokens)
-        self._drain()
-        return {"seconds": time.perf_counter() - started}
+        order = [self._submit(prompt, tokens) for prompt in prompts]
+        ids: dict[str, list[int]] = defaultdict(list)
+        at_once = 0
+        while not self.client.idle:
+            report = self.client.step()
+            delivered = [event for event in report.events if isinstance(event, TokenEvent)]
+            at_once = max(at_once, len(delivered))
+            for event in delivered:
+                ids[event.request_id] += event.token_ids
+        seconds = time.perf_counter() - started
+        return {"seconds": seconds, "at_once": at_once, "ids": [ids[name] for name in order]}
 
-    def rows(self, context: int, counts: list[int], steps: int) -> dict[str, float]:
+    def rows(self, context: int, counts: list[int], steps: int) -> dict[str, Any]:
         assert context == ROWS_CONTEXT, "only this prompt is recorded"
-        seconds: dict[int, list[float]] = {count: [] for count in counts}
+        seconds: dict[int, list[float]] = defaultdict(list)
+        verified: dict[int, set[int]] = defaultdict(set)
+        ids: dict[int, list[int]] = {}
         for _ in range(VISITS):
             for count in counts:
-                seconds[count] += self._verified_steps(count, steps // VISITS + WARMUP_STEPS)[WARMUP_STEPS:]
-        return {str(count): statistics.median(spans) for count, spans in seconds.items()}
+                spans, rows, ids[count] = self._verified_steps(count, steps // VISITS + WARMUP_STEPS)
+                seconds[count] += spans[WARMUP_STEPS:]
+                verified[count] |= set(rows[WARMUP_STEPS:])
+        return {
+            "seconds": {str(count): statistics.median(spans) for count, spans in seconds.items()},
+            "rows": {str(count): sorted(rows) for count, rows in verified.items()},
+            "ids": list(ids.values()),
+        }
 
-    def _verified_steps(self, count: int, steps: int) -> list[float]:
-        """Seconds of steps with `count` rows each."""
+    def _verified_steps(self, count: int, steps: int) -> tuple[list[float], list[int], list[int]]:
+        """Seconds and rows of each step, asked for `count`, and the tokens that all of them emitted."""
         how = Speculation("replay", count - 1) if count > 1 else OFF
         request_id = self._submit([1] * ROWS_CONTEXT, MAX_ROWS * (steps + 2), how)
         self._until_first()
-        seconds = []
+        seconds, rows, ids = [], [], []
         for _ in range(steps):
             started = time.perf_counter()
-            self.client.step()
+            report = self.client.step()
             seconds.append(time.perf_counter() - started)
+            rows += [
+                1 + (event.draft.num_drafted if event.draft else 0)
+                for event in report.events
+                if isinstance(event, TokenEvent)
+            ]
+            ids += _token_ids(report)
         self.client.abort(request_id)
-        self._drain()
-        return seconds
+        while not self.client.idle:
+            self.client.step()
+        return seconds, rows, ids
 
     def _submit(self, prompt: Sequence[int], tokens: int, speculation: Speculation = OFF) -> str:
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens, speculation=speculation)
@@ -111,14 +142,14 @@ class ForewordPeer:
         return request.id
 
     def _until_first(self) -> None:
-        while not any(
-            isinstance(event, TokenEvent) and event.token_ids for event in self.client.step().events
-        ):
+        while not _token_ids(self.client.step()):
             pass
 
-    def _drain(self) -> None:
-        while not self.client.idle:
-            self.client.step()
+
+def _token_ids(report: StepReport) -> list[int]:
+    return [
+        token_id for event in report.events if isinstance(event, TokenEvent) for token_id in event.token_ids
+    ]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch import Tensor
 __all__ = ["MODELS", "PeerModelShape", "write_checkpoint"]
 
 EOS = "<|end|>"
-CONTEXT = 4096
+CONTEXT = 40960
 GAIN = 0.8  # of a layer: activations stay in a realistic range through 24 layers
 
 

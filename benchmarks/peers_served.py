@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import httpx
 from peers_worker import peak_bytes, serve
 
 from foreword.bench.server import ServerProcess
+from foreword.cli.sse_reader import choices_of, iter_chunks_async, token_ids_of
 from foreword.config.options import Config
 
 
@@ -29,6 +30,7 @@ class ServedPeer:
             model=path,
             threads=threads,
             kv_cache_memory=f"{tokens}tokens",
+            max_model_len=tokens,
             max_num_seqs=streams,
             prefix_caching=False,
             speculate="off",
@@ -38,22 +40,38 @@ class ServedPeer:
         self.server = self.stack.enter_context(ServerProcess(config))
         return {}
 
-    def streams(self, prompts: list[list[int]], tokens: int) -> dict[str, float]:
-        return {"seconds": asyncio.run(self._all(prompts, tokens))}
+    def streams(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """ "spans": when each request was sent and its answer complete."""
+        seconds, answers = asyncio.run(self._all(prompts, tokens))
+        return {
+            "seconds": seconds,
+            "ids": [ids for ids, _ in answers],
+            "spans": [span for _, span in answers],
+        }
 
     def peak(self) -> int:
         """Bytes of the server's processes, each at its peak."""
-        children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text().split()
-        return sum(peak_bytes(pid) for pid in (self.server.pid, *children))
+        return sum(map(peak_bytes, _process_tree(self.server.pid)))
 
-    async def _all(self, prompts: list[list[int]], tokens: int) -> float:
+    async def _all(
+        self, prompts: list[list[int]], tokens: int
+    ) -> tuple[float, list[tuple[list[int], tuple[float, float]]]]:
         async with httpx.AsyncClient(base_url=self.server.url, timeout=None) as http:
             started = time.perf_counter()
-            await asyncio.gather(*(_stream(http, prompt, tokens) for prompt in prompts))
-            return time.perf_counter() - started
+            answers = await asyncio.gather(*(_stream(http, prompt, tokens) for prompt in prompts))
+            return time.perf_counter() - started, answers
 
 
-async def _stream(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> None:
+def _process_tree(pid: int | str) -> Iterator[int | str]:
+    yield pid
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        yield from _process_tree(child)
+
+
+async def _stream(
+    http: httpx.AsyncClient, prompt: list[int], tokens: int
+) -> tuple[list[int], tuple[float, float]]:
+    """Token ids of an answer, and when it was sent and complete."""
     body = {
         "model": "peer",
         "prompt": prompt,
@@ -61,15 +79,15 @@ async def _stream(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> No
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
+        "return_token_ids": True,
     }
-    usage: dict[str, Any] = {}
-    async with http.stream(
-        "POST", "/v1/completions", json=body | {"stream_options": {"include_usage": True}}
-    ) as response:
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                usage = json.loads(line.removeprefix("data: ")).get("usage") or usage
-    assert usage.get("completion_tokens") == tokens, f"answered with {usage}"
+    ids: list[int] = []
+    sent = time.perf_counter()
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for chunk in iter_chunks_async(response):
+            ids += [token_id for choice in choices_of(chunk) for token_id in token_ids_of(choice)]
+    return ids, (sent, time.perf_counter())
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
 """One engine in a process of its own: commands on stdin, one JSON array a line; answers on stdout.
 
-    ["decode", {"prompt": [...], "tokens": 64}]  ->  {"seconds": 1.5}
+    ["decode", {"prompt": [...], "tokens": 64}]  ->  {"seconds": 1.5, "ids": [...]}
 
 An engine is a class whose public methods are the commands. Every engine has some of these:
 
-    load(...)                  load the model
-    decode(prompt, tokens)     seconds of `tokens` greedy tokens after the first one
-    prompt(ids)                seconds from the prompt to its first token
-    streams(prompts, tokens)   seconds of all prompts at once, `tokens` greedy tokens each
+    load(...)                    load the model
+    decode(prompt, tokens)       seconds of `tokens` greedy tokens after the first one
+    prompt(ids)                  seconds from the prompt to its first token
+    streams(prompts, tokens)     seconds of all prompts at once, `tokens` greedy tokens each
     rows(context, counts, steps) median seconds of a step that verifies so many rows after a context, by count
+
+"ids" are the tokens of the answer, for streams of each; "rows" the counts that steps verified. Where the
+engine tells: "cached", prompt tokens that were not computed; "at_once", the most requests of one step;
+"spans", when each request ran.
 
 Standard library only, since it runs in other environments too.
 """
@@ -20,6 +24,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +50,15 @@ def peak_bytes(pid: int | str) -> int:
 class Worker:
     """The client of an engine process."""
 
-    def __init__(self, python: str, script: Path, log: Path) -> None:
+    def __init__(
+        self, python: str, script: Path, log: Path, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """`variables` are those of the process instead of this one's."""
         self.log = log
+        pipe = subprocess.PIPE
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                [python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+                [python, str(script)], stdin=pipe, stdout=pipe, stderr=errors, text=True, env=variables
             )
 
     def __call__(self, command: str, **arguments: Any) -> Any:

@@ -15,7 +15,8 @@ The first round is not counted.
     llama.cpp      lookup: LlamaPromptLookupDecoding of llama-cpp-python, 10 tokens
 
 `other answers` counts the prompts whose tokens change with speculation, in any round. Prints a table and
-one JSON line; exit code 1 if that happens to Foreword.
+one JSON line; exit code 1 if that happens to Foreword, and without figures if a mode never drafted, or `off`
+did.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ from peers_setup import TO_GGUF, convert, make_environment
 from peers_worker import Worker
 
 from foreword.bench.common import print_table, rotate
+from foreword.bench.regime import require, run_script
 from foreword.bench.session import print_json
 from foreword.bench.speculate.local import LocalEngine
 from foreword.bench.speculate.statistics import geometric_mean_ratio
@@ -74,6 +76,14 @@ class Contender:
         default_factory=lambda: defaultdict(set)
     )
 
+    drafted: Counter[str] = field(default_factory=Counter)  # draft tokens by mode
+
+    def check(self) -> None:
+        """Raise RegimeError where `off` drafted, or another mode never did."""
+        for mode in self.modes:
+            drafted = self.drafted[mode] > 0
+            require(f"{self.name} {mode}: draft tokens were verified", drafted, mode != OFF.name)
+
     def changed(self, mode: str, questions: Sequence[PeerPrompt]) -> int:
         """Prompts whose answer ever differed from that without speculation."""
         return sum(
@@ -100,6 +110,8 @@ def main() -> int:
     for contender in contenders:
         if contender.worker is not None:
             contender.worker.close()
+    for contender in contenders:
+        contender.check()
     return _report(contenders, questions, args)
 
 
@@ -152,11 +164,11 @@ def _questions(engine: LocalEngine, args: argparse.Namespace) -> Iterator[PeerPr
 
 
 def _load_peers(engine: LocalEngine, args: argparse.Namespace) -> Iterator[Contender]:
-    python = make_environment(args.env)
+    environment = make_environment(args.env)
     args.files.mkdir(parents=True, exist_ok=True)
     log, gguf = args.files / "peers.log", args.files / f"{args.model.resolve().name}.gguf"
     log.write_bytes(b"")
-    convert(python, TO_GGUF, "gguf", args.model, gguf)
+    convert(environment, TO_GGUF, "gguf", args.model, gguf)
     loads: Mapping[str, dict[str, Any]] = {
         "transformers": {
             "path": str(args.model),
@@ -165,7 +177,8 @@ def _load_peers(engine: LocalEngine, args: argparse.Namespace) -> Iterator[Conte
         "llama_cpp": {"path": str(gguf), "context": min(engine.max_len, args.context)},
     }
     for name, arguments in loads.items():
-        worker = Worker(python, HERE / f"speculate_peers_{name}.py", log)
+        script = HERE / f"speculate_peers_{name}.py"
+        worker = Worker(environment.python, script, log, environment.variables)
         facts = worker("load", threads=args.threads, **arguments)
         yield Contender(name.replace("_", "."), tuple(facts["modes"]), worker, facts["version"])
 
@@ -174,14 +187,16 @@ def _ask(contender: Contender, mode: str, question: PeerPrompt, engine: LocalEng
     """Seconds of one answer."""
     if contender.worker is None:
         script = Conversation(prompt_ids=question.prompt, max_tokens=question.tokens)
-        call = engine.run((script,), OFF if mode == OFF.name else AUTO, 1, f"{mode} {number}").results[0]
-        seconds, ids = call.total_s, call.output
+        run = engine.run((script,), OFF if mode == OFF.name else AUTO, 1, f"{mode} {number}")
+        seconds, ids = run.results[0].total_s, run.results[0].output
+        contender.drafted[mode] += run.num_drafted
     else:
         stop = list(engine.tokenizer.eos_token_ids)
         answer = contender.worker(
             "answer", mode=mode, prompt=question.prompt, tokens=question.tokens, stop=stop
         )
         seconds, ids = answer["seconds"], answer["ids"]
+        contender.drafted[mode] += answer["drafted"]
     contender.answers[question, mode].add(tuple(ids))
     return float(seconds)
 
@@ -231,4 +246,4 @@ def _cell(figures: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

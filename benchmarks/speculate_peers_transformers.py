@@ -20,6 +20,8 @@ class Transformers:
         torch.set_num_threads(threads)
         transformers.utils.logging.set_verbosity_error()
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+        self.rows: list[int] = []  # of each forward pass of an answer
+        self.model.register_forward_pre_hook(self._count_rows, with_kwargs=True)
         self.options: dict[str, dict[str, Any]] = {"off": {}, "lookup": {"prompt_lookup_num_tokens": DRAFTED}}
         if drafter is not None:
             self.options["assistant"] = {
@@ -29,6 +31,7 @@ class Transformers:
 
     def answer(self, mode: str, prompt: list[int], tokens: int, stop: list[int]) -> dict[str, Any]:
         ids = torch.tensor([prompt])
+        self.rows.clear()
         started = time.perf_counter()
         with torch.inference_mode():
             out = self.model.generate(
@@ -40,7 +43,12 @@ class Transformers:
                 pad_token_id=stop[0],
                 **self.options[mode],
             )
-        return {"seconds": time.perf_counter() - started, "ids": out[0, len(prompt) :].tolist()}
+        seconds = time.perf_counter() - started
+        drafted = sum(rows - 1 for rows in self.rows[1:])  # the first pass is the prompt
+        return {"seconds": seconds, "ids": out[0, len(prompt) :].tolist(), "drafted": drafted}
+
+    def _count_rows(self, module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.rows.append((kwargs["input_ids"] if "input_ids" in kwargs else args[0]).shape[1])
 
 
 if __name__ == "__main__":

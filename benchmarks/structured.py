@@ -23,6 +23,7 @@ from jsonschema import Draft202012Validator, ValidationError
 
 from foreword import LLM, RequestOutput, SamplingParams, Speculation, StructuredOutput
 from foreword.bench.common import print_table
+from foreword.bench.regime import require, run_script
 from foreword.bench.session import print_json
 from tests.support.json_schema_cases import SAMPLING, make_schema, schema_prompt
 
@@ -100,6 +101,9 @@ def _tally(
     ]
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     conforming = sum(conforms(schema, text) for schema, text in finished)
+    if method == "off":
+        drafted = sum(output.metrics.draft_tokens or 0 for output in outputs if output.metrics)
+        require("draft tokens verified with speculation off", drafted, 0)
     return StructuredTally(method, len(schemas), len(finished), conforming, tokens, seconds)
 
 
@@ -129,4 +133,4 @@ def _show(tallies: Sequence[StructuredTally], same: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -33,7 +33,7 @@ def pytest_report_header() -> str:
     """Name the instruction sets whose kernels this run does not test."""
     run, missing = isas_under_test(), set(ISAS) - set(supported_isas())
     rest = [isa + f" (needs {ISA_REQUIREMENTS[isa]})" * (isa in missing) for isa in ISAS if isa not in run]
-    return f"CPU kernels: {', '.join(run) or 'not built'}; compiled, but not run: {', '.join(rest) or 'none'}"
+    return f"CPU kernels: {', '.join(run) or 'not built'}; not run: {', '.join(rest) or 'none'}"
 
 
 def pytest_configure(config: pytest.Config) -> None:

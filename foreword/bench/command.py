@@ -31,7 +31,7 @@ MODULES = {
 DEFAULT_WEIGHT_FORMATS = "bfloat16,int8,int4,q8_0,q4_0,q4_k,q6_k"
 INSTALL_PLOT = "pip install 'foreword[bench]'"
 DEFAULT_ROWS = "1,2,4,8,16,64,512"
-ISAS = ("auto", "amx", "avx512", "avx2", "portable", "reference")
+ISAS = ("auto", "amx", "avx512", "avx2-vnni", "avx2", "neon", "portable", "reference")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from foreword.core.params import SamplingParams, Speculation
 __all__ = [
     "DEMO",
     "MODE_LEGEND",
+    "NO_DRAFTS",
     "OFF",
     "PROBE_TOKENS",
     "Ratio",
@@ -42,6 +43,7 @@ __all__ = [
 Item = TypeVar("Item")
 
 OFF = "off"
+NO_DRAFTS = "no drafts"  # the verdict where none was verified: the ratio is chance
 DEMO = "demo"
 MODE_LEGEND = "off: no speculation; auto: all drafters, chosen step by step; other names: one drafter alone."
 PROBE_TOKENS = 16  # of the answer that an estimate rests on
@@ -171,6 +173,7 @@ def ratio_legend(rounds: int) -> tuple[str, ...]:
         f"speed: tokens/s over off in the same round, with the 95 % interval of {rounds_text(rounds)}; "
         "above 1 is faster.",
         "result: faster or slower where the interval excludes 1, else unclear; more --rounds narrow it.",
+        f"{NO_DRAFTS}: none was verified, so that the ratio is chance.",
     )
 
 

@@ -64,9 +64,9 @@ class RandomInputs:
         return [first + int(number) for number in order]
 
     def batch(self, ops: Ops, chunks: Sequence[tuple[int, int, Sequence[int]]]) -> Batch:
-        """A batch of (first position, rows, block table) chunks."""
+        """A batch of (first position, rows, block table) chunks; a position always has the same token."""
         made = [
-            Chunk([row % VOCAB_SIZE for row in range(rows)], start, blocks, 1)
+            Chunk([position % VOCAB_SIZE for position in range(start, start + rows)], start, blocks, 1)
             for start, rows, blocks in chunks
         ]
         return build_batch(

@@ -2,11 +2,13 @@
 
 Regime: random weights in the shapes of a known model (or one matrix NxK), bfloat16 activations (float32
 for float32 and float16 weights). A case is one compiled function that runs an operation over as many
-weights or KV caches as the model has layers, so that they come from memory. Cases of one format are timed
-in turn, round after round; torch reads the memory right before each. A time is the median over rounds, a
-share or ratio the median over rounds of values measured next to each other. Bytes are those of the format
-(q8_0: 34 for 32 values). The product rate is the largest seen in the run, by torch or by Foreword; --isa
-applies to both.
+weights or KV caches as the model has layers, so that they come from memory, or over fewer where that takes
+long. Cases of one format are timed in turn, round after round; torch reads the memory right before each
+whose data does not fit into a cache. A time is the median over rounds, a share or ratio the median over
+rounds of values measured next to each other. Bytes are those of the format (q8_0: 34 for 32 values). The
+product rate is that of a loop on registers with the instruction set's own multiply-adds, or the largest of
+the run where there is no such loop. A share above 105 % is an error, and so is a row that has other bits
+alone than among the rows of its case.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from torch import Tensor
 
 from foreword.bench.common import print_table, rounds_text, time_call
 from foreword.bench.inputs import BLOCK_SIZE, VOCAB_SIZE, RandomInputs, sampling_ops
-from foreword.bench.roofline import ONEDNN_ISA, MemoryReader, matmul_rate
+from foreword.bench.regime import VOID, RegimeError, checked_share, require, shared_cache_bytes
+from foreword.bench.roofline import MemoryReader, product_rate
 from foreword.bench.session import BenchSession, BenchStep
 from foreword.bench.shapes import PARTS, WEIGHT_FORMATS, ModelShape, WeightMatrix, read_shape
 from foreword.core.batch import Batch
@@ -37,20 +40,21 @@ from foreword.kernels.registry import select_backend
 __all__ = ["CaseGroup", "CaseTimings", "KernelBenchSizes", "KernelCase", "KernelCases", "run"]
 
 SETTLE_S = 0.03  # torch's threads spin this long after the read, on the cores that are measured next
+MAX_CALL_S = 0.06  # of a case: fewer copies where all of them take longer
 MAX_HEAD_ROWS = 16  # of logits in one batch
 MAX_VALUES = 1 << 26  # of one result
 REPEATS = 16  # of an operation that takes microseconds
-TYPICAL_SLOWNESS = 2  # estimates: over the time of an operation at the peak rate
 MAX_POSITION = 1 << 12  # of RoPE's table
+MEMORY_SHARE = 2  # data of this many times the cache comes from memory
 
 
 @dataclass(frozen=True, slots=True)
 class KernelBenchSizes:
     """Sizes that tests make smaller."""
 
-    memory: int = 1 << 30  # bytes of the read that measures bandwidth
-    product: int = 2048  # side of the square matrices that measure the product rate
-    contexts: tuple[int, ...] = (1024, 4096)
+    memory: int = 1 << 28  # bytes of the read that measures bandwidth, at least four times the cache
+    working_set: int = 1 << 29  # of copies of one matrix in bfloat16, and of KV caches
+    contexts: tuple[int, ...] = (1024, 8192, 32768)
     prompts: tuple[int, ...] = (512, 2048)
     attention_rows: tuple[int, ...] = (1, 8)
     row_counts: tuple[int, ...] = (1, 8, 512)
@@ -68,13 +72,16 @@ class KernelCase:
     repeats: int
     num_bytes: float = 0.0  # read by one operation; 0: memory does not bound it
     num_ops: float = 0.0  # of one operation; a multiply-add is two
-    peak_format: str = ""  # product that bounds it, a key of MATMUL_MAKERS
+    peak_format: str = ""  # product that bounds it, one of PEAK_TYPES
     prepare: Callable[[], Any] = lambda: None
 
     def time_op(self) -> float:
         """Seconds of one operation."""
         argument = self.prepare()
         return time_call(lambda: self.call(argument)) / self.repeats
+
+
+CopiesForward = Callable[[int], Callable[[Batch], Tensor]]  # a compiled pass over so many weights or caches
 
 
 @dataclass(slots=True)
@@ -89,6 +96,7 @@ class CaseTimings:
 
     @property
     def bandwidth_share(self) -> float:
+        """Of the reads before the same rounds."""
         pairs = zip(self.seconds, self.bandwidths, strict=True)
         return statistics.median(self.case.num_bytes / seconds / bandwidth for seconds, bandwidth in pairs)
 
@@ -122,40 +130,49 @@ class KernelCases:
                         f"linear {matrix.name}",
                         name,
                         count,
-                        self._timed_call(forward, count),
-                        matrix.copies,
+                        *self._timed_copies(forward, matrix.copies, count),
                         fmt.num_bytes(matrix),
                         2.0 * matrix.n * matrix.k * count,
                         fmt.peak_format,
                     )
 
     def attention(
-        self, kind: str, contexts: Sequence[int], prompts: Sequence[int], rows: Sequence[int]
+        self,
+        kind: str,
+        contexts: Sequence[int],
+        prompts: Sequence[int],
+        rows: Sequence[int],
+        working_set: int,
     ) -> Iterator[KernelCase]:
-        """Rows at the end of a context, and whole prompts, over the KV caches of all layers."""
+        """Rows at the end of a context, and whole prompts, over the KV caches of all layers, if they fit."""
         shape, tokens = self.shape, max((*contexts, *prompts), default=0)
         slots = (-(-tokens // BLOCK_SIZE) + 1) * BLOCK_SIZE
-        caches = [self.inputs.kv_cache(shape, slots, kind) for _ in range(shape.layers)]
+        layer_bytes = 4 * slots * shape.kv_heads * shape.head_dim
+        layers = min(max(working_set // layer_bytes, 1), shape.layers)
+        caches = [self.inputs.kv_cache(shape, slots, kind) for _ in range(layers)]
         dtype, width = caches[0].k.dtype, shape.heads * shape.head_dim
 
-        def attend(x: Tensor, batch: Batch) -> Tensor:
-            q = x.view(-1, shape.heads, shape.head_dim)
-            metadata = self.ops.build_attention_metadata(batch)
-            for cache in caches:
-                y = self.ops.attention(q, cache, batch, shape.head_dim**-0.5, metadata=metadata)
-            return y.view(-1, width)
+        @functools.cache
+        def forward(copies: int) -> Callable[[Batch], Tensor]:
+            def attend(x: Tensor, batch: Batch) -> Tensor:
+                q = x.view(-1, shape.heads, shape.head_dim)
+                metadata = self.ops.build_attention_metadata(batch)
+                for cache in caches[:copies]:
+                    y = self.ops.attention(q, cache, batch, shape.head_dim**-0.5, metadata=metadata)
+                return y.view(-1, width)
 
-        forward = self._forward(width, attend)
+            return self._forward(width, attend)
+
         setting = f"attention, {str(dtype).removeprefix('torch.')} KV"
         for context in contexts:
             size = 2.0 * context * shape.kv_heads * shape.head_dim * dtype.itemsize
             for count in rows:
-                call = self._timed_call(forward, count, context - count)
-                yield KernelCase(f"decode at {context}", setting, count, call, shape.layers, size)
+                call, copies = self._timed_copies(forward, layers, count, context - count)
+                yield KernelCase(f"decode at {context}", setting, count, call, copies, size)
         for length in prompts:
             num_ops = 2.0 * shape.heads * shape.head_dim * length * (length + 1)
-            call = self._timed_call(forward, length)
-            yield KernelCase("prompt", setting, length, call, shape.layers, 0.0, num_ops, "bfloat16")
+            call, copies = self._timed_copies(forward, layers, length)
+            yield KernelCase("prompt", setting, length, call, copies, 0.0, num_ops, "bfloat16")
 
     def elementwise(self, counts: Sequence[int]) -> Iterator[KernelCase]:
         """Norm, RoPE and gated activation."""
@@ -183,13 +200,17 @@ class KernelCases:
 
     def _linear_forward(
         self, matrix: WeightMatrix, weights: Sequence[PackedLinear], dtype: torch.dtype
-    ) -> Callable[[Batch], Tensor]:
-        def multiply(x: Tensor, batch: Batch) -> Tensor:
-            for weight in weights:
-                y = self.ops.linear(x, weight)
-            return y
+    ) -> CopiesForward:
+        @functools.cache
+        def forward(copies: int) -> Callable[[Batch], Tensor]:
+            def multiply(x: Tensor, batch: Batch) -> Tensor:
+                for weight in weights[:copies]:
+                    y = self.ops.linear(x, weight)
+                return y
 
-        return self._forward(matrix.k, multiply, dtype)
+            return self._forward(matrix.k, multiply, dtype)
+
+        return forward
 
     def _repeated(self, width: int, op: Callable[[Tensor, Batch], Tensor]) -> Callable[[Batch], Tensor]:
         def repeat(x: Tensor, batch: Batch) -> Tensor:
@@ -211,12 +232,26 @@ class KernelCases:
             )
         )
 
+    def _timed_copies(
+        self, forward: CopiesForward, copies: int, rows: int, start: int = 0
+    ) -> tuple[Callable[[Any], object], int]:
+        """A timed call over as many copies as take MAX_CALL_S, and their number."""
+        one = self._timed_call(forward(1), rows, start)
+        count = min(copies, max(int(MAX_CALL_S / time_call(lambda: one(None))), 1))
+        return self._timed_call(forward(count), rows, start), count
+
     def _timed_call(
         self, forward: Callable[[Batch], Tensor], rows: int, start: int = 0
     ) -> Callable[[Any], object]:
-        """`forward` on one request of `rows` tokens after `start` cached ones; compiles it."""
-        batch = self.inputs.batch(self.ops, [(start, rows, self.inputs.block_table(start + rows))])
-        forward(batch)
+        """`forward` on one request of `rows` tokens after `start` cached ones; compiles it.
+
+        Raises RegimeError if the last row has other bits than alone.
+        """
+        table = self.inputs.block_table(start + rows)
+        batch = self.inputs.batch(self.ops, [(start, rows, table)])
+        alone = self.inputs.batch(self.ops, [(start + rows - 1, 1, table)])
+        is_equal = torch.equal(forward(batch).clone(), forward(alone))
+        require(f"row {rows} has the same bits among {rows} rows as alone", is_equal, True)
         return lambda _: forward(batch)
 
 
@@ -225,32 +260,45 @@ def run(args: argparse.Namespace, sizes: KernelBenchSizes | None = None) -> int:
     formats = _parse_names("kinds", args.kinds, WEIGHT_FORMATS)
     parts = _parse_names("parts", args.parts, PARTS)
     rows = _parse_counts(args.rows)
-    shape = read_shape(args.shape, sizes.memory // 2)
+    shape = read_shape(args.shape, sizes.working_set)
     threads = args.threads or len(os.sched_getaffinity(0))
-    if args.isa in ONEDNN_ISA:
-        os.environ["ONEDNN_MAX_CPU_ISA"] = ONEDNN_ISA[args.isa]
     ops = select_backend("cpu", False, threads, args.isa)
     torch.set_num_threads(threads)
+    cache_bytes = shared_cache_bytes()
     with BenchSession(args) as session, torch.inference_mode():
         with session.waiting("measuring memory bandwidth and product rates"):
-            memory = MemoryReader(sizes.memory)
-            peak_formats = sorted({"bfloat16", *(WEIGHT_FORMATS[name].peak_format for name in formats)})
-            peaks = {name: matmul_rate(name, sizes.product, args.rounds) for name in peak_formats}
-            read_s = time_call(memory.read_bandwidth)
+            memory = MemoryReader(max(sizes.memory, 4 * cache_bytes))
+            types = sorted({"bfloat16", *(WEIGHT_FORMATS[name].peak_format for name in formats)})
+            loops = functools.partial(_product_rates, types, getattr(ops, "isa", ""), threads, args.rounds)
+            before = loops()
         groups = _groups(KernelCases(ops, shape), formats if "linear" in parts else (), parts, rows, sizes)
-        case_s, op_s = read_s + SETTLE_S, TYPICAL_SLOWNESS / min(peaks.values())
+        expected_s = {group.name: group.num_cases * (MAX_CALL_S + SETTLE_S) for group in groups}
         steps = [
             step
             for group in groups
-            for step in group.steps(memory, args.rounds, group.num_cases * case_s + group.num_ops * op_s)
+            for step in group.steps(memory, args.rounds, expected_s[group.name], cache_bytes)
         ]
         session.run(steps, f"{len(groups)} groups of operations, {rounds_text(args.rounds)} of each")
         measured = [timings for group in groups if group.is_complete for timings in group.timings]
-        for timings in measured:
-            if timings.case.peak_format in peaks:
-                peaks[timings.case.peak_format] = max(peaks[timings.case.peak_format], timings.ops_per_s)
+        peaks = {
+            name: max(before[name], rate) or _largest_rate(measured, name) for name, rate in loops().items()
+        }
         regime = {"shape": shape.name, "backend": ops.name, "threads": threads, "rounds": args.rounds}
-        return session.finish(_result(regime, measured, peaks), _show, finished=len(measured), passed=True)
+        result = _result(regime, measured, {name: rate for name, rate in peaks.items() if rate})
+        for case in result["cases"]:
+            if "error" in case:
+                session.errors[f"{case['op']}, {case['of']}, {case['rows']} rows"] = case["error"]
+        return session.finish(result, _show, finished=len(measured), passed=True)
+
+
+def _product_rates(types: Sequence[str], isa: str, threads: int, rounds: int) -> dict[str, float]:
+    """By type; 0 where there is no loop. They are read before and after the cases: a machine may be busy."""
+    return {name: product_rate(isa, name, threads, rounds) or 0.0 for name in types}
+
+
+def _largest_rate(measured: Sequence[CaseTimings], dtype: str) -> float:
+    """The ceiling where no loop on registers gives it: operations/s of the run's fastest case; 0 of none."""
+    return max((timings.ops_per_s for timings in measured if timings.case.peak_format == dtype), default=0.0)
 
 
 def _parse_names(flag: str, text: str, known: Mapping[str, Any] | Sequence[str]) -> tuple[str, ...]:
@@ -278,16 +326,17 @@ class CaseGroup:
 
     name: str
     make: Callable[[], Iterable[KernelCase]]
-    num_cases: int = 0  # estimates for the time of a round
-    num_ops: float = 0.0
+    num_cases: int = 0  # estimate for the time of a round
     timings: list[CaseTimings] = field(default_factory=list)
     is_complete: bool = False
 
-    def steps(self, memory: MemoryReader, rounds: int, expected_s: float) -> list[BenchStep]:
+    def steps(
+        self, memory: MemoryReader, rounds: int, expected_s: float, cache_bytes: int
+    ) -> list[BenchStep]:
         """Make the cases, then time every case once a round; the last round frees their memory."""
         steps = [BenchStep(self.name, f"{self.name}, random values", 2 * expected_s, self._build)]
         for number in range(1, rounds + 1):
-            measure = functools.partial(self._measure, memory, is_last=number == rounds)
+            measure = functools.partial(self._measure, memory, cache_bytes, is_last=number == rounds)
             label = f"{self.name}, round {number} of {rounds}"
             steps.append(BenchStep(self.name, label, expected_s, measure))
         return steps
@@ -298,9 +347,9 @@ class CaseGroup:
         for timings in self.timings:
             timings.case.time_op()
 
-    def _measure(self, memory: MemoryReader, is_last: bool) -> None:
+    def _measure(self, memory: MemoryReader, cache_bytes: int, is_last: bool) -> None:
         for timings in self.timings:
-            if timings.case.num_bytes:
+            if timings.case.num_bytes * timings.case.repeats > MEMORY_SHARE * cache_bytes:
                 timings.bandwidths.append(memory.read_bandwidth())
                 time.sleep(SETTLE_S)
             timings.seconds.append(timings.case.time_op())
@@ -319,13 +368,10 @@ def _groups(
     partial, shape = functools.partial, cases.shape
     groups = [_linear_group(cases, name, rows) for name in formats]
     if "attention" in parts and shape.layers:
-        lengths = (sizes.contexts, sizes.prompts, sizes.attention_rows)
+        lengths = (sizes.contexts, sizes.prompts, sizes.attention_rows, sizes.working_set)
         count = len(sizes.contexts) * len(sizes.attention_rows) + len(sizes.prompts)
-        num_ops = sum(
-            2.0 * shape.heads * shape.head_dim * length**2 * shape.layers for length in sizes.prompts
-        )
         for kind, name in (("auto", "attention"), ("int8", "attention, int8 KV")):
-            groups.append(CaseGroup(name, partial(cases.attention, kind, *lengths), count, num_ops))
+            groups.append(CaseGroup(name, partial(cases.attention, kind, *lengths), count))
     if "rows" in parts and shape.layers:
         groups.append(CaseGroup("norm, rope, activation", partial(cases.elementwise, sizes.row_counts)))
     if "sampler" in parts and shape.vocab:
@@ -335,11 +381,8 @@ def _groups(
 
 def _linear_group(cases: KernelCases, name: str, rows: Sequence[int]) -> CaseGroup:
     matrices = [matrix for matrix in cases.shape.matrices if WEIGHT_FORMATS[name].fits(matrix)]
-    ops_per_row = sum(
-        2.0 * matrix.n * matrix.k * matrix.copies for matrix in matrices if matrix.name != "head"
-    )
     make = functools.partial(cases.linear, name, rows)
-    return CaseGroup(f"linear {name}", make, len(matrices) * len(rows), ops_per_row * sum(rows))
+    return CaseGroup(f"linear {name}", make, len(matrices) * len(rows))
 
 
 def _result(
@@ -365,10 +408,9 @@ def _show(result: Mapping[str, Any]) -> None:
     limits += [(f"peak, {name}", f"{rate:.0f} Gop/s") for name, rate in result["peak_gop_s"].items()]
     legend = (
         "µs: of one operation, median over rounds; of 1 row: that time over the time for one row.",
-        "of read: share of the memory bandwidth that torch read with right before; above 100 % comes from "
-        "caches. Few rows are bound by it.",
-        "of peak: share of the best product rate of this run, by torch or by Foreword. Many rows are bound "
-        "by it.",
+        "of read: share of the memory bandwidth that torch read with right before; empty where the data fits "
+        "into a cache. Few rows are bound by it.",
+        "of peak: share of the product rate of a loop on registers. Many rows are bound by it.",
     )
     print_table("limits in this run", ("limit", "rate"), limits, legend)
 
@@ -379,10 +421,19 @@ def _figures(timings: CaseTimings, single: CaseTimings | None, peaks: Mapping[st
     figures: dict[str, Any] = {"op": case.op, "of": case.setting, "rows": case.rows, "us": seconds * 1e6}
     if single is not None:
         figures["ratio"] = timings.ratio(single)
+    shares: dict[str, tuple[float, float]] = {}  # by name, with their ceilings
     if case.num_bytes:
-        figures |= {"gb_s": case.num_bytes / seconds / 1e9, "of_read": timings.bandwidth_share}
+        figures["gb_s"] = case.num_bytes / seconds / 1e9
+    if timings.bandwidths:
+        shares["of_read"] = timings.bandwidth_share, 1.0
     if case.peak_format:
-        figures |= {"gop_s": timings.ops_per_s / 1e9, "of_peak": timings.ops_per_s / peaks[case.peak_format]}
+        figures["gop_s"] = timings.ops_per_s / 1e9
+        shares["of_peak"] = timings.ops_per_s, peaks[case.peak_format]
+    for name, (rate, ceiling) in shares.items():
+        try:
+            figures[name] = checked_share(rate, ceiling)
+        except RegimeError as error:
+            figures |= {name: None, "error": str(error)}
     return figures
 
 
@@ -395,5 +446,8 @@ def _cells(figures: dict[str, Any]) -> tuple[str, ...]:
         "gop_s": "{:.0f}",
         "of_peak": "{:.0%}",
     }
-    numbers = (text.format(figures[name]) if name in figures else "" for name, text in formats.items())
+    numbers = (
+        "" if name not in figures else VOID if figures[name] is None else text.format(figures[name])
+        for name, text in formats.items()
+    )
     return figures["op"], str(figures["rows"]), *numbers

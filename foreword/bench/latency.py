@@ -25,6 +25,7 @@ from typing import Any
 from foreword.bench.common import (
     DEMO,
     MODE_LEGEND,
+    NO_DRAFTS,
     OFF,
     PROBE_TOKENS,
     expected_weight,
@@ -41,6 +42,7 @@ from foreword.bench.common import (
     with_all_drafters,
 )
 from foreword.bench.prompts import PromptExample, read_examples
+from foreword.bench.regime import require
 from foreword.bench.server import ServerProcess
 from foreword.bench.session import BenchSession, BenchStep
 from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
@@ -48,6 +50,7 @@ from foreword.cli.banner import EXAMPLE_PROMPT, parse_loading_line
 from foreword.cli.client import HTTPBackend
 from foreword.cli.flags import engine_fields, read_config
 from foreword.config.options import Config
+from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.engine_client.local import LocalClient
@@ -74,14 +77,17 @@ def measure_step_overhead(
     waiting = num_requests
     while waiting:
         waiting -= sum(1 for event in client.step().events if getattr(event, "index", None) == 0)
-    steps = [_step_us(client) for _ in range(WARM_STEPS + STEPS)][WARM_STEPS:]
+    steps = [_step_us(client, num_requests) for _ in range(WARM_STEPS + STEPS)][WARM_STEPS:]
     return {stage: statistics.median(step[stage] for step in steps) for stage in steps[0]}
 
 
-def _step_us(client: LocalClient) -> dict[str, float]:
+def _step_us(client: LocalClient, num_requests: int) -> dict[str, float]:
+    """Raises RegimeError unless every request got one token."""
     started = time.perf_counter()
     report = client.step()
     seconds = time.perf_counter() - started
+    num_tokens = [len(event.token_ids) for event in report.events if isinstance(event, TokenEvent)]
+    require("tokens of the requests in a step", num_tokens, [1] * num_requests)
     stages = dict(report.stats.stage_seconds)
     total = seconds - stages.pop("forward", 0.0)
     return {name: value * 1e6 for name, value in {"total": total, **stages}.items()}
@@ -239,6 +245,12 @@ class _Measurement:
         started = time.perf_counter()
         output = self._answer(example, mode, self._args.max_tokens)
         seconds = time.perf_counter() - started
+        figures = output.metrics.as_dict() if output.metrics else {}
+        if mode == OFF:
+            require("draft tokens verified with speculation off", figures.get("draft_tokens", 0), 0)
+        resolved = self._llm.info.resolved
+        if number > 0 and resolved.prefix_caching and len(output.prompt_token_ids) > resolved.block_size:
+            require("the prompt is in the prefix cache", figures.get("cached_tokens", 0) > 0, True)
         if output.token_ids != self._answers.setdefault(example, output.token_ids):
             self.equal = False
             print(f"{mode}: tokens differ from speculation off for {example.turns[0]!r}", file=sys.stderr)
@@ -294,5 +306,6 @@ def _show(result: Mapping[str, Any]) -> None:
 def _cells(mode: str, figures: dict[str, float]) -> tuple[str, ...]:
     accepted = f"{figures['acceptance']:.0%}" if "acceptance" in figures else ""
     length = f"{figures['mean_acceptance_length']:.2f}" if "mean_acceptance_length" in figures else ""
-    over = ("", "") if mode == OFF else (ratio_text(figures), verdict(figures))
+    result = verdict(figures) if "acceptance" in figures else NO_DRAFTS
+    over = ("", "") if mode == OFF else (ratio_text(figures), result)
     return f"{figures['tokens_per_second']:.0f}", *over, accepted, length

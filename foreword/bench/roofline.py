@@ -1,20 +1,20 @@
-"""The machine's ceilings, measured by torch: memory bandwidth and product rates."""
+"""The machine's ceilings: memory bandwidth, read by torch, and products, by native loops on registers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from foreword.bench.common import time_call
+from foreword.kernels.cpu.library import ISAS, load_library
 from foreword.utils.hugepages import HugePages
 
-__all__ = ["MATMUL_MAKERS", "ONEDNN_ISA", "MemoryReader", "matmul_rate"]
+__all__ = ["PEAK_TYPES", "MemoryReader", "product_rate"]
 
-ONEDNN_ISA = MappingProxyType(  # values of ONEDNN_MAX_CPU_ISA by --isa
-    {"avx512": "AVX512_CORE_BF16", "avx2": "AVX2", "portable": "SSE41"}
-)
+PEAK_TYPES = ("float32", "bfloat16", "int8", "int4")  # enum PeakType in csrc/peak.cpp
+FIRST_ROUNDS, LOOP_S = 1 << 14, 0.01
 
 
 class MemoryReader:
@@ -28,27 +28,27 @@ class MemoryReader:
         return self._values.nbytes / time_call(self._values.sum)
 
 
-def _float_matmul(size: int, dtype: torch.dtype) -> Callable[[], object]:
-    left = torch.randn(size, size).to(dtype)
-    return lambda: left @ left
+def product_rate(isa: str, dtype: str, threads: int, rounds: int) -> float | None:
+    """Operations/s (a multiply-add is two) of a loop on registers, on `threads` cores, the best of rounds.
 
+    isa    of ISAS
+    dtype  of PEAK_TYPES
+    None where the library has no such loop, or there is no library.
+    """
+    library, _ = load_library()
+    if library is None or isa not in ISAS:
+        return None
+    loop = library.foreword_peak
+    loop.restype, loop.argtypes = ctypes.c_double, [ctypes.c_int32, ctypes.c_int32, ctypes.c_int64]
+    which = ISAS.index(isa), PEAK_TYPES.index(dtype)
+    if not loop(*which, 1):
+        return None
+    loop_s = min(time_call(lambda: loop(*which, FIRST_ROUNDS)) for _ in range(3))
+    count = max(int(FIRST_ROUNDS * LOOP_S / loop_s), 1)
+    with ThreadPoolExecutor(threads) as pool:
 
-def _int8_matmul(size: int) -> Callable[[], object]:
-    left = torch.randint(-127, 128, (size, size), dtype=torch.int8)
-    return lambda: torch._int_mm(left, left)
+        def run() -> float:
+            return sum(pool.map(lambda _: float(loop(*which, count)), range(threads)))
 
-
-MATMUL_MAKERS: Mapping[str, Callable[[int], Callable[[], object]]] = MappingProxyType(
-    {
-        "bfloat16": lambda size: _float_matmul(size, torch.bfloat16),
-        "int8": _int8_matmul,
-        "float32": lambda size: _float_matmul(size, torch.float32),
-    }
-)
-
-
-def matmul_rate(dtype: str, size: int, rounds: int) -> float:
-    """Operations/s (a multiply-add is two) of torch's square products, the best of the rounds."""
-    product = MATMUL_MAKERS[dtype](size)
-    product()
-    return 2 * size**3 / min(time_call(product) for _ in range(rounds))
+        products = run()
+        return 2 * products / min(time_call(run) for _ in range(max(rounds, 3)))

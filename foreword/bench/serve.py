@@ -23,6 +23,7 @@ import httpx
 
 from foreword.bench.common import (
     DEMO,
+    NO_DRAFTS,
     OFF,
     PROBE_TOKENS,
     expected_weight,
@@ -39,6 +40,7 @@ from foreword.bench.common import (
     with_all_drafters,
 )
 from foreword.bench.prompts import PromptExample, read_examples
+from foreword.bench.regime import require, require_concurrency
 from foreword.bench.server import ServerProcess
 from foreword.bench.session import BenchSession, BenchStep
 from foreword.cli.client import HTTPBackend, request_body, server_url
@@ -46,11 +48,13 @@ from foreword.cli.flags import read_config
 from foreword.cli.sse_reader import choices_of, iter_chunks_async, text_of
 from foreword.config.options import Config
 from foreword.errors import ForewordError
+from foreword.metrics.definitions import PREFIX
 
 __all__ = ["ClientResult", "ServeRepetition", "measure_repetition", "run", "summary"]
 
 ON = "auto"
 PERCENTS = (50, 90, 99)
+DRAFTED = PREFIX + "spec_draft_tokens_total"
 
 
 @dataclass(slots=True)
@@ -63,6 +67,7 @@ class ClientResult:
     inter_token_s: list[float] = field(default_factory=list)  # between chunks with text
     total_s: float = 0.0
     error: str | None = None  # None: answered in full
+    sent_s: float = 0.0  # time.perf_counter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
     with BenchSession(args) as session:
         examples, config = read_examples(args), read_config(args)
         done: dict[str, list[ServeRepetition]] = {OFF: [], ON: []}
+        drafted = {OFF: 0, ON: 0}
         with _server(args.base_url, with_all_drafters(config), session) as url, asyncio.Runner() as runner:
             with contextlib.closing(
                 HTTPBackend(url, config.api_key, next(iter(config.served_names()), None))
@@ -99,7 +105,10 @@ def run(args: argparse.Namespace) -> int:
             def measure(number: int, mode: str) -> None:
                 seeds = range(args.num_requests)
                 bodies = [_body(model, examples, mode, seed, args, defaulted) for seed in seeds]
+                before = runner.run(_count_drafted(http))
                 repetition = runner.run(measure_repetition(http, bodies, args.concurrency))
+                drafted[mode] += runner.run(_count_drafted(http)) - before
+                require("draft tokens verified with speculation off", drafted[OFF], 0)
                 if number > 0:
                     done[mode].append(repetition)
 
@@ -127,6 +136,7 @@ def run(args: argparse.Namespace) -> int:
             runner.run(http.aclose())
         rounds = min(map(len, done.values()))
         result = summary({mode: of_mode[:rounds] for mode, of_mode in done.items()}, args)
+        result["drafted"] = drafted[ON]
         return session.finish(
             result, _show, finished=rounds, passed=result["answered_all"] and result["equal"]
         )
@@ -166,7 +176,7 @@ def _body(
 async def measure_repetition(
     http: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], concurrency: int
 ) -> ServeRepetition:
-    """Send all bodies, `concurrency` at once, and wait for the last answer."""
+    """Send all bodies, `concurrency` at once, and wait for the last answer. Raises RegimeError."""
     semaphore = asyncio.Semaphore(concurrency)
 
     async def send(body: dict[str, Any]) -> ClientResult:
@@ -175,12 +185,24 @@ async def measure_repetition(
 
     started = time.perf_counter()
     results = await asyncio.gather(*map(send, bodies))
-    return ServeRepetition(tuple(results), time.perf_counter() - started)
+    repetition = ServeRepetition(tuple(results), time.perf_counter() - started)
+    if not repetition.errors:
+        spans = [(result.sent_s, result.sent_s + result.total_s) for result in results]
+        require_concurrency(spans, min(concurrency, len(bodies)))
+        require("answers without a number of tokens", sum(not result.num_tokens for result in results), 0)
+    return repetition
+
+
+async def _count_drafted(http: httpx.AsyncClient) -> int:
+    """Draft tokens that the server has verified, for all its users; 0 where it does not speculate."""
+    response = (await http.get("/metrics")).raise_for_status()
+    lines = [line for line in response.text.splitlines() if line.startswith(DRAFTED)]
+    return int(sum(float(line.rpartition(" ")[2]) for line in lines))
 
 
 async def _send(http: httpx.AsyncClient, body: dict[str, Any]) -> ClientResult:
-    result = ClientResult()
     started = last = time.perf_counter()
+    result = ClientResult(sent_s=started)
     finished = False
     try:
         async with http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -262,7 +284,9 @@ def _show(result: Mapping[str, Any]) -> None:
     for mode, of in result["modes"].items():
         times = ["/".join(f"{of[name].get(f'p{percent}', 0):.0f}" for percent in PERCENTS) for name in names]
         over = result["throughput"] if mode == ON and "throughput" in result else None
-        speed = ("", "") if over is None else (ratio_text(over), verdict(over))
+        speed = ("", "")
+        if over is not None:
+            speed = ratio_text(over), verdict(over) if result["drafted"] else NO_DRAFTS
         rows.append([mode, f"{of['tokens_per_second']:.0f}", *speed, *times])
     state = "all answered" if result["answered_all"] else "NOT ALL ANSWERED"
     equal = "equal" if result["equal"] else "NOT EQUAL"

@@ -50,7 +50,7 @@ class ModelShape:
 class WeightFormat:
     block_values: int
     block_bytes: int
-    peak_format: str  # product that bounds it with many rows, a key of MATMUL_MAKERS
+    peak_format: str  # product that bounds it with many rows, one of roofline.PEAK_TYPES
     scale_offsets: tuple[
         int, ...
     ] = ()  # bytes of the float16 scales in a GGUF block; (): packed from tensors
@@ -71,13 +71,13 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
     "bfloat16": WeightFormat(1, 2, "bfloat16"),
     "float16": WeightFormat(1, 2, "float32"),
     "int8": WeightFormat(1, 1, "int8"),
-    "int4": WeightFormat(32, 18, "int8"),
+    "int4": WeightFormat(32, 18, "int4"),
     "q8_0": WeightFormat(32, 34, "int8", (0,)),
-    "q5_0": WeightFormat(32, 22, "int8", (0,)),
-    "q4_0": WeightFormat(32, 18, "int8", (0,)),
-    "q4_k": WeightFormat(256, 144, "int8", (0, 2)),
-    "q5_k": WeightFormat(256, 176, "int8", (0, 2)),
-    "q6_k": WeightFormat(256, 210, "int8", (208,)),
+    "q5_0": WeightFormat(32, 22, "int4", (0,)),
+    "q4_0": WeightFormat(32, 18, "int4", (0,)),
+    "q4_k": WeightFormat(256, 144, "int4", (0, 2)),
+    "q5_k": WeightFormat(256, 176, "int4", (0, 2)),
+    "q6_k": WeightFormat(256, 210, "int4", (208,)),
 }
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from foreword.bench.common import (
     DEMO,
     MODE_LEGEND,
+    NO_DRAFTS,
     OFF,
     PROBE_TOKENS,
     expected_weight,
@@ -35,6 +36,7 @@ from foreword.bench.common import (
     with_all_drafters,
 )
 from foreword.bench.prompts import PromptExample, read_examples
+from foreword.bench.regime import require
 from foreword.bench.session import BenchSession, BenchStep
 from foreword.cli.flags import engine_fields, read_config
 from foreword.llm import LLM
@@ -70,6 +72,7 @@ class _Measurement:
         self._seconds: dict[str, list[float]] = {mode: [] for mode in compared}  # of counted rounds
         self._expected: list[tuple[int, ...]] = []
         self._equal = True
+        self._drafted = dict.fromkeys(compared, 0)  # draft tokens that were verified
 
     def steps(self) -> list[BenchStep]:
         args, compared = self._args, tuple(self._seconds)
@@ -99,6 +102,7 @@ class _Measurement:
             mode: {
                 "tokens_per_second": num_tokens / statistics.median(times),
                 **speed_ratio(seconds[OFF], times),
+                "drafted": self._drafted[mode],
             }
             for mode, times in seconds.items()
             if rounds
@@ -132,13 +136,22 @@ class _Measurement:
         params = [sampling_params(mode, args.max_tokens, args.temperature, seed) for seed in seeds]
         started = time.perf_counter()
         outputs = self._llm.chat(conversations, params)
-        return time.perf_counter() - started, [output.token_ids for output in outputs]
+        seconds = time.perf_counter() - started
+        figures = [output.metrics.as_dict() for output in outputs if output.metrics]
+        self._drafted[mode] += sum(of.get("draft_tokens", 0) for of in figures)
+        require("draft tokens verified with speculation off", self._drafted[OFF], 0)
+        require("prompt tokens from a cache", sum(of.get("cached_tokens", 0) for of in figures), 0)
+        return seconds, [output.token_ids for output in outputs]
 
 
 def _show(result: Mapping[str, Any]) -> None:
     figures = result["modes"].items()
     rows = [
-        [mode, f"{of['tokens_per_second']:.0f}", *((ratio_text(of), verdict(of)) if mode != OFF else ())]
+        [
+            mode,
+            f"{of['tokens_per_second']:.0f}",
+            *((ratio_text(of), verdict(of) if of["drafted"] else NO_DRAFTS) if mode != OFF else ()),
+        ]
         for mode, of in figures
     ]
     load = f"{result['num_requests']} requests, {result['concurrency']} at once"

@@ -8,6 +8,8 @@ the server ends with 0 on SIGTERM.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -46,6 +48,7 @@ from foreword.server.auth.key_file import read_key_file
 
 __all__ = ["COMMANDS", "Subcommand", "build_parser", "run_command_line"]
 
+FORK_SERVER = "foreword.engine_client.forkserver"
 EXIT_USAGE = 2
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
@@ -266,12 +269,16 @@ def run_command_line(words: Sequence[str], is_process: bool = False) -> int:
         config = _check_config(args, is_process) if hasattr(args, "config") else None
         if is_process and args.start:
             startup_line.begin(f"foreword {__version__}: {_describe_start(args, config)}")
-        run = getattr(args, "run", None) or importlib.import_module(args.module).run
-        if is_process:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            if args.command != "serve":
-                signal.signal(signal.SIGTERM, _terminate)
-        code = int(run(args))
+        with contextlib.ExitStack() as stack:
+            if args.command == "serve":  # the engine imports torch while this process imports the server
+                args.fork_server = stack.enter_context(importlib.import_module(FORK_SERVER).ForkServer())
+            run = getattr(args, "run", None) or importlib.import_module(args.module).run
+            gc.enable()
+            if is_process:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                if args.command != "serve":
+                    signal.signal(signal.SIGTERM, _terminate)
+            code = int(run(args))
         sys.stdout.flush()
         return code
     except ForewordError as error:

@@ -25,6 +25,7 @@ from foreword.cli.startup import startup_line
 from foreword.cli.terminal import loading_bar, set_up_logging, stderr_console
 from foreword.cli.uvicorn_server import ShutdownSignals, UvicornServer, wait_first
 from foreword.config.options import Config
+from foreword.engine_client.forkserver import ForkServer
 from foreword.server.app import SwappableApp
 from foreword.server.http_protocol import uvicorn_config
 from foreword.server.lifecycle import DrainState
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     set_up_logging(config.log_level, config.log_format)
     raise_file_limit(config.max_connections + EXTRA_FILES)
     with bind(config.host, config.port) if config.uds is None else bind_unix(Path(config.uds)) as listener:
-        return asyncio.run(_run(prepare_checkpoint(config), listener))
+        return asyncio.run(_run(prepare_checkpoint(config), listener, args.fork_server))
 
 
 def raise_file_limit(count: int) -> None:
@@ -59,14 +60,14 @@ def raise_file_limit(count: int) -> None:
         )
 
 
-async def _run(prepared: CheckpointInfo, listener: socket.socket) -> int:
+async def _run(prepared: CheckpointInfo, listener: socket.socket, fork_server: ForkServer) -> int:
     """Listen, load, serve; returns the exit code."""
     config, signals, drain = prepared.config, ShutdownSignals(), DrainState()
     signals.install()
     started_s = time.perf_counter()
     async with AsyncExitStack() as stack:
         with loading_bar(f"loading {prepared.path.name}") as progress:
-            server_stack = ServerStack(prepared, progress)
+            server_stack = ServerStack(prepared, progress, fork_server)
             await stack.enter_async_context(_kill_on_second_signal(server_stack, signals))
             await stack.enter_async_context(server_stack)
             app = SwappableApp(server_stack.loading_app(drain))
@@ -75,6 +76,7 @@ async def _run(prepared: CheckpointInfo, listener: socket.socket) -> int:
                 await stack.enter_async_context(web_server)
             except OSError as error:  # another process listens on the bound port
                 raise bind_error(error, config.host, config.port) from None
+            gc.collect()  # 50 ms, beside the engine's start
             if await wait_first(signals.graceful.wait(), server_stack.start()) == 0:
                 if signals.exit_code:
                     startup_line.end()
@@ -83,8 +85,7 @@ async def _run(prepared: CheckpointInfo, listener: socket.socket) -> int:
         serving_app = server_stack.serving_app(drain)
         async with serving_app.router.lifespan_context(serving_app):
             app.app = serving_app
-            gc.collect()
-            gc.freeze()  # a full collection of the application's objects would pause every stream for 50 ms
+            gc.freeze()  # or a full collection would pause every stream
             _print_banner(server_stack, config, listener, time.perf_counter() - started_s)
             return await _serve_until_shutdown(server_stack, web_server, drain, signals, config)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
+from typing import Any
 
 from fastapi import FastAPI
 
@@ -15,11 +16,13 @@ from foreword.config.resolve import EngineInfo
 from foreword.embedding.client import EncoderClient
 from foreword.embedding.sentence_transformers import read_decoder_pooling_config
 from foreword.engine_client.client import SubprocessClient
+from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import ConfigError
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.server.app import create_app, loading_app
 from foreword.server.lifecycle import DrainState, Health
 from foreword.server.request_log import RequestLog
+from foreword.tokenizer.chat_template import ChatTemplate
 
 __all__ = ["ServerStack"]
 
@@ -28,34 +31,47 @@ class ServerStack:
     """The clients of both processes; leaving the context ends the processes."""
 
     def __init__(
-        self, prepared: CheckpointInfo, on_progress: Callable[[int, int], None] | None = None
+        self,
+        prepared: CheckpointInfo,
+        on_progress: Callable[[int, int], None] | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self.name, *self._aliases = model_names(prepared.config, prepared.path)  # in the API
         self.sampling_defaults = str(prepared.tokenizer.generation_config)  # in words
         self.request_log = RequestLog(prepared.config.access_log)
         self.engine = SubprocessClient(
-            prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary, on_progress
+            prepared.config,
+            prepared.never_sampled_ids,
+            prepared.tokenizer.vocabulary,
+            on_progress,
+            fork_server,
         )
         self.encoder = EncoderClient(prepared.config) if prepared.config.embedding_model else None
         self._prepared = prepared
         self._pooling_config = read_decoder_pooling_config(prepared.path)
 
     async def start(self) -> EngineInfo:
-        """Load both models at once. Raises ConfigError or CheckpointError."""
-        if self.encoder is None:
-            return await self.engine.start()
-        loading = asyncio.create_task(self.encoder.start())
+        """Load both models at once, beside them the chat template. Raises ConfigError or CheckpointError."""
+        starts: list[Coroutine[Any, Any, Any]] = [self.engine.start(), self._compile_template()]
+        if self.encoder is not None:
+            starts.append(self.encoder.start())
+        tasks = [asyncio.create_task(start) for start in starts]
         try:
-            info = await self.engine.start()
-            encoder = await loading
+            info: EngineInfo = (await asyncio.gather(*tasks))[0]
         finally:
-            loading.cancel()
-        if encoder.name in (self.name, *self._aliases):
+            for task in tasks:
+                task.cancel()
+        encoder = None if self.encoder is None else self.encoder.info
+        if encoder is not None and encoder.name in (self.name, *self._aliases):
             raise ConfigError(
                 f"two models are called {encoder.name!r}; rename one with --served-model-name",
                 "served_model_name",
             )
         return info
+
+    async def _compile_template(self) -> None:
+        """Start the template's worker, which the application would wait for. Raises CheckpointError."""
+        await asyncio.to_thread(ChatTemplate.from_tokenizer, self._prepared.tokenizer)
 
     def loading_app(self, drain: DrainState) -> FastAPI:
         """The application until start() has returned."""

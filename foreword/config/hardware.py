@@ -36,6 +36,7 @@ ISA_EXTENSIONS = (
     "amx_bf16",
     "amx_int8",
     "asimd",
+    "asimddp",
     "bf16",
     "i8mm",
     "sve",

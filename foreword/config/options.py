@@ -57,6 +57,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "num_speculative_tokens": (0, 64),
     "prompt_lookup_max": (1, 32),
     "replay_error_rate": (0.0, 1.0),
+    "max_request_slowdown": (0.0, 1.0),
     "max_images": (1, 1024),
     "max_image_mb": (1, 1024),
     "max_image_pixels": (1, 1 << 30),
@@ -156,7 +157,7 @@ class Config:
         "auto",
         "instruction set of the CPU kernels (default: the best available); reference computes in torch",
         group="model",
-        choices=("auto", "amx", "avx512", "avx2", "portable", "reference"),
+        choices=("auto", "amx", "avx512", "avx2-vnni", "avx2", "neon", "portable", "reference"),
     )
     gguf_dequantize: bool = option(
         False,
@@ -300,6 +301,11 @@ class Config:
         "adaptive: the length with the highest measured gain; fixed: up to num_speculative_tokens",
         group="speculation",
         choices=("adaptive", "fixed"),
+    )
+    max_request_slowdown: float = option(
+        0.02,
+        "share of its time that a request may lose to drafts of others; more allows more tokens in all",
+        group="speculation",
     )
     suffix_corpus_memory: str = option(
         "64MiB",

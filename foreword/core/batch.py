@@ -13,10 +13,11 @@ S  slots of the KV cache (blocks x block_size); a slot holds one token
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,8 @@ Ints = npt.NDArray[np.int64]
 ALIGNMENT = 16  # bytes; kernels use vector loads only at such addresses
 TEXT_ONLY_POSITIONS = MRopePositions(())  # of a request without images
 NULL_BLOCK = 0  # never given to a request: padding rows write and read here
+NULL_BYTE = bytes([NULL_BLOCK])
+BLOCK_ID_BYTES = array("q").itemsize
 
 
 def upload(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
@@ -71,8 +74,7 @@ def _view_at(memory: Tensor, start: int, like: Tensor) -> Tensor:
     return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Consecutive rows of one request: tokens [start, start + len(token_ids)) and the blocks of their KV."""
 
     token_ids: Sequence[int]
@@ -122,23 +124,31 @@ def build_batch(
     slots: list[int] = []
     starts = [0]
     sampled: list[int] = []
-    for chunk in chunks:
-        end = chunk.start + len(chunk.token_ids)
-        assert len(chunk.blocks) * block_size >= end, "a row without a slot"
-        token_ids.extend(chunk.token_ids)
-        positions.extend(range(chunk.start, end))
-        slots.extend(
-            chunk.blocks[p // block_size] * block_size + p % block_size for p in range(chunk.start, end)
-        )
+    seq_lens: list[int] = []
+    width = max([len(chunk.blocks) for chunk in chunks], default=1)
+    tables = bytearray()
+    for chunk_ids, start, blocks, num_sampled, _, _ in chunks:
+        end = start + len(chunk_ids)
+        assert len(blocks) * block_size >= end, "a row without a slot"
+        token_ids += chunk_ids
         starts.append(len(token_ids))
-        sampled.extend(range(len(token_ids) - chunk.num_sampled, len(token_ids)))
+        seq_lens.append(end)
+        if end == start + 1 and num_sampled:  # as below, without ranges: most requests decode
+            positions.append(start)
+            slots.append(blocks[start // block_size] * block_size + start % block_size)
+            sampled.append(len(token_ids) - 1)
+        else:
+            positions += range(start, end)
+            slots += [blocks[p // block_size] * block_size + p % block_size for p in range(start, end)]
+            sampled += range(len(token_ids) - num_sampled, len(token_ids))
+        tables += array("q", blocks).tobytes().ljust(width * BLOCK_ID_BYTES, NULL_BYTE)
+    tables += bytes(width * BLOCK_ID_BYTES)
     padding = -len(token_ids) % row_tile
     for values in (token_ids, positions, slots):
         values.extend([0] * padding)
-    width = max((len(chunk.blocks) for chunk in chunks), default=1)
-    tables = [[*chunk.blocks, *[NULL_BLOCK] * (width - len(chunk.blocks))] for chunk in chunks]
-    tables.append([NULL_BLOCK] * width)
-    arrays = [np.array(values, np.int64) for values in (token_ids, positions, slots, tables, sampled)]
+    block_tables = np.frombuffer(tables, np.int64).reshape(len(chunks) + 1, width)
+    arrays = [np.array(values, np.int64) for values in (token_ids, positions, slots, sampled)]
+    arrays.append(block_tables)
     if mrope:
         arrays.append(_mrope_positions(chunks, padding))
     if with_request_index:
@@ -148,10 +158,10 @@ def build_batch(
         token_ids=next(uploaded),
         positions=next(uploaded),
         slots=next(uploaded),
+        sample_rows=next(uploaded),
         block_tables=next(uploaded),
         query_start_loc=tuple(starts),
-        seq_lens=tuple(chunk.start + len(chunk.token_ids) for chunk in chunks),
-        sample_rows=next(uploaded),
+        seq_lens=tuple(seq_lens),
         block_size=block_size,
         mrope_positions=next(uploaded) if mrope else None,
         image_features=_image_features(chunks, starts, device),
@@ -206,8 +216,7 @@ class KVLayer:
         assert (self.k_scale is None) == (self.v_scale is None)
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
+class SampleRow(NamedTuple):
     """A row that samples the token after `state.tokens + draft`."""
 
     state: RequestState

@@ -1,9 +1,14 @@
-"""Drafts, outputs of a step, and events that the engine sends to its client (plain values, picklable)."""
+"""Drafts, outputs of a step, and events that the engine sends to its client (plain values, picklable).
+
+What every request has in every step is a named tuple: a frozen dataclass takes five times as long to make.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 from foreword.core.repetition import Repetition
 from foreword.errors import ForewordError
@@ -27,6 +32,18 @@ __all__ = [
 ]
 
 GRAMMAR = "grammar"  # name of the drafter of forced text
+T = TypeVar("T")
+
+
+def _pickled_as_call(cls: type[T]) -> type[T]:
+    """Pickle an instance as a call of its class: four times as fast as a slotted dataclass's own state."""
+    values = attrgetter(*(each.name for each in fields(cls)))  # type: ignore[arg-type]
+
+    def reduce(self: T) -> tuple[type[T], tuple[Any, ...]]:
+        return cls, values(self)
+
+    cls.__reduce__ = reduce  # type: ignore[assignment, method-assign]
+    return cls
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +55,7 @@ class Draft:
     confidence: tuple[float, ...] = ()  # the drafter's probability of each token; empty if it has none
 
 
+@_pickled_as_call
 @dataclass(frozen=True, slots=True)
 class DraftResult:
     """A draft that was verified; 0 <= num_accepted <= num_drafted."""
@@ -52,6 +70,7 @@ class DraftResult:
         return self.drafter == GRAMMAR
 
 
+@_pickled_as_call
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """Log-probabilities at one position, of the raw distribution."""
@@ -63,12 +82,11 @@ class TokenLogprob:
     requested: tuple[tuple[int, float], ...] = ()  # the same for `logprob_token_ids`, in their order
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """Tokens that one step added to one request, and its end if it ended."""
 
     request_id: str
-    index: int  # output index of the first token
+    index: int  # type: ignore[assignment]  # output index of the first token; tuple.index() is not used
     token_ids: tuple[int, ...]  # empty only if finish_reason is set
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token if requested
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # with the first event; first is None
@@ -102,6 +120,7 @@ class EmbeddingEvent:
 Event = TokenEvent | ErrorEvent | EmbeddingEvent
 
 
+@_pickled_as_call
 @dataclass(frozen=True, slots=True)
 class DraftingStats:
     """Decisions about drafts, as totals since the engine started. Seconds are engine time."""
@@ -110,9 +129,11 @@ class DraftingStats:
     no_draft_counts: Mapping[str, int] = field(default_factory=dict)  # requests without a draft, by reason
     predicted_seconds: float = 0.0  # of steps that verified a draft, drafting included
     realised_seconds: float = 0.0  # of the same steps, measured
+    plain_seconds: float = 0.0  # that plain decoding would take for the tokens of these steps, estimated
     exploring_seconds: float = 0.0  # of drafts and plain steps made only to measure
 
 
+@_pickled_as_call
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """The engine after a step. Counters are totals since the engine started."""
@@ -136,6 +157,7 @@ class StepStats:
     image_cache_hits_total: int = 0
 
 
+@_pickled_as_call
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """Events and statistics of one step."""
@@ -151,8 +173,7 @@ def truncate(event: TokenEvent, num_kept: int, finish_reason: str) -> TokenEvent
     """
     assert 0 <= num_kept <= len(event.token_ids)
     draft, repetition = event.draft, event.repetition
-    return replace(
-        event,
+    return event._replace(
         token_ids=event.token_ids[:num_kept],
         logprobs=event.logprobs[:num_kept],
         logits_hashes=event.logits_hashes[:num_kept],
@@ -170,8 +191,7 @@ def drop_prefix(event: TokenEvent, count: int) -> TokenEvent:
     if draft is not None:
         drafted, accepted = draft.num_drafted - count, max(draft.num_accepted - count, 0)
         draft = replace(draft, num_drafted=drafted, num_accepted=accepted) if drafted > 0 else None
-    return replace(
-        event,
+    return event._replace(
         index=event.index + count,
         token_ids=event.token_ids[count:],
         logprobs=event.logprobs[count:],
@@ -185,8 +205,7 @@ def merge(events: Sequence[TokenEvent]) -> TokenEvent:
     """Join consecutive events. Their drafts become one draft of the first drafter."""
     last, drafts = events[-1], [event.draft for event in events if event.draft is not None]
     drafted, accepted = sum(d.num_drafted for d in drafts), sum(d.num_accepted for d in drafts)
-    return replace(
-        events[0],
+    return events[0]._replace(
         token_ids=tuple(token_id for event in events for token_id in event.token_ids),
         logprobs=tuple(logprob for event in events for logprob in event.logprobs),
         draft=DraftResult(drafts[0].drafter, drafted, accepted) if drafts else None,
@@ -198,8 +217,7 @@ def merge(events: Sequence[TokenEvent]) -> TokenEvent:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """Result of one step for one request, cut at EOS, stop ids and limits."""
 
     token_ids: tuple[int, ...] = ()  # emitted; empty if the step computed only part of the prompt

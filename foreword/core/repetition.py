@@ -52,9 +52,13 @@ class RepetitionDetector:
         self._next_checks = [enough for _, enough in PATTERN_LIMITS]  # values of _num_fed, by limit
         self._next_check = min(self._next_checks)
 
+    def is_due(self, num_tokens: int) -> bool:
+        """Whether a check is due within the next tokens; else feed() finds nothing."""
+        return self._num_fed + num_tokens >= self._next_check
+
     def peek(self, token_ids: Sequence[int]) -> Repetition | None:
         """Return the result of feed() for these tokens, without feeding them."""
-        if self._num_fed + len(token_ids) < self._next_check:
+        if not self.is_due(len(token_ids)):
             return None
         trial = RepetitionDetector()
         trial._tail, trial._num_fed = self._tail[:], self._num_fed
@@ -63,6 +67,9 @@ class RepetitionDetector:
 
     def feed(self, token_ids: Sequence[int]) -> Repetition | None:
         """Feed the next tokens of the output, up to a repetition; then the detector is finished."""
+        if not self.is_due(len(token_ids)):
+            self._append(token_ids)
+            return None
         fed = 0
         while (wanted := self._next_check - self._num_fed) <= len(token_ids) - fed:
             self._append(token_ids[fed : fed + wanted])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from foreword.core.images import MRopePositions, PromptImage
 from foreword.core.outputs import TokenLogprob
@@ -47,8 +48,7 @@ class Request:
     images: tuple[PromptImage, ...] = ()  # in order of their placeholders
 
 
-@dataclass(frozen=True, slots=True)
-class FinishResult:
+class FinishResult(NamedTuple):
     """Where a run of new tokens ends the output, if it does."""
 
     num_kept: int  # tokens of the run that belong to the output
@@ -76,15 +76,19 @@ class RequestState:
         "draft",
         "drafter",
         "grammar",
+        "id",
+        "is_pooling",
         "max_len",
         "mrope_positions",
         "num_cached",
         "num_computed",
         "num_prompt",
+        "params",
         "penalty_state",
         "pool_partials",
         "prompt_logprobs",
         "request",
+        "sampling_plan",
         "scheduled_s",
         "stop_ids",
         "tokens",
@@ -96,6 +100,9 @@ class RequestState:
     ) -> None:
         params = request.params
         self.request = request
+        self.id = request.id
+        self.params = params
+        self.is_pooling = request.pooling is not None  # the prompt becomes an embedding
         self.arrival = arrival  # order of arrival in the engine, breaks ties of virtual_start
         self.virtual_start = 0  # fair-queue tag, breaks ties of priority (engine/waiting_queue.py)
         # a causal model's first row sees no other token
@@ -110,7 +117,7 @@ class RequestState:
         self.num_cached = 0
         self.draft: list[int] = []  # not yet verified
         self.drafter = ""  # of the draft
-        self.blocks: list[int] = []  # of its KV, in order of position
+        self.blocks = array("q")  # ids of its KV's blocks, in order of position
         self.block_hashes: list[bytes] = []
         self.grammar = grammar
         self.pool_partials: Tensor | None = None  # partial sums of mean pooling (engine/pooler.py)
@@ -121,27 +128,15 @@ class RequestState:
         detects = params.on_runaway in ("warn", "stop") and not self.is_pooling
         self._repetition_detector = RepetitionDetector() if detects else None
         self._feed_detector(request.resume_output_ids)
+        self.sampling_plan: Any = None  # owned by the sampler (sampling/sampler.py)
         self.penalty_state: object = None  # owned by the sampler (sampling/penalties.py)
         self.prompt_logprobs: list[TokenLogprob] = []
         self.scheduled_s: float | None = None
 
     @property
-    def id(self) -> str:
-        return self.request.id
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @property
-    def is_pooling(self) -> bool:
-        """The prompt becomes an embedding."""
-        return self.request.pooling is not None
-
-    @property
     def is_decoding(self) -> bool:
         """Only its last token is uncomputed: the next row samples a token."""
-        return self.num_uncomputed == 1 and not self.is_pooling
+        return len(self.tokens) - self.num_computed == 1 and not self.is_pooling
 
     @property
     def num_output(self) -> int:
@@ -162,15 +157,21 @@ class RequestState:
 
         The earliest token decides; at the same token, stop wins over length, and length over repetition.
         """
-        end = self._check_stop(run)
         detector = self._repetition_detector
+        if (
+            len(run) < self.max_len - len(self.tokens)
+            and self.stop_ids.isdisjoint(run)
+            and (detector is None or not detector.is_due(len(run)))
+        ):
+            return FinishResult(len(run))
+        end = self._check_stop(run)
         repetition = None if detector is None else detector.peek(run[: end.num_kept])
         if repetition is None:
             return end
         is_first = end.finish_reason is None or repetition.num_tokens < end.num_kept
         if self.params.on_runaway == "stop" and is_first:
             return FinishResult(repetition.num_tokens, "repetition", None, repetition)
-        return replace(end, repetition=repetition)
+        return end._replace(repetition=repetition)
 
     def _check_stop(self, run: Sequence[int]) -> FinishResult:
         room = self.max_len - len(self.tokens)
@@ -187,7 +188,8 @@ class RequestState:
     def append(self, token_ids: Sequence[int]) -> None:
         """Commit sampled tokens."""
         self.tokens.extend(token_ids)
-        self._feed_detector(token_ids)
+        if self._repetition_detector is not None:
+            self._feed_detector(token_ids)
         if self.grammar is not None:
             self.grammar.accept(token_ids)
         assert len(self.tokens) <= self.max_len

@@ -59,18 +59,23 @@ class BatchBuilder:
         chunks: list[Chunk] = []
         num_logits = 0
         for request in requests:
-            state, start, end = request.state, request.start, request.start + request.num_tokens
-            draft = tuple(state.draft[: request.num_draft_tokens])
-            token_ids = [*state.tokens[start:end], *draft]
-            scored = _prompt_logprob_rows(request, num_logits)
-            num_sampled = len(token_ids) if scored else (1 + len(draft)) * request.is_sampled
-            features = self.get_features(state, start, end)
+            state, start, num_tokens, is_sampled, num_draft = request
+            end = start + num_tokens
+            token_ids = state.tokens[start:end]
+            if num_draft:
+                token_ids += state.draft[:num_draft]
+            scored = () if state.params.prompt_logprobs is None else _prompt_logprob_rows(request, num_logits)
+            num_sampled = len(token_ids) if scored else (1 + num_draft) * is_sampled
+            features = self.get_features(state, start, end) if state.request.images else ()
             chunks.append(Chunk(token_ids, start, state.blocks, num_sampled, state.mrope_positions, features))
             prompt_rows.append(scored)
             num_logits += num_sampled
-            if request.is_sampled:
-                rows += [SampleRow(state, draft[:n]) for n in range(len(draft) + 1)]
-                logits_indices += range(num_logits - len(draft) - 1, num_logits)
+            if is_sampled:
+                rows.append(SampleRow(state))
+                if num_draft:
+                    draft = tuple(state.draft[:num_draft])
+                    rows += [SampleRow(state, draft[:n]) for n in range(1, num_draft + 1)]
+                logits_indices += range(num_logits - num_draft - 1, num_logits)
         return ModelInput(
             requests, self.flatten(chunks), tuple(rows), tuple(logits_indices), tuple(prompt_rows)
         )
@@ -92,8 +97,6 @@ class BatchBuilder:
 def _prompt_logprob_rows(request: ScheduledRequest, first_index: int) -> tuple[PromptLogprobRow, ...]:
     """Rows whose prompt logprobs are wanted: row p scores token p + 1, if not scored before a preemption."""
     state = request.state
-    if state.params.prompt_logprobs is None:
-        return ()
     start = max(request.start, len(state.prompt_logprobs))
     end = min(request.start + request.num_tokens, state.num_prompt - 1)
     return tuple(

@@ -224,9 +224,10 @@ class VisionEncoderRunner:
 
     def computable_until(self, state: RequestState, start: int) -> int:
         """Index of the first token at or after `start` that needs an image not yet encoded."""
-        for image in pending_images(state, start):
-            if feature_key(state, image) not in self.cache:
-                return max(image.start, start)
+        if state.request.images:
+            for image in pending_images(state, start):
+                if feature_key(state, image) not in self.cache:
+                    return max(image.start, start)
         return len(state.tokens)
 
     def remaining_cost(self, state: RequestState, start: int) -> int:
@@ -296,6 +297,8 @@ class VisionEncoderRunner:
     def _needed_images(self, running: Sequence[RequestState]) -> dict[FeatureKey, _ImageNeed]:
         """Images that running requests need within the lookahead, by rank."""
         needed: dict[FeatureKey, _ImageNeed] = {}
+        if self._encoder is None:
+            return needed
         for state in running:
             num_computed = self._num_computed(state)
             for image in pending_images(state, num_computed):

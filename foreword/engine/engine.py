@@ -259,14 +259,15 @@ class Engine:
                 self._pending_events.append(ErrorEvent(request.id, error))
 
     def _report_requests(self, requests: Iterable[ScheduledRequest]) -> None:
-        self._report_states(request.state for request in requests)
+        self._report_states([request.state for request in requests])
 
     def _report_states(self, states: Iterable[RequestState]) -> None:
-        self.on_batch([*self._pending_grammars.running_arrivals(), *(state.arrival for state in states)])
+        self.on_batch(self._pending_grammars.running_arrivals() + [state.arrival for state in states])
 
     def _check_after_failure(self, events: list[Event]) -> list[Event]:
         """Return the events; after an internal error, assert first that the bookkeeping is intact."""
-        if any(isinstance(event, ErrorEvent) and isinstance(event.error, RequestFailed) for event in events):
+        errors = [event.error for event in events if isinstance(event, ErrorEvent)]
+        if any(isinstance(error, RequestFailed) for error in errors):
             self.scheduler.check()
         return events
 
@@ -363,14 +364,15 @@ class Engine:
 
     def _stats(self) -> StepStats:
         scheduler, now_s, faults = self.scheduler, self._clock(), dict(self._faults)
+        running = scheduler.running
         if scheduler.num_faults:
             faults["commit"] = scheduler.num_faults
         return StepStats(
             step=self._num_steps,
-            requests_running=len(scheduler.running),
+            requests_running=len(running),
             requests_waiting=len(scheduler.waiting) + len(self._pending_grammars),
-            longest_running_tokens=max((s.num_output for s in scheduler.running), default=0),
-            oldest_running_seconds=max((now_s - s.request.arrival_s for s in scheduler.running), default=0.0),
+            longest_running_tokens=max([len(s.tokens) - s.num_prompt for s in running], default=0),
+            oldest_running_seconds=now_s - min([s.request.arrival_s for s in running], default=now_s),
             kv_cache_usage_ratio=scheduler.pool.num_used / scheduler.pool.num_blocks,
             prefix_cache_queries_total=scheduler.prefix_queries,
             prefix_cache_hits_total=scheduler.prefix_hits,
@@ -386,9 +388,14 @@ class Engine:
 
 
 def _prefill_load(scheduler: Scheduler) -> PrefillLoad:
-    """Prefill rows of the next step within its budget, and the context tokens they read."""
+    """Prefill rows of the next step within its budget, and the context tokens they read.
+
+    Prompts that wait are included: drafts of others would delay their first tokens.
+    """
     rows = reads = 0
-    for state in scheduler.running:
+    for state in (*scheduler.running, *scheduler.starting()):
+        if rows >= scheduler.max_num_batched_tokens:
+            break
         if state.num_uncomputed > 1 and not state.is_pooling:
             size = min(scheduler.num_computable(state), scheduler.max_num_batched_tokens - rows)
             rows += size

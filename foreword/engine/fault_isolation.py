@@ -79,8 +79,8 @@ class FaultIsolation(Generic[Output]):
             outputs = list(self._run_pass(requests))
             if len(outputs) != len(requests):
                 raise RuntimeError(f"a pass over {len(requests)} requests returned {len(outputs)} outputs")
-            for output in outputs:
-                if isinstance(output.error, RequestFailed):
+            for error in [output.error for output in outputs if output.error is not None]:
+                if isinstance(error, RequestFailed):
                     self._faults[NONFINITE] += 1
             return outputs
         except Exception as error:
@@ -137,5 +137,5 @@ def _dummy_request(pooling: str | None) -> ScheduledRequest:
     """A request of one token whose KV goes to the scratch block."""
     request = Request("dummy", (0,), SamplingParams(temperature=0.0, max_tokens=1), seed=0, pooling=pooling)
     state = RequestState(request, 0, 2)
-    state.blocks = [NULL_BLOCK]
+    state.blocks.append(NULL_BLOCK)
     return ScheduledRequest(state, 0, 1, is_sampled=pooling is None)

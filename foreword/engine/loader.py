@@ -75,6 +75,7 @@ from foreword.speculation.drafters.suffix import SuffixDrafter
 from foreword.speculation.plugin import DrafterAdapter, make_plugin
 from foreword.speculation.policy import FixedLength
 from foreword.speculation.proposer import Proposer
+from foreword.utils.torch_import import load_meta_kernels
 
 __all__ = ["detect_hardware", "load", "make_plugins"]
 
@@ -141,6 +142,7 @@ def make_plugins(
     )
     plugins: dict[str, Drafter] = {}
     for plugin in config.drafter_plugins():
+        load_meta_kernels()
         try:
             plugins[plugin.name] = make_plugin(plugin.reference, not plugin.is_installed, context)
         except ConfigError as error:
@@ -446,14 +448,17 @@ class _Loader:
     def measure_costs(self, components: _EngineComponents) -> MeasuredCosts:
         resolved = self.resolved
         max_rows, max_len = resolved.max_num_batched_tokens, resolved.max_model_len
-        profiler = StepCostProfiler(components.batch_builder, components.model_runner, max_rows, max_len)
+        profiler = StepCostProfiler(
+            components.batch_builder, components.model_runner, max_rows, max_len, resolved.max_num_seqs
+        )
         calibration = profiler.measure()
         drafters = components.proposer.model_drafters
         return MeasuredCosts(calibration, {d.name: time_passes(d, resolved.max_num_seqs) for d in drafters})
 
     def build_controller(self, timings: MeasuredCosts) -> DraftLengthController:
         passes = {name: PassCost.from_seconds(seconds) for name, seconds in timings.pass_seconds.items()}
-        options = (timings.calibration, self.resolved.num_speculative_tokens, passes, tuple(self.plugins))
+        max_tokens, max_slowdown = self.resolved.num_speculative_tokens, self.config.max_request_slowdown
+        options = (timings.calibration, max_tokens, passes, tuple(self.plugins), max_slowdown)
         if self.config.trace is None:
             return DraftLengthController(*options)
         return RecordingController(self.config.draft_trace_path, *options)

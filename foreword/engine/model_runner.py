@@ -113,29 +113,32 @@ def _step_output(
     request: ScheduledRequest, sampled: SamplerOutput, start: int, prompt_logprobs: tuple[TokenLogprob, ...]
 ) -> StepOutput:
     """Keep the accepted draft tokens and one more, up to the end of the output."""
-    state = request.state
-    token_ids = sampled.token_ids[start : start + 1 + request.num_draft_tokens]
-    accepted = verify(token_ids, state.draft[: request.num_draft_tokens]) if request.num_draft_tokens else 0
-    run = token_ids[: accepted + 1]
+    state, num_draft = request.state, request.num_draft_tokens
+    run = sampled.token_ids[start : start + 1 + num_draft]
+    accepted = 0
+    if num_draft:
+        accepted = verify(run, state.draft[:num_draft])
+        del run[accepted + 1 :]
     if run[-1] < 0 and accepted:  # the next step reports the error, from a row without draft tokens
         run, accepted = run[:-1], accepted - 1
     failed = run[-1] < 0
-    end = state.check_finish([] if failed else run)
-    kept = end.num_kept
+    kept, finish_reason, stop_id, repetition = state.check_finish([] if failed else run)
     error = None
-    if failed and end.finish_reason is None:
+    if failed and finish_reason is None:
         error = _sampling_error(state, run[-1], state.num_output + kept)
-    logprobs = sampled.logprobs[start : start + kept] if state.params.logprobs is not None else ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    if state.params.logprobs is not None:
+        logprobs = tuple(logprob for logprob in sampled.logprobs[start : start + kept] if logprob is not None)
     return StepOutput(
-        token_ids=tuple(run[:kept]),
-        num_accepted=min(accepted, kept),
-        logprobs=tuple(logprob for logprob in logprobs if logprob is not None),
-        prompt_logprobs=prompt_logprobs,
-        logits_hashes=tuple(sampled.logits_hashes[start : start + kept]),
-        finish_reason=end.finish_reason,
-        stop_id=end.stop_id,
-        repetition=end.repetition,
-        error=error,
+        tuple(run[:kept]),
+        min(accepted, kept),
+        logprobs,
+        prompt_logprobs,
+        tuple(sampled.logits_hashes[start : start + kept]) if sampled.logits_hashes else (),
+        finish_reason,
+        stop_id,
+        repetition,
+        error,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -43,9 +44,11 @@ logger = logging.getLogger(__name__)
 # The most informative sizes first: a large model is timed at few of them
 SAMPLED_ROWS = (1, 16, 4, 64, 8, 2, 32, 128, 3, 6, 12, 24, 48, 96)
 PROMPT_ROWS = (1, 16, 64, 128)  # rows of a prompt, of which the last is sampled
+REQUEST_ROWS = 16  # rows of one request, and requests of one row
 CONTEXT_TOKENS, CONTEXT_ROWS = 1024, 8  # a long context, and rows of one request that attend to it
-REPETITIONS = 5
-FIRST_REPETITION_S, ALL_REPETITIONS_S = 1.5, 0.2  # time limits of a table for its first and later rounds
+FIRST_ROUND_S, ALL_ROUNDS_S = 1.5, 0.5  # time limits of a table for its first and all rounds
+MIN_SAMPLES = 3
+AGREEMENT = 1.1  # ratio of the two least samples that settles a size
 MIN_SIZES = 2  # timed regardless: one size says nothing about the cost of more rows
 DEFAULT_GRAPH_ROWS = 256  # rows of the largest graph, unless max_num_seqs is larger
 MAX_IMAGE_TOKENS = 16_384  # upper bound of image processors
@@ -81,12 +84,14 @@ class StepCostProfiler:
         model_runner: ModelRunner,
         max_rows: int,  # of a step
         max_len: int,  # of a request
+        max_requests: int,  # of a step
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._batch_builder = batch_builder
         self._model_runner = model_runner
         self._max_rows = max_rows
         self._max_len = max_len
+        self._max_requests = max_requests
         self._clock = clock
 
     def measure(self) -> Calibration:
@@ -98,15 +103,19 @@ class StepCostProfiler:
             one_row_sampled=time_sizes(lambda n: self.time_step(n, 1), prompt_rows, self._clock),
             context_cost_first_row=first_row,
             context_cost_extra_row=extra_row,
+            request_cost=self._request_cost(),
         )
 
-    def time_step(self, num_rows: int, num_sampled: int, context: int = 0) -> float:
-        """Seconds of a step of one request after `context` tokens, with num_sampled - 1 draft rows."""
+    def time_step(self, num_rows: int, num_sampled: int, context: int = 0, num_requests: int = 1) -> float:
+        """Seconds of a step of requests after `context` tokens, each with num_sampled - 1 draft rows."""
         num_known, num_draft = num_rows - num_sampled + 1, num_sampled - 1
-        params = SamplingParams(temperature=0.0)
-        request = _dummy_request(0, num_known, num_draft, params, self._batch_builder.block_size, context)
+        params, block_size = SamplingParams(temperature=0.0), self._batch_builder.block_size
+        requests = [
+            _dummy_request(index, num_known, num_draft, params, block_size, context)
+            for index in range(num_requests)
+        ]
         started = self._clock()
-        self._model_runner.run(self._batch_builder.build([request]))
+        self._model_runner.run(self._batch_builder.build(requests))
         return self._clock() - started
 
     def _context_costs(self) -> tuple[float, float]:
@@ -121,6 +130,16 @@ class StepCostProfiler:
         all_rows = max(far.get(rows, 0.0) - near.get(rows, 0.0), 0.0) / context
         return first, max(all_rows - first, 0.0) / (rows - 1)
 
+    def _request_cost(self) -> float:
+        """Seconds of a request beyond the first: one row of each of many, against as many rows of one."""
+        rows = min(REQUEST_ROWS, self._max_rows, self._max_requests)
+        if rows < 2:
+            return 0.0
+        seconds = time_sizes(
+            lambda n: self.time_step(rows // n, rows // n, num_requests=n), (1, rows), self._clock
+        )
+        return max(seconds[rows] - seconds[1], 0.0) / (rows - 1)
+
 
 def _dummy_request(
     index: int, num_tokens: int, num_draft: int, params: SamplingParams, block_size: int, context: int = 0
@@ -130,7 +149,7 @@ def _dummy_request(
     length = context + num_tokens + num_draft
     state = RequestState(request, index, length + 2)
     state.set_draft((0,) * num_draft, "dummy")
-    state.blocks = [NULL_BLOCK] * -(-length // block_size)
+    state.blocks.extend([NULL_BLOCK] * -(-length // block_size))
     return ScheduledRequest(state, context, num_tokens, is_sampled=True, num_draft_tokens=len(state.draft))
 
 
@@ -145,18 +164,26 @@ def time_passes(
 def time_sizes(time_rows: TimeRows, sizes: Sequence[int], clock: Callable[[], float]) -> Mapping[int, float]:
     """Least seconds by size, since noise only adds. The first call warms up and is not counted.
 
-    Each round times every size: only ratios matter, and a slow phase of the machine affects all sizes.
+    A size is timed at least MIN_SAMPLES times, and until its two least samples agree. Each round times all
+    others, so that a slow phase of the machine affects them alike.
     """
     time_rows(sizes[0])
     seconds: dict[int, list[float]] = {}
     started = clock()
-    for round_ in range(REPETITIONS):
-        limit_s = ALL_REPETITIONS_S if round_ else FIRST_REPETITION_S
-        for size in sizes if round_ == 0 else tuple(seconds):
-            if clock() - started > limit_s and (round_ or len(seconds) >= MIN_SIZES):
-                break
-            seconds.setdefault(size, []).append(time_rows(size))
-    return {size: min(samples) for size, samples in seconds.items()}
+    for size in sizes:
+        if clock() - started > FIRST_ROUND_S and len(seconds) >= MIN_SIZES:
+            break
+        seconds[size] = [time_rows(size)]
+    unsettled = list(seconds)
+    while unsettled and clock() - started < ALL_ROUNDS_S:
+        for size in unsettled:
+            insort(seconds[size], time_rows(size))
+        unsettled = [size for size in unsettled if not _is_settled(seconds[size])]
+    return {size: samples[0] for size, samples in seconds.items()}
+
+
+def _is_settled(samples: Sequence[float]) -> bool:
+    return len(samples) >= MIN_SAMPLES and samples[1] <= AGREEMENT * samples[0]
 
 
 def _sizes_up_to(max_size: int, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from foreword.core.request import RequestState
 
 __all__ = ["ScheduleOutput", "ScheduledRequest"]
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """Rows of one request: `num_tokens` known tokens from index `start`, then `num_draft_tokens`."""
 
     state: RequestState

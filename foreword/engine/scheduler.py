@@ -12,7 +12,6 @@ import logging
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from foreword.core.outputs import (
     Draft,
@@ -147,26 +146,25 @@ class Scheduler:
         # A long prompt leaves half of the step to requests that can start
         shares = 2 if self._can_start(pooling_budget == budget) else 1
         for state in list(self.running):
-            if state.id in preempted_ids:
+            if preempted_ids and state.id in preempted_ids:
                 continue
-            num_after = len(self.running) - len(scheduled) - 1
-            num_tokens = min(
-                self.num_computable(state),
-                -(-(budget - num_after) // shares),
-                pooling_budget if state.is_pooling else budget,
-            )
+            num_tokens = self.computable_until(state, state.num_computed) - state.num_computed
+            if num_tokens > 1 or state.is_pooling:  # the budget has a row for each decoding request
+                num_after = len(self.running) - len(scheduled) - 1
+                max_rows = pooling_budget if state.is_pooling else budget
+                num_tokens = min(num_tokens, -(-(budget - num_after) // shares), max_rows)
             if num_tokens and self._allocate_blocks(state, state.num_computed + num_tokens, preempted_ids):
                 scheduled.append(_schedule_request(state, num_tokens))
                 budget -= num_tokens
                 pooling_budget -= num_tokens if state.is_pooling else 0
-        num_draft = sum(len(request.state.draft) for request in scheduled)
+        num_draft = sum([len(request.state.draft) for request in scheduled])
         scheduled += self._admit(budget - min(num_draft, budget // 2), pooling_budget)
-        scheduled = list(self._add_drafts(scheduled))
-        return ScheduleOutput(
-            tuple(request for request in scheduled if not request.state.is_pooling),
-            tuple(preempted_ids),
-            tuple(request for request in scheduled if request.state.is_pooling),
-        )
+        if num_draft:
+            scheduled = list(self._add_drafts(scheduled))
+        pooling = tuple([request for request in scheduled if request.state.is_pooling])
+        if pooling:
+            scheduled = [request for request in scheduled if not request.state.is_pooling]
+        return ScheduleOutput(tuple(scheduled), tuple(preempted_ids), pooling)
 
     def update(self, scheduled: ScheduleOutput, outputs: Sequence[StepOutput]) -> list[Event]:
         """Append tokens, index full blocks, end requests. Rejecting a draft only lowers num_computed."""
@@ -230,9 +228,19 @@ class Scheduler:
         first = self._admission.next_candidate(include_pooling)
         return first is not None and self._fits(first)
 
+    def starting(self) -> Sequence[RequestState]:
+        """Waiting requests that the next schedule() may start, if rows and blocks last."""
+        if not self._can_start(include_pooling=False):
+            return ()
+        slots = self.max_num_seqs - len(self.running)
+        return [state for state in self.waiting.ready[:slots] if not state.is_pooling]
+
     def _allocate_blocks(self, state: RequestState, num_tokens: int, preempted_ids: list[str]) -> bool:
         """Allocate blocks, preempting the worst rank as needed; False if that is the request itself."""
-        while self.block_manager.blocks_needed(state, num_tokens) > self.pool.num_free:
+        num_blocks = self.block_manager.blocks_needed(state, num_tokens)
+        if num_blocks <= 0:
+            return True
+        while num_blocks > self.pool.num_free:
             victim = self.running[-1]
             self._preempt(victim, preempted_ids)
             if victim is state:
@@ -313,7 +321,7 @@ class Scheduler:
                     num_draft = max(len(state.blocks) * self.block_size - num_tokens, 0)
                 self.block_manager.allocate(state, num_tokens + num_draft)
             budget -= num_draft
-            yield replace(request, num_draft_tokens=num_draft) if num_draft else request
+            yield request._replace(num_draft_tokens=num_draft) if num_draft else request
 
     # Update
 
@@ -326,7 +334,8 @@ class Scheduler:
             logger.exception("request %s failed: its step output could not be applied", state.id)
             self.num_faults += 1
             return [self._fail_commit(state)]
-        state.set_draft((), "")
+        if state.draft:
+            state.set_draft((), "")
         if output.is_finished:
             self._remove(state.id)
         return events
@@ -344,12 +353,15 @@ class Scheduler:
         return ErrorEvent(state.id, error)
 
     def _apply_output(self, request: ScheduledRequest, output: StepOutput) -> list[Event]:
-        state, index = request.state, request.state.num_output
+        state = request.state
+        index = len(state.tokens) - state.num_prompt
         state.append(output.token_ids)
         num_accepted = min(output.num_accepted, len(output.token_ids))
         self._set_computed(state, request.start + request.num_tokens + num_accepted)
-        self.block_manager.trim(state)
-        state.prompt_logprobs += output.prompt_logprobs
+        if request.num_draft_tokens:
+            self.block_manager.trim(state)
+        if output.prompt_logprobs:
+            state.prompt_logprobs += output.prompt_logprobs
         events: list[Event] = []
         if output.token_ids or output.finish_reason:
             events.append(_token_event(request, output, index))
@@ -381,8 +393,9 @@ class Scheduler:
 
 
 def _schedule_request(state: RequestState, num_tokens: int) -> ScheduledRequest:
-    is_sampled = num_tokens == state.num_uncomputed and not state.is_pooling
-    return ScheduledRequest(state, state.num_computed, num_tokens, is_sampled)
+    start = state.num_computed
+    is_sampled = start + num_tokens == len(state.tokens) and not state.is_pooling
+    return ScheduledRequest(state, start, num_tokens, is_sampled)
 
 
 def _token_event(request: ScheduledRequest, output: StepOutput, index: int) -> TokenEvent:
@@ -390,16 +403,16 @@ def _token_event(request: ScheduledRequest, output: StepOutput, index: int) -> T
     state, num_draft = request.state, request.num_draft_tokens
     with_prompt = state.params.prompt_logprobs is not None and index == len(state.request.resume_output_ids)
     return TokenEvent(
-        request_id=state.id,
-        index=index,
-        token_ids=output.token_ids,
-        logprobs=output.logprobs,
-        prompt_logprobs=(None, *state.prompt_logprobs) if with_prompt else (),
-        draft=DraftResult(state.drafter, num_draft, output.num_accepted) if num_draft else None,
-        finish_reason=output.finish_reason,
-        stop_id=output.stop_id,
-        num_cached=state.num_cached,
-        scheduled_s=state.scheduled_s or 0.0,
-        logits_hashes=output.logits_hashes,
-        repetition=output.repetition,
+        state.id,
+        index,
+        output.token_ids,
+        output.logprobs,
+        (None, *state.prompt_logprobs) if with_prompt else (),
+        DraftResult(state.drafter, num_draft, output.num_accepted) if num_draft else None,
+        output.finish_reason,
+        output.stop_id,
+        state.num_cached,
+        state.scheduled_s or 0.0,
+        output.logits_hashes,
+        output.repetition,
     )

@@ -179,7 +179,8 @@ def _parse_vector(record: bool | list[Any]) -> bytes | ForewordError | None:
 
 def _output_record(output: StepOutput) -> dict[str, Any]:
     """Without logprobs and hashes, which no schedule depends on."""
-    record = asdict(replace(output, logprobs=(), prompt_logprobs=(), logits_hashes=(), error=None))
+    record = output._replace(logprobs=(), prompt_logprobs=(), logits_hashes=())._asdict()
+    record["repetition"] = output.repetition and asdict(output.repetition)
     return {**record, "error": None if output.error is None else _error_record(output.error)}
 
 

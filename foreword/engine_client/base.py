@@ -39,6 +39,12 @@ class EngineClient(Protocol):
         Raises EngineDead if the engine is gone. Closing the iterator early aborts the request.
         """
 
+    def listen(self, request: Request, on_event: Callable[[Event | None], None]) -> None:
+        """submit(), with a call for each event instead of an iterator: no task has to wake up for a token.
+
+        on_event  called in the event loop; None: finish() or abort() ended the request
+        """
+
     def finish(self, request_id: str, num_tokens: int) -> None:
         """End a request whose answer was cut after `num_tokens` output tokens (a stop string)."""
 

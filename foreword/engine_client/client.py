@@ -32,7 +32,6 @@ __all__ = ["EngineClient", "SubprocessClient"]
 
 logger = logging.getLogger(__name__)
 
-ENTRY_MODULE: Final = "foreword.engine_client.engine_process"
 WATCH_INTERVAL_S: Final = 0.25
 GIB: Final = 1 << 30
 RESTART_DELAY_S: Final = 0.5  # after a failed start: a missing resource may be back
@@ -47,10 +46,10 @@ class SubprocessClient:
         never_sampled_ids: tuple[int, ...],
         vocabulary: Callable[[], Vocabulary],
         on_progress: Callable[[int, int], None] | None = None,
-        entry_module: str = ENTRY_MODULE,
+        fork_server: ForkServer | None = None,
     ) -> None:
         """vocabulary  called in a thread, with the first grammar of each engine
-        entry_module   its main(fd) is the engine process
+        fork_server    starts the engines; close() closes it
         """
         self.info: EngineInfo | None = None
         self.alive = False
@@ -61,13 +60,13 @@ class SubprocessClient:
         self._never_sampled_ids = never_sampled_ids
         self._vocabulary = vocabulary
         self._on_progress = on_progress
-        self._fork_server = ForkServer(entry_module)
+        self._fork_server = fork_server or ForkServer()
         self._process: EngineProcess | None = None
         self._serving = False  # the process accepts requests
         self._ready: asyncio.Future[EngineReady] | None = None
         self._inflight = InflightRequests()
         self._stats = StepStats()
-        self._queues: dict[str, asyncio.Queue[Event | None]] = {}
+        self._listeners: dict[str, Callable[[Event | None], None]] = {}  # of open requests
         self._timings: MeasuredCosts | None = None
         self._restart_policy = RestartPolicy()
         self._health = EngineHealth()
@@ -112,13 +111,17 @@ class SubprocessClient:
         return self.info
 
     def submit(self, request: Request) -> AsyncIterator[Event]:
+        queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        put = queue.put_nowait
+        self.listen(request, put)
+        return self._events(request.id, queue, put)
+
+    def listen(self, request: Request, on_event: Callable[[Event | None], None]) -> None:
         if not self.alive:
             raise EngineDead("the engine is not running")
-        queue: asyncio.Queue[Event | None] = asyncio.Queue()
-        self._queues[request.id] = queue
+        self._listeners[request.id] = on_event
         self._inflight.add(request)
         self._send_pending()
-        return self._events(request.id, queue)
 
     def finish(self, request_id: str, num_tokens: int) -> None:
         self._remove(RemoveRequest(request_id, num_tokens))
@@ -127,10 +130,10 @@ class SubprocessClient:
         self._remove(RemoveRequest(request_id))
 
     def _remove(self, message: RemoveRequest) -> None:
-        queue = self._queues.pop(message.request_id, None)
-        if queue is None:
+        on_event = self._listeners.pop(message.request_id, None)
+        if on_event is None:
             return
-        queue.put_nowait(None)
+        on_event(None)
         if message.request_id in self._inflight:
             self._inflight.remove(message.request_id)
             self._send(message)
@@ -155,16 +158,17 @@ class SubprocessClient:
         if not self.alive and self._process is not None:
             self._process.skip_wait()
 
-    async def _events(self, request_id: str, queue: asyncio.Queue[Event | None]) -> AsyncIterator[Event]:
+    async def _events(
+        self, request_id: str, queue: asyncio.Queue[Event | None], put: Callable[[Event | None], None]
+    ) -> AsyncIterator[Event]:
+        """The queued events; closed early, they abort the request, whose listener is `put`."""
         try:
             while (event := await queue.get()) is not None:
-                if not isinstance(event, TokenEvent) or event.finish_reason is not None:
-                    self._queues.pop(request_id, None)
                 yield event
-                if request_id not in self._queues:
+                if _is_last(event):
                     return
         finally:
-            if self._queues.get(request_id) is queue:
+            if self._listeners.get(request_id) is put:
                 self.abort(request_id)
 
     # Messages to the engine
@@ -224,7 +228,7 @@ class SubprocessClient:
     def _on_report(self, report: StepReport) -> None:
         self._stats = report.stats
         if self.on_step is not None:
-            self._safe_callback(partial(self.on_step, report.stats))
+            self._safe_callback(self.on_step, report.stats)
         for event in report.events:
             new = self._inflight.on_event(event)
             if new is None:
@@ -236,17 +240,20 @@ class SubprocessClient:
         self._send_pending()
 
     def _deliver(self, event: Event) -> None:
-        queue = self._queues.get(event.request_id)
-        if queue is not None:
-            queue.put_nowait(event)
+        on_event = self._listeners.get(event.request_id)
+        if on_event is None:
+            return
+        if _is_last(event):
+            del self._listeners[event.request_id]
+        self._safe_callback(on_event, event)
 
-    def _safe_callback(self, callback: Callable[[], None]) -> None:
+    def _safe_callback(self, callback: Callable[..., None], *args: Any) -> None:
         """Call it; an error must not lose events."""
         try:
-            callback()
+            callback(*args)
         except Exception:
             if not self._callback_error_logged:
-                logger.exception("client: on_step or on_restart failed; later failures are not logged")
+                logger.exception("client: a callback failed; later failures are not logged")
             self._callback_error_logged = True
 
     # Start and restart
@@ -305,7 +312,7 @@ class SubprocessClient:
         plugin = self._drop_plugin(process)
         self._stats, self._health = StepStats(), EngineHealth()
         if self.on_restart is not None:
-            self._safe_callback(partial(self.on_restart, process.exit_reason or "it hung up"))
+            self._safe_callback(self.on_restart, process.exit_reason or "it hung up")
         reason = await process.reap(self._fork_server)
         num_open = len(self._inflight)
         logger.error("client: engine died: %s; %d open requests wait for a restart", reason, num_open)
@@ -330,7 +337,7 @@ class SubprocessClient:
         if self.on_step is not None:  # the dead engine could not report it
             errors = Counter(self._stats.drafter_errors) + Counter((plugin.name,))
             last = replace(self._stats, step=self._stats.step + 1, stage_seconds={}, drafter_errors=errors)
-            self._safe_callback(partial(self.on_step, last))
+            self._safe_callback(self.on_step, last)
         return plugin.name
 
     def _should_restart(self, process: EngineProcess) -> bool:
@@ -416,3 +423,7 @@ class SubprocessClient:
     def _cpu_seconds(self, pid: int) -> float | None:
         """None on a GPU, where the host may wait without CPU time."""
         return cpu_seconds(pid) if self.info is not None and self.info.resolved.device == "cpu" else None
+
+
+def _is_last(event: Event) -> bool:
+    return not isinstance(event, TokenEvent) or event.finish_reason is not None

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import pickle
 import signal
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from typing import Any, Final
@@ -30,6 +31,12 @@ EXIT_TIMEOUT_S: Final = 10.0
 EXIT_CODE_TIMEOUT_S: Final = 1.0  # for the fork server to report an exit code
 POLL_S: Final = 0.05
 NO_HEARTBEAT_S: Final = 1.0  # without a heartbeat, an engine would not notice a hang-up
+READ_BYTES: Final = 1 << 18  # read at once
+# A message follows its length, as multiprocessing's Connection has it at the other end.
+LENGTH: Final = struct.Struct("!i")
+LONG_LENGTH: Final = struct.Struct("!Q")  # after LENGTH = LONG_MESSAGE
+LONG_MESSAGE: Final = -1
+MAX_SHORT_BYTES: Final = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,10 @@ class SendFailed:
 
 
 class EngineProcess:
-    """One engine over a socket pair. Separate threads read and write, so the event loop never waits."""
+    """One engine over a socket pair. A thread writes, so the event loop never waits; it reads itself.
+
+    A thread that read would be woken for each step, and then wake the loop.
+    """
 
     def __init__(
         self,
@@ -58,15 +68,13 @@ class EngineProcess:
         self.exit_reason: str | None = None
         self._is_reaping = self._is_reaped = False
         self._on_message = on_message  # called in the event loop
-        self._connection = Connection(sock.detach())
+        self._socket = sock
+        self._received = bytearray()  # the beginning of a message
         self._outbox: SimpleQueue[Any] = SimpleQueue()
-        loop = asyncio.get_running_loop()
-        self._threads = [
-            threading.Thread(target=self._read, args=(loop,), name="engine-read", daemon=True),
-            threading.Thread(target=self._write, args=(loop,), name="engine-write", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._loop = asyncio.get_running_loop()
+        self._writer = threading.Thread(target=self._write, name="engine-write", daemon=True)
+        self._writer.start()
+        self._loop.add_reader(sock, self._on_readable)
 
     @classmethod
     async def launch(
@@ -113,9 +121,9 @@ class EngineProcess:
             self._kill()
             code = await self._wait_killed(fork_server)
         self._is_reaped = True
-        for thread in self._threads:
-            await asyncio.to_thread(thread.join)
-        self._connection.close()
+        await asyncio.to_thread(self._writer.join)
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
         self.heartbeat.close()
         self.exit_reason = self.exit_reason or _describe_exit(code)
         return self.exit_reason
@@ -150,15 +158,10 @@ class EngineProcess:
 
     def _disconnect(self) -> None:
         with contextlib.suppress(OSError):
-            ours = socket.socket(fileno=self._connection.fileno())  # no new descriptor: they may be exhausted
-            try:
-                ours.shutdown(socket.SHUT_RDWR)
-            finally:
-                ours.detach()
+            self._socket.shutdown(socket.SHUT_RDWR)
 
-    # Threads
-
-    def _write(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _write(self) -> None:
+        """The write thread."""
         while (item := self._outbox.get()) is not None:
             message, make_first = item
             try:
@@ -167,24 +170,52 @@ class EngineProcess:
             except Exception as error:
                 logger.exception("client: a %s for the engine cannot be pickled", type(message).__name__)
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(self._on_message, self, SendFailed(message, error))
+                    self._loop.call_soon_threadsafe(self._on_message, self, SendFailed(message, error))
                 return
             try:
                 for data in pickles:
-                    self._connection.send_bytes(data)
+                    is_long = len(data) > MAX_SHORT_BYTES
+                    long_length = LONG_LENGTH.pack(len(data)) if is_long else b""
+                    self._socket.sendall(LENGTH.pack(LONG_MESSAGE if is_long else len(data)) + long_length)
+                    self._socket.sendall(data)
             except OSError:
-                return  # _read notices the end of the engine
+                return  # _on_readable notices the end of the engine
 
-    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            try:
-                while True:
-                    loop.call_soon_threadsafe(self._on_message, self, self._connection.recv())
-            except (EOFError, OSError):
-                pass  # perhaps in the middle of a message
-            except Exception:
-                logger.exception("client: a message of the engine cannot be unpickled")
-            loop.call_soon_threadsafe(self.exited.set)
+    def _on_readable(self) -> None:
+        """Deliver the messages that are complete; at the end of the engine, perhaps in one's middle, stop."""
+        try:
+            data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)  # the write thread may wait, this not
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._received += data
+        try:
+            messages = [pickle.loads(each) for each in self._pop_complete()]
+        except Exception:
+            logger.exception("client: a message of the engine cannot be unpickled")
+            messages, data = [], b""
+        for message in messages:
+            self._loop.call_soon(self._on_message, self, message)
+        if not data:
+            self._loop.remove_reader(self._socket)
+            self._loop.call_soon(self.exited.set)
+
+    def _pop_complete(self) -> Iterator[bytes]:
+        """The received messages, each after its length, without it."""
+        received, start = self._received, 0
+        while len(received) >= start + LENGTH.size:
+            (length,), head = LENGTH.unpack_from(received, start), LENGTH.size
+            if length == LONG_MESSAGE:
+                if len(received) < start + head + LONG_LENGTH.size:
+                    break
+                (length,), head = LONG_LENGTH.unpack_from(received, start + head), head + LONG_LENGTH.size
+            end = start + head + length
+            if len(received) < end:
+                break
+            yield bytes(received[start + head : end])
+            start = end
+        del received[:start]
 
 
 def _has_exited(pid: int) -> bool:

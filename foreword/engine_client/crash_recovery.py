@@ -224,7 +224,7 @@ class InflightRequest:
         timing = event.num_cached, event.scheduled_s
         self._first_timing = self._first_timing or timing
         if self._first_timing != timing:
-            event = replace(event, num_cached=self._first_timing[0], scheduled_s=self._first_timing[1])
+            event = event._replace(num_cached=self._first_timing[0], scheduled_s=self._first_timing[1])
         return event
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import faulthandler
 import logging
+import select
 import signal
 import socket
 from collections.abc import Callable
@@ -108,13 +109,15 @@ def _describe_start_error(error: ForewordError | OSError | MemoryError) -> Forew
 
 def _serve(engine: Engine, connection: Connection, page: HeartbeatPage) -> NoReturn:
     """Step while there is work, else wait for messages; EOFError ends it."""
+    messages = select.poll()  # Connection.poll() makes one for each call
+    messages.register(connection, select.POLLIN)
     while True:
         if engine.idle:
             page.set_idle()
-            if not connection.poll(IDLE_CHECK_S):
+            if not messages.poll(IDLE_CHECK_S * 1000):
                 engine.check()
-                connection.poll(None)
-        while connection.poll():
+                messages.poll()
+        while messages.poll(0):
             _handle(engine, connection.recv(), page)
         page.set_busy()
         connection.send(engine.step())

@@ -4,8 +4,8 @@
     client <-- (pid, RUNNING); later (pid, exit code) -- fork server
 
 Started as `python -m foreword.engine_client.forkserver FD ENTRY_MODULE`; engines run ENTRY_MODULE.main(fd).
-The fork server exits when the client hangs up; engines exit when their own client does. An import of torch
-takes 2.7 s, for which a restart without a fork server would pause all streams.
+The fork server exits when the client hangs up, an engine when its own client does. Importing torch takes
+a second: `foreword serve` imports its own libraries meanwhile, and a restarted engine is a fork.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Final
 
 from foreword.errors import ConfigError
+from foreword.utils.torch_import import skip_meta_kernels
 
 __all__ = ["ForkServer", "main"]
 
+ENTRY_MODULE: Final = "foreword.engine_client.engine_process"
 STATUS: Final = struct.Struct("ii")  # pid; exit code, negative for a signal
 RUNNING: Final = 1 << 30  # instead of an exit code
 ENGINE_FD: Final = b"e"  # sent along with a file descriptor
@@ -42,9 +45,11 @@ FORK_TIMEOUT_S: Final = 10.0  # for a fork, after all imports
 def main(fd: int, entry_module: str) -> int:
     """Serve the client at the other end of `fd`; returns the exit code, also in each forked engine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client decides when to stop
+    skip_meta_kernels()
+    gc.disable()  # imports make little garbage: its collection took a seventh of their time
     module = importlib.import_module(entry_module)
-    gc.collect()
     gc.freeze()  # engines share the pages of imported objects: no garbage collection may touch them
+    gc.enable()
     # A fork copies one thread only: with more, start a new interpreter, which is slower.
     can_fork = THREADS_DIR.is_dir() and len(os.listdir(THREADS_DIR)) == 1
     with socket.socket(fileno=fd) as control:
@@ -124,9 +129,9 @@ def _sigchld_socket() -> Iterator[socket.socket]:
 
 
 class ForkServer:
-    """The client's side. The process starts with the first engine, and again after it died."""
+    """The client's side. The process starts with start() or the first engine, and again after it died."""
 
-    def __init__(self, entry_module: str) -> None:
+    def __init__(self, entry_module: str = ENTRY_MODULE) -> None:
         self._entry_module = entry_module  # its main(fd) is an engine
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -134,12 +139,50 @@ class ForkServer:
         self._pending_pid: asyncio.Future[int] | None = None
         self._exit_codes: dict[int, asyncio.Future[int | None]] = {}
 
+    def start(self) -> None:
+        """Start the process, also before there is an event loop. Raises OSError."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        module = "foreword.engine_client.forkserver"
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", module, str(theirs.fileno()), self._entry_module],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    process_group=0,
+                    env={**CHILD_ENV, **os.environ, **SINGLE_THREAD_ENV},
+                )
+        except OSError:
+            self._control.close()
+            self._control = None
+            raise
+
+    def __enter__(self) -> ForkServer:
+        """Start the process; at the end kill it, unless close() did. Raises ConfigError."""
+        try:
+            self.start()
+        except OSError as error:
+            raise ConfigError(f"the engine process could not be started: {error}") from None
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._control is not None:
+            self._control.close()
+
     async def spawn(self, engine_fd: int) -> int:
         """Start an engine on this end of a socket; returns its pid. Raises ConfigError or OSError."""
         for _ in range(2):
             if self._control is None:
                 await self._kill()
-                self._start()
+                self.start()
+            assert self._control is not None
+            asyncio.get_running_loop().add_reader(self._control, self._on_readable)
             was_warm = self._is_warm
             with contextlib.suppress(OSError, TimeoutError):  # the fork server died, or hangs
                 return await self._request_fork(engine_fd, FORK_TIMEOUT_S if was_warm else None)
@@ -183,24 +226,6 @@ class ForkServer:
         if process is not None:
             process.kill()
             await asyncio.to_thread(process.wait)
-
-    def _start(self) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.setblocking(False)
-        module = "foreword.engine_client.forkserver"
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", module, str(theirs.fileno()), self._entry_module],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    process_group=0,
-                    env={**CHILD_ENV, **os.environ, **SINGLE_THREAD_ENV},
-                )
-        except OSError:
-            self.reset()
-            raise
-        asyncio.get_running_loop().add_reader(self._control, self._on_readable)
 
     async def _request_fork(self, engine_fd: int, timeout_s: float | None) -> int:
         assert self._control is not None

@@ -7,6 +7,7 @@ each operation that it cannot speed up.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -245,6 +246,9 @@ class Ops(Protocol):
         Ids beyond the words are masked. NaN and +inf stay: a mask must not hide a broken row.
         """
 
+    def mask_ids(self, logits: Tensor, ids: Tensor) -> None:
+        """Mask ids int64 [N], each below V, in every row."""
+
     def add_bias(self, logits: Tensor, starts: Tensor, ids: Tensor, biases: Tensor) -> None:
         """logits[r, ids[i]] += biases[i] for starts[r] <= i < starts[r + 1].
 
@@ -302,6 +306,11 @@ class Ops(Protocol):
         seeds int64 [R] (bits of the unsigned seed), positions int64 [R], greedy bool [R] (no noise).
         -1 for a row that holds NaN or +inf or no finite value.
         """
+
+    def sample_to_host(
+        self, logits: Tensor, seeds: array[int], positions: array[int], greedy: array[int]
+    ) -> list[int]:
+        """sample() with parameters from the host (array codes Q, q and B), and the ids there."""
 
 
 class UnfusedOps:

@@ -23,7 +23,9 @@ TRITON_FAST_MATH_OPS = ("foreword.kernels.triton.backend", "TritonFastMath")
 
 ISA_REQUIREMENTS = {
     "portable": "any processor",
+    "neon": "64-bit ARM with dot products (ARMv8.2)",
     "avx2": "AVX2, FMA and F16C",
+    "avx2-vnni": "AVX2 as above, and AVX-VNNI or AVX-512 as below",
     "avx512": "AVX-512 with BW, DQ, VL, VNNI and BF16",
     "amx": "AVX-512 as above, AMX-BF16 and AMX-INT8",
 }

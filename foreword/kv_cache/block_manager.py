@@ -46,10 +46,13 @@ class BlockManager:
 
     def trim(self, state: RequestState) -> None:
         """Free blocks beyond the request's tokens and the reserved lookahead."""
-        keep = self.num_blocks(max(len(state.tokens), state.num_computed, self._reserved.get(state, 0)))
-        spare = state.blocks[keep:]
-        del state.blocks[keep:]
-        self.pool.release(spare)
+        num_tokens = max(len(state.tokens), state.num_computed)
+        if self._reserved:
+            num_tokens = max(num_tokens, self._reserved.get(state, 0))
+        keep = self.num_blocks(num_tokens)
+        if keep < len(state.blocks):
+            self.pool.release(state.blocks[keep:])
+            del state.blocks[keep:]
 
     def release(self, owner: BlockOwner) -> None:
         """Free all blocks, reserved ones too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import takewhile
 
 __all__ = ["BlockPool"]
 
@@ -48,8 +49,9 @@ class BlockPool:
         self._ref_counts[block] += 1
         return block
 
-    def contains(self, digest: bytes) -> bool:
-        return digest in self._block_of
+    def cached_prefix(self, digests: Iterable[bytes]) -> list[bytes]:
+        """The leading digests whose content a block has."""
+        return list(takewhile(self._block_of.__contains__, digests))
 
     def is_free(self, digest: bytes) -> bool:
         """Whether acquiring this content takes a block off the free list."""

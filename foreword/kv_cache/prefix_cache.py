@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import takewhile
 
 from foreword.core.images import PromptImage
 from foreword.core.request import RequestState
@@ -29,14 +28,26 @@ def extend_hashes(
     A hash covers the block's tokens and images, all earlier ones and the cache salt: equal hashes mean
     equal KV. blake2b, since callers choose the tokens and must not construct a collision.
     """
-    for index in range(len(hashes), len(tokens) // block_size):
-        start, end = index * block_size, (index + 1) * block_size
-        content = (hashes[-1] if hashes else cache_salt.encode()) + array("q", tokens[start:end]).tobytes()
-        overlapping = [image for image in images if image.start < end and image.end > start]
-        # The start index says which part of the image lies in the block
-        shown = b"".join(image.digest + array("q", [image.start]).tobytes() for image in overlapping)
-        person = IMAGE_PERSON if shown else b""
-        hashes.append(blake2b(content + shown, digest_size=DIGEST_BYTES, person=person).digest())
+    first, last = len(hashes), len(tokens) // block_size
+    if first >= last:
+        return
+    packed = array("q", tokens[first * block_size : last * block_size])
+    content, num_bytes = packed.tobytes(), block_size * packed.itemsize
+    previous = hashes[-1] if hashes else cache_salt.encode()
+    for offset, start in enumerate(range(first * block_size, last * block_size, block_size)):
+        block = previous + content[offset * num_bytes : (offset + 1) * num_bytes]
+        if shown := _images_in_block(images, start, start + block_size) if images else b"":
+            digest = blake2b(block + shown, person=IMAGE_PERSON).digest()
+        else:
+            digest = blake2b(block).digest()  # keyword arguments take as long as the hash
+        previous = digest[:DIGEST_BYTES]
+        hashes.append(previous)
+
+
+def _images_in_block(images: Sequence[PromptImage], start: int, end: int) -> bytes:
+    """The images with tokens in [start, end); their own start says which part of them lies there."""
+    overlapping = (image for image in images if image.start < end and image.end > start)
+    return b"".join(image.digest + array("q", [image.start]).tobytes() for image in overlapping)
 
 
 class PrefixCache:
@@ -67,7 +78,7 @@ class PrefixCache:
     def match(self, state: RequestState) -> list[bytes]:
         """Hashes of the leading cached blocks; never the last token's block, whose row must be computed."""
         shareable = self._shareable_hashes(state) if self.is_enabled_for(state) else ()
-        return list(takewhile(self._pool.contains, shareable))
+        return self._pool.cached_prefix(shareable)
 
     def computing_request(self, state: RequestState) -> RequestState | None:
         """The running request that computes the first block this request misses.

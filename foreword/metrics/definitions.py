@@ -205,6 +205,10 @@ CATALOG = (
     _prediction_metric("spec_predicted_step_seconds_total", "Predicted time of steps that verified a draft."),
     _prediction_metric("spec_realised_step_seconds_total", "Measured time of steps that verified a draft."),
     _prediction_metric(
+        "spec_plain_step_seconds_total",
+        "Estimated time of plain decoding for the tokens of steps that verified a draft.",
+    ),
+    _prediction_metric(
         "spec_exploration_seconds_total", "Time of drafts and plain steps run only to measure."
     ),
 )

@@ -46,6 +46,7 @@ STEP_COUNTERS = ("prefix_cache_queries_total", "prefix_cache_hits_total", "preem
 DRAFTING_SECONDS = {
     "spec_predicted_step_seconds_total": "predicted_seconds",
     "spec_realised_step_seconds_total": "realised_seconds",
+    "spec_plain_step_seconds_total": "plain_seconds",
     "spec_exploration_seconds_total": "exploring_seconds",
 }
 EMBEDDING_METRICS = ("embedding_inputs_total", "embedding_tokens_total", "embedding_seconds")

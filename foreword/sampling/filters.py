@@ -110,4 +110,4 @@ class Xtc:
 def rng_keys(rows: Rows) -> tuple[Ids, Ids]:
     """Keys of the rows' noise: bits of the seeds int64 [R], positions int64 [R]."""
     seeds = np.array([row.state.request.seed for row in rows], np.uint64).view(np.int64)
-    return seeds, np.array([row.position for row in rows], np.int64)
+    return seeds, np.array([len(row.state.tokens) + len(row.draft) for row in rows], np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -16,7 +17,6 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import RequestState
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference.sampling import hash_logits
-from foreword.sampling.filters import rng_keys
 from foreword.sampling.logits_processors import (
     MASKING_PROCESSORS,
     PIPELINE,
@@ -51,6 +51,17 @@ class _RawLogits:
 
 
 @dataclass(frozen=True, slots=True)
+class _SamplingPlan:
+    """How every row of a request is sampled."""
+
+    processors: tuple[LogitsProcessor, ...]
+    seed: int
+    is_greedy: bool
+    can_mask_all: bool  # a processor may mask every id
+    num_top: int | None  # most likely ids whose log-probabilities are wanted; None: no log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
 class _ProcessorCall:
     """One processor for the rows from `start` to `end`, with their parameters."""
 
@@ -71,7 +82,6 @@ class Sampler:
         self._vocab_size = vocab_size
         self._never_sampled_ids = torch.tensor(sorted(never_sampled_ids), dtype=torch.int64)
         self.with_hashes = test_mode
-        self._processor_cache: dict[RequestState, tuple[LogitsProcessor, ...]] = {}
 
     @property
     def never_sampled_ids(self) -> Tensor:
@@ -86,39 +96,45 @@ class Sampler:
         assert logits.shape == (len(rows), self._vocab_size)
         if not rows:
             return SamplerOutput([], [], [])
-        processors = self._processors_of(rows)
-        params = [row.state.params for row in rows]
-        scored = [r for r, p in enumerate(params) if p.logprobs is not None] if logprobs else []
-        maskable = [
-            r for r, steps in enumerate(processors) if any(type(s) in MASKING_PROCESSORS for s in steps)
-        ]
-        calls = _processor_calls(processors, rows, self._vocab_size)
-        arrays = [
-            *rng_keys(rows),
-            np.array([p.greedy for p in params], np.bool_),
-            np.array(scored, np.int64),
-            *(array for call in calls for array in call.gathered),
-        ]
-        seeds, positions, greedy_rows, scored_rows, *gathered = upload(arrays, logits.device)
-
+        plans: list[_SamplingPlan] = [row.state.sampling_plan or _make_plan(row.state) for row in rows]
+        scored = [r for r, plan in enumerate(plans) if plan.num_top is not None] if logprobs else []
+        calls = _processor_calls([plan.processors for plan in plans], rows, self._vocab_size)
+        maskable = [r for r, plan in enumerate(plans) if plan.can_mask_all] if calls else []
+        seeds = array("Q", [plan.seed for plan in plans])
+        positions = array("q", [len(state.tokens) + len(draft) for state, draft in rows])
+        greedy = array("B", [plan.is_greedy for plan in plans])
         hashes = [hash_logits(line) for line in logits] if self.with_hashes else []
+        if not calls and not scored:
+            self._mask_never_sampled(logits)
+            token_ids = self._ops.sample_to_host(logits, seeds, positions, greedy)
+            return SamplerOutput(token_ids, [None] * len(rows), hashes)
+
+        arrays = [
+            np.frombuffer(seeds, np.int64),
+            np.frombuffer(positions, np.int64),
+            np.frombuffer(greedy, np.bool_),
+            np.array(scored, np.int64),
+            *(values for call in calls for values in call.gathered),
+        ]
+        seed_bits, position, is_greedy, scored_rows, *gathered = upload(arrays, logits.device)
         self._mask_never_sampled(logits)
         raw = None
         if scored:
-            num_top = max(params[r].logprobs or 0 for r in scored)
+            num_top = max(plans[r].num_top or 0 for r in scored)
             raw = self._keep_raw(logits.index_select(0, scored_rows), num_top)
         peaks = _max_logits(logits, maskable) if maskable else None
         for call in calls:
             count = len(call.gathered)
             call.processor.apply(self._ops, logits[call.start : call.end], *gathered[:count])
             gathered = gathered[count:]
-        sampled = self._ops.sample(logits, seeds, positions, greedy_rows)
+        sampled = self._ops.sample(logits, seed_bits, position, is_greedy)
         row_logprobs: list[TokenLogprob | None] = [None] * len(rows)
         if raw is not None:
-            results = self._sampled_logprobs(raw, sampled[scored_rows], [params[r] for r in scored])
+            params = [rows[r].state.params for r in scored]
+            results = self._sampled_logprobs(raw, sampled[scored_rows], params)
             for r, result in zip(scored, results, strict=True):
                 row_logprobs[r] = result
-        token_ids: list[int] = sampled.tolist()
+        token_ids = sampled.tolist()
         if peaks is not None and min(token_ids) == NON_FINITE:
             for r in maskable:
                 was_finite = token_ids[r] == NON_FINITE and float(peaks[r]) > -torch.inf
@@ -135,19 +151,10 @@ class Sampler:
         raw = self._keep_raw(logits, num_logprobs)
         return self._compute_logprobs(raw, token_ids, [num_logprobs] * len(target_ids))
 
-    def _processors_of(self, rows: Sequence[SampleRow]) -> list[tuple[LogitsProcessor, ...]]:
-        """Processors of each row, cached for the requests of the last call."""
-        previous, self._processor_cache = self._processor_cache, {}
-        for state in (row.state for row in rows):
-            if state not in self._processor_cache:
-                steps = previous.get(state)
-                self._processor_cache[state] = active_processors(state.request) if steps is None else steps
-        return [self._processor_cache[row.state] for row in rows]
-
     def _mask_never_sampled(self, logits: Tensor) -> None:
         if self._never_sampled_ids.numel():
             self._never_sampled_ids = self._never_sampled_ids.to(logits.device)
-            logits.index_fill_(1, self._never_sampled_ids, -torch.inf)
+            self._ops.mask_ids(logits, self._never_sampled_ids)
 
     def _keep_raw(self, logits: Tensor, num_top: int) -> _RawLogits:
         top_ids = self._ops.top_ids(logits, min(num_top, self._vocab_size))
@@ -194,6 +201,16 @@ def _requested_logprobs(
     values = raw.logits.gather(1, torch.where(known, columns, 0)) - raw.log_sum_exp[:, None]
     scores = torch.where(known, values, -torch.inf).tolist()
     return [tuple(zip(ids, line, strict=False)) for ids, line in zip(requested_ids, scores, strict=True)]
+
+
+def _make_plan(state: RequestState) -> _SamplingPlan:
+    """The plan of a request, kept in its state: both never change."""
+    processors = active_processors(state.request)
+    can_mask_all = any(type(step) in MASKING_PROCESSORS for step in processors)
+    state.sampling_plan = plan = _SamplingPlan(
+        processors, state.request.seed, state.params.greedy, can_mask_all, state.params.logprobs
+    )
+    return plan
 
 
 def _processor_calls(

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from foreword.core.outputs import ErrorEvent, Event, TokenEvent, merge, truncate
 from foreword.core.request import Request
@@ -43,7 +44,6 @@ class Generation:
         self._server = server
         self._prompt_only = prompt_only
         self._delta_queue = DeltaQueue()
-        self._tasks: list[asyncio.Task[None]] = []
         self._failed: set[str] = set()
         self._meter = meter or UsageMeter()
         self._ticket: AdmissionTicket | None = None
@@ -55,10 +55,9 @@ class Generation:
             self._server.info()
             self._ticket = self._admit()
             for index, output in enumerate(self.outputs):
-                events = self._server.client.submit(output.request)
+                self._server.client.listen(output.request, partial(self._on_event, index, output))
                 self._server.recorder.on_submit(output.request)
                 self._server.generations[output.request.id] = self
-                self._tasks.append(asyncio.create_task(self._consume_events(index, output, events)))
         except BaseException:
             self.close()
             raise
@@ -91,8 +90,6 @@ class Generation:
             return
         self._ticket.release()
         self._ticket = None
-        for task in self._tasks:
-            task.cancel()
         for output in self.outputs:
             self._server.generations.pop(output.request.id, None)
             if not output.finished and output.request.id not in self._failed:
@@ -105,30 +102,29 @@ class Generation:
         output = self.outputs[index]
         if output.finished or request_id in self._failed:
             return
-        self._tasks[index].cancel()
-        self._server.client.abort(request_id)
         self._fail(index, output.request, error)
+        self._server.client.abort(request_id)
 
-    async def _consume_events(self, index: int, output: ChoiceOutput, events: AsyncIterator[Event]) -> None:
-        """Queue the deltas of one choice; the last item always ends it."""
+    def _on_event(self, index: int, output: ChoiceOutput, event: Event | None) -> None:
+        """Queue the delta of an event; the last item of a choice always ends it."""
         request = output.request
+        if self._ticket is None or output.finished or request.id in self._failed:
+            return  # it has ended, and the engine is told
         try:
-            async for event in events:
-                if isinstance(event, ErrorEvent):
-                    raise event.error
-                assert isinstance(event, TokenEvent)
+            if isinstance(event, TokenEvent):
                 self._delta_queue.put(index, self._process_event(output, event))
-                if output.finished:
-                    return
-            raise RequestFailed("the engine ended the request without an answer")
+            elif isinstance(event, ErrorEvent):
+                raise event.error
+            else:
+                raise RequestFailed("the engine ended the request without an answer")
         except Overloaded as error:
             self._on_queue_timeout(index, request, error)
         except ForewordError as error:
             self._fail(index, request, error)
         except Exception:
             logger.exception("request %s failed", request.id)
-            self._server.client.abort(request.id)
             self._fail(index, request, RequestFailed("the server failed on this request"))
+            self._server.client.abort(request.id)
 
     def _process_event(self, output: ChoiceOutput, event: TokenEvent) -> OutputDelta:
         if self._prompt_only:
@@ -165,25 +161,29 @@ class DeltaQueue:
     Old deltas are merged: unmerged they take about 1 KB a token, which a slow reader would accumulate.
     """
 
-    __slots__ = ("_not_empty", "_queues")
+    __slots__ = ("_queues", "_reader")
 
     def __init__(self) -> None:
         self._queues: dict[int, _ChoiceQueue] = {}  # non-empty queues by choice; the first is served next
-        self._not_empty = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # waits in get()
 
     def __len__(self) -> int:
         return sum(len(queue.items) for queue in self._queues.values())
 
     def put(self, index: int, item: OutputDelta | ForewordError) -> None:
         """Append to choice `index`; an error is its last item."""
-        self._queues.setdefault(index, _ChoiceQueue()).put(item)
-        self._not_empty.set()
+        queue = self._queues.get(index)
+        if queue is None:
+            queue = self._queues[index] = _ChoiceQueue()
+        queue.put(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def get(self) -> tuple[int, OutputDelta | ForewordError]:
-        """Wait for the next (choice index, item)."""
-        while not self._queues:
-            self._not_empty.clear()
-            await self._not_empty.wait()
+        """Wait for the next (choice index, item); one reader at a time."""
+        if not self._queues:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         index = next(iter(self._queues))
         queue = self._queues.pop(index)
         item = queue.items.popleft()

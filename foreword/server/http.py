@@ -11,18 +11,30 @@ from typing import Any, TypeVar
 from fastapi import Response
 from starlette.types import Receive
 
-__all__ = ["CLIENT_CLOSED", "REQUEST_ID_PATTERN", "JSONResponse", "cancel_on_disconnect", "json_bytes"]
+__all__ = [
+    "CLIENT_CLOSED",
+    "REQUEST_ID_PATTERN",
+    "JSONResponse",
+    "cancel_on_disconnect",
+    "json_bytes",
+    "sse_event",
+]
 
 T = TypeVar("T")
+JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; it is never read
 REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")  # of the header X-Request-Id and the field request_id
 
 
 def json_bytes(value: Any) -> bytes:
     """Compact UTF-8 JSON. Raises ValueError for a NaN."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # A lone surrogate of a request that an error quotes becomes its JSON escape.
-    return text.encode("utf-8", "backslashreplace")
+    return JSON_ENCODER.encode(value).encode("utf-8", "backslashreplace")
+
+
+def sse_event(value: Any) -> bytes:
+    """A server-sent event of one JSON value."""
+    return b"data: " + json_bytes(value) + b"\n\n"
 
 
 class JSONResponse(Response):

@@ -14,6 +14,7 @@ from typing import Any
 
 import h11
 import uvicorn
+from h11._writers import ChunkedWriter
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -207,6 +208,12 @@ class TimeoutH11Protocol(H11Protocol):
 
 class _StrictH11(h11.Connection):
     """Refuses a body with both length headers: a proxy in front may read the other (request smuggling)."""
+
+    def send(self, event: Any) -> Any:
+        """As h11. A part of a chunked body changes no state, and a stream has one for each token."""
+        if isinstance(event, h11.Data) and event.data and isinstance(self._writer, ChunkedWriter):
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data)
+        return super().send(event)
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         event = super().next_event()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from foreword.core.outputs import TokenLogprob
 from foreword.server.context import ServerContext
 from foreword.server.generation import Generation
+from foreword.server.http import json_bytes, sse_event
 from foreword.tokenizer.detokenizer import Detokenizer
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta, TokenLogprobText
 from foreword.tokenizer.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 MIN_LOGPROB = -9999.0  # JSON has no minus infinity
+TEXT_MARK = "\0text\0"  # in a chunk that shows where a text is
 CompletionToken = tuple[str, int, TokenLogprob | None]  # text, offset, logprob
 
 
@@ -184,6 +186,9 @@ class ResponseBuilder(ABC):
         self._num_streamed: Counter[int] = Counter()  # tokens of the chunks so far, by choice
         self._started: set[int] = set()
         self._accepted_drafts: Counter[int] = Counter()  # by choice, not yet in a chunk
+        per_token = (options.logprobs, options.token_ids, options.metrics, options.continuous_usage)
+        self._has_repeated_events = not any(per_token)
+        self._event_parts: dict[int, tuple[bytes, bytes]] = {}  # before and after a text, by choice
 
     @abstractmethod
     def full_choice(self, index: int, output: ChoiceOutput) -> dict[str, Any]:
@@ -214,6 +219,22 @@ class ResponseBuilder(ABC):
             "usage": self.usage(),
             **self._metrics(*self.outputs),
         }
+
+    def event(self, index: int, delta: OutputDelta) -> bytes | None:
+        """The server-sent event of one delta, or None if it is empty for this request.
+
+        Most events differ in nothing but a text: the rest is written once for each choice.
+        """
+        is_repeated = self._has_repeated_events and index in self._started and not delta.finish_reason
+        if not (is_repeated and delta.text):
+            chunk = self.chunk(index, delta)
+            return None if chunk is None else sse_event(chunk)
+        parts = self._event_parts.get(index)
+        if parts is None:
+            chunk = self.chunk(index, replace(delta, text=TEXT_MARK))
+            head, _, tail = sse_event(chunk).partition(json_bytes(TEXT_MARK))
+            parts = self._event_parts[index] = head, tail
+        return parts[0] + json_bytes(delta.text) + parts[1]
 
     def chunk(self, index: int, delta: OutputDelta) -> dict[str, Any] | None:
         """The chunk of one delta, or None if it is empty for this request."""

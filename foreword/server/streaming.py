@@ -16,7 +16,7 @@ from foreword.errors import ForewordError
 from foreword.server.context import ServerContext
 from foreword.server.errors import error_body, error_response
 from foreword.server.generation import Generation
-from foreword.server.http import CLIENT_CLOSED, JSONResponse, cancel_on_disconnect, json_bytes
+from foreword.server.http import CLIENT_CLOSED, JSONResponse, cancel_on_disconnect, sse_event
 from foreword.server.protocol.sampling import SamplingBody
 from foreword.server.responses import ResponseBuilder, ResponseHeader, ResponseOptions
 
@@ -103,27 +103,23 @@ async def _events(generation: Generation, builder: ResponseBuilder) -> AsyncGene
         if not started:
             started = True
             for first_chunk in builder.first_chunks():
-                yield _event(first_chunk)
-        if (chunk := builder.chunk(index, item)) is not None:
-            yield _event(chunk)
+                yield sse_event(first_chunk)
+        if (event := builder.event(index, item)) is not None:
+            yield event
         if item.finish_reason is not None:
             builder.record_returned(1)  # after the yield: a client that disconnected did not get it
     if not started:
         raise errors[0]
     for error in errors:
-        yield _event(error_body(error))
+        yield sse_event(error_body(error))
     if not errors and (usage := builder.usage_chunk()) is not None:
-        yield _event(usage)
+        yield sse_event(usage)
     yield DONE_EVENT
 
 
 def final_error_event(error: ForewordError) -> bytes:
     """The last events of a stream that the server cuts off."""
-    return _event(error_body(error)) + DONE_EVENT
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + json_bytes(value) + b"\n\n"
+    return sse_event(error_body(error)) + DONE_EVENT
 
 
 class FullResponse(Response):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
@@ -13,8 +12,7 @@ from foreword.executor.decode_loop import SupportsDecodeLoop
 __all__ = ["DeviceDrafter", "DraftRequest", "EngineDrafter", "ModelBasedDrafter"]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRequest:
+class DraftRequest(NamedTuple):
     """A request for a draft: a continuation of state.tokens."""
 
     state: RequestState
@@ -36,11 +34,11 @@ class EngineDrafter(Protocol):
 
     name: str
 
-    def start(self, state: RequestState) -> None:
-        """A request begins."""
+    def start(self, state: RequestState) -> bool | None:
+        """A request begins. False: it gets no draft from here, so this is the last call for it."""
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
-        """Forget a request. Called once for every start().
+        """Forget a request. Called once for every start() that did not return False.
 
         output  delivered tokens of a completed request, to learn from; empty for an aborted one
         """

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from foreword.core.outputs import Draft, DraftingStats
 from foreword.core.request import RequestState
@@ -31,8 +32,7 @@ class PrefillLoad:
     num_context_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RequestStep:
+class RequestStep(NamedTuple):
     """One request in one step."""
 
     state: RequestState

@@ -74,7 +74,7 @@ class Proposer:
             drafter
             for drafter in drafters
             if method in ("auto", drafter.name)
-            and self._call(drafter, lambda d=drafter: d.start(state) or True)  # type: ignore[misc]
+            and self._call(drafter, lambda d=drafter: d.start(state) is not False)  # type: ignore[misc]
         )
         if self._request_drafters[state.id]:  # the policy sees other requests in record_step()
             self._catch("policy", lambda: self.policy.start(state))
@@ -195,14 +195,18 @@ class Proposer:
     def _make_proposals(self, states: Sequence[RequestState]) -> dict[int, Proposal]:
         """Empty proposals of the requests that may draft now, by index. Scores their last drafts first."""
         proposals: dict[int, Proposal] = {}
+        policy = self.policy
         for index, state in enumerate(states):
             if not self._request_drafters[state.id]:
                 continue
-            start, drafts = self._unscored_drafts.pop(state.id, (0, ()))
-            for draft in drafts:
-                self.policy.record_acceptance(state, draft, state.tokens[start:])
+            unscored = self._unscored_drafts.pop(state.id, None)
+            if unscored is not None:
+                start, drafts = unscored
+                output = state.tokens[start:]
+                for draft in drafts:
+                    policy.record_acceptance(state, draft, output)
             room = state.max_len - len(state.tokens) - 1
-            length = min(self.policy.max_draft_len(DraftRequest(state)), room)
+            length = min(policy.max_draft_len(DraftRequest(state)), room)
             if length > 0:
                 proposals[index] = Proposal(DraftRequest(state, length))
         return proposals
@@ -249,16 +253,25 @@ class Proposer:
         if draft is None:
             return None
         length = min(len(draft.token_ids), request.max_tokens)
-        for index, token_id in enumerate(draft.token_ids[:length]):
-            is_id = type(token_id) is int and 0 <= token_id < self.vocab_size
-            if not is_id or token_id in self.never_sampled_ids:
-                length = index
-                break
+        if not self._are_sampled_ids(draft.token_ids):
+            for index, token_id in enumerate(draft.token_ids[:length]):
+                if not self._are_sampled_ids((token_id,)):
+                    length = index
+                    break
         if request.state.grammar is not None:
             length = request.state.grammar.num_legal(draft.token_ids[:length])
         if length == len(draft.token_ids) and length and draft.drafter == drafter.name:
             return draft
         return Draft(draft.token_ids[:length], drafter.name, draft.confidence[:length]) if length else None
+
+    def _are_sampled_ids(self, token_ids: Sequence[int]) -> bool:
+        """Whether all are ids that may be sampled; by built-ins, since a step has hundreds."""
+        return (
+            {*map(type, token_ids)} == {int}
+            and min(token_ids) >= 0
+            and max(token_ids) < self.vocab_size
+            and self.never_sampled_ids.isdisjoint(token_ids)
+        )
 
     def _call(self, drafter: EngineDrafter, call: Callable[[], Result]) -> Result | None:
         """A call of a drafter; None after an error. The time of a public drafter is measured."""

@@ -54,7 +54,7 @@ class WorkerPool:
         self.limits = limits
         self.closed = False
         self.workers = [Worker(self) for _ in range(num_workers)]
-        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()  # a worker that runs comes first
         for worker in self.workers:
             self._idle.put(worker)
 

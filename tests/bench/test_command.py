@@ -11,6 +11,7 @@ from foreword.bench.latency import ModeSamples, figures_by_category
 from foreword.bench.prompts import PromptExample
 from foreword.cli.main import main
 from foreword.config.options import Config
+from foreword.core.params import SamplingParams, Speculation
 from tests.support.checkpoints import write_checkpoint
 
 PROMPTS = [{"kind": "a", "prompt": "the thing in the thing"}, {"kind": "b", "prompt": "on and on and on"}]
@@ -53,6 +54,22 @@ def test_bench_throughput_gives_equal_answers(flags: list[str], capsys: pytest.C
     assert (code, result["equal"]) == (0, True)
     assert set(result["modes"]) == {"off", "auto"}
     assert 0 < result["tokens"] <= 36
+
+
+@pytest.mark.parametrize("kind", ["latency", "throughput"])
+def test_drafts_with_speculation_off_are_no_measurement(
+    kind: str, flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`off` is a fixed length of drafts: answers stay equal, but nothing is compared."""
+    drafting = SamplingParams(
+        temperature=0.0, max_tokens=48, ignore_eos=True, speculation=Speculation("ngram")
+    )
+    monkeypatch.setattr(f"foreword.bench.{kind}.sampling_params", lambda *_: drafting)
+    monkeypatch.setattr("foreword.bench.latency.OVERHEAD_REQUESTS", ())
+    words = [*flags, "--speculate", "ngram", "--draft-length", "fixed"]
+    more = ["--skip-startup"] if kind == "latency" else ["--num-requests", "2", "--concurrency", "2"]
+    assert main(["bench", kind, *words, *more]) == 1
+    assert "draft tokens verified with speculation off" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from foreword.bench.regime import RegimeError
 from foreword.bench.serve import ClientResult, ServeRepetition, measure_repetition, summary
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -61,11 +62,17 @@ async def test_concurrency_is_bounded() -> None:
         most = max(most, running)
         await asyncio.sleep(0.001)
         running -= 1
-        return sse(chunk("a", "stop"))
+        return sse(chunk("a", "stop"), chunk(usage=1))
 
     async with client(handler) as http:
         repetition = await measure_repetition(http, [BODY] * 9, 3)
     assert (len(repetition.results), most) == (9, 3)
+
+
+async def test_answer_without_usage_is_no_measurement() -> None:
+    async with client(lambda _: sse(chunk("a", "stop"))) as http:
+        with pytest.raises(RegimeError, match="answers without a number of tokens"):
+            await measure_repetition(http, [BODY], 1)
 
 
 def repetition_of(*texts: str, seconds: float = 1.0, error: str | None = None) -> ServeRepetition:

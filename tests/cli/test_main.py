@@ -239,6 +239,34 @@ def test_light_commands_import_no_torch(module: str) -> None:
     assert completed.stdout.strip() == "False"
 
 
+def test_engine_process_starts_before_the_server_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+
+    class FakeForkServer:
+        def __enter__(self) -> "FakeForkServer":
+            steps.append("started")
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            steps.append("ended")
+
+    def import_module(name: str) -> object:
+        if name == command_line.FORK_SERVER:
+            return types.SimpleNamespace(ForkServer=FakeForkServer)
+        steps.append(name)
+        return types.SimpleNamespace(run=run)
+
+    def run(args: argparse.Namespace) -> int:
+        assert isinstance(args.fork_server, FakeForkServer)
+        raise ConfigError("no such model")
+
+    parser = command_line.build_parser("serve")
+    monkeypatch.setattr(command_line, "build_parser", lambda chosen: parser)
+    monkeypatch.setattr("importlib.import_module", import_module)
+    assert command_line.run_command_line(["serve", "--port", "0"]) == 2
+    assert steps == ["started", "foreword.cli.serve", "ended"]
+
+
 def test_second_model_by_flag_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "demo", "--model", "demo-vision"]) == 2
     assert capsys.readouterr().err == (

@@ -1,7 +1,6 @@
 """Truncating, splitting and merging events."""
 
 import pickle
-from dataclasses import replace
 
 import pytest
 
@@ -51,7 +50,7 @@ def test_drop_prefix_leaves_out_delivered_tokens(count: int, draft: DraftResult)
 
 
 def test_drop_prefix_drops_a_delivered_draft() -> None:
-    event = replace(EVENT, draft=DraftResult("ngram", num_drafted=3, num_accepted=3))
+    event = EVENT._replace(draft=DraftResult("ngram", num_drafted=3, num_accepted=3))
     assert drop_prefix(event, 2).draft == DraftResult("ngram", 1, 1)
     assert drop_prefix(event, 3).draft is None
 
@@ -62,7 +61,7 @@ def test_drop_prefix_drops_a_delivered_draft() -> None:
 def test_truncate_keeps_only_a_delivered_repetition(
     found_with: int | None, kept: int, reported: int | None
 ) -> None:
-    event = replace(EVENT, repetition=found_with and Repetition(found_with, 7))
+    event = EVENT._replace(repetition=found_with and Repetition(found_with, 7))
     assert truncate(event, kept, "stop").repetition == (reported and Repetition(reported, 7))
 
 
@@ -72,14 +71,14 @@ def test_truncate_keeps_only_a_delivered_repetition(
 def test_drop_prefix_drops_a_delivered_repetition(
     found_with: int | None, before: int, reported: int | None
 ) -> None:
-    event = replace(EVENT, repetition=found_with and Repetition(found_with, 7))
+    event = EVENT._replace(repetition=found_with and Repetition(found_with, 7))
     assert drop_prefix(event, before).repetition == (reported and Repetition(reported, 7))
 
 
 def test_merge_joins_consecutive_events() -> None:
-    first = replace(EVENT, finish_reason=None, stop_id=None, repetition=Repetition(2, 3))
-    plain = replace(first, index=8, draft=None, num_cached=3, repetition=None)
-    whole = merge([first, plain, replace(EVENT, index=12)])
+    first = EVENT._replace(finish_reason=None, stop_id=None, repetition=Repetition(2, 3))
+    plain = first._replace(index=8, draft=None, num_cached=3, repetition=None)
+    whole = merge([first, plain, EVENT._replace(index=12)])
     assert (whole.index, whole.token_ids, whole.logits_hashes) == (
         4,
         EVENT.token_ids * 3,

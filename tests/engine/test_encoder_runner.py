@@ -256,7 +256,7 @@ def test_prompt_logprobs_with_images_are_equal_when_chunked(checkpoint: Path) ->
         run_requests(engine_of(checkpoint, max_num_batched_tokens=rows, speculate="off"), [request])["a"]
         for rows in (128, 9)
     )
-    assert whole == [replace(event, scheduled_s=whole[0].scheduled_s) for event in cut]  # type: ignore[union-attr, type-var]
+    assert whole == [event._replace(scheduled_s=whole[0].scheduled_s) for event in cut]  # type: ignore[union-attr]
     assert len(whole[0].prompt_logprobs) == len(request.prompt_ids)  # type: ignore[union-attr]
 
 

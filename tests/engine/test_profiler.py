@@ -1,8 +1,10 @@
 """Timing of step sizes before the first request."""
 
+import random
+
 import pytest
 
-from foreword.engine.profiler import REPETITIONS, SAMPLED_ROWS, time_sizes
+from foreword.engine.profiler import MIN_SAMPLES, SAMPLED_ROWS, time_sizes
 from foreword.speculation.control.cost_model import CostCurve
 
 FLAT_ROWS = 24  # rows of equal step time
@@ -29,7 +31,7 @@ class Steps:
 def test_small_model_is_timed_at_every_size() -> None:
     steps = Steps(0.001)
     assert time_sizes(steps, SAMPLED_ROWS, steps.clock).keys() == set(SAMPLED_ROWS)
-    assert steps.timed.count(1) == REPETITIONS + 1, "the first call is not counted"
+    assert steps.timed.count(1) == MIN_SAMPLES + 1, "the first call is not counted"
 
 
 @pytest.mark.parametrize("seconds", [0.3, 0.7, 1.4, 20.0])
@@ -45,3 +47,17 @@ def test_single_size_is_timed() -> None:
     steps = Steps(20.0)
     assert time_sizes(steps, (1,), steps.clock) == {1: 20.0}
     assert len(steps.timed) == 2
+
+
+def test_stalls_hardly_change_the_curve() -> None:
+    """Stalls of other processes hit every second sample."""
+    steps, rng = Steps(0.001), random.Random(1)
+
+    def disturbed(rows: int) -> float:
+        stall = rng.choice((0.0, rng.uniform(0.005, 0.03)))
+        steps.now += stall
+        return steps(rows) + stall
+
+    curve = CostCurve(time_sizes(disturbed, SAMPLED_ROWS, steps.clock))
+    for rows in SAMPLED_ROWS:
+        assert 1.0 <= curve.at(rows) / (0.001 * max(rows / FLAT_ROWS, 1.0)) < 2.5, rows

@@ -390,9 +390,9 @@ def test_block_is_indexed_once_its_last_token_is_computed() -> None:
     (state,) = simulation.scheduler.running
     simulation.scheduler.prefix_cache.hash_blocks(state)
     first, second = state.block_hashes
-    assert simulation.scheduler.pool.contains(first) and not simulation.scheduler.pool.contains(second)
+    assert simulation.scheduler.pool.cached_prefix([first, second]) == [first]
     simulation.step()
-    assert simulation.scheduler.pool.contains(second)
+    assert simulation.scheduler.pool.cached_prefix([first, second]) == [first, second]
     simulation.run()
 
 

@@ -23,6 +23,7 @@ from foreword.core.request import Request
 from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.engine_client.client import SubprocessClient
 from foreword.engine_client.crash_recovery import MAX_IDLE_CRASHES
+from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.heartbeat import HeartbeatPage
 from foreword.errors import ConfigError, DeadlineExceeded, EngineDead, Overloaded, RequestFailed
 from tests.support.checkpoints import EOS, write_checkpoint
@@ -82,7 +83,10 @@ def make_client(checkpoint: Path, entry: str = CRASHING_ENGINE, **options: Any) 
     }
     prepared = prepare_checkpoint(Config(model=str(checkpoint), **(defaults | options)))
     return SubprocessClient(
-        prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary, entry_module=entry
+        prepared.config,
+        prepared.never_sampled_ids,
+        prepared.tokenizer.vocabulary,
+        fork_server=ForkServer(entry),
     )
 
 

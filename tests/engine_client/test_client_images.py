@@ -21,6 +21,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.engine_client.client import SubprocessClient
 from foreword.engine_client.engine_process import _handle
+from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.heartbeat import HeartbeatPage
 from foreword.engine_client.messages import AddImage, DropImage
 from foreword.errors import RequestFailed
@@ -53,7 +54,7 @@ async def client(checkpoint: Path) -> AsyncIterator[SubprocessClient]:
         log_level="error", test_mode=True,
     )  # fmt: skip
     client = SubprocessClient(
-        config, (IMAGE_TOKEN_ID,), lambda: None, entry_module="tests.support.crashing_engine"
+        config, (IMAGE_TOKEN_ID,), lambda: None, fork_server=ForkServer("tests.support.crashing_engine")
     )  # type: ignore[arg-type, return-value]
     await client.start()
     yield client

@@ -87,13 +87,13 @@ def test_delivered_tokens_are_resume_output() -> None:
             deadline_s=9.0,
         )
     )
-    live.on_event(replace(said("a", 0, 6), index=2))
+    live.on_event(said("a", 0, 6)._replace(index=2))
     resumed = live.make_resume_request()
     assert resumed.resume_output_ids == (7, 8, _answer("a", 0), _answer("a", 1))
     assert resumed.params.prompt_logprobs is None, "already delivered"
     assert (resumed.queue_deadline_s, resumed.deadline_s) == (None, 9.0), "only the queue deadline is dropped"
     few = InflightRequest(replace(make_request("a"), resume_output_ids=(7, 8)))
-    few.on_event(replace(said("a", 0, REPLAY_CHECK_TOKENS - 1), index=2))
+    few.on_event(said("a", 0, REPLAY_CHECK_TOKENS - 1)._replace(index=2))
     assert few.make_resume_request().resume_output_ids == (7, 8), "the caller's own resume output is kept"
 
 
@@ -108,7 +108,7 @@ def test_replayed_tokens_are_not_delivered_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    "event", [replace(said("a", 2, 5), token_ids=(1, 2, 3)), said("a", 7, 8), said("b", 4, 7)]
+    "event", [said("a", 2, 5)._replace(token_ids=(1, 2, 3)), said("a", 7, 8), said("b", 4, 7)]
 )
 def test_different_tokens_after_a_crash_fail_the_request(event: TokenEvent) -> None:
     live = InflightRequest(make_request("a"))

@@ -226,14 +226,16 @@ def test_mixed_batch_equals_each_row_alone(
 
 
 @each_isa
-@pytest.mark.parametrize("rows", [1, 15, 16, 17, 111, 112, 113, 230])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 63, 64, 65, 111, 112, 113, 230, 447, 448, 449])
 def test_row_groups_change_no_bit(isa: str, rows: int):
-    """Around the row counts that share a tile; larger requests are not divided by splits."""
+    """Around the row counts that share a task, by threads; larger requests are not divided by splits."""
     length = SPLIT + 250
     requests = Requests([length], 1, 8)
+    one, _, many = cpu_ops_by_threads(isa)
     for heads in (1, 7):
-        whole = requests.run(cpu_ops_by_threads(isa)[0], [(0, 0, length)], heads)
-        agree(requests.run(cpu_ops_by_threads(isa)[2], [(0, length - rows, length)], heads), whole)
+        whole = requests.run(one, [(0, 0, length)], heads)
+        for ops in (one, many):
+            agree(requests.run(ops, [(0, length - rows, length)], heads), whole)
 
 
 @each_isa

@@ -15,6 +15,7 @@ from foreword.kernels.quantization import QUANT_BLOCKS, fake_quantize
 from tests.support.cpu_kernels import isas_under_test
 from tests.support.kernel_rows import same_bits
 from tests.support.quantized_weights import (
+    SCALE_OFFSETS,
     WEIGHT_FORMATS,
     fake_quantize_activations,
     random_blocks,
@@ -23,8 +24,8 @@ from tests.support.quantized_weights import (
     weight_values,
 )
 
-# Around each row count where an instruction set changes groups (4, 16), instructions (17, 64), passes (256)
-# or chunks (576 for k = 896, fewer for larger k).
+# Around each row count where an instruction set changes runs (4, 6), groups (16), instructions (17, 64),
+# passes (256) or chunks (576 for k = 896, fewer for larger k).
 ROW_COUNTS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 513)
 
 pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
@@ -55,7 +56,7 @@ def test_products_match_reference(isa: str, kind: str) -> None:
 
 @each_kind
 def test_all_isas_agree_in_bits(kind: str) -> None:
-    """Row counts that reach every code path of each instruction set."""
+    """Row counts that reach every group and run of rows of each instruction set."""
     k = columns_of(kind)
     matrix, x, bias = (
         random_matrix(kind, 75, k),
@@ -64,9 +65,13 @@ def test_all_isas_agree_in_bits(kind: str) -> None:
     )
     x[3] *= 1e30
     x[4] *= 1e-20
-    results = [ops.linear(x, ops.pack_linear([matrix], kind, bias)) for ops in map(CpuOps, supported_isas())]
-    assert all(torch.equal(result, results[0]) for result in results)
-    assert results[0].isfinite().all()
+    backends = [CpuOps(isa) for isa in supported_isas()]
+    expected, *others = [(ops, ops.pack_linear([matrix], kind, bias)) for ops in backends]
+    whole = expected[0].linear(x, expected[1])
+    assert whole.isfinite().all()
+    for ops, packed in others:
+        for count in (*range(1, 18), 85):
+            assert torch.equal(ops.linear(x[-count:], packed), whole[-count:]), (ops.name, count)
 
 
 @each_isa
@@ -187,6 +192,31 @@ def test_extreme_blocks(isa: str, kind: str) -> None:
     ours = ops.linear(x, ops.pack_linear([blocks], kind))
     assert ((ours.double() - operands @ weight.T).abs() <= 2e-6 * sizes).all()
     assert not ours[2].any() and not ours[:, 2].any()
+
+
+@pytest.mark.parametrize("kind", QUANT_BLOCKS)
+def test_extreme_products_agree_in_bits(kind: str) -> None:
+    """The largest weights, scales and activations of either sign show a sum in 16 bits that overflows."""
+    block = QUANT_BLOCKS[kind]
+    fills = [(quants, scales) for quants in (0, 15, 127, 128, 240, 255) for scales in (127, 128, 255)]
+    data = torch.zeros(len(fills), 512 // block.num_values, block.num_bytes, dtype=torch.uint8)
+    for row, (quants, scales) in enumerate(fills):
+        data[row] = quants
+        if kind.endswith("_k"):
+            data[row, :, slice(192, 208) if kind == "q6_k" else slice(4, 16)] = scales
+    for place in SCALE_OFFSETS.get(kind, (0,)):
+        data[..., place : place + 2] = torch.tensor([0x00, 0x3C], dtype=torch.uint8)  # 1.0
+    blocks = QuantizedBlocks(kind, data.reshape(len(fills), -1), 512)
+    place = torch.arange(512)
+    signs = torch.stack([(place // run % 2) * 2.0 - 1 for run in (1, 2, 4, 8, 16, 32, 64, 1024)])
+    x = 127 * torch.cat([signs, -signs])
+    exact = fake_quantize_activations(x, kind) @ weight_values(blocks, kind).double().T
+    for isa in supported_isas():
+        ops = CpuOps(isa)
+        ours = ops.linear(x, ops.pack_linear([blocks], kind))
+        assert torch.equal(ours.double(), exact), isa
+        for row in range(len(x)):
+            assert torch.equal(ops.linear(x[row : row + 1], ops.pack_linear([blocks], kind))[0], ours[row])
 
 
 @each_isa

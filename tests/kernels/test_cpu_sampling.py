@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Iterator
 
 import numpy as np
@@ -80,6 +81,8 @@ def assert_equal(native: NativeSampling, logits: Tensor, k: int, p: float, seed:
     """Compare every operation on these rows."""
     count, width = logits.shape
     for operation, bound in (
+        ("mask_ids", torch.arange(0, width, k)),
+        ("apply_temperature", torch.full((count,), 2 * p)),
         ("apply_top_k", torch.full((count,), k)),
         ("apply_top_p", torch.full((count,), p, dtype=torch.float64)),
         ("apply_min_p", torch.full((count,), 1 - p, dtype=torch.float64)),
@@ -103,10 +106,12 @@ def assert_equal(native: NativeSampling, logits: Tensor, k: int, p: float, seed:
     assert torch.equal(native.top_ids(logits, min(k, width)), REFERENCE.top_ids(logits, min(k, width)))
     seeds, positions = torch.arange(count) + seed, torch.full((count,), position)
     for greedy in (torch.zeros(count).bool(), torch.arange(count) % 2 == 0):
-        assert torch.equal(
-            native.sample(logits, seeds, positions, greedy),
-            REFERENCE.sample(logits, seeds, positions, greedy),
-        )
+        expected = REFERENCE.sample(logits, seeds, positions, greedy)
+        assert torch.equal(native.sample(logits, seeds, positions, greedy), expected)
+        bits = array("Q", [seed % 2**64 for seed in seeds.tolist()])
+        params = bits, array("q", positions.tolist()), array("B", greedy.tolist())
+        for ops in (native, REFERENCE):
+            assert ops.sample_to_host(logits, *params) == expected.tolist()
 
 
 @given(

@@ -39,6 +39,16 @@ def test_hashes_are_stable_while_tokens_are_appended() -> None:
     assert hashes == hash_blocks(TOKENS, (ONE, TWO))
 
 
+def test_token_changes_the_hashes_from_its_block_on() -> None:
+    """One bit of one token, at both ends of a block."""
+    plain = hash_blocks(TOKENS)
+    for index in (4, 7):
+        for bit in (0, 40):
+            other = [*TOKENS[:index], TOKENS[index] ^ 1 << bit, *TOKENS[index + 1 :]]
+            changed = hash_blocks(other)
+            assert changed[:1] == plain[:1] and not set(changed[1:]) & set(plain)
+
+
 def test_image_changes_the_hashes_from_its_block_on() -> None:
     plain = hash_blocks(TOKENS, (ONE, TWO))
     assert len(set(plain)) == len(TOKENS) // 4 == 6

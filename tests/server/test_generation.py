@@ -6,12 +6,22 @@ from typing import Any
 import pytest
 
 from foreword.config.options import Config
+from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.errors import EngineDead, Overloaded, RequestFailed
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.server.app import create_app
 from foreword.server.context import RequestContext, ServerContext
 from foreword.server.generation import Generation
+from foreword.server.http import sse_event
+from foreword.server.responses import (
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    ResponseBuilder,
+    ResponseHeader,
+    ResponseOptions,
+)
+from foreword.tokenizer.output_processor import OutputDelta
 from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
 
 
@@ -41,14 +51,14 @@ async def test_unstarted_generation_is_freed() -> None:
 async def test_refused_choice_aborts_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeEngineClient()
     server = await server_of(client)
-    submit = client.submit
+    listen = client.listen
 
-    def fail_submit(request: Any) -> Any:
+    def fail_listen(request: Any, on_event: Any) -> None:
         if request.id == "r-1":
             raise EngineDead("gone")
-        return submit(request)
+        listen(request, on_event)
 
-    monkeypatch.setattr(client, "submit", fail_submit)
+    monkeypatch.setattr(client, "listen", fail_listen)
     with pytest.raises(EngineDead):
         generation(server).start()
     assert client.aborted == ["r-0"] and server.admission.num_open == 0
@@ -124,4 +134,23 @@ async def test_queue_timeout_fails_all_waiting_choices() -> None:
     assert len(ends) == 3 and all(isinstance(item, Overloaded) for item in ends)
     assert client.aborted == ["r-1", "r-2"] and not client.live
     assert b'requests_rejected_total{reason="queue_timeout"} 1.0' in server.recorder.render()
+    begun.close()
+
+
+@pytest.mark.parametrize("choice", [0, 1])
+@pytest.mark.parametrize("builder_type", [ChatResponseBuilder, CompletionResponseBuilder])
+async def test_repeated_events_equal_their_chunks(builder_type: type[ResponseBuilder], choice: int) -> None:
+    server = await server_of(FakeEngineClient())
+    begun = generation(server)
+    header = ResponseHeader("id", 1, "model", "fingerprint", 7)
+    more: tuple[Any, ...] = (None, 2) if builder_type is CompletionResponseBuilder else ()
+    fast, plain = (
+        builder_type(server, begun, 2, header, ResponseOptions(usage=True), *more) for _ in range(2)
+    )
+    texts = ["first", "", 'quotes " and \\', "lines\n\x00", "ä 漢 🙂", "last"]
+    for index, text in enumerate(texts):
+        reason = "stop" if text == "last" else None
+        delta = OutputDelta(text, TokenEvent("r", index, (index,), finish_reason=reason), reason)
+        chunk = plain.chunk(choice, delta)
+        assert fast.event(choice, delta) == (None if chunk is None else sse_event(chunk))
     begun.close()

@@ -11,6 +11,7 @@ import socket
 import struct
 from collections.abc import Iterator
 
+import h11
 import pytest
 from starlette.types import Receive, Scope, Send
 
@@ -143,6 +144,18 @@ def test_two_length_headers_are_refused(strict_server: RunningServer) -> None:
         )
         answer = read_until_close(raw)
     assert answer.count(b"\r\n\r\n") == 1 and b"Connection: close" in answer
+
+
+@pytest.mark.parametrize("headers", [[], [(b"Content-Length", b"6")]])
+def test_parts_of_a_body_are_framed_as_h11_frames_them(headers: list[tuple[bytes, bytes]]) -> None:
+    sent = []
+    for server in (h11.Connection(h11.SERVER), connections._StrictH11(h11.SERVER)):
+        server.receive_data(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        server.next_event()
+        parts = [h11.Data(data=part) for part in (b"ab", b"", b"cdef")]
+        events = [h11.Response(status_code=200, headers=headers), *parts, h11.EndOfMessage()]
+        sent.append([server.send(event) for event in events])
+    assert sent[0] == sent[1]
 
 
 def test_garbage_after_a_request_is_harmless(strict_server: RunningServer) -> None:

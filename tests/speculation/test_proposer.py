@@ -22,8 +22,9 @@ class Scripted:
         self.live: set[str] = set()
         self.asked: list[int] = []
 
-    def start(self, state: RequestState) -> None:
+    def start(self, state: RequestState) -> bool | None:
         self.live.add(state.id)
+        return None
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
         self.live.remove(request_id)
@@ -250,6 +251,29 @@ def test_method_selects_the_drafters() -> None:
     assert (first.live, second.live) == (set(), {"named"})
     assert proposer.propose([off, named]) == (None, Draft((5,), "second"))
     assert first.asked == []
+
+
+def test_drafter_that_refuses_a_request_is_not_asked_for_it() -> None:
+    """Its start() returns False: neither propose() nor finish() follows."""
+    choosy, other = Choosy("choosy", (4,)), Scripted("other", (5,))
+    proposer = Proposer((choosy, other), 10, FixedLength(4))
+    assert propose(proposer, state_of("a"), state_of("wanted")) == (
+        Draft((5,), "other"),
+        Draft((4,), "choosy"),
+    )
+    assert len(choosy.asked) == 1 and len(other.asked) == 2
+    for name in ("a", "wanted"):
+        proposer.finish(name)
+    assert choosy.live == other.live == set() and not proposer.errors
+
+
+class Choosy(Scripted):
+    """Drafts for one request only."""
+
+    def start(self, state: RequestState) -> bool:
+        if state.id == "wanted":
+            super().start(state)
+        return state.id == "wanted"
 
 
 class Books(FixedLength):

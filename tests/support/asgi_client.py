@@ -36,7 +36,7 @@ class InProcessEngineClient:
         self.readiness = Readiness("ok")
         self.on_step: Callable[[StepStats], None] | None = None
         self.on_restart: Callable[[str], None] | None = None
-        self._queues: dict[str, asyncio.Queue[Event | None]] = {}
+        self._listeners: dict[str, Callable[[Event | None], None]] = {}
         self._stepping: asyncio.Task[None] | None = None
 
     async def start(self) -> EngineInfo:
@@ -44,11 +44,15 @@ class InProcessEngineClient:
         return self.info
 
     def submit(self, request: Request) -> AsyncIterator[Event]:
-        self._queues[request.id] = asyncio.Queue()
+        queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        self.listen(request, queue.put_nowait)
+        return self._events(queue)
+
+    def listen(self, request: Request, on_event: Callable[[Event | None], None]) -> None:
+        self._listeners[request.id] = on_event
         self.local.submit(request)
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())
-        return self._events(request.id)
 
     def finish(self, request_id: str, num_tokens: int) -> None:
         self.local.finish(request_id, num_tokens)
@@ -62,16 +66,12 @@ class InProcessEngineClient:
         self.alive = False
 
     def _forget(self, request_id: str) -> None:
-        if (queue := self._queues.pop(request_id, None)) is not None:
-            queue.put_nowait(None)
+        if (on_event := self._listeners.pop(request_id, None)) is not None:
+            on_event(None)
 
-    async def _events(self, request_id: str) -> AsyncIterator[Event]:
-        queue = self._queues[request_id]
+    async def _events(self, queue: asyncio.Queue[Event | None]) -> AsyncIterator[Event]:
         while (event := await queue.get()) is not None:
             yield event
-            if not isinstance(event, TokenEvent) or event.finish_reason is not None:
-                self._queues.pop(request_id, None)
-                return
 
     async def _step(self) -> None:
         while not self.local.idle:
@@ -80,8 +80,10 @@ class InProcessEngineClient:
             if self.on_step is not None:
                 self.on_step(report.stats)
             for event in report.events:
-                if event.request_id in self._queues:
-                    self._queues[event.request_id].put_nowait(event)
+                if event.request_id in self._listeners:
+                    self._listeners[event.request_id](event)
+                if not isinstance(event, TokenEvent) or event.finish_reason is not None:
+                    self._forget(event.request_id)
             await asyncio.sleep(0)
 
 

@@ -1,4 +1,4 @@
-"""An engine process that crashes or hangs where a request id says; an `entry_module` of SubprocessClient.
+"""An engine process that crashes or hangs where a request id says; an `entry_module` of ForkServer.
 
 "FAULT-NUMBER-ANYTHING" triggers the fault once the answer has NUMBER tokens, "FAULT-encoding-ANYTHING" while
 an image of the request is encoded. A resumed request triggers no fault again, except "poison". Every step

@@ -100,6 +100,7 @@ class FakeEngineClient:
         self.finished: list[tuple[str, int]] = []
         self.aborted: list[str] = []
         self.live: set[str] = set()
+        self._deliveries: list[asyncio.Task[None]] = []
         self._info = info or engine_info()
 
     @property
@@ -122,6 +123,16 @@ class FakeEngineClient:
         self.submitted.append(request)
         self.live.add(request.id)
         return self._events(request)
+
+    def listen(self, request: Request, on_event: Callable[[Event | None], None]) -> None:
+        events = self.submit(request)
+
+        async def deliver() -> None:
+            async for event in events:
+                on_event(event)
+            on_event(None)
+
+        self._deliveries.append(asyncio.create_task(deliver()))
 
     def finish(self, request_id: str, num_tokens: int) -> None:
         self.finished.append((request_id, num_tokens))

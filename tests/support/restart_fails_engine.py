@@ -1,4 +1,4 @@
-"""An engine process that is killed in its first step; an `entry_module` of SubprocessClient."""
+"""An engine process that is killed in its first step; an `entry_module` of ForkServer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine process that is killed before it is ready; an `entry_module` of SubprocessClient."""
+"""An engine process that is killed before it is ready; an `entry_module` of ForkServer."""
 
 from __future__ import annotations
 

@@ -64,6 +64,16 @@ def test_job_that_ends_its_worker_fails_alone(pool: WorkerPool, job: bytes, reas
     assert pid_of(pool) != before
 
 
+def test_worker_that_runs_gets_the_next_job_before_another_is_started() -> None:
+    pool = WorkerPool(MODULE, "echo", lambda: b"hello ", LIMITS, num_workers=2)
+    try:
+        for _ in range(3):
+            run(pool)
+        assert [worker.process is not None for worker in pool.workers].count(True) == 1
+    finally:
+        pool.close()
+
+
 def test_killed_worker_is_overload_not_a_failed_job(pool: WorkerPool) -> None:
     """The kernel's OOM killer picks any process."""
     pid = pid_of(pool)

@@ -21,6 +21,7 @@ from typing import Any
 from foreword.bench.gpu.config import BenchConfig, write_model
 from foreword.bench.gpu.device import BenchDevice, IdleShare
 from foreword.bench.gpu.report import Report
+from foreword.bench.regime import require
 from foreword.config.options import Config
 from foreword.core.outputs import ErrorEvent, StepReport, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
@@ -133,6 +134,11 @@ class BenchResult:
     @property
     def step_s(self) -> float:
         return self.seconds / max(self.steps, 1)
+
+    def check(self) -> None:
+        """Raise RegimeError unless all requests ran until the last step, and none was computed twice."""
+        require("preemptions", self.preemptions, 0)
+        require("lengths of answers", len({len(ids) for ids in self.tokens}), 1)
 
     def stage_us(self, name: str) -> float:
         """Median of a step."""

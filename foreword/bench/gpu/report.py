@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from foreword.bench.regime import RegimeError, checked_share
 from foreword.bench.session import ResultFile, without_nan, write_result
 from foreword.cli.terminal import stderr_console
 
 __all__ = ["Report", "SectionTimeUp"]
 
 TRACEBACK_LINES = 12
+SHARES = ("of bandwidth", "of product")  # figures with these names are shares of a ceiling
 MIN_LEFT_S = 1.0  # with less time left, no further part or engine starts
 
 
@@ -63,8 +65,18 @@ class Report:
             return
         stderr_console().print(f"{name} ...", style="dim")
         with self.guard(part):
-            self.figures.setdefault(self._section, {})[part] = dict(run())
+            self.figures.setdefault(self._section, {})[part] = self._without_wrong_shares(dict(run()))
         self.write()
+
+    def _without_wrong_shares(self, figures: dict[str, Any]) -> dict[str, Any]:
+        """Void shares of a ceiling that are beyond it; the part's check fails."""
+        for name, value in figures.items():
+            if name.endswith(SHARES):
+                try:
+                    checked_share(value, 1.0)
+                except RegimeError as error:
+                    figures = figures | {name: str(error), "ok": False}
+        return figures
 
     @contextmanager
     def guard(self, part: str) -> Iterator[None]:

@@ -33,6 +33,7 @@ from foreword.bench.gpu.engines import (
     with_method,
 )
 from foreword.bench.gpu.report import Report
+from foreword.bench.regime import require
 from foreword.bench.shapes import ModelShape
 from foreword.core.request import Request
 from foreword.core.structured_output import StructuredOutput
@@ -130,7 +131,7 @@ def _fast_math(config: BenchConfig, exact: BenchEngine, fast: BenchEngine, role:
 
 
 def _host_drafters(config: BenchConfig, engine: BenchEngine, role: str) -> Mapping[str, Any]:
-    """Added step time of drafters on the host: random text has no drafts, so the search alone is measured."""
+    """Added step time of drafters on the host: in random text few drafts are found, as the figures say."""
     figures: dict[str, Any] = {}
     for count in (config.streams[0], config.streams[-1]):
         plain = _requests(config, role, count, temperature=1.0)
@@ -147,6 +148,8 @@ def _host_drafters(config: BenchConfig, engine: BenchEngine, role: str) -> Mappi
             )
             drafting = statistics.median(result.stage_us("draft") for result in rounds[name])
             figures[f"{count} {name} drafting us"] = drafting
+            tokens = [result.drafted / result.steps for result in rounds[name]]
+            figures[f"{count} {name} draft tokens a step"] = statistics.median(tokens)
     return figures
 
 
@@ -204,6 +207,7 @@ def _compare(
         "tok/s": statistics.median(result.rate for result in rounds["on"]),
         "tokens a step": tokens_per_step / len(requests),
     }
+    require("draft tokens verified without speculation", sum(one.drafted for one in rounds["off"]), 0)
     num_drafted = sum(result.drafted for result in rounds["on"])
     accepted = sum(result.accepted for result in rounds["on"])
     return {**figures, "acceptance": accepted / num_drafted} if num_drafted else figures
@@ -273,12 +277,13 @@ def _transformers_token_s(config: BenchConfig, model: Any, request: Request) -> 
 
 
 def _run_paired(runs: Runs, rounds: int) -> dict[str, list[BenchResult]]:
-    """Each run once a round, in rotated order; an uncounted first round warms up."""
+    """Each run once a round, in rotated order; an uncounted first round warms up. Raises RegimeError."""
     results: dict[str, list[BenchResult]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         for name in rotate(tuple(runs), number):
             result = runs[name]()
             if number:
+                result.check()
                 results[name].append(result)
     return results
 

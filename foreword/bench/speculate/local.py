@@ -18,6 +18,7 @@ from foreword.bench.common import rotate
 from foreword.bench.speculate.types import (
     ADAPTIVE,
     OFF,
+    REPLAY,
     BenchRepetition,
     Mode,
     PairedRun,
@@ -54,9 +55,7 @@ __all__ = [
     "replay_categories",
 ]
 
-
-PREFIX = "replay "
-MIXED_REPLAY = PREFIX + "mixed"
+MIXED_REPLAY = REPLAY + "mixed"
 RANDOM = "random"
 
 
@@ -141,6 +140,7 @@ class _RepetitionRun:
         self._stages: Counter[str] = Counter()
         self._draft_stats: dict[str, SpecDecodeStats] = {}
         self._before = engine.stats
+        self._max_at_once = 0
 
     def run(self, concurrency: int) -> BenchRepetition:
         started = time.perf_counter()
@@ -158,7 +158,15 @@ class _RepetitionRun:
         before, after = self._before, self._engine.stats
         preemptions = after.preemptions_total - before.preemptions_total
         drafting = drafting_since(before.drafting, after.drafting)
-        return BenchRepetition(results, seconds, dict(self._stages), self._draft_stats, preemptions, drafting)
+        return BenchRepetition(
+            results,
+            seconds,
+            dict(self._stages),
+            self._draft_stats,
+            preemptions,
+            drafting,
+            self._max_at_once,
+        )
 
     def _submit(self, number: int, history: tuple[str, ...]) -> None:
         """Submit a conversation's next turn, unless its history exceeds the context."""
@@ -197,6 +205,8 @@ class _RepetitionRun:
 
     def _process_report(self, report: StepReport) -> None:
         now = time.perf_counter()
+        ended = sum(getattr(event, "finish_reason", None) is not None for event in report.events)
+        self._max_at_once = max(self._max_at_once, report.stats.requests_running + ended)
         self._stages.update(report.stats.stage_seconds)
         for event in report.events:
             if isinstance(event, ErrorEvent):
@@ -248,6 +258,7 @@ class LocalTarget:
         for mode in rotate((OFF, *modes), number):
             salt = f"{case.name}, {mode.name}, round {number}"
             rounds[mode.name] = self.engines[mode.engine].run(conversations, mode, case.concurrency, salt)
+            rounds[mode.name].check(case, mode)
         return {mode.name: PairedRun(rounds[OFF.name], rounds[mode.name]) for mode in modes}
 
 
@@ -263,7 +274,7 @@ def parse_acceptance_rates(text: str) -> tuple[float, ...]:
 
 
 def replay_categories(rates: Sequence[float]) -> tuple[str, ...]:
-    return (*(f"{PREFIX}{rate:g}" for rate in rates), *((MIXED_REPLAY,) if len(rates) > 1 else ()))
+    return (*(f"{REPLAY}{rate:g}" for rate in rates), *((MIXED_REPLAY,) if len(rates) > 1 else ()))
 
 
 def make_replay_conversations(
@@ -292,7 +303,7 @@ def record_outputs(
             rate = (
                 rates[result.conversation % len(rates)]
                 if category == MIXED_REPLAY
-                else float(category.removeprefix(PREFIX))
+                else float(category.removeprefix(REPLAY))
             )
             line = {"prompt_token_ids": result.prompt_ids, "token_ids": result.output}
             lines.append({**line, "seed": result.seed, "error_rate": 1.0 - rate})

@@ -95,6 +95,8 @@ class RemoteTarget:
             ordered.name: self._run_repetition(conversations, ordered, case.concurrency)
             for ordered in rotate((OFF, mode), number)
         }
+        for ordered in (OFF, mode):
+            rounds[ordered.name].check(case, ordered)
         return PairedRun(rounds[OFF.name], rounds[mode.name])
 
     def _run_repetition(
@@ -102,7 +104,7 @@ class RemoteTarget:
     ) -> BenchRepetition:
         before = self.read_counters()
         started = time.perf_counter()
-        results = asyncio.run(self._run_conversations(conversations, mode, concurrency))
+        results, at_once = asyncio.run(self._run_conversations(conversations, mode, concurrency))
         seconds = time.perf_counter() - started
         after = self.read_counters()
         stages = {
@@ -111,21 +113,30 @@ class RemoteTarget:
             if name == "step_seconds_sum"
         }
         preemptions = _increase(before, after, "preemptions_total", "")
-        return BenchRepetition(tuple(results), seconds, stages, draft_stats_since(before, after), preemptions)
+        drafts = draft_stats_since(before, after)
+        return BenchRepetition(tuple(results), seconds, stages, drafts, preemptions, max_at_once=at_once)
 
     async def _run_conversations(
         self, conversations: Sequence[Conversation], mode: Mode, concurrency: int
-    ) -> list[RequestResult]:
+    ) -> tuple[list[RequestResult], int]:
+        """Also the most conversations in flight."""
         semaphore = asyncio.Semaphore(concurrency)
+        running = most = 0
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         async with httpx.AsyncClient(**self._options, limits=limits) as http:
 
             async def run(number: int, conversation: Conversation) -> list[RequestResult]:
+                nonlocal running, most
                 async with semaphore:
-                    return await run_conversation(http, self.model, number, conversation, mode)
+                    running += 1
+                    most = max(most, running)
+                    try:
+                        return await run_conversation(http, self.model, number, conversation, mode)
+                    finally:
+                        running -= 1
 
             results = await asyncio.gather(*(run(*item) for item in enumerate(conversations)))
-        return [result for of_conversation in results for result in of_conversation]
+        return [result for of_conversation in results for result in of_conversation], most
 
     def _tokens(self, text: str) -> list[int]:
         return list(json.loads(self._request("POST", "/tokenize", {"prompt": text}))["tokens"])

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foreword.bench.common import print_table, ratio_legend, ratio_number, ratio_text, verdict
+from foreword.bench.common import NO_DRAFTS, print_table, ratio_legend, ratio_number, ratio_text, verdict
 from foreword.bench.speculate.statistics import best_fixed, mode_figures, repetition_figures
-from foreword.bench.speculate.types import AUTO, FIXED, OFF, Mode, PairedRun, SpecCase
+from foreword.bench.speculate.types import AUTO, FIXED, OFF, PLAIN, Mode, PairedRun, SpecCase
 
 __all__ = ["case_result", "print_result", "worst_cases"]
 
@@ -119,11 +119,19 @@ def _summary(result: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
     lines = []
     for mode in result["modes"]:
         measured = [cell["modes"][mode] for cell in cells if mode in cell["modes"] and mode != OFF.name]
-        counts = Counter(verdict(figures.get("throughput", {})) for figures in measured)
-        verdicts = ", ".join(f"{name} in {counts[name]}" for name in ("faster", "slower", "unclear"))
+        counts = Counter(_verdict(mode, figures) for figures in measured)
+        names = ("faster", "slower", "unclear", *((NO_DRAFTS,) if counts[NO_DRAFTS] else ()))
+        verdicts = ", ".join(f"{name} in {counts[name]}" for name in names)
         name = result["speculate"] if mode == AUTO.name else mode
         lines += [f"{name} against off: {verdicts} of {len(measured)} cells."] if measured else []
     return "\n".join([*lines, f"Answers {'equal' if result['equal'] else 'NOT EQUAL'} in all modes."])
+
+
+def _verdict(mode: str, figures: Mapping[str, Any]) -> str:
+    """Of a mode that verified no draft, a ratio says nothing about drafts."""
+    if not figures.get("drafted") and mode != PLAIN:
+        return NO_DRAFTS
+    return verdict(figures.get("throughput", {}))
 
 
 def _load(case: Mapping[str, Any]) -> tuple[bool, int]:
@@ -143,7 +151,7 @@ def _rows(case: Mapping[str, Any], with_fixed: bool, all_drafters: str) -> list[
                 "" if rows else case["category"],
                 (all_drafters if mode == AUTO.name else mode) + ("" if figures["equal"] else " NOT EQUAL"),
                 ratio_text(figures.get("throughput")),
-                verdict(figures.get("throughput", {})),
+                _verdict(mode, figures),
                 *((fixed,) if with_fixed else ()),
                 _share(figures.get("acceptance")),
                 f"{figures['tokens_per_step']:.2f}",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from foreword.bench.regime import require
 from foreword.bench.speculate.workloads import Conversation
 from foreword.core.outputs import DraftingStats
 from foreword.core.params import Speculation
@@ -17,6 +18,7 @@ __all__ = [
     "FIXED",
     "OFF",
     "PLAIN",
+    "REPLAY",
     "BenchRepetition",
     "BenchTarget",
     "Mode",
@@ -30,6 +32,7 @@ Key = TypeVar("Key", str, int)
 
 # Engines: the measured one, one with fixed draft lengths, one started without speculation.
 ADAPTIVE, FIXED, PLAIN = "adaptive", "fixed", "plain"
+REPLAY = "replay "  # categories of recorded answers begin with this
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,11 @@ class SpecCase:
     @property
     def name(self) -> str:
         return f"{self.category} x{self.concurrency}" + (", cache full" if self.full else "")
+
+    @property
+    def is_replay(self) -> bool:
+        """Every step has a draft of any length: the recorded answer."""
+        return self.category.startswith(REPLAY)
 
 
 @dataclass(slots=True)
@@ -89,6 +97,7 @@ class BenchRepetition:
     draft_stats: Mapping[str, SpecDecodeStats]  # by drafter
     preemptions: int = 0
     drafting: DraftingStats | None = None  # decisions of the policy in this round; None from a server
+    max_at_once: int = 0  # requests in one step, or in flight to a server
 
     @property
     def outputs(self) -> tuple[Sequence[int] | str, ...]:
@@ -97,6 +106,31 @@ class BenchRepetition:
     @property
     def num_tokens(self) -> int:
         return sum(result.num_tokens for result in self.results)
+
+    @property
+    def num_drafted(self) -> int:
+        """Draft tokens that were verified."""
+        return sum(stats.num_drafted for stats in self.draft_stats.values())
+
+    def check(self, case: SpecCase, mode: Mode) -> None:
+        """Raise RegimeError where the round was not what the case and the mode claim."""
+        if any(result.error is not None for result in self.results):
+            return  # reported with the case
+        if not case.full:
+            require(f"{mode.name}: requests at once", self.max_at_once, case.concurrency)
+        if mode.speculation.method == "off":
+            require(f"{mode.name}: draft tokens verified", self.num_drafted, 0)
+        elif mode.engine == FIXED and case.is_replay:
+            lengths = [len(stats.drafted_per_position) for stats in self.draft_stats.values()]
+            room = max(result.num_tokens for result in self.results) - 2  # beside the first and the last
+            wanted = min(mode.speculation.max_tokens or 0, room)
+            longest = min(max(lengths, default=0), room)
+            require(f"{mode.name}: tokens of the longest verified draft", longest, wanted)
+        conversations = case.make(0)
+        for result in self.results:
+            asked = conversations[result.conversation]
+            if asked.ignore_eos:
+                require(f"{mode.name}: tokens of an answer", result.num_tokens, asked.max_tokens)
 
     @property
     def bursts(self) -> int:
@@ -136,6 +170,7 @@ def drafting_since(before: DraftingStats, after: DraftingStats) -> DraftingStats
         no_draft_counts=_increase(before.no_draft_counts, after.no_draft_counts),
         predicted_seconds=after.predicted_seconds - before.predicted_seconds,
         realised_seconds=after.realised_seconds - before.realised_seconds,
+        plain_seconds=after.plain_seconds - before.plain_seconds,
         exploring_seconds=after.exploring_seconds - before.exploring_seconds,
     )
 

@@ -214,7 +214,7 @@ class CpuOps(NativeSampling, UnfusedOps):
         if batch is None:
             self._run_program((Instruction * 1)(instruction), ProgramInputs(num_rows=written.shape[0]))
         else:
-            program_inputs, _query_start_loc = build_inputs(batch)  # the tensor must outlive the call
+            program_inputs, _query_start_loc = build_inputs(batch)  # the array must outlive the call
             self._run_program((Instruction * 1)(instruction), program_inputs)
         if self._builder is not None:
             self._builder.add(instruction, inputs, out, (target, keep_alive))

@@ -32,8 +32,8 @@ __all__ = [
     "supported_isas",
 ]
 
-ABI_VERSION = 7  # version of the signatures and structures below, as in api.cpp
-ISAS = ("portable", "avx2", "avx512", "amx")  # enum Isa
+ABI_VERSION = 8  # version of the signatures and structures below, as in api.cpp
+ISAS = ("portable", "avx2", "avx2-vnni", "avx512", "amx", "neon")  # enum Isa
 FORMAT_NAMES = [
     "float32",
     "bfloat16",
@@ -178,6 +178,8 @@ SIGNATURES = MappingProxyType(
         "foreword_keep_allowed": (None, *ROW_ARGS, c_void_p, c_int64),
         "foreword_keep_top_k": (None, *ROW_ARGS, c_void_p),
         "foreword_keep_top_p": (None, *ROW_ARGS, c_void_p),
+        "foreword_mask_ids": (None, *ROW_ARGS, c_void_p, c_int64),
+        "foreword_apply_temperature": (None, *ROW_ARGS, c_void_p),
         "foreword_keep_min_p": (None, *ROW_ARGS, c_void_p),
         "foreword_keep_typical_p": (None, *ROW_ARGS, c_void_p),
         "foreword_keep_top_n_sigma": (None, *ROW_ARGS, c_void_p),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
+from array import array
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,6 +53,12 @@ class NativeSampling(ReferenceSampling):
         masks = masks.cpu().contiguous()
         self._call(self._library.foreword_keep_allowed, logits, masks, masks.shape[1])
 
+    def mask_ids(self, logits: Tensor, ids: Tensor) -> None:
+        if not _is_supported(logits):
+            return super().mask_ids(logits, ids)
+        assert ids.dtype == torch.int64 and ids.is_contiguous() and ids.is_cpu
+        self._call(self._library.foreword_mask_ids, logits, ids, len(ids))
+
     def add_bias(self, logits: Tensor, starts: Tensor, ids: Tensor, biases: Tensor) -> None:
         if not _is_supported(logits):
             return super().add_bias(logits, starts, ids, biases)
@@ -75,6 +83,11 @@ class NativeSampling(ReferenceSampling):
             return False
         self._call(function, logits, _check_per_row(values, logits, dtype))
         return True
+
+    def apply_temperature(self, logits: Tensor, temperatures: Tensor) -> None:
+        function = self._library.foreword_apply_temperature
+        if not self._apply_filter(function, logits, temperatures, torch.float32):
+            super().apply_temperature(logits, temperatures)
 
     def apply_top_n_sigma(self, logits: Tensor, n: Tensor) -> None:
         if not self._apply_filter(self._library.foreword_keep_top_n_sigma, logits, n, torch.float64):
@@ -111,9 +124,21 @@ class NativeSampling(ReferenceSampling):
         seeds = _check_per_row(seeds, logits, torch.int64)
         positions = _check_per_row(positions, logits, torch.int64)
         greedy = _check_per_row(greedy, logits, torch.bool)
-        out = torch.empty(logits.shape[0], dtype=torch.int64)
+        out = torch.from_numpy(np.empty(logits.shape[0], np.int64))
         self._call(self._library.foreword_sample, logits, seeds, positions, greedy, out)
         return out
+
+    def sample_to_host(
+        self, logits: Tensor, seeds: array[int], positions: array[int], greedy: array[int]
+    ) -> list[int]:
+        if not _is_supported(logits):
+            return super().sample_to_host(logits, seeds, positions, greedy)
+        num_rows, vocab_size = logits.shape
+        assert len(seeds) == len(positions) == len(greedy) == num_rows
+        token_ids = array("q", bytes(8 * num_rows))
+        addresses = [values.buffer_info()[0] for values in (seeds, positions, greedy, token_ids)]
+        self._library.foreword_sample(self._cpu_context, logits.data_ptr(), num_rows, vocab_size, *addresses)
+        return token_ids.tolist()
 
     def _call(self, function: Callable[..., None], logits: Tensor, *args: Tensor | int) -> None:
         """Call a C function on rows of logits; tensors are passed as pointers."""
@@ -128,8 +153,7 @@ def _delete_context(library: ctypes.CDLL, cpu_context: int, owner_pid: int) -> N
 
 
 def _is_supported(logits: Tensor) -> bool:
-    on_cpu = logits.device.type == "cpu" and logits.dtype == torch.float32
-    return on_cpu and logits.dim() == 2 and logits.is_contiguous()
+    return logits.is_cpu and logits.dtype == torch.float32 and logits.dim() == 2 and logits.is_contiguous()
 
 
 def _check_ids(starts: Tensor, ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,5 +165,6 @@ def _check_ids(starts: Tensor, ids: Tensor, logits: Tensor) -> tuple[Tensor, Ten
 
 def _check_per_row(values: Tensor, logits: Tensor, dtype: torch.dtype) -> Tensor:
     """Check values [R], which C++ reads through a pointer; the caller keeps the result alive."""
-    assert values.dtype == dtype and values.shape == logits.shape[:1], f"wanted {dtype} [{logits.shape[0]}]"
-    return values.cpu().contiguous()
+    is_per_row = values.dtype == dtype and values.dim() == 1 and len(values) == len(logits)
+    assert is_per_row, f"wanted {dtype} [{len(logits)}]"
+    return values if values.is_cpu and values.is_contiguous() else values.cpu().contiguous()

@@ -7,11 +7,14 @@ namespace foreword {
 namespace {
 
 constexpr int64_t MIN_PARALLEL_WORK = 1 << 16;  // products of pairs and KV values; fewer are done sooner than a thread wakes
+constexpr int64_t TASKS_PER_THREAD = 4;         // of a long prompt
 
 // The tasks of one call. A request with few rows has a task for each split; their states are merged from shared memory.
 class Plan {
 public:
-    explicit Plan(const AttentionArgs& args) : args_(args), group_(args.heads / args.kv.heads) {
+    Plan(const AttentionArgs& args, int threads) : args_(args), group_(args.heads / args.kv.heads) {
+        const int64_t fair = args.query_start_loc[args.num_requests] * args.heads / (threads * TASKS_PER_THREAD);
+        max_rows_ = std::max<int64_t>(std::clamp(fair, MIN_PAIRS, MAX_PAIRS) / group_, 1);
         for (int64_t request = 0; request < args.num_requests; request++) add_request(request);
     }
 
@@ -26,9 +29,9 @@ public:
 private:
     void add_request(int64_t request) {
         const int64_t begin = args_.query_start_loc[request], end = args_.query_start_loc[request + 1];
-        const int64_t most = std::max<int64_t>(MAX_PAIRS / group_, 1);
-        for (int64_t row = begin; row < end; row += most) {
-            for (int64_t head = 0; head < args_.kv.heads; head++) add(request, head, row, std::min(most, end - row), end - begin);
+        for (int64_t row = begin; row < end; row += max_rows_) {
+            const int64_t rows = std::min(max_rows_, end - row);
+            for (int64_t head = 0; head < args_.kv.heads; head++) add(request, head, row, rows, end - begin);
         }
     }
 
@@ -67,6 +70,7 @@ private:
 
     const AttentionArgs& args_;
     const int64_t group_;
+    int64_t max_rows_;  // of a task
 };
 
 // body(task, thread) for all tasks, by this thread alone for little work.
@@ -78,8 +82,8 @@ void for_each(ThreadPool& pool, const std::vector<AttnTask>& tasks, bool alone, 
 }
 
 void attend(Context& context, const AttentionArgs& args, const AttentionKernels& kernels) {
-    const Plan plan(args);
     ThreadPool& pool = context.pool;
+    const Plan plan(args, pool.size());
     auto* shared = reinterpret_cast<float*>(context.shared.get(plan.states * bytes_of(Type::F32)));
     for_each(pool, plan.tasks, plan.work < MIN_PARALLEL_WORK, [&](const AttnTask& task, int thread) {
         kernels.attend(pool, thread, args, task, task.states < 0 ? nullptr : shared + task.states);
@@ -94,7 +98,9 @@ void attend(Context& context, const AttentionArgs& args, const AttentionKernels&
 Attention attention(Isa isa) {
 #if FOREWORD_X86
     if (isa >= Isa::AVX512) return [](Context& context, const AttentionArgs& args) { attend(context, args, ATTENTION_AVX512); };
-    if (isa == Isa::AVX2) return [](Context& context, const AttentionArgs& args) { attend(context, args, ATTENTION_AVX2); };
+    if (isa >= Isa::AVX2) return [](Context& context, const AttentionArgs& args) { attend(context, args, ATTENTION_AVX2); };
+#elif FOREWORD_ARM
+    if (isa == Isa::NEON) return [](Context& context, const AttentionArgs& args) { attend(context, args, ATTENTION_NEON); };
 #endif
     static_cast<void>(isa);
     return [](Context& context, const AttentionArgs& args) { attend(context, args, ATTENTION_PORTABLE); };

@@ -11,7 +11,7 @@
 namespace foreword {
 
 constexpr int64_t SPLIT = 512;     // positions
-constexpr int64_t MAX_PAIRS = 112;  // that share one packed split of a KV head
+constexpr int64_t MIN_PAIRS = 112, MAX_PAIRS = 448;  // of a task: they share one packed split of a KV head
 
 // State of a pair: the largest score (to base 2), the sum of weights, then from HEADER on the weighted values.
 constexpr int64_t TOP = 0, TOTAL = 1, HEADER = 16;
@@ -48,6 +48,8 @@ extern const AttentionKernels ATTENTION_PORTABLE;
 #if FOREWORD_X86
 extern const AttentionKernels ATTENTION_AVX2;
 extern const AttentionKernels ATTENTION_AVX512;
+#elif FOREWORD_ARM
+extern const AttentionKernels ATTENTION_NEON;
 #endif
 
 }  // namespace foreword

@@ -28,15 +28,15 @@ struct Bf16PairProduct {
 
     static Vec multiply(Vec sum, float left, Vec right) { return _mm512_dpbf16_ps(sum, as_bf16(splat(left)), as_bf16(right)); }
 
-    static Vec load_pairs(const Bf16* p) { return _mm512_castsi512_ps(_mm512_loadu_si512(p)); }
-    static Vec load_pairs(const int8_t* p) { return reinterpret_cast<Vec>(_mm512_cvtne2ps_pbh(load(p + LANES), load(p))); }
+    static Vec whole_elements(const Bf16* p) { return _mm512_castsi512_ps(_mm512_loadu_si512(p)); }
+    static Vec whole_elements(const int8_t* p) { return reinterpret_cast<Vec>(_mm512_cvtne2ps_pbh(load(p + LANES), load(p))); }
 
     template <class T>
     static Vec elements(const T* p, int64_t left) {
-        if (left >= 2 * LANES) return load_pairs(p);
+        if (left >= 2 * LANES) return whole_elements(p);
         T padded[2 * LANES] = {};
         std::memcpy(padded, p, left * sizeof(T));
-        return load_pairs(padded);
+        return whole_elements(padded);
     }
 
     static void interleave(Vec (&rows)[2]) {

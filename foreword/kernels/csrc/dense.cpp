@@ -5,6 +5,7 @@
 namespace foreword {
 namespace {
 
+constexpr int64_t STREAM_ROWS = 32;        // up to which weights are streamed
 constexpr int64_t PASS_ROWS = 256;         // a chain of these rows stays in the L2 cache
 constexpr int64_t STRIP_TILES = 8;         // tiles that use it in turn
 constexpr int64_t ITEM_BYTES = 96 * 1024;  // of weights: long enough to stream, short enough to share
@@ -16,7 +17,7 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Few rows: weights are streamed, so a work item is a run of weights. Many rows: it needs full inner loops.
 DenseTiling choose_tiling(const DenseShape& shape, int threads) {
-    const bool few = shape.rows <= shape.group_rows;
+    const bool few = shape.rows <= std::max(shape.group_rows, STREAM_ROWS);
     const int64_t most = round_up(few ? divide_up(ITEM_BYTES, shape.tile_bytes) : STRIP_TILES, shape.group_tiles);
     const int64_t fair = divide_up(shape.tiles, threads * ITEMS_PER_THREAD);
     DenseTiling tiling;
@@ -29,13 +30,13 @@ DenseTiling choose_tiling(const DenseShape& shape, int threads) {
 
 Linear dense_linear(Isa isa) {
 #if FOREWORD_X86
-    switch (isa) {
-        case Isa::AMX: return dense_amx;
-        case Isa::AVX512: return dense_avx512;
-        case Isa::AVX2: return dense_avx2;
-        case Isa::PORTABLE: break;
-    }
+    if (isa == Isa::AMX) return dense_amx;
+    if (isa == Isa::AVX512) return dense_avx512;
+    if (isa >= Isa::AVX2) return dense_avx2;
+#elif FOREWORD_ARM
+    if (isa == Isa::NEON) return dense_neon;
 #endif
+    static_cast<void>(isa);
     return dense_portable;
 }
 

@@ -15,6 +15,8 @@ void dense_portable(Context& context, const LinearArgs& args);
 void dense_avx2(Context& context, const LinearArgs& args);
 void dense_avx512(Context& context, const LinearArgs& args);
 void dense_amx(Context& context, const LinearArgs& args);
+#elif FOREWORD_ARM
+void dense_neon(Context& context, const LinearArgs& args);
 #endif
 
 constexpr int64_t CHAIN = 256;              // values of k

@@ -174,6 +174,16 @@ void foreword_keep_allowed(CpuContext* cpu, float* logits, int64_t num_rows, int
              [&](Row row, int64_t r, int) { apply_mask_row(row, masks + r * num_words, num_words); });
 }
 
+void foreword_mask_ids(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const int64_t* ids, int64_t count) {
+    each_row(cpu, logits, num_rows, width, [&](Row row, int64_t, int) {
+        for (int64_t i = 0; i < count; i++) row.values[ids[i]] = MASKED;
+    });
+}
+
+void foreword_apply_temperature(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const float* by) {
+    each_row(cpu, logits, num_rows, width, [&](Row row, int64_t r, int) { apply_temperature_row(row, by[r]); });
+}
+
 void foreword_keep_top_k(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const int64_t* k) {
     each_row(cpu, logits, num_rows, width, [&](Row row, int64_t r, int) { apply_top_k_row(row, k[r]); });
 }

@@ -18,12 +18,13 @@ struct Plan {
     const QuantizedKernels& kernels;
     const LinearArgs& args;
     RowSize size;
+    int64_t row_words;     // words of a rounded row
     int64_t tile_stride;   // bytes
     int64_t item_tiles;    // tiles of one item
     int64_t column_items;  // items that make all columns
     int64_t chunk_rows;    // rows of one item
     int64_t group_rows;    // rows of a group, except the last one
-    int32_t* quads;
+    int32_t* words;
     float* scales;
     int32_t* sums;
 };
@@ -44,33 +45,31 @@ int64_t tiles_of_item(const LinearArgs& args, int64_t stride, int64_t together, 
 Plan make_plan(const QuantizedKernels& kernels, Context& context, const LinearArgs& args) {
     const Weight& weight = args.weight;
     const RowSize size = row_size(weight.format, weight.k);
+    const int64_t row_words = bits_of(weight.format) == 8 ? size.quads * kernels.x_words : size.quads;
     const int64_t stride = tile_bytes(weight.format, weight.k);
     const int64_t together = tiles_together(kernels, args);
     const int64_t item_tiles = tiles_of_item(args, stride, together, context.pool.size());
     const int64_t group = kernels.max_group;
-    const int64_t chunk = std::max<int64_t>(1, CHUNK_BYTES / (4 * size.quads) / group) * group;
-    auto* quads = reinterpret_cast<int32_t*>(context.shared.get(4 * args.rows * (size.quads + size.scales + size.sums)));
-    auto* scales = reinterpret_cast<float*>(quads + args.rows * size.quads);
-    auto* sums = quads + args.rows * (size.quads + size.scales);
+    const int64_t chunk = std::max<int64_t>(1, CHUNK_BYTES / (4 * row_words) / group) * group;
+    auto* words = reinterpret_cast<int32_t*>(context.shared.get(4 * args.rows * (row_words + size.scales + size.sums)));
+    auto* scales = reinterpret_cast<float*>(words + args.rows * row_words);
+    auto* sums = words + args.rows * (row_words + size.scales);
     const int64_t column_items = ceil_div(num_tiles(weight.n), item_tiles);
-    return {kernels, args, size, stride, item_tiles, column_items, chunk, group, quads, scales, sums};
+    return {kernels, args, size, row_words, stride, item_tiles, column_items, chunk, group, words, scales, sums};
 }
 
 // The group from row `begin`.
 Group group_at(const Plan& plan, int64_t begin) {
     const int64_t rows = std::min(plan.group_rows, plan.args.rows - begin);
     const RowSize& size = plan.size;
-    return {plan.quads + begin * size.quads, plan.scales + begin * size.scales, plan.sums + begin * size.sums, rows};
+    return {plan.words + begin * plan.row_words, plan.scales + begin * size.scales, plan.sums + begin * size.sums, rows};
 }
 
 void round_group(const Plan& plan, int64_t begin) {
     const LinearArgs& args = plan.args;
     const Group group = group_at(plan, begin);
-    const Rounding rounding = rounding_of(args.weight.format);
-    for (int64_t row = 0; row < group.rows; row++) {
-        const char* x = args.x.data + (begin + row) * args.x.stride;
-        plan.kernels.round_row(rounding, plan.size, args.x_type, x, args.weight.k, row, group);
-    }
+    const RowView x{args.x.data + begin * args.x.stride, args.x.stride};
+    plan.kernels.round_rows[index_of(args.weight.format)](plan.size, args.x_type, x, args.weight.k, group);
 }
 
 void round_rows(ThreadPool& pool, const Plan& plan) {
@@ -92,7 +91,7 @@ Output output_at(const LinearArgs& args, int64_t row, int64_t tile, int64_t coun
 void multiply_group(const Plan& plan, int64_t row, int64_t tile, int64_t count) {
     const LinearArgs& args = plan.args;
     const Group group = group_at(plan, row);
-    const auto& products = plan.kernels.products[static_cast<int>(args.weight.format) - static_cast<int>(Format::I8)];
+    const auto& products = plan.kernels.products[index_of(args.weight.format)];
     const Product product = count == 2 ? plan.kernels.pair : products[group.rows - 1];
     product(args.weight.tiles + tile * plan.tile_stride, plan.size, group, output_at(args, row, tile, count));
 }
@@ -136,7 +135,10 @@ Linear quantized_linear(Isa isa) {
 #if FOREWORD_X86
     if (isa == Isa::AMX) return quantized_amx;
     if (isa == Isa::AVX512) return linear<quantized_avx512>;
+    if (isa == Isa::AVX2_VNNI) return linear<quantized_avx2_vnni>;
     if (isa == Isa::AVX2) return linear<quantized_avx2>;
+#elif FOREWORD_ARM
+    if (isa == Isa::NEON) return linear<quantized_neon>;
 #endif
     (void)isa;
     return linear<quantized_portable>;

@@ -1,7 +1,8 @@
 // Products of int8-quantized rows with quantized weights: the part that all instruction sets share.
 //
-// Rows are taken in groups that share every load of a weight. Of a group of R rows, element i of row r (a quad of int8,
-// a scale, a sum) is element i * R + r: one broadcast each, side by side.
+// Rows are taken in groups that share every load of a weight. Of a group of R rows, element i of row r (a word of x, a
+// scale, a sum) is element i * R + r: one broadcast each, side by side. A word is a quad of int8; instruction sets without
+// products of bytes have two words of int16 a quad instead, for weights of 8 bits.
 #pragma once
 
 #include <cstdint>
@@ -16,20 +17,19 @@ constexpr int MAX_GROUP = 16;  // rows
 // How rows are quantized for a weight format.
 //   block   values that share a scale (their largest magnitude / 127); 0: the whole row
 //   part    values that share a sum; 0: the whole row
-//   weight  factor of each sum; 0: sums are stored as pairs of int16
+// A sum becomes the start value of the product (formats with a zero), or half of a pair of int16.
 struct Rounding {
     int64_t block, part;
-    int32_t weight;
 };
 
 constexpr Rounding rounding_of(Format format) {
-    if (format == Format::I8) return {0, 0, -zero_of(format)};
-    if (format == Format::Q6_K) return {SUPER, 16, -zero_of(format)};
-    if (is_super(format)) return {SUPER, 32, 0};
-    return {SMALL, SMALL, -zero_of(format)};
+    if (format == Format::I8) return {0, 0};
+    if (format == Format::Q6_K) return {SUPER, 16};
+    if (is_super(format)) return {SUPER, 32};
+    return {SMALL, SMALL};
 }
 
-// Elements of one rounded row: quads of int8, float32 scales, sums of 4 bytes.
+// Elements of one rounded row: quads of values, float32 scales, sums of 4 bytes.
 struct RowSize {
     int64_t quads, scales, sums;
 };
@@ -39,12 +39,12 @@ inline RowSize row_size(Format format, int64_t k) {
     const Rounding rounding = rounding_of(format);
     const int64_t blocks = (k + rounding.block - 1) / rounding.block;
     const int64_t parts = rounding.block / rounding.part;
-    return {blocks * rounding.block / 4, blocks, blocks * (rounding.weight == 0 ? parts / 2 : parts)};
+    return {blocks * rounding.block / 4, blocks, blocks * (zero_of(format) == 0 ? parts / 2 : parts)};
 }
 
 // A group of rounded rows; each pointer is its first element.
 struct Group {
-    int32_t* quads;
+    int32_t* words;
     float* scales;
     int32_t* sums;
     int64_t rows;
@@ -58,27 +58,34 @@ struct Output {
     const float* bias;
 };
 
-// Row `row` of the group from x [k].
-using RoundRow = void (*)(const Rounding&, const RowSize&, Type, const char* x, int64_t k, int64_t row, const Group&);
+// The rows of the group from x [rows, k].
+using RoundRows = void (*)(const RowSize&, Type, const RowView& x, int64_t k, const Group&);
 
 // The products of one tile with one group, to the output.
 using Product = void (*)(const uint8_t* tile, const RowSize&, const Group&, const Output&);
 
+constexpr int index_of(Format format) { return static_cast<int>(format) - static_cast<int>(Format::I8); }
+
 //   max_group  rows, at most MAX_GROUP
+//   x_words    words of a quad of x for weights of 8 bits: 1 or 2; for other weights it is 1
 //   pair       of two tiles of I8, one after the other, with a group of max_group; or null
-//   products   by format (from I8 on) and rows of the group - 1
+//   round_rows by index of the format
+//   products   by index of the format and rows of the group - 1
 struct QuantizedKernels {
-    int64_t max_group;
-    RoundRow round_row;
+    int64_t max_group, x_words;
     Product pair;
+    RoundRows round_rows[8];
     Product products[8][MAX_GROUP];
 };
 
 const QuantizedKernels& quantized_portable();
 #if FOREWORD_X86
 const QuantizedKernels& quantized_avx2();
+const QuantizedKernels& quantized_avx2_vnni();
 const QuantizedKernels& quantized_avx512();
 void quantized_amx(Context&, const LinearArgs&);  // uses AVX-512 for few rows
+#elif FOREWORD_ARM
+const QuantizedKernels& quantized_neon();
 #endif
 
 }  // namespace foreword

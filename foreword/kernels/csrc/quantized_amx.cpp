@@ -59,8 +59,8 @@ Panel make_panel(Context& context, const LinearArgs& args, int64_t first, int64_
 void round_to_panel(const LinearArgs& args, const Panel& panel, int64_t row, char* scratch) {
     const RowSize& size = panel.size;
     const Group alone{reinterpret_cast<int32_t*>(scratch), panel.scales + row * size.scales, panel.sums + row * size.sums, 1};
-    const char* x = args.x.data + (panel.first + row) * args.x.stride;
-    round_row(rounding_of(args.weight.format), size, args.x_type, x, args.weight.k, 0, alone);
+    const RowView x{args.x.data + (panel.first + row) * args.x.stride, args.x.stride};
+    quantized_avx512().round_rows[index_of(args.weight.format)](size, args.x_type, x, args.weight.k, alone);
     char* to = panel.x + row / HEIGHT * panel.group_bytes() + row % HEIGHT * LINE;
     for (int64_t step = 0; step < panel.steps; step++) std::memcpy(to + step * STEP_BYTES, scratch + step * LINE, LINE);
 }

@@ -1,4 +1,9 @@
-// Quantized products with AVX2. A product of two bytes is 16 bits wide: products are added in 16 bits as long as they fit.
+// Quantized products with AVX2.
+//
+// Weights of up to 6 bits: VPMADDUBSW, whose products are added in 16 bits as long as they fit.
+// Weights of 8 bits: VPMADDWD, and half as many multiplications by
+//     a*p + b*q = (a + q) * (b + p) - a*b - p*q
+// whose last two terms depend on x alone and on the weights alone: they are computed once for all columns and rows.
 #include "quantized.h"
 
 #if FOREWORD_X86
@@ -14,223 +19,281 @@
 namespace foreword {
 namespace {
 
-constexpr int64_t AHEAD = 8192;  // bytes of weights to prefetch into the L2 cache
+#include "quantized_avx2.inc"
 
-// Columns 0-7 and 8-15.
-struct Quads {
-    __m256i half[2];
+// With two weights (of 8 bits: four) of 16 registers, an x (two) and a product.
+template <int BITS>
+constexpr int RUN = BITS == 8 ? 4 : 6;
+
+// Each scale twice.
+using Scales = Pairs;
+
+inline Scales twice(Ints scale) {
+    for (__m256i& half : scale.half) half = _mm256_blend_epi16(half, _mm256_slli_epi32(half, 16), 0xaa);
+    return {{scale.half[0], scale.half[1]}};
+}
+inline Scales unsigned_scales(const uint8_t* p) { return twice(widen_unsigned(p)); }
+inline Scales signed_scales(const uint8_t* p) { return twice(widen_signed(p)); }
+
+template <int BITS>
+constexpr int x_words = BITS == 8 ? 2 : 1;
+
+// For weights of 8 bits, quad a, b, c, d of x becomes words of int16: (a, c) and (b, d); of one row alone, the first word.
+inline void store_pairs(__m256i values, int32_t* words, int64_t stride) {
+    const __m256i pairs = _mm256_blend_epi16(values, _mm256_slli_epi32(_mm256_shuffle_epi32(values, 0x4e), 16), 0xaa);
+    words[0] = _mm256_extract_epi32(pairs, 0);
+    words[stride] = _mm256_extract_epi32(pairs, 1);
+    words[2 * stride] = _mm256_extract_epi32(pairs, 4);
+    words[3 * stride] = _mm256_extract_epi32(pairs, 5);
+}
+
+template <int BITS>
+inline void store_x(Ints values, int32_t* words, int64_t stride) {
+    if (BITS < 8) return store_quads(values, words, stride);
+    if (stride == 1) return store_quads(values, words, 2);
+    store_pairs(values.half[0], words, stride);
+    store_pairs(values.half[1], words + 4 * stride, stride);
+}
+
+// 8 bits: 128 times each value, and a * b + c * d of each quad.
+inline __m256i terms_of(__m256i values) {
+    const __m256i next = _mm256_and_si256(_mm256_srli_epi64(values, 32), _mm256_set1_epi64x(0xffff));
+    return _mm256_add_epi32(_mm256_slli_epi32(values, 7), _mm256_madd_epi16(values, next));
+}
+
+template <int BITS>
+inline Ints start_terms(Ints values, int64_t rows) {
+    if (BITS < 8) return values;
+    if (rows == 1) return zero_ints();
+    return {{terms_of(values.half[0]), terms_of(values.half[1])}};
+}
+
+// Fewer bits: one of each half of the quads, as int16.
+template <int BITS, int ZERO>
+inline int32_t start_value(Ints sum) {
+    if constexpr (BITS == 8) return -sum_of(sum);
+    const __m256i both = _mm256_add_epi32(sum.half[0], sum.half[1]);
+    const __m128i quad = add4(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1)), halves = _mm_hadd_epi32(quad, quad);
+    return _mm_cvtsi128_si32(_mm_packs_epi32(_mm_mullo_epi32(halves, _mm_set1_epi32(-ZERO)), halves));
+}
+
+template <int BITS>
+struct Weights {
+    Quads quads[8];
 };
-struct Ints {
-    __m256i half[2];
+
+template <>
+struct Weights<8> {
+    Quads odd[8], even[8];
+    Ints products;
+    const uint8_t* group;
 };
-struct Floats {
-    __m256 half[2];
-};
-using Pairs = Quads;
 
-inline Ints zero_ints() { return {{_mm256_setzero_si256(), _mm256_setzero_si256()}}; }
-inline Floats zero_floats() { return {{_mm256_setzero_ps(), _mm256_setzero_ps()}}; }
-inline Ints all(int32_t a) { return {{_mm256_set1_epi32(a), _mm256_set1_epi32(a)}}; }
-inline Ints add(Ints a, Ints b) {
-    return {{_mm256_add_epi32(a.half[0], b.half[0]), _mm256_add_epi32(a.half[1], b.half[1])}};
-}
-inline Floats add(Floats a, Floats b) { return {{_mm256_add_ps(a.half[0], b.half[0]), _mm256_add_ps(a.half[1], b.half[1])}}; }
-inline Ints multiply(Ints a, Ints b) {
-    return {{_mm256_mullo_epi32(a.half[0], b.half[0]), _mm256_mullo_epi32(a.half[1], b.half[1])}};
-}
-inline Floats multiply(Floats a, Floats b) {
-    return {{_mm256_mul_ps(a.half[0], b.half[0]), _mm256_mul_ps(a.half[1], b.half[1])}};
-}
-inline Floats multiply_add(Floats a, Floats b, Floats c) {
-    return {{_mm256_fmadd_ps(a.half[0], b.half[0], c.half[0]), _mm256_fmadd_ps(a.half[1], b.half[1], c.half[1])}};
-}
-inline Floats subtract_product(Floats a, Floats b, Floats c) {
-    return {{_mm256_fnmadd_ps(a.half[0], b.half[0], c.half[0]), _mm256_fnmadd_ps(a.half[1], b.half[1], c.half[1])}};
-}
-inline Floats scaled(Floats a, float scale) {
-    const __m256 all = _mm256_set1_ps(scale);
-    return {{_mm256_mul_ps(a.half[0], all), _mm256_mul_ps(a.half[1], all)}};
-}
-inline Floats to_floats(Ints a) { return {{_mm256_cvtepi32_ps(a.half[0]), _mm256_cvtepi32_ps(a.half[1])}}; }
-inline Ints rounded(Floats a) { return {{_mm256_cvtps_epi32(a.half[0]), _mm256_cvtps_epi32(a.half[1])}}; }
-inline Ints maximum(Ints a, Ints b) {
-    return {{_mm256_max_epi32(a.half[0], b.half[0]), _mm256_max_epi32(a.half[1], b.half[1])}};
-}
-inline Ints magnitude_bits(Floats a) {
-    const __m256i mask = _mm256_set1_epi32(0x7fffffff);
-    return {{_mm256_and_si256(_mm256_castps_si256(a.half[0]), mask), _mm256_and_si256(_mm256_castps_si256(a.half[1]), mask)}};
-}
-
-inline __m128i fold(__m128i a, __m128i (*combine)(__m128i, __m128i)) {
-    a = combine(a, _mm_shuffle_epi32(a, 0x4e));
-    return combine(a, _mm_shuffle_epi32(a, 0xb1));
-}
-inline __m128i add4(__m128i a, __m128i b) { return _mm_add_epi32(a, b); }
-inline __m128i maximum4(__m128i a, __m128i b) { return _mm_max_epi32(a, b); }
-
-inline int32_t sum_of(Ints a) {
-    const __m256i both = _mm256_add_epi32(a.half[0], a.half[1]);
-    return _mm_cvtsi128_si32(fold(add4(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1)), add4));
-}
-inline int32_t maximum_of(Ints a) {
-    const __m256i both = _mm256_max_epi32(a.half[0], a.half[1]);
-    return _mm_cvtsi128_si32(fold(maximum4(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1)), maximum4));
-}
-
-inline Floats load_floats(const float* p, int64_t count) {
-    if (count == TILE) return {{_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}};
-    float padded[TILE] = {};
-    std::memcpy(padded, p, count * sizeof(float));
-    return {{_mm256_loadu_ps(padded), _mm256_loadu_ps(padded + 8)}};
-}
-
-inline __m256 widen_bfloats(__m128i values) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16));
-}
-inline Floats load_bfloats(const uint16_t* p, int64_t count) {
-    uint16_t padded[TILE] = {};
-    std::memcpy(padded, p, count * sizeof(uint16_t));
-    const auto* values = reinterpret_cast<const __m128i*>(padded);
-    return {{widen_bfloats(_mm_loadu_si128(values)), widen_bfloats(_mm_loadu_si128(values + 1))}};
-}
-
-inline Floats load_halves(const uint8_t* p) {
-    const auto* values = reinterpret_cast<const __m128i*>(p);
-    return {{_mm256_cvtph_ps(_mm_load_si128(values)), _mm256_cvtph_ps(_mm_load_si128(values + 1))}};
-}
-
-inline void store_floats(Floats a, char* p, int64_t count) {
-    float values[TILE];
-    _mm256_storeu_ps(values, a.half[0]);
-    _mm256_storeu_ps(values + 8, a.half[1]);
-    std::memcpy(p, values, count * sizeof(float));
-}
-
-// To nearest, ties to even; in the upper halves.
-inline __m256i round_bfloats(__m256 a) {
-    const __m256i bits = _mm256_castps_si256(a), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7fff));
-    const __m256i nan = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
-    const __m256 whole = _mm256_blendv_ps(_mm256_castsi256_ps(up), _mm256_castsi256_ps(nan), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
-    return _mm256_srli_epi32(_mm256_castps_si256(whole), 16);
-}
-inline void store_bfloats(Floats a, char* p, int64_t count) {
-    const __m256i mixed = _mm256_packus_epi32(round_bfloats(a.half[0]), round_bfloats(a.half[1]));
-    uint16_t values[TILE];
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(values), _mm256_permute4x64_epi64(mixed, 0xd8));
-    std::memcpy(p, values, count * sizeof(uint16_t));
-}
-
-// Eight int32 in [-128, 127] as two quads.
-inline void store_quads(__m256i values, int32_t* quads, int64_t stride) {
-    const __m256i words = _mm256_packs_epi32(values, values), bytes = _mm256_packs_epi16(words, words);
-    quads[0] = _mm256_extract_epi32(bytes, 0);
-    quads[stride] = _mm256_extract_epi32(bytes, 4);
-}
-inline void store_quads(Ints values, int32_t* quads, int64_t stride) {
-    store_quads(values.half[0], quads, stride);
-    store_quads(values.half[1], quads + 2 * stride, stride);
-}
-
-inline Ints widen_unsigned(const uint8_t* p) {
-    const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
-    return {{_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))}};
-}
-inline Ints widen_signed(const uint8_t* p) {
-    const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
-    return {{_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))}};
-}
-inline Pairs widen_pairs(const uint8_t* p) {
-    const auto* bytes = reinterpret_cast<const __m128i*>(p);
-    return {{_mm256_cvtepu8_epi16(_mm_load_si128(bytes)), _mm256_cvtepu8_epi16(_mm_load_si128(bytes + 1))}};
-}
-inline Ints dot_pairs(Ints sum, Pairs a, int32_t pair) {
-    const __m256i b = _mm256_set1_epi32(pair);
-    return add(sum, {{_mm256_madd_epi16(a.half[0], b), _mm256_madd_epi16(a.half[1], b)}});
-}
-
-inline __m256i load_half(const uint8_t* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); }
-
-inline void fetch_near(const int32_t*) {}
-
-// 8-bit weights become signed.
-inline Quads load_bytes(const uint8_t* p) {
-    _mm_prefetch(reinterpret_cast<const char*>(p + AHEAD), _MM_HINT_T1);
-    const __m256i flip = _mm256_set1_epi8(-128);
-    return {{_mm256_xor_si256(load_half(p), flip), _mm256_xor_si256(load_half(p + 32), flip)}};
-}
-inline void split_halves(const uint8_t* p, Quads& low, Quads& high) {
-    const __m256i mask = _mm256_set1_epi8(15);
-    _mm_prefetch(reinterpret_cast<const char*>(p + AHEAD), _MM_HINT_T1);
-    for (int i = 0; i < 2; i++) {
-        const __m256i both = load_half(p + 32 * i);
-        low.half[i] = _mm256_and_si256(both, mask);
-        high.half[i] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
-    }
-}
-
-// w | (plane shifted left (or right: negative) & MASK)
-template <int SHIFT, int MASK>
-inline Quads with_upper(Quads w, const uint8_t* plane) {
-    for (int i = 0; i < 2; i++) {
-        __m256i bits = load_half(plane + 32 * i);
-        if constexpr (SHIFT > 0) bits = _mm256_slli_epi16(bits, SHIFT);
-        if constexpr (SHIFT < 0) bits = _mm256_srli_epi16(bits, -SHIFT);
-        w.half[i] = _mm256_or_si256(w.half[i], _mm256_and_si256(bits, _mm256_set1_epi8(MASK)));
-    }
-    return w;
-}
-
-// Start value or correction that turns a sum over unsigned weights into that of signed ones; 8-bit weights are signed.
-template <int BITS>
-inline Ints start(int32_t correction) {
-    return BITS == 8 ? zero_ints() : all(correction);
-}
-template <int BITS>
-inline Ints corrected(Ints sum, int32_t) {
-    static_assert(BITS == 8);
-    return sum;
-}
-
-// Pairs of products that fit into 16 bits when added.
-template <int BITS>
-constexpr int FIT = 32767 / (2 * 127 * (BITS == 8 ? 128 : (1 << BITS) - 1));
-
-// Pairs of products as int16. |w| <= 128 or w <= 63, |x| <= 127: none overflows.
-template <int BITS>
-inline __m256i products(__m256i w, __m256i x) {
-    if constexpr (BITS == 8) return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
-    return _mm256_maddubs_epi16(w, x);
-}
-
-inline Ints widen_words(const Quads& words) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    return {{_mm256_madd_epi16(words.half[0], ones), _mm256_madd_epi16(words.half[1], ones)}};
-}
-
-// sums[r] += w . x[r] over COUNT quads; those of one row are STRIDE apart.
-template <int BITS, int COUNT, int STRIDE, int ROWS>
-inline void dot(Ints (&sums)[ROWS], const Quads (&w)[COUNT], const int32_t* x) {
-    Quads words[ROWS];
-#pragma GCC unroll 8
-    for (int j = 0; j < COUNT; j++) {
-#pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) {
-            const __m256i quad = _mm256_set1_epi32(x[j * STRIDE + r]);
-            for (int i = 0; i < 2; i++) {
-                const __m256i two = products<BITS>(w[j].half[i], quad);
-                words[r].half[i] = j % FIT<BITS> == 0 ? two : _mm256_add_epi16(words[r].half[i], two);
-            }
-            if ((j + 1) % FIT<BITS> == 0 || j + 1 == COUNT) sums[r] = add(sums[r], widen_words(words[r]));
+// Weights p, q, r, s of a quad become (q, s) and (p, r) in int16; products are the sums of p * q + r * s. Few rows, which do
+// so in registers, take them from `group`.
+template <int R>
+inline void load_group(const uint8_t* group, Weights<8>& w) {
+    w.group = group;
+    if (R <= RUN<8>) return;
+    w.products = zero_ints();
+    // Rolled: unrolled, all loads would come first.
+#pragma GCC unroll 1
+    for (int j = 0; j < 8; j++) {
+        const Quads bytes = load_bytes(group + 64 * j);
+        UNROLLED for (int i = 0; i < 2; i++) {
+            const __m256i odd = _mm256_srli_epi16(bytes.half[i], 8), even = _mm256_and_si256(bytes.half[i], _mm256_set1_epi16(255));
+            w.odd[j].half[i] = odd;
+            w.even[j].half[i] = even;
+            w.products.half[i] = _mm256_add_epi32(w.products.half[i], _mm256_madd_epi16(odd, even));
         }
     }
 }
 
-constexpr int RUN = 4;  // rows interleaved to hide latency
+alignas(32) constexpr int16_t ONES[32] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+alignas(32) constexpr uint16_t EVEN[16] = {255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255};
+
+// Registers 8 and 9: odd, 10 and 11: even, 14 and 15: products.
+#define LOAD_WIDE "vmovdqa (%[w]), %%ymm8\n\tvmovdqa 32(%[w]), %%ymm9\n\tvmovdqa 512(%[w]), %%ymm10\n\tvmovdqa 544(%[w]), %%ymm11\n\t"
+#define LOAD_PRODUCTS "vmovdqa 1024(%[w]), %%ymm14\n\tvmovdqa 1056(%[w]), %%ymm15\n\t"
+#define WIDEN                                                                                                              \
+    "vmovdqa (%[w]), %%ymm8\n\tvmovdqa 32(%[w]), %%ymm9\n\tprefetcht1 %c[ahead](%[w])\n\t"                                    \
+    "vpand (%[even]), %%ymm8, %%ymm10\n\tvpand (%[even]), %%ymm9, %%ymm11\n\t"                                               \
+    "vpsrlw $8, %%ymm8, %%ymm8\n\tvpsrlw $8, %%ymm9, %%ymm9\n\t"                                                             \
+    "vpmaddwd %%ymm8, %%ymm10, %%ymm12\n\tvpaddd %%ymm12, %%ymm14, %%ymm14\n\t"                                              \
+    "vpmaddwd %%ymm9, %%ymm11, %%ymm13\n\tvpaddd %%ymm13, %%ymm15, %%ymm15\n\t"
+#define ZERO_PRODUCTS "vpxor %%xmm14, %%xmm14, %%xmm14\n\tvpxor %%xmm15, %%xmm15, %%xmm15\n\t"
+#define SUBTRACT_PRODUCTS(r, lo, hi) "vpsubd %%ymm14, %%ymm" #lo ", %%ymm" #lo "\n\tvpsubd %%ymm15, %%ymm" #hi ", %%ymm" #hi "\n\t"
+
+// sums += (odd + first) * (even + second)
+#define ADD_SQUARES(r, lo, hi)                                                                                             \
+    "vpbroadcastd 4*" #r "(%[x]), %%ymm12\n\tvpbroadcastd %c[stride]+4*" #r "(%[x]), %%ymm13\n\t"                            \
+    "vpaddw %%ymm12, %%ymm8, %%ymm14\n\tvpaddw %%ymm13, %%ymm10, %%ymm15\n\t"                                                \
+    "vpmaddwd %%ymm14, %%ymm15, %%ymm14\n\tvpaddd %%ymm14, %%ymm" #lo ", %%ymm" #lo "\n\t"                                   \
+    "vpaddw %%ymm12, %%ymm9, %%ymm12\n\tvpaddw %%ymm13, %%ymm11, %%ymm13\n\t"                                                \
+    "vpmaddwd %%ymm12, %%ymm13, %%ymm12\n\tvpaddd %%ymm12, %%ymm" #hi ", %%ymm" #hi "\n\t"
+// The same in two registers fewer: x is loaded twice.
+#define ADD_SQUARE(r, odd, even, sum)                                                                                      \
+    "vpbroadcastd 4*" #r "(%[x]), %%ymm12\n\tvpbroadcastd %c[stride]+4*" #r "(%[x]), %%ymm13\n\t"                            \
+    "vpaddw %%ymm12, %%ymm" #odd ", %%ymm12\n\tvpaddw %%ymm13, %%ymm" #even ", %%ymm13\n\t"                                  \
+    "vpmaddwd %%ymm12, %%ymm13, %%ymm12\n\tvpaddd %%ymm12, %%ymm" #sum ", %%ymm" #sum "\n\t"
+#define ADD_SQUARES_OF_FEW(r, lo, hi) ADD_SQUARE(r, 8, 10, lo) ADD_SQUARE(r, 9, 11, hi)
+#define NEXT_SQUARES "add $64, %[w]\n\tadd $2*%c[stride], %[x]\n\t"
+
+// One row needs no order of instructions, and is sooner done with signed bytes: |w| times x with the sign of w.
+inline void add_row(Ints& sum, const uint8_t* group, const int32_t* x) {
+    const __m256i flip = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
+    UNROLLED for (int j = 0; j < 8; j++) {
+        const Quads bytes = load_bytes(group + 64 * j);
+        const __m256i quad = _mm256_set1_epi32(x[2 * j]);
+        UNROLLED for (int i = 0; i < 2; i++) {
+            const __m256i w = _mm256_xor_si256(bytes.half[i], flip);
+            const __m256i words = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(quad, w));
+            sum.half[i] = _mm256_add_epi32(sum.half[i], _mm256_madd_epi16(words, ones));
+        }
+    }
+}
+
+#define BEGIN_WHOLE(ROWS) FOR_##ROWS(LOAD_SUMS)
+#define END_WHOLE(ROWS) FOR_##ROWS(STORE_SUMS)
+#define BEGIN_WHOLE_FEW(ROWS) ZERO_PRODUCTS FOR_##ROWS(LOAD_SUMS)
+#define END_WHOLE_FEW(ROWS) FOR_##ROWS(SUBTRACT_PRODUCTS) FOR_##ROWS(STORE_SUMS)
+#define BEGIN_SQUARES(ROWS) LOAD_PRODUCTS FOR_##ROWS(LOAD_START) FOR_##ROWS(SUBTRACT_PRODUCTS)
+#define END_SQUARES(ROWS) FOR_##ROWS(ADD_VALUES)
+#define BEGIN_SQUARES_FEW(ROWS) ZERO_PRODUCTS FOR_##ROWS(LOAD_START)
+#define END_SQUARES_FEW(ROWS) FOR_##ROWS(SUBTRACT_PRODUCTS) FOR_##ROWS(ADD_VALUES)
+
+#define SQUARES(ROWS, KIND, ...)                                                                                           \
+    {                                                                                                                      \
+        if constexpr (STRIDE > RUN<8>) {                                                                                   \
+            const Quads* w = weights.odd;                                                                                  \
+            LOOP(ROWS, 8, BEGIN_##KIND, LOAD_WIDE, ADD_SQUARES, NEXT_SQUARES, END_##KIND, __VA_ARGS__);                     \
+        } else {                                                                                                           \
+            const uint8_t* w = weights.group;                                                                              \
+            LOOP(ROWS, 8, BEGIN_##KIND##_FEW, WIDEN, ADD_SQUARES_OF_FEW, NEXT_SQUARES, END_##KIND##_FEW, [even] "r"(EVEN),   \
+                 [ahead] "i"(AHEAD), __VA_ARGS__);                                                                         \
+        }                                                                                                                  \
+    }
+
+// sums[r] += w . x[r], except for start values and, of more rows than RUN, w.products.
+template <int STRIDE, int ROWS>
+inline void add_dot(Ints* sums, const Weights<8>& weights, const int32_t* x) {
+    if constexpr (STRIDE == 1) return add_row(*sums, weights.group, x);
+    if constexpr (ROWS == 2) SQUARES(2, WHOLE, "m"(*sums))
+    if constexpr (ROWS == 3) SQUARES(3, WHOLE, "m"(*sums))
+    if constexpr (ROWS == 4) SQUARES(4, WHOLE, "m"(*sums))
+}
+
+template <int STRIDE, int ROWS>
+inline void add_small_dot(Floats* sums, const Floats& scale, const float* x_scales, const Weights<8>& weights, const int32_t* x,
+                          const int32_t* starts) {
+    if constexpr (STRIDE == 1) {
+        Ints sum = zero_ints();
+        add_row(sum, weights.group, x);
+        *sums = multiply_add(to_floats(sum), scaled(scale, *x_scales), *sums);
+    }
+#define SQUARES_OF(ROWS) SQUARES(ROWS, SQUARES, [starts] "r"(starts), [scale] "r"(&scale), [x_scales] "r"(x_scales))
+    if constexpr (ROWS == 2) SQUARES_OF(2)
+    if constexpr (ROWS == 3) SQUARES_OF(3)
+    if constexpr (ROWS == 4) SQUARES_OF(4)
+#undef SQUARES_OF
+}
+
+// |x| <= 127. A start value makes weights signed: words before the last ones may wrap.
+template <int BITS, int COUNT>
+constexpr int fit(bool is_signed) {
+    const int most = 32767 / (2 * 127 * (is_signed ? 1 << (BITS - 1) : (1 << BITS) - 1));
+    return most < COUNT ? most : COUNT;
+}
+
+#define ADD_BYTES(r, lo, hi)                                                                                               \
+    "vpbroadcastd 4*" #r "(%[x]), %%ymm14\n\t"                                                                              \
+    "vpmaddubsw %%ymm14, %%ymm12, %%ymm15\n\tvpaddw %%ymm15, %%ymm" #lo ", %%ymm" #lo "\n\t"                                 \
+    "vpmaddubsw %%ymm14, %%ymm13, %%ymm14\n\tvpaddw %%ymm14, %%ymm" #hi ", %%ymm" #hi "\n\t"
+#define MULTIPLY_WORDS(lo, hi)                                                                                             \
+    "vpmaddwd (%[factors]), %%ymm" #lo ", %%ymm" #lo "\n\tvpmaddwd 32(%[factors]), %%ymm" #hi ", %%ymm" #hi "\n\t"
+#define ADD_SCALED(r, lo, hi) MULTIPLY_WORDS(lo, hi) ADD_SUMS(r, lo, hi)
+#define ADD_SMALL(r, lo, hi) MULTIPLY_WORDS(lo, hi) ADD_VALUES(r, lo, hi)
+#define BEGIN_BYTES(ROWS) FOR_##ROWS(LOAD_START)
+#define END_SCALED(ROWS) FOR_##ROWS(ADD_SCALED)
+#define END_SMALL(ROWS) FOR_##ROWS(ADD_SMALL)
+
+// factors . (start + w . x), where w . x is added in 16 bits. See add_row.
+template <int COUNT>
+inline Ints dot_row(const Quads* w, const int32_t* x, const int32_t* starts, const Pairs& factors) {
+    Ints sum;
+    UNROLLED for (int i = 0; i < 2; i++) {
+        __m256i words = _mm256_set1_epi32(*starts);
+        UNROLLED for (int j = 0; j < COUNT; j++) {
+            words = _mm256_add_epi16(words, _mm256_maddubs_epi16(w[j].half[i], _mm256_set1_epi32(x[j])));
+        }
+        sum.half[i] = _mm256_madd_epi16(words, factors.half[i]);
+    }
+    return sum;
+}
+
+// sums[r] += scale * (starts[r] + w . x[r]), where w . x[r] is added in 16 bits.
+template <int STRIDE, int ROWS, int COUNT>
+inline void add_scaled(Ints* sums, const Scales& scale, const Quads* w, const int32_t* x, const int32_t* starts) {
+    if constexpr (ROWS == 1) *sums = add(*sums, dot_row<COUNT>(w, x, starts, scale));
+#define BYTES(ROWS) LOOP(ROWS, COUNT, BEGIN_BYTES, LOAD_BYTES, ADD_BYTES, NEXT_BYTES, END_SCALED, [factors] "r"(&scale), [starts] "r"(starts))
+    if constexpr (ROWS == 2) BYTES(2);
+    if constexpr (ROWS == 3) BYTES(3);
+    if constexpr (ROWS == 4) BYTES(4);
+    if constexpr (ROWS == 5) BYTES(5);
+    if constexpr (ROWS == 6) BYTES(6);
+#undef BYTES
+}
+
+template <int STRIDE, int ROWS, int BITS>
+inline void add_small_dot(Floats* sums, const Floats& scale, const float* x_scales, const Weights<BITS>& weights, const int32_t* x,
+                          const int32_t* starts) {
+    const Quads* w = weights.quads;
+    static_assert(fit<BITS, 8>(true) == 8);
+    if constexpr (ROWS == 1) {
+        const __m256i ones = _mm256_set1_epi16(1);
+        *sums = multiply_add(to_floats(dot_row<8>(w, x, starts, {{ones, ones}})), scaled(scale, *x_scales), *sums);
+    }
+#define BYTES(ROWS)                                                                                                        \
+    LOOP(ROWS, 8, BEGIN_BYTES, LOAD_BYTES, ADD_BYTES, NEXT_BYTES, END_SMALL, [factors] "r"(ONES), [starts] "r"(starts),       \
+         [scale] "r"(&scale), [x_scales] "r"(x_scales))
+    if constexpr (ROWS == 2) BYTES(2);
+    if constexpr (ROWS == 3) BYTES(3);
+    if constexpr (ROWS == 4) BYTES(4);
+    if constexpr (ROWS == 5) BYTES(5);
+    if constexpr (ROWS == 6) BYTES(6);
+#undef BYTES
+}
+
+constexpr int32_t NO_STARTS[6] = {};
+
+inline const int32_t* address(const int32_t* starts) { return starts; }
+inline const int32_t* address(NoStarts) { return NO_STARTS; }
+
+template <int STRIDE, int ROWS, int FIRST, int COUNT, int BITS, class Starts>
+inline void add_scaled_dot(Ints* sums, const Scales& scale, const Weights<BITS>& w, const int32_t* x, const Starts& starts) {
+    constexpr bool SIGNED = !std::is_same_v<Starts, NoStarts>;
+    constexpr int FIT = fit<BITS, COUNT>(SIGNED);
+    static_assert(COUNT % FIT == 0 && (!SIGNED || COUNT == FIT));
+    UNROLLED for (int j = FIRST; j < FIRST + COUNT; j += FIT) {
+        add_scaled<STRIDE, ROWS, FIT>(sums, scale, w.quads + j, x + j * STRIDE, address(starts));
+    }
+}
+
+template <int R>
+inline void add_whole_dot(Ints (&sums)[R], const uint8_t* tile, int64_t quads, const int32_t* x) {
+    Ints products = zero_ints();
+    for (int64_t i = 0; i < quads; i += 8) {
+        Weights<8> w;
+        load_group<R>(tile + 64 * i, w);
+        if (R > RUN<8>) products = add(products, w.products);
+        each_run<RUN<8>, R>([&](auto first, auto count) { add_dot<R, count>(sums + first, w, x + 2 * i * R + first); });
+    }
+    UNROLLED for (Ints& sum : sums) sum = subtract(sum, products);
+}
 
 #include "quantized_kernels.inc"
 
-constexpr QuantizedKernels KERNELS = make_kernels<4>();
+constexpr QuantizedKernels KERNELS = make_kernels<16>();
 
 }  // namespace
 

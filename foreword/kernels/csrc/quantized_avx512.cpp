@@ -43,7 +43,7 @@ void pair_rows(const uint8_t* const (&tiles)[2], const RowSize& size, const Grou
     UNROLLED for (int i = 0; i < 16; i++) sums[i / 8][i % 8] = zero_ints();
     for (int64_t i = 0; i < size.quads; i++) {
         const Quads w[2] = {load_bytes(tiles[0] + 64 * i), load_bytes(tiles[1] + 64 * i)};
-        const int32_t* quads = x.quads + i * 16 + FIRST;
+        const int32_t* quads = x.words + i * 16 + FIRST;
         if (FIRST == 0) fetch_near(quads);
         UNROLLED for (int r = 0; r < 8; r++) {
             const Quads quad = _mm512_set1_epi32(quads[r]);

@@ -140,36 +140,22 @@ inline Quads with_upper(Quads w, const uint8_t* plane) {
     return w;
 }
 
-// Start value or correction that turns a sum over unsigned weights into that of signed ones.
-template <int BITS>
-inline Ints start(int32_t correction) {
-    return all(correction);
-}
-template <int BITS>
-inline Ints corrected(const Ints& sum, int32_t correction) {
-    return add(sum, all(correction));
-}
-
-inline void add_dot(Ints& sum, const Quads& w, const int32_t* quad) {
+inline void add_dot(Ints& sum, const Quads& w, const int32_t& quad) {
     int8_t x[4];
-    std::memcpy(x, quad, sizeof x);
+    std::memcpy(x, &quad, sizeof x);
     for (int c = 0; c < TILE; c++) {
         for (int i = 0; i < 4; i++) sum.at[c] += w.at[4 * c + i] * x[i];
     }
 }
 
-// sums[r] += w . x[r] over COUNT quads; those of one row are STRIDE apart.
-template <int BITS, int COUNT, int STRIDE, int ROWS>
-inline void dot(Ints (&sums)[ROWS], const Quads (&w)[COUNT], const int32_t* x) {
-    for (int j = 0; j < COUNT; j++) {
-        for (int r = 0; r < ROWS; r++) add_dot(sums[r], w[j], x + j * STRIDE + r);
-    }
-}
-
 inline void fetch_near(const int32_t*) {}
 
-constexpr int RUN = 4;  // rows interleaved to hide latency
+template <int BITS>
+constexpr int RUN = 4;
+constexpr int WHOLE_RUN = 4, SUM_REGISTERS = 1, UNROLLED_ROWS = 0;
 
+#include "quantized_runs.inc"
+#include "quantized_dots.inc"
 #include "quantized_kernels.inc"
 
 constexpr QuantizedKernels KERNELS = make_kernels<4>();

@@ -20,7 +20,7 @@
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define MULTIVERSION __attribute__((target_clones("default", "avx2", "avx512f")))
 #else
-#define MULTIVERSION
+#define MULTIVERSION [[maybe_unused]]
 #endif
 
 namespace foreword {

@@ -89,16 +89,20 @@ inline float reduce_max(Vec x) {
 // rows[i][j] -> rows[j][i]
 inline void transpose(Vec (&rows)[LANES]) {
     Vec pairs[LANES], fours[LANES];
+#pragma GCC unroll 16
     for (int i = 0; i < LANES; i += 2) {
         pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
         pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < LANES; i += 4) {
+#pragma GCC unroll 16
         for (int j = 0; j < 2; j++) {
             fours[i + 2 * j] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0x44);
             fours[i + 2 * j + 1] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0xee);
         }
     }
+#pragma GCC unroll 16
     for (int j = 0; j < 4; j++) {
         rows[j] = _mm256_permute2f128_ps(fours[j], fours[j + 4], 0x20);
         rows[j + 4] = _mm256_permute2f128_ps(fours[j], fours[j + 4], 0x31);

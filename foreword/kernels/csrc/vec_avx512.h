@@ -53,8 +53,7 @@ inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST
 
 // x * 2^n for integers -127 <= n <= 128; 0 for -127.
 inline Vec times_power(Vec x, Vec n) {
-    const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
-    return x * _mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23));
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, splat(-127.0f), _CMP_NEQ_UQ), x, n);
 }
 
 // The larger magnitude of both; NaN counts as the largest.
@@ -70,23 +69,29 @@ inline float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
 // rows[i][j] -> rows[j][i]
 inline void transpose(Vec (&rows)[LANES]) {
     Vec pairs[LANES], fours[LANES], eights[LANES];
+#pragma GCC unroll 16
     for (int i = 0; i < LANES; i += 2) {
         pairs[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
         pairs[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < LANES; i += 4) {
+#pragma GCC unroll 16
         for (int j = 0; j < 2; j++) {
             const __m512d low = _mm512_castps_pd(pairs[i + j]), high = _mm512_castps_pd(pairs[i + j + 2]);
             fours[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
             fours[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
         }
     }
+#pragma GCC unroll 16
     for (int i = 0; i < LANES; i += 8) {
+#pragma GCC unroll 16
         for (int j = 0; j < 4; j++) {
             eights[i + j] = _mm512_shuffle_f32x4(fours[i + j], fours[i + j + 4], 0x88);
             eights[i + j + 4] = _mm512_shuffle_f32x4(fours[i + j], fours[i + j + 4], 0xdd);
         }
     }
+#pragma GCC unroll 16
     for (int j = 0; j < 8; j++) {
         rows[j] = _mm512_shuffle_f32x4(eights[j], eights[j + 8], 0x88);
         rows[j + 8] = _mm512_shuffle_f32x4(eights[j], eights[j + 8], 0xdd);

@@ -8,10 +8,13 @@ result depends on the order of summation.
 from __future__ import annotations
 
 import hashlib
+from array import array
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from foreword.core.batch import upload
 from foreword.kernels.portable_math import FRACTION_BITS, exp_fixed_point, log
 
 __all__ = ["ReferenceSampling", "gumbel", "hash_logits", "philox"]
@@ -50,6 +53,9 @@ class ReferenceSampling:
         clear = ((masks[:, :, None] >> bits & 1) == 0).flatten(1)[:, : logits.shape[1]]
         beyond = clear.new_ones(clear.shape[0], logits.shape[1] - clear.shape[1])
         logits.masked_fill_(torch.cat((clear, beyond), 1) & (logits < torch.inf), -torch.inf)
+
+    def mask_ids(self, logits: Tensor, ids: Tensor) -> None:
+        logits.index_fill_(1, ids, -torch.inf)
 
     def add_bias(self, logits: Tensor, starts: Tensor, ids: Tensor, biases: Tensor) -> None:
         rows, inside = _rows_of_ids(logits, starts, ids)
@@ -123,6 +129,14 @@ class ReferenceSampling:
             noise = gumbel(seeds, positions, logits.shape[1])
             scores = logits + torch.where(greedy[:, None], 0.0, noise)
         return torch.where(_is_finite_row(logits), scores.argmax(dim=1), -1)
+
+    def sample_to_host(
+        self, logits: Tensor, seeds: array[int], positions: array[int], greedy: array[int]
+    ) -> list[int]:
+        codes = (seeds, np.int64), (positions, np.int64), (greedy, np.bool_)
+        params = upload([np.frombuffer(values, dtype) for values, dtype in codes], logits.device)
+        token_ids: list[int] = self.sample(logits, *params).tolist()
+        return token_ids
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

@@ -64,6 +64,7 @@ class AcceptanceModel:
         self._hits = [[0.0] * NUM_POSITION_GROUPS for _ in PRIORS]
         self._trials = [[0.0] * NUM_POSITION_GROUPS for _ in PRIORS]
         self._hit_rates: list[list[float] | None] = [None] * len(PRIORS)
+        self._has_new_trials = False  # the rates are recomputed when they are next asked for, once a step
         self._mean_hit_rate = self._mean_confidence = 0.5
 
     def update(self, draft: Draft, output_ids: Sequence[int], request: RequestAcceptance) -> int:
@@ -76,9 +77,10 @@ class AcceptanceModel:
         expected = 0.0
         for position, bucket in enumerate(buckets):
             group = POSITION_GROUPS[position] if position < 16 else 5
-            expected += self.hit_rates(bucket)[group]
+            expected += (self._hit_rates[bucket] or self._compute_hit_rates(bucket))[group]
             self._add_trial(bucket, group, position < hits)
             self._add_trial(ALL_DRAFTS, group, position < hits)
+        self._has_new_trials = True
         if draft.confidence:
             self._update_means(draft.confidence[:trials], hits)
         request.update(hits, expected, trials)
@@ -89,8 +91,10 @@ class AcceptanceModel:
         shift, slope = request.shift, request.slope
         probs: list[float] = []
         prob = 1.0
+        if self._has_new_trials:
+            self._forget_hit_rates()
         for position, bucket in enumerate(_confidence_buckets(draft, len(draft.token_ids))):
-            rates = self._hit_rates[bucket] or self.hit_rates(bucket)
+            rates = self._hit_rates[bucket] or self._compute_hit_rates(bucket)
             prob *= min(shift + slope * rates[POSITION_GROUPS[position] if position < 16 else 5], MAX_PROB)
             if prob < min_prob:
                 break
@@ -114,25 +118,31 @@ class AcceptanceModel:
 
     def hit_rates(self, bucket: int) -> list[float]:
         """P(accepted) by position group; the prior of a group is the rate of the group before it."""
-        rates = self._hit_rates[bucket]
-        if rates is None:
-            rates, prior = [], self._priors[bucket]
-            for hits, trials in zip(self._hits[bucket], self._trials[bucket], strict=True):
-                prior = (hits + self._prior_trials * prior) / (trials + self._prior_trials)
-                rates.append(prior)
-            self._hit_rates[bucket] = rates
-        return rates
+        if self._has_new_trials:
+            self._forget_hit_rates()
+        return self._hit_rates[bucket] or self._compute_hit_rates(bucket)
 
     def to_confidence(self, prob: float) -> float:
         """The drafter's confidence product for a true probability: calibrates over- and underconfidence."""
         exponent = math.log(self._mean_confidence) / math.log(self._mean_hit_rate)
         return math.pow(min(max(prob, 1e-6), 1.0), exponent)
 
+    def _forget_hit_rates(self) -> None:
+        self._hit_rates = [None] * len(self._hit_rates)
+        self._has_new_trials = False
+
+    def _compute_hit_rates(self, bucket: int) -> list[float]:
+        rates, prior = [], self._priors[bucket]
+        for hits, trials in zip(self._hits[bucket], self._trials[bucket], strict=True):
+            prior = (hits + self._prior_trials * prior) / (trials + self._prior_trials)
+            rates.append(prior)
+        self._hit_rates[bucket] = rates
+        return rates
+
     def _add_trial(self, bucket: int, group: int, is_hit: bool) -> None:
         hits, trials = self._hits[bucket], self._trials[bucket]
         hits[group] = hits[group] * DECAY + is_hit
         trials[group] = trials[group] * DECAY + 1
-        self._hit_rates[bucket] = None
 
     def _update_means(self, confidence: Sequence[float], num_hits: int) -> None:
         """Update the means of confidence and hits, both kept away from 0 and 1."""

@@ -9,7 +9,6 @@ from foreword.speculation.control.fairness import TrackedRequest
 __all__ = ["Backoff"]
 
 MISSES_BEFORE_BACKOFF = 4  # proposals without a draft that pays
-INITIAL_MISSES = 7  # of a new request while the mean hit rate is 0
 MAX_PROPOSAL_OVERHEAD = 0.004  # share of the time spent on unused proposals; below it there is no backoff
 
 
@@ -21,10 +20,6 @@ class Backoff:
 
     def __init__(self) -> None:
         self.proposal_overhead = 0.0  # cost of unused proposals, as a share of a step
-
-    def start(self, request: TrackedRequest, mean_hit_rate: float) -> None:
-        """A request begins, at the present mean hit rate of the others."""
-        request.misses = round((1.0 - mean_hit_rate) * INITIAL_MISSES)
 
     def record_cost(self, share: float) -> None:
         """Proposing without a usable draft took this share of a step."""

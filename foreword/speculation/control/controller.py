@@ -17,25 +17,32 @@ from foreword.speculation.base import DraftRequest
 from foreword.speculation.control.acceptance import MODEL_PRIOR_TRIALS, MODEL_PRIORS, AcceptanceModel
 from foreword.speculation.control.backoff import Backoff
 from foreword.speculation.control.cost_model import Calibration, CostModel, PassCost, StepShape, StepSummary
-from foreword.speculation.control.fairness import BaseStep, DelayBudget, DelayLedger, TrackedRequest
+from foreword.speculation.control.fairness import (
+    DEFAULT_MAX_SLOWDOWN,
+    BaseStep,
+    DelayBudget,
+    DelayLedger,
+    TrackedRequest,
+)
 from foreword.speculation.control.selection import (
     FEW_PENDING_ROWS,
     MAX_DRAFT_LEN,
     Candidate,
-    DraftModelGate,
     DraftModelPlan,
     DraftModelRequest,
     Selection,
+    affordable_plan,
     nearest_paying,
     rank_plans,
     select_rows,
+    split_by_gain,
 )
 from foreword.speculation.control.watchdog import DrafterAccount, ExplorationBudget
 from foreword.speculation.policy import Policy, PrefillLoad, Proposal, RequestStep, StepRecord
 
 __all__ = ["DraftLengthController"]
 
-MAX_TOTAL_DRAFT_TOKENS = 128  # proposed for all requests together
+MAX_TOTAL_DRAFT_TOKENS = 512  # proposed for all requests together
 MIN_DRAFT_LEN_BOUND = 4  # proposed for each request at least
 MIN_PREFIX_PROB = 0.01  # less likely draft tokens are never verified
 MAX_BACKOFF_NO_CANDIDATE = 32  # steps, while nothing is proposed
@@ -43,8 +50,8 @@ MAX_BACKOFF_NOT_WORTH_IT = 64  # steps, while drafts do not pay
 MAX_BACKOFF_DELAY_BUDGET = 8  # steps, while drafts would delay others too much: so does proposing
 NO_BACKOFF_STEPS = 8  # after a draft model ran: it may draft for all requests in the same passes
 NUM_BASELINE_STEPS = 2  # last steps of a pause, measured for the watchdog
-STEPS_BETWEEN_PROBES = 32
-MIN_SCORED = 16  # scored draft tokens of a model that end its trial
+FIRST_EXPLORE_STEP = 256  # until then the exploration budget serves to check the calibration
+FIRST_STEPS_BETWEEN_PROBES, STEPS_BETWEEN_PROBES = 8, 32  # doubles
 DEFAULT_OUTPUT_TOKENS = 128.0  # mean output length before any request has ended
 # reasons for no draft, label values of a metric
 NO_CANDIDATE, NOT_WORTH_IT, DELAY_BUDGET = "nothing to guess from", "does not pay", "ledger"
@@ -62,27 +69,31 @@ class DraftLengthController(Policy):
         max_tokens: int,
         pass_costs: Mapping[str, PassCost] | None = None,
         plugins: Collection[str] = (),
+        max_slowdown: float = DEFAULT_MAX_SLOWDOWN,
     ) -> None:
-        """plugins  drafters whose time must be earned by their drafts"""
+        """plugins       drafters whose time must be earned by their drafts
+        max_slowdown  share of its time that a request may lose to drafts of others
+        """
         self._max_tokens = max_tokens
         self._cost_model = CostModel(calibration, pass_costs or {})
         self._acceptance: defaultdict[str, AcceptanceModel] = defaultdict(AcceptanceModel)
         for drafter in pass_costs or {}:
             self._acceptance[drafter] = AcceptanceModel(MODEL_PRIORS, MODEL_PRIOR_TRIALS)
-        self._gates = {drafter: DraftModelGate() for drafter in pass_costs or {}}
+        self._model_drafters = frozenset(pass_costs or ())
         step_cost = self._cost_model.step_costs.cost_of(StepShape(1, 1))
         self._accounts = {drafter: DrafterAccount(step_cost) for drafter in plugins}
         self._plugin_cost = 0.0  # of this step
         self._plugin_drafts: dict[str, str] = {}  # plug-ins whose drafts this step verifies, by request id
-        self._delay_ledger = DelayLedger()
-        self._exploration_budget = ExplorationBudget()
+        self._delay_ledger = DelayLedger(max_slowdown)
+        self._exploration_budget = ExplorationBudget(step_cost)
         self._requests: dict[str, TrackedRequest] = {}
         self._sampler_classes: dict[str, int] = {}  # of requests that are not greedy
         self._nonspeculative: dict[str, DelayBudget] = {}
         self._mean_output_tokens = DEFAULT_OUTPUT_TOKENS
         self._step_index = 0
         self._last_plan_step = -NO_BACKOFF_STEPS
-        self._last_probe_step = 0
+        self._next_probe_step = 0
+        self._steps_between_probes = FIRST_STEPS_BETWEEN_PROBES
         self._requests_this_step: list[TrackedRequest] = []
         self._base_step: BaseStep | None = None
         self._token_rate = 0.0
@@ -101,7 +112,6 @@ class DraftLengthController(Policy):
     def start(self, state: RequestState) -> None:
         budget = self._delay_ledger.open(state.id, state.params.max_tokens)
         request = self._requests[state.id] = TrackedRequest(state, self._max_tokens, budget)
-        self._backoff.start(request, self._delay_ledger.mean_hit_rate)
         self._no_plan_until.clear()
         if request.sampler_class:
             self._sampler_classes[state.id] = request.sampler_class
@@ -117,11 +127,10 @@ class DraftLengthController(Policy):
     def record_acceptance(self, state: RequestState, draft: Draft, output_ids: Sequence[int]) -> None:
         request = self._requests[state.id]
         hits = self._acceptance[draft.drafter].update(draft, output_ids, request.acceptance[draft.drafter])
-        if request.probe_cost and draft.drafter in self._gates:
+        if request.probe_cost and draft.drafter in self._model_drafters:
             if hits:
                 self._exploration_budget.refund(request.probe_cost)
             request.probe_cost = 0.0
-        request.first_hit |= hits > 0
 
     def max_draft_len(self, draft_request: DraftRequest) -> int:
         request = self._requests[draft_request.state.id]
@@ -135,8 +144,6 @@ class DraftLengthController(Policy):
         if request.skip_until > self._step_index >= self._last_plan_step + NO_BACKOFF_STEPS:
             self._count_no_draft(request, BACKOFF)
             return 0
-        self._delay_ledger.record_hit(request.delay_budget, request.first_hit)
-        request.first_hit = False
         share = max(MAX_TOTAL_DRAFT_TOKENS // len(self._requests), MIN_DRAFT_LEN_BOUND)
         return min(request.max_draft_len, share)
 
@@ -203,7 +210,6 @@ class DraftLengthController(Policy):
         reason = BASELINE_STEP if self._cost_model.watchdog.pause_steps else BACKOFF
         self._no_draft_counts[reason] += num_requests
         self._cost_model.watchdog.record_skipped(num_steps)
-        self._delay_ledger.advance_time(num_steps * self._last_plain_cost)
         for account in self._accounts.values():
             account.earn(0.0, num_steps * self._last_plain_cost, self._last_plain_cost)
 
@@ -219,8 +225,7 @@ class DraftLengthController(Policy):
         if self._accounts:
             self._settle_accounts(step_record.requests, summary, cost, cost + drafting)
         self._draft_cost = self._plugin_cost = 0.0
-        saving = model.step_costs.saving_per_request(summary.plain_shape)
-        self._delay_ledger.record_step(step_record.requests, self._last_plain_cost, cost + drafting, saving)
+        self._delay_ledger.record_step(step_record.requests, self._last_plain_cost, cost + drafting)
         self._exploration_budget.earn((cost + drafting) * model.drift)
         if len(self._delay_ledger.budgets) > len(self._requests) or self._nonspeculative:
             self._track_nonspeculative({request.state.id for request in step_record.requests})
@@ -233,7 +238,8 @@ class DraftLengthController(Policy):
         num_sampling = summary.num_sampling_requests
         decode_cost = plain_cost  # of the steps that accepted tokens save; they have no prefill
         if not summary.is_decode_only:
-            decode_cost = self._cost_model.step_costs.cost_of(StepShape(num_sampling, num_sampling))
+            shape = StepShape(num_sampling, num_sampling, num_requests=num_sampling)
+            decode_cost = self._cost_model.step_costs.cost_of(shape)
         for request in requests:
             drafter = self._plugin_drafts.get(request.state.id)
             if drafter is not None and request.num_draft_tokens:
@@ -255,6 +261,7 @@ class DraftLengthController(Policy):
             no_draft_counts=dict(self._no_draft_counts),
             predicted_seconds=self._cost_model.predicted_seconds,
             realised_seconds=self._cost_model.realised_seconds,
+            plain_seconds=self._cost_model.plain_seconds,
             exploring_seconds=self._exploration_budget.spent,
         )
 
@@ -272,12 +279,15 @@ class DraftLengthController(Policy):
             extra = 0.0
             if self._sampler_classes:
                 extra = sum(map(self._extra_sampling_cost, requests))
-            shape = StepShape(len(budgets) + load.num_rows, len(budgets), context, 0, extra)
+            count = len(budgets)
+            shape = StepShape(count + load.num_rows, count, context, 0, extra, count)
             cost, plain_cost = (
                 self._cost_model.step_costs.cost_of(shape),
                 self._plain_cost(shape, has_prefill),
             )
-            self._base_step = BaseStep(shape, cost, plain_cost, budgets, has_prefill)
+            self._base_step = BaseStep(
+                shape, cost, plain_cost, budgets, has_prefill, self._delay_ledger.max_slowdown
+            )
         return self._base_step
 
     def _extra_sampling_cost(self, request: TrackedRequest) -> float:
@@ -288,10 +298,7 @@ class DraftLengthController(Policy):
         return 1.0 if has_prefill else self._cost_model.overlap_ratio(self._sampler_classes.values())
 
     def _plain_cost(self, shape: StepShape, has_prefill: bool) -> float:
-        """Cost of a step in plain decoding, which would still serve the departed requests."""
-        ledger = self._delay_ledger
-        if ledger.departed:
-            shape = shape.with_requests(len(ledger.departed), ledger.departed_context)
+        """Cost of a step in plain decoding."""
         return self._overlap_ratio(has_prefill) * self._cost_model.step_costs.cost_of(shape)
 
     def _costs_by_draft_rows(self, base_step: BaseStep, max_rows: int) -> Sequence[float]:
@@ -370,6 +377,7 @@ class DraftLengthController(Policy):
         if not selection.rate:
             return self._probe(candidates, base_step, costs), NOT_WORTH_IT
         self._token_rate = selection.rate
+        selection = self._probe_more(candidates, base_step, costs, selection)
         if self._cost_model.watchdog.is_baseline_stale:
             lost = max(base_step.plain_cost - base_step.shape.num_sampled / self._token_rate, 0.0)
             if self._exploration_budget.take(lost * self._cost_model.drift):
@@ -381,15 +389,38 @@ class DraftLengthController(Policy):
     ) -> Selection:
         """Occasionally verify rows that nearly pay: only measured row counts get their costs corrected."""
         no_drafts = Selection([0] * len(candidates))
-        if self._step_index < self._last_probe_step + STEPS_BETWEEN_PROBES:
+        if self._step_index < self._next_probe_step:
             return no_drafts
         selection = nearest_paying(candidates, base_step, costs)
         cost = costs[sum(selection.lengths)]
-        lost = cost - selection.rate * cost * base_step.cost / base_step.shape.num_sampled
+        lost = cost - selection.rate * cost * costs[0] / base_step.shape.num_sampled
         if not selection.rate or not self._exploration_budget.take(max(lost, 0.0) * self._cost_model.drift):
             return no_drafts
-        self._last_probe_step = self._step_index
+        self._record_probe()
         return selection
+
+    def _probe_more(
+        self,
+        candidates: Sequence[Candidate],
+        base_step: BaseStep,
+        costs: Sequence[float],
+        selection: Selection,
+    ) -> Selection:
+        """Occasionally verify twice the rows that seem to pay best."""
+        count = 2 * sum(selection.lengths)
+        if self._step_index < self._next_probe_step or count >= len(costs):
+            return selection
+        lengths = split_by_gain([candidate.gains for candidate in candidates], count)
+        expected = sum(sum(c.prefix_probs[:n]) for c, n in zip(candidates, lengths, strict=True))
+        lost = costs[count] + self._draft_cost - (base_step.shape.num_sampled + expected) / selection.rate
+        if not self._exploration_budget.take(max(lost, 0.0) * self._cost_model.drift):
+            return selection
+        self._record_probe()
+        return Selection(lengths, selection.rate)
+
+    def _record_probe(self) -> None:
+        self._next_probe_step = self._step_index + self._steps_between_probes
+        self._steps_between_probes = min(2 * self._steps_between_probes, STEPS_BETWEEN_PROBES)
 
     def _accept(self, candidate: Candidate, draft_len: int) -> Draft:
         draft = candidate.draft
@@ -430,8 +461,7 @@ class DraftLengthController(Policy):
         costs = self._costs_by_draft_rows(base_step, base_rows + MAX_DRAFT_LEN * len(requests))
         draft_cost = partial(self._cost_model.draft_cost, drafter)
         plans = rank_plans(requests, base_tokens, base_rows, costs, draft_cost)
-        is_proven = self._acceptance[drafter].num_trials >= MIN_SCORED
-        return self._gates[drafter].select(plans, base_step, is_proven)
+        return affordable_plan(plans, base_step)
 
     def _baseline_probs(
         self, proposals: Sequence[Proposal], base_step: BaseStep
@@ -480,6 +510,8 @@ class DraftLengthController(Policy):
         draft_plans: list[tuple[int, float]],
     ) -> None:
         """Draft one token with a drafter that does not seem to pay, if the exploration budget suffices."""
+        if self._step_index < FIRST_EXPLORE_STEP:
+            return
         max_rows = max(min(pending_rows), FEW_PENDING_ROWS)
         probed = [index for index, rows in enumerate(pending_rows) if rows <= max_rows]
         total_rows = sum(pending_rows[index] for index in probed)

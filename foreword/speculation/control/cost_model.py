@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,6 @@ __all__ = [
     "MeasuredCosts",
     "PassCost",
     "SamplingCosts",
-    "SpeedDrift",
     "StepCosts",
     "StepShape",
     "StepSummary",
@@ -38,10 +37,13 @@ NUM_SAMPLER_CLASSES = 5  # greedy, noise, filtered, processed, with logprobs
 FIRST_HOST_SAMPLER_CLASS = 3  # this and higher classes are sampled on the host
 SAMPLING_FIXED_SHARE = 0.05  # initial fixed cost of sampling, in steps of one row
 SAMPLING_ROW_SHARES = (0.002, 0.005, 0.01, 0.02, 0.02)  # initial cost per row by sampler class, likewise
-CORRECTION_ALPHA = 0.015  # least weight of an observation
-CALIBRATION_WEIGHT = 6.0  # of the calibration, in observations
+# Variances of logarithms: of a calibrated point, of its change from step to step, of the machine's speed
+# since the last step, and of one step.
+POINT_VARIANCE, POINT_DRIFT_VARIANCE, SPEED_VARIANCE, STEP_VARIANCE = 0.1, 2e-4, 5e-3, 0.02
+FIRST_SPEED_VARIANCE = 0.5  # the machine was quiet or busy when it was calibrated
+MIN_CORRECTION = 0.01
+MAX_SURPRISE = 3.0  # larger ones are clipped
 SAMPLING_COST_ALPHA = 0.05
-DRIFT_ALPHA = 0.125
 OUTLIER_RATIO = 2.0  # larger deviations are clipped
 SAMPLING_COST_EVERY = 8  # steps between updates of the sampling cost
 PASS_COST_ALPHA = 0.05
@@ -57,6 +59,7 @@ class Calibration:
     one_row_sampled: Mapping[int, float]  # by number of rows
     context_cost_first_row: float = 0.0  # per token that the first row of a request reads
     context_cost_extra_row: float = 0.0  # per token that each further row reads
+    request_cost: float = 0.0  # per request beyond the first, in addition to its rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +73,17 @@ class MeasuredCosts:
 class CostCurve:
     """Seconds by rows: linear between measured points, proportional after the last.
 
-    More rows never take less. Noise only adds time, so a point above one of more rows is lowered to it.
+    More rows never take less, and never more per row, since they share the weights read. So a point that
+    noise disturbed is bounded by its neighbours, and a correction reaches sizes that are never tried.
     """
 
     def __init__(self, points: Mapping[int, float]) -> None:
         assert points and all(rows > 0 and seconds > 0 for rows, seconds in points.items())
         self.rows = sorted(points)
-        least = list(accumulate((points[rows] for rows in reversed(self.rows)), min))
-        self._points = least[::-1]
+        least = list(accumulate((points[rows] for rows in reversed(self.rows)), min))[::-1]  # noise only adds
+        per_row = accumulate((seconds / rows for rows, seconds in zip(self.rows, least, strict=True)), min)
+        self._points = [rows * seconds for rows, seconds in zip(self.rows, per_row, strict=True)]
+        self._weights = [1.0] * len(self.rows)
         self._seconds = list(self._points)
         self._dense: list[float] = []
         self.up_to(self.rows[-1])
@@ -91,13 +97,12 @@ class CostCurve:
         self._dense.extend(self._interpolate(n) for n in range(len(self._dense), rows + 1))
         return self._dense
 
-    def scale(self, index: int, factor: float) -> None:
-        """Correct one point, and keep the curve monotonic."""
+    def scale(self, index: int, factor: float, weight: float = 1.0) -> None:
+        """Correct one point, known from `weight` observations, and keep the shape of the curve."""
         self._points[index] *= factor
-        previous, self._seconds = self._seconds, _isotonic_fit(self._points)
-        changed = (i for i, (old, new) in enumerate(zip(previous, self._seconds, strict=True)) if old != new)
-        num_same = next(changed, len(previous))
-        del self._dense[self.rows[num_same - 1] + 1 if num_same else 0 :]
+        self._weights[index] = weight
+        self._seconds = _fit_shape(self.rows, self._points, self._weights)
+        self._dense.clear()
 
     def neighbours(self, rows: int) -> tuple[int, float]:
         """(index of the last measured point at or below `rows`, weight of the next point)."""
@@ -107,6 +112,11 @@ class CostCurve:
         low, high = self.rows[index], self.rows[index + 1]
         return index, (rows - low) / (high - low)
 
+    def nearest(self, rows: int) -> int:
+        """Index of the nearest measured point."""
+        index, share = self.neighbours(rows)
+        return index + (share >= 0.5)
+
     def _interpolate(self, rows: int) -> float:
         index, share = self.neighbours(rows)
         seconds = self._seconds[index]
@@ -115,15 +125,23 @@ class CostCurve:
         return seconds * max(rows / self.rows[index], 1.0)
 
 
-def _isotonic_fit(values: Sequence[float]) -> list[float]:
+def _fit_shape(rows: Sequence[int], seconds: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """About the closest seconds that do not decrease with the rows, and do not increase per row."""
+    rising = _isotonic_fit(seconds, weights)
+    falling = [-value / count for value, count in zip(rising, rows, strict=True)]
+    per_row = _isotonic_fit(falling, weights)
+    return list(accumulate((-value * count for value, count in zip(per_row, rows, strict=True)), max))
+
+
+def _isotonic_fit(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     """The closest non-decreasing sequence (pool adjacent violators)."""
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        pools.append((value, 1))
+    pools: list[tuple[float, float, int]] = []  # mean, weight, values
+    for value, weight in zip(values, weights, strict=True):
+        pools.append((value, weight, 1))
         while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (b, m), (a, n) = pools.pop(), pools.pop()
-            pools.append(((a * n + b * m) / (n + m), n + m))
-    return [mean for mean, count in pools for _ in range(count)]
+            (b, v, m), (a, u, n) = pools.pop(), pools.pop()
+            pools.append(((a * u + b * v) / (u + v), u + v, n + m))
+    return [mean for mean, _, count in pools for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +172,7 @@ class StepShape:
     first_rows_context: int = 0  # tokens read by the first rows of all requests
     extra_rows_context: int = 0  # tokens read by their further rows
     sampling_extra: float = 0.0  # model seconds of sampling beyond greedy
-
-    def with_requests(self, num_requests: int, context: int) -> StepShape:
-        """With `num_requests` more requests that decode one token each."""
-        return replace(
-            self,
-            num_rows=self.num_rows + num_requests,
-            num_sampled=self.num_sampled + num_requests,
-            first_rows_context=self.first_rows_context + context,
-        )
+    num_requests: int = 1
 
 
 class StepCosts:
@@ -174,20 +184,13 @@ class StepCosts:
         one_sampled = CostCurve(calibration.one_row_sampled or calibration.all_rows_sampled)
         points = {rows: one_sampled.at(rows) for rows in self._all_sampled_curve.rows}
         self._one_sampled_curve = CostCurve(points)
-        self._pending_corrections = [0.0] * len(self._all_sampled_curve.rows)
-        self._num_observations = [CALIBRATION_WEIGHT] * len(self._all_sampled_curve.rows)
+        self._pending_corrections = [0.0] * len(self._all_sampled_curve.rows)  # small ones are kept back
+        self._variances = [POINT_VARIANCE] * len(self._all_sampled_curve.rows)
 
     def cost_of(self, shape: StepShape) -> float:
         if shape.num_sampled >= shape.num_rows:
             return self._all_sampled_curve.at(shape.num_rows) + self._fixed_cost(shape)
         return self._partly_sampled_cost(shape.num_rows, shape.num_sampled) + self._fixed_cost(shape)
-
-    def saving_per_request(self, shape: StepShape) -> float:
-        """Share of a decoding step that is saved with one request less."""
-        if shape.num_rows < 2:
-            return 0.0
-        seconds = self._all_sampled_curve.at(shape.num_rows)
-        return (seconds - self._all_sampled_curve.at(shape.num_rows - 1)) / seconds
 
     def with_extra_rows(self, shape: StepShape, num_extra: int) -> list[float]:
         """Cost with 0, 1, ..., num_extra more sampled rows, without the cost of their context."""
@@ -205,52 +208,33 @@ class StepCosts:
 
     def _fixed_cost(self, shape: StepShape) -> float:
         """The part that does not depend on the number of rows."""
-        first, extra = self._calibration.context_cost_first_row, self._calibration.context_cost_extra_row
-        return first * shape.first_rows_context + extra * shape.extra_rows_context + shape.sampling_extra
+        calibration = self._calibration
+        context = calibration.context_cost_first_row * shape.first_rows_context
+        context += calibration.context_cost_extra_row * shape.extra_rows_context
+        return context + calibration.request_cost * (shape.num_requests - 1) + shape.sampling_extra
 
     def _partly_sampled_cost(self, rows: int, sampled: int) -> float:
         all_sampled = self._all_sampled_curve.at(rows)
         one_sampled = min(self._one_sampled_curve.at(rows), all_sampled)
         return one_sampled + (all_sampled - one_sampled) * max(sampled - 1, 0) / max(rows - 1, 1)
 
-    def learn(self, rows: int, rows_before: int, surprise: float) -> None:
-        """A step took `surprise` times the cost predicted from the previous one, of `rows_before` rows.
+    def correct(self, rows: int, log_error: float, speed_variance: float) -> float:
+        """A step of `rows` rows, all sampled, took exp(log_error) times its cost: a Kalman filter's update.
 
-        The drift cannot change in between, so the points around both are moved apart. All rows were sampled.
+        Attributes the error to the point of this size or to the machine's speed, by their variances: a new
+        size learns at once, a known one hardly changes. Returns the share of the speed.
         """
-        error = math.log(min(max(surprise, 1 / OUTLIER_RATIO), OUTLIER_RATIO))
-        for count, log_error in ((rows, error), (rows_before, -error)):
-            index, weight = self._all_sampled_curve.neighbours(count)
-            self._observe(index, log_error, 1 - weight)
-            if weight:
-                self._observe(index + 1, log_error, weight)
-
-    def _observe(self, index: int, log_error: float, weight: float) -> None:
-        """Correct a measured point; small corrections are kept back, since each rebuilds the curve."""
-        self._num_observations[index] += weight
-        alpha = max(1 / self._num_observations[index], CORRECTION_ALPHA)
-        self._pending_corrections[index] += weight * log_error * alpha
-        if abs(self._pending_corrections[index]) > 0.01:
-            factor = math.exp(self._pending_corrections[index])
+        index = self._all_sampled_curve.nearest(rows)
+        variance = self._variances[index]
+        total = variance + speed_variance + STEP_VARIANCE
+        self._variances[index] = variance * (1.0 - variance / total) + POINT_DRIFT_VARIANCE
+        self._pending_corrections[index] += log_error * variance / total
+        if abs(self._pending_corrections[index]) > MIN_CORRECTION:
+            factor, weight = math.exp(self._pending_corrections[index]), 1.0 / self._variances[index]
             self._pending_corrections[index] = 0.0
-            self._all_sampled_curve.scale(index, factor)
-            self._one_sampled_curve.scale(index, factor)
-
-
-class SpeedDrift:
-    """Slowdown of the machine since calibration: a fast average of measured / predicted seconds."""
-
-    __slots__ = ("factor",)
-
-    def __init__(self) -> None:
-        self.factor = 0.0
-
-    def update(self, ratio: float) -> None:
-        """Learn from a step, with outliers clipped."""
-        if not self.factor:
-            self.factor = ratio
-        surprise = min(max(ratio / self.factor, 1 / OUTLIER_RATIO), OUTLIER_RATIO)
-        self.factor *= 1 + DRIFT_ALPHA * (surprise - 1)
+            self._all_sampled_curve.scale(index, factor, weight)
+            self._one_sampled_curve.scale(index, factor, weight)
+        return speed_variance / total
 
 
 def classify_sampling(params: SamplingParams) -> int:
@@ -326,17 +310,13 @@ class CostModel:
         self.sampling_costs = SamplingCosts(self.step_costs.cost_of(StepShape(1, 1)))
         self.watchdog = RegressionWatchdog()
         self.predicted_seconds = self.realised_seconds = 0.0  # of steps with drafts, drafting included
+        self.plain_seconds = 0.0  # of plain decoding for the same tokens
         self.measured_overlap_ratio = 1.0  # cost of a plain step that overlaps with the host, as a share
         self._pass_costs = dict(pass_costs)
-        self._drift = SpeedDrift()
+        self.drift = 1.0  # seconds per model second
+        self._speed_variance = FIRST_SPEED_VARIANCE
         self._pass_factor = 1.0
-        self._last_step = (0, 1.0)  # rows of the last decoding step, and its measured / predicted cost
         self._num_steps = 0
-
-    @property
-    def drift(self) -> float:
-        """Seconds per model second."""
-        return self._drift.factor or 1.0
 
     def summarize(self, requests: Sequence[RequestStep], sampler_classes: Mapping[str, int]) -> StepSummary:
         """Sum up a step; `sampler_classes` are those of requests that are not greedy."""
@@ -356,10 +336,11 @@ class CostModel:
                 by_class[sampler_class] += 1 + draft
                 plain_by_class[sampler_class] += 1
         extra = self._sampling_extra(plain_by_class) if sampler_classes else 0.0
-        shape = plain = StepShape(rows, sampling, context, 0, extra)
+        count = len(requests)
+        shape = plain = StepShape(rows, sampling, context, 0, extra, count)
         if drafted:
             extra = self._sampling_extra(by_class) if sampler_classes else 0.0
-            shape = StepShape(rows + drafted, sampling + drafted, context, extra_context, extra)
+            shape = StepShape(rows + drafted, sampling + drafted, context, extra_context, extra, count)
         return StepSummary(shape, plain, by_class, emitted, sampling)
 
     def record_step(
@@ -382,6 +363,7 @@ class CostModel:
         if summary.num_draft_rows:
             self.predicted_seconds += (cost + predicted_draft_cost + plugin_cost) * self.drift
             self.realised_seconds += verifying + drafting
+            self.plain_seconds += self._plain_cost(summary) * self.drift
         if summary.is_decode_only and verifying > 0.0:
             self._update(summary, cost, seconds_by_stage)
         drafted = drafting / self.drift
@@ -416,21 +398,26 @@ class CostModel:
     def _update(self, summary: StepSummary, cost: float, seconds_by_stage: Mapping[str, float]) -> None:
         total, sampling = sum(seconds_by_stage.values()), seconds_by_stage.get("sample", 0.0)
         ratio = (total - seconds_by_stage.get("draft", 0.0)) / cost
-        self._drift.update(ratio)
-        rows, (last_rows, last_ratio) = summary.shape.num_rows, self._last_step
-        if last_rows and rows != last_rows:
-            self.step_costs.learn(rows, last_rows, ratio / last_ratio)
-        self._last_step = rows, ratio
+        error = math.log(min(max(ratio / self.drift, 1 / MAX_SURPRISE), MAX_SURPRISE))
+        share = self.step_costs.correct(summary.shape.num_rows, error, self._speed_variance)
+        self.drift *= math.exp(error * share)
+        self._speed_variance = self._speed_variance * (1.0 - share) + SPEED_VARIANCE
         if summary.num_draft_rows:
-            used = (number for number, count in enumerate(summary.rows_by_sampler_class) if count)
-            step_cost = self.overlap_ratio(used) * self.step_costs.cost_of(summary.plain_shape)
-            plain_cost = step_cost * summary.num_emitted / summary.num_sampling_requests
-            self.watchdog.record_speculative(total, plain_cost)
+            self.watchdog.record_speculative(total, self._plain_cost(summary))
         else:
             self.watchdog.record_plain(ratio)
         self._num_steps += 1
         if self._num_steps % SAMPLING_COST_EVERY == 0 and sampling > 0.0:
             self.sampling_costs.learn(summary.rows_by_sampler_class, sampling / self.drift)
+
+    def _plain_cost(self, summary: StepSummary) -> float:
+        """Model seconds of plain decoding for the tokens of a step."""
+        used = (number for number, count in enumerate(summary.rows_by_sampler_class) if count)
+        cost, count = self.step_costs.cost_of(summary.plain_shape), summary.num_sampling_requests
+        if summary.is_decode_only:
+            return self.overlap_ratio(used) * cost * summary.num_emitted / count
+        decode_cost = self.step_costs.cost_of(StepShape(count, count, num_requests=count))
+        return cost + decode_cost * (summary.num_emitted - count) / count
 
     def _sampling_extra(self, rows_by_sampler_class: Sequence[int]) -> float:
         return sum(

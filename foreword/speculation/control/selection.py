@@ -16,10 +16,10 @@ __all__ = [
     "MAX_DRAFT_LEN",
     "MIN_SPEEDUP",
     "Candidate",
-    "DraftModelGate",
     "DraftModelPlan",
     "DraftModelRequest",
     "Selection",
+    "affordable_plan",
     "best_num_rows",
     "distribute",
     "max_request_delay",
@@ -37,10 +37,7 @@ DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24)  # that plans consider
 MAX_DRAFT_LEN = DRAFT_LENGTHS[-1]
 FEW_PENDING_ROWS = 8  # requests with more come last
 MAX_PLANS_CHECKED = 12  # for one within the delay budgets
-MAX_CATCH_UP_STEPS = 4.0  # plain steps of draft model prefill in one step that delays several requests
-MAX_TRIAL_STEPS = 5.0  # plain steps, once per drafter
 EARLY_STOP_RATIO = 0.97  # of the best rate so far; below it longer drafts are not better
-PAYBACK_SHARE = 0.5  # of the remaining steps in which a prefill must pay
 
 DraftCostFn = Callable[[int, int, int], float]  # (pending rows, requests, draft length) -> model seconds
 
@@ -205,63 +202,21 @@ class DraftModelPlan:
     catch_up_cost: float  # of the pending rows, an investment for later steps
     verify_cost: float  # of the step that verifies the drafts
 
-    @property
-    def is_first_read(self) -> bool:
-        """The draft model reads the prompt of some request for the first time."""
-        return not all(r.request.prompt_read for r in self.requests)
 
+def affordable_plan(plans: Sequence[DraftModelPlan], base_step: BaseStep) -> DraftModelPlan | None:
+    """The best plan that delays no other request beyond its budget.
 
-class DraftModelGate:
-    """Accepts or refuses the plans of one drafter.
-
-    The draft model's first read of a prompt is an investment outside of the delay budgets. It must be likely
-    to pay, and is limited to MAX_TRIAL_STEPS for a drafter without statistics.
+    A prompt's first read is an investment of its own request, which `rate` accounts for.
     """
-
-    def __init__(self) -> None:
-        self._trial_spent = 0.0
-
-    def select(
-        self, paying_plans: Sequence[DraftModelPlan], base_step: BaseStep, is_proven: bool
-    ) -> DraftModelPlan | None:
-        """The best plan within the delay budgets; its investments are charged."""
-        for plan in paying_plans[:MAX_PLANS_CHECKED]:
-            trial_cost = plan.catch_up_cost if plan.is_first_read and not is_proven else 0.0
-            if self._is_affordable(plan, trial_cost, base_step):
-                self._charge(plan, trial_cost, base_step)
-                return plan
-        return None
-
-    def _is_affordable(self, plan: DraftModelPlan, trial_cost: float, base_step: BaseStep) -> bool:
-        if trial_cost and self._trial_spent + trial_cost > MAX_TRIAL_STEPS * base_step.plain_cost:
-            return False
-        max_catch_up = MAX_CATCH_UP_STEPS * base_step.plain_cost
-        if len(base_step.delay_budgets) > 1 and plan.catch_up_cost > max_catch_up:
-            return False
-        delay = plan.draft_cost + plan.verify_cost - base_step.plain_cost
-        max_delay = base_step.max_delay(r.request for r in plan.requests)
-        if delay + plan.catch_up_cost - trial_cost > max_delay:
-            return False
-        return all(_pays_off(plan, request, delay, base_step.plain_cost) for request in plan.requests)
-
-    def _charge(self, plan: DraftModelPlan, trial_cost: float, base_step: BaseStep) -> None:
-        self._trial_spent += trial_cost
-        first_reads = [r.request for r in plan.requests if not r.request.prompt_read]
-        budgets = base_step.delay_budgets if trial_cost else [r.delay_budget for r in first_reads]
-        for budget in budgets:
-            budget.ahead_s += plan.catch_up_cost
-        for request in first_reads:
-            request.prompt_read = True
-
-
-def _pays_off(plan: DraftModelPlan, request: DraftModelRequest, delay: float, plain_cost: float) -> bool:
-    """Whether the request likely regains its delay."""
-    gain = plain_cost * request.expected_tokens(plan.draft_len)
-    max_delay = max_request_delay(request.request.delay_budget.allowance(plain_cost), gain)
-    if request.request.prompt_read:
-        return delay + plan.catch_up_cost <= max_delay
-    max_investment = PAYBACK_SHARE * request.remaining_steps * (gain - delay)
-    return delay <= max_delay and plan.catch_up_cost <= max_investment
+    for plan in plans[:MAX_PLANS_CHECKED]:
+        delay = plan.draft_cost + plan.verify_cost + plan.catch_up_cost - base_step.plain_cost
+        if delay <= base_step.max_delay(r.request for r in plan.requests):
+            for request in plan.requests:
+                if not request.request.prompt_read:
+                    request.request.prompt_read = True
+                    request.request.delay_budget.ahead_s += plan.catch_up_cost
+            return plan
+    return None
 
 
 def rank_plans(

@@ -17,6 +17,7 @@ from foreword.core.request import Request, RequestState
 from foreword.speculation.base import DraftRequest
 from foreword.speculation.control.controller import DraftLengthController
 from foreword.speculation.control.cost_model import Calibration, PassCost, classify_sampling
+from foreword.speculation.control.fairness import DEFAULT_MAX_SLOWDOWN
 from foreword.speculation.policy import PrefillLoad, Proposal, RequestStep, StepRecord
 
 __all__ = ["RecordingController", "replay"]
@@ -44,18 +45,24 @@ class RecordingController(DraftLengthController):
         max_tokens: int,
         pass_costs: Mapping[str, PassCost] | None = None,
         plugins: Collection[str] = (),
+        max_slowdown: float = DEFAULT_MAX_SLOWDOWN,
     ) -> None:
-        super().__init__(calibration, max_tokens, pass_costs, plugins)
+        super().__init__(calibration, max_tokens, pass_costs, plugins, max_slowdown)
         self._path = path
         path.write_text("")
         self._write(
             "setup",
             sampled=[*calibration.all_rows_sampled.items()],
             single=[*calibration.one_row_sampled.items()],
-            reads=[calibration.context_cost_first_row, calibration.context_cost_extra_row],
+            reads=[
+                calibration.context_cost_first_row,
+                calibration.context_cost_extra_row,
+                calibration.request_cost,
+            ],
             max_tokens=max_tokens,
             passes={name: [*cost.seconds.items()] for name, cost in (pass_costs or {}).items()},
             plugins=list(plugins),
+            max_slowdown=max_slowdown,
         )
 
     def start(self, state: RequestState) -> None:
@@ -153,7 +160,8 @@ class _Replayer:
         calibration = Calibration(dict(setup["sampled"]), dict(setup["single"]), *setup["reads"])
         passes = {name: PassCost.from_seconds(dict(seconds)) for name, seconds in setup["passes"].items()}
         plugins = setup.get("plugins", ())
-        self.controller = DraftLengthController(calibration, setup["max_tokens"], passes, plugins)
+        options = (passes, plugins, setup.get("max_slowdown", DEFAULT_MAX_SLOWDOWN))
+        self.controller = DraftLengthController(calibration, setup["max_tokens"], *options)
         self.states: dict[str, RequestState] = {}
 
     def start(self, record: Mapping[str, Any]) -> None:

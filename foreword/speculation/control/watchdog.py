@@ -5,13 +5,14 @@ from __future__ import annotations
 __all__ = ["DrafterAccount", "ExplorationBudget", "RegressionWatchdog"]
 
 WINDOW_STEPS = 16  # speculative steps that are evaluated together
-STALE_STEPS = 256  # age of a baseline
+STALE_STEPS = 128  # age of a baseline
 MIN_PAUSE_STEPS = 16
 MAX_PAUSE_STEPS = 1024
 BASELINE_ALPHA = 0.25
 MAX_LOSS_RATIO = 1.02  # of a window; less is noise
 EXPLORATION_SHARE = 0.003  # of the time
 MAX_SAVED_STEPS = 6.0  # most that the exploration budget can hold
+FIRST_SAVED_STEPS = 8.0  # plain steps that it begins with, to check the calibration
 TRIAL_STEPS = 5.0  # plain steps that a plug-in may take before its drafts have saved any
 MAX_SAVED_CALLS = 16.0  # calls that savings can pay for in advance: enough for a few bad drafts in a row
 CALL_COST_ALPHA = 1 / 8
@@ -92,13 +93,15 @@ class ExplorationBudget:
 
     __slots__ = ("_saved", "spent")
 
-    def __init__(self) -> None:
+    def __init__(self, step_seconds: float = 0.0) -> None:
+        """step_seconds  of a plain step"""
         self.spent = 0.0
-        self._saved = 0.0
+        self._saved = FIRST_SAVED_STEPS * step_seconds
 
     def earn(self, seconds: float) -> None:
         """Time passed; a long unspent budget is capped."""
-        self._saved = min(self._saved + EXPLORATION_SHARE * seconds, MAX_SAVED_STEPS * seconds)
+        saved = min(self._saved + EXPLORATION_SHARE * seconds, MAX_SAVED_STEPS * seconds)
+        self._saved = max(self._saved, saved)
 
     def take(self, seconds: float) -> bool:
         """Spend from the budget if it suffices."""

@@ -19,7 +19,8 @@ class GrammarDrafter:
 
     name = GRAMMAR
 
-    def start(self, state: RequestState) -> None: ...
+    def start(self, state: RequestState) -> bool:
+        return state.grammar is not None
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None: ...
 

@@ -140,10 +140,11 @@ class PredictionDrafter:
         self._never_sampled_ids = never_sampled_ids
         self._cursors: dict[str, _PredictionCursor] = {}
 
-    def start(self, state: RequestState) -> None:
+    def start(self, state: RequestState) -> bool:
         prediction = state.request.prediction_ids
         if prediction:
             self._cursors[state.id] = _PredictionCursor(prediction, state.num_prompt, self._never_sampled_ids)
+        return bool(prediction)
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
         self._cursors.pop(request_id, None)

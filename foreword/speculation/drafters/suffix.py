@@ -143,16 +143,16 @@ class SuffixDrafter:
         assert self._index.num_texts() == len(self._texts)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        drafts = self._index.propose([self._make_query(request) for request in requests])
+        drafts = self._index.propose([self._make_query(state, length) for state, length, _ in requests])
         return [
             Draft(token_ids, self.name, confidence) if token_ids else None for token_ids, confidence in drafts
         ]
 
-    def _make_query(self, request: DraftRequest) -> Query:
-        text = self._texts[request.state.id]
-        new_ids = request.state.tokens[text.num_indexed :]
+    def _make_query(self, state: RequestState, max_tokens: int) -> Query:
+        text = self._texts[state.id]
+        new_ids = state.tokens[text.num_indexed :]
         text.num_indexed += len(new_ids)
-        return text.text_id, request.max_tokens, new_ids
+        return text.text_id, max_tokens, new_ids
 
 
 class _Namespaces:

@@ -1,12 +1,16 @@
 """Engines in this process: counts of a round, and isolation between rounds."""
 
+from dataclasses import replace
+
 import pytest
 
+from foreword.bench.regime import RegimeError
 from foreword.bench.speculate.local import LocalEngine, LocalTarget
-from foreword.bench.speculate.types import ADAPTIVE, AUTO, OFF, SpecCase
+from foreword.bench.speculate.types import ADAPTIVE, AUTO, FIXED, OFF, Mode, SpecCase
 from foreword.bench.speculate.workloads import Conversation
 from foreword.config.options import Config
 from foreword.core.outputs import StepReport
+from foreword.core.params import Speculation
 from tests.support.checkpoints import write_checkpoint
 
 TALK = Conversation(
@@ -58,6 +62,24 @@ def test_run_counts_tokens_times_and_drafts(engine: LocalEngine) -> None:
     assert repetition.stages["forward"] > 0
     assert repetition.draft_stats["ngram"].num_drafted > 0
     assert repetition.num_tokens == 27
+
+
+def test_round_is_checked_against_its_claims(engine: LocalEngine) -> None:
+    case = SpecCase("replay talk", 2, lambda variant: (TALK, NOISE))
+    drafted = engine.run((TALK, NOISE), AUTO, 2, "claims")
+    fixed = Mode("fixed 1", FIXED, Speculation(max_tokens=1))
+    drafted.check(case, fixed)
+    with pytest.raises(RegimeError, match="tokens of the longest verified draft: 1, not 7"):
+        drafted.check(case, Mode("fixed 8", FIXED, Speculation(max_tokens=8)))
+    with pytest.raises(RegimeError, match="off: draft tokens verified"):
+        drafted.check(case, OFF)
+    with pytest.raises(RegimeError, match="longest verified draft: 0, not 1"):
+        replace(drafted, draft_stats={}).check(case, fixed)
+    with pytest.raises(RegimeError, match="requests at once: 2, not 3"):
+        drafted.check(replace(case, concurrency=3), AUTO)
+    drafted.results[0].num_tokens -= 1
+    with pytest.raises(RegimeError, match="tokens of an answer: 5, not 6"):
+        drafted.check(case, AUTO)
 
 
 def test_later_turn_contains_the_history(engine: LocalEngine) -> None:

@@ -25,7 +25,9 @@ def taught(
 ) -> None:
     rng = random.Random(seed)
     for _ in range(trials):
-        rates.update(draft_of(rng.random() < chance, confidence=confidence), (1, 1), record)
+        draft = draft_of(rng.random() < chance, confidence=confidence)
+        rates.prefix_probs(draft, record, 0.0)  # each step asks before it learns
+        rates.update(draft, (1, 1), record)
 
 
 def first(rates: AcceptanceModel, record: RequestAcceptance, confidence: float | None = None) -> float:

@@ -7,9 +7,9 @@ from foreword.core.request import Request, RequestState
 from foreword.speculation.control.cost_model import StepShape
 from foreword.speculation.control.fairness import BaseStep, DelayBudget, TrackedRequest
 from foreword.speculation.control.selection import (
-    DraftModelGate,
     DraftModelPlan,
     DraftModelRequest,
+    affordable_plan,
     rank_plans,
 )
 
@@ -93,52 +93,15 @@ def plan_of(*members: DraftModelRequest, seconds: float = 0.3, invested: float =
 def test_plan_respects_delay_budgets(lead: float, allowed: bool) -> None:
     mine = member(0, 0.9)
     frame = frame_of(mine.request.delay_budget, DelayBudget(min_output_tokens=0, ahead_s=lead))
-    assert (DraftModelGate().select([plan_of(mine)], frame, is_proven=True) is not None) == allowed
+    assert (affordable_plan([plan_of(mine)], frame) is not None) == allowed
 
 
-def test_first_read_is_outside_budgets_once() -> None:
-    mine = member(0, 0.9, request=tracked(lead=0.0, read=False))
-    frame, plan = frame_of(mine.request.delay_budget), plan_of(mine, invested=4.0)
-    cascade = DraftModelGate()
-    assert cascade.select([plan], frame, is_proven=True) is plan
-    assert mine.request.delay_budget.ahead_s == pytest.approx(4.0)
-    mine.request.delay_budget.ahead_s = 0.0
-    assert cascade.select([plan], frame, is_proven=True) is None
-
-
-def test_first_read_must_be_likely_to_pay() -> None:
-    mine = member(0, 0.3, request=tracked(lead=5.0, read=False))
-    assert (
-        DraftModelGate().select(
-            [plan_of(mine, invested=4.0)], frame_of(mine.request.delay_budget), is_proven=True
-        )
-        is None
-    )
-
-
-def test_unproven_drafter_has_a_trial_limit() -> None:
-    cascade = DraftModelGate()
-    looks = [member(i, 0.9, request=tracked(lead=0.0, read=False)) for i in range(2)]
-    others = DelayBudget(min_output_tokens=0)
-    frame = frame_of(looks[0].request.delay_budget, others)
-    assert cascade.select([plan_of(looks[0], seconds=0.0, invested=3.0)], frame, is_proven=False)
-    assert others.ahead_s == pytest.approx(3.0), "a trial must be outside of all delay budgets"
-    assert (
-        cascade.select(
-            [plan_of(looks[1], seconds=0.0, invested=3.0)], frame_of(looks[1].request.delay_budget), False
-        )
-        is None
-    )
-
-
-def test_catch_up_per_step_is_limited() -> None:
-    """New requests would wait for it. A single request delays only itself."""
-    members = [member(i, 0.95, pending_rows=300, request=tracked(lead=1000.0, read=False)) for i in range(8)]
-    paying = rank_plans(members, 8.0, 0, FREE, passes_of(0.01, by_row=0.01))
-    plan = DraftModelGate().select(
-        paying, frame_of(*(one.request.delay_budget for one in members)), is_proven=True
-    )
-    assert plan is None or plan.catch_up_cost <= 4.0
-    lonely = rank_plans(members[:1], 1.0, 0, FREE, passes_of(0.01, by_row=0.02))
-    found = DraftModelGate().select(lonely, frame_of(members[0].request.delay_budget), is_proven=True)
-    assert found is not None and found.catch_up_cost > 4.0
+def test_first_read_delays_others_only_within_their_budgets() -> None:
+    mine, others = member(0, 0.9, request=tracked(lead=0.0, read=False)), DelayBudget(0, ahead_s=4.0)
+    frame, plan = frame_of(mine.request.delay_budget, others), plan_of(mine, invested=4.0)
+    assert affordable_plan([plan], frame) is None
+    others.ahead_s = 4.5
+    assert affordable_plan([plan], frame) is plan
+    assert mine.request.delay_budget.ahead_s == pytest.approx(4.0), "an investment is no delay of its own"
+    affordable_plan([plan], frame)
+    assert mine.request.delay_budget.ahead_s == pytest.approx(4.0), "only the first read is"

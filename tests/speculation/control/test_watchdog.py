@@ -68,7 +68,7 @@ def test_noise_is_no_loss() -> None:
 
 def test_baseline_becomes_stale() -> None:
     dog = anchored()
-    for _ in range(255):
+    for _ in range(127):
         dog.record_speculative(1.0, 2.0)
     assert not dog.is_baseline_stale
     dog.record_speculative(1.0, 2.0)

@@ -1,0 +1,70 @@
+"""Checks of a benchmark's own claims: a figure whose conditions did not hold is not printed. No torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from foreword.errors import ForewordError
+
+__all__ = [
+    "MAX_SHARE",
+    "VOID",
+    "RegimeError",
+    "checked_share",
+    "require",
+    "require_concurrency",
+    "run_script",
+    "shared_cache_bytes",
+]
+
+VOID = "not measured"  # in place of a figure
+MAX_SHARE = 1.05  # of a measured ceiling; beyond it the ceiling is wrong, not the figure good
+CPU_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+class RegimeError(ForewordError):
+    """A measurement ran under other conditions than it claims: its figure is void."""
+
+
+def require(claim: str, measured: object, wanted: object) -> None:
+    """Raise RegimeError unless the two are equal."""
+    if measured != wanted:
+        raise RegimeError(f"{VOID}: {claim}: {measured}, not {wanted}")
+
+
+def require_concurrency(spans: Sequence[tuple[float, float]], wanted: int) -> None:
+    """Raise RegimeError unless `wanted` requests ran at once.
+
+    `spans` are the start and end of each request, in seconds of one clock.
+    """
+    moments = [(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans]
+    running = most = 0
+    for _, change in sorted(moments):
+        running += change
+        most = max(most, running)
+    require("requests at once", most, wanted)
+
+
+def checked_share(rate: float, ceiling: float) -> float:
+    """`rate` over `ceiling`. Raises RegimeError above MAX_SHARE."""
+    share = rate / ceiling
+    if share > MAX_SHARE:
+        raise RegimeError(f"{VOID}: the ceiling is wrong: {share:.0%} of it was reached")
+    return share
+
+
+def shared_cache_bytes() -> int:
+    """Size of the largest cache, where what fits is not read from memory; 0 where the system does not say."""
+    sizes = [path.read_text().strip() for path in CPU_CACHE.glob("index*/size")]
+    return max((int(size.removesuffix("K")) << 10 for size in sizes if size.endswith("K")), default=0)
+
+
+def run_script(main: Callable[[], int | None]) -> int:
+    """Exit code of a script in benchmarks/: 1 and a line on stderr where a claim did not hold."""
+    try:
+        return main() or 0
+    except RegimeError as error:
+        print(error, file=sys.stderr)
+        return 1

@@ -1,0 +1,17 @@
+#include "elementwise.h"
+
+#if FOREWORD_ARM
+
+#include <cmath>
+
+#include "packing.h"
+#include "vec_neon.h"
+#include "vec_math.h"
+
+#include "elementwise.inc"
+
+namespace foreword {
+const RowKernels ROWS_NEON = {rms_norm, rope, gated_act, embedding, add, softcap, write_kv};
+}
+
+#endif
