@@ -11,7 +11,12 @@ from tests.support.checkpoints import write_checkpoint
 from tests.test_layering import FILES, ROOT
 
 # Messages to our own processes over private sockets: docs/security.md.
-OWN_PROCESSES = {"embedding/messages.py", "grammar/check.py", "tokenizer/chat_template.py"}
+OWN_PROCESSES = {
+    "embedding/messages.py",
+    "engine_client/connection.py",
+    "grammar/check.py",
+    "tokenizer/chat_template.py",
+}
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 CALLS = {
     "eval",

@@ -229,11 +229,11 @@ class Scheduler:
         return first is not None and self._fits(first)
 
     def starting(self) -> Sequence[RequestState]:
-        """Waiting requests that the next schedule() may start, if rows and blocks last."""
-        if not self._can_start(include_pooling=False):
+        """Waiting requests that the next schedule() may start, without a change of any."""
+        slots, ready = self.max_num_seqs - len(self.running), self.waiting.ready
+        if not ready or self.block_manager.num_blocks(len(ready[0].tokens)) > self.pool.num_free:
             return ()
-        slots = self.max_num_seqs - len(self.running)
-        return [state for state in self.waiting.ready[:slots] if not state.is_pooling]
+        return [state for state in ready[:slots] if not state.is_pooling]
 
     def _allocate_blocks(self, state: RequestState, num_tokens: int, preempted_ids: list[str]) -> bool:
         """Allocate blocks, preempting the worst rank as needed; False if that is the request itself."""
