@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn
 
 from foreword.core.batch import Batch
@@ -31,22 +31,14 @@ def main(fd: int) -> int:
 
 def make_crashing(engine: Engine) -> None:
     """Wrap the forward pass and the image encoder of a loaded engine."""
-    run, report, in_batch = engine.model_runner.run, engine._report_states, set[str]()
-
-    def reporting(states: Iterable[RequestState]) -> None:
-        reported = list(states)
-        in_batch.clear()
-        in_batch.update(state.id for state in reported)
-        report(reported)
+    run = engine.model_runner.run
 
     def crashing_run(batch: Batch, *args: Any) -> list[StepOutput]:
         for state in engine.scheduler.running:
-            if state.id in in_batch:  # one that waits for rows crashes nothing
-                trigger_fault(state)
+            trigger_fault(state)
         time.sleep(STEP_S)
         return run(batch, *args)
 
-    engine._report_states = reporting  # type: ignore[method-assign]
     engine.model_runner.run = crashing_run  # type: ignore[method-assign]
     encode_piece = engine.encoder._encode_piece
 
