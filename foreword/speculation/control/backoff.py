@@ -9,6 +9,8 @@ from foreword.speculation.control.fairness import TrackedRequest
 __all__ = ["Backoff"]
 
 MISSES_BEFORE_BACKOFF = 4  # proposals without a draft that pays
+INITIAL_MISSES = 7  # of a new request where no proposal of others pays
+PAYING_ALPHA = 1 / 64
 MAX_PROPOSAL_OVERHEAD = 0.004  # share of the time spent on unused proposals; below it there is no backoff
 
 
@@ -20,6 +22,16 @@ class Backoff:
 
     def __init__(self) -> None:
         self.proposal_overhead = 0.0  # cost of unused proposals, as a share of a step
+        self._paying_share = 0.5  # of recent proposals, over all requests
+
+    def start(self, request: TrackedRequest) -> None:
+        """A request begins; a short one would end before it has learned what others know."""
+        request.misses = round((1.0 - self._paying_share) * INITIAL_MISSES)
+
+    def record_hit(self, request: TrackedRequest) -> None:
+        """A draft pays in this step."""
+        request.misses = 0
+        self._paying_share += (1.0 - self._paying_share) * PAYING_ALPHA
 
     def record_cost(self, share: float) -> None:
         """Proposing without a usable draft took this share of a step."""
@@ -28,6 +40,7 @@ class Backoff:
     def record_miss(self, request: TrackedRequest, step_index: int, max_steps: int) -> None:
         """No draft in this step; after several misses the request backs off, for at most `max_steps`."""
         request.misses += 1
+        self._paying_share -= self._paying_share * PAYING_ALPHA
         if request.misses > MISSES_BEFORE_BACKOFF and max_steps:
             length = self.length(request.misses - MISSES_BEFORE_BACKOFF, max_steps)
             request.skip_until = (step_index // length + 1) * length

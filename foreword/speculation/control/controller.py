@@ -45,8 +45,8 @@ __all__ = ["DraftLengthController"]
 MAX_TOTAL_DRAFT_TOKENS = 512  # proposed for all requests together
 MIN_DRAFT_LEN_BOUND = 4  # proposed for each request at least
 MIN_PREFIX_PROB = 0.01  # less likely draft tokens are never verified
-MAX_BACKOFF_NO_CANDIDATE = 32  # steps, while nothing is proposed
-MAX_BACKOFF_NOT_WORTH_IT = 64  # steps, while drafts do not pay
+MAX_BACKOFF_NO_CANDIDATE = 64  # steps, while nothing is proposed
+MAX_BACKOFF_NOT_WORTH_IT = 128  # steps, while drafts do not pay
 MAX_BACKOFF_DELAY_BUDGET = 8  # steps, while drafts would delay others too much: so does proposing
 NO_BACKOFF_STEPS = 8  # after a draft model ran: it may draft for all requests in the same passes
 NUM_BASELINE_STEPS = 2  # last steps of a pause, measured for the watchdog
@@ -101,6 +101,7 @@ class DraftLengthController(Policy):
         self._steps_to_skip = 0
         self._failures: Counter[str] = Counter()
         self._no_plan_until: Counter[str] = Counter()
+        self._no_plan_requests: Counter[str] = Counter()  # that ran when no plan paid
         self._last_was_empty = False
         self._backoff = Backoff()
         self._last_plain_cost = 0.0
@@ -112,7 +113,7 @@ class DraftLengthController(Policy):
     def start(self, state: RequestState) -> None:
         budget = self._delay_ledger.open(state.id, state.params.max_tokens)
         request = self._requests[state.id] = TrackedRequest(state, self._max_tokens, budget)
-        self._no_plan_until.clear()
+        self._backoff.start(request)
         if request.sampler_class:
             self._sampler_classes[state.id] = request.sampler_class
 
@@ -164,13 +165,15 @@ class DraftLengthController(Policy):
         if self._wants_baseline(load) or not proposals:
             return draft_plans
         base_step = self._make_base_step(load)
-        if self._step_index < self._no_plan_until[drafter]:
+        is_same_load = 2 * len(self._requests) > self._no_plan_requests[drafter]
+        if self._step_index < self._no_plan_until[drafter] and is_same_load:
             return draft_plans
         plan = self._best_plan(proposals, drafter, pending_rows, base_step)
         if plan is None:
             self._failures[drafter] += 1
             backoff = self._backoff.length(self._failures[drafter], MAX_BACKOFF_NO_CANDIDATE)
             self._no_plan_until[drafter] = self._step_index + backoff
+            self._no_plan_requests[drafter] = len(self._requests)
             self._explore(proposals, drafter, pending_rows, draft_plans)
             return draft_plans
         self._failures[drafter] = 0
@@ -424,7 +427,7 @@ class DraftLengthController(Policy):
 
     def _accept(self, candidate: Candidate, draft_len: int) -> Draft:
         draft = candidate.draft
-        candidate.request.misses = 0
+        self._backoff.record_hit(candidate.request)
         self._length_counts[draft.drafter][draft_len] += 1
         if draft.drafter in self._accounts:
             self._plugin_drafts[candidate.request.state.id] = draft.drafter

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from foreword.core.params import SamplingParams
@@ -94,8 +94,16 @@ class CostCurve:
 
     def up_to(self, rows: int) -> list[float]:
         """Seconds of 0, 1, ..., at least `rows` rows, read-only; 0 rows cost as much as one."""
-        self._dense.extend(self._interpolate(n) for n in range(len(self._dense), rows + 1))
-        return self._dense
+        dense = self._dense
+        if not dense:
+            dense += [self._seconds[0]] * (self.rows[0] + 1)
+            for (low, least), (high, most) in pairwise(zip(self.rows, self._seconds, strict=True)):
+                slope = (most - least) / (high - low)
+                dense += [least + slope * n for n in range(1, high - low + 1)]
+        if rows >= len(dense):
+            per_row = self._seconds[-1] / self.rows[-1]
+            dense += [per_row * n for n in range(len(dense), rows + 1)]
+        return dense
 
     def scale(self, index: int, factor: float, weight: float = 1.0) -> None:
         """Correct one point, known from `weight` observations, and keep the shape of the curve."""
@@ -116,13 +124,6 @@ class CostCurve:
         """Index of the nearest measured point."""
         index, share = self.neighbours(rows)
         return index + (share >= 0.5)
-
-    def _interpolate(self, rows: int) -> float:
-        index, share = self.neighbours(rows)
-        seconds = self._seconds[index]
-        if share:
-            return seconds + (self._seconds[index + 1] - seconds) * share
-        return seconds * max(rows / self.rows[index], 1.0)
 
 
 def _fit_shape(rows: Sequence[int], seconds: Sequence[float], weights: Sequence[float]) -> list[float]:
@@ -198,8 +199,14 @@ class StepCosts:
         if shape.num_sampled >= rows:
             dense = self._all_sampled_curve.up_to(rows + num_extra)
             return [seconds + fixed for seconds in dense[rows : rows + num_extra + 1]]
+        last = rows + num_extra
+        all_sampled = self._all_sampled_curve.up_to(last)[rows : last + 1]
+        one_sampled = map(min, self._one_sampled_curve.up_to(last)[rows : last + 1], all_sampled)
+        unsampled = rows - max(shape.num_sampled, 1)
+        # as _partly_sampled_cost(): (sampled - 1) / (rows - 1) = 1 - unsampled / (rows - 1)
         return [
-            self._partly_sampled_cost(rows + n, shape.num_sampled + n) + fixed for n in range(num_extra + 1)
+            most - (most - least) * unsampled / (count - 1) + fixed
+            for count, least, most in zip(range(rows, last + 1), one_sampled, all_sampled, strict=True)
         ]
 
     def context_cost(self, context_len: int) -> float:

@@ -380,3 +380,16 @@ def test_prefill_does_not_delay_for_a_baseline() -> None:
     controller.max_draft_len(DraftRequest(state))
     (admitted,) = controller.select([Proposal(DraftRequest(state, 8), [draft])], PrefillLoad(num_rows=20))
     assert admitted is not None
+
+
+def test_new_request_backs_off_where_no_proposal_pays() -> None:
+    """A request of 60 tokens ends before it could learn this itself."""
+    controller, early = controller_of(), state_of("early")
+    controller.start(early)
+    for _ in range(4):
+        asked_when_nothing_is_offered(controller, early, 0.07 * STEP)
+    controller.finish("early")
+    late = state_of("late")
+    controller.start(late)
+    asked = asked_when_nothing_is_offered(controller, late, 0.07 * STEP)
+    assert not all(asked[:4]) and sum(asked) < 10
