@@ -414,7 +414,7 @@ class DraftLengthController(Policy):
         if self._step_index < self._next_probe_step or count >= len(costs):
             return selection
         lengths = split_by_gain([candidate.gains for candidate in candidates], count)
-        expected = sum(sum(c.prefix_probs[:n]) for c, n in zip(candidates, lengths, strict=True))
+        expected = sum(c.expected_tokens[n] for c, n in zip(candidates, lengths, strict=True))
         lost = costs[count] + self._draft_cost - (base_step.shape.num_sampled + expected) / selection.rate
         if not self._exploration_budget.take(max(lost, 0.0) * self._cost_model.drift):
             return selection

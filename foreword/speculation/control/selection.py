@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from operator import truediv
 
@@ -42,7 +42,7 @@ EARLY_STOP_RATIO = 0.97  # of the best rate so far; below it longer drafts are n
 DraftCostFn = Callable[[int, int, int], float]  # (pending rows, requests, draft length) -> model seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
     """The best draft of a proposal."""
 
@@ -51,6 +51,10 @@ class Candidate:
     draft: Draft
     prefix_probs: Sequence[float]  # acceptance probability of each token
     gains: Sequence[float]  # the same minus the request's own cost per row, in tokens
+    expected_tokens: Sequence[float] = field(init=False)  # accepted of the first 0, 1, ... tokens
+
+    def __post_init__(self) -> None:
+        self.expected_tokens = list(accumulate(self.prefix_probs, initial=0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +86,11 @@ def select_rows(
     min_speedup = MIN_SPEEDUP + proposal_overhead
     min_rate = min_speedup * num_sampled / rated[0]
     count = best_count = best_num_rows(gains, num_sampled, rated, max_cost + draft_cost, min_speedup)
+    slacks = [candidate.request.delay_budget.allowance(plain_cost) for candidate in candidates]
     while count:
-        lengths = distribute(candidates, count, costs[count] - plain_cost, plain_cost)
+        lengths = distribute(candidates, slacks, count, costs[count] - plain_cost, plain_cost)
         if lengths:
-            expected = sum(sum(c.prefix_probs[:n]) for c, n in zip(candidates, lengths, strict=True))
+            expected = sum(c.expected_tokens[n] for c, n in zip(candidates, lengths, strict=True))
             rate = (num_sampled + expected) / rated[count]
             if rate > min_rate:
                 return Selection(lengths, rate, limited_by_budget=count < best_count)
@@ -93,13 +98,20 @@ def select_rows(
     return Selection([0] * len(candidates), limited_by_budget=best_count > 0)
 
 
-def distribute(candidates: Sequence[Candidate], num_rows: int, delay: float, plain_cost: float) -> list[int]:
+def distribute(
+    candidates: Sequence[Candidate], slacks: Sequence[float], num_rows: int, delay: float, plain_cost: float
+) -> list[int]:
     """Split `num_rows` over the candidates; empty if a candidate cannot regain its delay.
+
+    slacks  delay that each candidate can bear
 
     Candidates beyond their delay budget come first, with the rows that compensate them; the other rows go by
     gain. By gain alone, a few long drafts would take all rows, and other requests only the delay.
     """
-    needed = [_min_rows(candidate, delay, plain_cost) for candidate in candidates]
+    needed = [
+        _min_rows(candidate, slack, delay, plain_cost)
+        for candidate, slack in zip(candidates, slacks, strict=True)
+    ]
     spare = num_rows - sum(needed)
     if spare < 0 or any(rows > len(c.gains) for c, rows in zip(candidates, needed, strict=True)):
         return []
@@ -109,13 +121,12 @@ def distribute(candidates: Sequence[Candidate], num_rows: int, delay: float, pla
     return [rows + added for rows, added in zip(needed, more, strict=True)]
 
 
-def _min_rows(candidate: Candidate, delay: float, plain_cost: float) -> int:
+def _min_rows(candidate: Candidate, slack: float, delay: float, plain_cost: float) -> int:
     """The shortest draft that compensates the delay; longer than the candidate's if none does."""
-    slack = candidate.request.delay_budget.allowance(plain_cost)
     if delay <= max(slack, 0.0):
         return 0
     min_tokens = min(delay - slack, delay / MAX_DELAY_SHARE) / plain_cost
-    return bisect_left(list(accumulate(candidate.prefix_probs)), min_tokens) + 1
+    return max(bisect_left(candidate.expected_tokens, min_tokens), 1)
 
 
 def nearest_paying(candidates: Sequence[Candidate], base_step: BaseStep, costs: Sequence[float]) -> Selection:

@@ -139,10 +139,16 @@ def test_nearest_paying_selection() -> None:
     )
 
 
+def split(candidates: list[Candidate]) -> list[int]:
+    """Four rows that cost 0.8 steps."""
+    slacks = [candidate.request.delay_budget.allowance(1.0) for candidate in candidates]
+    return distribute(candidates, slacks, 4, delay=0.8, plain_cost=1.0)
+
+
 def test_rows_first_compensate_delayed_requests() -> None:
     """By gain alone the first candidate would take all rows, and the second's budget forbid it."""
     sure, unsure = candidate(tracked(0.0), *[0.99] * 8), candidate(tracked(0.0), 0.9, 0.8, 0.7, 0.6)
-    lengths = distribute([sure, unsure], 4, delay=0.8, plain_cost=1.0)
+    lengths = split([sure, unsure])
     assert lengths == [3, 1]
     choice = select_rows(
         [sure, unsure], frame_of(sure.request, unsure.request), [1.0 + 0.1 * n for n in range(13)], 0.0
@@ -152,9 +158,9 @@ def test_rows_first_compensate_delayed_requests() -> None:
 
 def test_no_selection_without_fair_shares() -> None:
     sure, hopeless = candidate(tracked(0.0), *[0.99] * 8), candidate(tracked(0.0), 0.1)
-    assert distribute([sure, hopeless], 4, delay=0.8, plain_cost=1.0) == []
+    assert split([sure, hopeless]) == []
 
 
 def test_request_far_ahead_may_be_delayed() -> None:
     sure, ahead = candidate(tracked(0.0), *[0.99] * 8), candidate(tracked(5.0), 0.1)
-    assert distribute([sure, ahead], 4, delay=0.8, plain_cost=1.0) == [4, 0]
+    assert split([sure, ahead]) == [4, 0]
