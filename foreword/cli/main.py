@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 
 from foreword.cli.startup import startup_line
-from foreword.utils.torch_import import skip_meta_kernels
 
 __all__ = ["main"]
 
@@ -24,7 +23,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is not None:
         return int(importlib.import_module(COMMAND_LINE).run_command_line(argv))
-    skip_meta_kernels()
     gc.disable()  # imports make little garbage; run_command_line() enables it after them
     words = sys.argv[1:]
     name = next((word for word in words[:1] if not word.startswith("-")), "")

@@ -75,7 +75,6 @@ from foreword.speculation.drafters.suffix import SuffixDrafter
 from foreword.speculation.plugin import DrafterAdapter, make_plugin
 from foreword.speculation.policy import FixedLength
 from foreword.speculation.proposer import Proposer
-from foreword.utils.torch_import import load_meta_kernels
 
 __all__ = ["detect_hardware", "load", "make_plugins"]
 
@@ -142,7 +141,6 @@ def make_plugins(
     )
     plugins: dict[str, Drafter] = {}
     for plugin in config.drafter_plugins():
-        load_meta_kernels()
         try:
             plugins[plugin.name] = make_plugin(plugin.reference, not plugin.is_installed, context)
         except ConfigError as error:

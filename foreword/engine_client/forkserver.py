@@ -27,7 +27,6 @@ from types import TracebackType
 from typing import Final
 
 from foreword.errors import ConfigError
-from foreword.utils.torch_import import skip_meta_kernels
 
 __all__ = ["ForkServer", "main"]
 
@@ -45,7 +44,6 @@ FORK_TIMEOUT_S: Final = 10.0  # for a fork, after all imports
 def main(fd: int, entry_module: str) -> int:
     """Serve the client at the other end of `fd`; returns the exit code, also in each forked engine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client decides when to stop
-    skip_meta_kernels()
     gc.disable()  # imports make little garbage: its collection took a seventh of their time
     module = importlib.import_module(entry_module)
     gc.freeze()  # engines share the pages of imported objects: no garbage collection may touch them

@@ -1,6 +1,8 @@
 """`foreword bench kernels` on tiny shapes: every case is present and no share is impossible."""
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -140,3 +142,12 @@ def test_case_timings_are_medians_over_rounds() -> None:
     assert timings.bandwidth_share == 0.5
     assert timings.ops_per_s == 5.0
     assert timings.ratio(CaseTimings(case, seconds=[1.0, 1.0, 1.0])) == 2.0
+
+
+def test_command_of_the_shell_imports_all_of_torch() -> None:
+    """An import of torch without its kernels for the meta device once broke its generators."""
+    words = "bench kernels --shape 33x64 --kinds float32 --rows 1 --rounds 1 --threads 1 --isa reference"
+    result = subprocess.run(
+        [sys.executable, "-m", "foreword", *words.split()], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
