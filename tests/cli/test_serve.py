@@ -381,7 +381,11 @@ def test_ctrl_c_while_loading(tiny: Path, log_format: str) -> None:
     words = ["serve", str(tiny), "--port", "0", "--log-format", log_format]
     command = [sys.executable, "-m", "foreword", *words]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    wait_until(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text)
+
+    def children(pid: int | str) -> list[str]:
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+    wait_until(lambda: any(map(children, children(process.pid))))  # the fork server has started an engine
     process.send_signal(signal.SIGINT)
     _, log_text = process.communicate(timeout=WAIT_S)
     last = log_text.splitlines()[-1]
