@@ -334,7 +334,7 @@ def test_no_draft_reasons_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     controller, state = controller_of(), state_of("chat-1")
     controller.start(state)
     step(controller, [state])
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG, DraftLengthController.__module__):
         offered(controller, state)
     assert "request chat-1: no draft: nothing to guess from" in caplog.text
 
