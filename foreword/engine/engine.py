@@ -393,11 +393,12 @@ def _prefill_load(scheduler: Scheduler) -> PrefillLoad:
     Prompts that wait are included: drafts of others would delay their first tokens.
     """
     rows = reads = 0
-    for state in (*scheduler.running, *scheduler.starting()):
+    running = [state for state in scheduler.running if state.num_uncomputed > 1 and not state.is_pooling]
+    for state in (*running, *scheduler.starting()):
         if rows >= scheduler.max_num_batched_tokens:
             break
-        if state.num_uncomputed > 1 and not state.is_pooling:
-            size = min(scheduler.num_computable(state), scheduler.max_num_batched_tokens - rows)
-            rows += size
-            reads += size * state.num_computed
+        start = state.num_computed or scheduler.prefix_cache.num_cached(state)
+        size = min(scheduler.computable_until(state, start) - start, scheduler.max_num_batched_tokens - rows)
+        rows += size
+        reads += size * start
     return PrefillLoad(rows, reads)

@@ -80,6 +80,11 @@ class PrefixCache:
         shareable = self._shareable_hashes(state) if self.is_enabled_for(state) else ()
         return self._pool.cached_prefix(shareable)
 
+    def num_cached(self, state: RequestState) -> int:
+        """Tokens that a waiting request would find in the cache."""
+        self.hash_blocks(state)
+        return len(self.match(state)) * self.block_size
+
     def computing_request(self, state: RequestState) -> RequestState | None:
         """The running request that computes the first block this request misses.
 

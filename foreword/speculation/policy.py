@@ -59,18 +59,19 @@ class Policy(ABC):
     plan_draft_model() for each model-based drafter, select(), num_steps_to_skip(), record_step() at its end.
     """
 
-    def start(self, state: RequestState) -> None:
-        """A request begins."""
+    def start(self, state: RequestState) -> int:
+        """A request begins. Returns the steps before its first draft: skipping need not end for it."""
+        return 0
 
     def finish(self, request_id: str) -> None:
         """A request ends."""
 
     @abstractmethod
-    def max_draft_len(self, draft_request: DraftRequest) -> int:
+    def max_draft_len(self, state: RequestState) -> int:
         """Longest draft to look for; 0: no draft in this step."""
 
     def may_propose(self, drafter: str, load: PrefillLoad) -> bool:
-        """Whether to ask a lookup drafter in this step."""
+        """Whether to ask a drafter in this step."""
         return True
 
     def record_proposing(self, drafter: str, seconds: float) -> None:
@@ -89,7 +90,7 @@ class Policy(ABC):
     def select(self, proposals: Sequence[Proposal], load: PrefillLoad) -> list[Draft | None]:
         """The draft to verify for each proposal: one of its drafts, possibly cut, or None."""
 
-    def fixed_draft_len(self, draft_requests: Sequence[DraftRequest]) -> int:
+    def fixed_draft_len(self, states: Sequence[RequestState]) -> int:
         """Draft length of the device drafter for all these requests in all steps to come.
 
         0: decided per step. The device loop then reports its drafts with select() and record_acceptance().
@@ -127,8 +128,8 @@ class FixedLength(Policy):
         self.max_tokens = max_tokens
         self._length_counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
 
-    def max_draft_len(self, draft_request: DraftRequest) -> int:
-        bound = draft_request.state.params.speculation.max_tokens
+    def max_draft_len(self, state: RequestState) -> int:
+        bound = state.params.speculation.max_tokens
         return self.max_tokens if bound is None else min(self.max_tokens, bound)
 
     def plan_draft_model(
@@ -143,8 +144,8 @@ class FixedLength(Policy):
                 self._length_counts[draft.drafter][len(draft.token_ids)] += 1
         return selected
 
-    def fixed_draft_len(self, draft_requests: Sequence[DraftRequest]) -> int:
-        lengths = {self.max_draft_len(request) for request in draft_requests}
+    def fixed_draft_len(self, states: Sequence[RequestState]) -> int:
+        lengths = {self.max_draft_len(state) for state in states}
         return lengths.pop() if len(lengths) == 1 else 0
 
     def stats(self) -> DraftingStats:

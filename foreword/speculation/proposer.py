@@ -68,7 +68,6 @@ class Proposer:
 
     def start(self, state: RequestState) -> None:
         """A request begins. A drafter whose start() fails is not used for it."""
-        self._steps_to_skip = 0
         method, drafters = state.params.speculation.method, (*self.drafters, *self.model_drafters)
         self._request_drafters[state.id] = tuple(
             drafter
@@ -77,7 +76,9 @@ class Proposer:
             and self._call(drafter, lambda d=drafter: d.start(state) is not False)  # type: ignore[misc]
         )
         if self._request_drafters[state.id]:  # the policy sees other requests in record_step()
-            self._catch("policy", lambda: self.policy.start(state))
+            self._report_skipped_steps()
+            num_steps = self._catch("policy", lambda: self.policy.start(state)) or 0
+            self._steps_to_skip = min(self._steps_to_skip, num_steps)
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
         """A request ends; `output` are the delivered tokens of a completed one."""
@@ -112,10 +113,7 @@ class Proposer:
                 self._num_skipped_requests += sum(bool(self._request_drafters[s.id]) for s in states)
             return no_drafts
         self._stats = None
-        if self._num_skipped_steps:
-            skipped = self._num_skipped_steps, self._num_skipped_requests
-            self._catch("policy", lambda: self.policy.record_skipped(*skipped))
-            self._num_skipped_steps = self._num_skipped_requests = 0
+        self._report_skipped_steps()
         drafts = self._catch("policy", lambda: self._propose(states, load)) or no_drafts
         self._steps_to_skip = self._catch("policy", self.policy.num_steps_to_skip) or 0
         return drafts
@@ -130,8 +128,7 @@ class Proposer:
             return 0
         if self._steps_to_skip or any(each != (self.device_drafter,) for each in drafters):
             return None
-        requests = [DraftRequest(state) for state in states]
-        return self._catch("policy", lambda: self.policy.fixed_draft_len(requests)) or None
+        return self._catch("policy", lambda: self.policy.fixed_draft_len(states)) or None
 
     def call_device_drafter(self, call: Callable[[DeviceDrafter], Result]) -> Result | None:
         """Result of a call of the device drafter; None after an error, which is counted."""
@@ -171,6 +168,12 @@ class Proposer:
         for drafter in (*self.drafters, *self.model_drafters):
             drafter.check(self._request_drafters)
 
+    def _report_skipped_steps(self) -> None:
+        if self._num_skipped_steps:
+            skipped = self._num_skipped_steps, self._num_skipped_requests
+            self._catch("policy", lambda: self.policy.record_skipped(*skipped))
+            self._num_skipped_steps = self._num_skipped_requests = 0
+
     def _propose(self, states: Sequence[RequestState], load: PrefillLoad) -> tuple[Draft | None, ...]:
         by_index = self._make_proposals(states)
         proposals = list(by_index.values())
@@ -180,7 +183,8 @@ class Proposer:
                 if drafter.name in self._seconds:
                     self.policy.record_proposing(drafter.name, self._seconds.pop(drafter.name))
         for model in self.model_drafters:
-            self._collect_drafts(model, self._select_for_model(model, proposals, load))
+            if self.policy.may_propose(model.name, load):
+                self._collect_drafts(model, self._select_for_model(model, proposals, load))
         selected: list[Draft | None] = [None] * len(states)
         for index, draft in zip(by_index, self.policy.select(proposals, load), strict=True):
             selected[index] = draft
@@ -205,8 +209,7 @@ class Proposer:
                 output = state.tokens[start:]
                 for draft in drafts:
                     policy.record_acceptance(state, draft, output)
-            room = state.max_len - len(state.tokens) - 1
-            length = min(policy.max_draft_len(DraftRequest(state)), room)
+            length = min(policy.max_draft_len(state), state.max_len - len(state.tokens) - 1)
             if length > 0:
                 proposals[index] = Proposal(DraftRequest(state, length))
         return proposals

@@ -231,6 +231,18 @@ def test_prefill_load_excludes_pooling_requests(checkpoint: Path) -> None:
     assert _prefill_load(engine.scheduler).num_rows > 0
 
 
+def test_prefill_load_of_a_waiting_prompt_is_what_the_cache_lacks(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, max_num_batched_tokens=256, max_num_seqs=4)
+    cached = 80 // engine.scheduler.block_size * engine.scheduler.block_size
+    for name, prompt, start in (("a", LONG[:80], 0), ("b", (*LONG[:80], *LONG[5:9]), cached)):
+        engine.submit(generation(name, prompt))
+        rows = len(prompt) - start
+        assert _prefill_load(engine.scheduler) == PrefillLoad(rows, rows * start)
+        while not engine.idle:
+            engine.step()
+    assert cached > 0
+
+
 def test_embedding_may_fill_the_context(checkpoint: Path) -> None:
     engine = engine_of(checkpoint, max_model_len=97, kv_cache_memory="112tokens")
     engine.submit(embedding("fits", LONG))

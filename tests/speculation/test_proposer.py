@@ -146,6 +146,23 @@ def test_skipping_ends_when_a_request_begins() -> None:
     assert policy.rests == [(2, 2), (1, 1)], "an interrupted skip counts its actual steps"
 
 
+def test_skipping_outlasts_a_request_that_waits() -> None:
+    class Waits(Rests):
+        def start(self, state: RequestState) -> int:
+            super().start(state)
+            return 1
+
+    policy, state = Waits(), state_of()
+    proposer = Proposer((Scripted("a", (4,)),), 10, policy)
+    propose(proposer, state)
+    proposer.start(state_of("new"))
+    resting = []
+    for _ in range(2):
+        proposer.propose([state])
+        resting.append(proposer.is_skipping)
+    assert resting == [True, False], "one of the two steps: the new request waits no longer"
+
+
 def test_prefill_steps_are_not_skipped_steps() -> None:
     proposer = Proposer((Scripted("a", (4,)),), 10, Rests())
     off = state_of("off", "off")

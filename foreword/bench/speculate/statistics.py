@@ -66,16 +66,27 @@ def repetition_figures(repetitions: Sequence[BenchRepetition]) -> dict[str, Any]
 def best_fixed(
     pairs: Mapping[str, Sequence[PairedRun]], auto: str, fixed: Sequence[str]
 ) -> dict[str, Any] | None:
-    """`auto` over the best fixed length of this case, by round; `off` is length 0."""
+    """`auto` over the best fixed length of this case, by round; `off` is length 0.
+
+    Each round compares with the length that was best in the other rounds: the fastest of many noisy figures
+    of one round is mostly lucky.
+    """
     if not fixed:
         return None
     rates = {name: [_rate(pair.other) for pair in pairs[name]] for name in (auto, *fixed)}
     auto_rates = rates.pop(auto)
     rates = {"off": [_rate(pair.plain) for pair in pairs[auto]], **rates}
-    best = max(rates, key=lambda name: statistics.fmean(map(math.log, rates[name])))
-    ratio = geometric_mean_ratio([a / b for a, b in zip(auto_rates, rates[best], strict=True)])
+    logs = {name: [math.log(rate) for rate in values] for name, values in rates.items()}
+
+    def best_without(number: int | None) -> str:
+        return max(logs, key=lambda name: sum(logs[name]) - (0.0 if number is None else logs[name][number]))
+
+    others = [best_without(number if len(auto_rates) > 1 else None) for number in range(len(auto_rates))]
+    ratio = geometric_mean_ratio(
+        [rate / rates[name][n] for n, (rate, name) in enumerate(zip(auto_rates, others, strict=True))]
+    )
     assert ratio is not None, "a case without rounds"
-    return {"best": best, **ratio.as_dict()}
+    return {"best": best_without(None), **ratio.as_dict()}
 
 
 def merge_draft_stats(repetitions: Iterable[Mapping[str, SpecDecodeStats]]) -> dict[str, SpecDecodeStats]:

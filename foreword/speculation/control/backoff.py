@@ -9,7 +9,7 @@ from foreword.speculation.control.fairness import TrackedRequest
 __all__ = ["Backoff"]
 
 MISSES_BEFORE_BACKOFF = 4  # proposals without a draft that pays
-INITIAL_MISSES = 7  # of a new request where no proposal of others pays
+INITIAL_MISSES = 9  # of a new request where no proposal of others pays
 PAYING_ALPHA = 1 / 64
 MAX_PROPOSAL_OVERHEAD = 0.004  # share of the time spent on unused proposals; below it there is no backoff
 
@@ -24,9 +24,10 @@ class Backoff:
         self.proposal_overhead = 0.0  # cost of unused proposals, as a share of a step
         self._paying_share = 0.5  # of recent proposals, over all requests
 
-    def start(self, request: TrackedRequest) -> None:
+    def start(self, request: TrackedRequest, step_index: int) -> None:
         """A request begins; a short one would end before it has learned what others know."""
         request.misses = round((1.0 - self._paying_share) * INITIAL_MISSES)
+        self._skip(request, step_index, 1 << INITIAL_MISSES)
 
     def record_hit(self, request: TrackedRequest) -> None:
         """A draft pays in this step."""
@@ -41,6 +42,9 @@ class Backoff:
         """No draft in this step; after several misses the request backs off, for at most `max_steps`."""
         request.misses += 1
         self._paying_share -= self._paying_share * PAYING_ALPHA
+        self._skip(request, step_index, max_steps)
+
+    def _skip(self, request: TrackedRequest, step_index: int, max_steps: int) -> None:
         if request.misses > MISSES_BEFORE_BACKOFF and max_steps:
             length = self.length(request.misses - MISSES_BEFORE_BACKOFF, max_steps)
             request.skip_until = (step_index // length + 1) * length

@@ -13,7 +13,6 @@ from functools import partial
 
 from foreword.core.outputs import Draft, DraftingStats
 from foreword.core.request import RequestState
-from foreword.speculation.base import DraftRequest
 from foreword.speculation.control.acceptance import MODEL_PRIOR_TRIALS, MODEL_PRIORS, AcceptanceModel
 from foreword.speculation.control.backoff import Backoff
 from foreword.speculation.control.cost_model import Calibration, CostModel, PassCost, StepShape, StepSummary
@@ -45,6 +44,8 @@ __all__ = ["DraftLengthController"]
 MAX_TOTAL_DRAFT_TOKENS = 512  # proposed for all requests together
 MIN_DRAFT_LEN_BOUND = 4  # proposed for each request at least
 MIN_PREFIX_PROB = 0.01  # less likely draft tokens are never verified
+MIN_PRICE_SHARE = 0.5  # nor those below this share of the tokens that plain decoding makes in a row's time
+PRICED_ROWS = (8, 32, 128)  # numbers of further rows among which the cheapest row is looked for
 MAX_BACKOFF_NO_CANDIDATE = 64  # steps, while nothing is proposed
 MAX_BACKOFF_NOT_WORTH_IT = 128  # steps, while drafts do not pay
 MAX_BACKOFF_DELAY_BUDGET = 8  # steps, while drafts would delay others too much: so does proposing
@@ -97,6 +98,7 @@ class DraftLengthController(Policy):
         self._requests_this_step: list[TrackedRequest] = []
         self._base_step: BaseStep | None = None
         self._token_rate = 0.0
+        self._min_prefix_prob = MIN_PREFIX_PROB  # in the next step
         self._draft_cost = 0.0
         self._steps_to_skip = 0
         self._failures: Counter[str] = Counter()
@@ -110,12 +112,13 @@ class DraftLengthController(Policy):
 
     # Requests
 
-    def start(self, state: RequestState) -> None:
+    def start(self, state: RequestState) -> int:
         budget = self._delay_ledger.open(state.id, state.params.max_tokens)
         request = self._requests[state.id] = TrackedRequest(state, self._max_tokens, budget)
-        self._backoff.start(request)
+        self._backoff.start(request, self._step_index)
         if request.sampler_class:
             self._sampler_classes[state.id] = request.sampler_class
+        return max(request.skip_until - self._step_index, 0)
 
     def finish(self, request_id: str) -> None:
         request = self._requests.pop(request_id)
@@ -133,9 +136,9 @@ class DraftLengthController(Policy):
                 self._exploration_budget.refund(request.probe_cost)
             request.probe_cost = 0.0
 
-    def max_draft_len(self, draft_request: DraftRequest) -> int:
-        request = self._requests[draft_request.state.id]
-        request.context_len = draft_request.num_tokens
+    def max_draft_len(self, state: RequestState) -> int:
+        request = self._requests[state.id]
+        request.context_len = len(state.tokens)
         if not self._requests_this_step:
             self._draft_cost = self._plugin_cost = 0.0  # the last step was not recorded
         self._requests_this_step.append(request)
@@ -149,6 +152,8 @@ class DraftLengthController(Policy):
         return min(request.max_draft_len, share)
 
     def may_propose(self, drafter: str, load: PrefillLoad) -> bool:
+        if drafter in self._model_drafters:
+            return not self._backs_off_planning(drafter) and not self._wants_baseline(load)
         account = self._accounts.get(drafter)
         return account is None or (account.can_afford_call and not self._wants_baseline(load))
 
@@ -162,12 +167,9 @@ class DraftLengthController(Policy):
         self, proposals: Sequence[Proposal], load: PrefillLoad, drafter: str, pending_rows: Sequence[int]
     ) -> list[tuple[int, float]]:
         draft_plans = [(0, 0.0)] * len(proposals)
-        if self._wants_baseline(load) or not proposals:
+        if not proposals:
             return draft_plans
         base_step = self._make_base_step(load)
-        is_same_load = 2 * len(self._requests) > self._no_plan_requests[drafter]
-        if self._step_index < self._no_plan_until[drafter] and is_same_load:
-            return draft_plans
         plan = self._best_plan(proposals, drafter, pending_rows, base_step)
         if plan is None:
             self._failures[drafter] += 1
@@ -184,13 +186,19 @@ class DraftLengthController(Policy):
         self._draft_cost += plan.draft_cost + plan.catch_up_cost
         return draft_plans
 
+    def _backs_off_planning(self, drafter: str) -> bool:
+        """No plan paid the last time, and about as many requests run as then."""
+        is_same_load = 2 * len(self._requests) > self._no_plan_requests[drafter]
+        return self._step_index < self._no_plan_until[drafter] and is_same_load
+
     def select(self, proposals: Sequence[Proposal], load: PrefillLoad) -> list[Draft | None]:
         drafts: list[Draft | None] = [None] * len(proposals)
+        base_step = self._make_base_step(load)
         candidates = self._find_candidates(proposals, self._wants_baseline(load))
         selection, reason = Selection(()), NOT_WORTH_IT
         self._plugin_drafts.clear()
         if candidates:
-            selection, reason = self._select_drafts(candidates, self._make_base_step(load))
+            selection, reason = self._select_drafts(candidates, base_step)
         max_backoff = MAX_BACKOFF_NOT_WORTH_IT if reason is NOT_WORTH_IT else MAX_BACKOFF_DELAY_BUDGET
         for candidate, length in zip(candidates, selection.lengths, strict=True):
             if length:
@@ -291,6 +299,8 @@ class DraftLengthController(Policy):
             self._base_step = BaseStep(
                 shape, cost, plain_cost, budgets, has_prefill, self._delay_ledger.max_slowdown
             )
+            row_cost = self._cost_model.step_costs.min_row_cost(shape.num_rows, PRICED_ROWS)
+            self._min_prefix_prob = max(MIN_PREFIX_PROB, MIN_PRICE_SHARE * count * row_cost / plain_cost)
         return self._base_step
 
     def _extra_sampling_cost(self, request: TrackedRequest) -> float:
@@ -311,15 +321,13 @@ class DraftLengthController(Policy):
         return costs if ratio == 1.0 else [ratio * costs[0], *costs[1:]]
 
     def _skippable_steps(self) -> int:
-        """Steps from the next one on in which no request would draft; unseen requests could at any time."""
+        """Steps from the next one on in which no request would draft."""
         watchdog = self._cost_model.watchdog
-        if len(self._requests_this_step) < len(self._requests) or not self._requests_this_step:
-            return 0
         if watchdog.pause_steps:
             return max(watchdog.pause_steps - NUM_BASELINE_STEPS, 0)
         if self._step_index + 1 < self._last_plan_step + NO_BACKOFF_STEPS:
             return 0
-        skip_until = min(request.skip_until for request in self._requests_this_step)
+        skip_until = min((request.skip_until for request in self._requests.values()), default=0)
         return max(skip_until - (self._step_index + 1), 0)
 
     def _track_nonspeculative(self, served_ids: set[str]) -> None:
@@ -367,7 +375,7 @@ class DraftLengthController(Policy):
 
     def _prefix_probs(self, request: TrackedRequest, draft: Draft) -> list[float]:
         acceptance = request.acceptance[draft.drafter]
-        return self._acceptance[draft.drafter].prefix_probs(draft, acceptance, MIN_PREFIX_PROB)
+        return self._acceptance[draft.drafter].prefix_probs(draft, acceptance, self._min_prefix_prob)
 
     def _select_drafts(self, candidates: Sequence[Candidate], base_step: BaseStep) -> tuple[Selection, str]:
         """Draft lengths of all candidates, and the reason of the rejected ones."""

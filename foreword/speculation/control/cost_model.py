@@ -209,6 +209,11 @@ class StepCosts:
             for count, least, most in zip(range(rows, last + 1), one_sampled, all_sampled, strict=True)
         ]
 
+    def min_row_cost(self, rows: int, further: Sequence[int]) -> float:
+        """The least cost of a further row beyond `rows`, on average over some numbers of `further` rows."""
+        dense = self._all_sampled_curve.up_to(rows + further[-1])
+        return min((dense[rows + count] - dense[rows]) / count for count in further)
+
     def context_cost(self, context_len: int) -> float:
         """Attention cost of each further row of a request."""
         return self._calibration.context_cost_extra_row * context_len

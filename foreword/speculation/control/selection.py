@@ -15,6 +15,7 @@ __all__ = [
     "FEW_PENDING_ROWS",
     "MAX_DRAFT_LEN",
     "MIN_SPEEDUP",
+    "NEAR_BEST",
     "Candidate",
     "DraftModelPlan",
     "DraftModelRequest",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 MIN_SPEEDUP = 1.01  # a smaller gain is noise
+NEAR_BEST = 0.98  # of the best rate: the shortest such step is chosen, for prompts that arrive during it
 MIN_PROBE_GAIN = 1.1  # expected tokens of a probe, relative to none
 MAX_DELAY_SHARE = 0.5  # of its expected gain that a request may always be delayed by
 SHRINK_FACTOR = 0.75  # of the rows, until each request can bear their cost
@@ -155,7 +157,7 @@ def best_num_rows(
     max_cost: float,
     min_speedup: float = MIN_SPEEDUP,
 ) -> int:
-    """Number of rows with the highest gains that maximises expected tokens per cost.
+    """The least number of rows, those with the highest gains, with about the most expected tokens per cost.
 
     gains        by request, decreasing
     tokens       expected without drafts
@@ -169,7 +171,9 @@ def best_num_rows(
     if len(rates) < 2:
         return 0
     best = max(rates)
-    return rates.index(best) if best > rates[0] * min_speedup else 0
+    if best <= rates[0] * min_speedup:
+        return 0
+    return next(count for count, rate in enumerate(rates) if rate >= NEAR_BEST * best)
 
 
 def split_by_gain(gains: Sequence[Sequence[float]], num_rows: int) -> list[int]:

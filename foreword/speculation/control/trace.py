@@ -65,16 +65,19 @@ class RecordingController(DraftLengthController):
             max_slowdown=max_slowdown,
         )
 
-    def start(self, state: RequestState) -> None:
+    def start(self, state: RequestState) -> int:
         params = state.params
+        tokens = [state.num_prompt, len(state.tokens), state.max_len]
+        num_steps = super().start(state)
         self._write(
             "start",
             id=state.id,
             kind=classify_sampling(params),
-            tokens=[state.num_prompt, len(state.tokens), state.max_len],
+            tokens=tokens,
             bounds=[params.max_tokens, params.speculation.max_tokens],
+            decided=num_steps,
         )
-        super().start(state)
+        return num_steps
 
     def finish(self, request_id: str) -> None:
         self._write("finish", id=request_id, length=len(self._requests[request_id].state.tokens))
@@ -87,14 +90,14 @@ class RecordingController(DraftLengthController):
         self._write("score", id=state.id, draft=_draft_record(draft), right=right, run=len(output_ids))
         super().record_acceptance(state, draft, output_ids)
 
-    def max_draft_len(self, draft_request: DraftRequest) -> int:
-        length = super().max_draft_len(draft_request)
-        self._write("bound", ask=_request_record(draft_request), decided=length)
+    def max_draft_len(self, state: RequestState) -> int:
+        length = super().max_draft_len(state)
+        self._write("bound", id=state.id, length=len(state.tokens), decided=length)
         return length
 
     def may_propose(self, drafter: str, load: PrefillLoad) -> bool:
         is_allowed = super().may_propose(drafter, load)
-        if drafter in self._accounts:
+        if drafter in self._accounts or drafter in self._model_drafters:
             load_record = [load.num_rows, load.num_context_tokens]
             self._write("may_propose", drafter=drafter, load=load_record, decided=is_allowed)
         return is_allowed
@@ -164,11 +167,10 @@ class _Replayer:
         self.controller = DraftLengthController(calibration, setup["max_tokens"], *options)
         self.states: dict[str, RequestState] = {}
 
-    def start(self, record: Mapping[str, Any]) -> None:
-        self.controller.start(
-            self._add_state(
-                record["id"], record["tokens"], record["bounds"], PARAMS_BY_SAMPLER_CLASS[record["kind"]]
-            )
+    def start(self, record: Mapping[str, Any]) -> int:
+        params = PARAMS_BY_SAMPLER_CLASS[record["kind"]]
+        return self.controller.start(
+            self._add_state(record["id"], record["tokens"], record["bounds"], params)
         )
 
     def finish(self, record: Mapping[str, Any]) -> None:
@@ -183,7 +185,7 @@ class _Replayer:
         self.controller.record_acceptance(self.states[record["id"]], draft, (1,) * record["run"])
 
     def bound(self, record: Mapping[str, Any]) -> int:
-        return self.controller.max_draft_len(self._draft_request(record["ask"]))
+        return self.controller.max_draft_len(self._extend_to(record["id"], record["length"]))
 
     def may_propose(self, record: Mapping[str, Any]) -> bool:
         return self.controller.may_propose(record["drafter"], PrefillLoad(*record["load"]))

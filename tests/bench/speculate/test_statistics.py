@@ -75,6 +75,18 @@ def test_best_fixed_length_is_chosen_by_case() -> None:
     assert best_fixed(modes, "auto", ()) is None
 
 
+def test_luck_of_one_round_is_no_best_length() -> None:
+    """Each round compares with the length that won the other rounds."""
+
+    def pairs(*seconds: float) -> list[PairedRun]:
+        plain = repetition_of(4.0, result_of(0, 0.1, 1.0, []))
+        return [PairedRun(plain, repetition_of(each, result_of(0, 0.1, 1.0, []))) for each in seconds]
+
+    modes = {"auto": pairs(2.0, 2.0), "fixed 1": pairs(1.0, 4.0), "fixed 4": pairs(4.0, 1.0)}
+    best = best_fixed(modes, "auto", ("fixed 1", "fixed 4"))
+    assert best is not None and best["ratio"] == pytest.approx(2.0), "what won one round lost the other"
+
+
 def test_drafting_since_subtracts_earlier_rounds() -> None:
     before = DraftingStats({"suffix": {4: 2}}, {"asleep": 5}, 1.0, 1.0, 0.1)
     after = DraftingStats({"suffix": {4: 2, 8: 3}, "draft": {1: 1}}, {"asleep": 7}, 2.0, 3.0, 0.1)

@@ -201,7 +201,7 @@ def step(
 def offered(controller: DraftLengthController, state: RequestState, *drafts: Draft) -> Draft | None:
     """One step for one request."""
     wanted = DraftRequest(state)
-    if not controller.max_draft_len(wanted):
+    if not controller.max_draft_len(wanted.state):
         return controller.select([], PrefillLoad()) and None
     (draft,) = controller.select([Proposal(wanted, list(drafts))], PrefillLoad())
     return draft
@@ -215,8 +215,8 @@ def test_request_bound_is_honoured() -> None:
     )
     controller.start(few)
     controller.start(none)
-    assert controller.max_draft_len(DraftRequest(few)) == 3
-    assert controller.max_draft_len(DraftRequest(none)) == 0
+    assert controller.max_draft_len(few) == 3
+    assert controller.max_draft_len(none) == 0
 
 
 def test_better_of_two_drafts_is_selected() -> None:
@@ -234,7 +234,7 @@ def asked_when_nothing_is_offered(
     """Whether the request could draft, by step; each step spends `drafting` seconds."""
     asked: list[bool] = []
     for _ in range(64):
-        asked.append(controller.max_draft_len(DraftRequest(state)) > 0)
+        asked.append(controller.max_draft_len(state) > 0)
         controller.select([Proposal(DraftRequest(state))] if asked[-1] else [], PrefillLoad())
         step(controller, [state], drafting=drafting)
     return asked
@@ -293,16 +293,49 @@ def test_proposer_skips_while_all_back_off() -> None:
     controller.start(state)
     spells = []
     for _ in range(40):
-        assert controller.max_draft_len(DraftRequest(state))
+        assert controller.max_draft_len(state)
         controller.select([Proposal(DraftRequest(state))], PrefillLoad())
         spells.append(controller.num_steps_to_skip())
         controller.record_skipped(spells[-1], spells[-1])
         step(controller, [state], drafting=0.07 * STEP)
     assert spells[0] == 0 and spells[-1] == 31
+    controller._backoff.record_hit(controller._requests[state.id])
+    controller._requests[state.id].skip_until = 10**6
+    controller._backoff._paying_share = 1.0
     controller.start(state_of("b"))
-    controller.max_draft_len(DraftRequest(state))
+    controller.max_draft_len(state)
     controller.select([], PrefillLoad())
-    assert controller.num_steps_to_skip() == 0, "an unseen request may draft at any time"
+    assert controller.num_steps_to_skip() == 0, "a request that was not asked yet may draft at any time"
+
+
+def test_new_request_waits_where_nothing_pays() -> None:
+    """What others have learned: it proposes with them, not in a step of its own."""
+    controller, state = controller_of(), state_of()
+    assert controller.start(state) == 0, "nothing is known yet"
+    asked_when_nothing_is_offered(controller, state, 0.07 * STEP)
+    for _ in range(400):
+        controller._backoff.record_miss(controller._requests[state.id], controller._step_index, 0)
+    new = state_of("new")
+    waits = controller.start(new)
+    assert 8 <= waits <= 32
+    assert controller.max_draft_len(new) == 0
+    for _ in range(400):
+        controller._backoff.record_hit(controller._requests[state.id])
+    assert controller.start(state_of("hopeful")) == 0
+
+
+def test_improbable_tokens_are_cut_where_rows_cost() -> None:
+    """On the machine without free rows they could never pay; one step must have been planned."""
+    draft = Draft((1,) * 16, "suffix", (0.8,) * 16)
+    lengths = []
+    for machine in (GPU, SimulatedMachine("no free rows", 1)):
+        controller, state = controller_of(machine), state_of()
+        controller.start(state)
+        step(controller, [state])
+        offered(controller, state, draft)
+        proposal = Proposal(DraftRequest(state), [draft])
+        lengths.append(len(controller._find_candidates([proposal], False)[0].prefix_probs))
+    assert lengths[0] == 16 and 1 <= lengths[1] < 8
 
 
 def test_paying_draft_resets_backoff() -> None:
@@ -313,7 +346,7 @@ def test_paying_draft_resets_backoff() -> None:
         offered(controller, state)
     while not offered(controller, state, Draft((1,), "suffix")):
         pass
-    assert all(controller.max_draft_len(DraftRequest(state)) for _ in range(3))
+    assert all(controller.max_draft_len(state) for _ in range(3))
 
 
 def test_nonspeculative_requests_limit_the_others() -> None:
@@ -356,7 +389,7 @@ def test_unrecorded_step_leaves_no_draft_cost() -> None:
     controller.start(state)
     for number in range(40):
         wanted = DraftRequest(state, 8)
-        controller.max_draft_len(wanted)
+        controller.max_draft_len(wanted.state)
         ((length, _),) = controller.plan_draft_model([Proposal(wanted, [])], PrefillLoad(), "draft", [1])
         drafts = [Draft((1,) * length, "draft", (0.9,) * length)] if length else []
         controller.select([Proposal(wanted, drafts)], PrefillLoad())
@@ -380,7 +413,7 @@ def test_prefill_does_not_delay_for_a_baseline() -> None:
     controller, state = DraftLengthController(SimulatedMachine("GPU", 96).calibration(), 8), state_of("a")
     controller.start(state)
     draft = Draft((1,) * 4, "suffix", (0.99,) * 4)
-    controller.max_draft_len(DraftRequest(state))
+    controller.max_draft_len(state)
     (admitted,) = controller.select([Proposal(DraftRequest(state, 8), [draft])], PrefillLoad(num_rows=20))
     assert admitted is not None
 

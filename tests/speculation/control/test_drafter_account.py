@@ -144,7 +144,7 @@ def test_token_accepted_beside_a_prompt_saves_a_decode_step_only() -> None:
         controller.start(state)
     load = PrefillLoad(960, 0)  # ten times the cost of a decode step on this machine
     proposal = Proposal(DraftRequest(states[0], 4), [Draft((1,), "own", (0.99,))])
-    controller.max_draft_len(proposal.request)
+    controller.max_draft_len(proposal.request.state)
     for _ in range(2):
         controller.record_proposing("own", TRIAL_STEPS * STEP)
     assert controller.select([proposal], load) == proposal.drafts

@@ -6,7 +6,6 @@ import pytest
 
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.speculation.base import DraftRequest
 from foreword.speculation.control.cost_model import Calibration
 from foreword.speculation.control.trace import RecordingController, replay
 from foreword.speculation.policy import PrefillLoad
@@ -47,6 +46,6 @@ def test_record_reduces_params_to_sampler_classes(tmp_path: Path) -> None:
     ):
         state = RequestState(Request(f"r{i}", (1, 2), SamplingParams(**params), 0), 0, 100)  # type: ignore[arg-type]
         controller.start(state)
-        controller.max_draft_len(DraftRequest(state))
+        controller.max_draft_len(state)
     controller.select([], PrefillLoad())
-    assert len(list(replay(path.read_text().splitlines()))) == 5
+    assert len(list(replay(path.read_text().splitlines()))) == 9
