@@ -10,7 +10,7 @@ __all__ = ["Backoff"]
 
 MISSES_BEFORE_BACKOFF = 4  # proposals without a draft that pays
 INITIAL_MISSES = 9  # of a new request where no proposal of others pays
-PAYING_ALPHA = 1 / 64
+PAYING_ALPHA, PROPOSAL_COST_ALPHA = 1 / 64, 1 / 16
 MAX_PROPOSAL_OVERHEAD = 0.004  # share of the time spent on unused proposals; below it there is no backoff
 
 
@@ -21,7 +21,8 @@ class Backoff:
     """
 
     def __init__(self) -> None:
-        self.proposal_overhead = 0.0  # cost of unused proposals, as a share of a step
+        self.proposal_overhead = 0.0  # cost of proposals without a model, as a share of a step
+        self.proposal_cost = 0.0  # the same in model seconds
         self._paying_share = 0.5  # of recent proposals, over all requests
 
     def start(self, request: TrackedRequest, step_index: int) -> None:
@@ -34,9 +35,11 @@ class Backoff:
         request.misses = 0
         self._paying_share += (1.0 - self._paying_share) * PAYING_ALPHA
 
-    def record_cost(self, share: float) -> None:
-        """Proposing without a usable draft took this share of a step."""
-        self.proposal_overhead += (share - self.proposal_overhead) / 16 if self.proposal_overhead else share
+    def record_cost(self, cost: float, share: float) -> None:
+        """Proposing without a model took `cost` model seconds, and with lost overlap this share of a step."""
+        alpha = PROPOSAL_COST_ALPHA if self.proposal_cost else 1.0
+        self.proposal_cost += (cost - self.proposal_cost) * alpha
+        self.proposal_overhead += (share - self.proposal_overhead) * alpha
 
     def record_miss(self, request: TrackedRequest, step_index: int, max_steps: int) -> None:
         """No draft in this step; after several misses the request backs off, for at most `max_steps`."""

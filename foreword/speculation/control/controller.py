@@ -229,10 +229,12 @@ class DraftLengthController(Policy):
         summary = model.summarize(step_record.requests, self._sampler_classes)
         self._last_plain_cost = self._plain_cost(summary.plain_shape, not summary.is_decode_only)
         seconds, plugin_cost = step_record.seconds_by_stage, self._plugin_cost
-        cost, drafting = model.record_step(summary, seconds, self._draft_cost, plugin_cost)
+        proposing = plugin_cost + self._backoff.proposal_cost
+        cost, drafting = model.record_step(summary, seconds, self._draft_cost, proposing)
         if self._last_was_empty:
             overlap_loss = 1.0 - self._overlap_ratio(not summary.is_decode_only)
-            self._backoff.record_cost(max(drafting - plugin_cost, 0.0) / cost + overlap_loss)
+            proposing = max(drafting - plugin_cost, 0.0)
+            self._backoff.record_cost(proposing, proposing / cost + overlap_loss)
         if self._accounts:
             self._settle_accounts(step_record.requests, summary, cost, cost + drafting)
         self._draft_cost = self._plugin_cost = 0.0
@@ -381,7 +383,7 @@ class DraftLengthController(Policy):
         """Draft lengths of all candidates, and the reason of the rejected ones."""
         costs = self._costs_by_draft_rows(base_step, sum(len(candidate.gains) for candidate in candidates))
         selection = select_rows(
-            candidates, base_step, costs, self._draft_cost, self._backoff.proposal_overhead
+            candidates, base_step, costs, self._draft_cost, self._backoff.proposal_cost
         )
         if selection.limited_by_budget and not selection.rate:
             return selection, DELAY_BUDGET
@@ -471,7 +473,8 @@ class DraftLengthController(Policy):
         base_tokens = base_step.shape.num_sampled + sum(map(sum, probs.values()))
         costs = self._costs_by_draft_rows(base_step, base_rows + MAX_DRAFT_LEN * len(requests))
         draft_cost = partial(self._cost_model.draft_cost, drafter)
-        plans = rank_plans(requests, base_tokens, base_rows, costs, draft_cost)
+        proposing = self._backoff.proposal_cost
+        plans = rank_plans(requests, base_tokens, base_rows, costs, draft_cost, proposing)
         return affordable_plan(plans, base_step)
 
     def _baseline_probs(

@@ -73,21 +73,21 @@ def select_rows(
     base_step: BaseStep,
     costs: Sequence[float],
     draft_cost: float,
-    proposal_overhead: float = 0.0,
+    proposal_cost: float = 0.0,
 ) -> Selection:
     """The rows with the most expected tokens per cost, within all delay budgets.
 
-    costs              of the step with 0, 1, ... draft rows
-    draft_cost         model seconds of the drafts: already spent, but part of the cost of the tokens
-    proposal_overhead  share of a step spent on proposing, which backoff could save
+    costs          of the step with 0, 1, ... draft rows
+    draft_cost     model seconds of the drafts: already spent, but part of the cost of the tokens
+    proposal_cost  model seconds of proposing, which backoff would save
     """
     num_sampled, plain_cost = base_step.shape.num_sampled, base_step.plain_cost
     gains = [candidate.gains for candidate in candidates]
-    rated = [cost + draft_cost for cost in costs] if draft_cost else costs
+    spent = draft_cost + proposal_cost
+    rated = [costs[0] + draft_cost, *(cost + spent for cost in costs[1:])] if spent else costs
     max_cost = plain_cost + base_step.max_delay(candidate.request for candidate in candidates)
-    min_speedup = MIN_SPEEDUP + proposal_overhead
-    min_rate = min_speedup * num_sampled / rated[0]
-    count = best_count = best_num_rows(gains, num_sampled, rated, max_cost + draft_cost, min_speedup)
+    min_rate = MIN_SPEEDUP * num_sampled / rated[0]
+    count = best_count = best_num_rows(gains, num_sampled, rated, max_cost + spent)
     slacks = [candidate.request.delay_budget.allowance(plain_cost) for candidate in candidates]
     while count:
         lengths = distribute(candidates, slacks, count, costs[count] - plain_cost, plain_cost)
@@ -240,16 +240,19 @@ def rank_plans(
     base_rows: int,
     costs: Sequence[float],
     draft_cost_fn: DraftCostFn,
+    proposal_cost: float = 0.0,
 ) -> list[DraftModelPlan]:
     """Plans that pay, best first: for the most promising requests, by their number and draft length.
 
     base_tokens, base_rows  expected tokens and draft rows of the step without this drafter
     costs                   of the step with 0, 1, ... draft rows
+    proposal_cost           model seconds of planning, which backoff would save
     """
     ranked = sorted(
         requests, key=lambda r: (r.num_pending_rows > FEW_PENDING_ROWS, r.base_tokens - r.expected_tokens(4))
     )
-    min_rate = MIN_SPEEDUP * base_tokens / costs[base_rows]
+    base_cost = costs[base_rows] + (proposal_cost if base_rows else 0.0)
+    min_rate = MIN_SPEEDUP * base_tokens / base_cost
     plans: list[DraftModelPlan] = []
     for count in _group_sizes(len(ranked)):
         group = _RequestGroup(ranked[:count])
@@ -259,7 +262,7 @@ def rank_plans(
             if draft_rows >= len(costs) or length > len(group.expected_tokens):
                 break
             tokens = base_tokens + group.expected_tokens[length - 1] - group.base_tokens
-            plan = group.make_plan(length, tokens, costs[draft_rows], draft_cost_fn)
+            plan = group.make_plan(length, tokens, costs[draft_rows], draft_cost_fn, proposal_cost)
             if plan.rate > min_rate:
                 plans.append(plan)
             if plan.rate < EARLY_STOP_RATIO * best:
@@ -281,12 +284,17 @@ class _RequestGroup:
         self._remaining_steps = sum(r.remaining_steps for r in requests) / len(requests)
 
     def make_plan(
-        self, draft_len: int, tokens: float, verify_cost: float, draft_cost_fn: DraftCostFn
+        self,
+        draft_len: int,
+        tokens: float,
+        verify_cost: float,
+        draft_cost_fn: DraftCostFn,
+        proposal_cost: float,
     ) -> DraftModelPlan:
         count = len(self.requests)
         draft_cost = draft_cost_fn(count, count, draft_len)
         catch_up = draft_cost_fn(self._num_pending_rows, count, draft_len) - draft_cost
-        rate = tokens / (verify_cost + draft_cost + catch_up / self._remaining_steps)
+        rate = tokens / (verify_cost + draft_cost + proposal_cost + catch_up / self._remaining_steps)
         return DraftModelPlan(self.requests, draft_len, rate, draft_cost, catch_up, verify_cost)
 
 
