@@ -9,6 +9,7 @@ from foreword.speculation.control.fairness import TrackedRequest
 __all__ = ["Backoff"]
 
 MISSES_BEFORE_BACKOFF = 4  # proposals without a draft that pays
+MAX_MISSES = 14.0
 INITIAL_MISSES = 9  # of a new request where no proposal of others pays
 PAYING_ALPHA, PROPOSAL_COST_ALPHA = 1 / 64, 1 / 16
 MAX_PROPOSAL_OVERHEAD = 0.004  # share of the time spent on unused proposals; below it there is no backoff
@@ -30,9 +31,9 @@ class Backoff:
         request.misses = round((1.0 - self._paying_share) * INITIAL_MISSES)
         self._skip(request, step_index, 1 << INITIAL_MISSES)
 
-    def record_hit(self, request: TrackedRequest) -> None:
-        """A draft pays in this step."""
-        request.misses = 0
+    def record_hit(self, request: TrackedRequest, num_paid: float = math.inf) -> None:
+        """A draft pays in this step, as much as `num_paid` proposals cost."""
+        request.misses = max(request.misses + 1.0 - num_paid, 0.0)
         self._paying_share += (1.0 - self._paying_share) * PAYING_ALPHA
 
     def record_cost(self, cost: float, share: float) -> None:
@@ -43,13 +44,13 @@ class Backoff:
 
     def record_miss(self, request: TrackedRequest, step_index: int, max_steps: int) -> None:
         """No draft in this step; after several misses the request backs off, for at most `max_steps`."""
-        request.misses += 1
+        request.misses = min(request.misses + 1.0, MAX_MISSES)
         self._paying_share -= self._paying_share * PAYING_ALPHA
         self._skip(request, step_index, max_steps)
 
     def _skip(self, request: TrackedRequest, step_index: int, max_steps: int) -> None:
         if request.misses > MISSES_BEFORE_BACKOFF and max_steps:
-            length = self.length(request.misses - MISSES_BEFORE_BACKOFF, max_steps)
+            length = self.length(math.ceil(request.misses) - MISSES_BEFORE_BACKOFF, max_steps)
             request.skip_until = (step_index // length + 1) * length
 
     def length(self, num_failures: int, max_steps: int) -> int:

@@ -7,6 +7,7 @@ budget (fairness.py). Each step corrects costs and acceptance; a watchdog checks
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -98,6 +99,7 @@ class DraftLengthController(Policy):
         self._requests_this_step: list[TrackedRequest] = []
         self._base_step: BaseStep | None = None
         self._token_rate = 0.0
+        self._paid_per_token = 0.0  # proposals, in this step
         self._min_prefix_prob = MIN_PREFIX_PROB  # in the next step
         self._draft_cost = 0.0
         self._steps_to_skip = 0
@@ -199,6 +201,7 @@ class DraftLengthController(Policy):
         self._plugin_drafts.clear()
         if candidates:
             selection, reason = self._select_drafts(candidates, base_step)
+            self._paid_per_token = self._proposals_paid(candidates, selection, base_step, len(proposals))
         max_backoff = MAX_BACKOFF_NOT_WORTH_IT if reason is NOT_WORTH_IT else MAX_BACKOFF_DELAY_BUDGET
         for candidate, length in zip(candidates, selection.lengths, strict=True):
             if length:
@@ -382,9 +385,7 @@ class DraftLengthController(Policy):
     def _select_drafts(self, candidates: Sequence[Candidate], base_step: BaseStep) -> tuple[Selection, str]:
         """Draft lengths of all candidates, and the reason of the rejected ones."""
         costs = self._costs_by_draft_rows(base_step, sum(len(candidate.gains) for candidate in candidates))
-        selection = select_rows(
-            candidates, base_step, costs, self._draft_cost, self._backoff.proposal_cost
-        )
+        selection = select_rows(candidates, base_step, costs, self._draft_cost, self._backoff.proposal_cost)
         if selection.limited_by_budget and not selection.rate:
             return selection, DELAY_BUDGET
         if not selection.rate:
@@ -396,6 +397,19 @@ class DraftLengthController(Policy):
             if self._exploration_budget.take(lost * self._cost_model.drift):
                 return Selection([0] * len(candidates)), BASELINE_STEP
         return selection, NOT_WORTH_IT
+
+    def _proposals_paid(
+        self, candidates: Sequence[Candidate], selection: Selection, base_step: BaseStep, num_proposals: int
+    ) -> float:
+        """How many proposals each expected token of the step pays for, by the time it saves."""
+        num_rows, cost = sum(selection.lengths), self._backoff.proposal_cost
+        if not num_rows or not cost:
+            return math.inf
+        expected = sum(c.expected_tokens[n] for c, n in zip(candidates, selection.lengths, strict=True))
+        step_cost = self._costs_by_draft_rows(base_step, num_rows)[num_rows] + self._draft_cost
+        saved = expected * base_step.plain_cost / base_step.shape.num_sampled
+        saved -= step_cost - base_step.plain_cost
+        return saved / expected * num_proposals / cost
 
     def _probe(
         self, candidates: Sequence[Candidate], base_step: BaseStep, costs: Sequence[float]
@@ -437,7 +451,8 @@ class DraftLengthController(Policy):
 
     def _accept(self, candidate: Candidate, draft_len: int) -> Draft:
         draft = candidate.draft
-        self._backoff.record_hit(candidate.request)
+        num_paid = candidate.expected_tokens[draft_len] * self._paid_per_token
+        self._backoff.record_hit(candidate.request, num_paid)
         self._length_counts[draft.drafter][draft_len] += 1
         if draft.drafter in self._accounts:
             self._plugin_drafts[candidate.request.state.id] = draft.drafter

@@ -85,7 +85,7 @@ class TrackedRequest:
         self.max_draft_len = max_draft_len if bound is None else min(bound, max_draft_len)
         self.sampler_class = classify_sampling(state.params)
         self.acceptance: defaultdict[str, RequestAcceptance] = defaultdict(RequestAcceptance)  # by drafter
-        self.misses = 0  # proposals in a row without a draft that pays
+        self.misses = 0.0  # proposals that no draft has paid for
         self.skip_until = 0  # step index until which it backs off
         self.context_len = 0  # tokens that its next row reads
         self.prompt_read = False  # a draft model has computed its text once

@@ -324,6 +324,45 @@ def test_new_request_waits_where_nothing_pays() -> None:
     assert controller.start(state_of("hopeful")) == 0
 
 
+def test_proposing_is_a_cost_of_drafts() -> None:
+    """A draft that saves less than proposing takes is not verified, and one that saves little pays little."""
+    draft = Draft((1,) * 3, "suffix", (0.9,) * 3)
+    taken, misses = [], []
+    for share in (0.01, 0.2, 3.0):
+        controller, state = controller_of(), state_of()
+        controller._next_probe_step = 100
+        controller.start(state)
+        for _ in range(3):
+            controller.max_draft_len(state)
+            controller.select([Proposal(DraftRequest(state))], PrefillLoad())
+            step(controller, [state], drafting=share * STEP)
+        request = controller._requests[state.id]
+        request.misses, request.skip_until = 14.0, 0
+        taken.append(offered(controller, state, draft) is not None)
+        misses.append(request.misses)
+    assert taken == [True, True, False]
+    assert misses[0] == 0.0 < misses[1] < misses[2]
+
+
+def test_proposing_is_no_part_of_model_passes() -> None:
+    price = STEP / 20
+    costs = {"draft": PassCost.from_seconds({1: price, 100: price})}
+    controller, state = DraftLengthController(GPU.calibration(), 8, costs), state_of()
+    controller.start(state)
+    proposing = 2 * price
+    for has_passes in (False,) * 8 + (True,) * 200:
+        request = controller._requests[state.id]
+        request.skip_until, controller._no_plan_until["draft"] = 0, 0
+        wanted = DraftRequest(state, 8)
+        controller.max_draft_len(state)
+        if has_passes:
+            controller.plan_draft_model([Proposal(wanted)], PrefillLoad(), "draft", [1])
+        passes = controller._draft_cost / controller._cost_model._pass_factor
+        controller.select([Proposal(wanted)], PrefillLoad())
+        step(controller, [state], drafting=proposing + passes)
+    assert controller._cost_model._pass_factor == pytest.approx(1.0, rel=0.02)
+
+
 def test_improbable_tokens_are_cut_where_rows_cost() -> None:
     """On the machine without free rows they could never pay; one step must have been planned."""
     draft = Draft((1,) * 16, "suffix", (0.8,) * 16)
