@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, StepStats, TokenEvent
 from foreword.core.params import SamplingParams
+from foreword.core.readiness import OnLoadProgress
 from foreword.core.request import Request
 from foreword.embedding.local import LocalEncoder, load_local_encoder
 from foreword.embedding.sentence_transformers import read_decoder_pooling_config
@@ -98,7 +99,7 @@ class LLM:
         *,
         speculate: str = "auto",
         draft_model: str | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: OnLoadProgress | None = None,
         **options: Any,
     ) -> None:
         started = time.perf_counter()

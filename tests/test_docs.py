@@ -41,7 +41,7 @@ OWN = [README, *(path for path in sorted(DOCS.glob("*.md")) if path.name not in 
 LOCAL = "http://127.0.0.1:8000"
 # Flags of other programs and of pytest.
 FOREIGN = {"--trust-remote-code", "--full", "--full-product", "--build-arg", "--unix-socket", "--rm", "--now"}
-FOREIGN |= {"--extra-index-url", "--retries", "--health-start-period"}
+FOREIGN |= {"--extra-index-url", "--gpus", "--retries", "--health-start-period"}
 
 
 def read(path: Path) -> str:

@@ -384,7 +384,7 @@ def test_negative_control_row_dependent_products_are_caught(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products that depend on the number of rows: the same comparison finds a difference."""
-    monkeypatch.setattr("foreword.engine.loader.select_backend", lambda *_: RowDependentOps())
+    monkeypatch.setattr("foreword.engine.loader.select_backend", lambda *_, **__: RowDependentOps())
     model = write_checkpoint(tmp_path / "model", "llama", seed=3)
     drafter = write_drafter(tmp_path / "drafter", seed=4)
     crowded = PLAIN | {"speculate": "ngram", "concurrent": 16, "chunk": 24}

@@ -51,7 +51,7 @@ DEVICE_PARAMS: tuple[dict[str, Any], ...] = (  # sampled on the device
     {"temperature": 0.8, "speculation": OFF},
     {"temperature": 0.8, "speculation": TWO, "max_tokens": 9},
 )
-HOST_PARAMS: tuple[dict[str, Any], ...] = (  # sampled by the host only
+HOST_PARAMS: tuple[dict[str, Any], ...] = (  # sampled by the host
     {"temperature": 0.9, "presence_penalty": 0.8, "repetition_penalty": 1.2},
     {"temperature": 0.9, "logprobs": 2, "max_tokens": 6},
     {"temperature": 0.9, "min_tokens": 5, "stop_token_ids": STOPS},
@@ -251,7 +251,8 @@ OPTIONS = st.fixed_dictionaries(
         "short": st.booleans(),
     }
 )
-FAULTS = st.one_of(st.none(), st.tuples(st.sampled_from(("begin", "launch", "collect")), st.integers(1, 6)))
+VERBS = ("begin", "launch", "collect", "commit")
+FAULTS = st.one_of(st.none(), st.tuples(st.sampled_from(VERBS), st.integers(1, 6)))
 
 
 @settings(max_examples=examples(40))
@@ -328,12 +329,27 @@ def test_draft_counts_equal_the_plain_loop(checkpoints: Checkpoints) -> None:
     assert sum(lengths.values()) >= sum(drafted(events)["drafts"] for events in actual.values())
 
 
-@pytest.mark.parametrize("verb", ["begin", "launch", "collect"])
+@pytest.mark.parametrize("speculate", ["off", "draft"])
+def test_most_steps_overlap_with_host_sampled_requests(checkpoints: Checkpoints, speculate: str) -> None:
+    """All kinds of requests at once."""
+    engine, overlap = overlapping(
+        checkpoints, speculate=speculate, draft_length="fixed", num_speculative_tokens=3
+    )
+    visits_ = [Visit(request) for request in REQUESTS[:18] if request.params.speculation.method == "auto"]
+    visits_ = [v for v in visits_ if v.request.params.speculation.max_tokens is None]
+    events_by_id = serve(engine, visits_)
+    check_answers(checkpoints, visits_, events_by_id)
+    assert overlap.num_device_steps > 8 and overlap.num_errors == 0 and not engine.proposer.errors
+    num_drafts = sum(drafted(events)["drafts"] for events in events_by_id.values())
+    assert (num_drafts > 20) == (speculate == "draft")
+
+
+@pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("speculate", ["off", "draft"])
 def test_device_step_error_loses_no_token(checkpoints: Checkpoints, verb: str, speculate: str) -> None:
     engine = checkpoints.engine(speculate=speculate, draft_length="fixed")
     overlap = use_overlap(engine, fails(verb, 1 if verb == "begin" else 3))
-    visits_ = visits_of(DEVICE_REQUESTS[:9])
+    visits_ = visits_of([*DEVICE_REQUESTS[:9], *([11] if verb == "commit" else [])])
     events_by_id = serve(engine, visits_)
     check_answers(checkpoints, visits_, events_by_id)
     assert overlap.num_errors == 1 and overlap.num_runs >= 1, "overlap is retried later"
@@ -374,7 +390,7 @@ def test_equal_on_captured_graphs(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """The device decode loop on a CPU, compared with the same engine without overlap."""
-    monkeypatch.setattr("foreword.engine.loader.select_backend", lambda *_: GraphCapturableOps())
+    monkeypatch.setattr("foreword.engine.loader.select_backend", lambda *_, **__: GraphCapturableOps())
     small = {
         "draft_length": "fixed",
         "num_speculative_tokens": 2,
@@ -383,7 +399,8 @@ def test_equal_on_captured_graphs(
         **options,
     }
     visits_ = [
-        Visit(REQUESTS[n], 3 * i, 3 * i + 9 if i == 2 else None) for i, n in enumerate((0, 7, 3, 6, 4, 11, 8))
+        Visit(REQUESTS[n], 3 * i, 3 * i + 9 if i == 2 else None)
+        for i, n in enumerate((0, 7, 3, 6, 4, 11, 8, 12, 14, 17))
     ]
     off, on = checkpoints.engine(**small, overlap=False), checkpoints.engine(**small)
     assert off.overlap is None and on.overlap is not None

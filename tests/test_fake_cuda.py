@@ -20,7 +20,9 @@ from foreword.core.structured_output import StructuredOutput
 from foreword.engine import loader, profiler
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
+from foreword.errors import ConfigError
 from foreword.executor.cuda_graphs import CudaGraphPool
+from foreword.kernels import gpu
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton.backend import TritonOps
@@ -67,7 +69,7 @@ PROMPT = (40, 41, 42, 40, 41, 42, 40, 41)
 @pytest.fixture(autouse=True)
 def small_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few graphs of few rows: the interpreter is slow."""
-    monkeypatch.setattr(profiler, "DEFAULT_GRAPH_ROWS", 2)
+    monkeypatch.setattr(profiler, "MIN_GRAPH_ROWS", 2)
     with patch_once_per_launch(), exact_dot():
         yield
 
@@ -169,6 +171,37 @@ def check_equal(
 def test_reference_runs_on_old_gpus(model: Path, drafter: Path) -> None:
     engine = check_equal(ReferenceOps, model, VOLTA, requests(), speculate="auto", draft_model=str(drafter))
     assert engine.info.backend == "reference" and "compute capability 7.5" in " ".join(engine.info.warnings)
+
+
+def test_gpu_without_triton_is_refused_unless_torch_is_allowed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
+    with FakeCuda(HOPPER):
+        with pytest.raises(ConfigError) as caught:
+            make_engine(model, "cuda")
+        mend = "pip install 'triton>=3.6,<3.10'; --allow-torch-on-gpu computes in torch instead"
+        assert f"Triton is not installed: {mend}" in caught.value.message
+        engine = make_engine(model, "cuda", allow_torch_on_gpu=True)
+        assert engine.info.backend == "reference" and "not installed" in " ".join(engine.info.warnings)
+        with pytest.raises(ConfigError, match="not installed"):  # a restart as well
+            load(Config(model=str(model), device="cuda"), (), engine.info.resolved)
+
+
+def test_trial_is_of_the_types_in_use(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[gpu.ComputeTypes] = []
+
+    def find_mismatches(types: gpu.ComputeTypes) -> Iterator[str]:
+        tried.append(types)
+        return iter(["row 3 differs"] if types.dtype == "float16" else ())
+
+    monkeypatch.setattr(gpu, "trial_mismatches", find_mismatches)
+    with FakeCuda(HOPPER):
+        make_engine(model, "cuda", dtype="bfloat16", quantization="int4")
+        assert set(tried) == {gpu.ComputeTypes("bfloat16", "int4", "int8")}
+        with pytest.raises(ConfigError, match=r"not exact on Fake GPU .*: row 3 differs"):
+            make_engine(model, "cuda", dtype="float16")
+        assert set(tried[-2:]) == {gpu.ComputeTypes("float16", "float16", "float16")}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2", "gemma3_text"])
@@ -288,8 +321,8 @@ BOTH = [
     Request("filtered", PROMPT[:6], FILTERED, 2, (EOS,)),
 ]
 QUIET: dict[str, Any] = {"test_mode": False, "block_size": 4}
-# Uploads: batch and sampling parameters; look: sampled ids.
-PLAIN_STEP = {"upload": 2, "look": 1, "replay": 1}
+# Uploads: batch and sampling parameters; download and wait: sampled ids.
+PLAIN_STEP = {"upload": 2, "replay": 1, "download": 1, "wait": 1}
 # Upload: active slots; download and wait: results of the previous step.
 DEVICE_STEP = {"upload": 1, "replay": 1, "download": 1, "wait": 1}
 
@@ -302,8 +335,24 @@ def test_plain_step_syncs_once(model: Path) -> None:
 
 
 @pytest.mark.usefixtures("torch_graphs")
+def test_prompt_beside_a_decode_is_one_graph(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more rows than a draft has, with the bits of eager steps."""
+    monkeypatch.setattr(profiler, "MIN_GRAPH_ROWS", 32)
+    first, second = BOTH[0], Request("prompt", tuple(range(40, 66)), FILTERED, 2, (EOS,))
+    options = {**QUIET, "max_num_batched_tokens": 64, "overlap": False}
+    with FakeCuda() as gpu:
+        engine = make_engine(model, "cuda", **options)
+        engine.submit(first)
+        engine.step()
+        assert dict(count_steps(engine, gpu, [second])[0]) == PLAIN_STEP
+        tokens = serve(make_engine(model, "cuda", **(options | {"test_mode": True})), [first, second])
+    chunks = {"max_num_batched_tokens": 4, "max_num_seqs": 1, "block_size": 4}
+    assert tokens == serve_on_cpu(GraphCapturableOps, model, [first, second], **chunks)
+
+
+@pytest.mark.usefixtures("torch_graphs")
 def test_verify_step_syncs_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "DEFAULT_GRAPH_ROWS", 8)
+    monkeypatch.setattr(profiler, "MIN_GRAPH_ROWS", 8)
     options = {
         "speculate": "ngram",
         "draft_length": "fixed",
@@ -324,7 +373,7 @@ def test_device_step_waits_for_the_previous_one(
     model: Path, drafter: Path, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs of both models are captured, and no step waits at its own launch."""
-    monkeypatch.setattr(profiler, "DEFAULT_GRAPH_ROWS", 4)
+    monkeypatch.setattr(profiler, "MIN_GRAPH_ROWS", 4)
     options: dict[str, Any] = {**QUIET, "block_size": 16}
     if num_drafts:
         options |= {
@@ -341,6 +390,45 @@ def test_device_step_waits_for_the_previous_one(
     steady = [step for step in steps if step["wait"] and step["upload"] == 1]
     expected = {**DEVICE_STEP, "replay": 1 + num_drafts}
     assert len(steady) > 2 and [dict(step) for step in steady] == [expected] * len(steady)
+
+
+@pytest.mark.usefixtures("torch_graphs")
+@pytest.mark.parametrize("num_drafts", [0, 1])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logprobs": 2},
+        {"structured": StructuredOutput.regex("[a-z ]{40}")},
+    ],
+    ids=["logprobs", "grammar"],
+)
+def test_host_sampled_step_waits_for_the_previous_one(
+    model: Path, drafter: Path, params: dict[str, Any], num_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its samples, after the next forward pass was launched; with drafts, for its draft as well.
+
+    Uploads: active slots and sampling parameters.
+    """
+    monkeypatch.setattr(profiler, "MIN_GRAPH_ROWS", 4)
+    options: dict[str, Any] = {**QUIET, "block_size": 16}
+    if num_drafts:
+        options |= {
+            "speculate": "draft",
+            "draft_model": str(drafter),
+            "draft_length": "fixed",
+            "num_speculative_tokens": num_drafts,
+        }
+    sampling = SamplingParams(**{"temperature": 0.8, "max_tokens": 16, "ignore_eos": True, **params})
+    submitted = [BOTH[1], Request("by the host", PROMPT[:6], sampling, 3, (EOS,))]
+    with FakeCuda() as gpu:
+        engine = make_engine(model, "cuda", **options)
+        engine.set_vocabulary(VOCABULARY)
+        steps = count_steps(engine, gpu, submitted)
+    assert engine.overlap is not None and engine.overlap.num_errors == 0 and not engine.proposer.errors
+    downloads = 1 + ("logprobs" in params) + num_drafts  # ids, log-probabilities, draft
+    expected = {"upload": 2, "replay": 1 + num_drafts, "download": downloads, "wait": 1 + num_drafts}
+    assert sum(dict(step) == expected for step in steps) > 2, [dict(step) for step in steps]
+    assert not any(step["look"] or step["blocking upload"] for step in steps[4:])
 
 
 @pytest.mark.usefixtures("torch_graphs")

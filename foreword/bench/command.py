@@ -13,7 +13,6 @@ from typing import Any
 
 from foreword.bench.gpu.config import SECTIONS
 from foreword.bench.prompts import add_prompt_options
-from foreword.bench.session import add_json_option
 from foreword.bench.shapes import PARTS, SHAPES, WEIGHT_FORMATS
 from foreword.cli.flags import ENGINE_GROUPS, GROUPS, add_config_options
 from foreword.cli.startup import startup_line
@@ -53,17 +52,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for sub in (latency, throughput, serve):
         _add_number(sub, "--max-tokens", 96, "longest answer")
         add_prompt_options(sub, "those of the demo")
-        add_json_option(sub)
+        _add_json_option(sub)
         add_config_options(sub, GROUPS if sub is serve else ENGINE_GROUPS, more=("log_level",))
         sub.set_defaults(run=run)
     _add_speculate(kinds.add_parser("speculate", help="speculation on and off, by category and load"))
     _add_kernels(kinds.add_parser("kernels", help="the CPU's operations against bandwidth and product rate"))
-    _add_gpu(kinds.add_parser("gpu", help="an NVIDIA GPU: bits, kernels and steps, within eight minutes"))
+    _add_gpu(kinds.add_parser("gpu", help="an NVIDIA GPU: bits, kernels and steps, within nine minutes"))
 
 
 def _add_number(parser: argparse.ArgumentParser, flag: str, default: int, help_: str) -> None:
     help_ = f"{help_} (default: {default})"
     parser.add_argument(flag, type=_positive, default=default, metavar="N", help=help_)
+
+
+def _add_json_option(parser: argparse.ArgumentParser) -> None:
+    help_ = "write the result to a file, or with - to stdout, where the tables go to stderr"
+    parser.add_argument("--json", metavar="FILE", help=help_)
 
 
 def _positive(text: str) -> int:
@@ -82,7 +86,7 @@ def _plot_file(text: str) -> str:
 def _add_gpu(parser: argparse.ArgumentParser) -> None:
     add: Any = parser.add_argument
     add("--quick", action="store_true", help="half the time: fewer rounds and requests")
-    add("--out", metavar="FILE", help="write the findings as JSON, again after every part")
+    add("--out", metavar="FILE", help="write the findings as JSON, again while jobs run")
     add("--only", metavar="LIST", help=f"of {', '.join(SECTIONS)} (default: all)")
     help_ = "cpu rehearses: all of the code on tiny shapes, no figures"
     add("--device", default="cuda", choices=("cuda", "cpu"), help=help_)
@@ -117,7 +121,7 @@ def _add_speculate(parser: argparse.ArgumentParser) -> None:
     help_ = f"plot the ratios as PNG; needs matplotlib ({INSTALL_PLOT})"
     add("--plot", type=_plot_file, metavar="FILE", help=help_)
     add_prompt_options(parser, "the generated categories")
-    add_json_option(parser)
+    _add_json_option(parser)
     add_config_options(parser, ENGINE_GROUPS, more=("api_key", "log_level"))
     parser.set_defaults(run=run)
 
@@ -137,7 +141,7 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
     help_ = "threads of the kernels, and of torch (default: all cores)"
     add("--threads", type=_positive, metavar="N", help=help_)
     _add_number(parser, "--rounds", 5, "counted rounds")
-    add_json_option(parser)
+    _add_json_option(parser)
     parser.set_defaults(run=run)
 
 

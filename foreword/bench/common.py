@@ -1,16 +1,17 @@
-"""Modes, medians, estimates and tables of all benchmarks. No torch: light commands import it."""
+"""Modes, medians, estimates and tables of all benchmarks. No torch: light commands import it.
+
+rich is imported with the first table: `foreword bench gpu` runs where it is not installed.
+"""
 
 from __future__ import annotations
 
+import importlib
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
-
-from rich.console import Console
-from rich.table import Table
 
 from foreword.config.options import Config
 from foreword.core.params import SamplingParams, Speculation
@@ -185,7 +186,7 @@ def print_table(
     Where it does not fit, columns are left out from the right and named; a line that begins with the name
     of one ("name: ...") is left out too.
     """
-    console = Console(highlight=False, markup=False)
+    console = importlib.import_module("rich.console").Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = TABLE_WIDTH
     cells = [columns, *rows]
@@ -193,7 +194,7 @@ def print_table(
     shown = len(columns)
     while shown > 2 and sum(min(width, MAX_CELL_WIDTH) + 3 for width in widths[:shown]) + 1 > console.width:
         shown -= 1
-    table = Table()
+    table = importlib.import_module("rich.table").Table()
     for index, column in enumerate(columns[:shown]):
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:

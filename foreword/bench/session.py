@@ -9,7 +9,6 @@ import datetime
 import json
 import logging
 import math
-import os
 import platform
 import signal
 import sys
@@ -23,36 +22,33 @@ from typing import Any
 
 from rich.progress import MofNCompleteColumn, TextColumn
 
+from foreword.bench.result_file import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    ResultFile,
+    describe_error,
+    without_nan,
+    write_result,
+)
 from foreword.cli.startup import startup_line
 from foreword.cli.terminal import progress_bar, stderr_console
 from foreword.config.hardware import probe_hardware
-from foreword.errors import ConfigError, ForewordError
+from foreword.core.readiness import OnLoadProgress
+from foreword.errors import ConfigError
 
 __all__ = [
-    "EXIT_INTERRUPTED",
     "BenchSession",
     "BenchStep",
-    "ResultFile",
-    "add_json_option",
     "describe_machine",
     "format_seconds",
     "print_json",
-    "without_nan",
-    "write_result",
 ]
 
 logger = logging.getLogger(__name__)
 
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 # Between lines of progress where stderr is no terminal, as of the start-up line.
 LINE_INTERVAL_S, LATER_INTERVAL_S, LATER_S = 1.5, 10.0, 60.0
 STDOUT = "-"
-
-
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    help_ = "write the result to a file, or with - to stdout, where the tables go to stderr"
-    parser.add_argument("--json", metavar="FILE", help=help_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,41 +59,6 @@ class BenchStep:
     label: str
     expected_s: float  # an estimate: the time left is corrected by the steps before
     run: Callable[[], None]
-
-
-class ResultFile:
-    """A file that takes its place once there is a result. Raises ConfigError where it cannot be written.
-
-    The result is written to a temporary file and renamed, so that a failed write keeps the earlier result. A
-    device or a pipe is written directly.
-    """
-
-    def __init__(self, flag: str, path: str) -> None:
-        self.flag, self.name = flag, path
-        target = Path(path)
-        try:
-            self._target = target.resolve()
-            self._is_regular = not target.exists() or target.is_file() or target.is_dir()
-            self._partial = self._target
-            if self._is_regular:
-                if target.exists():
-                    target.open("ab").close()
-                self._partial = self._target.with_name(f".{self._target.name}.{os.getpid()}.part")
-                self._partial.open("wb").close()
-        except (OSError, ValueError) as error:  # ValueError: a null byte
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"{flag} {path}: {reason}", flag.lstrip("-")) from None
-
-    def write(self, save: Callable[[Path], object]) -> None:
-        """Let `save` write the result. Raises what it raises."""
-        save(self._partial)
-        if self._is_regular:
-            os.replace(self._partial, self._target)
-
-    def discard(self) -> None:
-        """Remove what has not become a result."""
-        if self._is_regular:
-            self._partial.unlink(missing_ok=True)
 
 
 class BenchSession:
@@ -155,8 +116,8 @@ class BenchSession:
             startup_line.end()
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Show what the benchmark waits for; yields a function of (done, total) bytes of a model."""
+    def waiting(self, what: str) -> Iterator[OnLoadProgress]:
+        """Show what the benchmark waits for; yields the function that shows the progress of a model."""
         startup_line.begin(f"bench {self.name}: {what}")
         try:
             yield startup_line.on_load
@@ -170,7 +131,7 @@ class BenchSession:
             yield
         except Exception as error:  # one failed cell must not cost the others
             logger.debug("%s failed", cell, exc_info=True)
-            self.errors[cell] = _describe(error)
+            self.errors[cell] = describe_error(error)
 
     def finish(
         self,
@@ -287,27 +248,3 @@ def format_seconds(seconds: float) -> str:
         return f"{max(math.ceil(seconds), 1)} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def write_result(file: ResultFile, save: Callable[[Path], object]) -> int:
-    """Write a result; returns an exit code. An error is one line on stderr."""
-    try:
-        file.write(save)
-    except Exception as error:  # a full disk or a plot's error must not cost the rest
-        print(f"{file.flag} {file.name} was not written: {_describe(error)}", file=sys.stderr)
-        return EXIT_FAILED
-    return 0
-
-
-def _describe(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, ForewordError) else f"{type(error).__name__}: {text}"
-
-
-def without_nan(value: Any) -> Any:
-    """JSON has no nan and no infinity: they become null."""
-    if isinstance(value, Mapping):
-        return {key: without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -19,7 +19,7 @@ from foreword.cli.terminal import format_bytes, format_count
 from foreword.config.memory import cpu_reserve, kv_bytes_per_token
 from foreword.config.options import Config
 from foreword.config.resolve import ModelInfo, ResolvedConfig, draft_size_warning, resolve
-from foreword.engine.loader import detect_hardware, make_plugins
+from foreword.engine.loader import detect_hardware, make_plugins, types_in_use
 from foreword.errors import ForewordError
 from foreword.kernels.registry import native_unavailable_reason
 from foreword.models.gguf.header import is_gguf
@@ -170,12 +170,13 @@ def _check_drafter_size(target: ModelInfo, drafter: ModelInfo) -> CheckResult:
 
 def _check_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) -> Iterator[CheckResult]:
     try:
-        hardware = detect_hardware(config)
+        hardware = detect_hardware(config, target)
         chosen = resolve(config, hardware, target, drafter)
     except ForewordError as error:
         yield CheckResult(False, f"memory: {error}")
         return
-    for note in (*chosen.notes, *filter(None, [native_unavailable_reason(chosen.device)])):
+    missing = native_unavailable_reason(chosen.device, types_in_use(chosen))
+    for note in (*chosen.notes, *filter(None, [missing])):
         yield CheckResult(None, note)
     reserve = ""
     if chosen.device == "cpu" and config.kv_cache_memory is None:

@@ -60,7 +60,7 @@ Message = Mapping[str, Any]  # `content` is a text or a list of parts
 GROUPS = ("model", "scheduler", "speculation", "images", "server")
 ENGINE_GROUPS = ("model", "scheduler", "speculation", "images")
 PREFIX = "FOREWORD_"
-OTHER_VARIABLES = ("FOREWORD_CONFIG", "FOREWORD_NATIVE")  # that are no options
+OTHER_VARIABLES = ("FOREWORD_CONFIG", "FOREWORD_NATIVE", "FOREWORD_TRITON_VARIANTS")  # that are no options
 TEST_PREFIX = "FOREWORD_TEST_"
 # Kubernetes sets these for a service whose name begins with "foreword".
 SERVICE_VARIABLE = re.compile(r"FOREWORD_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP)\w*)")

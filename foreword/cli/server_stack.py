@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +13,7 @@ from foreword import __version__
 from foreword.checkpoint import CheckpointInfo
 from foreword.cli.banner import model_names
 from foreword.config.resolve import EngineInfo
+from foreword.core.readiness import OnLoadProgress
 from foreword.embedding.client import EncoderClient
 from foreword.embedding.sentence_transformers import read_decoder_pooling_config
 from foreword.engine_client.client import SubprocessClient
@@ -33,7 +34,7 @@ class ServerStack:
     def __init__(
         self,
         prepared: CheckpointInfo,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: OnLoadProgress | None = None,
         fork_server: ForkServer | None = None,
     ) -> None:
         self.name, *self._aliases = model_names(prepared.config, prepared.path)  # in the API

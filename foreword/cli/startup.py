@@ -58,9 +58,12 @@ class StartupLine:
         """What the command waits for now; without effect after end()."""
         self._stage = text
 
-    def on_load(self, done: int, total: int) -> None:
-        """The stage of loading weights, in bytes."""
-        if done < total:
+    def on_load(self, stage: str, done: int, total: int) -> None:
+        """A stage of loading, see OnLoadProgress."""
+        if done < total and stage != "weights":
+            verb = "compiling kernels" if stage == "kernels" else "capturing CUDA graphs"
+            self.stage(f"{verb}, {done} of {total}")
+        elif done < total:
             unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
             self.stage(f"weights, {done / unit:.1f} of {total / unit:.1f} {name}")
         else:

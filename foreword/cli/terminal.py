@@ -21,6 +21,7 @@ from rich.progress import (
 )
 
 from foreword.cli.startup import startup_line
+from foreword.core.readiness import OnLoadProgress
 from foreword.utils import logging as logs
 
 __all__ = [
@@ -70,10 +71,10 @@ def progress_bar(*columns: ProgressColumn) -> Progress:
 
 
 @contextmanager
-def loading_bar(description: str) -> Iterator[Callable[[int, int], None]]:
+def loading_bar(description: str) -> Iterator[OnLoadProgress]:
     """The start-up line, or a new one of this text, until the model is loaded.
 
-    Yields a function of (done, total) bytes.
+    Yields the function that shows progress.
     """
     if not startup_line.is_shown:
         startup_line.begin(description)

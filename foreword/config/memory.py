@@ -20,7 +20,8 @@ GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1, "int4": 18 / 32}
 SCALE_BYTES = 4  # of an int8 or fp8 vector in the KV cache
 BYTES_PER_LOGIT = 2 * 4  # float32, twice while they are filtered
-CUDA_CONTEXT_BYTES = 512 << 20  # CUDA's own, and the kernels' workspace
+CUDA_CONTEXT_BYTES = 512 << 20  # CUDA's own
+WORKSPACE_DIVISOR, MAX_WORKSPACE_BYTES = 64, 1 << 30  # of attention, as in kernels/triton/attention.py
 MARGIN_DIVISOR, MAX_MARGIN_BYTES = 64, 512 << 20  # share of the GPU's memory, and its limit
 CUDA_GRAPH_DIVISOR, MAX_CUDA_GRAPH_BYTES = 64, 1 << 30
 CPU_RESERVE_DIVISOR, MIN_CPU_RESERVE_BYTES = 10, GIB
@@ -121,9 +122,13 @@ def estimate_memory(
     image_cache: int,
     cuda_graphs: bool,
 ) -> DeviceMemory:
-    """Estimate before loading; sizes as in DeviceMemory."""
+    """Estimate before loading; sizes as in DeviceMemory.
+
+    The workspace of attention is part of the activations here; measured, it is one of the permanent tensors.
+    """
     graphs = cuda_graph_reserve(total) if cuda_graphs else 0
     others = max(total - free, CUDA_CONTEXT_BYTES)
+    activations += min(total // WORKSPACE_DIVISOR, MAX_WORKSPACE_BYTES)
     return DeviceMemory(total, utilization, others, weights, activations, image_cache, graphs)
 
 

@@ -192,6 +192,11 @@ class Config:
         "on GPUs, schedule and update one step while the device computes the next; tokens are the same",
         group="model",
     )
+    allow_torch_on_gpu: bool = option(
+        False,
+        "compute in torch, many times slower, on a GPU where Triton's kernels cannot be used",
+        group="model",
+    )
     fast_math: bool = option(
         False, "faster matrix products whose bits depend on the batch: gives up exactness", group="model"
     )

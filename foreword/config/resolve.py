@@ -32,6 +32,7 @@ __all__ = [
     "check_max_model_len",
     "draft_size_warning",
     "resolve",
+    "resolve_dtypes",
     "with_kv_cache",
 ]
 
@@ -153,7 +154,7 @@ class _DoesNotFit(ConfigError):
 def _resolve(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> ResolvedConfig:
     """As resolve(), but without hints and checks of single options. Raises _DoesNotFit."""
     model = models[0]
-    dtype, weight_dtype = _resolve_dtypes(config, hardware, model)
+    dtype, weight_dtype = resolve_dtypes(config, hardware, model)
     sizes = _memory_sizes(config, hardware, models)
     max_num_seqs, max_num_batched_tokens = _resolve_batch_limits(config, hardware)
     gets_remaining_memory = hardware.device == "cuda" and config.kv_cache_memory is None
@@ -198,7 +199,7 @@ class _MemorySizes:
 
 
 def _memory_sizes(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> _MemorySizes:
-    dtype, weight_dtype = _resolve_dtypes(config, hardware, models[0])
+    dtype, weight_dtype = resolve_dtypes(config, hardware, models[0])
     kv_dtype = _resolve_kv_dtype(config, dtype)
     options = (dtype, weight_dtype, config.quantization, hardware.kernel_backend)
     return _MemorySizes(
@@ -432,7 +433,7 @@ def _resolve_batch_limits(config: Config, hardware: HardwareInfo) -> tuple[int, 
     return num_seqs, num_tokens or max(default_tokens, num_seqs)
 
 
-def _resolve_dtypes(config: Config, hardware: HardwareInfo, model: ModelInfo) -> tuple[str, str]:
+def resolve_dtypes(config: Config, hardware: HardwareInfo, model: ModelInfo) -> tuple[str, str]:
     """Data types of activations and weights. A CPU computes float16 weights in float32, which is exact."""
     asked = {"half": "float16", "float": "float32"}.get(config.dtype, config.dtype)
     dtype = model.dtype if asked == "auto" else asked

@@ -14,7 +14,7 @@ S  slots of the KV cache (blocks x block_size); a slot holds one token
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ __all__ = [
     "KVLayer",
     "SampleRow",
     "build_batch",
+    "download",
     "request_index_of",
     "upload",
 ]
@@ -67,6 +68,27 @@ def upload(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
         _view_at(pinned, start, source).copy_(source)
     buffer = pinned.to(device, non_blocking=True)
     return [_view_at(buffer, start, source) for source, start in zip(sources, starts, strict=False)]
+
+
+def download(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Start to copy tensors to the host: the result waits for the copies and returns them.
+
+    Later work on the device may overwrite the tensors.
+    """
+    if not tensors[0].is_cuda:
+        copies = [tensor.clone() for tensor in tensors]
+        return lambda: copies
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+
+    def wait() -> list[Tensor]:
+        done.synchronize()
+        return copies
+
+    return wait
 
 
 def _view_at(memory: Tensor, start: int, like: Tensor) -> Tensor:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Readiness"]
+__all__ = ["OnLoadProgress", "Readiness"]
+
+# (stage, done, total): bytes of "weights"; "kernels" compiled for a GPU; CUDA "graphs" captured
+OnLoadProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +19,7 @@ class Readiness:
     # "unresponsive" (no heartbeat); "dead" (no further restart)
     status: str
     detail: str = ""  # reason for the operator; empty if ok
-    progress: float | None = None  # 0..1 of the weights, while loading or restarting
+    progress: float | None = None  # 0..1 of a stage, while loading or restarting
     restarts: int = 0
 
     @property

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from foreword.core.images import PromptImage
 from foreword.core.request import Request, RequestState
-from foreword.engine.fault_isolation import NONFINITE, is_device_lost
+from foreword.engine.fault_isolation import NONFINITE
 from foreword.engine.timers import StepTimer
 from foreword.errors import InvalidRequest, RequestFailed
+from foreword.kernels.gpu import is_device_lost
 from foreword.models.base import VisionEncoder
 
 __all__ = [

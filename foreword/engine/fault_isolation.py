@@ -22,21 +22,14 @@ from foreword.engine.pooler import PoolOutput
 from foreword.engine.schedule_output import ScheduledRequest
 from foreword.engine.timers import StepTimer
 from foreword.errors import RequestFailed
+from foreword.kernels.gpu import is_device_lost
 
-__all__ = ["NONFINITE", "FaultIsolation", "is_device_lost"]
+__all__ = ["NONFINITE", "FaultIsolation", "reset_state"]
 
 logger = logging.getLogger(__name__)
 
 NONFINITE: Final = "nonfinite"  # the fault label of logits, hidden states and features that are not finite
 MAX_FAILED_STEPS: Final = 16  # steps in a row with errors only before the engine gives up
-DEVICE_LOST_ERRORS: Final = (
-    "illegal",
-    "unspecified launch failure",
-    "misaligned",
-    "device-side assert",
-    "uncorrectable",
-    "hardware stack",
-)
 
 Output = TypeVar("Output", bound=StepOutput | PoolOutput)
 
@@ -87,7 +80,7 @@ class FaultIsolation(Generic[Output]):
             if is_device_lost(error):
                 raise
             self.was_retried = True
-            _reset_state(requests)
+            reset_state([request.state for request in requests])
             if is_retry:
                 return [self._fail(requests[0].state.id)]
             if isinstance(error, torch.OutOfMemoryError):
@@ -117,20 +110,12 @@ class FaultIsolation(Generic[Output]):
             raise RuntimeError(f"all requests failed in {self._failed_steps} steps in a row")
 
 
-def is_device_lost(error: Exception) -> bool:
-    """Whether every later CUDA call would fail too. Triton raises driver errors as RuntimeError."""
-    message = str(error)
-    if message.startswith("Triton Error"):
-        return any(name in message for name in DEVICE_LOST_ERRORS)
-    return isinstance(error, torch.AcceleratorError) and "out of memory" not in message
-
-
-def _reset_state(requests: Sequence[ScheduledRequest]) -> None:
+def reset_state(states: Sequence[RequestState]) -> None:
     """Drop state that an interrupted pass left half-updated; it is rebuilt from the tokens."""
-    for request in requests:
-        request.state.penalty_state = None
-        if request.state.grammar is not None:
-            request.state.grammar.reset()
+    for state in states:
+        state.penalty_state = None
+        if state.grammar is not None:
+            state.grammar.reset()
 
 
 def _dummy_request(pooling: str | None) -> ScheduledRequest:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib
 import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from foreword.config.drafters import DRAFTERS
 from foreword.config.hardware import hardware_info, probe_hardware
@@ -26,9 +29,12 @@ from foreword.config.resolve import (
     ResolvedConfig,
     draft_size_warning,
     resolve,
+    resolve_dtypes,
     with_kv_cache,
 )
-from foreword.core.batch import NULL_BLOCK, Chunk
+from foreword.core.batch import NULL_BLOCK, Batch, Chunk
+from foreword.core.readiness import OnLoadProgress
+from foreword.core.structured_output import Grammars, NoGrammars
 from foreword.engine.batch_builder import BatchBuilder
 from foreword.engine.encoder_runner import EncoderCache, VisionEncoderRunner
 from foreword.engine.engine import Engine
@@ -51,9 +57,8 @@ from foreword.engine.waiting_queue import ComputableUntil
 from foreword.errors import ConfigError
 from foreword.executor.decode_loop import DeviceDecodeLoop
 from foreword.executor.graph_runner import GraphRunner
-from foreword.grammar.manager import GrammarManager
 from foreword.kernels.cpu.library import library_digest, load_library
-from foreword.kernels.gpu import current_gpu
+from foreword.kernels.gpu import ComputeTypes, current_gpu, triton_unavailable_reason
 from foreword.kernels.ops import Ops
 from foreword.kernels.registry import native_unavailable_reason, select_backend, source_digest
 from foreword.kv_cache.block_pool import BlockPool
@@ -76,12 +81,11 @@ from foreword.speculation.plugin import DrafterAdapter, make_plugin
 from foreword.speculation.policy import FixedLength
 from foreword.speculation.proposer import Proposer
 
-__all__ = ["detect_hardware", "load", "make_plugins"]
+__all__ = ["detect_hardware", "load", "make_plugins", "types_in_use"]
 
 logger = logging.getLogger(__name__)
 
-OnProgress = Callable[[int, int], None]
-
+TRITON_CAPABILITY = (8, 0)  # compute capability from which Triton is expected to work
 VISION_FLOP_RATIO = 2  # time of a vision encoder's multiply-add / a decoder's (benchmarks/encoding.py)
 NUM_SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # evenly spaced samples of a weight file, for its fingerprint
 WARMUP_ROWS = (6, 12, 24, 512)  # prompt chunks that select attention tiles of each width
@@ -92,7 +96,7 @@ def load(
     config: Config,
     never_sampled_ids: Sequence[int],
     resolved: ResolvedConfig | None = None,
-    on_progress: OnProgress | None = None,
+    on_progress: OnLoadProgress | None = None,
     timings: MeasuredCosts | None = None,
 ) -> Engine:
     """Load the checkpoint directory `config.model` and build its engine.
@@ -106,9 +110,15 @@ def load(
     draft_model = None
     if config.runs_draft_model:
         draft_model = read_model_info(Path(str(config.draft_model)), config.gguf_dequantize)
-    chosen = resolved or resolve(config, detect_hardware(config), target, draft_model)
+    started = time.perf_counter()
+    chosen = resolved or resolve(config, detect_hardware(config, target, on_progress), target, draft_model)
+    if resolved is not None and resolved.device == "cuda":
+        _try_kernels(config, types_in_use(resolved), on_progress)
+    trial_s = time.perf_counter() - started
     plugins = make_plugins(config, chosen, target, never_sampled_ids, is_restart=resolved is not None)
     loader = _Loader(config, chosen, never_sampled_ids, on_progress, timings, plugins)
+    if chosen.device == "cuda":
+        loader.load_seconds["trial"] = trial_s
     try:
         return loader.build_engine(target, draft_model, measure_memory=resolved is None)
     except (MemoryError, OSError, RuntimeError) as error:
@@ -150,13 +160,41 @@ def make_plugins(
     return plugins
 
 
-def detect_hardware(config: Config) -> HardwareInfo:
-    """The hardware that `config` selects, with the kernel backend for it."""
+def detect_hardware(
+    config: Config, model: ModelInfo, on_progress: OnLoadProgress | None = None
+) -> HardwareInfo:
+    """The hardware that `config` selects, with the kernel backend for it.
+
+    Raises ConfigError where a GPU's kernels cannot be used.
+    """
     hardware = hardware_info(probe_hardware(config.device))
     hardware = replace(hardware, native_library_error=load_library()[1])
-    if config.cpu_isa == "reference" or native_unavailable_reason(hardware.device) is not None:
-        return replace(hardware, kernel_backend="torch")
-    return replace(hardware, kernel_backend="native" if hardware.device == "cpu" else "triton")
+    if hardware.device == "cpu":
+        missing = config.cpu_isa == "reference" or native_unavailable_reason("cpu") is not None
+        return replace(hardware, kernel_backend="torch" if missing else "native")
+    types = _compute_types(*resolve_dtypes(config, hardware, model), config.quantization)
+    missing = _try_kernels(config, types, on_progress) is not None
+    return replace(hardware, kernel_backend="torch" if missing else "triton")
+
+
+def types_in_use(resolved: ResolvedConfig) -> ComputeTypes:
+    return _compute_types(resolved.dtype, resolved.weight_dtype, resolved.quantization)
+
+
+def _compute_types(dtype: str, weight_dtype: str, quantization: str | None) -> ComputeTypes:
+    precision = Precision.from_dtypes(dtype, weight_dtype, quantization)
+    return ComputeTypes(dtype, precision.linear_format, precision.embedding_format)
+
+
+def _try_kernels(config: Config, types: ComputeTypes, on_progress: OnLoadProgress | None) -> str | None:
+    """Why torch computes on this GPU, or None. Raises ConfigError unless that is allowed."""
+    report = None if on_progress is None else partial(on_progress, "kernels")
+    reason, gpu = triton_unavailable_reason(types, report), current_gpu()
+    if reason is None or gpu is None or gpu.capability < TRITON_CAPABILITY or config.allow_torch_on_gpu:
+        return reason
+    raise ConfigError(
+        f"{reason}; --allow-torch-on-gpu computes in torch instead, many times slower", "allow_torch_on_gpu"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +225,7 @@ class _EngineComponents:
         timer = StepTimer()
         sampler = Sampler(model.ops, model.vocab_size, never_sampled_ids, resolved.test_mode)
         self.proposer = self._make_proposer()
-        grammars = GrammarManager(model.vocab_size)
+        grammars = _make_grammars(model.vocab_size)
         self.model_runner = ModelRunner(model, self._make_kv_storage(model), sampler, grammars, timer)
         self.encoder = VisionEncoderRunner(
             model.vision_encoder,
@@ -222,10 +260,14 @@ class _EngineComponents:
         for forward, model, length in passes:
             if isinstance(forward, GraphRunner):
                 num_blocks, rows = -(-length // resolved.block_size), max_graph_rows(resolved)
-                device, block_size = resolved.device, resolved.block_size
-                forward.reserve(rows, num_blocks, model.uses_mrope, device, block_size, capture)
+                device, block_size, num_seqs = resolved.device, resolved.block_size, resolved.max_num_seqs
+                forward.reserve(rows, num_seqs, num_blocks, model.uses_mrope, device, block_size, capture)
                 runners.append(forward)
         return runners
+
+    def forwards(self) -> list[Callable[[Batch], Tensor]]:
+        """The passes to logits of all models, the target's first."""
+        return [self.model_runner.forward, *(drafter.forward for drafter in self._model_drafters)]
 
     def decode_loops(self) -> list[tuple[DeviceDecodeLoop, int]]:
         """The decode loops that overlap will use, each with its draft length."""
@@ -312,6 +354,18 @@ class _EngineComponents:
         return drafter
 
 
+def _make_grammars(vocab_size: int) -> Grammars:
+    """Imports llguidance, which a machine that only measures a GPU may lack."""
+    try:
+        manager = importlib.import_module("foreword.grammar.manager")
+    except ModuleNotFoundError as error:
+        if error.name != "llguidance":
+            raise
+        return NoGrammars()
+    grammars: Grammars = manager.GrammarManager(vocab_size)
+    return grammars
+
+
 def _row_cost(info: ModelInfo) -> int:
     """Multiply-adds of a vision encoder that take as long as one decoder row."""
     return (info.parameters - info.vision_parameters - info.embedding_parameters) // VISION_FLOP_RATIO
@@ -323,7 +377,7 @@ class _Loader:
         config: Config,
         resolved: ResolvedConfig,
         never_sampled_ids: Sequence[int],
-        on_progress: OnProgress | None,
+        on_progress: OnLoadProgress | None,
         timings: MeasuredCosts | None,
         plugins: Mapping[str, Drafter],
     ) -> None:
@@ -332,9 +386,8 @@ class _Loader:
         self.never_sampled_ids = never_sampled_ids
         self.on_progress = on_progress
         self.timings = timings
-        self.ops = select_backend(
-            resolved.device, resolved.fast_math, resolved.threads, resolved.cpu_isa, resolved.enforce_eager
-        )
+        options = (resolved.device, resolved.fast_math, resolved.threads, resolved.cpu_isa)
+        self.ops = select_backend(*options, eager=resolved.enforce_eager, types=types_in_use(resolved))
         self.plugins = plugins
         self.load_seconds: dict[str, float] = {}
         self.num_graphs = 0
@@ -343,6 +396,9 @@ class _Loader:
         torch.set_num_threads(self.ops.num_torch_threads(self.resolved.threads))
         with self.time_stage("weights"):
             loaded = self.load_models(draft_model)
+        if self.resolved.device == "cuda" and self.ops.supports_graphs:
+            with self.time_stage("kernels"):
+                self.precompile(loaded)
         if measure_memory and self.resolved.memory is not None:
             infos = [target] if draft_model is None else [target, draft_model]
             with self.time_stage("memory"):
@@ -350,9 +406,8 @@ class _Loader:
         components = self.make_components(self.resolved, loaded)
         runner, proposer = components.model_runner, components.proposer
         self.capture_graphs(components)
-        with self.time_stage("warmup"), torch.inference_mode():
-            for chunks in self.warmup_batches():
-                runner.forward(components.batch_builder.flatten(chunks))
+        with self.time_stage("warmup"):
+            self.warm_up(components.batch_builder, runner.forward)
         if not proposer.is_disabled and self.resolved.draft_length == "adaptive":
             with self.time_stage("calibration"):
                 proposer.timings = self.timings or self.measure_costs(components)
@@ -372,6 +427,10 @@ class _Loader:
             components.draft_encoder,
             overlap,
         )
+
+    @property
+    def max_graph_requests(self) -> int:
+        return min(self.resolved.max_num_seqs, self.resolved.max_num_batched_tokens)
 
     def make_components(self, resolved: ResolvedConfig, loaded: _LoadedModels) -> _EngineComponents:
         return _EngineComponents(self.config, resolved, self.never_sampled_ids, loaded, self.plugins)
@@ -395,8 +454,36 @@ class _Loader:
         precision = Precision.from_dtypes(resolved.dtype, resolved.weight_dtype, resolved.quantization)
         options = (self.config.gguf_dequantize, self.config.load_format == "dummy")
         return load_model(
-            Path(path), self.ops, precision, resolved.device, max_model_len, self.on_progress, *options
+            Path(path), self.ops, precision, resolved.device, max_model_len, self.report("weights"), *options
         )
+
+    def precompile(self, loaded: _LoadedModels) -> None:
+        """Compile kernels in threads, as far as the backend does that at run time."""
+        components = self.make_components(replace(self.resolved, num_blocks=1), loaded)
+        self.ops.precompile(partial(self.run_all, components), self.report("kernels"))
+        del components
+        CudaMemoryMeter().reset()  # collects reference cycles, which hold device memory
+
+    def run_all(self, components: _EngineComponents) -> None:
+        """Everything that a start and requests run, without a CUDA graph."""
+        for runner in components.reserve_graphs(capture=False):
+            runner.capture_graphs()
+        for loop, num_draft in components.decode_loops():
+            loop.capture_graphs(self.max_graph_requests, num_draft)
+        profile = components.profile_run()
+        profile.run_max()
+        profile.run_graphs()
+        for forward in components.forwards():
+            self.warm_up(components.batch_builder, forward)
+
+    def warm_up(self, batch_builder: BatchBuilder, forward: Callable[[Batch], Tensor]) -> None:
+        with torch.inference_mode():
+            for chunks in self.warmup_batches():
+                forward(batch_builder.flatten(chunks))
+
+    def report(self, stage: str) -> Callable[[int, int], None] | None:
+        """The progress of one stage: (done, total)."""
+        return None if self.on_progress is None else partial(self.on_progress, stage)
 
     def fit_kv_cache(
         self, loaded: _LoadedModels, estimate: DeviceMemory, infos: Sequence[ModelInfo]
@@ -420,12 +507,11 @@ class _Loader:
     def capture_graphs(self, components: _EngineComponents) -> None:
         resolved, runners = self.resolved, components.reserve_graphs()
         if runners and not resolved.enforce_eager:
-            max_requests = min(resolved.max_num_seqs, resolved.max_num_batched_tokens)
             with self.time_stage("graphs"):
                 for runner in runners:
-                    runner.capture_graphs(self.on_progress)
+                    runner.capture_graphs(self.report("graphs"))
                 for loop, num_draft in components.decode_loops():
-                    loop.capture_graphs(max_requests, num_draft, self.on_progress)
+                    loop.capture_graphs(self.max_graph_requests, num_draft, self.report("graphs"))
             self.num_graphs = sum(runner.num_graphs for runner in runners)
         if resolved.memory is not None:
             log_memory(resolved.memory, sum(runner.graph_bytes for runner in runners))
@@ -503,7 +589,7 @@ def _load_warnings(
     if draft_model is not None:
         size_warning = draft_size_warning(target.parameters, draft_model.parameters)
         warnings += [] if size_warning is None else [size_warning]
-    missing = native_unavailable_reason(resolved.device)
+    missing = native_unavailable_reason(resolved.device, types_in_use(resolved))
     if missing is not None:
         warnings.append(missing)
     if resolved.quantization is not None and target.packed_bytes is not None:
@@ -516,14 +602,14 @@ def _load_warnings(
 def _fingerprint(config: Config, resolved: ResolvedConfig, ops: Ops, is_multimodal: bool) -> str:
     """A hash of all that outputs depend on: weights, kernels and their build, types, RoPE, threads."""
     assert config.model is not None
-    gpu = (str(current_gpu()), torch.version.cuda, _triton_version()) if resolved.device == "cuda" else None
+    gpu = (str(current_gpu()), torch.version.cuda, _version("triton")) if resolved.device == "cuda" else None
     facts = (
         config.load_format,
         [_sample_digest(file) for file in weight_files(Path(config.model))],
         ops.name,
         library_digest() if resolved.device == "cpu" else source_digest(),
         torch.__version__,
-        version("llguidance"),
+        _version("llguidance"),
         version("pillow") if is_multimodal else "",
         torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(),
@@ -537,9 +623,10 @@ def _fingerprint(config: Config, resolved: ResolvedConfig, ops: Ops, is_multimod
     return "fw_" + hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
 
-def _triton_version() -> str:
+def _version(package: str) -> str:
+    """The version of a package; empty if it is not installed."""
     try:
-        return version("triton")
+        return version(package)
     except PackageNotFoundError:
         return ""
 

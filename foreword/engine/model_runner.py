@@ -11,6 +11,7 @@ from torch import Tensor
 from foreword.core.batch import upload
 from foreword.core.outputs import StepOutput, TokenLogprob
 from foreword.core.request import RequestState
+from foreword.core.structured_output import Grammars
 from foreword.engine.batch_builder import ModelInput, PromptLogprobRow
 from foreword.engine.pooler import Pooler
 from foreword.engine.schedule_output import ScheduledRequest
@@ -18,7 +19,6 @@ from foreword.engine.timers import StepTimer
 from foreword.errors import ForewordError, RequestFailed, Unsatisfiable
 from foreword.executor.decode_loop import SupportsDecodeLoop
 from foreword.executor.graph_runner import with_graphs
-from foreword.grammar.manager import GrammarManager
 from foreword.kv_cache.storage import KVStorage
 from foreword.models.base import Model
 from foreword.sampling.logits_processors import masking_fields
@@ -32,7 +32,7 @@ class ModelRunner:
     """A model with its KV cache and sampler. Grammar masks are computed during the forward pass."""
 
     def __init__(
-        self, model: Model, kv: KVStorage, sampler: Sampler, grammars: GrammarManager, timer: StepTimer
+        self, model: Model, kv: KVStorage, sampler: Sampler, grammars: Grammars, timer: StepTimer
     ) -> None:
         self.sampler = sampler
         self.grammars = grammars

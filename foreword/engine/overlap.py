@@ -1,9 +1,10 @@
 """Overlap scheduling: decode steps run on the device ahead of the host.
 
 The synchronous step (engine/engine.py) waits for the device before it schedules. While all running requests
-decode text and only logits decide their tokens, there is nothing to schedule: the device knows the next
-token. So steps (executor/decode_loop.py) are launched one ahead of the one that is collected, and scheduling
-and events cost no device time. As soon as there is a decision, the pipeline drains, and the synchronous loop
+decode text, there is nothing to schedule: the device knows the next token. So steps (executor/decode_loop.py)
+are launched one ahead of the one that is collected, and scheduling and events cost no device time. If a token
+depends on more than logits, the host launches its sampling while the forward pass before it is computed
+(engine/host_sampled_loop.py). As soon as there is a decision, the pipeline drains, and the synchronous loop
 continues with the same tokens. The synchronous loop is the reference.
 
 One step is in flight that does not know what the host found in the step before: a finished output, an
@@ -32,12 +33,14 @@ from foreword.config.resolve import ResolvedConfig
 from foreword.core.outputs import Draft, StepOutput
 from foreword.core.request import RequestState
 from foreword.engine.encoder_runner import pending_images
-from foreword.engine.fault_isolation import is_device_lost
+from foreword.engine.fault_isolation import reset_state
+from foreword.engine.host_sampled_loop import HostSampledLoop
 from foreword.engine.model_runner import ModelRunner
 from foreword.engine.schedule_output import ScheduledRequest, ScheduleOutput
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.timers import StepTimer
 from foreword.executor.decode_loop import DecodeLoop, DecodeResult, DecodeSlot, SupportsDecodeLoop
+from foreword.kernels.gpu import is_device_lost
 from foreword.kernels.ops import DraftSamplingParams
 from foreword.sampling.logits_processors import draft_sampling_params, only_filters
 from foreword.speculation.base import DeviceDrafter
@@ -52,8 +55,16 @@ MIN_RUN_STEPS: Final = 4  # shortest run: starting one costs about what overlap 
 COST_SAMPLE_EVERY: Final = 4  # steps between samples of the step cost
 MAX_BACKOFF_STEPS: Final = 1024  # synchronous steps after errors
 
-MakeDecodeLoop = Callable[[SupportsDecodeLoop | None], DecodeLoop]
+MakeDecodeLoop = Callable[[SupportsDecodeLoop | None, Sequence[RequestState] | None], DecodeLoop]
 OverlapStep = tuple[ScheduleOutput, list[StepOutput]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """How a request is sampled."""
+
+    params: DraftSamplingParams  # of drafts, and of tokens that the device samples
+    by_host: bool  # tokens depend on more than that, or have log-probabilities: the host samples them
 
 
 @dataclass(slots=True)
@@ -62,6 +73,7 @@ class _RunRequest:
 
     state: RequestState
     slot: int
+    by_host: bool  # sampled by the host
     num_blocks: int  # blocks of the target and of the draft model that the device knows
     num_draft_blocks: int
     num_draft_computed: int  # tokens in the draft model's KV cache
@@ -75,6 +87,7 @@ class _DecodeRun:
     decode_loop: DecodeLoop
     requests: list[_RunRequest]
     num_draft_tokens: int  # tokens that the draft model proposes in each step
+    by_host: bool  # the host samples all requests
     in_flight: deque[Sequence[_RunRequest]] = field(default_factory=deque)
     draining: bool = False  # nothing more is launched
     warm: bool = False  # a step was in flight before this one was collected
@@ -96,7 +109,7 @@ class OverlapLoop:
         scheduler: Scheduler,
         proposer: Proposer,
         timer: StepTimer,
-        make_decode_loop: MakeDecodeLoop,  # with a draft model or None
+        make_decode_loop: MakeDecodeLoop,  # with a draft model, and the requests if the host samples
         vocab_size: int,  # width of the logits
         mrope: bool = False,
     ) -> None:
@@ -107,7 +120,7 @@ class OverlapLoop:
         self._vocab_size = vocab_size
         self._mrope = mrope
         self._run: _DecodeRun | None = None
-        self._sampling_params: Mapping[int, DraftSamplingParams | None] = {}  # by arrival
+        self._sampling: Mapping[int, _Sampling] = {}  # by arrival
         self._backoff_steps = 0
         self.num_errors = 0
         self.num_device_steps = 0
@@ -160,7 +173,13 @@ class OverlapLoop:
 
     def _can_continue(self, run: _DecodeRun) -> bool:
         states = [request.state for request in run.requests]
-        if not states or self._scheduler.has_decision or self._draft_len(states) != run.num_draft_tokens:
+        by_host = any(request.by_host for request in run.requests)
+        if (
+            not states
+            or by_host != run.by_host
+            or self._scheduler.has_decision
+            or self._draft_len(states) != run.num_draft_tokens
+        ):
             run.draining = True
         return not run.draining
 
@@ -185,9 +204,8 @@ class OverlapLoop:
         num_draft = self._draft_len(states, MIN_RUN_STEPS)
         if num_draft is None:
             return None
-        sampling_params = self._sampling_params_of(states)
         ahead = PIPELINE_DEPTH * (1 + num_draft)
-        if sampling_params is None or not any(len(s.tokens) + ahead <= s.max_len for s in states):
+        if not any(len(s.tokens) + ahead <= s.max_len for s in states):
             return None
         if num_draft:
             if any(state.request.images for state in states):
@@ -200,7 +218,7 @@ class OverlapLoop:
         ]
         if not scheduler.reserve_ahead(lengths):
             return None
-        return self._start_run(states, sampling_params, num_draft)
+        return self._start_run(states, num_draft)
 
     @property
     def _device_drafter(self) -> DeviceDrafter:
@@ -208,33 +226,27 @@ class OverlapLoop:
         assert drafter is not None
         return drafter
 
-    def _sampling_params_of(self, states: Sequence[RequestState]) -> list[DraftSamplingParams] | None:
-        """Sampling parameters, or None if the device cannot sample for all; cached for the next call."""
-        known = self._sampling_params
-        self._sampling_params = {
-            s.arrival: known[s.arrival] if s.arrival in known else _draft_sampling_params(s, self._vocab_size)
-            for s in states
-        }
-        params = [value for value in self._sampling_params.values() if value is not None]
-        return params if len(params) == len(states) else None
-
-    def _start_run(
-        self,
-        states: Sequence[RequestState],
-        sampling_params: Sequence[DraftSamplingParams],
-        num_draft_tokens: int,
-    ) -> _DecodeRun:
+    def _start_run(self, states: Sequence[RequestState], num_draft_tokens: int) -> _DecodeRun:
         """Upload the state of all requests once."""
+        known = self._sampling
+        self._sampling = {
+            s.arrival: known.get(s.arrival) or _sampling_of(s, self._vocab_size) for s in states
+        }
+        by_host = any(sampling.by_host for sampling in self._sampling.values())
         drafter = self._proposer.device_drafter if num_draft_tokens else None
-        decode_loop = self._make_decode_loop(None if drafter is None else drafter.decode_loop_forward)
-        self._run = run = _DecodeRun(decode_loop, [], num_draft_tokens)
+        decode_loop = self._make_decode_loop(
+            None if drafter is None else drafter.decode_loop_forward, tuple(states) if by_host else None
+        )
+        self._run = run = _DecodeRun(decode_loop, [], num_draft_tokens, by_host)
         slots: list[DecodeSlot] = []
-        for slot, (state, sampling) in enumerate(zip(states, sampling_params, strict=True)):
+        for slot, (state, sampling) in enumerate(zip(states, self._sampling.values(), strict=True)):
             draft_blocks = self._device_drafter.device_blocks(state) if num_draft_tokens else ()
             offset = state.mrope_positions.offset if self._mrope and state.mrope_positions is not None else 0
             last_ids, length, blocks = tuple(state.tokens[-2:]), len(state.tokens), tuple(state.blocks)
-            slots.append(DecodeSlot(last_ids, length, blocks, sampling, tuple(draft_blocks), offset))
-            run.requests.append(_RunRequest(state, slot, len(blocks), len(draft_blocks), length - 1))
+            slots.append(DecodeSlot(last_ids, length, blocks, sampling.params, tuple(draft_blocks), offset))
+            run.requests.append(
+                _RunRequest(state, slot, sampling.by_host, len(blocks), len(draft_blocks), length - 1)
+            )
         decode_loop.start(slots)
         self.num_runs += 1
         return run
@@ -253,6 +265,7 @@ class OverlapLoop:
         with self._timer("assemble"):
             for request in active:
                 self._extend_blocks(run, request)
+        with self._timer("sample" if run.by_host else "assemble"):
             run.decode_loop.launch([request.slot for request in active], run.num_draft_tokens)
         for request in active:
             request.in_flight += 1
@@ -345,6 +358,7 @@ class OverlapLoop:
             run.in_flight.popleft()
             with suppress(Exception):
                 run.decode_loop.collect()
+        reset_state([] if run is None else [request.state for request in run.requests])
         self._end_run()
         self._backoff_steps = min(1 << self.num_errors, MAX_BACKOFF_STEPS)
 
@@ -361,10 +375,13 @@ def make_overlap_loop(
     if forward is None or not resolved.overlap:
         return None
 
-    def make_decode_loop(drafter: SupportsDecodeLoop | None) -> DecodeLoop:
-        return forward.get_decode_loop(
+    def make_decode_loop(
+        drafter: SupportsDecodeLoop | None, states: Sequence[RequestState] | None
+    ) -> DecodeLoop:
+        loop = forward.get_decode_loop(
             resolved.block_size, sampler.never_sampled_ids, drafter, sampler.with_hashes
         )
+        return loop if states is None else HostSampledLoop(loop, states, sampler, model_runner.grammars)
 
     vocab_size, mrope = model_runner.vocab_size, model_runner.mrope
     return OverlapLoop(scheduler, proposer, timer, make_decode_loop, vocab_size, mrope)
@@ -375,12 +392,9 @@ def _is_text_decode(state: RequestState) -> bool:
     return state.is_decoding and not pending_images(state, state.num_computed)
 
 
-def _draft_sampling_params(state: RequestState, vocab_size: int) -> DraftSamplingParams | None:
-    """None if a token depends on more than logits, seed and position, or logprobs are wanted."""
-    params = state.params
-    if params.logprobs is not None or params.prompt_logprobs is not None or not only_filters(state.request):
-        return None
-    return draft_sampling_params(state.request, vocab_size)
+def _sampling_of(state: RequestState, vocab_size: int) -> _Sampling:
+    by_host = state.params.logprobs is not None or not only_filters(state.request)
+    return _Sampling(draft_sampling_params(state.request, vocab_size), by_host)
 
 
 def _validate_result(result: DecodeResult, vocab_size: int, num_draft_tokens: int) -> DecodeResult:
@@ -402,6 +416,7 @@ def _step_output(state: RequestState, result: DecodeResult) -> StepOutput:
     return StepOutput(
         token_ids=run[: end.num_kept],
         num_accepted=min(accepted, end.num_kept),
+        logprobs=result.logprobs[: end.num_kept],
         logits_hashes=result.logits_hashes[: end.num_kept],
         finish_reason=end.finish_reason,
         stop_id=end.stop_id,

@@ -50,7 +50,7 @@ FIRST_ROUND_S, ALL_ROUNDS_S = 1.5, 0.5  # time limits of a table for its first a
 MIN_SAMPLES = 3
 AGREEMENT = 1.1  # ratio of the two least samples that settles a size
 MIN_SIZES = 2  # timed regardless: one size says nothing about the cost of more rows
-DEFAULT_GRAPH_ROWS = 256  # rows of the largest graph, unless max_num_seqs is larger
+MIN_GRAPH_ROWS, MAX_VERIFY_GRAPH_ROWS = 256, 512  # of the largest graph, unless max_num_seqs is larger
 MAX_IMAGE_TOKENS = 16_384  # upper bound of image processors
 NUM_LOGPROBS = 20
 
@@ -65,6 +65,8 @@ ALL_PARAMS = SamplingParams(  # every kind of sampling
     frequency_penalty=0.5,
     repetition_penalty=1.1,
     xtc_probability=0.5,
+    logit_bias={0: 1.0},
+    allowed_token_ids=(0, 1),
     logprobs=NUM_LOGPROBS,
     max_tokens=64,
     ignore_eos=True,
@@ -191,8 +193,10 @@ def _sizes_up_to(max_size: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def max_graph_rows(resolved: ResolvedConfig) -> int:
-    """Rows of the largest CUDA graph."""
-    return min(max(resolved.max_num_seqs, DEFAULT_GRAPH_ROWS), resolved.max_num_batched_tokens)
+    """Rows of the largest CUDA graph: all running requests with their drafts, or short prompts."""
+    num_draft = resolved.num_speculative_tokens if resolved.drafters else 0
+    verified = min(resolved.max_num_seqs * (1 + num_draft), MAX_VERIFY_GRAPH_ROWS)
+    return min(max(resolved.max_num_seqs, verified, MIN_GRAPH_ROWS), resolved.max_num_batched_tokens)
 
 
 class ProfileRun:
@@ -232,8 +236,8 @@ class ProfileRun:
 
     def run_graphs(self) -> None:
         """A pass of each model with the rows of its largest graph, one per request."""
-        rows = max_graph_rows(self._resolved)
-        self._run(self._max_batch(rows, GRAPH_PARAMS))
+        rows, block_size = max_graph_rows(self._resolved), self._batch_builder.block_size
+        self._run([_dummy_request(index, 1, 0, GRAPH_PARAMS, block_size) for index in range(rows)])
         for drafter in self._drafters:
             drafter.pass_seconds(rows, rows)
 

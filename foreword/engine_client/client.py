@@ -16,7 +16,7 @@ from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import ErrorEvent, Event, StepReport, StepStats, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
-from foreword.core.readiness import Readiness
+from foreword.core.readiness import OnLoadProgress, Readiness
 from foreword.core.request import Request
 from foreword.core.structured_output import Vocabulary
 from foreword.engine_client.base import EngineClient
@@ -45,7 +45,7 @@ class SubprocessClient:
         config: Config,
         never_sampled_ids: tuple[int, ...],
         vocabulary: Callable[[], Vocabulary],
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: OnLoadProgress | None = None,
         fork_server: ForkServer | None = None,
     ) -> None:
         """vocabulary  called in a thread, with the first grammar of each engine
@@ -207,7 +207,7 @@ class SubprocessClient:
         elif isinstance(message, LoadProgress):
             self._load_progress = message
             if self._on_progress is not None and self.info is None:
-                self._on_progress(message.loaded_bytes, message.total_bytes)
+                self._on_progress(message.stage, message.done, message.total)
         elif isinstance(message, SendFailed):
             self._on_send_failed(process, message)
         elif self._ready is not None and not self._ready.done():
@@ -276,13 +276,14 @@ class SubprocessClient:
 
     def _load_fraction(self) -> float | None:
         loaded = self._load_progress
-        return loaded.loaded_bytes / loaded.total_bytes if loaded is not None and loaded.total_bytes else None
+        return loaded.done / loaded.total if loaded is not None and loaded.total else None
 
     def _load_progress_text(self) -> str:
         if (loaded := self._load_progress) is None:
             return ""
-        read, total = loaded.loaded_bytes / GIB, loaded.total_bytes / GIB
-        return f", with {read:.2f} of {total:.2f} GiB of weights read"
+        if loaded.stage != "weights":
+            return f", with {loaded.done} of {loaded.total} {loaded.stage} ready"
+        return f", with {loaded.done / GIB:.2f} of {loaded.total / GIB:.2f} GiB of weights read"
 
     def _init_message(self) -> Init:
         if self.info is None:

@@ -74,8 +74,8 @@ def _run(connection: Connection, page: HeartbeatPage, prepare: Callable[[Engine]
     init: Init = connection.recv()
     set_up_logging(init.config.log_level, "%(levelname)s %(name)s: %(message)s", init.config.log_format)
 
-    def on_progress(done: int, total: int) -> None:
-        connection.send(LoadProgress(done, total))
+    def on_progress(stage: str, done: int, total: int) -> None:
+        connection.send(LoadProgress(stage, done, total))
 
     try:
         engine = load(init.config, init.never_sampled_ids, init.resolved, on_progress, init.timings)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import StepReport
+from foreword.core.readiness import OnLoadProgress
 from foreword.core.request import Request
 from foreword.core.structured_output import Vocabulary
 from foreword.engine.loader import load
@@ -32,7 +33,7 @@ class LocalClient:
         config: Config,
         never_sampled_ids: Sequence[int],
         vocabulary: Callable[[], Vocabulary],
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: OnLoadProgress | None = None,
     ) -> None:
         """Load the engine. Raises ConfigError or CheckpointError.
 

@@ -35,10 +35,11 @@ class Init:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """From the engine: bytes of weights loaded so far."""
+    """From the engine, see OnLoadProgress."""
 
-    loaded_bytes: int
-    total_bytes: int
+    stage: str
+    done: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,8 @@ class SamplerClass(IntEnum):
 class DecodeLimits:
     """Sizes of the buffers."""
 
-    max_rows: int  # rows of a captured pass, and requests at once
+    max_rows: int  # rows of a captured pass
+    max_requests: int  # at once; each has a row
     max_blocks: int  # blocks of the longest block table
     uses_mrope: bool
     device: torch.device
@@ -62,6 +63,7 @@ class LoopConfig:
 
     ops: GraphOps
     forward: Callable[[Batch], Tensor]  # to logits [R, V]
+    graph_forward: Callable[[Batch], Tensor]  # the same, as graphs; a result is valid until the next call
     graphs: CudaGraphPool
     limits: DecodeLimits
     vocab_size: int  # V

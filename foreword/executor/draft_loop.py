@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from foreword.core.batch import NULL_BLOCK, Batch
+from foreword.core.batch import NULL_BLOCK, Batch, download
 from foreword.executor.cuda_graphs import capture_sizes, pick_size
 from foreword.executor.decode_slots import (
     LoopConfig,
@@ -29,32 +29,34 @@ NUM_CATCH_UP_TOKENS = 2  # tokens without KV after a step: the last draft token 
 
 
 class DeviceDraftLoop:
-    """Drafts of up to `limits.max_rows` requests.
+    """Drafts of up to `limits.max_requests` requests.
 
     A pass for n requests is one graph, launched once for each draft token; its inputs lie at fixed addresses.
     """
 
     def __init__(self, config: LoopConfig) -> None:
         limits = config.limits
-        rows, device = limits.max_rows, limits.device
+        num_slots, device = limits.max_requests, limits.device
         self.config = config
         self.graphs = config.graphs
         self.limits = limits
-        self.capture_sizes = capture_sizes(rows)
+        self.capture_sizes = capture_sizes(num_slots)
         # Buffers grow for longer drafts; graphs captured in an earlier generation read the old ones.
         self.generation = 0
         # LENGTH is the index of the next draft token, the counter of its noise.
-        self._slot_table = torch.zeros(len(SlotField), rows, dtype=torch.int64, device=device)
+        self._slot_table = torch.zeros(len(SlotField), num_slots, dtype=torch.int64, device=device)
         # For n requests, row n is the padding's.
         self._block_tables = torch.full(
-            (rows + 1, limits.max_blocks), NULL_BLOCK, dtype=torch.int64, device=device
+            (num_slots + 1, limits.max_blocks), NULL_BLOCK, dtype=torch.int64, device=device
         )
-        # The following as in DraftLoopState, [max_rows] or [1].
+        # The following as in DraftLoopState, [max_requests] or [1].
         self._last_token, self._position, self._max_tokens = torch.zeros(
-            3, rows, dtype=torch.int64, device=device
+            3, num_slots, dtype=torch.int64, device=device
         )
-        self._active = torch.zeros(rows, dtype=torch.bool, device=device)
-        self._logprob_sum, self._min_logprob_sum = torch.zeros(2, rows, dtype=torch.float64, device=device)
+        self._active = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self._logprob_sum, self._min_logprob_sum = torch.zeros(
+            2, num_slots, dtype=torch.float64, device=device
+        )
         self._draft_step = torch.zeros(1, dtype=torch.int64, device=device)
         self._captured_passes: dict[tuple[int, SamplerClass], Callable[[], None]] = {}
         self._allocate(INITIAL_DRAFT_CAPACITY)
@@ -94,7 +96,7 @@ class DeviceDraftLoop:
         if run_pass is not None:
             for _ in range(max_tokens - 1):
                 run_pass()
-        return self._read_drafts(len(jobs), max_tokens)
+        return self.download_drafts(len(jobs), max_tokens)()
 
     def first_pass(
         self,
@@ -130,6 +132,19 @@ class DeviceDraftLoop:
         ids = self._draft_ids[:num_draft_tokens, :num_requests].t()
         return ids, self._draft_logprobs[:num_draft_tokens, :num_requests].t()
 
+    def download_drafts(self, num_requests: int, num_draft_tokens: int) -> Callable[[], list[DraftTokens]]:
+        """Start one copy of the drafts to the host; the result waits for it."""
+        ids, logprobs = self.get_draft_ids(num_requests, num_draft_tokens)
+        wait = download([torch.cat((ids, logprobs.view(torch.int64)), 1)])
+
+        def read() -> list[DraftTokens]:
+            (both,) = wait()
+            ids, logprobs = both[:, :num_draft_tokens], both[:, num_draft_tokens:].view(torch.float64)
+            rows = zip(ids.tolist(), logprobs.tolist(), (ids >= 0).sum(1).tolist(), strict=True)
+            return [DraftTokens(tuple(row[:length]), tuple(values[:length])) for row, values, length in rows]
+
+        return read
+
     def _sample_draft(self, num_requests: int, logits: Tensor, sampler_class: SamplerClass) -> None:
         """Sample the next draft token of each request; logits [num_requests, V] are overwritten."""
         ops, slots = self.config.ops, SlotView(self._slot_table[:, :num_requests])
@@ -151,7 +166,7 @@ class DeviceDraftLoop:
         ops.decode_ops.record_draft(state, token_ids, logits, ops.log_sum_exp(logits))
 
     def _allocate(self, num_draft_tokens: int) -> None:
-        shape, device = (num_draft_tokens, self.limits.max_rows), self.limits.device
+        shape, device = (num_draft_tokens, self.limits.max_requests), self.limits.device
         self._draft_ids = torch.full(shape, -1, dtype=torch.int64, device=device)
         self._draft_logprobs = torch.zeros(shape, dtype=torch.float64, device=device)
         self._captured_passes.clear()
@@ -203,11 +218,3 @@ class DeviceDraftLoop:
         self._active[count:size].fill_(False)
         self._logprob_sum.zero_()
         self._draft_step.zero_()
-
-    def _read_drafts(self, num_requests: int, num_draft_tokens: int) -> list[DraftTokens]:
-        """Copy the drafts to the host in one transfer."""
-        ids, logprobs = self.get_draft_ids(num_requests, num_draft_tokens)
-        both = torch.cat((ids, logprobs.view(torch.int64)), 1).cpu()
-        ids, logprobs = both[:, :num_draft_tokens], both[:, num_draft_tokens:].view(torch.float64)
-        rows = zip(ids.tolist(), logprobs.tolist(), (ids >= 0).sum(1).tolist(), strict=True)
-        return [DraftTokens(tuple(row[:length]), tuple(values[:length])) for row, values, length in rows]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, repeat
+from sys import maxsize
 from typing import cast
 
 import torch
@@ -19,8 +20,10 @@ from foreword.kernels.ops import DraftJob, DraftTokens, Ops
 
 __all__ = ["GraphRunner", "with_graphs"]
 
-# Rows of one request in a captured pass, where each row attends alone: those of a prompt are faster together.
+# Limits of a request in a captured pass: few rows (a draft), or a short context (a prompt). Each row attends
+# alone there, which costs less than launches one by one; for other prompts, kernels share reads among rows.
 MAX_ROWS_PER_REQUEST = 16
+MAX_PROMPT_LEN = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,8 @@ def with_graphs(ops: Ops, forward: Callable[[Batch], Tensor]) -> Callable[[Batch
 class GraphRunner:
     """A forward pass with CUDA graphs; one to logits is also a DraftLoop and SupportsDecodeLoop.
 
-    Passes of few rows are padded to the next captured size. All others, and all before reserve(), launch
-    kernel by kernel. Both compute the same bits.
+    Passes of few rows, of drafts or of short prompts, are padded to the next captured size. All others, and
+    all before reserve(), launch kernel by kernel. Both compute the same bits.
     """
 
     def __init__(self, ops: GraphOps, forward: Callable[[Batch], Tensor]) -> None:
@@ -67,19 +70,27 @@ class GraphRunner:
 
     @torch.inference_mode()
     def reserve(
-        self, max_rows: int, max_blocks: int, mrope: bool, device: str, block_size: int, capture: bool = True
+        self,
+        max_rows: int,
+        max_requests: int,
+        max_blocks: int,
+        mrope: bool,
+        device: str,
+        block_size: int,
+        capture: bool = True,
     ) -> None:
-        """Allocate for captured passes of up to `max_rows`, and for loops of as many requests.
+        """Allocate for captured passes of up to `max_rows`, and for passes and loops of `max_requests`.
 
         max_blocks  blocks of the longest block table
-        capture     False: launch kernel by kernel until the next reserve()
+        capture     False: run each pass once where it would be captured, and launch kernel by kernel
         """
-        self._limits = DecodeLimits(max_rows, max_blocks, mrope, torch.device(device))
-        self._graphs = CudaGraphPool(self._limits.device, self._ops.eager or not capture)
+        assert 0 < max_requests <= max_rows
+        self._limits = DecodeLimits(max_rows, max_requests, max_blocks, mrope, torch.device(device))
+        self._graphs = CudaGraphPool(self._limits.device, self._ops.eager, dry_run=not capture)
         self._block_size = block_size
         self._capture_sizes = capture_sizes(max_rows)
         self._block_tables = torch.full(
-            (max_rows + 1, max_blocks), NULL_BLOCK, dtype=torch.int64, device=device
+            (max_requests + 1, max_blocks), NULL_BLOCK, dtype=torch.int64, device=device
         )
         self._captured.clear()
         row = self._forward(self._make_padding_batch(1)[1])
@@ -113,7 +124,7 @@ class GraphRunner:
         self, jobs: Sequence[DraftJob], block_size: int, never_sampled_ids: Tensor
     ) -> list[DraftTokens]:
         """See DraftLoop."""
-        max_jobs = self._require_limits().max_rows
+        max_jobs = self._require_limits().max_requests
         draft_loop = self._get_draft_loop(block_size, never_sampled_ids)
         groups = [jobs[first : first + max_jobs] for first in range(0, len(jobs), max_jobs)]
         return [drafted for group in groups for drafted in self._draft_group(draft_loop, group)]
@@ -148,6 +159,7 @@ class GraphRunner:
         return LoopConfig(
             self._ops,
             self._forward,
+            self,
             self._graphs,
             limits,
             self._output.shape[1],
@@ -159,9 +171,15 @@ class GraphRunner:
         return (
             batch.image_features is None
             and 0 < len(batch.token_ids) <= limits.max_rows
+            and batch.block_tables.shape[0] - 1 <= limits.max_requests
             and batch.block_tables.shape[1] <= limits.max_blocks
             and batch.block_size == self._block_size
-            and all(end - start <= MAX_ROWS_PER_REQUEST for start, end in pairwise(batch.query_start_loc))
+            and all(
+                end - start <= MAX_ROWS_PER_REQUEST or seq_len <= MAX_PROMPT_LEN
+                for (start, end), seq_len in zip(
+                    pairwise(batch.query_start_loc), batch.seq_lens or repeat(maxsize), strict=False
+                )
+            )
         )
 
     def _get_captured(self, size: int) -> _CapturedBatch:
@@ -178,19 +196,20 @@ class GraphRunner:
     def _make_padding_batch(self, size: int) -> tuple[Tensor, Batch]:
         """`size` rows of padding, and the tensor of the batch's inputs. Graphs share the block tables."""
         limits = self._require_limits()
+        num_requests = min(size, limits.max_requests)
         inputs = torch.zeros(7 if limits.uses_mrope else 4, size, dtype=torch.int64, device=limits.device)
         self._block_tables.fill_(NULL_BLOCK)
         batch = Batch(
             token_ids=inputs[0],
             positions=inputs[1],
             slots=inputs[2],
-            block_tables=self._block_tables[: size + 1],
+            block_tables=self._block_tables[: num_requests + 1],
             query_start_loc=tuple(range(size + 1)),
             seq_lens=(),
             sample_rows=inputs[3],
             block_size=self._block_size,
             mrope_positions=inputs[4:].view(size, 3) if limits.uses_mrope else None,
-            request_index=torch.full((size,), size, dtype=torch.int64, device=limits.device),
+            request_index=torch.full((size,), num_requests, dtype=torch.int64, device=limits.device),
         )
         return inputs, batch
 
@@ -239,8 +258,9 @@ class GraphRunner:
 
 def _fill_captured(captured: _CapturedBatch, batch: Batch) -> None:
     """Copy the batch into the captured one and pad."""
-    target, rows, size = captured.batch, len(batch.token_ids), len(captured.batch.token_ids)
+    target, rows = captured.batch, len(batch.token_ids)
     requests, width = batch.block_tables.shape[0] - 1, batch.block_tables.shape[1]
+    padding = target.block_tables.shape[0] - 1
     captured.inputs.zero_()
     target.block_tables.fill_(NULL_BLOCK)
     target.block_tables[:requests, :width].copy_(batch.block_tables[:-1])
@@ -249,8 +269,10 @@ def _fill_captured(captured: _CapturedBatch, batch: Batch) -> None:
     target.slots[:rows].copy_(batch.slots)
     target.sample_rows[: len(batch.sample_rows)].copy_(batch.sample_rows)
     assert target.request_index is not None and batch.request_index is not None
-    target.request_index.fill_(size)
-    target.request_index[:rows].copy_(torch.where(batch.request_index < requests, batch.request_index, size))
+    target.request_index.fill_(padding)
+    target.request_index[:rows].copy_(
+        torch.where(batch.request_index < requests, batch.request_index, padding)
+    )
     if target.mrope_positions is not None:
         assert batch.mrope_positions is not None, "a batch without M-RoPE positions"
         target.mrope_positions[:rows].copy_(batch.mrope_positions)

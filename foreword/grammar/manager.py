@@ -13,7 +13,7 @@ from llguidance import LLExecutor
 
 from foreword.core.batch import SampleRow
 from foreword.core.request import Request
-from foreword.core.structured_output import RequestGrammar, StructuredOutput, Vocabulary
+from foreword.core.structured_output import Grammars, RequestGrammar, StructuredOutput, Vocabulary
 from foreword.grammar.compiler import CompiledGrammar
 from foreword.grammar.limits import MAX_CACHED_GRAMMARS
 from foreword.grammar.masks import MaskBuffer, MaskJob, MaskRequest, MaskThread
@@ -25,8 +25,8 @@ __all__ = ["GrammarManager"]
 MAX_MASK_THREADS: Final = 8
 
 
-class GrammarManager:
-    """All grammars of an engine. `compile` is thread-safe; call the other methods in the engine's thread."""
+class GrammarManager(Grammars):
+    """Grammars of llguidance."""
 
     def __init__(self, vocab_size: int, num_threads: int | None = None) -> None:
         """`vocab_size` is that of the logits; `num_threads` compute masks (None: half the cores, up to 8)."""

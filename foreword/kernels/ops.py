@@ -124,6 +124,14 @@ class Ops(Protocol):
     def num_torch_threads(self, max_threads: int) -> int:
         """Threads that torch may use without changing bits, at most `max_threads`."""
 
+    def precompile(
+        self, run: Callable[[], object], on_progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Compile the kernels that run() launches, if the backend compiles when it first launches a kernel.
+
+        Kernels write nothing within run(); on_progress(compiled, requested).
+        """
+
     def compile(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         """The same function, possibly faster from its second call on, and possibly a DraftLoop.
 
@@ -314,7 +322,12 @@ class Ops(Protocol):
 
 
 class UnfusedOps:
-    """Mixin: fused operations as a sequence of others, for backends without fused kernels."""
+    """Mixin: fused operations as sequences of others, for backends without fused kernels or a compiler."""
+
+    def precompile(
+        self, run: Callable[[], object], on_progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        pass
 
     def linear_gated_act(self: Ops, x: Tensor, weight: PackedLinear, activation: str) -> Tensor:
         return self.gated_act(self.linear(x, weight), activation)

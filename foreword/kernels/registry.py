@@ -11,7 +11,7 @@ from foreword.errors import ConfigError
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import ISAS, load_library, supported_isas
 from foreword.kernels.cpu.sampling import NativeSampling
-from foreword.kernels.gpu import current_gpu, triton_unavailable_reason
+from foreword.kernels.gpu import ComputeTypes, current_gpu, triton_unavailable_reason
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference.backend import FastMathOps, ReferenceOps
 
@@ -53,13 +53,19 @@ class BackendStatus:
 
 
 def select_backend(
-    device: str, fast_math: bool = False, threads: int = 1, isa: str = "auto", eager: bool = False
+    device: str,
+    fast_math: bool = False,
+    threads: int = 1,
+    isa: str = "auto",
+    eager: bool = False,
+    types: ComputeTypes | None = None,
 ) -> Ops:
     """The best backend for a torch device ("cpu", "cuda").
 
     threads  of the native kernels
     isa      "auto", an instruction set of the native kernels, or "reference" for torch
     eager    on GPUs, launch kernels one by one instead of in CUDA graphs
+    types    on GPUs, what the kernels are tried with
     Raises ConfigError for an instruction set that this processor lacks.
     """
     library, missing = load_library() if device == "cpu" else (None, "the native kernels are for the CPU")
@@ -71,7 +77,7 @@ def select_backend(
         raise ConfigError(
             f"cpu_isa {isa} has no effect {'with --fast-math' if fast_math else 'on ' + device}", "cpu_isa"
         )
-    if device == "cuda" and triton_unavailable_reason() is None:
+    if device == "cuda" and triton_unavailable_reason(types) is None:
         module, name = TRITON_FAST_MATH_OPS if fast_math else TRITON_OPS
         ops: Ops = getattr(importlib.import_module(module), name)(eager)
         return ops
@@ -82,17 +88,18 @@ def select_backend(
     return NativeReference(library, threads=threads) if isa == "reference" else CpuOps(isa, threads)
 
 
-def native_unavailable_reason(device: str) -> str | None:
+def native_unavailable_reason(device: str, types: ComputeTypes | None = None) -> str | None:
     """Why torch computes instead of kernels for the device; None if the kernels are available."""
     if device == "cpu":
         return load_library()[1] or None
-    reason = triton_unavailable_reason()
+    reason = triton_unavailable_reason(types)
     return reason and f"the reference backend (torch) is used, which is slower: {reason}"
 
 
 def source_digest() -> str:
-    """Digest of the sources of kernels compiled at run time: another source may round differently."""
-    digest = hashlib.blake2b(digest_size=8)
+    """Digest of kernels compiled at run time: another source or enabled variant may round differently."""
+    variants = importlib.import_module("foreword.kernels.triton.variants").enabled_variants()
+    digest = hashlib.blake2b(" ".join(sorted(variants)).encode(), digest_size=8)
     for path in sorted(Path(__file__).parent.glob("**/*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Arrays, SampleRow, upload
+from foreword.core.batch import Arrays, SampleRow, download, upload
 from foreword.core.outputs import TokenLogprob
-from foreword.core.params import SamplingParams
 from foreword.core.request import RequestState
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference.sampling import hash_logits
@@ -25,7 +24,7 @@ from foreword.sampling.logits_processors import (
     find_runs,
 )
 
-__all__ = ["ALL_MASKED", "NON_FINITE", "Sampler", "SamplerOutput"]
+__all__ = ["ALL_MASKED", "NON_FINITE", "PendingSamples", "Sampler", "SamplerOutput"]
 
 NON_FINITE = -1  # instead of a token id: the logits are not finite
 ALL_MASKED = -2  # instead of a token id: the request's own parameters mask every id
@@ -39,6 +38,14 @@ class SamplerOutput:
     token_ids: list[int]  # or NON_FINITE or ALL_MASKED
     logprobs: list[TokenLogprob | None]  # None if not requested, or without a token
     logits_hashes: list[int]  # 64-bit hashes of the raw logits in test mode, else empty
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSamples:
+    """Rows that the device samples."""
+
+    token_ids: Tensor  # int64 [R], on the device
+    read: Callable[[], SamplerOutput]  # waits for the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,19 @@ class _ProcessorCall:
     gathered: Arrays
 
 
+@dataclass(frozen=True, slots=True)
+class _SamplingInputs:
+    """What sampling R rows needs from the host."""
+
+    plans: Sequence[_SamplingPlan]
+    calls: Sequence[_ProcessorCall]
+    scored: Sequence[int]  # rows whose log-probabilities are wanted
+    seeds: array[int]
+    positions: array[int]
+    greedy: array[int]
+    hashes: Tensor | None  # of the raw logits, in test mode
+
+
 class Sampler:
     """Samples rows; each row's result depends on nothing but the row."""
 
@@ -89,58 +109,85 @@ class Sampler:
         return self._never_sampled_ids
 
     def __call__(self, logits: Tensor, rows: Sequence[SampleRow], logprobs: bool = True) -> SamplerOutput:
-        """Sample logits float32 [R, V], which are overwritten.
+        """Sample logits float32 [R, V], which are overwritten; the host waits for the device once.
 
-        logprobs=False skips requested log-probabilities. Without any, the host waits for the device once.
+        logprobs=False skips requested log-probabilities.
         """
-        assert logits.shape == (len(rows), self._vocab_size)
         if not rows:
             return SamplerOutput([], [], [])
-        plans: list[_SamplingPlan] = [row.state.sampling_plan or _make_plan(row.state) for row in rows]
-        scored = [r for r, plan in enumerate(plans) if plan.num_top is not None] if logprobs else []
-        calls = _processor_calls([plan.processors for plan in plans], rows, self._vocab_size)
-        maskable = [r for r, plan in enumerate(plans) if plan.can_mask_all] if calls else []
-        seeds = array("Q", [plan.seed for plan in plans])
-        positions = array("q", [len(state.tokens) + len(draft) for state, draft in rows])
-        greedy = array("B", [plan.is_greedy for plan in plans])
-        hashes = [hash_logits(line) for line in logits] if self.with_hashes else []
-        if not calls and not scored:
-            self._mask_never_sampled(logits)
-            token_ids = self._ops.sample_to_host(logits, seeds, positions, greedy)
-            return SamplerOutput(token_ids, [None] * len(rows), hashes)
-
-        arrays = [
-            np.frombuffer(seeds, np.int64),
-            np.frombuffer(positions, np.int64),
-            np.frombuffer(greedy, np.bool_),
-            np.array(scored, np.int64),
-            *(values for call in calls for values in call.gathered),
-        ]
-        seed_bits, position, is_greedy, scored_rows, *gathered = upload(arrays, logits.device)
+        inputs = self._gather(logits, rows, logprobs)
         self._mask_never_sampled(logits)
-        raw = None
-        if scored:
-            num_top = max(plans[r].num_top or 0 for r in scored)
-            raw = self._keep_raw(logits.index_select(0, scored_rows), num_top)
+        if not inputs.calls and not inputs.scored:
+            token_ids = self._ops.sample_to_host(logits, inputs.seeds, inputs.positions, inputs.greedy)
+            hashes = [] if inputs.hashes is None else inputs.hashes.tolist()
+            return SamplerOutput(token_ids, [None] * len(rows), hashes)
+        maskable = [r for r, plan in enumerate(inputs.plans) if plan.can_mask_all] if inputs.calls else []
         peaks = _max_logits(logits, maskable) if maskable else None
-        for call in calls:
-            count = len(call.gathered)
-            call.processor.apply(self._ops, logits[call.start : call.end], *gathered[:count])
-            gathered = gathered[count:]
-        sampled = self._ops.sample(logits, seed_bits, position, is_greedy)
-        row_logprobs: list[TokenLogprob | None] = [None] * len(rows)
-        if raw is not None:
-            params = [rows[r].state.params for r in scored]
-            results = self._sampled_logprobs(raw, sampled[scored_rows], params)
-            for r, result in zip(scored, results, strict=True):
-                row_logprobs[r] = result
-        token_ids = sampled.tolist()
+        output = self._launch(logits, rows, inputs).read()
+        token_ids = output.token_ids
         if peaks is not None and min(token_ids) == NON_FINITE:
             for r in maskable:
                 was_finite = token_ids[r] == NON_FINITE and float(peaks[r]) > -torch.inf
                 if was_finite and float(logits[r].amax()) == -torch.inf:
                     token_ids[r] = ALL_MASKED
-        return SamplerOutput(token_ids, row_logprobs, hashes)
+        return output
+
+    def launch(self, logits: Tensor, rows: Sequence[SampleRow]) -> PendingSamples:
+        """As a call, without a wait for the device. A row without a token is NON_FINITE, never ALL_MASKED."""
+        inputs = self._gather(logits, rows, logprobs=True)
+        self._mask_never_sampled(logits)
+        return self._launch(logits, rows, inputs)
+
+    def _gather(self, logits: Tensor, rows: Sequence[SampleRow], logprobs: bool) -> _SamplingInputs:
+        assert logits.shape == (len(rows), self._vocab_size)
+        plans: list[_SamplingPlan] = [row.state.sampling_plan or _make_plan(row.state) for row in rows]
+        return _SamplingInputs(
+            plans=plans,
+            calls=_processor_calls([plan.processors for plan in plans], rows, self._vocab_size),
+            scored=[r for r, plan in enumerate(plans) if plan.num_top is not None] if logprobs else [],
+            seeds=array("Q", [plan.seed for plan in plans]),
+            positions=array("q", [len(state.tokens) + len(draft) for state, draft in rows]),
+            greedy=array("B", [plan.is_greedy for plan in plans]),
+            hashes=hash_logits(logits) if self.with_hashes else None,
+        )
+
+    def _launch(self, logits: Tensor, rows: Sequence[SampleRow], inputs: _SamplingInputs) -> PendingSamples:
+        """Sample logits without the never sampled ids."""
+        scored = inputs.scored
+        arrays = [
+            np.frombuffer(inputs.seeds, np.int64),
+            np.frombuffer(inputs.positions, np.int64),
+            np.frombuffer(inputs.greedy, np.bool_),
+            np.array(scored, np.int64),
+            *(values for call in inputs.calls for values in call.gathered),
+        ]
+        seed_bits, position, is_greedy, scored_rows, *gathered = upload(arrays, logits.device)
+        raw = None
+        if scored:
+            max_top = max(inputs.plans[r].num_top or 0 for r in scored)
+            raw = self._keep_raw(logits.index_select(0, scored_rows), max_top)
+        for call in inputs.calls:
+            count = len(call.gathered)
+            call.processor.apply(self._ops, logits[call.start : call.end], *gathered[:count])
+            gathered = gathered[count:]
+        sampled = self._ops.sample(logits, seed_bits, position, is_greedy)
+        params = [rows[r].state.params for r in scored]
+        num_top, requested_ids = [p.logprobs or 0 for p in params], [p.logprob_token_ids for p in params]
+        results = [sampled] if inputs.hashes is None else [sampled, inputs.hashes]
+        if raw is not None:
+            results.append(_logprob_table(raw, sampled.index_select(0, scored_rows), requested_ids))
+        wait = download(results)
+
+        def read() -> SamplerOutput:
+            token_ids, *rest = wait()
+            row_logprobs: list[TokenLogprob | None] = [None] * len(rows)
+            if raw is not None:
+                table = rest.pop()
+                for r, logprob in zip(scored, _parse_logprobs(table, num_top, requested_ids), strict=True):
+                    row_logprobs[r] = logprob if logprob.token_id >= 0 else None
+            return SamplerOutput(token_ids.tolist(), row_logprobs, rest[0].tolist() if rest else [])
+
+        return PendingSamples(sampled, read)
 
     def prompt_logprobs(
         self, logits: Tensor, target_ids: Sequence[int], num_logprobs: int
@@ -149,7 +196,8 @@ class Sampler:
         self._mask_never_sampled(logits)
         (token_ids,) = upload([np.array(target_ids, np.int64)], logits.device)
         raw = self._keep_raw(logits, num_logprobs)
-        return self._compute_logprobs(raw, token_ids, [num_logprobs] * len(target_ids))
+        table = _logprob_table(raw, token_ids).cpu()
+        return _parse_logprobs(table, [num_logprobs] * len(target_ids))
 
     def _mask_never_sampled(self, logits: Tensor) -> None:
         if self._never_sampled_ids.numel():
@@ -160,47 +208,41 @@ class Sampler:
         top_ids = self._ops.top_ids(logits, min(num_top, self._vocab_size))
         return _RawLogits(logits, self._ops.log_sum_exp(logits), top_ids)
 
-    def _sampled_logprobs(
-        self, raw: _RawLogits, token_ids: Tensor, params: Sequence[SamplingParams]
-    ) -> list[TokenLogprob | None]:
-        """Log-probabilities of the sampled ids, int64 [n], and of `logprob_token_ids`."""
-        logprobs = self._compute_logprobs(raw, token_ids, [p.logprobs or 0 for p in params])
-        requested = _requested_logprobs(raw, [p.logprob_token_ids for p in params])
-        return [
-            replace(logprob, requested=scores) if logprob.token_id >= 0 else None
-            for logprob, scores in zip(logprobs, requested, strict=True)
-        ]
 
-    def _compute_logprobs(
-        self, raw: _RawLogits, token_ids: Tensor, num_top: Sequence[int]
-    ) -> list[TokenLogprob]:
-        """Log-probabilities of one id per row, int64 [n], with the num_top[r] most likely ids."""
-        chosen = token_ids.clamp(min=0)[:, None]
-        value = raw.logits.gather(1, chosen)
-        ids = torch.cat((token_ids[:, None], _ranks(raw.logits, value, chosen), raw.top_ids), 1)
-        scores = torch.cat((value, raw.logits.gather(1, raw.top_ids)), 1) - raw.log_sum_exp[:, None]
-        width = ids.shape[1]
-        table = torch.cat((ids.double(), scores.double()), 1).tolist()  # float64 is exact here; one transfer
-        lines = [([int(value) for value in line[:width]], line[width:]) for line in table]
-        return [
-            TokenLogprob(token_id, logprob, rank, tuple(zip(top_ids[:num], top[:num], strict=True)))
-            for ((token_id, rank, *top_ids), (logprob, *top)), num in zip(lines, num_top, strict=True)
-        ]
+def _logprob_table(raw: _RawLogits, token_ids: Tensor, requested_ids: Sequence[Sequence[int]] = ()) -> Tensor:
+    """What _parse_logprobs() reads, for one id per row, int64 [n]; float64, which is exact here.
+
+    Columns: id, rank, the k most likely ids; log-probabilities of the id and of the k ids; those of the
+    requested ids, -inf for an id outside of the vocabulary.
+    """
+    chosen = token_ids.clamp(min=0)[:, None]
+    value = raw.logits.gather(1, chosen)
+    ids = torch.cat((token_ids[:, None], _ranks(raw.logits, value, chosen), raw.top_ids), 1)
+    values = [value, raw.logits.gather(1, raw.top_ids)]
+    if any(requested_ids):
+        width = max(map(len, requested_ids))
+        padded = [[*row_ids, *[0] * (width - len(row_ids))] for row_ids in requested_ids]
+        (columns,) = upload([np.array(padded, np.int64)], raw.logits.device)
+        known = columns < raw.logits.shape[1]
+        values.append(raw.logits.gather(1, torch.where(known, columns, 0)).where(known, -torch.inf))
+    scores = torch.cat(values, 1) - raw.log_sum_exp[:, None]
+    return torch.cat((ids.double(), scores.double()), 1)
 
 
-def _requested_logprobs(
-    raw: _RawLogits, requested_ids: Sequence[Sequence[int]]
-) -> list[tuple[tuple[int, float], ...]]:
-    """(id, logprob) of requested_ids[r] in row r; -inf for an id outside of the vocabulary."""
-    if not any(requested_ids):
-        return [()] * len(requested_ids)
-    width = max(map(len, requested_ids))
-    padded = [[*ids, *[0] * (width - len(ids))] for ids in requested_ids]
-    (columns,) = upload([np.array(padded, np.int64)], raw.logits.device)
-    known = columns < raw.logits.shape[1]
-    values = raw.logits.gather(1, torch.where(known, columns, 0)) - raw.log_sum_exp[:, None]
-    scores = torch.where(known, values, -torch.inf).tolist()
-    return [tuple(zip(ids, line, strict=False)) for ids, line in zip(requested_ids, scores, strict=True)]
+def _parse_logprobs(
+    table: Tensor, num_top: Sequence[int], requested_ids: Sequence[Sequence[int]] = ()
+) -> list[TokenLogprob]:
+    """The log-probabilities of each row of a _logprob_table() on the host, with num_top[r] likely ids."""
+    num_requested = max(map(len, requested_ids), default=0)
+    width = (table.shape[1] - num_requested + 1) // 2  # columns of ids: one more than their log-probabilities
+    results = []
+    for line, num, requested in zip(table.tolist(), num_top, requested_ids or repeat(()), strict=False):
+        token_id, rank, *top_ids = map(int, line[:width])
+        logprob, *top = line[width : 2 * width - 1]
+        scores = line[2 * width - 1 :]
+        pairs = tuple(zip(top_ids[:num], top[:num], strict=True)), tuple(zip(requested, scores, strict=False))
+        results.append(TokenLogprob(token_id, logprob, rank, *pairs))
+    return results
 
 
 def _make_plan(state: RequestState) -> _SamplingPlan:

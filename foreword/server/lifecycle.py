@@ -203,7 +203,7 @@ class HealthBody(BaseModel):
         description="ok: a step could run now (200). All else is a 503."
     )
     detail: str = Field(description="what an operator should know; empty with status ok")
-    progress: float | None = Field(ge=0, le=1, description="share of the weights loaded, while loading")
+    progress: float | None = Field(ge=0, le=1, description="share of a stage of loading, such as the weights")
     restarts: int = Field(ge=0, description="how often the engine was replaced")
     encoder: Literal["ok", "down"] | None = Field(description="the encoder process; null without one")
     error: HealthError | None = Field(description="null with status ok")

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from foreword.bench.session import BenchSession, BenchStep, ResultFile, _TimeLeft, format_seconds
+from foreword.bench.result_file import ResultFile
+from foreword.bench.session import BenchSession, BenchStep, _TimeLeft, format_seconds
 from foreword.errors import ConfigError, InvalidRequest
 from tests.support.waiting import WAIT_S
 

@@ -130,7 +130,7 @@ def test_missing_added_tokens_of_the_drafter_are_counted(
 
 def test_cpu_memory_is_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cpu = HardwareInfo("cpu", 4, 20 << 30, True)
-    monkeypatch.setattr(command, "detect_hardware", lambda config: cpu)
+    monkeypatch.setattr(command, "detect_hardware", lambda *_: cpu)
     text = check(capsys, "demo")[1]
     assert re.search(
         r"ok   memory: weights .* in .*, KV cache .*; 20.00 GiB free, of which 2.00 GiB stay in", text
@@ -220,7 +220,7 @@ def test_missing_directory_fails(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_missing_gpu_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def missing(config: Config) -> HardwareInfo:
+    def missing(config: Config, *_: object) -> HardwareInfo:
         raise ConfigError("no NVIDIA GPU", "device")
 
     monkeypatch.setattr(command, "detect_hardware", missing)
@@ -234,8 +234,8 @@ def test_gpu_memory_is_shown(
 ) -> None:
     """An old GPU: the estimate, float16 for bfloat16, and the reason against Triton."""
     gpu = HardwareInfo("cuda", 4, 15 << 30, False, "triton", 16 << 30, "Tesla T4", (7, 5))
-    monkeypatch.setattr(command, "detect_hardware", lambda config: gpu)
-    monkeypatch.setattr(command, "native_unavailable_reason", lambda device: reason)
+    monkeypatch.setattr(command, "detect_hardware", lambda *_: gpu)
+    monkeypatch.setattr(command, "native_unavailable_reason", lambda *_: reason)
     code, text = check(capsys, "demo")
     assert code == 0
     assert (
@@ -250,7 +250,7 @@ def test_doubtful_estimate_is_a_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = HardwareInfo("cuda", 4, 1 << 30, True, "triton", 1100 << 20, "NVIDIA X", (8, 6))
-    monkeypatch.setattr(command, "detect_hardware", lambda config: tiny)
-    monkeypatch.setattr(command, "native_unavailable_reason", lambda device: None)
+    monkeypatch.setattr(command, "detect_hardware", lambda *_: tiny)
+    monkeypatch.setattr(command, "native_unavailable_reason", lambda *_: None)
     code, text = check(capsys, "demo", "--max-num-batched-tokens", "60000", "--max-num-seqs", "8")
     assert code == 0 and "note by this estimate it does not fit; loading measures it" in text

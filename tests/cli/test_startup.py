@@ -48,17 +48,21 @@ def test_line_is_written_at_once_and_repeated(pipe: tuple[int, StartupLine]) -> 
 
 
 @pytest.mark.parametrize(
-    ("done", "total", "stage"),
+    ("progress", "stage"),
     [
-        (3 * MIB, 12 * MIB, "weights, 3.0 of 12.0 MiB"),
-        (1 << 30, 4 << 30, "weights, 1.0 of 4.0 GiB"),
-        (9, 9, "warm-up and calibration"),
+        (("weights", 3 * MIB, 12 * MIB), "weights, 3.0 of 12.0 MiB"),
+        (("weights", 1 << 30, 4 << 30), "weights, 1.0 of 4.0 GiB"),
+        (("kernels", 3, 80), "compiling kernels, 3 of 80"),
+        (("graphs", 2, 57), "capturing CUDA graphs, 2 of 57"),
+        (("graphs", 57, 57), "warm-up and calibration"),
     ],
 )
-def test_loading_is_a_stage(pipe: tuple[int, StartupLine], done: int, total: int, stage: str) -> None:
+def test_loading_is_a_stage(
+    pipe: tuple[int, StartupLine], progress: tuple[str, int, int], stage: str
+) -> None:
     reader, line = pipe
     line.begin("loading demo")
-    line.on_load(done, total)
+    line.on_load(*progress)
     assert f"loading demo: {stage} ..." in read_until(reader, stage + " ...")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +25,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.device import DEVICE
 from tests.support.gguf_files import write_gguf
 from tests.support.vision_checkpoints import write_vision_checkpoint
+from tests.support.waiting import WAIT_S
 
 
 def warnings(path: Path, **options: str) -> tuple[str, ...]:
@@ -56,8 +59,9 @@ def test_shortened_context_is_warned_of(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_missing_kernels_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_checkpoint(tmp_path / "model", "llama", seed=1)
-    monkeypatch.setattr(module, "native_unavailable_reason", lambda device: f"no compiler for the {device}")
-    assert warnings(path) == (f"no compiler for the {DEVICE}",)
+    reason = f"no compiler for the {DEVICE}"
+    monkeypatch.setattr(module, "native_unavailable_reason", lambda *_: reason)
+    assert warnings(path) == (reason,)
 
 
 def test_ineffective_quantization_is_warned_of(tmp_path: Path) -> None:
@@ -152,3 +156,31 @@ def test_other_load_errors_are_raised_unchanged(tmp_path: Path, monkeypatch: pyt
             ),
             (),
         )
+
+
+def test_engine_runs_without_llguidance_and_rich(tmp_path: Path) -> None:
+    """Only requests with a constraint need llguidance."""
+    path = write_checkpoint(tmp_path / "model", "llama", seed=1)
+    code = """if True:
+        import sys
+        sys.modules.update(dict.fromkeys(("rich", "llguidance"), None))
+        from foreword.config.options import Config
+        from foreword.core.params import SamplingParams
+        from foreword.core.request import Request
+        from foreword.core.structured_output import StructuredOutput
+        from foreword.engine.loader import load
+        engine = load(Config(model=sys.argv[1], kv_cache_memory="100tokens", max_model_len=64, threads=1), ())
+        constraint = StructuredOutput.regex("a+", field="response_format")
+        for name, structured in (("free", None), ("constrained", constraint)):
+            params = SamplingParams(max_tokens=2, ignore_eos=True, structured=structured)
+            engine.submit(Request(name, (40, 41), params, 1))
+        while not engine.idle:
+            for event in engine.step().events:
+                print(event.request_id, getattr(event, "error", None))"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert ended.returncode == 0, ended.stderr
+    lines = set(ended.stdout.splitlines())
+    needed = "response_format needs the Python package llguidance: pip install llguidance"
+    assert lines == {"free None", f"constrained {needed}"}

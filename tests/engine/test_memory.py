@@ -241,8 +241,14 @@ def test_graph_memory_is_measured_at_its_largest_rows(tmp_path: Path) -> None:
     runner = engine.model_runner
     forward = runner.forward = RecordingForward(runner.forward)
     ProfileRun(engine.info.resolved, engine.batch_builder, runner).run_graphs()
-    assert forward.shapes[0][:2] == (300, 300) == (max_graph_rows(engine.info.resolved),) * 2
-    assert [max_graph_rows(replace(engine.info.resolved, max_num_seqs=n)) for n in (1, 512)] == [256, 512]
+    assert forward.shapes[0][:2] == (512, 512) == (max_graph_rows(engine.info.resolved),) * 2, "with drafts"
+    resolved = replace(engine.info.resolved, max_num_batched_tokens=4096, drafters=())
+    drafting = replace(resolved, drafters=("ngram",), num_speculative_tokens=5)
+    rows = [
+        [max_graph_rows(replace(one, max_num_seqs=n)) for n in (1, 64, 128, 600)]
+        for one in (resolved, drafting)
+    ]
+    assert rows == [[256, 256, 256, 600], [256, 384, 512, 600]], "verified rows, at most 512"
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
@@ -267,13 +273,13 @@ def test_vision_encoder_encodes_its_largest_image(tmp_path: Path, family: str) -
 def test_graph_capture_reports_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft models have graphs too, unless enforce_eager is set."""
     path, draft = write_checkpoint(tmp_path / "model", "llama", seed=1), write_drafter(tmp_path / "draft")
-    monkeypatch.setattr(module, "select_backend", lambda *_: GraphCapturableOps())
-    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(module, "select_backend", lambda *_, **__: GraphCapturableOps())
+    seen: list[tuple[str, int, int]] = []
     more = {"kv_cache_memory": "400tokens", "max_model_len": CONTEXT_LEN, "block_size": BLOCK_SIZE}
     more |= {"draft_model": str(draft), "draft_length": "fixed"}
-    engine = load(options(path, **more), (), on_progress=lambda done, total: seen.append((done, total)))
-    sizes = seen[-1][1]
-    assert seen[-2 * sizes :] == [(done, sizes) for _ in range(2) for done in range(1, sizes + 1)]
+    engine = load(options(path, **more), (), on_progress=lambda *progress: seen.append(progress))
+    sizes = seen[-1][-1]
+    assert seen[-2 * sizes :] == [("graphs", done, sizes) for _ in range(2) for done in range(1, sizes + 1)]
     assert "graphs" in engine.info.load_seconds and engine.info.num_cuda_graphs == 0, "a CPU has no graphs"
     assert "graphs" not in load(options(path, enforce_eager=True, **more), ()).info.load_seconds
 
@@ -285,7 +291,7 @@ def test_profile_runs_on_triton_kernels(tmp_path: Path, monkeypatch: pytest.Monk
     backend = pytest.importorskip("foreword.kernels.triton.backend")
     path = write_checkpoint(tmp_path / "model", "llama", seed=1, num_hidden_layers=1)
     (path / "model.safetensors").unlink()
-    monkeypatch.setattr(module, "select_backend", lambda *options: backend.TritonOps(eager=options[-1]))
+    monkeypatch.setattr(module, "select_backend", lambda *_, eager, **__: backend.TritonOps(eager=eager))
     meter = ScriptedMeter(600 * MIB, 300 * MIB, MIB)
     fake_gpu(monkeypatch, meter)
     shape = {"max_num_seqs": 2, "max_num_batched_tokens": 4, "max_model_len": 32, "load_format": "dummy"}
@@ -299,7 +305,7 @@ def test_graphs_over_their_allowance_are_warned_of(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO, "foreword"):
         log_memory(ESTIMATE, ESTIMATE.cuda_graphs)
         assert (
-            "72.00 of 80.00 GiB may be used; estimated: weights 15.00, activations 9.00, CUDA graphs 1.00"
+            "72.00 of 80.00 GiB may be used; estimated: weights 15.00, activations 10.00, CUDA graphs 1.00"
             in caplog.text
         )
         assert not [record for record in caplog.records if record.levelno > logging.INFO]

@@ -12,17 +12,21 @@ import pytest
 import torch
 
 from foreword.config.options import Config
+from foreword.core.batch import SampleRow
 from foreword.core.images import expand_placeholders
 from foreword.core.outputs import ErrorEvent, Event, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
+from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
 from foreword.engine.overlap import OverlapLoop
 from foreword.errors import DeadlineExceeded, RequestFailed
 from foreword.executor.decode_loop import DecodeResult
+from foreword.sampling.penalties import TokenCounts
+from foreword.sampling.sampler import PendingSamples, SamplerOutput
 from foreword.speculation.drafters.draft_model import ModelDrafter
-from tests.support.checkpoints import EOS, write_checkpoint
+from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
 from tests.support.decode_loops import TwinDecodeLoop, TwinForward, use_overlap
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
 
@@ -184,8 +188,11 @@ def test_deadline_ends_a_request_during_a_run(engine_of: Callable[..., Engine]) 
     assert tokens_of(finish(engine))[-1:] == answer(engine_of(), request("a"))[-1:]
 
 
-def test_nonfinite_row_is_reported_by_the_synchronous_loop(engine_of: Callable[..., Engine]) -> None:
-    """The device reports only that a token is missing; earlier tokens and other requests are unaffected."""
+@pytest.mark.parametrize("other", [{}, {"logprobs": 1}], ids=["on the device", "by the host"])
+def test_nonfinite_row_is_reported_by_the_synchronous_loop(
+    engine_of: Callable[..., Engine], other: dict[str, Any]
+) -> None:
+    """The loop reports only that a token is missing; earlier tokens and other requests are unaffected."""
     expected = answer(engine_of(), request("a"))
     for speculate in ("off", "draft"):
         engine = engine_of(speculate=speculate)
@@ -207,7 +214,7 @@ def test_nonfinite_row_is_reported_by_the_synchronous_loop(engine_of: Callable[.
 
         forward.forward = logits
         engine.submit(request("a"))
-        engine.submit(request("b", seed=None, prompt=(90, 91, 92)))
+        engine.submit(request("b", seed=None, prompt=(90, 91, 92), **other))
         events = finish(engine)
         assert tokens_of(events) == expected[: bad_position + 1 - 3]
         failed = [event for event in events if isinstance(event, ErrorEvent)]
@@ -304,24 +311,127 @@ def test_device_drafter_errors_are_counted(
     assert engine.proposer.errors["draft"] > 0 and overlap.num_errors == 0
 
 
-def test_host_sampling_prevents_a_run(engine_of: Callable[..., Engine]) -> None:
-    for params in (
-        {"logprobs": 1},
-        {"presence_penalty": 0.5},
-        {"min_tokens": 4},
-        {"logit_bias": {5: 1.0}},
-        {"prompt_logprobs": 0},
-    ):
-        engine = engine_of()
-        overlap = use_overlap(engine)
-        engine.submit(request("a", **params))
-        engine.submit(request("b"))
-        finish(engine)
-        assert overlap.num_device_steps == 0, params
-        engine.submit(request("a", 5, **params))
-        engine.submit(request("b", 20))
-        finish(engine)
-        assert overlap.num_device_steps > 10, "b continues alone"
+HOST_PARAMS: list[dict[str, Any]] = [
+    {"logprobs": 1, "logprob_token_ids": (3, 10**6)},
+    {"presence_penalty": 0.5, "dry_multiplier": 0.8},
+    {"min_tokens": 4, "stop_token_ids": tuple(range(60, 90))},
+    {"logit_bias": {5: 1.0}, "typical_p": 0.9},
+    {"prompt_logprobs": 0, "repetition_penalty": 1.3},
+    {"structured": StructuredOutput.regex("[a-z ]{30}")},
+]
+
+
+def with_vocabulary(engine: Engine) -> Engine:
+    tokens = tuple(bytes([i]) if i < 256 else b"" for i in range(VOCAB_SIZE))
+    engine.set_vocabulary(Vocabulary(tokens, tuple(range(256, VOCAB_SIZE)), (EOS,)))
+    return engine
+
+
+def seen(events: Sequence[Event], name: str) -> list[Any]:
+    """What a client sees of one request, token by token."""
+    mine = [event for event in events if isinstance(event, TokenEvent) and event.request_id == name]
+    scores = [score for event in mine for score in event.logprobs]
+    hashes = [value for event in mine for value in event.logits_hashes]
+    return [tokens_of(mine, name), scores, hashes, mine[0].prompt_logprobs, mine[-1].finish_reason]
+
+
+@pytest.mark.parametrize("speculate", ["off", "draft"])
+@pytest.mark.parametrize("params", HOST_PARAMS, ids=lambda params: next(iter(params)))
+def test_host_sampled_request_does_not_prevent_a_run(
+    engine_of: Callable[..., Engine], params: dict[str, Any], speculate: str
+) -> None:
+    """All requests of the run are sampled by the host until the last that needs it ends."""
+    many = [request("a", 20, **params), request("b", 30), request("c", prompt=(50, 51), temperature=0.0)]
+    answers = []
+    for runs in (False, True):
+        engine, log = with_vocabulary(engine_of(speculate=speculate, num_speculative_tokens=2)), CallLog()
+        overlap = use_overlap(engine, log) if runs else None
+        engine.submit(many[0])
+        events = steps(engine, 1)  # alone, it waits for its grammar
+        for one in many[1:]:
+            engine.submit(one)
+        events += finish(engine)
+        answers.append([seen(events, one.id) for one in many])
+    assert answers[0] == answers[1]
+    assert overlap is not None and overlap.num_errors == 0 and not engine.proposer.errors
+    calls = log.take()
+    assert calls[:5] == ["begin", "launch", "commit", "launch", "commit"]
+    if speculate == "off":
+        assert "commit" not in calls[calls.index("collect") :], "two runs"
+        num_steps = sum(len(event.token_ids) > 0 for event in events if event.request_id == "c")  # type: ignore[union-attr]
+        assert overlap.num_device_steps >= num_steps - 4, "all but prefills and one step between two runs"
+        assert overlap.num_runs == 2
+
+
+def test_forward_pass_is_launched_before_its_step_is_sampled(
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host reads the samples of a step while the next forward pass is computed."""
+    engine, log = engine_of(), CallLog()
+    use_overlap(engine, log)
+    launch = engine.model_runner.sampler.launch
+
+    def recording(*args: Any) -> PendingSamples:
+        pending, number = launch(*args), log.called.count("commit") + 1
+
+        def read() -> SamplerOutput:
+            log.called.append(f"read {number}")
+            return pending.read()
+
+        return PendingSamples(pending.token_ids, read)
+
+    monkeypatch.setattr(engine.model_runner.sampler, "launch", recording)
+    engine.submit(request("a", 5, presence_penalty=0.5))
+    finish(engine)
+    assert log.take() == [
+        *("begin", "launch", "commit", "launch", "read 1", "commit", "launch", "read 2"),
+        *("commit", "launch", "read 3", "commit", "read 4"),
+    ]
+
+
+def test_rows_of_refused_drafts_are_not_sampled(
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft model on the device knows no grammar."""
+    engine = with_vocabulary(engine_of(speculate="draft", num_speculative_tokens=3))
+    use_overlap(engine)
+    start_masks, lengths = engine.grammars.start_masks, set[int]()
+
+    def checking(rows: Sequence[SampleRow]) -> None:
+        for row in rows:
+            assert row.grammar is not None and row.grammar.num_legal(row.draft) == len(row.draft)
+        lengths.add(len(rows[-1].draft))
+        start_masks(rows)
+
+    monkeypatch.setattr(engine.grammars, "start_masks", checking)
+    finished = answer(engine, request("a", structured=StructuredOutput.regex("[ -~]{60}")))
+    assert len(finished) == LONG and {0, 3} < lengths, "some drafts are cut"
+    assert engine.overlap is not None and engine.overlap.num_errors == 0
+
+
+def test_sampling_error_in_a_run_fails_no_request(
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupted penalty state is rebuilt by the synchronous loop."""
+    many = [request("a", 20, frequency_penalty=0.7), request("b", 20, repetition_penalty=1.4)]
+    expected = [answer(engine_of(), one) for one in many]
+    engine = engine_of()
+    overlap = use_overlap(engine)
+    update, calls = TokenCounts.update, list[int]()
+
+    def interrupted(counts: TokenCounts, tokens: Sequence[int]) -> None:
+        calls.append(len(tokens))
+        update(counts, tokens)
+        if len(calls) == 9:
+            update(counts, [*tokens, *expected[0] * 9, *expected[1] * 9])
+            raise RuntimeError("interrupted")
+
+    monkeypatch.setattr(TokenCounts, "update", interrupted)
+    for one in many:
+        engine.submit(one)
+    events = finish(engine)
+    assert [tokens_of(events, one.id) for one in many] == expected
+    assert overlap.num_errors == 1 and overlap.num_runs > 1
 
 
 def test_run_lasts_as_long_as_drafting_is_skipped(engine_of: Callable[..., Engine]) -> None:

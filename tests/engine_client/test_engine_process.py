@@ -176,13 +176,11 @@ async def _events(client: SubprocessClient, request: Request) -> list[object]:
 
 @pytest.mark.full
 async def test_load_progress_is_reported(checkpoint: Path) -> None:
-    progress: list[tuple[int, int]] = []
-    client = SubprocessClient(
-        config_of(checkpoint), (), no_tokens, lambda done, total: progress.append((done, total))
-    )
+    progress: list[tuple[str, int, int]] = []
+    client = SubprocessClient(config_of(checkpoint), (), no_tokens, lambda *stage: progress.append(stage))
     info = await client.start()
     assert info.architecture == "llama" and info.resolved.drafters == ("grammar", "prediction", "suffix")
-    assert progress and progress[-1][0] == progress[-1][1] > 0
+    assert {stage for stage, _, _ in progress} == {"weights"} and progress[-1][1] == progress[-1][2] > 0
     await client.close()
     assert not client.dead.is_set()
 

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.core.batch import Batch
+from foreword.core.batch import Batch, SampleRow
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.executor import graph_runner as recorded
 from foreword.executor.decode_loop import DecodeSlot, DeviceDecodeLoop
 from foreword.executor.draft_loop import INITIAL_DRAFT_CAPACITY
 from foreword.executor.graph_runner import GraphRunner
+from foreword.kernels.ops import DraftTokens
 from foreword.speculation.drafters.draft_model import DraftState
 from tests.support.budget import examples
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint, write_drafter
@@ -112,6 +113,7 @@ def run_steps(loop: DeviceDecodeLoop, host: HostDecodeLoop, drafted: bool, data:
     broken: set[int] = set()
     for _ in range(data.draw(st.integers(1, 7))):
         if len(in_flight) < 2 and (not in_flight or data.draw(st.booleans())):
+            by_host = not in_flight and data.draw(st.booleans())
             num_draft = data.draw(st.sampled_from([0, 2, 5])) if drafted else 0
             able = [n for n in range(len(states)) if room[n] + 1 + num_draft <= CONTEXT_LEN]
             if not able:
@@ -126,8 +128,11 @@ def run_steps(loop: DeviceDecodeLoop, host: HostDecodeLoop, drafted: bool, data:
                         blocks_of(n)[: num_blocks(kept[n])],
                         blocks_of(n)[: num_blocks(kept[n])] if drafted else (),
                     )
-            loop.launch(active, num_draft)
-            in_flight.append((active, num_draft))
+            if by_host:
+                compare_host_sampled(loop, host, [n for n in active if n not in broken], num_draft, broken)
+            else:
+                loop.launch(active, num_draft)
+                in_flight.append((active, num_draft))
         else:
             compare(loop, host, in_flight, broken)
     while in_flight:
@@ -141,6 +146,33 @@ def compare(
     takes_part = [n for n in active if n not in broken]
     wanted = host.round(takes_part, num_draft) if takes_part else {}
     assert loop.collect() == wanted
+    broken.update(n for n, result in wanted.items() if result.token_ids[-1] < 0)
+
+
+@torch.inference_mode()
+def compare_host_sampled(
+    loop: DeviceDecodeLoop, host: HostDecodeLoop, active: list[int], num_draft: int, broken: set[int]
+) -> None:
+    """A step of launch_forward() and commit()."""
+    if not active:
+        return
+    forward = loop.launch_forward(active, num_draft)
+    assert (forward.read_drafts is None) == (num_draft == 0)
+    drafts = [DraftTokens((), ())] * len(active) if forward.read_drafts is None else forward.read_drafts()
+    rows = [
+        SampleRow(host.states[n], draft.token_ids[:place])
+        for n, draft in zip(active, drafts, strict=True)
+        for place in range(1 + num_draft)
+    ]
+    sampled = host.sampler(forward.logits, rows)
+    loop.commit(torch.tensor(sampled.token_ids))
+    wanted = host.round(active, num_draft)
+    for index, (n, draft) in enumerate(zip(active, drafts, strict=True)):
+        first, result = index * (1 + num_draft), wanted[n]
+        end = first + len(result.token_ids)
+        assert tuple(sampled.token_ids[first:end]) == result.token_ids
+        assert tuple(sampled.logits_hashes[first:end]) == result.logits_hashes
+        assert draft == DraftTokens(result.draft_ids, result.draft_logprobs)
     broken.update(n for n, result in wanted.items() if result.token_ids[-1] < 0)
 
 
@@ -214,7 +246,7 @@ def test_broken_row_ends_its_own_slot_only(
         plain = bed.forward._forward
         broken = Breaking(plain, position, first) if name == broken_model else plain
         forwards[name] = GraphRunner(bed.ops, broken)
-        forwards[name].reserve(ROWS, MAX_BLOCKS, False, "cpu", BLOCK_SIZE)
+        forwards[name].reserve(ROWS, ROWS, MAX_BLOCKS, False, "cpu", BLOCK_SIZE)
     states = [RequestState(Request(f"{n}", (40 + n, 41), SamplingParams(), n), n, 4096) for n in range(3)]
     plain_target, plain_drafter = beds.plain_target, beds.drafters["equal"][1]
     for bed in (beds.target, plain_target, beds.drafters["equal"][0], plain_drafter):
@@ -265,7 +297,7 @@ def test_positions_follow_the_mrope_offset(monkeypatch: pytest.MonkeyPatch) -> N
         return torch.nn.functional.one_hot(batch.mrope_positions[batch.sample_rows, 2], 99).float()
 
     runner = GraphRunner(GraphCapturableOps(), forward)
-    runner.reserve(4, MAX_BLOCKS, True, "cpu", BLOCK_SIZE)
+    runner.reserve(4, 4, MAX_BLOCKS, True, "cpu", BLOCK_SIZE)
     loop = runner.get_decode_loop(BLOCK_SIZE, torch.tensor([], dtype=torch.int64))
     sampling = DraftState.from_state(
         RequestState(Request("", (1,), SamplingParams(temperature=0), 0), 0, 9), 99

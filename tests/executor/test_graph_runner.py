@@ -17,10 +17,10 @@ from foreword.core.images import MRopePositions, PromptImage
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.executor import graph_runner as recorded
-from foreword.executor.cuda_graphs import capture_sizes
+from foreword.executor.cuda_graphs import capture_sizes, pick_size
 from foreword.executor.decode_loop import SupportsDecodeLoop
 from foreword.executor.draft_loop import INITIAL_DRAFT_CAPACITY
-from foreword.executor.graph_runner import MAX_ROWS_PER_REQUEST, GraphRunner
+from foreword.executor.graph_runner import MAX_PROMPT_LEN, MAX_ROWS_PER_REQUEST, GraphRunner
 from foreword.kernels.ops import DraftJob, DraftLoop, DraftTokens
 from foreword.sampling.sampler import Sampler
 from foreword.speculation.base import DraftRequest
@@ -38,7 +38,7 @@ from tests.support.graph_capture_fake import (
 )
 from tests.support.host_decode_loop import NEVER_SAMPLED_IDS, blocks_of
 
-ROWS = 16
+ROWS = 24
 NUM_REQUESTS = 5
 MAX_TOKENS = 6
 
@@ -139,8 +139,55 @@ def test_capture_is_once_and_largest_first(tmp_path: Path, monkeypatch: pytest.M
     assert bed.forward.num_graphs == len(capture_sizes(ROWS))
 
 
+def test_prompt_beside_decodes_is_one_graph(
+    beds: tuple[GraphTestBed, GraphTestBed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More rows than requests have block tables; the prompt's bits are those of the eager pass."""
+    monkeypatch.setattr(recorded, "CudaGraphPool", TapedGraphPool)
+    captured, plain = beds
+    forward = GraphRunner(captured.ops, captured.forward._forward)
+    forward.reserve(48, NUM_REQUESTS, MAX_BLOCKS, False, "cpu", BLOCK_SIZE)
+    for bed in beds:
+        bed.clear_cache()
+    decodes = [Chunk([40 + n], 0, blocks_of(n), 1) for n in range(NUM_REQUESTS - 1)]
+    for start, rows in ((0, 30), (30, 20)):
+        prompt = Chunk([41 + row % 7 for row in range(rows)], start, blocks_of(NUM_REQUESTS - 1), 1)
+        batch = build_batch([*decodes, prompt], BLOCK_SIZE, 1, "cpu")
+        assert torch.equal(forward(batch), plain.forward(batch))
+    assert list(forward._captured) == [40, 24] and forward._block_tables.shape[0] == NUM_REQUESTS + 1
+    for found, wanted in zip(captured.copy_cache(), plain.copy_cache(), strict=True):
+        assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0)), "the same slots were written"
+
+
+@pytest.mark.parametrize(
+    ("start", "rows", "is_captured"),
+    [
+        (0, 200, True),
+        (MAX_PROMPT_LEN - 200, 200, True),
+        (MAX_PROMPT_LEN - 199, 200, False),
+        (5000, MAX_ROWS_PER_REQUEST, True),
+        (5000, MAX_ROWS_PER_REQUEST + 1, False),
+        (0, 225, False),
+    ],
+)
+def test_chunks_in_graphs_are_drafts_or_short_prompts(start: int, rows: int, is_captured: bool) -> None:
+    """Beside 32 decodes after a long context, within 256 rows."""
+    batches: list[Batch] = []
+
+    def forward(batch: Batch) -> Tensor:
+        batches.append(batch)
+        return torch.zeros(len(batch.sample_rows), 3)
+
+    runner = GraphRunner(GraphCapturableOps(), forward)
+    runner.reserve(256, 40, 400, False, "cpu", 16)
+    chunks = [Chunk([1], 6000, [1] * 400, 1)] * 32 + [Chunk([1] * rows, start, [1] * 400, 1)]
+    runner(build_batch(chunks, 16, 1, "cpu"))
+    size = pick_size(32 + rows, capture_sizes(256)) if is_captured else 32 + rows
+    assert (len(batches[-1].token_ids), batches[-1].seq_lens == ()) == (size, is_captured)
+
+
 def test_unsupported_batches_run_eagerly() -> None:
-    """Images, long block tables, other block sizes, prompts; and all before reserve()."""
+    """Images, long block tables, other block sizes, many requests or rows; and all before reserve()."""
     batches: list[Batch] = []
 
     def forward(batch: Batch) -> Tensor:
@@ -152,15 +199,16 @@ def test_unsupported_batches_run_eagerly() -> None:
     assert isinstance(runner, DraftLoop) and isinstance(runner, SupportsDecodeLoop)
     one = build_batch([Chunk([1], 0, [1], 1)], BLOCK_SIZE, 1, "cpu")
     runner(one)
-    runner.reserve(ROWS, 2, False, "cpu", BLOCK_SIZE)
+    runner.reserve(ROWS, 4, 2, False, "cpu", BLOCK_SIZE)
     images = replace(one, image_features=ImageFeatures(torch.tensor([0]), torch.zeros(1, 8)))
     wide = build_batch([Chunk([1], 0, [1, 2, 3], 1)], BLOCK_SIZE, 1, "cpu")
     other = build_batch([Chunk([1], 0, [1], 1)], 2 * BLOCK_SIZE, 1, "cpu")
-    prompt = build_batch([Chunk([1] * (MAX_ROWS_PER_REQUEST + 1), 0, [1] * 5, 1)], BLOCK_SIZE, 1, "cpu")
+    many = build_batch([Chunk([1], 0, [1], 1)] * 5, BLOCK_SIZE, 1, "cpu")
+    long = build_batch([Chunk([1] * 8, 0, [1] * 2, 1)] * 4, BLOCK_SIZE, 1, "cpu")
     del batches[:]
-    for batch in (images, wide, other, prompt):
+    for batch in (images, wide, other, many, long):
         runner(batch)
-    assert [len(batch.seq_lens) for batch in batches] == [1] * 4, "unmodified"
+    assert [len(batch.seq_lens) for batch in batches] == [1, 1, 1, 5, 4], "unmodified"
     runner(one)
     assert batches[-1].seq_lens == (), "captured: lengths are not in the batch"
 
@@ -256,7 +304,7 @@ def test_draft_positions_follow_the_mrope_offset(monkeypatch: pytest.MonkeyPatch
         return torch.nn.functional.one_hot(batch.mrope_positions[batch.sample_rows, 1], 99).float()
 
     runner = GraphRunner(GraphCapturableOps(), forward)
-    runner.reserve(4, MAX_BLOCKS, True, "cpu", BLOCK_SIZE)
+    runner.reserve(4, 4, MAX_BLOCKS, True, "cpu", BLOCK_SIZE)
     images = [
         PromptImage(b"", count, (1, 2, count // 2), (28, 28), (1, 3, 28, 28), None) for count in (4, 10, 16)
     ]

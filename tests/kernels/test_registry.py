@@ -16,6 +16,7 @@ from foreword.kernels import registry
 from foreword.kernels.cpu.library import ISAS, supported_isas
 from foreword.kernels.gpu import GPUInfo
 from foreword.kernels.registry import list_backends, native_unavailable_reason, select_backend, source_digest
+from foreword.kernels.triton import variants
 from tests.support.cpu_kernels import isas_under_test
 from tests.support.waiting import WAIT_S
 
@@ -32,7 +33,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
 
     def put(reason: str | None) -> None:
         monkeypatch.setattr(registry, "current_gpu", lambda: GPUInfo("NVIDIA X", (9, 0)))
-        monkeypatch.setattr(registry, "triton_unavailable_reason", lambda: reason)
+        monkeypatch.setattr(registry, "triton_unavailable_reason", lambda *_: reason)
 
     return put
 
@@ -113,4 +114,10 @@ def test_kernel_source_changes_the_digest(tmp_path: Path, monkeypatch: pytest.Mo
     assert source_digest() == digest
     with (copy / "triton" / "product.py").open("a") as file:
         file.write("# rounds differently\n")
+    assert source_digest() != digest
+
+
+def test_enabled_variants_change_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = source_digest()
+    monkeypatch.setattr(variants, "enabled_variants", lambda: frozenset({"pdl"}))
     assert source_digest() != digest

@@ -17,7 +17,6 @@ from tests.support.sample_rows import JSON, NEVER_SAMPLED, VOCAB_SIZE, EveryThir
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="there is a real GPU")
 
 CUDA = torch.device("cuda")
-ONCE = {"upload": 1, "look": 1}
 MASKS: dict[str, Any] = {
     "structured": JSON,
     "grammar": EveryThirdGrammar(0, free=(1,)),
@@ -50,24 +49,41 @@ PENALTIES = {
             make_row(output=(9, 6, 9), **PENALTIES, temperature=0.7),
             make_row(output=(5, 6, 5, 6, 5), **PENALTIES),
         ],
+        [make_row(**FILTERS), make_row(output=(9,), logprobs=3, **PENALTIES)],
     ],
-    ids=["greedy", "filters", "masks", "penalties"],
+    ids=["greedy", "filters", "masks", "penalties", "logprobs"],
 )
 def test_sampling_is_one_upload_and_one_sync(rows: Sequence[SampleRow]) -> None:
     """After the first step, which uploads the never-sampled ids."""
     logits = 4 * torch.randn(len(rows), VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
-    expected = Sampler(TritonSampling(), VOCAB_SIZE, NEVER_SAMPLED)(logits.clone(), rows).token_ids
+    expected = Sampler(TritonSampling(), VOCAB_SIZE, NEVER_SAMPLED)(logits.clone(), rows)
     with FakeCuda() as gpu:
         sampler = Sampler(TritonSampling(), VOCAB_SIZE, NEVER_SAMPLED)
         sampler(logits.to(CUDA, copy=True), rows)
         there = logits.to(CUDA, copy=True)
         with gpu.count_calls() as counts:
-            token_ids = sampler(there, rows).token_ids
-        assert token_ids == expected
-        assert {
-            name: counts[name] for name in ("upload", "look", "blocking upload", "download") if counts[name]
-        } == ONCE
+            assert sampler(there, rows) == expected
+        assert counts["upload"] == counts["look"] + counts["wait"] == 1 and not counts["blocking upload"]
         assert not gpu.refused
+
+
+def test_launch_does_not_wait() -> None:
+    """The results survive later work on the same logits."""
+    rows = [make_row(**FILTERS), make_row(output=(9, 6, 9), logprobs=3, **PENALTIES)]
+    logits = 4 * torch.randn(len(rows), VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    expected = Sampler(ReferenceSampling(), VOCAB_SIZE, NEVER_SAMPLED, test_mode=True)(logits.clone(), rows)
+    with FakeCuda() as gpu:
+        sampler = Sampler(TritonSampling(), VOCAB_SIZE, NEVER_SAMPLED, test_mode=True)
+        sampler(logits.to(CUDA, copy=True), rows)
+        there = logits.to(CUDA, copy=True)
+        with gpu.count_calls() as counts:
+            pending = sampler.launch(there, rows)
+        assert not counts["look"] + counts["wait"] + counts["blocking upload"] and pending.token_ids.is_cuda
+        there.fill_(torch.nan)
+        pending.token_ids.fill_(7)
+        with gpu.count_calls() as counts:
+            assert pending.read() == expected
+        assert dict(counts) == {"wait": 1} and not gpu.refused
 
 
 def test_all_masked_differs_from_non_finite() -> None:

@@ -19,8 +19,8 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.engine.engine import Engine
 from foreword.engine.overlap import OverlapLoop, make_overlap_loop
-from foreword.executor.decode_loop import DecodeResult, DecodeSlot, SupportsDecodeLoop
-from foreword.kernels.ops import Ops
+from foreword.executor.decode_loop import DecodeResult, DecodeSlot, ForwardResult, SupportsDecodeLoop
+from foreword.kernels.ops import DraftTokens, Ops
 from foreword.sampling.sampler import Sampler
 from foreword.sampling.verify import verify
 from foreword.speculation.drafters.draft_model import ModelDrafter
@@ -33,7 +33,7 @@ FAR_LENGTH = 1 << 20
 def use_overlap(
     engine: Engine, on_call: Callable[[str, TwinForward], None] = lambda verb, twin: None
 ) -> OverlapLoop:
-    """Give an engine an overlap loop; `on_call` is called before each "begin", "launch" and "collect"."""
+    """Give an engine an overlap loop; `on_call` is called before "begin", "launch", "collect", "commit"."""
     runner, proposer = engine.model_runner, engine.proposer
     twin = TwinForward(
         runner.forward, runner.sampler._ops, runner.vocab_size, engine.info.resolved.max_model_len, on_call
@@ -134,11 +134,13 @@ class TwinDecodeLoop:
             self._draft_sampler = Sampler(drafter.ops, drafter.vocab_size, unused_ids)
         self._slots: list[_Slot] = []
         self._in_flight: deque[dict[int, DecodeResult]] = deque()
+        self._uncommitted: list[_Slot] = []
         self.launched = self.collected = 0
 
     def start(self, slots: Sequence[DecodeSlot]) -> None:
         self._target.on_call("begin", self._target)
         assert not self._in_flight, "a run starts with a step in flight"
+        self._uncommitted = []
         self._slots = [
             _Slot(_state(slot), tuple(slot.block_table), tuple(slot.draft_block_table)) for slot in slots
         ]
@@ -156,15 +158,17 @@ class TwinDecodeLoop:
         self._target.on_call("launch", self._target)
         assert len(self._in_flight) < 2, "a third step is launched before the first is collected"
         assert active_slots and len(set(active_slots)) == len(active_slots)
-        slots = [self._slots[index] for index in active_slots if self._slots[index].alive]
-        if self._drafter is not None and slots:
-            self._draft(self._drafter, slots, num_draft_tokens)
-        results = self._verify(slots) if slots else []
         indices = [index for index in active_slots if self._slots[index].alive]
+        slots = [self._slots[index] for index in indices]
+        results = []
+        if slots:
+            logits = self._forward(slots, num_draft_tokens)
+            rows = [
+                SampleRow(s.state, tuple(s.draft_ids[:n])) for s in slots for n in range(len(s.draft_ids) + 1)
+            ]
+            sampled = self._sampler(logits, rows)
+            results = self._verify(slots, sampled.token_ids, sampled.logits_hashes)
         self._in_flight.append(dict(zip(indices, results, strict=True)))
-        for slot, result in zip(slots, results, strict=True):
-            slot.alive = result.token_ids[-1] >= 0
-            slot.token_ids.extend(token_id for token_id in result.token_ids if token_id >= 0)
         self.launched += 1
 
     def collect(self) -> dict[int, DecodeResult]:
@@ -172,6 +176,42 @@ class TwinDecodeLoop:
         self._target.on_call("collect", self._target)
         self.collected += 1
         return results
+
+    @torch.inference_mode()
+    def launch_forward(self, active_slots: Sequence[int], num_draft_tokens: int) -> ForwardResult:
+        """The logits of slots with a broken row mean nothing, as those of padding."""
+        self._target.on_call("launch", self._target)
+        assert not self._in_flight and not self._uncommitted, "a second step is launched before commit()"
+        assert active_slots and len(set(active_slots)) == len(active_slots)
+        self._uncommitted = [self._slots[index] for index in active_slots]
+        logits = self._forward(self._uncommitted, num_draft_tokens)
+        for index, slot in enumerate(self._uncommitted):
+            if not slot.alive:
+                logits[index * (1 + num_draft_tokens) : (index + 1) * (1 + num_draft_tokens)] = 0.0
+        drafts = [DraftTokens(tuple(slot.draft_ids), tuple(slot.logprobs)) for slot in self._uncommitted]
+        self.launched += 1
+        return ForwardResult(logits, (lambda: drafts) if num_draft_tokens else None)
+
+    def commit(self, sampled_ids: Tensor) -> None:
+        self._target.on_call("commit", self._target)
+        slots, self._uncommitted = self._uncommitted, []
+        self._verify(slots, sampled_ids.tolist(), ())
+        self.collected += 1
+
+    def _forward(self, slots: Sequence[_Slot], num_draft_tokens: int) -> Tensor:
+        """Logits of the last token of each slot, and of its new draft."""
+        if self._drafter is not None:
+            self._draft(self._drafter, slots, num_draft_tokens)
+        chunks = [
+            Chunk(
+                [slot.token_ids[-1], *slot.draft_ids],
+                len(slot.token_ids) - 1,
+                slot.blocks,
+                1 + len(slot.draft_ids),
+            )
+            for slot in slots
+        ]
+        return self._target.logits(chunks, self._block_size)
 
     def _draft(self, drafter: TwinForward, slots: Sequence[_Slot], num_draft: int) -> None:
         """Recompute the last two tokens, then draft one token per pass."""
@@ -195,33 +235,22 @@ class TwinDecodeLoop:
                 for slot in slots
             ]
 
-    def _verify(self, slots: Sequence[_Slot]) -> list[DecodeResult]:
-        chunks = [
-            Chunk(
-                [slot.token_ids[-1], *slot.draft_ids],
-                len(slot.token_ids) - 1,
-                slot.blocks,
-                1 + len(slot.draft_ids),
-            )
-            for slot in slots
-        ]
-        logits = self._target.logits(chunks, self._block_size)
-        rows = [
-            SampleRow(slot.state, tuple(slot.draft_ids[:n]))
-            for slot in slots
-            for n in range(len(slot.draft_ids) + 1)
-        ]
-        sampled = self._sampler(logits, rows)
-        results, line = [], 0
+    def _verify(
+        self, slots: Sequence[_Slot], sampled_ids: Sequence[int], hashes: Sequence[int]
+    ) -> list[DecodeResult]:
+        """Advance the slots by what their rows sampled."""
+        results, first = [], 0
         for slot in slots:
-            end = line + len(slot.draft_ids) + 1
-            run = sampled.token_ids[line:end]
-            size = verify(run, slot.draft_ids) + 1
-            hashes = tuple(sampled.logits_hashes[line : line + size])
-            results.append(
-                DecodeResult(tuple(run[:size]), tuple(slot.draft_ids), tuple(slot.logprobs), hashes)
+            end = first + len(slot.draft_ids) + 1
+            count = verify(sampled_ids[first:end], slot.draft_ids) + 1
+            token_ids, draft = (
+                tuple(sampled_ids[first : first + count]),
+                (tuple(slot.draft_ids), tuple(slot.logprobs)),
             )
-            line = end
+            results.append(DecodeResult(token_ids, *draft, tuple(hashes[first : first + count])))
+            slot.alive = token_ids[-1] >= 0
+            slot.token_ids.extend(token_id for token_id in token_ids if token_id >= 0)
+            first = end
         return results
 
 

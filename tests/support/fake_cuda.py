@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -163,6 +165,10 @@ class FakeCuda(TorchFunctionMode):
             "current_device": lambda: 0,
             "get_device_name": lambda device=None: "Fake GPU",
             "get_device_capability": lambda device=None: self.capability,
+            "get_device_properties": lambda device=None: SimpleNamespace(
+                name="Fake GPU", total_memory=TOTAL_BYTES, multi_processor_count=132
+            ),
+            "is_current_stream_capturing": lambda: self.capturing is not None,
             "mem_get_info": lambda device=None: (
                 TOTAL_BYTES - CONTEXT_BYTES - self._allocated(),
                 TOTAL_BYTES,
@@ -194,17 +200,15 @@ class FakeCuda(TorchFunctionMode):
             "__call__",
             lambda executor, *args, **kwargs: self._launch(launch, executor, args, kwargs),
         )
-        small = {"shapes": [(64, 64)], "row_counts": (1, 9)}
-        check = checks.check_row_invariance
-        patches.setattr(checks, "check_row_invariance", lambda ops, device: check(ops, device, **small))
-        patches.setattr(checks, "check_attention_invariance", lambda ops, device: None)
-        gpu.triton_unavailable_reason.cache_clear()
+        small = {"shapes": [(64, 64)] * 2, "row_counts": (1, 9)}
+        patches.setattr(checks, "row_mismatches", partial(checks.row_mismatches, **small))
+        patches.setattr(checks, "attention_mismatches", lambda *_: iter(()))
+        patches.setattr(gpu, "_reasons", {})
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._patches.undo()
-        gpu.triton_unavailable_reason.cache_clear()
 
     def forbid(self, what: str) -> None:
         """Refuse `what` while a graph is captured."""

@@ -166,7 +166,7 @@ class GraphTestBed:
         self.forward = forward
 
     def reserve(self, rows: int) -> None:
-        self.forward.reserve(rows, MAX_BLOCKS, self.model.uses_mrope, "cpu", BLOCK_SIZE)
+        self.forward.reserve(rows, rows, MAX_BLOCKS, self.model.uses_mrope, "cpu", BLOCK_SIZE)
 
     def clear_cache(self) -> None:
         """Fill the KV cache with NaN, so reads of unwritten values show."""

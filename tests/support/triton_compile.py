@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
@@ -23,7 +24,7 @@ from typing import Any
 
 __all__ = ["MAX_SHARED", "KernelBinary", "KernelSource", "compile_all"]
 
-MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes of a program, by compute capability
+MAX_SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes of a program, by compute capability
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class KernelBinary:
     stack: int  # bytes of a thread, above 0 after register spills
     spills: int  # spill instructions
     products: list[str] = field(default_factory=list)
+    operands: list[str] = field(default_factory=list)  # of products in registers: places of k in a thread
+    opcodes: dict[str, int] = field(default_factory=dict)  # of the machine code, without modifiers
 
     def count(self, pattern: str) -> int:
         """Matches of a regular expression in the PTX."""
@@ -127,6 +130,8 @@ def _compile(source: KernelSource) -> KernelBinary:
         stack=usage["STACK"],
         spills=len(re.findall(r"\b(?:LDL|STL)\b", machine_code)),
         products=sorted(set(re.findall(r"wgmma\.mma_async\S+|mma\.sync\S+", ptx))),
+        operands=sorted(set(re.findall(r"opIdx = \d, parent = #mma\d*, kWidth = \d+", made.asm["ttgir"]))),
+        opcodes=dict(Counter(re.findall(r"\*/\s+(?:@!?U?P\w+ )?([A-Z]\w+)", machine_code))),
     )
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,14 +19,22 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from foreword.bench.gpu.config import BenchConfig
-from foreword.bench.gpu.report import Report
 
-__all__ = ["BenchDevice", "IdleShare", "Roofline", "ceilings", "idle_shares", "roofline"]
+__all__ = [
+    "BenchDevice",
+    "CompileCounter",
+    "IdleShare",
+    "Roofline",
+    "idle_shares",
+    "query_nvidia_smi",
+    "roofline",
+]
 
 MAX_KERNEL_GAP_US = 4.0  # between kernels of one graph: a longer gap lies between steps
 MIN_TIMED_S = 0.002  # of one measurement: events have a resolution of microseconds
 LAUNCHES = 200
 LAUNCH_SIZE = 64  # values of the tensor in the launch measurement
+NVIDIA_SMI_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +116,10 @@ class BenchDevice:
             [(e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_type == kind]
         )
 
+    def peak_gib(self) -> float:
+        """The most memory that torch reserved in this process; 0 without a GPU."""
+        return torch.cuda.max_memory_reserved() / (1 << 30) if self.cuda else 0.0
+
     def free(self) -> None:
         """Return the memory of dropped tensors to the device."""
         gc.collect()
@@ -169,23 +185,38 @@ def roofline(config: BenchConfig) -> Roofline:
     return Roofline(config, BenchDevice(config.device))
 
 
-def ceilings(config: BenchConfig, report: Report) -> None:
-    """The section "ceilings"."""
-    limits = roofline(config)
-    report.measure("device", lambda: _describe_device(limits.device))
-    report.measure("copy", lambda: {"gb_s": limits.bandwidth / 1e9})
-    report.measure("product", lambda: {"tflop_s": limits.product / 1e12})
-    report.measure("launch", lambda: {"us": limits.launch * 1e6})
+class CompileCounter:
+    """Counts the Triton kernels that this process compiles while entered: those that the disk cache lacks."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+
+    def __enter__(self) -> CompileCounter:
+        if find_spec("triton") is not None:
+            importlib.import_module("triton.knobs").compilation.listener = self._on_compiled
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if find_spec("triton") is not None:
+            importlib.import_module("triton.knobs").compilation.listener = None
+
+    def facts(self) -> dict[str, float]:
+        """The count, and the sum of the compiler's seconds, some in parallel."""
+        return {"compiled": len(self._seconds), "compile_s": sum(self._seconds)}
+
+    def _on_compiled(self, *, times: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            self._seconds.append(times.total / 1e6)
 
 
-def _describe_device(device: BenchDevice) -> dict[str, Any]:
-    if not device.cuda:
-        return {"name": "cpu (dry run)"}
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "name": properties.name,
-        "capability": ".".join(map(str, torch.cuda.get_device_capability())),
-        "gib": properties.total_memory / (1 << 30),
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-    }
+def query_nvidia_smi(*fields: str) -> dict[str, str]:
+    """Fields of `nvidia-smi --query-gpu` of the first GPU; empty where the command is missing or fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    command = [program, "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return dict(zip(fields, (value.strip() for value in output.split(",")), strict=False))

@@ -1,7 +1,8 @@
 """Engines with random weights for `foreword bench gpu`, and its section "engines".
 
 Expected outputs come from an eager engine without overlap that serves one request at a time. Every other
-setting must give the same tokens and logits hashes; ordinary torch (--fast-math) must not.
+setting must give the same tokens and logits hashes; ordinary torch (--fast-math) must not. Each setting is a
+job; the first one leaves the expected outputs in a file.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 from foreword.bench.gpu.config import BenchConfig, write_model
@@ -32,12 +34,19 @@ from foreword.engine_client.local import LocalClient
 __all__ = [
     "BenchEngine",
     "BenchResult",
+    "EngineChecks",
     "compare_outputs",
-    "engines",
+    "draft_model",
+    "drafts",
+    "eager",
+    "fast_math",
+    "graphs",
     "make_mixed_requests",
     "make_requests",
+    "no_overlap",
     "open_engine",
     "replay_lines",
+    "small_cache",
     "with_method",
 ]
 
@@ -47,6 +56,8 @@ NUM_BYTES = 256
 ROLE = "small"  # of the section "engines"
 ERROR_RATE = 0.3  # of the replayed drafts
 SMALL_CACHE_SHARE = 3  # a small cache holds a third of the batch
+FIXED_DRAFTS = MappingProxyType({"draft_length": "fixed", "num_speculative_tokens": 5})
+EXPECTED_FILE = "expected.json"  # in the folder of the report
 
 Outputs = tuple[list[int], list[int]]  # token ids and logits hashes of a request
 
@@ -186,6 +197,26 @@ class BenchEngine:
         self._abort()
         return seconds
 
+    def token_gaps_s(
+        self, requests: Sequence[Request], arriving: Sequence[Request], every: int, steps: int
+    ) -> list[float]:
+        """Seconds between the first request's tokens, while one of `arriving` is added every few steps."""
+        result = self._start(requests)
+        times, waiting = [], list(arriving)
+        for number in range(steps):
+            if waiting and number % every == every - 1:
+                name = f"arrival {next(self._serial)}"
+                self._running[name] = len(result.tokens)
+                result.tokens.append([])
+                result.hashes.append([])
+                self.client.submit(replace(waiting.pop(), id=name))
+            before = len(result.tokens[0])
+            self._step(result)
+            if len(result.tokens[0]) > before:
+                times.append(time.perf_counter())
+        self._abort()
+        return [after - before for before, after in itertools.pairwise(times)]
+
     def idle(self, requests: Sequence[Request], steps: int) -> IdleShare | None:
         """Idle shares of the device while all requests decode."""
         self._start(requests)
@@ -232,6 +263,8 @@ class BenchEngine:
 @contextmanager
 def open_engine(
     config: BenchConfig,
+    report: Report,
+    part: str,
     role: str,
     options: Mapping[str, Any] | None = None,
     replay: Sequence[Mapping[str, Any]] = (),
@@ -239,36 +272,53 @@ def open_engine(
 ) -> Iterator[BenchEngine]:
     """An engine of the role's shape whose memory is freed on leaving; `options` are Config fields.
 
-    `replay` holds the lines of the replay file; with `draft`, the role's draft model is loaded too.
+    part    figures of the load: seconds by stage, CUDA graphs, warnings. On a GPU it fails without graphs, or
+            where torch computes instead of Triton's kernels
+    replay  lines of the replay file
+    draft   load the role's draft model, too
     """
-    max_batch = max(*config.fast_streams, *config.batch_sizes)
-    request_tokens = config.prompt + max(config.answer, config.check_tokens) + 64
     fields: dict[str, Any] = {
         "device": config.device,
         "dtype": config.dtype,
         "load_format": "dummy",
-        "kv_cache_memory": f"{max(max_batch * request_tokens, 2 * config.long_prompt) + 1024}tokens",
-        "max_num_seqs": max_batch,
-        "max_num_batched_tokens": max(config.long_prompt, max_batch),
+        "max_num_seqs": config.streams[-1],
+        "max_num_batched_tokens": config.long_prompt,
         "max_model_len": config.long_prompt + 64,
         "prefix_caching": False,
         "speculate": "off",
         **(options or {}),
     }
+    request_tokens = config.prompt + max(config.answer, config.check_tokens) + 64
+    num_tokens = max(fields["max_num_seqs"] * request_tokens, 2 * config.long_prompt) + 1024
+    fields.setdefault("kv_cache_memory", f"{num_tokens}tokens")
+    fields["max_num_batched_tokens"] = max(fields["max_num_batched_tokens"], fields["max_num_seqs"])
     with tempfile.TemporaryDirectory(prefix="foreword-bench-") as name:
         folder = Path(name)
-        fields["model"] = str(write_model(folder, config.shape(role), config.dtype))
+        context = max(fields["max_model_len"], 1 << 16)
+        fields["model"] = str(write_model(folder, config.shape(role), config.dtype, context))
         if replay:
             fields["replay_file"] = str(folder / "replay.jsonl")
             (folder / "replay.jsonl").write_text("\n".join(map(json.dumps, replay)), encoding="utf-8")
         if draft:
-            fields["draft_model"] = str(write_model(folder, config.draft_shape(role), config.dtype))
+            fields["draft_model"] = str(write_model(folder, config.draft_shape(role), config.dtype, context))
+        started = time.perf_counter()
         engine = BenchEngine(Config(**fields), BenchDevice(config.device))
+        report.record(part, _describe_load(config, engine, time.perf_counter() - started))
         try:
             yield engine
         finally:
             engine.close()
             BenchDevice(config.device).free()
+
+
+def _describe_load(config: BenchConfig, engine: BenchEngine, seconds: float) -> Mapping[str, Any]:
+    info = engine.client.info
+    figures: dict[str, Any] = {"s": seconds, "graphs": info.num_cuda_graphs, "backend": info.backend}
+    if not config.is_dry_run:
+        has_graphs = info.num_cuda_graphs > 0 or info.resolved.enforce_eager
+        figures["ok"] = has_graphs and info.backend.startswith("triton")
+    figures |= {f"{stage} s": value for stage, value in info.load_seconds.items()}
+    return {**figures, "warnings": list(info.warnings)} if info.warnings else figures
 
 
 def _vocabulary(size: int) -> Vocabulary:
@@ -297,55 +347,109 @@ def compare_outputs(expected: dict[int, Outputs], result: BenchResult) -> dict[s
     }
 
 
-def engines(config: BenchConfig, report: Report) -> None:
-    """The section "engines"."""
-    requests = make_mixed_requests(config)
-    single, batch = requests[: config.num_single], requests[: config.batch_sizes[0]]
-    expected: dict[int, Outputs] = {}
-    size = f"{len(batch)} at once"
+class EngineChecks:
+    """Compares the outputs of an engine with those of the engines before it."""
 
-    def open_(options: Mapping[str, Any], **more: Any) -> Any:
-        defaults = {"test_mode": True, "max_num_seqs": max(config.batch_sizes)}
-        return open_engine(config, ROLE, {**defaults, **options}, **more)
+    def __init__(self, config: BenchConfig, report: Report) -> None:
+        self.config, self.report = config, report
+        self.requests = make_mixed_requests(config)
+        self.batch = self.requests[: config.batch_sizes[0]]
+        self.size = f"{len(self.batch)} at once"
+        self._file = report.folder / EXPECTED_FILE
+        self.expected: dict[int, Outputs] = {}
+        if self._file.exists():
+            self.expected = {
+                int(index): outputs for index, outputs in json.loads(self._file.read_text()).items()
+            }
 
-    def check(name: str, engine: BenchEngine, asked: Sequence[Request], method: str = "off") -> None:
-        drafted = with_method(asked, method)
-        report.measure(name, lambda: compare_outputs(expected, engine.run(drafted)))
+    @contextmanager
+    def open(self, name: str, options: Mapping[str, Any], **more: Any) -> Iterator[BenchEngine]:
+        options = {"test_mode": True, "max_num_seqs": len(self.batch), **options}
+        with open_engine(self.config, self.report, f"{name} engine", ROLE, options, **more) as engine:
+            yield engine
 
-    def check_singly(name: str, engine: BenchEngine) -> None:
-        report.measure(name, lambda: compare_outputs(expected, engine.run_singly(single)), 5)
+    @contextmanager
+    def open_with_drafts(self, name: str, options: Mapping[str, Any]) -> Iterator[BenchEngine]:
+        outputs = [tokens for _, (tokens, _) in sorted(self.expected.items())]
+        lines = replay_lines(self.requests[: len(outputs)], outputs, ERROR_RATE)
+        methods = "suffix,ngram,replay" if lines else "suffix,ngram"
+        with self.open(name, {"speculate": methods, **FIXED_DRAFTS, **options}, replay=lines) as engine:
+            yield engine
 
-    with report.guard("eager"), open_({"enforce_eager": True, "overlap": False}) as engine:
-        check_singly("one at a time", engine)
-        check(f"{size}, eager", engine, batch)
-    with report.guard("graphs"), open_({}) as engine:
-        check_singly("graphs, one at a time", engine)
+    def check(self, name: str, engine: BenchEngine, requests: Sequence[Request], method: str = "off") -> None:
+        drafted = with_method(requests, method)
+        self._measure(name, lambda: engine.run(drafted), 2)
+
+    def check_singly(self, name: str, engine: BenchEngine) -> None:
+        single = self.requests[: self.config.num_single]
+        self._measure(name, lambda: engine.run_singly(single), 4)
+
+    def _measure(self, name: str, run: Callable[[], BenchResult], needs_s: float) -> None:
+        self.report.measure(name, lambda: compare_outputs(self.expected, run()), needs_s)
+        self._file.write_text(json.dumps(self.expected))
+
+
+def eager(config: BenchConfig, report: Report) -> None:
+    checks = EngineChecks(config, report)
+    with checks.open("eager", {"enforce_eager": True, "overlap": False}) as engine:
+        checks.check_singly("one at a time", engine)
+        checks.check(f"{checks.size}, eager", engine, checks.batch)
+
+
+def graphs(config: BenchConfig, report: Report) -> None:
+    checks = EngineChecks(config, report)
+    with checks.open("graphs", {"max_num_seqs": max(config.batch_sizes)}) as engine:
+        checks.check_singly("graphs, one at a time", engine)
         for count in config.batch_sizes:
-            check(f"graphs, {count} at once", engine, requests[:count])
-    with report.guard("no overlap"), open_({"overlap": False}) as engine:
-        check(f"graphs without overlap, {size}", engine, batch)
+            checks.check(f"graphs, {count} at once", engine, checks.requests[:count])
 
-    outputs = [tokens for _, (tokens, _) in sorted(expected.items())]
-    lines = replay_lines(requests[: len(outputs)], outputs, ERROR_RATE)
-    fixed = {"draft_length": "fixed", "num_speculative_tokens": 5}
-    replayed = {"speculate": "suffix,ngram,replay", **fixed}
-    with report.guard("drafts"), open_(replayed, replay=lines) as engine:
-        for method in ("off", "replay", "suffix", "ngram"):
-            check(f"{method} drafts, {size}", engine, batch, method)
-        check("replay drafts, one at a time", engine, requests[:1], "replay")
-    with report.guard("draft model"), open_({"speculate": "draft", **fixed}, draft=True) as engine:
-        check(f"a draft model, {size}", engine, batch, "draft")
-        check("a draft model, one at a time", engine, requests[:1], "draft")
 
-    longest = max(len(request.prompt_ids) + config.check_tokens for request in requests)
-    cache_tokens = max(len(batch) // SMALL_CACHE_SHARE, 1) * (longest + 16) + 16
-    small = {"kv_cache_memory": f"{cache_tokens}tokens", "max_model_len": longest + 8, "prefix_caching": True}
-    chunks = {"max_num_seqs": len(batch), "max_num_batched_tokens": max(len(batch), 48)}
-    with report.guard("small cache"), open_({**replayed, **small, **chunks}, replay=lines) as engine:
-        check(f"preemption and small chunks, {size}", engine, batch)
-        check(f"preemption and replay drafts, {size}", engine, batch, "replay")
-    with report.guard("fast-math"), open_({"fast_math": True}) as engine:
-        report.measure("--fast-math, negative control", lambda: _negative_control(engine, single, batch))
+def no_overlap(config: BenchConfig, report: Report) -> None:
+    checks = EngineChecks(config, report)
+    with checks.open("no overlap", {"overlap": False}) as engine:
+        checks.check(f"graphs without overlap, {checks.size}", engine, checks.batch)
+
+
+def drafts(config: BenchConfig, report: Report) -> None:
+    checks = EngineChecks(config, report)
+    with checks.open_with_drafts("drafts", {}) as engine:
+        for method in engine.client.info.resolved.drafters:
+            checks.check(f"{method} drafts, {checks.size}", engine, checks.batch, method)
+        checks.check(f"off beside drafts, {checks.size}", engine, checks.batch)
+        checks.check("ngram drafts, one at a time", engine, checks.requests[:1], "ngram")
+
+
+def draft_model(config: BenchConfig, report: Report) -> None:
+    checks = EngineChecks(config, report)
+    with checks.open("draft model", {"speculate": "draft", **FIXED_DRAFTS}, draft=True) as engine:
+        checks.check(f"a draft model, {checks.size}", engine, checks.batch, "draft")
+        checks.check("a draft model, one at a time", engine, checks.requests[:1], "draft")
+
+
+def small_cache(config: BenchConfig, report: Report) -> None:
+    checks = EngineChecks(config, report)
+    count = len(checks.batch)
+    longest = max(len(request.prompt_ids) + config.check_tokens for request in checks.requests)
+    cache_tokens = max(count // SMALL_CACHE_SHARE, 1) * (longest + 16) + 16
+    options = {
+        "kv_cache_memory": f"{cache_tokens}tokens",
+        "max_model_len": longest + 8,
+        "prefix_caching": True,
+        "max_num_batched_tokens": max(count, 48),
+    }
+    with checks.open_with_drafts("small cache", options) as engine:
+        checks.check(f"preemption and small chunks, {checks.size}", engine, checks.batch)
+        checks.check(f"preemption and ngram drafts, {checks.size}", engine, checks.batch, "ngram")
+
+
+def fast_math(config: BenchConfig, report: Report) -> None:
+    """The negative control: on one engine of ordinary torch, one at a time against a batch."""
+    checks = EngineChecks(config, report)
+    with checks.open("fast-math", {"fast_math": True}) as engine:
+        single = checks.requests[: config.num_single]
+        report.measure(
+            "--fast-math, negative control", lambda: _negative_control(engine, single, checks.batch)
+        )
 
 
 def _negative_control(

@@ -1,15 +1,18 @@
 """Sections "checks" and "kernels" of `foreword bench gpu`: bits of products and attention, kernel speed.
 
-Errors and the other kernels' bits are tests (tests/kernels/triton): run pytest on the machine with the GPU.
+Every mismatch is listed: where, how far apart, and how the kernel was launched. Errors and the other kernels'
+bits are tests (tests/kernels/triton): run pytest on the machine with the GPU.
 Timed cases are CUDA graphs over more weights or KV caches than the caches of the device hold.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,13 +24,30 @@ from foreword.bench.gpu.device import roofline
 from foreword.bench.gpu.report import Report
 from foreword.bench.inputs import BLOCK_SIZE, RandomInputs, sampling_ops
 from foreword.bench.shapes import WEIGHT_FORMATS, ModelShape, WeightMatrix
-from foreword.kernels.gpu import triton_unavailable_reason
+from foreword.core.batch import NULL_BLOCK, Batch
+from foreword.kernels.gpu import ComputeTypes, trial_mismatches
 from foreword.kernels.ops import Ops, QuantizedBlocks
+from foreword.kernels.reference.backend import ReferenceOps
+from foreword.kernels.reference.sampling import gumbel, hash_logits
 from foreword.kernels.registry import select_backend
 
-__all__ = ["OpChecks", "checks", "kernel_ops", "kernels"]
+__all__ = [
+    "KernelTimings",
+    "OpChecks",
+    "check_attention",
+    "check_linear",
+    "check_load",
+    "check_sampling",
+    "describe_difference",
+    "kernel_ops",
+    "record_launches",
+    "time_attention",
+    "time_linear",
+    "time_rows",
+]
 
 Rows = Callable[[Tensor], Tensor]
+Part = tuple[str, Callable[[], Mapping[str, Any]]]
 
 CHECKED_FORMATS = ("int8", "int4", "fp8", "q8_0", "q4_k", "q6_k")
 TIMED_FORMATS = ("int8", "fp8", "int4")
@@ -40,6 +60,7 @@ WINDOW = 100  # tokens, in the check of sliding-window attention
 MANY_ROWS = 256  # from here on the product takes longer than its weights: few copies are enough
 MAX_COPIES, FEW_COPIES = 256, 2
 NUM_CACHES = 4
+CHECKED_SAMPLES = 4  # rows of logits
 BATCH_SIZE, BATCH_CONTEXT = 64, 1024  # of timed batched decoding
 
 
@@ -51,34 +72,106 @@ def kernel_ops(device: str) -> Ops:
     return ops
 
 
-def checks(config: BenchConfig, report: Report) -> None:
-    """The section "checks": every mismatch of a row's bits between batches is listed."""
-    if not config.is_dry_run:  # too large for Triton's interpreter
-        report.measure("check at load", _check_load)
+def check_linear(config: BenchConfig, report: Report) -> None:
+    """Row for row the same bits in every batch, formats and shapes in turn."""
     check = OpChecks(config)
     with torch.inference_mode():
-        for role in config.kernel_roles:
+        for role in reversed(config.kernel_roles):
             for matrix in config.shape(role).matrices:
                 report.measure(f"linear {role} {matrix.name}", partial(check.linear, config.dtype, matrix))
         shape = config.shape(config.kernel_roles[0])
         down = next(matrix for matrix in shape.matrices if matrix.name == "down")
+        report.measure("linear repeated", partial(check.repeated_linear, down))
         for name in CHECKED_FORMATS:
             if name not in WEIGHT_FORMATS or WEIGHT_FORMATS[name].fits(down):
                 report.measure(f"linear {name}", partial(check.linear, name, down))
+        for role in config.kernel_roles:
+            report.measure(f"gated {role}", partial(check.gated, config.shape(role)))
         report.measure("linear, negative control", partial(check.torch_linear, down))
-        report.measure("linear repeated", partial(check.repeated_linear, down))
+
+
+def check_attention(config: BenchConfig, report: Report) -> None:
+    check = OpChecks(config)
+    with torch.inference_mode():
         for role in config.kernel_roles:
             shape = config.shape(role)
-            report.measure(f"gated {role}", partial(check.gated, shape))
             for kind in KV_KINDS:
                 report.measure(f"attention {role}, {kind} KV", partial(check.attention, shape, kind, None))
             report.measure(f"attention {role}, window", partial(check.attention, shape, "auto", WINDOW))
+        report.measure("attention repeated", partial(check.repeated_attention, shape))
 
 
-def _check_load() -> Mapping[str, Any]:
-    """The row-invariance checks that decide at load whether Triton is used."""
-    reason = triton_unavailable_reason()
-    return {"ok": reason is None, "declined": reason}
+def check_sampling(config: BenchConfig, report: Report) -> None:
+    """Bits of the specification on the CPU, also where all scores nearly tie."""
+    with torch.inference_mode():
+        report.measure("sampling", OpChecks(config).sampling)
+
+
+def check_load(config: BenchConfig, report: Report) -> None:
+    """What the start of a server would refuse, in the types of common models."""
+    if config.is_dry_run:  # too large for Triton's interpreter
+        return
+    for types in (
+        ComputeTypes(config.dtype, config.dtype, config.dtype),
+        ComputeTypes("float16", "float16", "float16"),
+        *(ComputeTypes(config.dtype, name, config.dtype) for name in TIMED_FORMATS),
+    ):
+        report.measure(f"trial {types.dtype} {types.linear_format}", partial(_list_trial, types))
+
+
+def _list_trial(types: ComputeTypes) -> Mapping[str, Any]:
+    differ = list(trial_mismatches(types))
+    return {"ok": not differ, "differ": differ}
+
+
+@contextmanager
+def record_launches() -> Iterator[list[str]]:
+    """Names, grids and named arguments of the kernels that are launched in this block."""
+    interface = importlib.import_module("triton.runtime.jit").KernelInterface
+    launches: list[str] = []
+    original = interface.__getitem__
+
+    def get(kernel: Any, grid: Any) -> Any:
+        launch = original(kernel, grid)
+
+        def run(*args: Any, **options: Any) -> Any:
+            shown = " ".join(f"{name}={value}" for name, value in options.items() if _is_plain(value))
+            launches.append(f"{kernel.fn.__name__}{tuple(grid)} {shown}")
+            return launch(*args, **options)
+
+        return run
+
+    interface.__getitem__ = get
+    try:
+        yield launches
+    finally:
+        interface.__getitem__ = original
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, int | float | str)
+
+
+def describe_difference(values: Tensor, expected: Tensor) -> str:
+    """Number of values with other bits, the first one, and the largest distance in ulps."""
+    bits, expected_bits = _as_integers(values), _as_integers(expected)
+    places = (bits != expected_bits).nonzero()
+    first = tuple(places[0].tolist())
+    distance = int((_order(bits) - _order(expected_bits)).abs().max())
+    pair = f"{float(values[first]):.9g}, not {float(expected[first]):.9g}"
+    return f"{len(places)} of {values.numel()} values, first {list(first)}: {pair}; at most {distance} ulp"
+
+
+def _as_integers(values: Tensor) -> Tensor:
+    """The bits of floats: unlike in torch.equal, 0.0 and -0.0 differ and a NaN equals itself."""
+    ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    return values.contiguous().view(ints)
+
+
+def _order(bits: Tensor) -> Tensor:
+    """Integers in the order of the floats, so that differences are units in the last place."""
+    wide, lowest = bits.to(torch.int64), torch.iinfo(bits.dtype).min
+    return torch.where(wide < 0, lowest - wide, wide)
 
 
 class OpChecks:
@@ -116,12 +209,29 @@ class OpChecks:
         differ = []
         for rows in (1, max(count for count in self.config.row_counts if count <= MANY_ROWS)):
             x = self.inputs.normal(rows, matrix.k)
-            expected = self.ops.linear(x, packed, None)
-            for number in range(self.config.repeats):
-                self.ops.rms_norm(x, norm, 1e-6)
-                if not _same_bits(self.ops.linear(x, packed, None), expected):
-                    differ.append(f"{rows} rows, call {number}")
+            between = partial(self.ops.rms_norm, x, norm, 1e-6)
+            calls = self._repeat(partial(self.ops.linear, x, packed, None), between)
+            differ += [f"{rows} rows, {call}" for call in calls]
         return {"ok": not differ, "calls": 2 * self.config.repeats, "differ": differ}
+
+    def repeated_attention(self, shape: ModelShape) -> dict[str, Any]:
+        """Decoding in splits, whose last program adds them."""
+        inputs, tokens = self.inputs, self.config.check_context
+        blocks = inputs.block_table(tokens)
+        cache = inputs.kv_cache(shape, (1 + len(blocks)) * BLOCK_SIZE)
+        batch = inputs.batch(self.ops, [(tokens - 1, 1, blocks)])
+        q = inputs.normal(len(batch.positions), shape.heads, shape.head_dim)
+        attend = partial(self.ops.attention, q, cache, batch, shape.head_dim**-0.5)
+        differ = self._repeat(attend, partial(self.ops.softcap, q, 30.0))
+        return {"ok": not differ, "calls": self.config.repeats, "differ": differ}
+
+    def _repeat(self, run: Callable[[], Tensor], between: Callable[[], object]) -> list[str]:
+        """Calls with other bits than the first; the host waits once."""
+        expected, are_equal = run(), []
+        for _ in range(self.config.repeats):
+            between()
+            are_equal.append((_as_integers(run()) == _as_integers(expected)).all())
+        return [f"call {number}" for number, equal in enumerate(torch.stack(are_equal).tolist()) if not equal]
 
     def gated(self, shape: ModelShape) -> dict[str, Any]:
         matrix = WeightMatrix("gate_up", 2 * shape.intermediate, shape.hidden, 1)
@@ -162,11 +272,34 @@ class OpChecks:
                 ("verified with others", row, count, [(tokens - count, count, other)] * 3),
             ]
         differ = [
-            f"{name} at {start}"
+            f"{name}, {count} rows at {start}: {difference}"
             for name, start, count, neighbours in cases
-            if not _same_bits(attend((start, count, blocks), *neighbours), whole[start : start + count])
+            for difference in _differences(
+                partial(attend, (start, count, blocks), *neighbours), whole[start : start + count]
+            )
         ]
         return {"ok": not differ, "cases": len(cases), "differ": differ}
+
+    def sampling(self) -> dict[str, Any]:
+        rows, vocab = CHECKED_SAMPLES, self.config.small.vocab
+        numbers = torch.arange(rows)
+        logits = self.inputs.normal(rows, vocab, scale=4.0, dtype=torch.float32).cpu()
+        cases = [
+            (name, logits, ours, theirs)
+            for (name, ours), theirs in zip(
+                sampling_ops(self.ops, rows, self.config.device).items(),
+                sampling_ops(ReferenceOps(), rows, "cpu").values(),
+                strict=True,
+            )
+        ]
+        cases += [("near ties", 1.0 - gumbel(numbers, numbers, vocab), *cases[1][2:])]
+        differ = []
+        for name, values, ours, theirs in cases:
+            on_device, on_host = values.to(self.config.device, copy=True), values.clone()
+            for mine, expected in zip(_outputs(ours, on_device), _outputs(theirs, on_host), strict=True):
+                if not torch.equal(_as_integers(mine.cpu()), _as_integers(expected)):
+                    differ.append(f"{name}: {describe_difference(mine.cpu(), expected)}")
+        return {"ok": not differ, "rows": rows, "differ": differ}
 
     def _input(self, matrix: WeightMatrix) -> Tensor:
         rows = max(count for count in self.config.row_counts if count * matrix.n <= MAX_CHECKED_VALUES)
@@ -178,39 +311,45 @@ class OpChecks:
         for count in (count for count in self.config.row_counts if count < len(x)):
             for start in (0, min(3 + count // 2, len(x) - count))[: 1 + with_offset]:
                 rows = slice(start, start + count)
-                if not _same_bits(run(x[rows].contiguous()), whole[rows]):
-                    differ.append(f"{count} rows from {start}")
+                compared = _differences(partial(run, x[rows].contiguous()), whole[rows])
+                differ += [f"{count} rows from {start}: {difference}" for difference in compared]
         return {"ok": not differ, "rows": len(x), "differ": differ}
 
 
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    """Unlike torch.equal, 0.0 and -0.0 differ and a NaN equals itself."""
-    ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
-    return torch.equal(left.contiguous().view(ints), right.contiguous().view(ints))
+def _outputs(op: Callable[[Tensor], object], logits: Tensor) -> list[Tensor]:
+    """Results of an operation on logits, which it may change, and the logits."""
+    result = op(logits)
+    results = result if isinstance(result, tuple) else (result,)
+    return [*(value for value in results if isinstance(value, Tensor)), logits]
 
 
-def kernels(config: BenchConfig, report: Report) -> None:
-    """The section "kernels": microseconds and shares of the ceilings."""
+def _differences(run: Callable[[], Tensor], expected: Tensor) -> list[str]:
+    """[] if run() has the bits of `expected`, else how it differs and what it launches."""
+    values = run()
+    if torch.equal(_as_integers(values), _as_integers(expected)):
+        return []
+    if importlib.util.find_spec("triton") is None:
+        return [describe_difference(values, expected)]
+    with record_launches() as launches:
+        run()
+    return [f"{describe_difference(values, expected)}; {'; '.join(launches)}"]
+
+
+def time_linear(config: BenchConfig, report: Report) -> None:
+    """Microseconds and shares of the ceilings."""
     timings = KernelTimings(config)
+    timings.measure(report, timings.linear_parts())
 
-    def measure(part: str, run: Callable[..., Mapping[str, Any]], *args: Any) -> None:
-        report.measure(part, partial(run, *args))
-        timings.device.free()
 
-    with torch.inference_mode():
-        for role in config.kernel_roles:
-            for matrix in config.shape(role).matrices:
-                name = f"linear {role} {matrix.name}"
-                measure(name, timings.linear, matrix, config.dtype, config.kernel_rows)
-        for role in config.kernel_roles:
-            measure(f"attention {role}", timings.attention, config.shape(role))
-        measure("sampler", timings.sampler, config.small.vocab)
-        for role in config.kernel_roles:
-            measure(f"rows {role}", timings.elementwise, config.shape(role))
-        shape = config.shape(config.kernel_roles[0])
-        gate_up = next(matrix for matrix in shape.matrices if matrix.name == "gate_up")
-        for fmt in TIMED_FORMATS:
-            measure(f"linear {fmt}", timings.linear, gate_up, fmt, config.kernel_rows[:3])
+def time_attention(config: BenchConfig, report: Report) -> None:
+    timings = KernelTimings(config)
+    timings.measure(report, timings.attention_parts())
+
+
+def time_rows(config: BenchConfig, report: Report) -> None:
+    """Sampling, and the kernels between products."""
+    timings = KernelTimings(config)
+    timings.measure(report, timings.row_parts())
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +363,51 @@ class Case:
 
 
 class KernelTimings:
-    def __init__(self, config: BenchConfig) -> None:
+    """Timed cases by part, with hashes of their results if `with_bits`.
+
+    With `only_launch`, each is launched once and nothing is timed.
+    """
+
+    def __init__(self, config: BenchConfig, only_launch: bool = False, with_bits: bool = False) -> None:
         self.config = config
+        self.only_launch, self.with_bits = only_launch, with_bits
         self.limits = roofline(config)
         self.device = self.limits.device
         self.ops = kernel_ops(config.device)
         self.inputs = RandomInputs(config.device, config.dtype)
+
+    def measure(self, report: Report, parts: Iterator[Part]) -> None:
+        with torch.inference_mode():
+            for name, run in parts:
+                report.measure(name, run)
+                self.device.free()
+
+    def launch_all(self) -> None:
+        """Every kernel of the section, for a compiler in threads."""
+        for parts in (self.linear_parts(), self.attention_parts(), self.row_parts()):
+            for _, run in parts:
+                run()
+
+    def linear_parts(self) -> Iterator[Part]:
+        config = self.config
+        for role in config.kernel_roles:
+            for matrix in config.shape(role).matrices:
+                run = partial(self.linear, matrix, config.dtype, config.kernel_rows)
+                yield f"linear {role} {matrix.name}", run
+        matrices = config.shape(config.kernel_roles[0]).matrices
+        gate_up = next(matrix for matrix in matrices if matrix.name == "gate_up")
+        for fmt in TIMED_FORMATS:
+            yield f"linear {fmt}", partial(self.linear, gate_up, fmt, config.kernel_rows)
+
+    def attention_parts(self) -> Iterator[Part]:
+        for role in self.config.kernel_roles:
+            yield f"attention {role}", partial(self.attention, self.config.shape(role))
+        yield "attention planned", partial(self.planned_attention, self.config.large)
+
+    def row_parts(self) -> Iterator[Part]:
+        yield "sampler", partial(self.sampler, self.config.small.vocab)
+        for role in self.config.kernel_roles:
+            yield f"rows {role}", partial(self.elementwise, self.config.shape(role))
 
     def linear(self, matrix: WeightMatrix, fmt: str, row_counts: Sequence[int]) -> Mapping[str, Any]:
         """Copies of one weight in turn; gate_up with its activation, as models call it."""
@@ -249,13 +427,11 @@ class KernelTimings:
                 cases[str(rows)] = Case(run, len(weights), moved, num_ops)
         return self._time(cases)
 
-    def _multiply(self, matrix: WeightMatrix, x: Tensor, weights: Sequence[Any]) -> None:
+    def _multiply(self, matrix: WeightMatrix, x: Tensor, weights: Sequence[Any]) -> list[Tensor]:
         dtype = torch.float32 if matrix.name == "head" else None
-        for weight in weights:
-            if matrix.name == "gate_up":
-                self.ops.linear_gated_act(x, weight, "silu")
-            else:
-                self.ops.linear(x, weight, dtype)
+        if matrix.name == "gate_up":
+            return [self.ops.linear_gated_act(x, weight, "silu") for weight in weights]
+        return [self.ops.linear(x, weight, dtype) for weight in weights]
 
     def attention(self, shape: ModelShape) -> Mapping[str, Any]:
         """Decoding and verification at the end of a context, batched decoding, and a whole prompt."""
@@ -280,6 +456,29 @@ class KernelTimings:
         run = self._attend(shape, caches, [(0, prompt, blocks)])
         cases[f"prompt {prompt}"] = Case(run, NUM_CACHES, num_ops=num_ops)
         return self._time(cases)
+
+    def planned_attention(self, shape: ModelShape) -> Mapping[str, Any]:
+        """Decoding in a graph that is planned for the longest context, of one layer."""
+        cases = {}
+        for count, tokens in self.config.long_contexts:
+            blocks = -(-tokens // BLOCK_SIZE)
+            cache = self.inputs.kv_cache(shape, (1 + count * blocks) * BLOCK_SIZE)
+            chunks = [
+                (tokens - 1, 1, self.inputs.block_table(tokens, 1 + number * blocks))
+                for number in range(count)
+            ]
+            batch = self._plan_longest(self.inputs.batch(self.ops, chunks))
+            q = self.inputs.normal(len(batch.positions), shape.heads, shape.head_dim)
+            run = partial(self.ops.attention, q, cache, batch, shape.head_dim**-0.5)
+            moved = 2.0 * count * tokens * shape.kv_heads * shape.head_dim * self.inputs.dtype.itemsize
+            cases[f"{count} at {tokens}"] = Case(run, 1, moved)
+        return self._time(cases)
+
+    def _plan_longest(self, batch: Batch) -> Batch:
+        """As in a CUDA graph: lengths are on the device alone, and block tables have room for max_context."""
+        room = self.config.max_context // BLOCK_SIZE - batch.block_tables.shape[1]
+        tables = torch.nn.functional.pad(batch.block_tables, (0, max(room, 0)), value=NULL_BLOCK)
+        return replace(batch, block_tables=tables.contiguous(), seq_lens=())
 
     def _attend(
         self, shape: ModelShape, caches: Sequence[Any], chunks: Sequence[tuple[int, int, Sequence[int]]]
@@ -320,6 +519,12 @@ class KernelTimings:
     def _time(self, cases: Mapping[str, Case]) -> dict[str, Any]:
         """Microseconds by case, and shares of the ceilings that bound it."""
         figures: dict[str, Any] = {}
+        if self.only_launch:
+            for case in cases.values():
+                case.run()
+            return figures
+        if self.with_bits:
+            figures |= {f"{name} bits": _digest(case.run()) for name, case in cases.items()}
         graphs = {name: self.device.graph(case.run) for name, case in cases.items()}
         for name, seconds in self.device.medians(graphs, self.config.rounds).items():
             case, op_s = cases[name], seconds / cases[name].repeats
@@ -331,5 +536,20 @@ class KernelTimings:
         return figures
 
 
-def _run_on_copy(op: Callable[[Tensor], object], logits: Tensor) -> None:
-    op(logits.clone())
+def _run_on_copy(op: Callable[[Tensor], object], logits: Tensor) -> list[object]:
+    """The results of an operation, one of which may be the changed copy."""
+    copy = logits.clone()
+    return [op(copy), copy]
+
+
+def _digest(results: object) -> str:
+    """A hash of the bits of tensors in nested lists and tuples."""
+    values: list[int] = []
+    waiting = [results]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            values += hash_logits(value.reshape(len(value), -1).to(torch.float32)).tolist()
+        elif isinstance(value, list | tuple):
+            waiting += value
+    return hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()

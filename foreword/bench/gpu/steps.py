@@ -17,12 +17,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from foreword.bench.common import rotate
-from foreword.bench.gpu.config import ROLES, BenchConfig, write_model
+from foreword.bench.common import percentile, rotate
+from foreword.bench.gpu.config import BenchConfig, write_model
 from foreword.bench.gpu.device import BenchDevice, roofline
 from foreword.bench.gpu.engines import (
     BenchEngine,
@@ -38,9 +39,25 @@ from foreword.bench.shapes import ModelShape
 from foreword.core.request import Request
 from foreword.core.structured_output import StructuredOutput
 
-__all__ = ["count_weights", "peers", "prompt_flops", "speculation", "steps"]
+__all__ = [
+    "adaptive_drafts",
+    "contexts",
+    "count_weights",
+    "decode",
+    "draft_model",
+    "fixed_drafts",
+    "host_drafters",
+    "paid_drafts",
+    "peer",
+    "prompt_flops",
+    "weight_format",
+]
 
 NUM_DRAFTED = 3  # tokens of a draft in the section "steps"
+FIXED_DRAFTS = MappingProxyType({"draft_length": "fixed", "num_speculative_tokens": NUM_DRAFTED})
+CONTEXT_ANSWER = 16  # tokens decoded at a long context
+MIN_PROMPT_RATE = 12_000  # tokens/s, below which long contexts do not fit into their budget
+ARRIVAL_STEPS = 12  # between two arrivals
 MAX_REPLAYED = 5  # tokens of a replayed draft
 HOST_DRAFTERS = ("ngram", "suffix", "grammar")
 ANY_TEXT = StructuredOutput.regex("(.|\n)*")  # costs masks and allows everything
@@ -51,22 +68,55 @@ WARM_ROUNDS = 2  # of transformers: the first compiles, the second captures
 Runs = Mapping[str, Callable[[], BenchResult]]
 
 
-def steps(config: BenchConfig, report: Report) -> None:
-    """The section "steps"."""
-    fixed = {"draft_length": "fixed", "num_speculative_tokens": NUM_DRAFTED}
-    for role in ROLES:
-        with report.guard(f"{role} exact"), open_engine(config, role) as exact:
-            report.measure(f"{role} decode", partial(_decode, config, exact, role), 4)
-            report.measure(f"{role} idle", partial(_idle, config, exact, role, "off"))
-            report.measure(f"{role} prompt", partial(_prompt, config, exact, role))
-            with report.guard(f"{role} fast"), open_engine(config, role, {"fast_math": True}) as fast:
-                report.measure(f"{role} fast-math", partial(_fast_math, config, exact, fast, role), 6)
-        options = {"speculate": "draft", **fixed}
-        with report.guard(f"{role} draft model"), open_engine(config, role, options, draft=True) as engine:
-            report.measure(f"{role} idle with a draft model", partial(_idle, config, engine, role, "draft"))
-        options = {"speculate": "grammar,suffix,ngram", **fixed}
-        with report.guard(f"{role} lookup"), open_engine(config, role, options) as engine:
-            report.measure(f"{role} host drafters", partial(_host_drafters, config, engine, role), 4)
+def decode(config: BenchConfig, report: Report, role: str) -> None:
+    """Exact kernels, and beside them ordinary torch."""
+    options = {"max_num_seqs": max(config.fast_streams)}
+    with open_engine(config, report, f"{role} exact engine", role, options) as exact:
+        report.measure(f"{role} decode", partial(_decode, config, exact, role), 4)
+        report.measure(f"{role} idle", partial(_idle, config, exact, role, "off"))
+        report.measure(f"{role} prompt", partial(_prompt, config, exact, role))
+        report.measure(f"{role} arrivals", partial(_arrivals, config, exact, role))
+        fast_options = {**options, "fast_math": True}
+        with open_engine(config, report, f"{role} fast engine", role, fast_options) as fast:
+            report.measure(f"{role} fast-math", partial(_fast_math, config, exact, fast, role), 6)
+
+
+def contexts(config: BenchConfig, report: Report) -> None:
+    """Decoding at long contexts, within a limit for which attention is planned."""
+    most = max(count * tokens for count, tokens in config.long_contexts)
+    options = {
+        "max_model_len": config.max_context,
+        "max_num_seqs": max(count for count, _ in config.long_contexts),
+        "kv_cache_memory": f"{most + (1 << 13)}tokens",
+    }
+    with open_engine(config, report, "contexts engine", "large", options) as engine:
+        for count, tokens in ((1, config.prompt + CONTEXT_ANSWER), *config.long_contexts):
+            run = partial(_long_decode, config, engine, count, tokens)
+            report.measure(f"{count} at {tokens}", run, count * tokens / MIN_PROMPT_RATE)
+
+
+def weight_format(config: BenchConfig, report: Report, name: str, field: str, value: str) -> None:
+    """Decoding and a prompt with weights or KV of another format."""
+    if config.is_dry_run and value == "fp8":  # for GPUs alone
+        value = "int8"
+    with open_engine(config, report, f"{name} engine", "large", {field: value}) as engine:
+        ends = (config.streams[0], config.streams[-1])
+        report.measure(f"{name} decode", partial(_decode_streams, config, engine, "large", ends))
+        report.measure(f"{name} prompt", partial(_prompt, config, engine, "large"))
+
+
+def draft_model(config: BenchConfig, report: Report) -> None:
+    options = {"speculate": "draft", **FIXED_DRAFTS}
+    with open_engine(config, report, "draft model engine", "large", options, draft=True) as engine:
+        idle = partial(_idle, config, engine, "large", "draft")
+        report.measure("large idle with a draft model", idle)
+
+
+def host_drafters(config: BenchConfig, report: Report) -> None:
+    names = [name for name in HOST_DRAFTERS if name != "grammar" or importlib.util.find_spec("llguidance")]
+    options = {"speculate": ",".join(names), **FIXED_DRAFTS}
+    with open_engine(config, report, "host drafters engine", "large", options) as engine:
+        report.measure("large host drafters", partial(_host_drafters, config, engine, names), 4)
 
 
 def _requests(config: BenchConfig, role: str, count: int, **params: Any) -> list[Request]:
@@ -74,22 +124,43 @@ def _requests(config: BenchConfig, role: str, count: int, **params: Any) -> list
 
 
 def _decode(config: BenchConfig, engine: BenchEngine, role: str) -> Mapping[str, Any]:
+    figures = _decode_streams(config, engine, role, config.streams)
+    first = config.streams[0]
+    read = _bytes_read(config, config.shape(role), config.prompt + config.answer / 2)
+    figures["1 of bandwidth"] = read / (figures[f"{first} step ms"] / 1e3) / roofline(config).bandwidth
+    return figures
+
+
+def _decode_streams(
+    config: BenchConfig, engine: BenchEngine, role: str, streams: Sequence[int]
+) -> dict[str, Any]:
     """Tokens/s by stream count; the first request must get the same tokens in every batch."""
-    requests = _requests(config, role, max(config.streams))
-    runs = {str(count): partial(engine.run, requests[:count]) for count in config.streams}
+    requests = _requests(config, role, max(streams))
+    runs = {str(count): partial(engine.run, requests[:count]) for count in streams}
     rounds = _run_paired(runs, config.rounds)
-    first = str(config.streams[0])
+    first = str(streams[0])
     outputs = {tuple(result.tokens[0]) for results in rounds.values() for result in results}
     figures: dict[str, Any] = {"ok": len(outputs) == 1}
     for name, results in rounds.items():
         figures[f"{name} tok/s"] = statistics.median(result.rate for result in results)
         figures[f"{name} step ms"] = statistics.median(result.step_s for result in results) * 1e3
         figures[f"{name} step over 1"] = _ratio(results, rounds[first], lambda result: result.step_s)
-    shape, context = config.shape(role), config.prompt + config.answer / 2
-    kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * context
-    read = (4 if config.dtype == "float32" else 2) * (count_weights(shape) + kv_values)
-    figures["1 of bandwidth"] = read / (figures[f"{first} step ms"] / 1e3) / roofline(config).bandwidth
     return figures
+
+
+def _bytes_read(config: BenchConfig, shape: ModelShape, tokens: float) -> float:
+    """Bytes of a step that must be read: all weights, and K and V of `tokens` positions."""
+    kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * tokens
+    return (4 if config.dtype == "float32" else 2) * (count_weights(shape) + kv_values)
+
+
+def _long_decode(config: BenchConfig, engine: BenchEngine, count: int, tokens: int) -> Mapping[str, Any]:
+    """Steps after prompts that fill all but the answer of `tokens`; one run, since prompts take its time."""
+    result = engine.run(make_requests(count, tokens - CONTEXT_ANSWER, CONTEXT_ANSWER, config.large.vocab))
+    result.check()
+    read = _bytes_read(config, config.large, count * (tokens - CONTEXT_ANSWER / 2))
+    share = read / result.step_s / roofline(config).bandwidth
+    return {"step ms": result.step_s * 1e3, "tok/s": result.rate, "of bandwidth": share}
 
 
 def _idle(config: BenchConfig, engine: BenchEngine, role: str, method: str) -> Mapping[str, Any]:
@@ -117,6 +188,21 @@ def _prompt(config: BenchConfig, engine: BenchEngine, role: str) -> Mapping[str,
     return {"tokens": length, "s": seconds, "tok/s": length / seconds, "of product": share}
 
 
+def _arrivals(config: BenchConfig, engine: BenchEngine, role: str) -> Mapping[str, Any]:
+    """Milliseconds between the tokens of decoding requests, alone and while others arrive."""
+    vocab, steps = config.shape(role).vocab, (config.arrivals + 1) * ARRIVAL_STEPS
+    decoding = make_requests(config.arrival_streams, config.prompt, steps + ARRIVAL_STEPS, vocab)
+    arriving = make_requests(config.arrivals, config.arrival_prompt, 2, vocab)
+    alone = engine.token_gaps_s(decoding, (), ARRIVAL_STEPS, steps)
+    gaps = engine.token_gaps_s(decoding, arriving, ARRIVAL_STEPS, steps)
+    return {
+        "alone p50 ms": statistics.median(alone) * 1e3,
+        "alone p99 ms": (percentile(alone, 99) or 0.0) * 1e3,
+        "p50 ms": statistics.median(gaps) * 1e3,
+        "p99 ms": (percentile(gaps, 99) or 0.0) * 1e3,
+    }
+
+
 def _fast_math(config: BenchConfig, exact: BenchEngine, fast: BenchEngine, role: str) -> Mapping[str, Any]:
     """Step time of exact kernels over that of ordinary torch."""
     figures: dict[str, Any] = {}
@@ -130,18 +216,18 @@ def _fast_math(config: BenchConfig, exact: BenchEngine, fast: BenchEngine, role:
     return figures
 
 
-def _host_drafters(config: BenchConfig, engine: BenchEngine, role: str) -> Mapping[str, Any]:
+def _host_drafters(config: BenchConfig, engine: BenchEngine, names: Sequence[str]) -> Mapping[str, Any]:
     """Added step time of drafters on the host: in random text few drafts are found, as the figures say."""
     figures: dict[str, Any] = {}
     for count in (config.streams[0], config.streams[-1]):
-        plain = _requests(config, role, count, temperature=1.0)
-        masked = _requests(config, role, count, temperature=1.0, structured=ANY_TEXT)
+        plain = _requests(config, "large", count, temperature=1.0)
+        masked = _requests(config, "large", count, temperature=1.0, structured=ANY_TEXT)
         runs: dict[str, Callable[[], BenchResult]] = {"off": partial(engine.run, plain)}
-        for name in HOST_DRAFTERS:
+        for name in names:
             requests = with_method(masked if name == "grammar" else plain, name)
             runs[name] = partial(engine.run, requests)
         rounds = _run_paired(runs, max(2, config.rounds - 2))
-        for name in HOST_DRAFTERS:
+        for name in names:
             pairs = zip(rounds[name], rounds["off"], strict=True)
             figures[f"{count} {name} us a step"] = statistics.median(
                 (result.step_s - off.step_s) * 1e6 for result, off in pairs
@@ -153,32 +239,45 @@ def _host_drafters(config: BenchConfig, engine: BenchEngine, role: str) -> Mappi
     return figures
 
 
-def speculation(config: BenchConfig, report: Report) -> None:
-    """The section "speculation": replayed drafts of set acceptance, against an engine without speculation."""
-    role, batch = ROLES[0], config.streams[-1]
-    requests = make_requests(batch, config.prompt, config.replayed, config.shape(role).vocab)
+def adaptive_drafts(config: BenchConfig, report: Report) -> None:
+    """Replayed drafts of set acceptance, against an engine without speculation."""
+    batch = config.streams[-1]
+    cases = [(f"replay {rate:g}, 1 stream", rate, 1) for rate in (0.8, 0.0)]
+    cases.append((f"replay 0, {batch} streams", 0.0, batch))
+    _compare_replay(config, report, "adaptive", {}, cases)
 
-    def measure(name: str, off: BenchEngine, on: BenchEngine, rate: float, count: int) -> None:
-        report.measure(name, partial(_compare, config, off, on, requests[:count], rate), 4)
 
-    def open_replay(options: Mapping[str, Any], draft: bool = False) -> Any:
-        fields = {"speculate": "replay", "num_speculative_tokens": MAX_REPLAYED, **options}
-        return open_engine(config, role, fields, lines, draft)
+def fixed_drafts(config: BenchConfig, report: Report) -> None:
+    """With many streams, a step verifies more rows than requests run."""
+    cases = [(f"replay 0.8, always {MAX_REPLAYED}, {n} streams", 0.8, n) for n in (1, config.streams[-1])]
+    _compare_replay(config, report, "fixed", {"draft_length": "fixed"}, cases)
 
-    with open_engine(config, role) as off:
+
+def paid_drafts(config: BenchConfig, report: Report) -> None:
+    """Replayed drafts beside the draft model, whose cost counts."""
+    cases = [(f"draft model paid, 0.6, {n} streams", 0.6, n) for n in (1, config.streams[-1])]
+    _compare_replay(config, report, "paid", {"replay_cost": True}, cases, draft=True)
+
+
+def _compare_replay(
+    config: BenchConfig,
+    report: Report,
+    name: str,
+    options: Mapping[str, Any],
+    cases: Sequence[tuple[str, float, int]],
+    draft: bool = False,
+) -> None:
+    """`cases` have a part's name, an acceptance rate, and a number of requests."""
+    requests = make_requests(config.streams[-1], config.prompt, config.replayed, config.large.vocab)
+    fields = {"speculate": "replay", "num_speculative_tokens": MAX_REPLAYED, **options}
+    with open_engine(config, report, f"{name}: engine without drafts", "large") as off:
         outputs = off.run(requests).tokens
         lines = [
             line for rate in RATES for line in replay_lines(_seeded(requests, rate), outputs, 1.0 - rate)
         ]
-        with report.guard("adaptive"), open_replay({}) as adaptive:
-            for rate in (0.8, 0.0):
-                measure(f"replay {rate:g}, 1 stream", off, adaptive, rate, 1)
-            measure(f"replay 0, {batch} streams", off, adaptive, 0.0, batch)
-        with report.guard("fixed"), open_replay({"draft_length": "fixed"}) as fixed:
-            measure(f"replay 0.8, always {MAX_REPLAYED}, 1 stream", off, fixed, 0.8, 1)
-        with report.guard("draft model"), open_replay({"replay_cost": True}, draft=True) as paid:
-            for count in (1, batch):
-                measure(f"draft model paid, 0.6, {count} streams", off, paid, 0.6, count)
+        with open_engine(config, report, f"{name}: engine", "large", fields, lines, draft) as on:
+            for part, rate, count in cases:
+                report.measure(part, partial(_compare, config, off, on, requests[:count], rate))
 
 
 def _seeded(requests: Sequence[Request], rate: float) -> list[Request]:
@@ -213,14 +312,12 @@ def _compare(
     return {**figures, "acceptance": accepted / num_drafted} if num_drafted else figures
 
 
-def peers(config: BenchConfig, report: Report) -> None:
-    """The section "peers": transformers with a static cache, compiled, in turn with Foreword; one request."""
-    for role in reversed(ROLES):
-        report.measure(f"transformers {role}", partial(_compare_transformers, config, role), 40)
-        BenchDevice(config.device).free()
+def peer(config: BenchConfig, report: Report, role: str) -> None:
+    """transformers with a static cache, compiled, in turn with Foreword; one request."""
+    report.measure(f"transformers {role}", partial(_compare_transformers, config, report, role), 30)
 
 
-def _compare_transformers(config: BenchConfig, role: str) -> Mapping[str, Any]:
+def _compare_transformers(config: BenchConfig, report: Report, role: str) -> Mapping[str, Any]:
     """Time of a token after the first, by either."""
     if importlib.util.find_spec("transformers") is None:
         return {"skipped": "transformers is not installed"}
@@ -230,10 +327,10 @@ def _compare_transformers(config: BenchConfig, role: str) -> Mapping[str, Any]:
     options = json.loads(text)
     model_config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
     with torch.device(config.device):
-        model = transformers.AutoModelForCausalLM.from_config(model_config)
-        model = model.to(getattr(torch, config.dtype)).eval()
+        dtype = getattr(torch, config.dtype)
+        model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=dtype).eval()
     (request,) = make_requests(1, config.prompt, config.peer_tokens, config.shape(role).vocab)
-    with open_engine(config, role) as engine:
+    with open_engine(config, report, f"{role} engine", role) as engine:
         runs: dict[str, Callable[[], float]] = {
             "foreword": lambda: 1 / max(engine.run([request]).rate, 1e-9),
             "transformers": lambda: _transformers_token_s(config, model, request),

@@ -13,11 +13,13 @@ from torch import Tensor
 from foreword.core.batch import Batch, KVLayer
 from foreword.kernels.ops import AttentionMetadata
 from foreword.kernels.triton.attention_kernel import attend
+from foreword.kernels.triton.variants import is_enabled, launches_dependents
 
 __all__ = [
     "BLOCK_KV",
     "SPLIT",
     "AttnLaunch",
+    "TileShape",
     "TritonAttention",
     "TritonAttnMetadata",
     "num_stages",
@@ -29,10 +31,12 @@ SPLIT = 256  # positions: the least that a program reads of a long context
 BLOCK_KV = 64  # positions of a KV tile: the M side of one warp group
 MIN_COLUMNS = 16  # rows x heads of a tile
 MAX_COLUMNS = 32  # limit by accumulator registers
-MAX_COLUMNS_HOPPER = 64  # on Hopper a second warp group has half of them
 MAX_COLUMNS_FLOAT32 = 16  # without tensor cores
-TARGET_NUM_PROGRAMS = 528  # four for each of 132 multiprocessors
-MAX_WORKSPACE_BYTES = 128 << 20  # bytes
+FIXED_N_CAPABILITIES = (9, 10)  # major compute capabilities whose instruction has the columns of the tile
+FLOAT8_CAPABILITY = (8, 9)  # compute capability with hardware conversion of float8_e4m3fn
+TARGET_NUM_PROGRAMS = 264  # two for each of 132 multiprocessors, which run at once
+WORKSPACE_DIVISOR, MAX_WORKSPACE_BYTES = 64, 1 << 30  # share of the GPU's memory, and its limit
+ALIGNMENT = 16  # values
 # Shared memory for K and V tiles: on data center GPUs two programs share 227 KiB, others allow 99 KiB for
 # one.
 LARGE_SHARED_MEMORY_BYTES = 110 << 10
@@ -41,11 +45,19 @@ LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True)
+class TileShape:
+    min_columns: int  # rows x heads, padded to a power of two
+    max_columns: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttnLaunch:
     """The row tiles of one launch."""
 
     tiles: Tensor  # int32 [tiles, 2]: first row and number of rows, of one request each
-    columns: int  # rows x heads of a tile, padded to a power of two
+    num_columns: int  # rows x heads of the largest tile
+    padded_columns: int  # of every tile
     num_programs: int  # that share the splits of a tile; 1: partial results stay in registers
 
 
@@ -56,26 +68,27 @@ class TritonAttnMetadata:
     batch: Batch
     window: int | None
     # By arguments of plan_launches(); built by the first layer, which knows the number of heads.
-    launches: dict[tuple[int, ...], tuple[AttnLaunch, ...]] = field(default_factory=dict)
+    launches: dict[tuple[TileShape, int, int, int], tuple[AttnLaunch, ...]] = field(default_factory=dict)
 
     @property
     def max_splits(self) -> int:
         """Upper bound on the splits that the rows of a tile attend to."""
         longest = max(self.batch.seq_lens, default=self.batch.block_tables.shape[1] * self.batch.block_size)
         splits = -(-longest // SPLIT)
-        return splits if self.window is None else min(splits, (self.window + MAX_COLUMNS_HOPPER) // SPLIT + 2)
+        return splits if self.window is None else min(splits, (self.window + MAX_COLUMNS) // SPLIT + 2)
 
-    def get_launches(self, columns: int, heads: int, head_tiles: int, dim: int) -> tuple[AttnLaunch, ...]:
-        shape = columns, heads, head_tiles, dim
-        if shape not in self.launches:
-            self.launches[shape] = plan_launches(self.batch, columns, heads, head_tiles, dim, self.max_splits)
-        return self.launches[shape]
+    def get_launches(self, tile: TileShape, heads: int, head_tiles: int, dim: int) -> tuple[AttnLaunch, ...]:
+        key = tile, heads, head_tiles, dim
+        if key not in self.launches:
+            self.launches[key] = plan_launches(self.batch, *key, self.max_splits)
+        return self.launches[key]
 
 
 class TritonAttention:
     """Mixin of TritonOps. Launches of an instance run in order on one stream: they share counters."""
 
     _counters: Tensor | None = None
+    _workspace: Tensor | None = None  # float32
 
     def build_attention_metadata(self, batch: Batch, window: int | None = None) -> AttentionMetadata:
         assert batch.request_index is not None
@@ -99,28 +112,30 @@ class TritonAttention:
         kv_heads = cache.k.shape[1]
         group = num_heads // kv_heads
         block_d = max(triton.next_power_of_2(dim), 16)
-        columns, num_warps = tile_shape(q.device, q.dtype, block_d)
-        heads = min(group, columns)
+        tile = tile_shape(q.device, q.dtype, block_d)
+        heads = min(group, tile.max_columns)
         head_tiles = kv_heads * -(-group // heads)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         factor, cap = (scale * LOG2_E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2_E)
         k, v = cache.k, cache.v
+        has_float8 = False
         if k.dtype == torch.float8_e4m3fn:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
-        for launch in metadata.get_launches(columns, heads, head_tiles, dim):
+            has_float8 = k.is_cuda and torch.cuda.get_device_capability(k.device) >= FLOAT8_CAPABILITY
+        pdl = launches_dependents(q.device)
+        for launch in metadata.get_launches(tile, heads, head_tiles, dim):
             pairs = launch.tiles.shape[0] * head_tiles
             whole = launch.num_programs == 1
             partials = split_stats = counters = None
             if not whole:
-                shape = pairs, metadata.max_splits
-                partials = q.new_empty((*shape, dim, launch.columns), dtype=torch.float32)
-                split_stats = q.new_empty((*shape, 2, launch.columns), dtype=torch.float32)
+                most = TARGET_NUM_PROGRAMS * metadata.max_splits * tile.max_columns
+                partials, split_stats = self._get_workspace(q.device, most, dim)
                 counters = self._get_counters(q.device)
             tables = batch.block_tables
             attend[pairs, launch.num_programs](
                 *(q, k, v, cache.k_scale, cache.v_scale, out, partials, split_stats, counters, launch.tiles),
                 *(batch.request_index, batch.positions, tables, tables.shape[0] - 1, tables.shape[1]),
-                *(metadata.max_splits, q.stride(0), q.stride(1), factor, cap),
+                *(metadata.max_splits, launch.num_columns, q.stride(0), q.stride(1), factor, cap),
                 KV_HEADS=kv_heads,
                 GROUP=group,
                 HEADS=heads,
@@ -131,11 +146,14 @@ class TritonAttention:
                 SPLIT=SPLIT,
                 BLOCK_KV=BLOCK_KV,
                 BLOCK_D=block_d,
-                NQ=launch.columns,
+                NQ=launch.padded_columns,
+                FLOAT8=has_float8,
                 WHOLE=whole,
                 STAGES=num_stages(q.device, 2 * BLOCK_KV * block_d * k.itemsize),
-                num_warps=num_warps,
+                PDL=pdl,
+                num_warps=tile.num_warps,
                 enable_fp_fusion=False,
+                launch_pdl=pdl,
             )
         return out
 
@@ -145,16 +163,31 @@ class TritonAttention:
             self._counters = torch.zeros(TARGET_NUM_PROGRAMS, dtype=torch.int32, device=device)
         return self._counters
 
+    def _get_workspace(self, device: torch.device, num_columns: int, dim: int) -> tuple[Tensor, Tensor]:
+        """Values [num_columns, dim] and stats [num_columns, 2] of splits, at most of max_split_columns().
+
+        All layers and graphs share one buffer. It grows in the first pass, whose block tables are the
+        longest, before a graph is captured.
+        """
+        num_columns = min(num_columns, max_split_columns(device, dim))
+        size = num_columns * (dim + 2)
+        if self._workspace is None or self._workspace.numel() < size:
+            assert not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+            self._workspace = None
+            self._workspace = torch.empty(size, dtype=torch.float32, device=device)
+        return self._workspace[: num_columns * dim], self._workspace[num_columns * dim : size]
+
 
 def plan_launches(
-    batch: Batch, columns: int, heads: int, head_tiles: int, dim: int, max_splits: int
+    batch: Batch, tile: TileShape, heads: int, head_tiles: int, dim: int, max_splits: int
 ) -> tuple[AttnLaunch, ...]:
-    """Separate launches for requests that fit into one tile of `columns` (rows x heads), and for longer ones.
+    """Separate launches for requests that fit into one tile, and for longer ones.
 
     heads: of a group in one tile; head_tiles: such tiles over all groups. If all requests have equally many
     rows, as in CUDA graphs, nothing is copied from the host.
     """
-    device, num_rows, rows_per_tile = batch.positions.device, batch.positions.shape[0], columns // heads
+    device, num_rows = batch.positions.device, batch.positions.shape[0]
+    rows_per_tile = tile.max_columns // heads
     sections = [
         (start, end - start) for start, end in pairwise((*batch.query_start_loc, num_rows)) if end > start
     ]
@@ -163,7 +196,8 @@ def plan_launches(
     most = max(size for _, size in sections)
     if num_rows == most * len(sections):
         tiles = _equal_tiles(len(sections), most, rows_per_tile, device)
-        return (_make_launch(tiles, min(most, rows_per_tile) * heads, head_tiles, dim, max_splits),)
+        num_columns = min(most, rows_per_tile) * heads
+        return (_make_launch(tiles, num_columns, tile, head_tiles, dim, max_splits),)
     long = [
         (row, min(rows_per_tile, start + size - row))
         for start, size in sections
@@ -175,8 +209,8 @@ def plan_launches(
     for section_tiles in (long, short):
         if section_tiles:
             tiles = torch.tensor(section_tiles, dtype=torch.int32, device=device)
-            used_columns = max(size for _, size in section_tiles) * heads
-            launches.append(_make_launch(tiles, used_columns, head_tiles, dim, max_splits))
+            num_columns = max(size for _, size in section_tiles) * heads
+            launches.append(_make_launch(tiles, num_columns, tile, head_tiles, dim, max_splits))
     return tuple(launches)
 
 
@@ -188,21 +222,37 @@ def _equal_tiles(sections: int, size: int, rows_per_tile: int, device: torch.dev
     return torch.stack((first, rows), -1).view(-1, 2)
 
 
-def _make_launch(tiles: Tensor, used_columns: int, head_tiles: int, dim: int, max_splits: int) -> AttnLaunch:
-    columns = max(triton.next_power_of_2(used_columns), MIN_COLUMNS)
+def _make_launch(
+    tiles: Tensor, num_columns: int, tile: TileShape, head_tiles: int, dim: int, max_splits: int
+) -> AttnLaunch:
+    padded_columns = max(triton.next_power_of_2(num_columns), tile.min_columns)
     pairs = tiles.shape[0] * head_tiles
     programs = min(-(-TARGET_NUM_PROGRAMS // pairs), max_splits)
-    if pairs * max_splits * columns * (dim + 2) * 4 > MAX_WORKSPACE_BYTES:
+    if pairs * max_splits * num_columns > max_split_columns(tiles.device, dim):
         programs = 1
-    return AttnLaunch(tiles, columns, programs)
+    return AttnLaunch(tiles, num_columns, padded_columns, programs)
 
 
-def tile_shape(device: torch.device, dtype: torch.dtype, block_d: int) -> tuple[int, int]:
-    """Maximum columns of a tile, and warps: equal for all columns, so sums over positions have one layout."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    wide = block_d > 128
-    columns = MAX_COLUMNS_HOPPER if hopper and not wide else MAX_COLUMNS
-    return (MAX_COLUMNS_FLOAT32 if dtype == torch.float32 else columns), (8 if hopper or wide else 4)
+def max_split_columns(device: torch.device, dim: int) -> int:
+    """Columns of splits that the workspace has room for."""
+    limit = MAX_WORKSPACE_BYTES
+    if device.type == "cuda":
+        limit = min(torch.cuda.get_device_properties(device).total_memory // WORKSPACE_DIVISOR, limit)
+    return limit // (4 * (dim + 2)) // ALIGNMENT * ALIGNMENT
+
+
+def tile_shape(device: torch.device, dtype: torch.dtype, block_d: int) -> TileShape:
+    """Equal warps for all columns, so sums over positions have one layout.
+
+    Where the columns are part of the tensor core instruction, all tiles have as many, as no document says
+    that another instruction gives the same bits.
+    """
+    num_warps = 8 if block_d > 128 else 4
+    if dtype == torch.float32:
+        return TileShape(MAX_COLUMNS_FLOAT32, MAX_COLUMNS_FLOAT32, num_warps)
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    padded = major in FIXED_N_CAPABILITIES and not is_enabled("attention_unpadded")
+    return TileShape(MAX_COLUMNS if padded else MIN_COLUMNS, MAX_COLUMNS, num_warps)
 
 
 def num_stages(device: torch.device, tile_bytes: int) -> int:

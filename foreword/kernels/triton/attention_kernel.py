@@ -6,15 +6,17 @@ A row's softmax runs over the tiles of a split in order, and over its splits in 
 walks all splits or each split has its own program.
 
 Keys and values are the M side of the products: scores are [BLOCK_KV, NQ], values [BLOCK_D, NQ], with a
-column for each (row, head). Columns are independent, the tensor core instruction has the same M and K for
-every NQ, and sums over positions have one layout for every NQ while all warps lie along M. float32 has no
-such layouts: its sum is a product with ones, which has one order.
+column for each (row, head). Columns are independent. A GPU computes all tiles with one shape of tensor core
+instruction: on Hopper its n follows from NQ, so NQ is fixed and columns are padded. Sums over positions have
+one layout for every NQ while all warps lie along M. float32 has no such layouts: its sum is a product with
+ones, which has one order.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foreword.kernels.triton.gemm_pack import from_float8
 
@@ -22,6 +24,8 @@ __all__ = ["attend"]
 
 MIN_SCORE = tl.constexpr(-3.0e38)  # maximum of no scores: finite, so that differences are too
 INFINITY = tl.constexpr(float("inf"))
+INFINITY_BITS = tl.constexpr(0x7F800000)
+MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -35,18 +39,24 @@ def _merge(top, total, values, next_top, next_total, next_values):
 
 
 @triton.jit
-def _upcast(values, dtype: tl.constexpr):
-    return from_float8(values, dtype) if values.dtype == tl.uint8 else values.to(dtype)
+def _upcast(values, dtype: tl.constexpr, FLOAT8: tl.constexpr):
+    if values.dtype != tl.uint8:
+        return values.to(dtype)
+    elif FLOAT8:
+        # By way of float32: direct conversion of float16 to bfloat16 has a quarter of the rate.
+        return values.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32).to(dtype)
+    else:
+        return from_float8(values, dtype)
 
 
 @triton.jit
-def _sum_positions(weights, dtype: tl.constexpr, BLOCK_KV: tl.constexpr):
+def _sum_positions(sums, dtype: tl.constexpr, BLOCK_KV: tl.constexpr):
     """[BLOCK_KV, NQ] -> [NQ]"""
     if dtype == tl.float32:
         ones = tl.full([16, BLOCK_KV], 1.0, tl.float32)
-        return tl.max(tl.dot(ones, weights, input_precision="ieee"), 0)
+        return tl.max(tl.dot(ones, sums, input_precision="ieee"), 0)
     else:
-        return tl.sum(weights, 0)
+        return tl.sum(sums, 0)
 
 
 @triton.jit
@@ -54,7 +64,8 @@ def _attend_positions(
     q, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, NQ: tl.constexpr,
-    SPLIT: tl.constexpr, FLUSH: tl.constexpr, MASK_NON_FINITE: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, FLOAT8: tl.constexpr, FLUSH: tl.constexpr, MASK_NON_FINITE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Softmax of q [BLOCK_D, NQ] over the positions from begin, a multiple of BLOCK_KV, to end.
 
@@ -65,39 +76,45 @@ def _attend_positions(
     """
     d = tl.arange(0, BLOCK_D)
     top = tl.full([NQ], MIN_SCORE, tl.float32)
-    total = tl.zeros([NQ], tl.float32)
+    sums = tl.zeros([BLOCK_KV, NQ], tl.float32)  # of weights BLOCK_KV positions apart; added up once a split
     values = tl.zeros([BLOCK_D, NQ], tl.float32)
-    all_top, all_total, all_values = top, total, values
+    all_top, all_total, all_values = top, tl.zeros([NQ], tl.float32), values
     for start in tl.range(begin, end, BLOCK_KV, num_stages=STAGES):
         if FLUSH:  # noqa: SIM102 (a constexpr)
             if start % SPLIT == 0:
+                total = _sum_positions(sums, q.dtype, BLOCK_KV)
                 all_top, all_total, all_values = _merge(all_top, all_total, all_values, top, total, values)
                 top = tl.full([NQ], MIN_SCORE, tl.float32)
-                total = tl.zeros([NQ], tl.float32)
+                sums = tl.zeros([BLOCK_KV, NQ], tl.float32)
                 values = tl.zeros([BLOCK_D, NQ], tl.float32)
         at = start + tl.arange(0, BLOCK_KV)
-        in_range = (at >= low) & (at <= high)
+        in_range = at <= high
+        if WINDOW > 0:
+            in_range = in_range & (at >= low)
         block = tl.load(block_table + at // BLOCK_SIZE, mask=in_range, other=0)
-        vector = (block * BLOCK_SIZE + at % BLOCK_SIZE) * KV_HEADS
-        places = vector[:, None] * D + d[None, :]
+        slot = (block.to(tl.int32) * BLOCK_SIZE + at % BLOCK_SIZE).to(tl.int64)
+        vector = slot * KV_HEADS
+        places = (slot * (KV_HEADS * D))[:, None] + d[None, :]
         loaded_mask = in_range[:, None] if D == BLOCK_D else in_range[:, None] & (d < D)[None, :]
         scores = tl.dot(
-            _upcast(tl.load(k + places, mask=loaded_mask, other=0), q.dtype), q, input_precision="ieee"
+            _upcast(tl.load(k + places, mask=loaded_mask, other=0), q.dtype, FLOAT8),
+            q,
+            input_precision="ieee",
         )
         if k_scale is not None:
             scores = scores * tl.load(k_scale + vector, mask=in_range, other=0.0)[:, None]
-        scores = scores * scale
         if SOFTCAP:
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E)) + 1.0))
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * scale * (2.0 * LOG2_E)) + 1.0))
         visible = at[:, None] <= positions[None, :]
         if WINDOW > 0:
             visible = visible & (at[:, None] > positions[None, :] - WINDOW)
         scores = tl.where(visible, scores, -INFINITY)
-        highest = tl.maximum(top, tl.max(scores, 0))
+        factor = 1.0 if SOFTCAP else scale
+        highest = tl.maximum(top, tl.max(scores, 0) * factor)
+        weights = tl.exp2(tl.fma(scores, factor, -highest[None, :]))
         keep = tl.exp2(top - highest)
-        weights = tl.exp2(scores - highest[None, :])
         top = highest
-        total = total * keep + _sum_positions(weights, q.dtype, BLOCK_KV)
+        sums = sums * keep[None, :] + weights
         loaded = tl.load(v + places, mask=loaded_mask, other=0)
         if v_scale is not None:
             weights = tl.where(
@@ -107,9 +124,10 @@ def _attend_positions(
             finite = tl.abs(loaded.to(tl.float32)) < INFINITY
             loaded = tl.where(finite, loaded, 0.0).to(loaded.dtype)
             non_finite = tl.min(finite.to(tl.int32), 1) == 0
-            total = tl.where(tl.max((visible & non_finite[:, None]).to(tl.int32), 0) > 0, float("nan"), total)
-        loaded = tl.trans(_upcast(loaded, q.dtype))
+            sums = tl.where(visible & non_finite[:, None], float("nan"), sums)
+        loaded = tl.trans(_upcast(loaded, q.dtype, FLOAT8))
         values = tl.dot(loaded, weights.to(q.dtype), values * keep[None, :], input_precision="ieee")
+    total = _sum_positions(sums, q.dtype, BLOCK_KV)
     if FLUSH:
         return _merge(all_top, all_total, all_values, top, total, values)
     else:
@@ -124,22 +142,30 @@ def _is_finite(total, values):
 
 
 @triton.jit
+def _magnitude(values):
+    """float32 -> int32 in the order of magnitudes, then infinity, then NaN."""
+    return values.to(tl.int32, bitcast=True) & MAGNITUDE_BITS
+
+
+@triton.jit
 def _attend_split(
     q, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, NQ: tl.constexpr,
-    SPLIT: tl.constexpr, FLUSH: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, FLOAT8: tl.constexpr, FLUSH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """_attend_positions(), repeated with MASK_NON_FINITE if needed; quantized values are finite."""
     top, total, values = _attend_positions(
         q, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
-        KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT, FLUSH, False, STAGES,
+        KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT, FLOAT8, FLUSH, False, STAGES,
     )  # fmt: skip
-    if v_scale is None:  # noqa: SIM102
-        if tl.min(_is_finite(total, values)) == 0:
+    if v_scale is None:
+        largest = tl.maximum(tl.max(_magnitude(values)), tl.max(_magnitude(total)))
+        if largest >= INFINITY_BITS:
             top, total, values = _attend_positions(
                 q, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
-                KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT, FLUSH, True, 1,
+                KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT, FLOAT8, FLUSH,
+                True, 1,
             )  # fmt: skip
     return top, total, values
 
@@ -158,30 +184,36 @@ def _store_output(out, places, exists, valid, total, values, D: tl.constexpr, BL
     tl.store(out + places[:, None] + d[None, :], tl.trans(result), mask=exists[:, None] & (d < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_requests", "table_width", "max_splits"])
+@triton.jit(do_not_specialize=["num_requests", "table_width", "max_splits", "num_columns"])
 def attend(
     q, k, v, k_scale, v_scale, out, partials, split_stats, counters, tiles, request_index, positions,
-    block_tables, num_requests, table_width, max_splits, q_row, q_head, scale, softcap,
+    block_tables, num_requests, table_width, max_splits, num_columns, q_row, q_head, scale, softcap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, NQ: tl.constexpr, WHOLE: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, NQ: tl.constexpr, FLOAT8: tl.constexpr,
+    WHOLE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of rows, some heads of one group, and some splits.
 
     q, out         [T, KV_HEADS * GROUP, D]; q has strides q_row and q_head, out is contiguous
     k, v           [S, KV_HEADS, D], uint8 for float8 bits; k_scale, v_scale float32 [S, KV_HEADS] or None
     tiles          int32 [tiles, 2]: first row and number of rows, of one request except padding
-    partials       float32 [pairs, max_splits, D, NQ]: values of each split, unless WHOLE
-    split_stats    float32 [pairs, max_splits, 2, NQ]: maximum and sum of each split, unless WHOLE
+    partials       float32 [pairs, max_splits, num_columns, D]: values of each split, unless WHOLE
+    split_stats    float32 [pairs, max_splits, 2, num_columns]: maximum and sum of each split, unless WHOLE
     counters       int32 [pairs], zeros before and after: programs done with a (tile, heads) pair
     request_index, positions, block_tables   as in Batch; table_width is M
+    num_columns    columns of the largest tile
     HEADS          heads of a group in one tile
+    FLOAT8         this GPU converts float8_e4m3fn itself; bits are the same
+    PDL            see launches_dependents()
     scale          factor from products to scores, times log2(e); with SOFTCAP, divided by the cap, and
                    softcap is the cap times log2(e)
     Grid (pairs, programs): program p has splits p, p + programs, ...; the last one of a pair merges all in
     order.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     head_tiles: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     pair = tl.program_id(0)
     program = tl.program_id(1)
@@ -208,7 +240,7 @@ def attend(
     d = tl.arange(0, BLOCK_D)
     heads = kv_head * GROUP + head
     q_places = q + row.to(tl.int64)[:, None] * q_row + heads[:, None] * q_head + d[None, :]
-    queries = tl.trans(tl.load(q_places, mask=valid[:, None] & (d < D)[None, :], other=0.0))
+    q_mask = valid[:, None] & (d < D)[None, :]
     places = (row.to(tl.int64) * (KV_HEADS * GROUP) + heads) * D
     table = block_tables + request.to(tl.int64) * table_width
     k += kv_head * D
@@ -217,30 +249,37 @@ def attend(
         k_scale += kv_head
         v_scale += kv_head
     if WHOLE:
+        queries = tl.trans(tl.load(q_places, mask=q_mask, other=0.0))
         top, total, values = _attend_split(
             queries, k, v, k_scale, v_scale, table, begin, high + 1, low, high, at, scale, softcap,
-            KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT, True, STAGES,
+            KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT, FLOAT8, True, STAGES,
         )  # fmt: skip
         _store_output(out, places, exists, valid, total, values, D, BLOCK_D)
     else:
         if (program == 0) & (num_splits <= 0):
             zeros = tl.zeros([NQ, BLOCK_D], tl.float32).to(out.dtype.element_ty)
             tl.store(out + places[:, None] + d[None, :], zeros, mask=exists[:, None] & (d < D)[None, :])
+        base = pair.to(tl.int64) * max_splits
+        inner = column[None, :] * D + d[:, None]
+        kept = (d < D)[:, None] & exists[None, :]
         if program < num_splits:
-            base = pair.to(tl.int64) * max_splits
-            inner = d[:, None] * NQ + column[None, :]
-            kept = (d < D)[:, None] & exists[None, :]
+            queries = tl.trans(tl.load(q_places, mask=q_mask, other=0.0))
             for split in range(program, num_splits, programs):
                 start = (first_split + split) * SPLIT
                 top, total, values = _attend_split(
                     queries, k, v, k_scale, v_scale, table,
                     tl.maximum(start, begin), tl.minimum(start + SPLIT, high + 1), low, high, at,
                     scale, softcap, KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT,
-                    False, STAGES,
+                    FLOAT8, False, STAGES,
                 )  # fmt: skip
-                tl.store(partials + (base + split) * (D * NQ) + inner, values, mask=kept)
-                tl.store(split_stats + (base + split) * (2 * NQ) + column, top)
-                tl.store(split_stats + (base + split) * (2 * NQ) + NQ + column, total)
+                if num_splits == 1:
+                    _store_output(out, places, exists, valid, total, values, D, BLOCK_D)
+                else:
+                    first_column = (base + split) * num_columns
+                    tl.store(partials + first_column * D + inner, values, mask=kept)
+                    tl.store(split_stats + 2 * first_column + column, top, mask=exists)
+                    tl.store(split_stats + 2 * first_column + num_columns + column, total, mask=exists)
+        if (program < num_splits) & (num_splits > 1):
             tl.debug_barrier()
             num_done = tl.atomic_add(counters + pair, 1, sem="acq_rel")
             if num_done == tl.minimum(programs, num_splits) - 1:
@@ -249,11 +288,12 @@ def attend(
                 values = tl.zeros([BLOCK_D, NQ], tl.float32)
                 for split in tl.range(0, num_splits, num_stages=3):
                     # ".cg" reads past the L1 cache, as other multiprocessors wrote these.
-                    stats = split_stats + (base + split) * (2 * NQ) + column
-                    next_top = tl.load(stats, cache_modifier=".cg")
-                    next_total = tl.load(stats + NQ, cache_modifier=".cg")
-                    partial_places = partials + (base + split) * (D * NQ) + inner
-                    partial = tl.load(partial_places, mask=kept, other=0.0, cache_modifier=".cg")
+                    first_column = (base + split) * num_columns
+                    stats = split_stats + 2 * first_column + column
+                    next_top = tl.load(stats, mask=exists, other=MIN_SCORE, cache_modifier=".cg")
+                    next_total = tl.load(stats + num_columns, mask=exists, other=0.0, cache_modifier=".cg")
+                    places_of_split = partials + first_column * D + inner
+                    partial = tl.load(places_of_split, mask=kept, other=0.0, cache_modifier=".cg")
                     top, total, values = _merge(top, total, values, next_top, next_total, partial)
                 _store_output(out, places, exists, valid, total, values, D, BLOCK_D)
                 tl.store(counters + pair, 0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +17,12 @@ from foreword.kernels.triton import elementwise, rope
 from foreword.kernels.triton.attention import TritonAttention
 from foreword.kernels.triton.decode_ops import TritonDecodeOps
 from foreword.kernels.triton.linear import TritonLinear
+from foreword.kernels.triton.precompile import precompile
 from foreword.kernels.triton.sampling import TritonSampling
 
 __all__ = ["TritonFastMath", "TritonOps"]
+
+logger = logging.getLogger(__name__)
 
 UNQUANTIZED_FORMATS = ("float32", "bfloat16", "float16")
 
@@ -34,6 +38,11 @@ class TritonOps(TritonLinear, TritonAttention, TritonSampling, ReferenceOps):
         super().__init__(row_tile=1)
         self.eager = eager
         self.decode_ops = TritonDecodeOps()
+
+    def precompile(
+        self, run: Callable[[], object], on_progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        logger.info("model: %s", precompile(run, on_progress))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return elementwise.rms_norm(x, weight, eps)

@@ -11,18 +11,20 @@ from foreword.kernels.reference.decode_ops import DecodeOps, DraftLoopState, Fla
 
 __all__ = ["TritonDecodeOps"]
 
+SLOTS_PER_ITERATION = 256  # of record_draft_kernel
 
-@triton.jit(do_not_specialize=["table_width"])
+
+@triton.jit(do_not_specialize=["token_row", "token_column", "table_width", "width"])
 def flatten_rows_kernel(
     token_ids, token_row, token_column, first_position, valid, block_tables, table_width, mrope_offsets,
-    out_tokens, out_positions, out_slots, out_request_index, out_mrope_positions,
-    WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    out_tokens, out_positions, out_slots, out_request_index, out_mrope_positions, width,
+    BLOCK_W: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n): the WIDTH rows of one slot."""
+    """Grid (n): the `width` rows of one slot."""
     slot = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_W)
-    exists = column < WIDTH
-    row = slot * WIDTH + column
+    exists = column < width
+    row = slot * width + column
     used = tl.load(valid + row, mask=exists, other=0) != 0
     token = tl.load(token_ids + slot * token_row + column * token_column, mask=used, other=0)
     position = tl.where(used, tl.load(first_position + slot) + column, 0)
@@ -37,41 +39,45 @@ def flatten_rows_kernel(
             tl.store(out_mrope_positions + 3 * row + axis, mrope_position, mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["width", "draft_row", "logprob_row", "num_requests"])
 def record_draft_kernel(
     token_ids, logits, width, log_sum, draft_step, draft_ids, draft_row, logprobs, logprob_row, last_token,
     position, sample_index, active, logprob_sum, min_logprob_sum, max_tokens, num_requests,
-    BLOCK_N: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Grid (1): all slots, since draft_step advances once for all."""
-    slot = tl.arange(0, BLOCK_N)
-    exists = slot < num_requests
     column = tl.load(draft_step)
-    token_id = tl.load(token_ids + slot, mask=exists, other=-1)
-    token = tl.maximum(token_id, 0)
-    value = tl.load(logits + slot.to(tl.int64) * width + token, mask=exists, other=0.0).to(tl.float64)
-    drafted = (tl.load(active + slot, mask=exists, other=0) != 0) & (token_id >= 0)
-    logprob = tl.where(drafted, value - tl.load(log_sum + slot, mask=exists, other=0.0).to(tl.float64), 0.0)
-    tl.store(draft_ids + column * draft_row + slot, tl.where(drafted, token_id, -1), mask=exists)
-    tl.store(logprobs + column * logprob_row + slot, logprob, mask=exists)
-    new_sum = tl.load(logprob_sum + slot, mask=exists, other=0.0) + logprob
-    tl.store(logprob_sum + slot, new_sum, mask=exists)
-    below = new_sum < tl.load(min_logprob_sum + slot, mask=exists, other=0.0)
-    more = drafted & (column + 1 < tl.load(max_tokens + slot, mask=exists, other=0)) & (below == 0)
-    tl.store(active + slot, more, mask=exists)
-    tl.store(last_token + slot, token, mask=exists)
-    tl.store(position + slot, tl.load(position + slot, mask=exists, other=0) + 1, mask=exists)
-    tl.store(sample_index + slot, tl.load(sample_index + slot, mask=exists, other=0) + 1, mask=exists)
+    for first in range(0, num_requests, SLOTS):
+        slot = tl.arange(0, SLOTS) + first
+        exists = slot < num_requests
+        token_id = tl.load(token_ids + slot, mask=exists, other=-1)
+        token = tl.maximum(token_id, 0)
+        value = tl.load(logits + slot.to(tl.int64) * width + token, mask=exists, other=0.0).to(tl.float64)
+        drafted = (tl.load(active + slot, mask=exists, other=0) != 0) & (token_id >= 0)
+        total = tl.load(log_sum + slot, mask=exists, other=0.0).to(tl.float64)
+        logprob = tl.where(drafted, value - total, 0.0)
+        tl.store(draft_ids + column * draft_row + slot, tl.where(drafted, token_id, -1), mask=exists)
+        tl.store(logprobs + column * logprob_row + slot, logprob, mask=exists)
+        new_sum = tl.load(logprob_sum + slot, mask=exists, other=0.0) + logprob
+        tl.store(logprob_sum + slot, new_sum, mask=exists)
+        below = new_sum < tl.load(min_logprob_sum + slot, mask=exists, other=0.0)
+        more = drafted & (column + 1 < tl.load(max_tokens + slot, mask=exists, other=0)) & (below == 0)
+        tl.store(active + slot, more, mask=exists)
+        tl.store(last_token + slot, token, mask=exists)
+        tl.store(position + slot, tl.load(position + slot, mask=exists, other=0) + 1, mask=exists)
+        tl.store(sample_index + slot, tl.load(sample_index + slot, mask=exists, other=0) + 1, mask=exists)
     tl.debug_barrier()
     tl.store(draft_step, column + 1)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_row", "draft_row", "draft_column", "logprob_row", "logprob_column", "width"]
+)
 def commit_kernel(
     slot_table, table_row, active_slots, sampled_ids, draft_ids, draft_row, draft_column,
-    logprobs, logprob_row, logprob_column, result, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
+    logprobs, logprob_row, logprob_column, result, width, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n): the WIDTH = 1 + d rows of one slot. A slot listed twice is the inactive padding slot."""
+    """Grid (n): the width = 1 + d rows of one slot. A slot listed twice is the inactive padding slot."""
     index = tl.program_id(0).to(tl.int64)
     count = tl.num_programs(0)
     state = slot_table + tl.load(active_slots + index)
@@ -79,8 +85,8 @@ def commit_kernel(
     length = tl.load(state + table_row)
     last = tl.load(state + 3 * table_row)
     place = tl.arange(0, BLOCK_W)
-    exists, drafted = place < WIDTH, place < WIDTH - 1
-    token = tl.load(sampled_ids + index * WIDTH + place, mask=exists, other=-1)
+    exists, drafted = place < width, place < width - 1
+    token = tl.load(sampled_ids + index * width + place, mask=exists, other=-1)
     draft = tl.load(draft_ids + index * draft_row + place * draft_column, mask=drafted, other=-1)
     bits = tl.load(logprobs + index * logprob_row + place * logprob_column, mask=drafted, other=0)
     agreed = drafted & (draft >= 0) & (draft == token) & (alive != 0)
@@ -97,8 +103,8 @@ def commit_kernel(
     tl.store(result + index, alive)
     tl.store(result + count + index, (accepted + 1).to(tl.int64))
     tl.store(result + (2 + place) * count + index, token, mask=exists)
-    tl.store(result + (2 + WIDTH + place) * count + index, draft, mask=drafted)
-    tl.store(result + (1 + 2 * WIDTH + place) * count + index, bits, mask=drafted)
+    tl.store(result + (2 + width + place) * count + index, draft, mask=drafted)
+    tl.store(result + (1 + 2 * width + place) * count + index, bits, mask=drafted)
 
 
 class TritonDecodeOps(DecodeOps):
@@ -121,8 +127,7 @@ class TritonDecodeOps(DecodeOps):
         flat_rows = tokens, positions, slots, request_index, mrope_positions
         flatten_rows_kernel[count,](
             *(token_ids, *token_ids.stride(), first_position.contiguous(), valid.contiguous()),
-            *(block_tables, block_tables.shape[1], mrope_offsets.contiguous(), *flat_rows),
-            WIDTH=width,
+            *(block_tables, block_tables.shape[1], mrope_offsets.contiguous(), *flat_rows, width),
             BLOCK_W=triton.next_power_of_2(width),
             BLOCK_SIZE=block_size,
             num_warps=1,
@@ -137,7 +142,7 @@ class TritonDecodeOps(DecodeOps):
             *(state.draft_ids, state.draft_ids.stride(0), state.logprobs, state.logprobs.stride(0)),
             *(state.last_token, state.position, state.sample_index, state.active, state.logprob_sum),
             *(state.min_logprob_sum, state.max_tokens, count),
-            BLOCK_N=triton.next_power_of_2(count),
+            SLOTS=SLOTS_PER_ITERATION,
             num_warps=4,
             enable_fp_fusion=False,
         )
@@ -156,8 +161,7 @@ class TritonDecodeOps(DecodeOps):
         bits = draft_logprobs.view(torch.int64)
         commit_kernel[count,](
             *(slot_table, slot_table.stride(0), active_slots, sampled_ids),
-            *(draft_ids, *draft_ids.stride(), bits, *bits.stride(), result),
-            WIDTH=width,
+            *(draft_ids, *draft_ids.stride(), bits, *bits.stride(), result, width),
             BLOCK_W=triton.next_power_of_2(width),
             num_warps=1,
         )

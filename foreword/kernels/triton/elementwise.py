@@ -6,8 +6,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foreword.kernels.triton.gemm_pack import fp16_from_bits, unpack_word, values_per_word
+from foreword.kernels.triton.variants import launches_dependents
 
 __all__ = ["activate", "embed_kernel", "gated_act", "rms_norm", "softcap"]
 
@@ -101,7 +103,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 @triton.jit
 def embed_kernel(
     token_ids, w, scales, out, K, BLOCKS, scale,
-    FORMAT: tl.constexpr, FLOAT8: tl.constexpr, BK: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
+    FORMAT: tl.constexpr, BK: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
     """out[t, :K] = row token_ids[t] of w times its scales and `scale`, in float32; grid (T, block groups)."""
     values: tl.constexpr = values_per_word(FORMAT)
@@ -114,7 +116,7 @@ def embed_kernel(
     k = tl.arange(0, width)
     words = tl.load(w + (place * (64 * width) + row % 64 * width)[:, None] + k[None, :], mask=inside, other=0)
     for j in tl.static_range(values):
-        value = unpack_word(words, j, FORMAT, FLOAT8, tl.float32).to(tl.float32)
+        value = unpack_word(words, j, FORMAT, tl.float32).to(tl.float32)
         if FORMAT == "int4" or FORMAT == "q8_0":
             scale_places = place * (32 * values) + 64 * (j // 2) + row % 64
             pair = tl.load(scales + scale_places, mask=blocks < BLOCKS, other=0)
@@ -129,14 +131,18 @@ def embed_kernel(
 def _rms_norm_kernel(
     x, weight, out, num_rows, eps, outer, inner,
     ROWS_INSIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Row r of x is at r // ROWS_INSIDE * outer + r % ROWS_INSIDE * inner."""
+    """Row r of x is at r // ROWS_INSIDE * outer + r % ROWS_INSIDE * inner. PDL: see launches_dependents()."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
     places = row // ROWS_INSIDE * outer + row % ROWS_INSIDE * inner
-    values = tl.load(x + places[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    values = tl.load(x + places[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
     inverse = 1.0 / tl.sqrt_rn(tl.sum(values * values, 1) / WIDTH + eps)
     result = values * inverse[:, None] * scale[None, :]
     tl.store(out + row[:, None] * WIDTH + column[None, :], result.to(out.dtype.element_ty), mask=inside)
@@ -156,9 +162,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     block = triton.next_power_of_2(width)
     rows = max(NORM_VALUES_PER_PROGRAM // block, 1)
     operands = x, weight, out, num_rows, eps, x.stride(0), inner
-    shape = {"ROWS_INSIDE": inside, "WIDTH": width, "ROWS": rows, "BLOCK": block}
+    pdl = launches_dependents(x.device)
+    shape = {"ROWS_INSIDE": inside, "WIDTH": width, "ROWS": rows, "BLOCK": block, "PDL": pdl}
     num_warps = min(max(rows * block // NORM_VALUES_PER_WARP, 1), NORM_MAX_WARPS)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        *operands, **shape, num_warps=num_warps, enable_fp_fusion=False
+        *operands, **shape, num_warps=num_warps, enable_fp_fusion=False, launch_pdl=pdl
     )
     return out

@@ -1,26 +1,52 @@
 """The matrix product of linear layers: y^T = W x^T, with weights on the M side of tensor core instructions.
 
-One instruction family with one K (m64nNk16 on Hopper, m16n8k16 on Ampere) then serves every number of rows.
-Each value of y is one chain of these instructions: block by block within a split of K, then split by split.
-The shape of a tile and the split mode change no bit.
+Each value of y is one chain of additions: block by block within a split of K, then split by split; with a
+scale for each 32 columns, the products of these are summed first and then scaled in float32. The shape of a
+tile and the split mode change no bit, as one instruction serves every number of rows: m16n8k16 up to Ampere
+and Ada; on Hopper m64nNk16 with one N for each weight format, because nobody documents that sums are the same
+for another N. There x is padded with zeros, which are never read from memory.
+
+Cost of the padding at one row on an H200, in cycles of a multiprocessor for a block of 64 weight rows of
+8 KiB (int4: 4.5 KiB), for N = 16, 32, 64, from clock rates and compiled code, not measured:
+
+| | memory | tensor cores | shared memory | instructions | chosen N |
+|---|---|---|---|---|---|
+| dense | 431 | 32, 64, 128 | 160, 192, 256 | 90, 90, 111 | 64 |
+| int8 | 431 | 64, 128, 256 | 192, 256, 384 | 231, 225, 254 | 32 |
+| int4 | 242 | 64, 128, 256 | 128, 192, 320 | 249, 290, 357 | 32 |
+
+Dense weights take 64: with 32, operands in shared memory limit prompts to two thirds of the tensor cores.
+Quantized weights are unpacked into registers, so 32 suffices for prompts, and 64 would cost a third of a
+step with int4. All but int4 remain limited by memory (on an H100 int4 too: memory takes 354 cycles). An H20
+has a quarter of the tensor cores: dense weights with N = 64 would take 524 cycles there, memory 303. But
+prompts need no more than N = 16 there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
+import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foreword.kernels.triton.elementwise import activate
 from foreword.kernels.triton.gemm_pack import fp16_from_bits, unpack_word, values_per_word
+from foreword.kernels.triton.variants import is_enabled
 
 __all__ = [
+    "HOPPER_TILES",
     "MAX_TILES",
     "SPLIT_K_MAX_ROWS",
     "TILES",
+    "WIDE_TILES",
     "WORKSPACE_VALUES",
     "Tile",
+    "device_tiles",
     "gemm_kernel",
     "pick_split_mode",
     "pick_tile",
@@ -33,47 +59,68 @@ SPLIT_K_MAX_TILES = (
 )
 WORKSPACE_VALUES = 1 << 23  # values of partial sums, 32 MiB
 MAX_TILES = 2048  # counters of tiles
+WGMMA_MAJORS = (9, 10)  # compute capability: instructions whose N is that of the operand
+SLOW_TENSOR_CORES = re.compile(r"\bH20\b")  # names of GPUs
+SLOW_DOT_COLUMNS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
+    max_rows: int | None  # rows of x up to which it is picked
     bm: int  # rows of the weight: a multiple of 16, at most 64 for four warps
     bn: int  # rows of x
+    dot_n: int  # rows of x of one instruction on Hopper
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # of a thread; others are spilled
+    one_split: bool = False  # only for weights with one split of K: registers for one accumulator
 
 
-# By the type of weight and activations, for at most bn rows each; the last one serves more rows.
+# By the type of weight and activations.
 #
 # At least 16 rows of x: for 8, Triton 3.6 uses another instruction family on Hopper. Up to 32 rows, tiles
 # have 64 weight rows: gemm_pack.num_splits() counts on that many programs. From 33 rows on, tiles are
 # taller, as x is read once per tile of weight rows. With two accumulators (split and total) 128 x 128 values
 # are 128 registers of a thread; quantized weights need some to unpack, and float32 (no tensor cores) to hold
 # the operands.
-TILES = {
-    "dense": (Tile(64, 16, 4, 6), Tile(64, 32, 4, 5), Tile(128, 64, 8, 4), Tile(128, 128, 8, 4)),
-    "quantized": (Tile(64, 16, 4, 5), Tile(64, 32, 4, 4), Tile(128, 64, 8, 4)),
-    "float32": (Tile(32, 16, 4, 2), Tile(32, 32, 8, 2)),
+TILES: Mapping[str, Sequence[Tile]] = {
+    "dense": (
+        Tile(16, 64, 16, 16, 4, 6),
+        Tile(32, 64, 32, 32, 4, 5),
+        Tile(64, 128, 64, 64, 8, 4),
+        Tile(None, 128, 128, 128, 8, 4),
+    ),
+    "quantized": (Tile(16, 64, 16, 16, 4, 5), Tile(32, 64, 32, 32, 4, 4), Tile(None, 128, 64, 64, 8, 4)),
+    "float32": (Tile(16, 32, 16, 16, 4, 2), Tile(None, 32, 32, 32, 8, 2)),
 }
+HOPPER_TILES: Mapping[str, Sequence[Tile]] = {
+    "dense": (Tile(32, 64, 64, 64, 4, 5), Tile(64, 128, 64, 64, 8, 4), Tile(None, 128, 128, 64, 8, 4)),
+    "quantized": (Tile(32, 64, 32, 32, 4, 4), Tile(None, 128, 64, 32, 8, 4)),
+    "float32": TILES["float32"],
+}
+WIDE_TILES = (Tile(128, 128, 128, 64, 8, 4), Tile(None, 128, 256, 64, 8, 3, one_split=True))
 
 
 @triton.jit(do_not_specialize=["T", "SPLITS"])
 def gemm_kernel(
     x, w, scales, bias, add_to, y, partial_sums, tile_counters, T, N, K, BLOCKS, SPLITS,
-    FORMAT: tl.constexpr, FLOAT8: tl.constexpr, ACTIVATION: tl.constexpr, SPLIT_MODE: tl.constexpr,
-    EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, SPLIT_MODE: tl.constexpr, EVEN_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, DOT_N: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    PDL: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """y [T, N] = x [T, K] w^T, times scales [rows of w], plus bias, plus add_to [T, N].
 
     With ACTIVATION, y [T, N] is activation(first N rows of w) times the other N rows.
 
     w              in the layout of gemm_pack.py: BLOCKS of BK columns
-    FLOAT8         this GPU converts float8_e4m3fn itself; bits are the same
     SPLIT_MODE     "none": one split of K; "serial": a program computes all splits in order; "split_k": each
                    split has its own program_id(1), and the last program of a tile adds them in order
-    partial_sums   float32 [tiles, SPLITS, BM, BN], for "split_k"
+    partial_sums   float32 [tiles, SPLITS, BN, BM], for "split_k"
     tile_counters  int32 [tiles], zeros before and after
     EVEN_K         K is a multiple of BK
+    DOT_N          rows of x of one product; BN is a multiple
+    PDL            see launches_dependents(): the first PREFETCH blocks are brought to the L2 cache while the
+                   kernel before still runs. Only after it, other memory is read or written.
     """
     tile = tl.program_id(0)
     M = 2 * N if ACTIVATION is not None else N
@@ -84,36 +131,62 @@ def gemm_kernel(
         rows = tl.minimum(rows // 16 * 8 + rows % 8, N - 1) + rows % 16 // 8 * N
     else:
         rows = tl.minimum(rows, N - 1)
-    columns = n * BN + tl.arange(0, BN)
-    x += tl.minimum(columns, T - 1).to(tl.int64)[None, :] * K
+    column = n * BN
     if SPLIT_MODE == "split_k":
         split = tl.program_id(1)
         first, last = BLOCKS * split // SPLITS, BLOCKS * (split + 1) // SPLITS
-        partial = _dot_blocks(x, w, scales, rows, first, last, BLOCKS, K, FORMAT, FLOAT8, EVEN_K, BM, BN, BK)
-        places = partial_sums + tile * (SPLITS * BM * BN) + tl.arange(0, BM)[:, None] * BN
-        places += tl.arange(0, BN)[None, :]
-        tl.store(places + split * (BM * BN), partial)
+    else:
+        first, last = 0, BLOCKS
+    if PDL:
+        _prefetch_blocks(w, rows, first, last, BLOCKS, FORMAT, BK, PREFETCH)
+        gdc_wait()
+        gdc_launch_dependents()
+    if SPLIT_MODE == "split_k":
+        sums = _dot_blocks(
+            x, w, scales, rows, column, first, last, T, BLOCKS, K, FORMAT, EVEN_K, BM, BN, DOT_N, BK
+        )
+        places = partial_sums + tile * (SPLITS * BN * BM) + tl.arange(0, BM)[:, None]
+        places += tl.arange(0, DOT_N)[None, :] * BM
+        columns = column + tl.arange(0, DOT_N)[None, :]
+        for c in tl.static_range(BN // DOT_N):
+            place = places + split * (BN * BM) + c * (DOT_N * BM)
+            tl.store(place, sums[c], mask=columns < T - c * DOT_N)
         tl.debug_barrier()  # all threads store before one of them counts
         if tl.atomic_add(tile_counters + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
             tl.store(tile_counters + tile, 0)
-            total = tl.zeros((BM, BN), tl.float32)
-            for each in range(SPLITS):
-                # ".cg" reads past the L1 cache, as other multiprocessors wrote these.
-                total += tl.load(places + each * (BM * BN), cache_modifier=".cg")
-            _store_epilogue(
-                total, scales, bias, add_to, y, rows, m, columns, T, N, FORMAT, ACTIVATION, BM, BN
-            )
+            for c in tl.static_range(BN // DOT_N):
+                total = tl.zeros((BM, DOT_N), tl.float32)
+                for each in range(SPLITS):
+                    # ".cg" reads past the L1 cache, as other multiprocessors wrote these.
+                    place = places + each * (BN * BM) + c * (DOT_N * BM)
+                    inside = columns < T - c * DOT_N
+                    total += tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
+                _store_epilogue(
+                    total, scales, bias, add_to, y, rows, m, column + c * DOT_N, T, N,
+                    FORMAT, ACTIVATION, BM, DOT_N,
+                )  # fmt: skip
     else:
         if SPLIT_MODE == "none":
-            total = _dot_blocks(x, w, scales, rows, 0, BLOCKS, BLOCKS, K, FORMAT, FLOAT8, EVEN_K, BM, BN, BK)
+            sums = _dot_blocks(
+                x, w, scales, rows, column, 0, BLOCKS, T, BLOCKS, K, FORMAT, EVEN_K, BM, BN, DOT_N, BK
+            )
         else:
-            total = tl.zeros((BM, BN), tl.float32)
+            sums = _zeros(BM, BN, DOT_N)
             for each in range(SPLITS):
                 first, last = BLOCKS * each // SPLITS, BLOCKS * (each + 1) // SPLITS
-                total += _dot_blocks(
-                    x, w, scales, rows, first, last, BLOCKS, K, FORMAT, FLOAT8, EVEN_K, BM, BN, BK
-                )
-        _store_epilogue(total, scales, bias, add_to, y, rows, m, columns, T, N, FORMAT, ACTIVATION, BM, BN)
+                parts = _dot_blocks(
+                    x, w, scales, rows, column, first, last, T, BLOCKS, K,
+                    FORMAT, EVEN_K, BM, BN, DOT_N, BK,
+                )  # fmt: skip
+                totals = ()
+                for c in tl.static_range(BN // DOT_N):
+                    totals = totals + (sums[c] + parts[c],)  # noqa: RUF005 (Triton has no unpacking)
+                sums = totals
+        for c in tl.static_range(BN // DOT_N):
+            _store_epilogue(
+                sums[c], scales, bias, add_to, y, rows, m, column + c * DOT_N, T, N,
+                FORMAT, ACTIVATION, BM, DOT_N,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -126,48 +199,106 @@ def _pick_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def _prefetch_blocks(
+    w, rows, first, last, BLOCKS, FORMAT: tl.constexpr, BK: tl.constexpr, PREFETCH: tl.constexpr
+):
+    """Bring blocks first to first + PREFETCH of w's rows to the L2 cache; waits for nothing."""
+    width: tl.constexpr = BK // values_per_word(FORMAT)
+    places = w + ((rows // 64).to(tl.int64) * BLOCKS + first) * (64 * width) + rows % 64 * width
+    num_bytes = tl.full(rows.shape, 2 * width, tl.int32)
+    for i in tl.static_range(PREFETCH):
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+            "=r,l,r",
+            [places + tl.minimum(i, last - first - 1) * (64 * width), num_bytes],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _zeros(BM: tl.constexpr, BN: tl.constexpr, DOT_N: tl.constexpr):
+    """BN // DOT_N accumulators [BM, DOT_N]"""
+    sums = ()
+    for _ in tl.static_range(BN // DOT_N):
+        sums = sums + (tl.zeros((BM, DOT_N), tl.float32),)  # noqa: RUF005
+    return sums
+
+
+@triton.jit
 def _dot_blocks(
-    x, w, scales, rows, first, last, BLOCKS, K,
-    FORMAT: tl.constexpr, FLOAT8: tl.constexpr, EVEN_K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, w, scales, rows, column, first, last, T, BLOCKS, K,
+    FORMAT: tl.constexpr, EVEN_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, DOT_N: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Blocks first to last of w's rows [BM] times x's rows [1, BN] -> float32 [BM, BN], unscaled by row."""
+    """Blocks first to last of w's rows [BM] times rows column to column + BN of x, unscaled by row.
+
+    Returns float32 [BM, DOT_N] for each DOT_N rows of x.
+    """
     values: tl.constexpr = values_per_word(FORMAT)
     width: tl.constexpr = BK // values  # words of a row in a block
     grouped: tl.constexpr = FORMAT == "int4" or FORMAT == "q8_0"
     k = tl.arange(0, width)
+    columns = column + tl.arange(0, DOT_N)
     start = (rows // 64).to(tl.int64) * BLOCKS + first
     w += (start * (64 * width) + rows % 64 * width)[:, None] + k[None, :]
-    x += first * BK + k[:, None]
+    x += columns.to(tl.int64)[None, :] * K + (first * BK + k)[:, None]
     if grouped:
         scales += start * (32 * values) + rows % 64
-    total = tl.zeros((BM, BN), tl.float32)
+        pairs = _load_pairs(scales, values // 2)
+    sums = _zeros(BM, BN, DOT_N)
+    tl.assume(first < last)  # a loop that may be skipped makes ptxas serialize the instructions (C7515)
     for i in range(first, last):
         words = tl.load(w)
+        if grouped:
+            # Triton pipelines loads of operands alone: load the next block's scales one block ahead.
+            scales += tl.where(i + 1 < last, 32 * values, 0)
+            next_pairs = _load_pairs(scales, values // 2)
         for j in tl.static_range(values):
-            piece = unpack_word(words, j, FORMAT, FLOAT8, x.dtype.element_ty)
+            piece = unpack_word(words, j, FORMAT, x.dtype.element_ty)
+            products = ()
+            for c in tl.static_range(BN // DOT_N):
+                inside = (columns < T - c * DOT_N)[None, :]
+                if not EVEN_K:
+                    inside = inside & (i * BK + width * j + k < K)[:, None]
+                part = tl.load(x + c * DOT_N * K + width * j, mask=inside, other=0.0)
+                if grouped:
+                    product = tl.dot(piece, part, input_precision="ieee")
+                else:
+                    product = tl.dot(piece, part, sums[c], input_precision="ieee")
+                products = products + (product,)  # noqa: RUF005
             if grouped:
-                if j % 2 == 0:
-                    pair = tl.load(scales + 32 * j)
-                piece = piece.to(tl.float32) * fp16_from_bits(pair, j % 2)[:, None]
-            if EVEN_K:
-                columns = tl.load(x + width * j)
+                scale = fp16_from_bits(pairs[j // 2], j % 2)[:, None].broadcast_to(BM, DOT_N)
+                scaled = ()
+                for c in tl.static_range(BN // DOT_N):
+                    scaled = scaled + (tl.fma(products[c], scale, sums[c]),)  # noqa: RUF005
+                sums = scaled
             else:
-                columns = tl.load(x + width * j, mask=(i * BK + width * j + k)[:, None] < K, other=0.0)
-            total = tl.dot(piece.to(x.dtype.element_ty), columns, total, input_precision="ieee")
+                sums = products
         w += 64 * width
         x += BK
         if grouped:
-            scales += 32 * values
-    return total
+            pairs = next_pairs
+    return sums
+
+
+@triton.jit
+def _load_pairs(scales, COUNT: tl.constexpr):
+    """Pairs of scales of a block, int32 [BM] each."""
+    pairs = ()
+    for i in tl.static_range(COUNT):
+        pairs = pairs + (tl.load(scales + 64 * i),)  # noqa: RUF005
+    return pairs
 
 
 @triton.jit
 def _store_epilogue(
-    total, scales, bias, add_to, y, rows, m, columns, T, N,
+    total, scales, bias, add_to, y, rows, m, column, T, N,
     FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Scales, bias, activation and residual of the sum [BM, BN] in float32; the result is rounded once."""
+    columns = column + tl.arange(0, BN)
     if FORMAT == "int8" or FORMAT == "fp8":
         total = total * tl.load(scales + rows)[:, None]
     if bias is not None:
@@ -185,10 +316,40 @@ def _store_epilogue(
     tl.store(y + places, total.to(y.dtype.element_ty), mask=inside)
 
 
-def pick_tile(weight_format: str, itemsize: int, num_rows: int) -> Tile:
+@cache
+def device_tiles(device: torch.device) -> Mapping[str, Sequence[Tile]]:
+    """TILES of the device: on Hopper and datacenter Blackwell with one DOT_N for each weight format."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in WGMMA_MAJORS:
+        return TILES
+    if is_enabled("linear_unpadded"):
+        return TILES
+    if SLOW_TENSOR_CORES.search(torch.cuda.get_device_name(device)):
+        return {
+            kind: tuple(replace(tile, dot_n=SLOW_DOT_COLUMNS) for tile in tiles)
+            for kind, tiles in TILES.items()
+        }
+    dense, quantized = HOPPER_TILES["dense"], HOPPER_TILES["quantized"]
+    if is_enabled("linear_wide_tiles"):
+        dense = (*dense[:-1], *WIDE_TILES, dense[-1])
+    if is_enabled("linear_two_programs"):
+        quantized = (*quantized[:-1], replace(quantized[-1], max_registers=128))
+    return {**HOPPER_TILES, "dense": dense, "quantized": quantized}
+
+
+def pick_tile(
+    weight_format: str,
+    itemsize: int,
+    num_rows: int,
+    num_splits: int,
+    tiles: Mapping[str, Sequence[Tile]] = TILES,
+) -> Tile:
     """The tile for a format of gemm_pack.py and num_rows activations of `itemsize` bytes."""
-    tiles = TILES["float32" if itemsize == 4 else "dense" if weight_format == "dense" else "quantized"]
-    return next((tile for tile in tiles if num_rows <= tile.bn), tiles[-1])
+    kind = "float32" if itemsize == 4 else "dense" if weight_format == "dense" else "quantized"
+    return next(
+        tile
+        for tile in tiles[kind]
+        if (tile.max_rows is None or num_rows <= tile.max_rows) and (num_splits == 1 or not tile.one_split)
+    )
 
 
 def pick_split_mode(num_tiles: int, tile: Tile, num_splits: int, num_rows: int) -> str:

@@ -6,7 +6,7 @@ launch resets to zero. Both are allocated when the first weight is packed, never
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,21 +15,30 @@ from torch import Tensor
 from foreword.kernels.ops import Matrix, PackedLinear
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton.elementwise import embed_kernel
-from foreword.kernels.triton.gemm import MAX_TILES, WORKSPACE_VALUES, gemm_kernel, pick_split_mode, pick_tile
+from foreword.kernels.triton.gemm import (
+    MAX_TILES,
+    WORKSPACE_VALUES,
+    Tile,
+    device_tiles,
+    gemm_kernel,
+    pick_split_mode,
+    pick_tile,
+)
 from foreword.kernels.triton.gemm_pack import PackedWeight, columns_per_block, pack
+from foreword.kernels.triton.variants import launches_dependents
 
 __all__ = ["TritonLinear"]
 
 GROUP_M = 8  # weight tiles of a group in gemm_kernel()
 BLOCKS_PER_PROGRAM = 16  # of embed_kernel()
-FLOAT8_CAPABILITY = (8, 9)  # compute capability with hardware conversion of float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
     partial_sums: Tensor  # float32: sums over splits of K
     tile_counters: Tensor  # int32: programs done with a tile; zeros between launches
-    has_float8: bool  # the hardware converts float8_e4m3fn
+    tiles: Mapping[str, Sequence[Tile]]  # of the device
+    pdl: bool  # see launches_dependents()
 
 
 class TritonLinear(ReferenceOps):
@@ -45,12 +54,11 @@ class TritonLinear(ReferenceOps):
         weight = pack(parts, weight_format, bias)
         if weight.data.device not in self._workspaces:
             device = weight.data.device
-            has_float8 = (
-                device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
-            )
             partial_sums = torch.empty(WORKSPACE_VALUES, dtype=torch.float32, device=device)
             counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
-            self._workspaces[device] = Workspace(partial_sums, counters, has_float8)
+            self._workspaces[device] = Workspace(
+                partial_sums, counters, device_tiles(device), launches_dependents(device)
+            )
         return weight
 
     def linear(
@@ -72,7 +80,6 @@ class TritonLinear(ReferenceOps):
             embed_kernel[(len(token_ids), -(-weight.blocks // BLOCKS_PER_PROGRAM))](
                 *operands,
                 FORMAT=weight.format,
-                FLOAT8=self._workspaces[token_ids.device].has_float8,
                 BK=columns_per_block(weight.format),
                 BLOCKS_PER_PROGRAM=BLOCKS_PER_PROGRAM,
                 enable_fp_fusion=False,
@@ -94,7 +101,7 @@ class TritonLinear(ReferenceOps):
         if rows == 0:
             return y
         workspace = self._workspaces[x.device]
-        tile = pick_tile(weight.format, x.itemsize, rows)
+        tile = pick_tile(weight.format, x.itemsize, rows, weight.splits, workspace.tiles)
         num_tiles = -(-weight.rows // tile.bm) * -(-rows // tile.bn)
         split_mode = pick_split_mode(num_tiles, tile, weight.splits, rows)
         block = columns_per_block(weight.format)
@@ -104,16 +111,20 @@ class TritonLinear(ReferenceOps):
         gemm_kernel[(num_tiles, weight.splits if split_mode == "split_k" else 1)](
             *(x.contiguous(), *packed, residual, y, workspace.partial_sums, workspace.tile_counters, *sizes),
             FORMAT=weight.format,
-            FLOAT8=workspace.has_float8,
             ACTIVATION=activation,
             SPLIT_MODE=split_mode,
             EVEN_K=weight.columns % block == 0,
             BM=tile.bm,
             BN=tile.bn,
+            DOT_N=tile.dot_n,
             BK=block,
             GROUP_M=GROUP_M,
+            PDL=workspace.pdl,
+            PREFETCH=tile.num_stages,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            maxnreg=tile.max_registers,
             enable_fp_fusion=False,
+            launch_pdl=workspace.pdl,
         )
         return y

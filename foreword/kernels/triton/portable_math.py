@@ -20,6 +20,7 @@ EXP_MIN_INPUT: tl.constexpr = tl.constexpr(portable_math.EXP_MIN_INPUT)
 FRACTION_BITS: tl.constexpr = tl.constexpr(portable_math.FRACTION_BITS)
 FIXED_POINT_UNIT: tl.constexpr = tl.constexpr(2.0**-portable_math.FRACTION_BITS)
 ROUND_MAGIC: tl.constexpr = tl.constexpr(1.5 * 2.0**52)  # x + this - this rounds |x| < 2^51 to even
+ROUND_MAGIC_BITS: tl.constexpr = tl.constexpr(0x4338 << 48)
 ATANH_SERIES: tl.constexpr = tl.constexpr(tuple(portable_math.ATANH_SERIES))
 EXP_SERIES: tl.constexpr = tl.constexpr(tuple(portable_math.EXP_SERIES))
 ATANH_DEGREE: tl.constexpr = tl.constexpr(len(portable_math.ATANH_SERIES) - 1)
@@ -48,13 +49,15 @@ def log(x):
 def exp_fixed_point(x):
     """exp(x) in units of 2^-42 for float64 x <= 0, rounded to int64."""
     x = tl.where(x > EXP_MIN_INPUT, x, EXP_MIN_INPUT)
-    n = round_to_int(x * LOG2_E)
+    n_bits = x * LOG2_E + ROUND_MAGIC  # its low bits are those of the integer: cheaper than a conversion
+    n = n_bits - ROUND_MAGIC
     r = (x - n * LN2_HIGH) - n * LN2_LOW
-    scale = ((n.to(tl.int64) + (1023 + FRACTION_BITS)) << 52).to(tl.float64, bitcast=True)
+    exponent = n_bits.to(tl.int64, bitcast=True) + (1023 + FRACTION_BITS)
+    scale = (exponent << 52).to(tl.float64, bitcast=True)
     series = r * EXP_SERIES[EXP_DEGREE] + EXP_SERIES[EXP_DEGREE - 1]
     for k in tl.static_range(EXP_DEGREE - 2, -1, -1):
         series = series * r + EXP_SERIES[k]
-    return round_to_int(series * scale).to(tl.int64)
+    return (series * scale + ROUND_MAGIC).to(tl.int64, bitcast=True) - ROUND_MAGIC_BITS
 
 
 @triton.jit

@@ -6,10 +6,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foreword.core.batch import KVLayer
 from foreword.kernels.ops import MRopeSections
 from foreword.kernels.triton.gemm_pack import to_float8
+from foreword.kernels.triton.variants import launches_dependents
 
 __all__ = ["rope", "rope_and_cache", "write_kv"]
 
@@ -102,14 +104,18 @@ def _max_abs(x):
     return tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rope_and_cache_kernel(
     q, k, v, out, k_cache, v_cache, k_scale, v_scale, cos_sin, positions, slots,
     q_row, q_head, k_row, k_head, v_row, v_head,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ROTATE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     MROPE_SECTIONS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, tiles of q heads, then of k heads, then of v heads)."""
+    """Grid (T, tiles of q heads, then of k heads, then of v heads). PDL: see launches_dependents()."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     q_tiles: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
@@ -192,6 +198,7 @@ def _launch_rope(
         stored = _as_bytes(cache.k), _as_bytes(cache.v), cache.k_scale, cache.v_scale
     strides = [stride for x in (q, k, v) for stride in ((0, 0) if x is None else x.stride()[:2])]
     sections = () if mrope_sections is None else (*mrope_sections.sections, mrope_sections.interleaved)
+    pdl = launches_dependents(first.device)
     _rope_and_cache_kernel[num_rows, triton.cdiv(q_heads, heads) + 2 * triton.cdiv(kv_heads, heads)](
         *(q, k, v, out, *stored, cos_sin, positions, slots, *strides),
         Q_HEADS=q_heads,
@@ -203,8 +210,10 @@ def _launch_rope(
         HEADS=heads,
         BLOCK=block,
         REST=triton.next_power_of_2(max(dim - rotary, 1)),
+        PDL=pdl,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
+        launch_pdl=pdl,
     )
 
 

@@ -8,25 +8,35 @@ import triton.language as tl
 from torch import Tensor
 
 from foreword.kernels.reference import sampling as reference
-from foreword.kernels.triton.philox import WORDS_PER_BLOCK, noise, random_words, uniform
+from foreword.kernels.triton.philox import (
+    WORDS_PER_BLOCK,
+    max_noise,
+    noise,
+    random_words,
+    uniform,
+    words_of_ids,
+)
 from foreword.kernels.triton.portable_math import exp_fixed_point, log, round_to_int
 from foreword.kernels.triton.topk import (
-    LAUNCH_OPTIONS,
     MASKED_BITS,
     MIN_P,
     XTC,
     compute_block_expsums,
     compute_block_maxes,
+    from_ordered_bits,
     is_enabled,
     is_finite_row,
     key_to_id,
+    launch_options,
     load_values,
+    max_ordered_bits,
     minus_max,
     num_blocks,
     ordered_bits,
     reduce_block_max,
     reduce_block_sum,
     sort_keys,
+    wait_for_launch_before,
 )
 
 __all__ = [
@@ -40,7 +50,7 @@ __all__ = [
     "sample",
 ]
 
-IDS_PER_PROGRAM = 256  # ids of a program per iteration, in kernels over lists of ids
+IDS_PER_PROGRAM = 256  # ids of a program per iteration, in kernels over lists of ids or whole blocks
 MAX_PROGRAMS = 8  # per row in kernels over lists of ids; more ids take more iterations
 
 SIGMA_UNITS: tl.constexpr = tl.constexpr(reference.SIGMA_UNITS)
@@ -51,7 +61,10 @@ MIN_NORMAL: tl.constexpr = tl.constexpr(torch.finfo(torch.float64).tiny)
 
 
 @triton.jit
-def _apply_mask_kernel(logits, stride, V, masks, mask_stride, num_words, BLOCK: tl.constexpr):
+def _apply_mask_kernel(
+    logits, stride, V, masks, mask_stride, num_words, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_launch_before(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids, values = load_values(logits, stride, V, row, part, BLOCK)
     place = ids // WORD_BITS
@@ -61,7 +74,8 @@ def _apply_mask_kernel(logits, stride, V, masks, mask_stride, num_words, BLOCK: 
 
 
 @triton.jit
-def _add_bias_kernel(logits, stride, V, starts, ids, biases, IDS: tl.constexpr):
+def _add_bias_kernel(logits, stride, V, starts, ids, biases, IDS: tl.constexpr, PDL: tl.constexpr):
+    wait_for_launch_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     end = tl.load(starts + row + 1)
     for first in range(tl.load(starts + row) + tl.program_id(1) * IDS, end, tl.num_programs(1) * IDS):
@@ -74,7 +88,10 @@ def _add_bias_kernel(logits, stride, V, starts, ids, biases, IDS: tl.constexpr):
 
 
 @triton.jit
-def _repetition_penalty_kernel(logits, stride, V, starts, ids, penalties, IDS: tl.constexpr):
+def _repetition_penalty_kernel(
+    logits, stride, V, starts, ids, penalties, IDS: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_launch_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     end, penalty = tl.load(starts + row + 1), tl.load(penalties + row)
     for first in range(tl.load(starts + row) + tl.program_id(1) * IDS, end, tl.num_programs(1) * IDS):
@@ -87,7 +104,8 @@ def _repetition_penalty_kernel(logits, stride, V, starts, ids, penalties, IDS: t
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperatures"])
-def _temperature_kernel(logits, stride, V, temperatures, BLOCK: tl.constexpr):
+def _temperature_kernel(logits, stride, V, temperatures, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_launch_before(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     if temperature != 1.0:
@@ -105,7 +123,10 @@ def _mask_below(logits, stride, V, row, part, row_max, threshold, BLOCK: tl.cons
 
 
 @triton.jit(do_not_specialize_on_alignment=["p"])
-def _min_p_kernel(logits, stride, V, p, block_maxes, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _min_p_kernel(
+    logits, stride, V, p, block_maxes, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_launch_before(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if is_enabled(p, row, V, MIN_P):
         row_max = reduce_block_max(block_maxes, row, tl.num_programs(1), WIDTH)
@@ -117,9 +138,11 @@ def _min_p_kernel(logits, stride, V, p, block_maxes, WIDTH: tl.constexpr, BLOCK:
 
 @triton.jit
 def _moments_kernel(
-    logits, stride, V, block_maxes, counts, sums, squares, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, stride, V, block_maxes, counts, sums, squares,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Count, sum and sum of squares of (value - maximum) over each block, in units of 1 / SIGMA_UNITS."""
+    wait_for_launch_before(PDL)
     row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row_max = reduce_block_max(block_maxes, row, count, WIDTH)
     if is_finite_row(row_max):
@@ -135,15 +158,22 @@ def _moments_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["n"])
 def _top_n_sigma_kernel(
-    logits, stride, V, n, block_maxes, counts, sums, squares, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, stride, V, n, block_maxes, counts, sums, squares,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_launch_before(PDL)
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row_max = reduce_block_max(block_maxes, row, parts, WIDTH)
     if is_finite_row(row_max):
+        # Both means by one division: the compiler of Triton 3.6 spills a register around a second one.
+        is_first = tl.arange(0, 2) == 0
+        sum_1 = reduce_block_sum(sums, row, parts, WIDTH)
+        sum_2 = reduce_block_sum(squares, row, parts, WIDTH)
         count = reduce_block_sum(counts, row, parts, WIDTH).to(tl.float64)
-        mean = reduce_block_sum(sums, row, parts, WIDTH).to(tl.float64) / count
-        variance = reduce_block_sum(squares, row, parts, WIDTH).to(tl.float64) / count - mean * mean
-        deviation = tl.sqrt(tl.where(variance > 0, variance, 0.0)) / SIGMA_UNITS
+        means = tl.where(is_first, sum_1, sum_2).to(tl.float64) / count
+        mean = tl.sum(tl.where(is_first, means, 0.0))
+        variance = tl.sum(tl.where(is_first, 0.0, means)) - mean * mean
+        deviation = tl.sqrt(tl.where(variance > 0, variance, 0.0)) * (1 / SIGMA_UNITS)
         _mask_below(logits, stride, V, row, part, row_max, -(tl.load(n + row) * deviation), BLOCK)
 
 
@@ -166,9 +196,10 @@ def _above_threshold(values, row_max, threshold, block_expsums, row, count, WIDT
 @triton.jit(do_not_specialize_on_alignment=["seeds", "positions", "probabilities", "thresholds"])
 def _xtc_last_kernel(
     logits, stride, V, seeds, positions, probabilities, thresholds, block_maxes, block_expsums, last,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """MAX_KEY minus the smallest key of each block that reaches the threshold; 0 if there is none."""
+    wait_for_launch_before(PDL)
     row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if _xtc_applies(seeds, positions, probabilities, row, V):
         row_max = reduce_block_max(block_maxes, row, count, WIDTH)
@@ -183,8 +214,9 @@ def _xtc_last_kernel(
 @triton.jit(do_not_specialize_on_alignment=["seeds", "positions", "probabilities", "thresholds"])
 def _xtc_kernel(
     logits, stride, V, seeds, positions, probabilities, thresholds, block_maxes, block_expsums, last,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_launch_before(PDL)
     row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if _xtc_applies(seeds, positions, probabilities, row, V):
         row_max = reduce_block_max(block_maxes, row, count, WIDTH)
@@ -198,43 +230,85 @@ def _xtc_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=["seeds", "positions", "greedy"])
-def _block_argmax_kernel(
-    logits, stride, V, seeds, positions, greedy, block_maxes, best_keys, BLOCK: tl.constexpr
-):
+def _block_best_kernel(
+    logits, stride, V, seeds, positions, greedy, block_maxes, best_ids, rivals,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The id of each block with the largest upper bound of its score, and the largest bound of its others."""
+    wait_for_launch_before(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids, values = load_values(logits, stride, V, row, part, BLOCK)
-    scores = ordered_bits(values)
-    block_max = tl.max(scores)
-    tl.store(block_maxes + row * tl.num_programs(1) + part, block_max)
-    if (block_max > MASKED_BITS) & (tl.load(greedy + row) == 0):
+    block_max = max_ordered_bits(values)
+    place = row * tl.num_programs(1) + part
+    tl.store(block_maxes + place, block_max)
+    bounds = values
+    noisy = tl.load(greedy + row) == 0
+    if (block_max > MASKED_BITS) & noisy:
         first_block = part * (BLOCK // WORDS_PER_BLOCK)
         words = random_words(first_block, tl.load(seeds + row), tl.load(positions + row), BLOCK)
-        scores = ordered_bits(values + noise(words))
-    tl.store(best_keys + row * tl.num_programs(1) + part, tl.max(sort_keys(scores, ids)))
+        bounds = values + max_noise(words)
+    _, index = tl.max(bounds, 0, return_indices=True)
+    best = part * BLOCK + index
+    tl.store(best_ids + place, best)
+    rival = -float("inf")  # a greedy row's bounds are its scores
+    if noisy:
+        rival = tl.max(tl.where(ids == best, -float("inf"), bounds))
+    tl.store(rivals + place, rival)
 
 
-@triton.jit
-def _row_argmax_kernel(block_maxes, best_keys, out, count, WIDTH: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["seeds", "positions", "greedy"])
+def _row_argmax_kernel(
+    logits, stride, V, seeds, positions, greedy, block_maxes, best_ids, rivals, out, count,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, IDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Best score of each row. A score is no larger than its bound: rounding a sum is monotonic.
+
+    So an id that is not the best of its block can win only if the block's rival bound reaches the best score
+    found; only then are all scores of the block computed.
+    """
+    wait_for_launch_before(PDL)
     row = tl.program_id(0).to(tl.int64)
-    best = key_to_id(reduce_block_max(best_keys, row, count, WIDTH))
-    tl.store(out + row, tl.where(is_finite_row(reduce_block_max(block_maxes, row, count, WIDTH)), best, -1))
+    token = tl.full((), -1, tl.int64)
+    if is_finite_row(reduce_block_max(block_maxes, row, count, WIDTH)):
+        seed, position, noisy = tl.load(seeds + row), tl.load(positions + row), tl.load(greedy + row) == 0
+        blocks = tl.arange(0, WIDTH)
+        ids = tl.load(best_ids + row * count + blocks, mask=blocks < count, other=V)
+        scores = tl.load(logits + row * stride + ids, mask=ids < V, other=-float("inf"))
+        if noisy:
+            scores = scores + noise(words_of_ids(ids, seed, position))
+        best = tl.max(sort_keys(ordered_bits(scores), ids))
+        bounds = tl.load(rivals + row * count + blocks, mask=blocks < count, other=-float("inf"))
+        if tl.max(bounds) >= from_ordered_bits(best >> 31):
+            for part in range(count):
+                if tl.load(rivals + row * count + part) >= from_ordered_bits(best >> 31):
+                    for first in range(part * BLOCK, (part + 1) * BLOCK, IDS):
+                        all_ids, values = load_values(logits, stride, V, row, first // IDS, IDS)
+                        words = random_words(first // WORDS_PER_BLOCK, seed, position, IDS)
+                        keys = sort_keys(ordered_bits(values + noise(words)), all_ids)
+                        best = tl.maximum(best, tl.max(keys))
+        token = key_to_id(best)
+    tl.store(out + row, token)
 
 
 def apply_mask(logits: Tensor, masks: Tensor, block: int) -> None:
     row = logits, logits.stride(0), logits.shape[1]
     grid = logits.shape[0], num_blocks(logits, block)
-    _apply_mask_kernel[grid](*row, masks, masks.stride(0), masks.shape[1], BLOCK=block, **LAUNCH_OPTIONS)
+    _apply_mask_kernel[grid](
+        *row, masks, masks.stride(0), masks.shape[1], BLOCK=block, **launch_options(logits)
+    )
 
 
 def add_bias(logits: Tensor, starts: Tensor, ids: Tensor, biases: Tensor) -> None:
     row, grid = (logits, logits.stride(0), logits.shape[1]), (logits.shape[0], _num_programs(ids))
-    _add_bias_kernel[grid](*row, starts, ids, biases, IDS=IDS_PER_PROGRAM, enable_fp_fusion=False)
+    _add_bias_kernel[grid](
+        *row, starts, ids, biases, IDS=IDS_PER_PROGRAM, **launch_options(logits, num_warps=4)
+    )
 
 
 def apply_repetition_penalty(logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor) -> None:
     row, grid = (logits, logits.stride(0), logits.shape[1]), (logits.shape[0], _num_programs(ids))
     _repetition_penalty_kernel[grid](
-        *row, starts, ids, penalties, IDS=IDS_PER_PROGRAM, enable_fp_fusion=False
+        *row, starts, ids, penalties, IDS=IDS_PER_PROGRAM, **launch_options(logits, num_warps=4)
     )
 
 
@@ -245,14 +319,14 @@ def _num_programs(ids: Tensor) -> int:
 def apply_temperature(logits: Tensor, temperatures: Tensor, block: int) -> None:
     row = logits, logits.stride(0), logits.shape[1]
     grid = logits.shape[0], num_blocks(logits, block)
-    _temperature_kernel[grid](*row, temperatures, BLOCK=block, **LAUNCH_OPTIONS)
+    _temperature_kernel[grid](*row, temperatures, BLOCK=block, **launch_options(logits))
 
 
 def apply_min_p(logits: Tensor, p: Tensor, block: int) -> None:
     row = logits, logits.stride(0), logits.shape[1]
     maxes = compute_block_maxes(logits, block, p, MIN_P)
     width = triton.next_power_of_2(maxes.shape[1])
-    _min_p_kernel[maxes.shape](*row, p, maxes, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS)
+    _min_p_kernel[maxes.shape](*row, p, maxes, WIDTH=width, BLOCK=block, **launch_options(logits))
 
 
 def apply_top_n_sigma(logits: Tensor, n: Tensor, block: int) -> None:
@@ -260,8 +334,10 @@ def apply_top_n_sigma(logits: Tensor, n: Tensor, block: int) -> None:
     maxes = compute_block_maxes(logits, block)
     moments = [torch.empty_like(maxes) for _ in range(3)]
     width = triton.next_power_of_2(maxes.shape[1])
-    _moments_kernel[maxes.shape](*row, maxes, *moments, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS)
-    _top_n_sigma_kernel[maxes.shape](*row, n, maxes, *moments, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS)
+    _moments_kernel[maxes.shape](*row, maxes, *moments, WIDTH=width, BLOCK=block, **launch_options(logits))
+    _top_n_sigma_kernel[maxes.shape](
+        *row, n, maxes, *moments, WIDTH=width, BLOCK=block, **launch_options(logits)
+    )
 
 
 def apply_xtc(
@@ -276,15 +352,23 @@ def apply_xtc(
     )
     width = triton.next_power_of_2(maxes.shape[1])
     for kernel in (_xtc_last_kernel, _xtc_kernel):
-        kernel[maxes.shape](*row, *per_row, *per_block, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS)
+        kernel[maxes.shape](*row, *per_row, *per_block, WIDTH=width, BLOCK=block, **launch_options(logits))
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor, block: int) -> Tensor:
-    """Two launches: the best id of each block, then of each row."""
+    """Two launches: float32 bounds over blocks, then float64 noise of the best id of each block."""
     row, per_row = (logits, logits.stride(0), logits.shape[1]), (seeds, positions, greedy.view(torch.uint8))
     maxes = torch.empty(logits.shape[0], num_blocks(logits, block), dtype=torch.int64, device=logits.device)
-    best, out = torch.empty_like(maxes), torch.empty_like(seeds)
-    _block_argmax_kernel[maxes.shape](*row, *per_row, maxes, best, BLOCK=block, **LAUNCH_OPTIONS)
+    per_block = (
+        maxes,
+        torch.empty_like(maxes, dtype=torch.int32),
+        torch.empty_like(maxes, dtype=torch.float32),
+    )
+    out = torch.empty_like(seeds)
+    _block_best_kernel[maxes.shape](*row, *per_row, *per_block, BLOCK=block, **launch_options(logits))
     width = triton.next_power_of_2(maxes.shape[1])
-    _row_argmax_kernel[(maxes.shape[0],)](maxes, best, out, maxes.shape[1], WIDTH=width, num_warps=1)
+    sizes = {"WIDTH": width, "BLOCK": block, "IDS": min(block, IDS_PER_PROGRAM)}
+    _row_argmax_kernel[out.shape](
+        *row, *per_row, *per_block, out, maxes.shape[1], **sizes, **launch_options(logits, num_warps=4)
+    )
     return out

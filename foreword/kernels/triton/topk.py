@@ -8,21 +8,22 @@ integer weight: 1 for top-k, its probability mass otherwise. One launch per digi
 share the digits found so far, by their next digit; integer atomics give the same bits in any order.
 
 Per-row parameters may lie at any address, such as a line of a table: that must not recompile a kernel.
+
+PDL of each kernel: see launches_dependents().
 """
 
 from __future__ import annotations
-
-from types import MappingProxyType
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foreword.kernels.triton.portable_math import FIXED_POINT_UNIT, exp_fixed_point, log, round_to_int
+from foreword.kernels.triton.variants import launches_dependents
 
 __all__ = [
-    "LAUNCH_OPTIONS",
     "MASKED_BITS",
     "MIN_P",
     "NO_FILTER",
@@ -39,8 +40,10 @@ __all__ = [
     "is_enabled",
     "is_finite_row",
     "key_to_id",
+    "launch_options",
     "load_values",
     "log_sum_exp",
+    "max_ordered_bits",
     "minus_max",
     "num_blocks",
     "ordered_bits",
@@ -48,9 +51,8 @@ __all__ = [
     "reduce_block_sum",
     "sort_keys",
     "top_ids",
+    "wait_for_launch_before",
 ]
-
-LAUNCH_OPTIONS = MappingProxyType({"num_warps": 8, "enable_fp_fusion": False})  # of all sampling kernels
 
 MASKED_BITS: tl.constexpr = tl.constexpr(0x007FFFFF)  # ordered bits of -inf
 INFINITY_BITS: tl.constexpr = tl.constexpr(0xFF800000)  # ordered bits of +inf
@@ -73,12 +75,31 @@ NUM_DIGITS: tl.constexpr = tl.constexpr(8)  # digits of the ordered bits
 
 
 @triton.jit
+def wait_for_launch_before(PDL: tl.constexpr):
+    """The first statement of a kernel."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
 def ordered_bits(values):
     """float32 -> int64 in [0, 2^32) of the same order; both zeros are equal, NaN is largest."""
+    return _signed_bits(values).to(tl.int64) + SIGN_BIT
+
+
+@triton.jit
+def max_ordered_bits(values):
+    """Maximum of ordered_bits(), reduced in int32."""
+    return tl.max(_signed_bits(values)).to(tl.int64) + SIGN_BIT
+
+
+@triton.jit
+def _signed_bits(values):
+    """ordered_bits() - 2^31 as int32."""
     raw = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     ordered = raw ^ ((raw >> 31) & 0x7FFFFFFF)
-    ordered = tl.where(values != values, 0x7FFFFFFF, ordered)
-    return ordered.to(tl.int64) + SIGN_BIT
+    return tl.where(values != values, 0x7FFFFFFF, ordered)
 
 
 @triton.jit
@@ -146,18 +167,28 @@ def minus_max(values, row_max):
 
 
 @triton.jit(do_not_specialize_on_alignment=["bounds"])
-def _block_max_kernel(logits, stride, V, bounds, block_maxes, FILTER: tl.constexpr, BLOCK: tl.constexpr):
+def _block_max_kernel(
+    logits, stride, V, bounds, block_maxes, sums, FILTER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Maximum of each block as ordered bits. Clears sums int64 [R, NUM_DIGITS, RADIX], if any."""
+    wait_for_launch_before(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if is_enabled(bounds, row, V, FILTER):
+        if sums is not None:
+            places = tl.arange(0, NUM_DIGITS * RADIX)
+            target = sums + row * (NUM_DIGITS * RADIX) + places
+            num_cleared = tl.where(part == 0, NUM_DIGITS * RADIX, 0)
+            tl.store(target, tl.zeros_like(places).to(tl.int64), mask=places < num_cleared)
         _, values = load_values(logits, stride, V, row, part, BLOCK)
-        tl.store(block_maxes + row * tl.num_programs(1) + part, tl.max(ordered_bits(values)))
+        tl.store(block_maxes + row * tl.num_programs(1) + part, max_ordered_bits(values))
 
 
 @triton.jit(do_not_specialize_on_alignment=["bounds"])
 def _block_expsum_kernel(
     logits, stride, V, bounds, block_maxes, block_expsums,
-    FILTER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    FILTER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_launch_before(PDL)
     row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if is_enabled(bounds, row, V, FILTER):
         row_max = reduce_block_max(block_maxes, row, count, WIDTH)
@@ -169,7 +200,8 @@ def _block_expsum_kernel(
 
 
 @triton.jit
-def _log_sum_exp_kernel(block_maxes, block_expsums, out, count, WIDTH: tl.constexpr):
+def _log_sum_exp_kernel(block_maxes, block_expsums, out, count, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    wait_for_launch_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     row_max = reduce_block_max(block_maxes, row, count, WIDTH)
     result = float("nan")
@@ -180,8 +212,9 @@ def _log_sum_exp_kernel(block_maxes, block_expsums, out, count, WIDTH: tl.conste
 
 
 @triton.jit(do_not_specialize=["K"])
-def _block_top_ids_kernel(logits, stride, V, block_keys, K, BLOCK: tl.constexpr):
+def _block_top_ids_kernel(logits, stride, V, block_keys, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """block_keys int64 [R, blocks, K]: the K largest keys of each block, in order."""
+    wait_for_launch_before(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids, values = load_values(logits, stride, V, row, part, BLOCK)
     left = tl.where(ids < V, sort_keys(ordered_bits(values), ids), NO_KEY)
@@ -192,8 +225,9 @@ def _block_top_ids_kernel(logits, stride, V, block_keys, K, BLOCK: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["count", "K"])
-def _row_top_ids_kernel(block_keys, out, count, K, WIDTH: tl.constexpr):
+def _row_top_ids_kernel(block_keys, out, count, K, WIDTH: tl.constexpr, PDL: tl.constexpr):
     """out int64 [R, K] of block_keys [R, count]"""
+    wait_for_launch_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, WIDTH)
     left = tl.load(block_keys + row * count + place, mask=place < count, other=NO_KEY)
@@ -229,19 +263,23 @@ def _id_weights(values, row_max, FILTER: tl.constexpr):
 
 
 @triton.jit
-def _find_prefix(sums, bounds, row, DIGITS: tl.constexpr, FILTER: tl.constexpr):
-    """First DIGITS digits of the last kept rank, and the weight needed from ids with these digits."""
-    digits = tl.arange(0, RADIX)
-    prefix = tl.sum(tl.zeros_like(digits).to(tl.int64))
-    need = prefix
-    for place in tl.static_range(DIGITS):
-        by_digit = tl.load(sums + (row * NUM_DIGITS + place) * RADIX + digits)
-        if place == 0:
-            if FILTER == TOP_K:
-                need = tl.load(bounds + row)
-            else:
-                total = tl.sum(by_digit)
-                need = tl.minimum(tl.ceil(total.to(tl.float64) * tl.load(bounds + row)).to(tl.int64), total)
+def _find_prefix(sums, prefixes, bounds, row, num_digits, FILTER: tl.constexpr):
+    """First digits of the last kept rank, and the weight needed from ids with these digits.
+
+    Of num_digits digits, the launch before has found all but the last one.
+    """
+    prefix, need = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    if num_digits > 0:
+        digits = tl.arange(0, RADIX)
+        place = row * NUM_DIGITS + num_digits - 1
+        by_digit = tl.load(sums + place * RADIX + digits)
+        if num_digits > 1:
+            prefix, need = tl.load(prefixes + 2 * place), tl.load(prefixes + 2 * place + 1)
+        elif FILTER == TOP_K:
+            need = tl.load(bounds + row)
+        else:
+            total = tl.sum(by_digit)
+            need = tl.minimum(tl.ceil(total.to(tl.float64) * tl.load(bounds + row)).to(tl.int64), total)
         reached = tl.cumsum(by_digit, reverse=True)
         digit = tl.max(tl.where(reached >= need, digits, 0))
         need -= tl.sum(tl.where(digits > digit, by_digit, 0))
@@ -251,9 +289,11 @@ def _find_prefix(sums, bounds, row, DIGITS: tl.constexpr, FILTER: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["p"])
 def _entropy_kernel(
-    logits, stride, V, p, block_maxes, block_entropies, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, stride, V, p, block_maxes, block_entropies,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """block_entropies int64 [R, blocks]: probability mass times (value - maximum), rounded for each id."""
+    wait_for_launch_before(PDL)
     row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if is_enabled(p, row, V, TYPICAL_P):
         row_max = reduce_block_max(block_maxes, row, count, WIDTH)
@@ -267,46 +307,56 @@ def _entropy_kernel(
         tl.store(block_entropies + row * count + part, total)
 
 
-@triton.jit(do_not_specialize_on_alignment=["bounds"])
+@triton.jit(do_not_specialize=["index"], do_not_specialize_on_alignment=["bounds", "index"])
 def _digit_histogram_kernel(
-    logits, stride, V, bounds, block_maxes, block_expsums, block_entropies, sums, last_sums,
-    DIGIT_INDEX: tl.constexpr, FILTER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    logits, stride, V, bounds, block_maxes, block_expsums, block_entropies, sums, prefixes, last_sums, index,
+    FILTER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Weights by the next digit: sums int64 [R, NUM_DIGITS, RADIX]; last digit by block: last_sums."""
+    """Weights by the next digit: sums int64 [R, NUM_DIGITS, RADIX]; last digit by block: last_sums.
+
+    prefixes int64 [R, NUM_DIGITS, 2]: _find_prefix() for each number of digits.
+    """
+    wait_for_launch_before(PDL)
     row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if is_enabled(bounds, row, V, FILTER):
         row_max = reduce_block_max(block_maxes, row, count, WIDTH)
         if is_finite_row(row_max):
-            prefix, _ = _find_prefix(sums, bounds, row, DIGIT_INDEX, FILTER)
+            prefix, need = _find_prefix(sums, prefixes, bounds, row, index, FILTER)
+            if part == 0:
+                known = prefixes + 2 * (row * NUM_DIGITS + index)
+                tl.store(known, prefix)
+                tl.store(known + 1, need)
             _, values = load_values(logits, stride, V, row, part, BLOCK)
             bits = _rank_bits(values, row_max, block_expsums, block_entropies, row, count, FILTER, WIDTH)
-            bits = bits >> (DIGIT_BITS * (NUM_DIGITS - 1 - DIGIT_INDEX))
+            bits = bits >> (DIGIT_BITS * (NUM_DIGITS - 1 - index))
             matches = (bits >> DIGIT_BITS == prefix) & (values > -float("inf"))
-            digits = tl.where(matches, bits & (RADIX - 1), -1)
+            digits = tl.where(matches, (bits & (RADIX - 1)).to(tl.int32), -1)
             every = tl.arange(0, RADIX)
             by_digit = tl.zeros((RADIX,), tl.int64)
-            if tl.max(digits) >= 0:
+            largest = tl.max(digits)
+            if largest >= 0:
                 weights = _id_weights(values, row_max, FILTER)
-                for digit in range(RADIX):
+                for digit in range(tl.min(tl.where(matches, digits, RADIX)), largest + 1):
                     digit_sum = tl.sum(tl.where(digits == digit, weights, 0))
                     by_digit = tl.where(every == digit, digit_sum, by_digit)
-                target = sums + (row * NUM_DIGITS + DIGIT_INDEX) * RADIX + every
+                target = sums + (row * NUM_DIGITS + index) * RADIX + every
                 tl.atomic_add(target, by_digit, mask=by_digit > 0, sem="relaxed")
-            if DIGIT_INDEX == NUM_DIGITS - 1:
+            if index == NUM_DIGITS - 1:
                 tl.store(last_sums + (row * count + part) * RADIX + every, by_digit)
 
 
 @triton.jit(do_not_specialize_on_alignment=["bounds"])
 def _mask_rest_kernel(
-    logits, stride, V, bounds, block_maxes, block_expsums, block_entropies, sums, last_sums,
-    FILTER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    logits, stride, V, bounds, block_maxes, block_expsums, block_entropies, sums, prefixes, last_sums,
+    FILTER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Mask ids after the kept prefix; ids tied at its last rank stay until the weight is reached."""
+    wait_for_launch_before(PDL)
     row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if is_enabled(bounds, row, V, FILTER):
         row_max = reduce_block_max(block_maxes, row, count, WIDTH)
         if is_finite_row(row_max):
-            last, need = _find_prefix(sums, bounds, row, NUM_DIGITS, FILTER)
+            last, need = _find_prefix(sums, prefixes, bounds, row, NUM_DIGITS, FILTER)
             ids, values = load_values(logits, stride, V, row, part, BLOCK)
             bits = _rank_bits(values, row_max, block_expsums, block_entropies, row, count, FILTER, WIDTH)
             kept = bits > last
@@ -320,18 +370,33 @@ def _mask_rest_kernel(
             tl.store(logits + row * stride + ids, -float("inf"), mask=(values > -float("inf")) & ~kept)
 
 
+def launch_options(logits: Tensor, num_warps: int = 8) -> dict[str, bool | int]:
+    """Options of all sampling kernels."""
+    pdl = launches_dependents(logits.device)
+    return {"num_warps": num_warps, "enable_fp_fusion": False, "PDL": pdl, "launch_pdl": pdl}
+
+
 def num_blocks(logits: Tensor, block: int) -> int:
     """Programs that share a row."""
     return -(-logits.shape[1] // block)
 
 
 def compute_block_maxes(
-    logits: Tensor, block: int, bounds: Tensor | None = None, filter_id: tl.constexpr = NO_FILTER
+    logits: Tensor,
+    block: int,
+    bounds: Tensor | None = None,
+    filter_id: tl.constexpr = NO_FILTER,
+    sums: Tensor | None = None,
 ) -> Tensor:
-    """int64 [R, blocks]: maximum of each block as ordered bits, in rows enabled by bounds [R]."""
+    """int64 [R, blocks]: maximum of each block as ordered bits, in rows enabled by bounds [R].
+
+    sums  int64 [R, NUM_DIGITS, RADIX], cleared in these rows
+    """
     maxes = torch.empty(logits.shape[0], num_blocks(logits, block), dtype=torch.int64, device=logits.device)
     row = logits, logits.stride(0), logits.shape[1], logits if bounds is None else bounds
-    _block_max_kernel[maxes.shape](*row, maxes, FILTER=filter_id.value, BLOCK=block, **LAUNCH_OPTIONS)
+    _block_max_kernel[maxes.shape](
+        *row, maxes, sums, FILTER=filter_id.value, BLOCK=block, **launch_options(logits)
+    )
     return maxes
 
 
@@ -347,7 +412,7 @@ def compute_block_expsums(
     row = logits, logits.stride(0), logits.shape[1], logits if bounds is None else bounds
     width = triton.next_power_of_2(block_maxes.shape[1])
     _block_expsum_kernel[block_maxes.shape](
-        *row, block_maxes, expsums, FILTER=filter_id.value, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS
+        *row, block_maxes, expsums, FILTER=filter_id.value, WIDTH=width, BLOCK=block, **launch_options(logits)
     )
     return expsums
 
@@ -358,7 +423,7 @@ def log_sum_exp(logits: Tensor, block: int) -> Tensor:
     out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     width = triton.next_power_of_2(maxes.shape[1])
     _log_sum_exp_kernel[out.shape](
-        maxes, expsums, out, maxes.shape[1], WIDTH=width, num_warps=1, enable_fp_fusion=False
+        maxes, expsums, out, maxes.shape[1], WIDTH=width, **launch_options(logits, num_warps=1)
     )
     return out
 
@@ -369,30 +434,41 @@ def top_ids(logits: Tensor, k: int, max_k: int, block: int) -> Tensor:
     keys = torch.empty(*shape, k, dtype=torch.int64, device=logits.device)
     out = torch.empty(shape[0], k, dtype=torch.int64, device=logits.device)
     _block_top_ids_kernel[shape](
-        logits, logits.stride(0), logits.shape[1], keys, k, BLOCK=block, **LAUNCH_OPTIONS
+        logits, logits.stride(0), logits.shape[1], keys, k, BLOCK=block, **launch_options(logits)
     )
     width = triton.next_power_of_2(shape[1] * max_k)
-    _row_top_ids_kernel[shape[:1]](keys, out, shape[1] * k, k, WIDTH=width, **LAUNCH_OPTIONS)
+    _row_top_ids_kernel[shape[:1]](keys, out, shape[1] * k, k, WIDTH=width, **launch_options(logits))
     return out
 
 
 def apply_top_k(logits: Tensor, k: Tensor, block: int) -> None:
-    maxes = compute_block_maxes(logits, block, k, TOP_K)
-    _mask_all_but(logits, k, block, TOP_K, maxes, maxes, maxes)
+    sums = _digit_sums(logits)
+    maxes = compute_block_maxes(logits, block, k, TOP_K, sums)
+    _mask_all_but(logits, k, block, TOP_K, maxes, maxes, maxes, sums)
 
 
 def apply_top_p(logits: Tensor, p: Tensor, block: int) -> None:
-    maxes = compute_block_maxes(logits, block, p, TOP_P)
-    _mask_all_but(logits, p, block, TOP_P, maxes, maxes, maxes)
+    sums = _digit_sums(logits)
+    maxes = compute_block_maxes(logits, block, p, TOP_P, sums)
+    _mask_all_but(logits, p, block, TOP_P, maxes, maxes, maxes, sums)
 
 
 def apply_typical_p(logits: Tensor, p: Tensor, block: int) -> None:
-    maxes = compute_block_maxes(logits, block, p, TYPICAL_P)
+    sums = _digit_sums(logits)
+    maxes = compute_block_maxes(logits, block, p, TYPICAL_P, sums)
     expsums = compute_block_expsums(logits, block, maxes, p, TYPICAL_P)
     entropies = torch.empty_like(maxes)
     row, width = (logits, logits.stride(0), logits.shape[1]), triton.next_power_of_2(maxes.shape[1])
-    _entropy_kernel[maxes.shape](*row, p, maxes, entropies, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS)
-    _mask_all_but(logits, p, block, TYPICAL_P, maxes, expsums, entropies)
+    _entropy_kernel[maxes.shape](
+        *row, p, maxes, entropies, WIDTH=width, BLOCK=block, **launch_options(logits)
+    )
+    _mask_all_but(logits, p, block, TYPICAL_P, maxes, expsums, entropies, sums)
+
+
+def _digit_sums(logits: Tensor) -> Tensor:
+    """int64 [R, NUM_DIGITS, RADIX], uninitialized: compute_block_maxes() clears the rows that need it."""
+    shape = logits.shape[0], NUM_DIGITS.value, RADIX.value
+    return torch.empty(shape, dtype=torch.int64, device=logits.device)
 
 
 def _mask_all_but(
@@ -403,15 +479,16 @@ def _mask_all_but(
     maxes: Tensor,
     expsums: Tensor,
     entropies: Tensor,
+    sums: Tensor,
 ) -> None:
-    """maxes, expsums, entropies int64 [R, blocks]; only typical-p reads the last two."""
-    radix, grid = RADIX.value, maxes.shape
-    sums = torch.zeros(grid[0], NUM_DIGITS.value, radix, dtype=torch.int64, device=logits.device)
-    last_sums = torch.empty(*grid, radix, dtype=torch.int64, device=logits.device)
+    """maxes, expsums, entropies int64 [R, blocks]; only typical-p reads the second and third. sums are 0."""
+    grid = maxes.shape
+    last_sums = torch.empty(*grid, RADIX.value, dtype=torch.int64, device=logits.device)
     row = logits, logits.stride(0), logits.shape[1]
-    operands = *row, bounds, maxes, expsums, entropies, sums, last_sums
+    prefixes = torch.empty(grid[0], NUM_DIGITS.value, 2, dtype=torch.int64, device=logits.device)
+    operands = *row, bounds, maxes, expsums, entropies, sums, prefixes, last_sums
     width = triton.next_power_of_2(grid[1])
-    options = {"FILTER": filter_id.value, "WIDTH": width, "BLOCK": block, **LAUNCH_OPTIONS}
+    options = {"FILTER": filter_id.value, "WIDTH": width, "BLOCK": block, **launch_options(logits)}
     for index in range(NUM_DIGITS.value):
-        _digit_histogram_kernel[grid](*operands, DIGIT_INDEX=index, **options)
+        _digit_histogram_kernel[grid](*operands, index, **options)
     _mask_rest_kernel[grid](*operands, **options)

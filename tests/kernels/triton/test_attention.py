@@ -13,16 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from foreword.config.memory import estimate_memory
 from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton import attention
-from foreword.kernels.triton.attention import TritonAttention, TritonAttnMetadata, plan_launches
+from foreword.kernels.triton.attention import TileShape, TritonAttention, TritonAttnMetadata, plan_launches
 from tests.support.budget import examples
 from tests.support.device import DEVICE
 from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot, program_order
 
 BLOCK = 8
 SPLIT = 32
+SMALL_TILE = TileShape(16, 32, 4)
 REFERENCE = ReferenceOps()
 STORED = {"float32": torch.float32, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -35,7 +37,7 @@ def small_tiles() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, exact_dot(), torch.device(DEVICE):
         patch.setattr(attention, "SPLIT", SPLIT)
         patch.setattr(attention, "BLOCK_KV", 16)
-        patch.setattr(attention, "tile_shape", lambda *_: (32, 4))
+        patch.setattr(attention, "tile_shape", lambda *_: SMALL_TILE)
         yield
 
 
@@ -148,16 +150,16 @@ def test_rows_do_not_depend_on_chunks_or_programs(
 @given(
     spans=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 4, 11])), min_size=2, max_size=3),
     window=st.sampled_from([None, 25]),
-    columns=st.sampled_from([16, 32, 64]),
+    tile=st.sampled_from([TileShape(16, 16, 4), TileShape(32, 32, 4), TileShape(16, 64, 4)]),
 )
 def test_rows_do_not_depend_on_neighbours_or_tiles(
-    spans: list[tuple[int, int]], window: int | None, columns: int
+    spans: list[tuple[int, int]], window: int | None, tile: TileShape
 ) -> None:
     """Prompt chunks, decode rows and verified drafts in any mixture."""
     cache = Cache([start + count for start, count in spans], 2, 16)
     mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "tile_shape", lambda *_: (columns, 4))
+        patch.setattr(attention, "tile_shape", lambda *_: tile)
         together = run(cache, mixed, 6, row_tile=4, window=window)
     for span in mixed:
         agree(run(cache, [span], 6, window=window), together)
@@ -191,13 +193,38 @@ def test_large_workspace_falls_back_to_registers(monkeypatch: pytest.MonkeyPatch
     expected = run(cache, [(0, 199, 200)], 4)
     monkeypatch.setattr(attention, "MAX_WORKSPACE_BYTES", 0)
     batch = cache.batch([(0, 199, 200)])
-    assert [launch.num_programs for launch in TritonAttnMetadata(batch, None).get_launches(64, 4, 1, 16)] == [
-        1
-    ]
+    (launch,) = TritonAttnMetadata(batch, None).get_launches(SMALL_TILE, 4, 1, 16)
+    assert launch.num_programs == 1
     agree(run(cache, [(0, 199, 200)], 4), expected)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter's numpy
+@pytest.mark.parametrize(("streams", "programs"), [(1, 33), (4, 9), (16, 3), (32, 2), (64, 1)])
+def test_long_contexts_share_the_splits_of_a_request(
+    streams: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama-3.1-8B in a CUDA graph for 131,072 positions; the workspace has room for all their splits."""
+    monkeypatch.setattr(attention, "SPLIT", 256)
+    positions = torch.zeros(streams, dtype=torch.int64)
+    tables, starts = torch.zeros(streams + 1, 131072 // 16, dtype=torch.int64), tuple(range(streams + 1))
+    batch = Batch(positions, positions, positions, tables, starts, (), positions, 16, None, None, positions)
+    metadata = TritonAttnMetadata(batch, None)
+    (launch,) = metadata.get_launches(TileShape(32, 32, 4), 4, 8, 128)
+    assert (launch.num_columns, launch.padded_columns, launch.num_programs) == (4, 32, programs)
+    shared = TritonAttention()
+    values, stats = shared._get_workspace(positions.device, 264 * metadata.max_splits * 32, 128)
+    assert values.numel() >= streams * 8 * 512 * 4 * 128 and stats.numel() >= streams * 8 * 512 * 4 * 2
+    assert values.nbytes + stats.nbytes <= attention.MAX_WORKSPACE_BYTES
+    assert shared._get_workspace(positions.device, 16, 128)[0].data_ptr() == values.data_ptr()
+
+
+def test_memory_estimate_has_the_workspace() -> None:
+    for total in (24 << 30, 80 << 30):
+        with_workspace = estimate_memory(total, total, 0.9, 0, 0, 0, cuda_graphs=False)
+        limit = min(total // attention.WORKSPACE_DIVISOR, attention.MAX_WORKSPACE_BYTES)
+        assert with_workspace.activations == limit
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN slice")  # of numpy
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("programs", [1, 528])
@@ -241,14 +268,14 @@ def test_non_finite_vectors_reach_only_visible_rows(stored: str) -> None:
 def test_graph_batches_have_padding_and_unknown_lengths(
     programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three slots of four rows: one full, one with two padding rows, one unused."""
+    """Three slots of four rows: one full, one with two padding rows and a single split, one unused."""
     monkeypatch.setattr(attention, "TARGET_NUM_PROGRAMS", programs)
-    cache = Cache([70, 40], 2, 16)
-    spans = [(0, 66, 70), (1, 38, 40)]
+    cache = Cache([70, 20], 2, 16)
+    spans = [(0, 66, 70), (1, 18, 20)]
     known = cache.batch(spans)
     batch = replace(
         known,
-        positions=torch.tensor([66, 67, 68, 69, 38, 39, 10**6, 0, 0, 0, 0, 0]),
+        positions=torch.tensor([66, 67, 68, 69, 18, 19, 10**6, 0, 0, 0, 0, 0]),
         query_start_loc=(0, 4, 8, 12),
         seq_lens=(),
         request_index=torch.tensor([0] * 4 + [1] * 2 + [3] * 6),
@@ -258,7 +285,8 @@ def test_graph_batches_have_padding_and_unknown_lengths(
     q[:6] = cache.queries(known, spans, 4)
     out = TritonAttention().attention(q, cache.layer, batch, 0.25)
     assert not out[6:].any()
-    agree(dict(zip(run(cache, spans, 4), out, strict=False)), run(cache, spans, 4))
+    alone = run(cache, spans[:1], 4) | run(cache, spans[1:], 4)
+    agree(dict(zip(alone, out, strict=False)), alone)
 
 
 @settings(max_examples=examples(50))
@@ -272,14 +300,14 @@ def test_every_row_is_in_one_tile(sizes: list[int], heads: int, padding: int) ->
     batch = Batch(
         positions, positions, positions, tables, tuple(starts), (), positions, BLOCK, request_index=positions
     )
-    launches = plan_launches(batch, 32, heads, 2, 64, 9)
+    launches = plan_launches(batch, SMALL_TILE, heads, 2, 64, 9)
     tiles = [tile for launch in launches for tile in launch.tiles.tolist()]
     assert sorted(row for first, size in tiles for row in range(first, first + size)) == list(
         range(len(positions))
     )
     for launch in launches:
-        assert 16 <= launch.columns <= 32 and 1 <= launch.num_programs <= 9
-        assert launch.tiles[:, 1].max() * heads <= launch.columns
+        assert 16 <= launch.padded_columns <= 32 and 1 <= launch.num_programs <= 9
+        assert launch.tiles[:, 1].max() * heads == launch.num_columns <= launch.padded_columns
         assert launch.num_programs == 1 or launch.tiles.shape[0] * 2 < attention.TARGET_NUM_PROGRAMS
     bounds = [*starts, len(positions)]
     assert all(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
+import pytest
 import torch
 
 from foreword.kernels.triton import attention
@@ -16,27 +19,45 @@ NUMBERS = {
     "num_requests": "i32",
     "table_width": "i32",
     "max_splits": "i32",
+    "num_columns": "i32",
     "q_row": "i32",
     "q_head": "i32",
     "scale": "fp32",
     "softcap": "fp32",
 }
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@contextmanager
+def gpu(capability: int) -> Iterator[torch.device]:
+    """A device of this compute capability."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(capability, 10))
+        yield torch.device("cuda")
 
 
 def source(
-    capability: int, columns: int, stored: str = "bf16", dim: int = 128, whole: bool = False
+    capability: int,
+    columns: int,
+    stored: str = "bf16",
+    dim: int = 128,
+    whole: bool = False,
+    dtype: str = "bf16",
+    pdl: bool = False,
 ) -> KernelSource:
-    """The kernel as TritonAttention launches it on a data center GPU."""
-    values = 2 if stored == "bf16" else 1
-    stages = attention.num_stages(torch.device("cpu"), 2 * attention.BLOCK_KV * dim * values)
-    scales = {} if stored == "bf16" else {"k_scale": "*fp32", "v_scale": "*fp32"}
+    """The kernel as TritonAttention launches it."""
+    quantized = stored in ("i8", "u8")
+    with gpu(capability) as device:
+        tile = attention.tile_shape(device, DTYPES[dtype], dim)
+        stages = attention.num_stages(device, 2 * attention.BLOCK_KV * dim * (1 if quantized else 2))
+    scales = {"k_scale": "*fp32", "v_scale": "*fp32"} if quantized else {}
     shared = {} if whole else {"partials": "*fp32", "split_stats": "*fp32", "counters": "*i32"}
     arguments = {
-        "q": "*bf16",
+        "q": f"*{dtype}",
         "k": f"*{stored}",
         "v": f"*{stored}",
         **scales,
-        "out": "*bf16",
+        "out": f"*{dtype}",
         **shared,
         **POINTERS,
         **NUMBERS,
@@ -54,8 +75,10 @@ def source(
         "BLOCK_KV": attention.BLOCK_KV,
         "BLOCK_D": dim,
         "NQ": columns,
+        "FLOAT8": stored == "u8" and capability >= 89,
         "WHOLE": whole,
         "STAGES": stages,
+        "PDL": pdl,
     }
     divisible = [name for name, kind in arguments.items() if kind.startswith("*")] + ["q_row", "q_head"]
     return KernelSource(
@@ -63,10 +86,22 @@ def source(
         arguments,
         constants,
         capability,
-        num_warps=8 if capability == 90 or dim > 128 else 4,
+        num_warps=tile.num_warps,
         enable_fp_fusion=False,
         divisible=divisible,
     )
+
+
+def sources_of_an_engine(capability: int, stored: str, dim: int, dtype: str = "bf16") -> list[KernelSource]:
+    """All kernels that an engine launches for full attention: every tile shape, with and without splits."""
+    with gpu(capability) as device:
+        tile = attention.tile_shape(device, DTYPES[dtype], dim)
+    all_columns = sorted({tile.min_columns, tile.max_columns})
+    return [
+        source(capability, columns, stored, dim, whole, dtype)
+        for columns in all_columns
+        for whole in (False, True)
+    ]
 
 
 def order_of_sums(made: KernelBinary) -> tuple[list[int], float, float]:
@@ -91,14 +126,10 @@ def order_of_sums(made: KernelBinary) -> tuple[list[int], float, float]:
 
 def test_all_column_counts_sum_in_the_same_order() -> None:
     """Over int8, which needs no second pass: all sums across lanes are those of weights."""
-    sources = [source(90, columns, "i8", whole=True) for columns in (16, 32, 64)] + [
-        source(80, 16, "i8"),
-        source(80, 32, "i8"),
-    ]
-    all_made = compile_all(sources)
+    sources = [source(capability, columns, "i8") for capability in (80, 90) for columns in (16, 32)]
+    all_made = compile_all([*sources, source(90, 32, "i8", whole=True)])
     for made in all_made:
         assert order_of_sums(made) == order_of_sums(all_made[0])
-        assert not made.count(r"fma\.rn\.f32"), "a product and a sum were fused"
 
 
 def test_warp_count_change_is_detected() -> None:
@@ -107,18 +138,76 @@ def test_warp_count_change_is_detected() -> None:
     assert order_of_sums(made) != order_of_sums(other)
 
 
-def test_launches_fit_and_share_one_instruction_family() -> None:
-    hopper = compile_all(
-        [source(90, 16), source(90, 64, whole=True), source(90, 16, "u8"), source(90, 32, dim=256)]
-    )
-    ampere = compile_all([source(80, 32)])
-    assert all(re.search(r"m64n\d+k16\.f32\.bf16", product) for made in hopper for product in made.products)
-    assert all("m16n8k16.row.col.f32.bf16" in product for made in ampere for product in made.products)
-    for capability, launches in ((90, hopper), (80, ampere)):
-        for made in launches:
-            assert made.products and made.shared <= MAX_SHARED[capability]
-            assert made.count(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x10") >= 2, (
-                "keys are not copied 16 bytes at a time"
-            )
-    assert [made.spills for made in (hopper[0], hopper[2])] == [0, 0]
-    assert all(made.stack <= 448 for made in (*hopper, *ampere))
+ENGINES = [
+    (90, "bf16", 128, "bf16"),
+    (80, "bf16", 128, "bf16"),
+    *(
+        pytest.param(capability, stored, dim, dtype, marks=pytest.mark.full)
+        for capability in (80, 89, 90)
+        for stored, dim, dtype in (
+            ("i8", 128, "bf16"),
+            ("u8", 128, "bf16"),
+            ("bf16", 64, "bf16"),
+            ("bf16", 256, "bf16"),
+            ("fp16", 128, "fp16"),
+        )
+    ),
+    pytest.param(89, "bf16", 128, "bf16", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("capability", "stored", "dim", "dtype"), ENGINES)
+def test_all_kernels_of_an_engine_have_the_same_instructions(
+    capability: int, stored: str, dim: int, dtype: str
+) -> None:
+    """No document says that two shapes of the instruction give the same bits."""
+    sources = sources_of_an_engine(capability, stored, dim, dtype)
+    all_made = compile_all(sources)
+    kind = dtype.replace("fp", "f")  # in PTX
+    products = {product for made in all_made for product in made.products}
+    if capability == 90:
+        # With 256 dimensions, two warp groups share the columns of QK^T, and each has all of PV.
+        sizes = {"n16", "n32"} if dim == 256 else {"n32"}
+        pattern = rf"wgmma\.mma_async\.sync\.aligned\.m64(n\d+)k16\.f32\.{kind}\.{kind}"
+        assert {re.fullmatch(pattern, product)[1] for product in products} == sizes
+        assert all(made.products == all_made[0].products for made in all_made)
+    else:
+        assert products == {f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"}
+    assert all(made.operands == all_made[0].operands for made in all_made), "k has other places"
+    for source_, made in zip(sources, all_made, strict=True):
+        assert made.shared <= MAX_SHARED[capability]
+        # Of a quantized cache, a program of all splits copies 8 bytes at a time.
+        size = "0x(8|10)" if stored in ("i8", "u8") and source_.constants["WHOLE"] else "0x10"
+        copies = rf"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], {size}"
+        assert made.count(copies) >= 2, "keys are not copied in vectors"
+        weights = attention.BLOCK_KV * source_.constants["NQ"] // (4 * 32)  # of a thread
+        passes = 1 if stored in ("i8", "u8") else 2
+        assert made.count(r"fma\.rn\.f32") == passes * weights, "products other than weights are fused"
+
+
+def test_unpadded_tiles_have_another_instruction() -> None:
+    """Negative control: what the variant "attention_unpadded" does."""
+    made, other = compile_all([source(90, 32), source(90, 16)])
+    assert made.products != other.products
+
+
+def test_two_programs_share_a_multiprocessor() -> None:
+    """Of 65,536 registers and 228 KiB of shared memory, 1 KiB of which CUDA takes for a program."""
+    sources = sources_of_an_engine(90, "bf16", 128)
+    for source_, made in zip(sources, compile_all(sources), strict=True):
+        assert source_.num_warps * 32 * made.registers <= 65536 // 2
+        assert made.shared + 1024 <= 228 * 1024 // 2
+        assert made.stack <= 128
+
+
+def test_float8_is_converted_by_the_hardware() -> None:
+    made, without = compile_all([source(90, 32, "u8"), source(80, 32, "u8")])
+    assert made.count(r"cvt\.rn\.f16x2\.e4m3x2") > 0 and not made.count(r"cvt\.rn\.bf16\.f16")
+    assert not without.count("e4m3x2")
+
+
+def test_dependent_launch_waits_before_it_reads() -> None:
+    made, without = compile_all([source(90, 32, pdl=True), source(90, 32)])
+    assert made.ptx.index("griddepcontrol.wait") < made.ptx.index("griddepcontrol.launch_dependents")
+    assert made.ptx.index("griddepcontrol.wait") < re.search(r"ld\.global|cp\.async", made.ptx).start()
+    assert "griddepcontrol" not in without.ptx

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,13 @@ from foreword.kernels.ops import AttentionMetadata
 from foreword.kernels.triton import attention
 from foreword.kernels.triton.backend import TritonOps
 from foreword.kernels.triton.checks import (
+    HEAD_SHAPE,
+    LAYER_SHAPE,
     ROW_COUNTS,
-    SHAPES,
-    check_attention_invariance,
-    check_row_invariance,
+    attention_mismatches,
+    row_mismatches,
 )
-from foreword.kernels.triton.gemm import TILES, pick_split_mode, pick_tile
+from foreword.kernels.triton.gemm import HOPPER_TILES, TILES, Tile, pick_split_mode, pick_tile
 from foreword.kernels.triton.gemm_pack import PackedWeight, num_splits
 from foreword.kernels.triton.linear import TritonLinear
 from tests.support.device import DEVICE
@@ -26,6 +28,7 @@ from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot
 
 COUNTS = (1, 17, 33)
 NAME = "float32" if IS_INTERPRETED else "bfloat16"
+TYPES = (getattr(torch, NAME), NAME, NAME)
 SMALL = {"kv_heads": 1, "group": 2, "dim": 16, "num_rows": 12}
 
 
@@ -66,36 +69,44 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_row_invariant_products_pass() -> None:
-    assert check_row_invariance(TritonLinear(), DEVICE, [(40, 300)], COUNTS) is None
+    shapes = [(40, 300), (24, 100)]
+    assert list(row_mismatches(TritonLinear(), DEVICE, *TYPES, shapes, COUNTS)) == []
 
 
 def test_splits_that_depend_on_rows_fail() -> None:
-    found = check_row_invariance(ByRows(), DEVICE, [(40, 600)], COUNTS)
-    assert found == f"a linear layer in {NAME} gives other bits for 33 rows than for one"
+    """Each mismatch is listed, with its kernel and its first value."""
+    found = list(row_mismatches(ByRows(), DEVICE, *TYPES, [(40, 600), (24, 100)], COUNTS))
+    parts = r"\(tile \d+ x \d+, \d splits split_k; \d+ of \d+ values, at \[\d+, \d+\] [-\d.e]+ and [-\d.e]+\)"
+    assert len(found) == 3 and all("a linear layer" in each for each in found)
+    assert re.fullmatch(
+        f"a linear layer in {NAME} gives other bits for 33 rows than for one {parts}", found[0]
+    )
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_row_invariant_attention_passes() -> None:
-    assert check_attention_invariance(TritonOps(eager=True), DEVICE, **SMALL) is None
+    assert list(attention_mismatches(TritonOps(eager=True), DEVICE, TYPES[0], **SMALL)) == []
 
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("rows", "name"), [(1, "a row alone"), (6, "a draft"), (36, "chunks of 3 requests")])
 def test_attention_splits_that_depend_on_rows_fail(rows: int, name: str) -> None:
-    found = check_attention_invariance(ByRequests(rows), DEVICE, **SMALL)
-    assert found == f"attention in {NAME} gives other bits for {name} than for a prompt chunk"
+    found = next(attention_mismatches(ByRequests(rows), DEVICE, TYPES[0], **SMALL))
+    assert found.startswith(f"attention in {NAME} gives other bits for {name} than for a prompt chunk (")
 
 
+@pytest.mark.parametrize("table", [TILES, HOPPER_TILES], ids=["ampere", "hopper"])
 @pytest.mark.parametrize("form", ["dense", "int8"])
-def test_every_tile_and_split_mode_is_checked(form: str) -> None:
+def test_every_tile_and_split_mode_is_checked(form: str, table: Mapping[str, Sequence[Tile]]) -> None:
     """With serial splits there are many row tiles, and these are the widest."""
     tried = set()
-    for outputs, inputs in SHAPES:
+    for outputs, inputs in (LAYER_SHAPE, HEAD_SHAPE):
         for rows in ROW_COUNTS:
-            tile = pick_tile(form, 2, rows)
+            splits = num_splits(outputs, inputs, form)
+            tile = pick_tile(form, 2, rows, splits, table)
             tiles = -(-outputs // tile.bm) * -(-rows // tile.bn)
-            tried.add((tile, pick_split_mode(tiles, tile, num_splits(outputs, inputs, form), rows)))
-    tiles = TILES["dense" if form == "dense" else "quantized"]
+            tried.add((tile, pick_split_mode(tiles, tile, splits, rows)))
+    tiles = table["dense" if form == "dense" else "quantized"]
     assert tried >= {(tile, parts) for tile in tiles for parts in ("none", "split_k")} | {
         (tiles[-1], "serial")
     }
@@ -103,5 +114,5 @@ def test_every_tile_and_split_mode_is_checked(form: str) -> None:
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="without a GPU there is nothing to check")
 def test_this_gpu_is_exact() -> None:
-    assert check_row_invariance(TritonLinear(), DEVICE) is None
-    assert check_attention_invariance(TritonOps(eager=True), DEVICE) is None
+    assert list(row_mismatches(TritonLinear(), DEVICE, *TYPES)) == []
+    assert list(attention_mismatches(TritonOps(eager=True), DEVICE, TYPES[0])) == []

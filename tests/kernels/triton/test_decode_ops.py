@@ -7,13 +7,13 @@ from dataclasses import fields
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from foreword.core.batch import Batch
 from foreword.kernels.reference.decode_ops import DecodeOps, DraftLoopState, SlotField
-from foreword.kernels.triton.decode_ops import TritonDecodeOps
+from foreword.kernels.triton.decode_ops import SLOTS_PER_ITERATION, TritonDecodeOps
 from tests.support.budget import examples
 from tests.support.device import DEVICE
 from tests.support.triton_compile import KernelSource, compile_all
@@ -59,6 +59,7 @@ def test_flatten_rows_matches_torch(count: int, width: int, seed: int, direction
 
 
 @given(count=counts, seed=seeds)
+@example(count=SLOTS_PER_ITERATION + 3, seed=0)
 @settings(max_examples=examples(25))
 def test_record_draft_matches_torch(count: int, seed: int) -> None:
     states = [make_draft_state(count, torch.Generator(DEVICE).manual_seed(seed)) for _ in range(2)]
@@ -82,8 +83,8 @@ def make_draft_state(count: int, rng: torch.Generator) -> DraftLoopState:
 
     return DraftLoopState(
         draft_step=torch.zeros(1, dtype=torch.int64),
-        draft_ids=whole(4, 8)[:, :count],
-        logprobs=whole(4, 8).double()[:, :count],
+        draft_ids=whole(4, count + 3)[:, :count],
+        logprobs=whole(4, count + 3).double()[:, :count],
         last_token=whole(count),
         position=whole(count),
         sample_index=whole(count),
@@ -131,6 +132,7 @@ def test_decode_ops_compile_without_spilling() -> None:
     rows |= dict.fromkeys(
         ("out_tokens", "out_positions", "out_slots", "out_request_index", "out_mrope_positions"), "*i64"
     )
+    rows |= {"width": "i32"}
     record_draft = {
         "token_ids": "*i64",
         "logits": "*fp32",
@@ -168,6 +170,7 @@ def test_decode_ops_compile_without_spilling() -> None:
         "logprob_row": "i64",
         "logprob_column": "i64",
         "result": "*i64",
+        "width": "i32",
     }
     module = "foreword.kernels.triton.decode_ops:"
     sources = [
@@ -177,20 +180,18 @@ def test_decode_ops_compile_without_spilling() -> None:
             KernelSource(
                 f"{module}flatten_rows_kernel",
                 rows,
-                {"WIDTH": 6, "BLOCK_W": 8, "BLOCK_SIZE": 16},
+                {"BLOCK_W": 8, "BLOCK_SIZE": 16},
                 capability,
                 num_warps=1,
             ),
             KernelSource(
                 f"{module}record_draft_kernel",
                 record_draft,
-                {"BLOCK_N": 256},
+                {"SLOTS": SLOTS_PER_ITERATION},
                 capability,
                 enable_fp_fusion=False,
             ),
-            KernelSource(
-                f"{module}commit_kernel", advance, {"WIDTH": 6, "BLOCK_W": 8}, capability, num_warps=1
-            ),
+            KernelSource(f"{module}commit_kernel", advance, {"BLOCK_W": 8}, capability, num_warps=1),
         )
     ]
     for compiled in compile_all(sources):

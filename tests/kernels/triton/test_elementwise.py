@@ -120,7 +120,7 @@ def test_rms_norm_compiles_without_spilling() -> None:
             KernelSource(
                 "foreword.kernels.triton.elementwise:_rms_norm_kernel",
                 arguments,
-                {"ROWS_INSIDE": 1, "WIDTH": width, "ROWS": rows, "BLOCK": block},
+                {"ROWS_INSIDE": 1, "WIDTH": width, "ROWS": rows, "BLOCK": block, "PDL": capability == 90},
                 capability,
                 num_warps=warps,
                 enable_fp_fusion=False,
@@ -131,3 +131,8 @@ def test_rms_norm_compiles_without_spilling() -> None:
     )
     assert all(each.stack == each.spills == 0 and each.count(r"ld\.global\.v4") for each in made)
     assert not any(each.count(r"fma\.rn\.f32|approx\.f(tz\.)?32.*sqrt") for each in made)
+    without, dependent = made
+    assert "griddepcontrol" not in without.ptx
+    # A thread has 16 values: float32 of the weight, which no kernel writes, then bfloat16 of x.
+    before, after = dependent.ptx.split("griddepcontrol.wait")
+    assert [part.count("ld.global.v4.b32") for part in (before, after)] == [4, 2]

@@ -1,31 +1,42 @@
-"""The compiled product uses the same instructions for every number of rows."""
+"""The compiled product uses one instruction for every number of rows."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
+import torch
 
-from foreword.kernels.triton.gemm import TILES, Tile
+from foreword.kernels.triton import gemm, variants
+from foreword.kernels.triton.gemm import HOPPER_TILES, TILES, Tile, device_tiles, pick_tile
 from foreword.kernels.triton.gemm_pack import GROUP_SCALED_FORMATS, ROW_SCALED_FORMATS, columns_per_block
 from tests.support.triton_compile import MAX_SHARED, KernelBinary, KernelSource, compile_all
 
-FAMILY = {
+INSTRUCTIONS = {
     80: r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.{0}\.{0}\.f32",
-    90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.{0}\.{0}",
+    89: r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.{0}\.{0}\.f32",
+    90: r"wgmma\.mma_async\.sync\.aligned\.m64n{1}k16\.f32\.{0}\.{0}",
 }
+DOT_COLUMNS = {"dense": 64, "int8": 32, "fp8": 32, "int4": 32, "q8_0": 32}  # n on Hopper
 COPY_OF_16_BYTES = r"cp\.async\.cg\.shared\.global.*, 0x10,"
+SOME_DIVISIONS = 8  # of indices, each with a conversion
+HOPPER = torch.device("cuda", 0)
+
+
+def tiles_of(capability: int) -> Mapping[str, Sequence[Tile]]:
+    return HOPPER_TILES if capability == 90 else TILES
 
 
 def source(
     capability: int,
     form: str,
     tile: Tile,
-    parts: str,
+    split_mode: str,
     activation: str | None = None,
     even: bool = True,
     x: str = "bf16",
+    pdl: bool = False,
 ) -> KernelSource:
     """gemm_kernel() launched for a shape that is a multiple of 16."""
     scales = (
@@ -47,14 +58,9 @@ def source(
     }
     arguments |= {"partial_sums": "*fp32", "tile_counters": "*i32", **integers}
     constants = {name: None for name in ("scales", "add_to") if name not in arguments}
-    constants |= {
-        "FORMAT": form,
-        "FLOAT8": capability >= 89,
-        "ACTIVATION": activation,
-        "SPLIT_MODE": parts,
-        "EVEN_K": even,
-    }
-    constants |= {"BM": tile.bm, "BN": tile.bn, "BK": columns_per_block(form), "GROUP_M": 8}
+    constants |= {"FORMAT": form, "ACTIVATION": activation, "SPLIT_MODE": split_mode, "EVEN_K": even}
+    constants |= {"BM": tile.bm, "BN": tile.bn, "DOT_N": tile.dot_n, "BK": columns_per_block(form)}
+    constants |= {"GROUP_M": 8, "PDL": pdl, "PREFETCH": tile.num_stages}
     divisible = [name for name, kind in arguments.items() if kind.startswith("*") or name in ("N", "K")]
     kernel = "foreword.kernels.triton.gemm:gemm_kernel"
     return KernelSource(
@@ -63,33 +69,38 @@ def source(
 
 
 def sources(capability: int) -> Iterator[KernelSource]:
-    dense, quantized = TILES["dense"], TILES["quantized"]
+    """Every tile of every format, and every split mode, activation and type."""
+    dense, quantized = tiles_of(capability)["dense"], tiles_of(capability)["quantized"]
     yield from (source(capability, "dense", tile, "split_k") for tile in dense)
     yield source(capability, "dense", dense[-1], "serial")
     yield source(capability, "dense", dense[-1], "none", "silu")
     yield source(capability, "dense", dense[0], "split_k", "gelu", even=False, x="fp16")
     for form in (*ROW_SCALED_FORMATS, *GROUP_SCALED_FORMATS):
-        yield source(capability, form, quantized[0], "split_k")
+        yield from (source(capability, form, tile, "split_k") for tile in quantized)
         yield source(capability, form, quantized[-1], "serial", "silu")
+    yield source(capability, "int4", quantized[0], "none", x="fp16")
 
 
 def check(made: KernelBinary, each: KernelSource) -> None:
-    capability, constants = each.capability, each.constants
-    family = FAMILY[capability].format(each.arguments["x"].removeprefix("*").replace("fp", "f"))
-    assert made.products and all(re.fullmatch(family, product.rstrip(";")) for product in made.products), (
-        made.products
-    )
+    capability, form, constants = each.capability, each.constants["FORMAT"], each.constants
+    dtype = each.arguments["x"].removeprefix("*").replace("fp", "f")
+    instruction = INSTRUCTIONS[capability].format(dtype, DOT_COLUMNS[form])
+    (product,) = made.products
+    assert re.fullmatch(instruction, product.rstrip(";")), product
     assert made.stack == made.spills == 0 and made.shared <= MAX_SHARED[capability]
+    # No slow conversion of weights, and no instruction that ptxas serializes: it would be awaited alone.
+    assert sum(made.opcodes.get(opcode, 0) for opcode in ("F2F", "I2F")) < SOME_DIVISIONS
+    assert made.count(r"wgmma\.wait_group") == 0 or made.opcodes["WARPGROUP"] < 2 * made.opcodes["HGMMA"]
     # Weight blocks are copied asynchronously: in all stages but one before the loop, and once within it.
-    words = constants["BM"] * constants["BK"] // {"dense": 1, "int4": 4}.get(constants["FORMAT"], 2)
+    words = constants["BM"] * constants["BK"] // {"dense": 1, "int4": 4}.get(form, 2)
     per_block = words * 2 // (16 * 32 * each.num_warps)
     assert made.count(COPY_OF_16_BYTES) >= per_block * each.num_stages
     assert made.count(r"cp\.async\.wait_group") > 0
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("capability", [80, 90])
-def test_one_instruction_family_serves_all_row_counts(capability: int) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.full), 90])
+def test_one_instruction_serves_all_row_counts(capability: int) -> None:
     every = list(sources(capability))
     for made, each in zip(compile_all(every), every, strict=True):
         check(made, each)
@@ -97,7 +108,7 @@ def test_one_instruction_family_serves_all_row_counts(capability: int) -> None:
 
 def test_last_program_reads_after_barriers() -> None:
     """A barrier, an acq_rel count with GPU scope, a barrier, then reads past the L1 cache."""
-    (made,) = compile_all([source(90, "dense", TILES["dense"][0], "split_k")])
+    (made,) = compile_all([source(90, "dense", HOPPER_TILES["dense"][0], "split_k")])
     order = re.findall(r"st\.global|bar\.sync|atom\.\S+|ld\.global\.cg", made.ptx)
     count = next(i for i, step in enumerate(order) if step.startswith("atom"))
     assert order[count] == "atom.global.gpu.acq_rel.add.u32"
@@ -107,3 +118,54 @@ def test_last_program_reads_after_barriers() -> None:
         and "ld.global.cg" in order[count:]
         and "ld.global.cg" not in order[:count]
     )
+
+
+@pytest.mark.parametrize("form", ["dense", "int4"])
+def test_dependent_launch_touches_memory_after_the_wait(form: str) -> None:
+    """Only prefetches of weights precede it: neighbours write x, and share the workspace."""
+    tile = pick_tile(form, 2, 1, 2, HOPPER_TILES)
+    (made,) = compile_all([source(90, form, tile, "split_k", pdl=True)])
+    steps = re.findall(r"griddepcontrol\.\w+|prefetch\.L2|(?:ld|st|atom|cp\.async\.c.)\S*\.global", made.ptx)
+    wait = steps.index("griddepcontrol.wait")
+    assert steps[:wait] == ["prefetch.L2"] * tile.num_stages
+    assert steps[wait + 1] == "griddepcontrol.launch_dependents" and "prefetch.L2" not in steps[wait:]
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "variant", "columns"),
+    [
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "", {"dense": {16, 32, 64, 128}, "quantized": {16, 32, 64}}),
+        ("NVIDIA H200", (9, 0), "", {"dense": {64}, "quantized": {32}}),
+        ("NVIDIA H20-3e", (9, 0), "", {"dense": {16}, "quantized": {16}}),
+        ("NVIDIA H200", (9, 0), "linear_wide_tiles", {"dense": {64}, "quantized": {32}}),
+        ("NVIDIA H200", (9, 0), "linear_two_programs", {"dense": {64}, "quantized": {32}}),
+        ("NVIDIA H200", (9, 0), "linear_unpadded", {"dense": {16, 32, 64, 128}, "quantized": {16, 32, 64}}),
+        ("NVIDIA GeForce RTX 5090", (12, 0), "", {"dense": {16, 32, 64, 128}, "quantized": {16, 32, 64}}),
+    ],
+)
+def test_hopper_has_one_instruction_for_each_format(
+    name: str,
+    capability: tuple[int, int],
+    variant: str,
+    columns: dict[str, set[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(variants, "enabled_variants", lambda: frozenset({variant}))
+    tables = device_tiles.__wrapped__(HOPPER)
+    assert {kind: {tile.dot_n for tile in tables[kind]} for kind in columns} == columns
+    assert all(tile.bn % tile.dot_n == 0 for tiles in tables.values() for tile in tiles)
+
+
+def test_wide_tiles_are_for_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two accumulators of 128 x 256 values do not fit the registers."""
+    monkeypatch.setattr(gemm, "is_enabled", lambda name: name == "linear_wide_tiles")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    tables = device_tiles.__wrapped__(HOPPER)
+    widths = [[pick_tile("dense", 2, rows, splits, tables).bn for rows in (1, 128, 129)] for splits in (1, 2)]
+    assert widths == [[64, 128, 256], [64, 128, 128]]
+    wide = pick_tile("dense", 2, 129, 1, tables)
+    (made,) = compile_all([source(90, "dense", wide, "none", "silu")])
+    check(made, source(90, "dense", wide, "none", "silu"))

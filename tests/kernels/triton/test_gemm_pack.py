@@ -1,12 +1,15 @@
-"""Packed weights unpack unchanged, and splits depend on a weight's shape alone."""
+"""Packed weights unpack unchanged, by torch and by kernels; splits depend on a weight's shape alone."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,8 +19,16 @@ from torch.utils._pytree import tree_leaves
 from foreword.kernels.ops import Matrix
 from foreword.kernels.quantization import dequantize, fake_quantize
 from foreword.kernels.triton import gemm_pack as packing
-from foreword.kernels.triton.gemm_pack import PackedWeight, columns_per_block, num_splits, pack
+from foreword.kernels.triton.gemm_pack import (
+    PackedWeight,
+    columns_per_block,
+    masked_shift_ptx,
+    num_splits,
+    pack,
+    unpack_word,
+)
 from tests.support.budget import examples
+from tests.support.device import DEVICE
 from tests.support.quantized_weights import random_blocks, random_weight
 
 KINDS = ("float32", "bfloat16", "float16", "int8", "fp8", "int4")
@@ -179,3 +190,73 @@ def test_every_split_has_blocks(rows: int, columns: int, form: str) -> None:
     splits = num_splits(rows, columns, form)
     blocks = -(-columns // columns_per_block(form))
     assert 1 <= splits <= 16 and (splits == 1 or blocks // splits >= 256 // columns_per_block(form))
+
+
+EVERY_WORD = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+
+
+@triton.jit
+def _unpack_kernel(words, out, FORMAT: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    for j in tl.static_range(VALUES):
+        value = unpack_word(tl.load(words + place), j, FORMAT, out.dtype.element_ty)
+        tl.store(out + place * VALUES + j, value)
+
+
+def expected_values(form: str) -> Tensor:
+    """float32 [65536, values of a word]"""
+    if form == "int4":
+        return torch.stack([(EVERY_WORD.int() >> 4 * j & 15) - 8 for j in range(4)], 1).float()
+    codes = EVERY_WORD.view(torch.int8).view(-1, 2)
+    return codes.view(torch.float8_e4m3fn).float() if form == "fp8" else codes.float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["int4", "int8", "fp8"])
+def test_every_word_unpacks_exactly(form: str, dtype: torch.dtype) -> None:
+    wanted = expected_values(form).to(DEVICE)
+    values = torch.empty_like(wanted, dtype=dtype)
+    _unpack_kernel[(16,)](EVERY_WORD.to(DEVICE), values, FORMAT=form, VALUES=values.shape[1], BLOCK=1 << 12)
+    is_number = ~wanted.isnan()
+    assert (~is_number).sum() == (4 * 256 if form == "fp8" else 0)  # two codes in either byte
+    assert torch.equal(values.float()[is_number], wanted[is_number])
+
+
+def test_quantized_weights_have_no_nan_code() -> None:
+    """unpack_word() gives 480 for it."""
+    matrix = random_weight(3, 70)
+    matrix[0, 1], matrix[1, 2], matrix[2, 3] = torch.nan, torch.inf, 3e38
+    codes = pack([matrix], "fp8", None).data.view(torch.int8) & 0x7F
+    assert codes.max() < 0x7F
+
+
+def run_ptx(ptx: str, words: Tensor, flip: Tensor) -> Tensor:
+    """int32 registers: "shr.b32", "shl.b32" and the "lop3.b32" that is (a & b) ^ c."""
+    registers = {"$1": words, "$2": flip}
+    for instruction in filter(None, ptx.replace(" ", "").split(";")):
+        name, operands = re.fullmatch(r"(\w+\.b32)(.*)", instruction).groups()  # type: ignore[union-attr]
+        target, first, second, *rest = operands.split(",")
+        value = registers[first]
+        if name == "lop3.b32":
+            assert rest[1] == "0x6a"
+            registers[target] = value & int(second, 16) ^ registers[rest[0]]
+        else:
+            shift = int(second)
+            assert name in ("shr.b32", "shl.b32") and shift >= 0
+            registers[target] = value >> shift if name == "shr.b32" else value << shift & 0xFFFFFFFF
+    return registers["$0"]
+
+
+@pytest.mark.parametrize("flip", [0x4300, 0x6480, -0x8000])
+@pytest.mark.parametrize(
+    ("shift", "mask"),
+    [(0, 15), (4, 15), (8, 15), (12, 15), (8, 0x7F), (0, 0x80), (-8, -0x8000), (-4, 0x7F0), (1, 0x3F80)],
+)
+def test_ptx_shifts_both_words_of_a_register(shift: int, mask: int, flip: int) -> None:
+    low = EVERY_WORD.long() & 0xFFFF
+    high = low.flip(0) * 40503 & 0xFFFF
+    flips = torch.full_like(low, (flip & 0xFFFF) * 0x10001)
+    result = run_ptx(masked_shift_ptx(shift, mask), low | high << 16, flips)
+    for words, mine in ((low, result & 0xFFFF), (high, result >> 16)):
+        moved = words >> shift if shift >= 0 else words << -shift
+        assert torch.equal(mine, (moved & mask & 0xFFFF) ^ (flip & 0xFFFF))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,6 +16,7 @@ from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton import gemm as tiles
 from foreword.kernels.triton import linear as module
 from foreword.kernels.triton.backend import TritonFastMath
+from foreword.kernels.triton.gemm import HOPPER_TILES, TILES, WIDE_TILES, Tile
 from foreword.kernels.triton.gemm_pack import GROUP_SCALED_FORMATS, num_splits
 from foreword.kernels.triton.linear import TritonLinear
 from tests.support.budget import examples
@@ -127,10 +128,18 @@ def check_counts(run: Callable[[slice], Tensor], counts: Sequence[int] = COUNTS)
             assert same_bits(run(slice(row, row + 1))[0], whole[row]), row
 
 
-@pytest.fixture
-def half_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_half_tiles(monkeypatch: pytest.MonkeyPatch, table: Mapping[str, Sequence[Tile]]) -> None:
     """Half precision tiles for float32 values, which reveal more."""
-    monkeypatch.setattr(module, "pick_tile", lambda form, _, rows: tiles.pick_tile(form, 2, rows))
+    monkeypatch.setattr(
+        module,
+        "pick_tile",
+        lambda form, _, rows, splits, __: tiles.pick_tile(form, 2, rows, splits, table),
+    )
+
+
+@pytest.fixture(params=["ampere", "hopper"])
+def half_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_half_tiles(monkeypatch, TILES if request.param == "ampere" else HOPPER_TILES)
 
 
 @pytest.mark.usefixtures("half_tiles")
@@ -154,8 +163,23 @@ def test_gated_layer_is_batch_invariant(kind: str) -> None:
     check_counts(lambda rows: ops.linear_gated_act(x[rows], weight, "silu"), FEW_COUNTS)
 
 
+@pytest.mark.parametrize("kind", ["float32", "int4"])
+def test_tables_of_tiles_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = TritonLinear()
+    x, weight = normal(257, 160), packed(ops, matrix_of(kind, 40, 160), kind)
+    assert weight.splits == 1
+    results = []
+    for table in (TILES, HOPPER_TILES, {**HOPPER_TILES, "dense": WIDE_TILES}):
+        use_half_tiles(monkeypatch, table)
+        with exact_dot():
+            results.append(torch.cat([ops.linear(x[:rows], weight) for rows in (1, 257)]))
+    assert same_bits(results[1], results[0]) and same_bits(results[2], results[0])
+
+
 @pytest.mark.usefixtures("half_tiles")
-@pytest.mark.parametrize("kind", ["float32", "int8"])
+@pytest.mark.parametrize(
+    ("half_tiles", "kind"), [("ampere", "float32"), ("hopper", "int8")], indirect=["half_tiles"]
+)
 def test_split_mode_changes_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With many tiles, one program computes all splits of K."""
     monkeypatch.setattr(tiles, "SPLIT_K_MAX_TILES", 1)
@@ -218,22 +242,6 @@ def test_non_finite_rows_do_not_affect_others() -> None:
     assert broken[2].isnan().all() and same_bits(broken[[0, 1, 3, 4]], sound[[0, 1, 3, 4]])
 
 
-def test_float8_hardware_and_bits_agree() -> None:
-    by_bits, by_hardware = TritonLinear(), TritonLinear()
-    x, matrix = normal(3, 200), weights(30, 200)
-    weight = by_bits.pack_linear([matrix], "fp8")
-    by_hardware.pack_linear([matrix], "fp8")
-    by_hardware._workspaces = {
-        device: replace(one, has_float8=True) for device, one in by_hardware._workspaces.items()
-    }
-    ids = torch.arange(30, device=DEVICE)
-    with exact_dot():
-        assert same_bits(by_bits.linear(x, weight), by_hardware.linear(x, weight))
-    assert same_bits(
-        by_bits.embedding(ids, weight, torch.float32), by_hardware.embedding(ids, weight, torch.float32)
-    )
-
-
 @settings(max_examples=examples(20))
 @given(
     st.sampled_from((*KINDS, "bfloat16")),
@@ -267,10 +275,13 @@ def test_empty_ids_give_no_rows() -> None:
     st.integers(1, 64),
     st.sampled_from(("dense", "int8", *GROUP_SCALED_FORMATS)),
     st.sampled_from((2, 4)),
+    st.sampled_from((TILES, HOPPER_TILES)),
 )
-def test_few_rows_fit_the_workspace(outputs: int, inputs: int, rows: int, form: str, itemsize: int) -> None:
+def test_few_rows_fit_the_workspace(
+    outputs: int, inputs: int, rows: int, form: str, itemsize: int, table: Mapping[str, Sequence[Tile]]
+) -> None:
     splits = num_splits(outputs, inputs, form)
-    tile = tiles.pick_tile(form, itemsize, rows)
+    tile = tiles.pick_tile(form, itemsize, rows, splits, table)
     count = -(-outputs // tile.bm) * -(-rows // tile.bn)
     assert tiles.pick_split_mode(count, tile, splits, rows) == ("none" if splits == 1 else "split_k")
 

@@ -129,6 +129,7 @@ def test_rope_compiles_without_spilling() -> None:
             "HEADS": 8,
             "BLOCK": 64,
             "REST": 1,
+            "PDL": stored == "*bf16",
         }
         constants |= {"k_scale": None, "v_scale": None} if scales is None else {}
         divisible = [name for name, kind in arguments.items() if kind.startswith("*")] + strides
@@ -143,12 +144,15 @@ def test_rope_compiles_without_spilling() -> None:
                 divisible=divisible,
             )
         )
-    for each in compile_all(sources):
+    for source, each in zip(sources, compile_all(sources), strict=True):
         assert (
             each.stack == each.spills == 0
             and each.count(r"ld\.global\.v4")
             and not each.count(r"fma\.rn\.f32 ")
         )
+        before, *after = each.ptx.split("griddepcontrol.wait")
+        assert bool(after) == source.constants["PDL"]
+        assert not after or "ld.global" not in before, "q, k and v are read before they are written"
 
 
 def test_absent_inputs_are_not_compiled() -> None:
@@ -160,6 +164,7 @@ def test_absent_inputs_are_not_compiled() -> None:
         "HEADS": 8,
         "BLOCK": 64,
         "REST": 1,
+        "PDL": False,
         "k_scale": None,
         "v_scale": None,
     }

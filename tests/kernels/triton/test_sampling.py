@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from foreword.kernels.reference.sampling import gumbel
 from foreword.kernels.triton.sampling import TritonSampling
 from foreword.sampling.logits_processors import active_processors
 from tests.support.budget import examples
@@ -20,6 +21,7 @@ from tests.support.triton_sample_rows import (
     DEVICE,
     OPS,
     REFERENCE,
+    SmallBlockSampling,
     assert_same,
     mixed_rows,
     random_few_rows,
@@ -83,6 +85,22 @@ def test_filters_match_reference_on_random_rows(logits: Tensor, operation: str, 
 def test_tokens_match_reference_on_random_rows(logits: Tensor, seed: int, position: int) -> None:
     seeds, positions = torch.arange(len(logits)) + seed, torch.full((len(logits),), position)
     assert_same("sample", logits, seeds, positions, torch.arange(len(logits)) == 1)
+
+
+@pytest.mark.parametrize(("scale", "ulps"), [(1.0, 0), (1.0, 2**9), (64.0, 3), (2.0**20, 1)])
+def test_near_ties_match_reference(scale: float, ulps: int) -> None:
+    """Scores of all ids are within a few units in the last place, or within the error of float32 noise."""
+    count, width = 3, 520
+    seeds, positions = torch.arange(count) - 3, torch.arange(count) * 1000
+    generator = torch.Generator().manual_seed(ulps)
+    nudges = torch.randint(-ulps, ulps + 1, (count, width), generator=generator) * scale * 2.0**-23
+    logits = (scale - gumbel(seeds, positions, width)).float() + nudges
+    greedy = torch.arange(count) == 2
+    for block in (128, 512):  # one search of a block, and several
+        ops = SmallBlockSampling()
+        ops.sampling_block = block
+        for rows in (logits, logits.bfloat16().float()):
+            assert_same("sample", rows, seeds, positions, greedy, ops=ops)
 
 
 @given(random_few_rows(), st.permutations(FILTERS), st.integers(0, 5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,13 +18,13 @@ from tests.support.triton_compile import MAX_SHARED, KernelBinary, KernelSource,
 PACKAGE = "foreword.kernels.triton."
 BLOCK, NUM_BLOCKS = 2048, 128  # of 151,936 ids and of 256,000
 ROWS = "logits:*fp32 stride:i32 V:i32"
-PREFIX = "block_maxes:*i64 block_expsums:*i64 block_entropies:*i64 sums:*i64 last_sums:*i64"
+PREFIX = "block_maxes:*i64 block_expsums:*i64 block_entropies:*i64 sums:*i64 prefixes:*i64 last_sums:*i64"
 XTC = f"{ROWS} seeds:*i64 positions:*i64 probabilities:*fp64 thresholds:*fp64"
 XTC += " block_maxes:*i64 block_expsums:*i64 last:*i64"
 BLOCK_SHAPE: Mapping[str, Any] = {"WIDTH": NUM_BLOCKS, "BLOCK": BLOCK}
 FILTERS = {"i64": topk.TOP_K.value, "fp64": topk.TYPICAL_P.value}
 # Kernels that could spill: compiled for the older GPU too.
-SPILL_PRONE = ("_block_expsum_kernel", "_block_argmax_kernel", "_digit_histogram_kernel", "_mask_rest_kernel")
+SPILL_PRONE = ("_block_expsum_kernel", "_block_best_kernel", "_digit_histogram_kernel", "_mask_rest_kernel")
 PER_ROW = {"bounds", "p", "n", "temperatures", "seeds", "positions", "greedy", "probabilities", "thresholds"}
 SPECIALIZED = """
 import importlib, json, sys
@@ -41,7 +42,7 @@ def kernels() -> Iterator[tuple[str, str, dict[str, Any], int]]:
     """(module:kernel, arguments, constants, warps)"""
     yield (
         "topk:_block_max_kernel",
-        f"{ROWS} bounds:*fp64 block_maxes:*i64",
+        f"{ROWS} bounds:*fp64 block_maxes:*i64 sums:*i64",
         {"FILTER": topk.TOP_P.value, "BLOCK": BLOCK},
         8,
     )
@@ -49,16 +50,16 @@ def kernels() -> Iterator[tuple[str, str, dict[str, Any], int]]:
     yield "topk:_block_expsum_kernel", f"{ROWS} bounds:*fp32 block_maxes:*i64 block_expsums:*i64", any_row, 8
     keys = "seeds:*i64 positions:*i64 greedy:*u8"
     yield (
-        "sampling_kernels:_block_argmax_kernel",
-        f"{ROWS} {keys} block_maxes:*i64 best_keys:*i64",
+        "sampling_kernels:_block_best_kernel",
+        f"{ROWS} {keys} block_maxes:*i64 best_ids:*i32 rivals:*fp32",
         {"BLOCK": BLOCK},
         8,
     )
     yield (
         "sampling_kernels:_row_argmax_kernel",
-        "block_maxes:*i64 best_keys:*i64 out:*i64",
-        {"count": 1, "WIDTH": 1},
-        1,
+        f"{ROWS} {keys} block_maxes:*i64 best_ids:*i32 rivals:*fp32 out:*i64 count:i32",
+        {"IDS": 256, **BLOCK_SHAPE},
+        4,
     )
     yield (
         "topk:_log_sum_exp_kernel",
@@ -100,21 +101,15 @@ def kernels() -> Iterator[tuple[str, str, dict[str, Any], int]]:
         8,
     )
     for bound, kind in FILTERS.items():
-        last = {"DIGIT_INDEX": topk.NUM_DIGITS.value - 1, "FILTER": kind, **BLOCK_SHAPE}
-        yield "topk:_digit_histogram_kernel", f"{ROWS} bounds:*{bound} {PREFIX}", last, 8
-        yield (
-            "topk:_mask_rest_kernel",
-            f"{ROWS} bounds:*{bound} {PREFIX}",
-            {"FILTER": kind, **BLOCK_SHAPE},
-            8,
-        )
+        constants = {"FILTER": kind, **BLOCK_SHAPE}
+        yield "topk:_digit_histogram_kernel", f"{ROWS} bounds:*{bound} {PREFIX} index:i32", constants, 8
+        yield "topk:_mask_rest_kernel", f"{ROWS} bounds:*{bound} {PREFIX}", constants, 8
 
 
-@pytest.fixture(scope="module", params=[80, 90])
-def compiled(request: pytest.FixtureRequest) -> list[tuple[str, KernelBinary]]:
+def compile_kernels(capability: int, pdl: bool = False) -> list[tuple[str, KernelBinary]]:
     sources = []
     for kernel, arguments, constants, warps in kernels():
-        if request.param != 90 and not kernel.endswith(SPILL_PRONE):
+        if capability != 90 and not kernel.endswith(SPILL_PRONE):
             continue
         types = dict(argument.split(":") for argument in arguments.split())
         divisible = [name for name, kind in types.items() if kind[0] == "*" or name in ("stride", "V")]
@@ -122,16 +117,21 @@ def compiled(request: pytest.FixtureRequest) -> list[tuple[str, KernelBinary]]:
             KernelSource(
                 PACKAGE + kernel,
                 types,
-                constants,
-                request.param,
+                {**constants, "PDL": pdl},
+                capability,
                 warps,
                 enable_fp_fusion=False,
                 divisible=divisible,
             )
         )
     made = compile_all(sources)
-    assert all(each.shared <= MAX_SHARED[request.param] for each in made)
+    assert all(each.shared <= MAX_SHARED[capability] for each in made)
     return [(source.kernel, each) for source, each in zip(sources, made, strict=True)]
+
+
+@pytest.fixture(scope="module", params=[80, 90])
+def compiled(request: pytest.FixtureRequest) -> list[tuple[str, KernelBinary]]:
+    return compile_kernels(request.param)
 
 
 def test_operations_round_to_nearest_unfused(compiled: list[tuple[str, KernelBinary]]) -> None:
@@ -149,6 +149,14 @@ def test_no_register_is_spilled(compiled: list[tuple[str, KernelBinary]]) -> Non
         assert made.stack == made.spills == 0, kernel
 
 
+@pytest.mark.full
+def test_dependent_kernels_wait_before_they_read_or_write() -> None:
+    for kernel, made in compile_kernels(90, pdl=True):
+        before, after = made.ptx.split("griddepcontrol.wait")
+        assert not re.search(r"\b(?:ld|st|atom)\.global", before), kernel
+        assert "griddepcontrol.launch_dependents" in after, kernel
+
+
 def test_rows_are_read_in_vectors(compiled: list[tuple[str, KernelBinary]]) -> None:
     for kernel, made in compiled:
         if kernel.endswith(
@@ -157,7 +165,7 @@ def test_rows_are_read_in_vectors(compiled: list[tuple[str, KernelBinary]]) -> N
                 "_block_expsum_kernel",
                 "_temperature_kernel",
                 "_digit_histogram_kernel",
-                "_block_argmax_kernel",
+                "_block_best_kernel",
             )
         ):
             assert made.count(r"ld\.global\.v[24]\."), kernel
@@ -172,4 +180,4 @@ def test_request_parameters_do_not_recompile_kernels() -> None:
     specialized = {(name, how) for name, how in json.loads(run.stdout)}
     assert ("logits", "place") in specialized and ("V", "value") in specialized
     assert not {(name, "place") for name in PER_ROW} & specialized
-    assert ("K", "value") not in specialized
+    assert not {("K", "value"), ("index", "value"), ("index", "place")} & specialized
