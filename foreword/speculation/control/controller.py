@@ -313,7 +313,7 @@ class DraftLengthController(Policy):
 
     def _overlap_ratio(self, has_prefill: bool) -> float:
         """Cost ratio of the next step without proposing, which can overlap with the host."""
-        return 1.0 if has_prefill else self._cost_model.overlap_ratio(self._sampler_classes.values())
+        return 1.0 if has_prefill else self._cost_model.measured_overlap_ratio
 
     def _plain_cost(self, shape: StepShape, has_prefill: bool) -> float:
         """Cost of a step in plain decoding."""

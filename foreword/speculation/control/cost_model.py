@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # the API process imports this module, and must not import to
     from foreword.speculation.policy import RequestStep
 
 __all__ = [
-    "FIRST_HOST_SAMPLER_CLASS",
     "Calibration",
     "CostCurve",
     "CostModel",
@@ -34,7 +33,6 @@ __all__ = [
 ]
 
 NUM_SAMPLER_CLASSES = 5  # greedy, noise, filtered, processed, with logprobs
-FIRST_HOST_SAMPLER_CLASS = 3  # this and higher classes are sampled on the host
 SAMPLING_FIXED_SHARE = 0.05  # initial fixed cost of sampling, in steps of one row
 SAMPLING_ROW_SHARES = (0.002, 0.005, 0.01, 0.02, 0.02)  # initial cost per row by sampler class, likewise
 # Variances of logarithms: of a calibrated point, of its change from step to step, of the machine's speed
@@ -395,13 +393,6 @@ class CostModel:
         error = min(max(ratio, 1 / OUTLIER_RATIO), 1.0) - self.measured_overlap_ratio
         self.measured_overlap_ratio += error * OVERLAP_ALPHA
 
-    def overlap_ratio(self, sampler_classes: Iterable[int]) -> float:
-        """Cost ratio of an overlapped decoding step; 1 if a request must be sampled on the host."""
-        ratio = self.measured_overlap_ratio
-        if ratio == 1.0 or max(sampler_classes, default=0) < FIRST_HOST_SAMPLER_CLASS:
-            return ratio
-        return 1.0
-
     def draft_cost(self, drafter: str, num_pending_rows: int, num_requests: int, draft_len: int) -> float:
         """Model seconds of PassCost.draft_seconds()."""
         seconds = self._pass_costs[drafter].draft_seconds(num_pending_rows, num_requests, draft_len)
@@ -424,10 +415,9 @@ class CostModel:
 
     def _plain_cost(self, summary: StepSummary) -> float:
         """Model seconds of plain decoding for the tokens of a step."""
-        used = (number for number, count in enumerate(summary.rows_by_sampler_class) if count)
         cost, count = self.step_costs.cost_of(summary.plain_shape), summary.num_sampling_requests
         if summary.is_decode_only:
-            return self.overlap_ratio(used) * cost * summary.num_emitted / count
+            return self.measured_overlap_ratio * cost * summary.num_emitted / count
         decode_cost = self.step_costs.cost_of(StepShape(count, count, num_requests=count))
         return cost + decode_cost * (summary.num_emitted - count) / count
 
