@@ -23,7 +23,7 @@ from foreword.core.request import RequestState
 from foreword.core.structured_output import Grammars
 from foreword.executor.decode_loop import DecodeResult, DecodeSlot, ForwardResult, SplitDecodeLoop
 from foreword.kernels.ops import DraftTokens
-from foreword.sampling.sampler import PendingSamples, Sampler
+from foreword.sampling.sampler import NON_FINITE, PendingSamples, Sampler
 from foreword.sampling.verify import verify
 
 __all__ = ["HostSampledLoop"]
@@ -38,7 +38,8 @@ class _Step:
     active_slots: tuple[int, ...]
     num_draft_tokens: int
     forward: ForwardResult
-    drafts: Sequence[DraftTokens] = ()  # up to the first token that the grammar refuses
+    device_drafts: Sequence[DraftTokens] = ()
+    drafts: Sequence[DraftTokens] = ()  # of these, up to the first token that the grammar refuses
     samples: PendingSamples | None = None
 
 
@@ -60,7 +61,7 @@ class HostSampledLoop:
         self._sampler = sampler
         self._grammars = grammars
         self._steps: deque[_Step] = deque()
-        self._ended: set[int] = set()  # slots with a broken row
+        self._ended: set[int] = set()  # slots with a broken row, or that the device has advanced too far
 
     def start(self, slots: Sequence[DecodeSlot]) -> None:
         self._loop.start(slots)
@@ -82,13 +83,19 @@ class HostSampledLoop:
         assert step.samples is not None
         sampled, width = step.samples.read(), 1 + step.num_draft_tokens
         results: dict[int, DecodeResult] = {}
-        for index, (slot, draft) in enumerate(zip(step.active_slots, step.drafts, strict=True)):
+        drafts = zip(step.active_slots, step.drafts, step.device_drafts, strict=True)
+        for index, (slot, draft, device_draft) in enumerate(drafts):
             if slot in self._ended:
                 continue
             first = index * width
             run = sampled.token_ids[first : first + 1 + len(draft.token_ids)]
             end = first + verify(run, draft.token_ids) + 1
             token_ids = tuple(sampled.token_ids[first:end])
+            count = len(token_ids)
+            if token_ids == device_draft.token_ids[:count]:
+                # The mask allows the refused token, so the device went on to a row that repeats this one.
+                draft = DraftTokens(token_ids, device_draft.logprobs[:count])
+                token_ids = (*token_ids, NON_FINITE)
             if token_ids[-1] < 0:
                 self._ended.add(slot)
             logprobs = tuple(value for value in sampled.logprobs[first:end] if value is not None)
@@ -106,6 +113,7 @@ class HostSampledLoop:
         read_drafts = step.forward.read_drafts
         drafts = [NO_DRAFT] * len(step.active_slots) if read_drafts is None else read_drafts()
         states = [self._states[slot] for slot in step.active_slots]
+        step.device_drafts = drafts
         step.drafts = [_truncate_to_legal(state, draft) for state, draft in zip(states, drafts, strict=True)]
         rows = [
             SampleRow(state, draft.token_ids[:num_before])  # later rows repeat the last one, and are not used
@@ -119,7 +127,10 @@ class HostSampledLoop:
 
 
 def _truncate_to_legal(state: RequestState, draft: DraftTokens) -> DraftTokens:
-    """The draft up to the first token that the grammar refuses: sampling cannot yield it either."""
+    """The draft up to the first token that the grammar refuses.
+
+    Its mask does not allow that token either, unless it was computed again after an error of the grammar.
+    """
     if state.grammar is None or not draft.token_ids:
         return draft
     length = state.grammar.num_legal(draft.token_ids)

@@ -55,7 +55,7 @@ class Policy(ABC):
     """Decides who drafts and how much, for all requests of a step together. It never changes the output.
 
     Calls of a step: record_acceptance() for the last drafts, max_draft_len() for each request,
-    may_propose() for each lookup drafter, record_proposing() for those whose time is measured,
+    may_propose() for each drafter, record_proposing() for those whose time is measured,
     plan_draft_model() for each model-based drafter, select(), num_steps_to_skip(), record_step() at its end.
     """
 

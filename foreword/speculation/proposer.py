@@ -68,11 +68,13 @@ class Proposer:
 
     def start(self, state: RequestState) -> None:
         """A request begins. A drafter whose start() fails is not used for it."""
-        method, drafters = state.params.speculation.method, (*self.drafters, *self.model_drafters)
+        speculation, drafters = state.params.speculation, (*self.drafters, *self.model_drafters)
+        if speculation.max_tokens == 0:
+            drafters = ()  # as with method "off": steps need not wait for proposals
         self._request_drafters[state.id] = tuple(
             drafter
             for drafter in drafters
-            if method in ("auto", drafter.name)
+            if speculation.method in ("auto", drafter.name)
             and self._call(drafter, lambda d=drafter: d.start(state) is not False)  # type: ignore[misc]
         )
         if self._request_drafters[state.id]:  # the policy sees other requests in record_step()

@@ -23,6 +23,7 @@ from foreword.engine.loader import load
 from foreword.engine.overlap import OverlapLoop
 from foreword.errors import DeadlineExceeded, RequestFailed
 from foreword.executor.decode_loop import DecodeResult
+from foreword.grammar.matcher import Matcher
 from foreword.sampling.penalties import TokenCounts
 from foreword.sampling.sampler import PendingSamples, SamplerOutput
 from foreword.speculation.drafters.draft_model import ModelDrafter
@@ -407,6 +408,20 @@ def test_rows_of_refused_drafts_are_not_sampled(
     finished = answer(engine, request("a", structured=StructuredOutput.regex("[ -~]{60}")))
     assert len(finished) == LONG and {0, 3} < lengths, "some drafts are cut"
     assert engine.overlap is not None and engine.overlap.num_errors == 0
+
+
+def test_refused_draft_token_that_the_mask_allows_ends_the_run(
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device accepts more than the host, if the mask is computed again after an error of the grammar."""
+    one = request("a", structured=StructuredOutput.regex("(.|\n)*"))
+    expected = answer(with_vocabulary(engine_of()), one)
+    engine = with_vocabulary(engine_of(speculate="draft", num_speculative_tokens=3))
+    overlap = use_overlap(engine)
+    num_legal = Matcher.num_legal
+    monkeypatch.setattr(Matcher, "num_legal", lambda matcher, draft: min(num_legal(matcher, draft), 1))
+    assert answer(engine, one) == expected
+    assert overlap.num_errors == 0 and overlap.num_runs > 1
 
 
 def test_sampling_error_in_a_run_fails_no_request(

@@ -163,6 +163,16 @@ def test_skipping_outlasts_a_request_that_waits() -> None:
     assert resting == [True, False], "one of the two steps: the new request waits no longer"
 
 
+def test_request_without_draft_tokens_is_one_without_speculation() -> None:
+    """So its steps can overlap with the host: none waits for a proposal."""
+    drafter, state = Scripted("a", (4,)), state_of(max_tokens=0)
+    proposer = Proposer((drafter,), 10, Rests())
+    assert propose(proposer, state) == (None,)
+    assert proposer.is_skipping and proposer.fixed_draft_len([state], 1000) == 0
+    assert not drafter.live
+    proposer.finish(state.id)
+
+
 def test_prefill_steps_are_not_skipped_steps() -> None:
     proposer = Proposer((Scripted("a", (4,)),), 10, Rests())
     off = state_of("off", "off")

@@ -228,6 +228,7 @@ class BenchEngine:
 
     def _start(self, requests: Sequence[Request]) -> BenchResult:
         """Submit all requests and step until each has its first token."""
+        self._abort()  # requests of a run that ended with an error
         serial = next(self._serial)
         result = BenchResult([[] for _ in requests], [[] for _ in requests])
         self._running = {f"{serial}-{index}": index for index in range(len(requests))}
@@ -256,6 +257,7 @@ class BenchEngine:
     def _abort(self) -> None:
         for name in self._running:
             self.client.abort(name)
+        self._running = {}
         while not self.client.idle:
             self.client.step()
 

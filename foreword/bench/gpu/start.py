@@ -131,4 +131,5 @@ def _launch_checks(config: BenchConfig) -> None:
 def compile_in_threads(launch: Callable[[], object]) -> Mapping[str, Any]:
     """Figures of the compilation of all kernels that launch() would launch."""
     summary = importlib.import_module("foreword.kernels.triton.precompile").precompile(launch)
-    return {"ok": summary.num_failed == 0, "kernels": summary.num_kernels, "s": summary.seconds}
+    ok = summary.num_failed == 0 < summary.num_kernels  # 0: it failed, which a warning describes
+    return {"ok": ok, "kernels": summary.num_kernels, "s": summary.seconds}

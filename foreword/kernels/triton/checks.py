@@ -23,6 +23,7 @@ LAYER_SHAPE = (6144, 1024)  # K has splits: each in its own program, or all in o
 HEAD_SHAPE = (1024, 256)  # K is one split
 BLOCK_SIZE = 16
 DRAFT_ROWS = 6
+BITS = {2: torch.int16, 4: torch.int32}  # by bytes of a value
 
 Span = tuple[int, int]
 
@@ -125,9 +126,10 @@ def _differences(row_counts: Sequence[int], run: Callable[[slice], Tensor]) -> I
 
 def _difference(values: Tensor, expected: Tensor) -> str:
     """The first different element and the number of them; "" if all bits are equal."""
-    if torch.equal(values, expected):
+    bits, expected_bits = (each.contiguous().view(BITS[each.element_size()]) for each in (values, expected))
+    if torch.equal(bits, expected_bits):
         return ""
-    differs = (values != expected).flatten()
+    differs = (bits != expected_bits).flatten()
     first = int(differs.nonzero()[0])
     index = [int(part) for part in torch.unravel_index(torch.tensor(first), values.shape)]
     pair = f"{float(values.flatten()[first])!r} and {float(expected.flatten()[first])!r}"

@@ -32,8 +32,8 @@ class Backoff:
         self._skip(request, step_index, 1 << INITIAL_MISSES)
 
     def record_hit(self, request: TrackedRequest, num_paid: float = math.inf) -> None:
-        """A draft pays in this step, as much as `num_paid` proposals cost."""
-        request.misses = max(request.misses + 1.0 - num_paid, 0.0)
+        """A draft is verified that pays as much as `num_paid` proposals cost; negative if it loses time."""
+        request.misses = min(max(request.misses + 1.0 - num_paid, 0.0), MAX_MISSES)
         self._paying_share += (1.0 - self._paying_share) * PAYING_ALPHA
 
     def record_cost(self, cost: float, share: float) -> None:

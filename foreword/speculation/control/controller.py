@@ -238,6 +238,7 @@ class DraftLengthController(Policy):
             overlap_loss = 1.0 - self._overlap_ratio(not summary.is_decode_only)
             proposing = max(drafting - plugin_cost, 0.0)
             self._backoff.record_cost(proposing, proposing / cost + overlap_loss)
+            self._last_was_empty = False  # a prompt's step may follow, without a select()
         if self._accounts:
             self._settle_accounts(step_record.requests, summary, cost, cost + drafting)
         self._draft_cost = self._plugin_cost = 0.0

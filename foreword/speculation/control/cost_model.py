@@ -358,11 +358,11 @@ class CostModel:
         summary: StepSummary,
         seconds_by_stage: Mapping[str, float],
         predicted_draft_cost: float,
-        plugin_cost: float = 0.0,
+        proposal_cost: float = 0.0,
     ) -> tuple[float, float]:
         """Learn from a step whose draft passes were predicted to cost `predicted_draft_cost`.
 
-        plugin_cost  measured cost of plugged-in drafters, a part of the drafting
+        proposal_cost  measured cost of all other drafters, a part of the drafting
         Returns model seconds: of the step without drafting, and of the drafting.
         """
         drafting = seconds_by_stage.get("draft", 0.0)
@@ -371,13 +371,13 @@ class CostModel:
         self.measured_overlap_ratio += forgotten * OVERLAP_FORGET_ALPHA
         cost = self.step_costs.cost_of(summary.shape)
         if summary.num_draft_rows:
-            self.predicted_seconds += (cost + predicted_draft_cost + plugin_cost) * self.drift
+            self.predicted_seconds += (cost + predicted_draft_cost + proposal_cost) * self.drift
             self.realised_seconds += verifying + drafting
             self.plain_seconds += self._plain_cost(summary) * self.drift
         if summary.is_decode_only and verifying > 0.0:
             self._update(summary, cost, seconds_by_stage)
         drafted = drafting / self.drift
-        passes = drafted - plugin_cost
+        passes = drafted - proposal_cost
         if predicted_draft_cost > 0.0 and passes > 0.0:
             surprise = min(max(passes / predicted_draft_cost, 1 / OUTLIER_RATIO), OUTLIER_RATIO)
             self._pass_factor *= surprise**PASS_COST_ALPHA

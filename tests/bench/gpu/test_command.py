@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ import torch
 from foreword.bench.gpu import command, process
 from foreword.bench.gpu.command import MACHINE, run_jobs
 from foreword.bench.gpu.config import DRY_RUN, FULL, JOBS, QUICK, SECTIONS, BenchConfig, Job
-from foreword.bench.gpu.device import idle_shares
+from foreword.bench.gpu.device import BenchDevice, idle_shares
 from foreword.bench.gpu.engines import BenchResult, compare_outputs, eager, make_requests, open_engine
 from foreword.bench.gpu.kernels import OpChecks, describe_difference, kernel_ops, record_launches
 from foreword.bench.gpu.report import Report
@@ -498,6 +499,17 @@ def test_closed_engine_frees_its_memory() -> None:
         client = weakref.ref(engine.client)
         runner = weakref.ref(engine.client._engine.model_runner)
     assert engine is not None and client() is None and runner() is None
+
+
+def test_failed_run_leaves_no_requests_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise one failed part would break all parts after it."""
+    requests = make_requests(2, 4, 6, DRY_RUN.small.vocab)
+    with open_engine(DRY_RUN, Report({}), "engine", "small") as engine:
+        expected = engine.run(requests).tokens
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no profiler"):
+            patch.setattr(BenchDevice, "idle", Mock(side_effect=RuntimeError("no profiler")))
+            engine.idle(requests, 1)
+        assert engine.run(requests).tokens == expected
 
 
 def test_shares_count_the_weights_and_operations_of_the_shape() -> None:

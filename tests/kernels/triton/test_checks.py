@@ -17,6 +17,7 @@ from foreword.kernels.triton.checks import (
     HEAD_SHAPE,
     LAYER_SHAPE,
     ROW_COUNTS,
+    _difference,
     attention_mismatches,
     row_mismatches,
 )
@@ -116,3 +117,9 @@ def test_every_tile_and_split_mode_is_checked(form: str, table: Mapping[str, Seq
 def test_this_gpu_is_exact() -> None:
     assert list(row_mismatches(TritonLinear(), DEVICE, *TYPES)) == []
     assert list(attention_mismatches(TritonOps(eager=True), DEVICE, TYPES[0])) == []
+
+
+def test_signs_of_zeros_are_bits() -> None:
+    values = torch.tensor([[1.0, 0.0], [2.0, -0.0]])
+    assert not _difference(values, values.clone())
+    assert _difference(values, values.abs()) == "1 of 4 values, at [1, 1] -0.0 and 0.0"

@@ -11,6 +11,7 @@ from foreword.core.outputs import Draft
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
 from foreword.speculation.base import DraftRequest
+from foreword.speculation.control.backoff import MAX_MISSES, MISSES_BEFORE_BACKOFF
 from foreword.speculation.control.controller import DraftLengthController
 from foreword.speculation.control.cost_model import Calibration, PassCost
 from foreword.speculation.control.watchdog import EXPLORATION_SHARE, FIRST_SAVED_STEPS
@@ -338,6 +339,32 @@ def test_proposing_is_a_cost_of_drafts() -> None:
         misses.append(request.misses)
     assert taken == [True, True, False]
     assert misses[0] == 0.0 < misses[1] < misses[2]
+
+
+def test_prompt_steps_say_nothing_about_proposing() -> None:
+    """Nobody is asked in a step of a prompt alone: neither max_draft_len() nor select() is called."""
+    controller, state, late = controller_of(), state_of(), state_of("late")
+    controller.start(state)
+    controller.max_draft_len(state)
+    controller.select([Proposal(DraftRequest(state))], PrefillLoad())
+    step(controller, [state], drafting=0.1 * STEP)
+    cost = controller._backoff.proposal_cost
+    controller.start(late)
+    for _ in range(4):
+        chunk = RequestStep(late, 512, 0, False, 0, 512)
+        controller.record_step(StepRecord((chunk,), {"forward": 8 * STEP, "draft": 0.0}))
+    assert controller._backoff.proposal_cost == cost > 0.0
+
+
+def test_draft_that_loses_time_counts_a_bounded_number_of_misses() -> None:
+    """Its cost may be that of thousands of proposals; a later draft that pays must be able to settle it."""
+    controller, state = controller_of(), state_of()
+    controller.start(state)
+    request = controller._requests[state.id]
+    controller._backoff.record_hit(request, -5000.0)
+    assert MISSES_BEFORE_BACKOFF < request.misses <= MAX_MISSES
+    controller._backoff.record_hit(request, 50.0)
+    assert request.misses == 0.0
 
 
 def test_proposing_is_no_part_of_model_passes() -> None:
