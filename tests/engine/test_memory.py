@@ -292,7 +292,7 @@ def test_profile_runs_on_triton_kernels(tmp_path: Path, monkeypatch: pytest.Monk
     path = write_checkpoint(tmp_path / "model", "llama", seed=1, num_hidden_layers=1)
     (path / "model.safetensors").unlink()
     monkeypatch.setattr(module, "select_backend", lambda *_, eager, **__: backend.TritonOps(eager=eager))
-    meter = ScriptedMeter(600 * MIB, 300 * MIB, MIB)
+    meter = ScriptedMeter(2000 * MIB, 300 * MIB, MIB)
     fake_gpu(monkeypatch, meter)
     shape = {"max_num_seqs": 2, "max_num_batched_tokens": 4, "max_model_len": 32, "load_format": "dummy"}
     engine = load(options(path, speculate="off", **shape), ())

@@ -179,7 +179,9 @@ def test_all_kernels_of_an_engine_have_the_same_instructions(
         # Of a quantized cache, a program of all splits copies 8 bytes at a time.
         size = "0x(8|10)" if stored in ("i8", "u8") and source_.constants["WHOLE"] else "0x10"
         copies = rf"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], {size}"
-        assert made.count(copies) >= 2, "keys are not copied in vectors"
+        # With 256 dimensions, Triton does not pipeline a program of all splits into 99 KiB
+        if not (capability == 89 and dim == 256 and source_.constants["WHOLE"]):
+            assert made.count(copies) >= 2, "keys are not copied in vectors"
         weights = attention.BLOCK_KV * source_.constants["NQ"] // (4 * 32)  # of a thread
         passes = 1 if stored in ("i8", "u8") else 2
         assert made.count(r"fma\.rn\.f32") == passes * weights, "products other than weights are fused"
