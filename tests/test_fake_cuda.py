@@ -367,6 +367,15 @@ def test_verify_step_syncs_once(model: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [dict(step) for step in steps[2:]] == [PLAIN_STEP] * (len(steps) - 2)
 
 
+def small_blocks(drafter: Path, num_drafts: int) -> dict[str, Any]:
+    """Options of an engine that drafts `num_drafts` tokens with a model."""
+    options: dict[str, Any] = {**QUIET, "block_size": 16}
+    if not num_drafts:
+        return options
+    draft = {"speculate": "draft", "draft_model": str(drafter), "draft_length": "fixed"}
+    return options | draft | {"num_speculative_tokens": num_drafts}
+
+
 @pytest.mark.usefixtures("torch_graphs")
 @pytest.mark.parametrize("num_drafts", [0, 1])
 def test_device_step_waits_for_the_previous_one(
@@ -374,14 +383,7 @@ def test_device_step_waits_for_the_previous_one(
 ) -> None:
     """Graphs of both models are captured, and no step waits at its own launch."""
     monkeypatch.setattr(profiler, "MIN_GRAPH_ROWS", 4)
-    options: dict[str, Any] = {**QUIET, "block_size": 16}
-    if num_drafts:
-        options |= {
-            "speculate": "draft",
-            "draft_model": str(drafter),
-            "draft_length": "fixed",
-            "num_speculative_tokens": num_drafts,
-        }
+    options = small_blocks(drafter, num_drafts)
     with FakeCuda() as gpu:
         engine = make_engine(model, "cuda", **options)
         steps = count_steps(engine, gpu, BOTH)
@@ -410,14 +412,7 @@ def test_host_sampled_step_waits_for_the_previous_one(
     Uploads: active slots and sampling parameters.
     """
     monkeypatch.setattr(profiler, "MIN_GRAPH_ROWS", 4)
-    options: dict[str, Any] = {**QUIET, "block_size": 16}
-    if num_drafts:
-        options |= {
-            "speculate": "draft",
-            "draft_model": str(drafter),
-            "draft_length": "fixed",
-            "num_speculative_tokens": num_drafts,
-        }
+    options = small_blocks(drafter, num_drafts)
     sampling = SamplingParams(**{"temperature": 0.8, "max_tokens": 16, "ignore_eos": True, **params})
     submitted = [BOTH[1], Request("by the host", PROMPT[:6], sampling, 3, (EOS,))]
     with FakeCuda() as gpu:

@@ -74,7 +74,7 @@ def test_failed_capture_falls_back_once(caplog: pytest.LogCaptureFixture) -> Non
         RuntimeError("Triton Error [CUDA]: out of memory"),
     ],
 )
-def test_lost_device_and_full_memory_are_not_taken_for_a_failed_capture(error: RuntimeError) -> None:
+def test_lost_device_and_out_of_memory_are_raised(error: RuntimeError) -> None:
     graphs = Failing(torch.device("cuda"))
     graphs.error = error
     with pytest.raises(type(error), match=str(error)[:20].replace("[", r"\[")):
@@ -140,7 +140,7 @@ def test_failed_capture_leaves_its_stream_and_its_pool(monkeypatch: pytest.Monke
     assert cuda.current is cuda.main and cuda.pools_left == [(0, (0, 1))]
 
 
-def test_out_of_memory_during_a_capture_is_raised_instead_of_the_error_at_its_end(
+def test_capture_raises_its_first_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda, graphs = FakeTorchCuda(monkeypatch), CudaGraphPool(torch.device("cuda"))

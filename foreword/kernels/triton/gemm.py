@@ -3,7 +3,7 @@
 Each value of y is one chain of additions: block by block within a split of K, then split by split; with a
 scale for each 32 columns, the products of these are summed first and then scaled in float32. The shape of a
 tile and the split mode change no bit, as one instruction serves every number of rows: m16n8k16 up to Ampere
-and Ada; on Hopper m64nNk16 with one N for each weight format, because nobody documents that sums are the same
+and Ada; on Hopper m64nNk16 with one N for each weight format, because no document says that sums are the same
 for another N. There x is padded with zeros, which are never read from memory.
 
 Cost of the padding at one row on an H200, in cycles of a multiprocessor for a block of 64 weight rows of

@@ -31,7 +31,8 @@ __all__ = [
 ]
 
 MIN_SPEEDUP = 1.01  # a smaller gain is noise
-NEAR_BEST = 0.98  # of the best rate: the shortest such step is chosen, for prompts that arrive during it
+# Of the best rate: the shortest such step is chosen, for prompts that arrive during it; it may have no drafts
+NEAR_BEST = 0.98
 MIN_PROBE_GAIN = 1.1  # expected tokens of a probe, relative to none
 MAX_DELAY_SHARE = 0.5  # of its expected gain that a request may always be delayed by
 SHRINK_FACTOR = 0.75  # of the rows, until each request can bear their cost

@@ -111,9 +111,7 @@ def test_engine_sections_measure_every_target(
 
 @pytest.mark.full
 @pytest.mark.skipif(not IS_INTERPRETED, reason="kernels are compiled here: a dry run needs the interpreter")
-def test_rehearsal_has_the_findings_of_all_jobs_but_those_that_are_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_jobs_lose_only_their_own_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each section, the first real job dies at its first part, and the second one lives."""
     by_section = {section: [job for job in JOBS if job.section == section] for section in SECTIONS}
     by_section["start"] = [job for job in JOBS if job.name in ("cold", "warm")]
@@ -361,7 +359,7 @@ def test_findings_that_cannot_be_written_do_not_end_the_measurement(
 
 
 @pytest.mark.full
-def test_command_needs_neither_rich_nor_llguidance_and_reads_no_variant_before_it_forks() -> None:
+def test_parent_imports_no_optional_package_and_no_variant() -> None:
     code = """if True:
         import sys
         sys.modules.update(dict.fromkeys(("rich", "llguidance", "markdown_it", "pygments"), None))

@@ -109,7 +109,7 @@ def test_error_of_a_run_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert "kernels are compiled at their first launch: RuntimeError: no C compiler" in caplog.text
 
 
-def test_triton_without_asynchronous_compilation_compiles_at_the_first_launch(
+def test_without_async_compile_mode_launches_compile(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(precompile, "AsyncCompileMode", None)

@@ -343,7 +343,7 @@ def test_proposing_is_a_cost_of_drafts() -> None:
 
 
 def test_prompt_steps_say_nothing_about_proposing() -> None:
-    """Nobody is asked in a step of a prompt alone: neither max_draft_len() nor select() is called."""
+    """A step with only a prompt calls neither max_draft_len() nor select()."""
     controller, state, late = controller_of(), state_of(), state_of("late")
     controller.start(state)
     controller.max_draft_len(state)
