@@ -1,0 +1,59 @@
+"""The tools of a request, which of them the model may or must call, and how it may reason before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from foreword.core.structured_output import StructuredOutput
+
+__all__ = ["NO_TOOLS", "ReasoningOptions", "Tool", "ToolUse"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call, or a custom tool, whose input is a text."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] | None = None  # JSON schema of an object; None: no arguments
+    strict: bool = False  # keywords of the schema that cannot be enforced are refused, not dropped
+    is_custom: bool = False
+    input_grammar: StructuredOutput | None = None  # of a custom tool's input; None: any text
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of one request, in its order."""
+
+    tools: tuple[Tool, ...] = ()
+    choice: Literal["auto", "none", "required"] = "auto"
+    allowed: tuple[str, ...] = ()  # names that may be called; (): all. One name and "required": that tool
+    parallel: bool = True  # several calls in one answer
+    _by_name: Mapping[str, Tool] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {tool.name: tool for tool in self.tools})
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that this answer may call."""
+        if self.choice == "none":
+            return ()
+        return tuple(tool for tool in self.tools if not self.allowed or tool.name in self.allowed)
+
+    def get(self, name: str) -> Tool | None:
+        return self._by_name.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningOptions:
+    """How the model may reason before it answers."""
+
+    enabled: bool | None = None  # None: the chat template's default
+    effort: str | None = None  # "minimal" .. "max", for templates with such a variable
+    max_tokens: int | None = None  # thinking budget; at its end the reasoning is closed
+
+
+NO_TOOLS = ToolUse()
