@@ -11,7 +11,8 @@ from pathlib import Path
 from foreword.config.options import Config
 from foreword.config.resolve import check_max_model_len
 from foreword.demo import BUNDLED, DEFAULT_MODEL
-from foreword.errors import CheckpointError, ConfigError, InvalidRequest
+from foreword.errors import CheckpointError, ConfigError, InvalidRequest, did_you_mean
+from foreword.formats.families import FORMATS
 from foreword.models.gguf.header import is_gguf, open_gguf
 from foreword.models.hub import resolve_path
 from foreword.multimodal.preprocessor_config import read_json_object
@@ -132,7 +133,13 @@ def read_tokenizer(path: Path) -> tuple[Tokenizer, int]:
 
 
 def apply_options(config: Config, tokenizer: Tokenizer, processor: ImageProcessor | None) -> None:
-    """Apply `generation_config` and `chat_template`. Raises ConfigError for a template that does not work."""
+    """Apply `generation_config` and `chat_template`.
+
+    Raises ConfigError for a template that does not work, and for a `tool_format` that there is not.
+    """
+    if config.tool_format not in (formats := ("auto", "none", *FORMATS)):
+        hint = did_you_mean(config.tool_format, formats) or f": it is one of {', '.join(formats)}"
+        raise ConfigError(f"tool_format {config.tool_format!r:.80} is not known{hint}", "tool_format")
     if config.generation_config != "auto":
         tokenizer.generation_config = GenerationConfig()
     if config.chat_template is None:

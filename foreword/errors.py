@@ -21,6 +21,7 @@ __all__ = [
     "PayloadTooLarge",
     "RateLimited",
     "RequestFailed",
+    "ResponseNotFound",
     "ShuttingDown",
     "Terminated",
     "Unauthorized",
@@ -119,6 +120,14 @@ class ModelNotFound(ForewordError):
     status = 404
     error_type = "not_found_error"
     code = "model_not_found"
+
+
+class ResponseNotFound(ForewordError):
+    """A response or item is not in the store of the Responses API, or belongs to another key."""
+
+    status = 404
+    error_type = "not_found_error"
+    code = "response_not_found"
 
 
 class PayloadTooLarge(ForewordError):

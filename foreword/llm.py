@@ -121,7 +121,9 @@ class LLM:
         self._pooling_config = read_decoder_pooling_config(prepared.path)
         is_multimodal = self.info.image_token_id is not None
         self._recorder = MetricsRecorder(self.info.resolved.drafters, multimodal=is_multimodal)
-        self._chat_input = ChatInputProcessor(self.tokenizer, prepared.processor, config.max_images)
+        self._chat_input = ChatInputProcessor(
+            self.tokenizer, prepared.processor, config.max_images, config.tool_format
+        )
         self._grammar_checker = GrammarChecker(self.tokenizer.vocabulary)
         weakref.finalize(self, self._grammar_checker.close)
         self._image_loader = None

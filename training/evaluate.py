@@ -43,7 +43,13 @@ class KindCounts:
 
 def chat_ids(tokenizer: Tokenizer, sample: Sample) -> list[int]:
     """Return the prompt as the chat template writes it, or plain."""
-    text = f"{corpus.USER}{sample.prompt}{corpus.END}{corpus.ASSISTANT}" if sample.chat else sample.prompt
+    text = sample.prompt
+    if sample.chat:
+        turns = [(corpus.SYSTEM, corpus.system_turn(sample.tools))] if sample.tools else []
+        if sample.before:
+            turns += [(corpus.USER, sample.before.prompt), (corpus.ASSISTANT, sample.before.answer)]
+        turns.append((corpus.USER, sample.prompt))
+        text = "".join(f"{role}{said}{corpus.END}" for role, said in turns) + corpus.ASSISTANT
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -158,7 +164,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=demo.MODEL)
     parser.add_argument("--drafter", type=Path, default=demo.DRAFTER)
     parser.add_argument("--samples", type=int, default=40)
-    parser.add_argument("--kinds", nargs="*", default=[*corpus.KINDS, "repeat, long"])
+    parser.add_argument("--kinds", nargs="*", default=[*corpus.KINDS, "no tool, faq", "repeat, long"])
     parser.add_argument("--show", action="store_true", help="print what went wrong")
     args = parser.parse_args()
     model, drafter = (
@@ -167,8 +173,8 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     tallies = {}
     for name in args.kinds:
-        kind, _, long = name.partition(", ")
-        samples = corpus.test_samples(kind, args.samples, size=16 if long else 4)
+        kind = name.removesuffix(", long")
+        samples = corpus.test_samples(kind, args.samples, size=4 if kind == name else 16)
         tallies[name] = measure(model, drafter, tokenizer, samples, args.show)
     report(tallies)
 

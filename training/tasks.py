@@ -1,5 +1,7 @@
 """One generator for each kind of task, from a random source and a size (1 small .. 8 long)."""
 
+from __future__ import annotations
+
 import json
 import re
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ class Sample:
     prompt: str
     answer: str
     chat: bool = True
+    tools: tuple[str, ...] = ()  # that the system turn names, such as "read_file(path)"
+    before: Sample | None = None  # the exchange that this one continues
 
 
 def _ask(rng: Random, instruction: str, text: str, either: bool = False) -> str:

@@ -91,11 +91,11 @@ class Batch:
         return logits.float()
 
 
-def draw_batch(tokenizer: Tokenizer, seed: int, step: int, progress: float) -> Batch:
+def draw_batch(tokenizer: Tokenizer, seed: int, step: int, progress: float, focus: str = "faq") -> Batch:
     """Return the batch of a step."""
     length = row_length(progress)
     rng = Random(f"{seed}:{step}")
-    return Batch(corpus.pack_rows(tokenizer, rng, TOKENS_PER_STEP // length, length, progress))
+    return Batch(corpus.pack_rows(tokenizer, rng, TOKENS_PER_STEP // length, length, progress, focus))
 
 
 class Run:
@@ -189,8 +189,11 @@ def save_on_exit(run: Run) -> Iterator[None]:
         run.save()
 
 
-def train(run: Run, minutes: float, steps: int | None, distil: bool, refresh: bool = False) -> None:
-    """Train until the planned time or number of steps is over; `refresh` counts them from now."""
+def train(run: Run, minutes: float, steps: int | None, distil: bool, refresh: str | None = None) -> None:
+    """Train until the planned time or number of steps is over.
+
+    refresh  learn these kinds of corpus.REFRESH_SHARES, and count time and steps from now
+    """
     first_step, first_s = (run.step, run.elapsed_s) if refresh else (0, 0.0)
     tokenizer = Tokenizer.from_file(str(run.folder / "tokenizer" / "tokenizer.json"))
     teacher = load_teacher(run.folder) if distil else None
@@ -205,12 +208,13 @@ def train(run: Run, minutes: float, steps: int | None, distil: bool, refresh: bo
     with bar, log, ThreadPoolExecutor(1) as ahead, save_on_exit(run):
         task, saved_at = bar.add_task(run.role, total=1.0, note=""), time.monotonic()
         stage = corpus.REFRESH if refresh else progress_now()
-        pending = ahead.submit(draw_batch, tokenizer, run.seed, run.step, stage)
+        focus = refresh or "faq"
+        pending = ahead.submit(draw_batch, tokenizer, run.seed, run.step, stage, focus)
         while (progress := progress_now()) < 1.0:
             began = time.monotonic()
             batch = pending.result()
             stage = corpus.REFRESH if refresh else progress
-            pending = ahead.submit(draw_batch, tokenizer, run.seed, run.step + 1, stage)
+            pending = ahead.submit(draw_batch, tokenizer, run.seed, run.step + 1, stage, focus)
             logits = batch.logits(run.model, run.body)
             if teacher and stage >= _DISTIL_FROM:
                 with torch.no_grad():
@@ -218,7 +222,7 @@ def train(run: Run, minutes: float, steps: int | None, distil: bool, refresh: bo
                 loss = distillation_loss(logits, goal, batch.labels)
             else:
                 loss = F.cross_entropy(logits, batch.labels)
-            run.update(loss, lr_factor(run.step, progress, refresh))
+            run.update(loss, lr_factor(run.step, progress, refresh is not None))
             run.step, run.tokens = run.step + 1, run.tokens + int((batch.positions > 0).sum())
             run.elapsed_s += time.monotonic() - began
             if run.step % 10 == 0:
@@ -253,8 +257,11 @@ def main() -> None:
     parser.add_argument("--no-distil", action="store_true", help="train the drafter on the text alone")
     parser.add_argument(
         "--refresh",
-        action="store_true",
-        help="learn changed answers of the FAQ for --minutes, from the bundled weights where RUN has none",
+        nargs="?",
+        const="faq",
+        choices=sorted(corpus.REFRESH_SHARES),
+        help="learn changed answers of the FAQ, or the format of tools, for --minutes, "
+        "from the bundled weights where RUN has none",
     )
     parser.add_argument(
         "--export", type=Path, help="write the running mean of the last checkpoint here, train nothing"

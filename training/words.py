@@ -9,28 +9,28 @@ from pathlib import Path
 from random import Random
 
 _TEXT = (Path(__file__).parent / "words.txt").read_text(encoding="utf-8")
-_LISTS = {title: words.split() for title, words in re.findall(r"\[(\w+)\]\n([^\[]+)", _TEXT)}
+LISTS = {title: words.split() for title, words in re.findall(r"\[(\w+)\]\n([^\[]+)", _TEXT)}
 
-NAMES = _LISTS["names"]
-CITIES = _LISTS["cities"]
-JOBS = _LISTS["jobs"]
-COLORS = _LISTS["colors"]
-ANIMALS = _LISTS["animals"]
-THINGS = _LISTS["things"]
-FOODS = _LISTS["foods"]
-PLACES = _LISTS["places"]
-ADJECTIVES = _LISTS["adjectives"]
-VERBS_PAST = _LISTS["verbs_past"]
-TIMES = _LISTS["times"]
-DAYS = _LISTS["days"]
-TITLES = _LISTS["titles"]
-COMMON = _LISTS["common"]
+NAMES = LISTS["names"]
+CITIES = LISTS["cities"]
+JOBS = LISTS["jobs"]
+COLORS = LISTS["colors"]
+ANIMALS = LISTS["animals"]
+THINGS = LISTS["things"]
+FOODS = LISTS["foods"]
+PLACES = LISTS["places"]
+ADJECTIVES = LISTS["adjectives"]
+VERBS_PAST = LISTS["verbs_past"]
+TIMES = LISTS["times"]
+DAYS = LISTS["days"]
+TITLES = LISTS["titles"]
+COMMON = LISTS["common"]
 
 UPPER_WORDS = tuple(ANIMALS + COLORS + THINGS + PLACES + FOODS + ADJECTIVES + VERBS_PAST)
-_ONSETS = _LISTS["onsets"]
-_VOWELS = _LISTS["vowels"]
+_ONSETS = LISTS["onsets"]
+_VOWELS = LISTS["vowels"]
 _CODAS = ["", "", "", "n", "r", "l", "s", "t", "m", "k"]
-_FOREIGN = _LISTS["foreign"]
+_FOREIGN = LISTS["foreign"]
 
 
 def invented(rng: Random) -> str:

@@ -1,4 +1,4 @@
-"""`foreword bench latency|throughput|serve|speculate|kernels|gpu`: what speculation and kernels gain.
+"""`foreword bench latency|throughput|serve|speculate|agent|kernels|gpu`: what speculation and kernels gain.
 
 Each prints tables, and one JSON line where stdout is no terminal. Tokens/s vary with the machine's load, so
 every figure comes with a ratio to plain decoding, or a share of a ceiling, from the same run.
@@ -24,6 +24,7 @@ MODULES = {
     "throughput": "foreword.bench.throughput",
     "serve": "foreword.bench.serve",
     "speculate": "foreword.bench.speculate.command",
+    "agent": "foreword.bench.agent.command",
     "kernels": "foreword.bench.kernels",
     "gpu": "foreword.bench.gpu.command",
 }
@@ -56,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_config_options(sub, GROUPS if sub is serve else ENGINE_GROUPS, more=("log_level",))
         sub.set_defaults(run=run)
     _add_speculate(kinds.add_parser("speculate", help="speculation on and off, by category and load"))
+    _add_agent(
+        kinds.add_parser("agent", help="tool loops with a growing context: session time, cached prompts")
+    )
     _add_kernels(kinds.add_parser("kernels", help="the CPU's operations against bandwidth and product rate"))
     _add_gpu(kinds.add_parser("gpu", help="an NVIDIA GPU: bits, kernels and steps, within nine minutes"))
 
@@ -123,6 +127,19 @@ def _add_speculate(parser: argparse.ArgumentParser) -> None:
     add_prompt_options(parser, "the generated categories")
     _add_json_option(parser)
     add_config_options(parser, ENGINE_GROUPS, more=("api_key", "log_level"))
+    parser.set_defaults(run=run)
+
+
+def _add_agent(parser: argparse.ArgumentParser) -> None:
+    add: Any = parser.add_argument
+    help_ = "tokens of the last prompt of a session, by session in turn (default: 2048,8192,30720)"
+    add("--contexts", default="2048,8192,30720", metavar="LIST", help=help_)
+    add("--concurrency", default="1,4,16", metavar="LIST", help="sessions at once (default: 1,4,16)")
+    help_ = "modes compared with off, of suffix and auto (default: both)"
+    add("--modes", default="suffix,auto", metavar="LIST", help=help_)
+    _add_number(parser, "--rounds", 3, "counted rounds of each mode")
+    _add_json_option(parser)
+    add_config_options(parser, ENGINE_GROUPS, more=("log_level",))
     parser.set_defaults(run=run)
 
 

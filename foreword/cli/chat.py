@@ -29,9 +29,11 @@ from foreword.cli.flags import (
     user_message,
 )
 from foreword.cli.terminal import StyledText, WordWrapper, replace_unknown_characters, show_controls
+from foreword.cli.tools import REFUSED_RESULT, TOOLS, LocalTools, ToolCall, error_result, join_calls
 from foreword.cli.turn_reader import History, history_path, piped_turns, typed_turns
 from foreword.core.params import SamplingParams, Speculation
-from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest
+from foreword.errors import ConfigError, ContextLengthExceeded, ForewordError, InvalidRequest
+from foreword.formats.events import CallArguments, CallStart
 
 __all__ = ["ChatSession", "add_arguments", "run"]
 
@@ -54,6 +56,10 @@ HELP_NOTE = (
     "Ctrl-C ends an answer. A message that begins with a / is sent after a space."
 )
 MIN_SIMILARITY = 0.75  # of a suggested command: no other command than the one meant
+MAX_SHOWN_RESULT = 80  # characters
+MAX_CALLS = 8  # of tools, to answer one message
+TOO_MANY_CALLS = error_result(f"at most {MAX_CALLS} calls for a message")
+TOO_LONG_RESULT = error_result("the result is too long for the context")
 COMMAND = re.compile(r"(/\?|/\w+)(?:\s+(.*))?", re.DOTALL)
 
 
@@ -65,6 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-history", action="store_true", help="neither read nor keep the messages of earlier sessions"
     )
+    parser.add_argument(
+        "--tools",
+        action="store_true",
+        help="the model may read files here and calculate; each call is asked for",
+    )
+    parser.add_argument("--yes", action="store_true", help="run calls of --tools without a question")
     add_backend_options(parser)
     add_sampling_options(parser)
 
@@ -74,12 +86,15 @@ def run(args: argparse.Namespace) -> int:
     with usage_errors():  # before the model is loaded
         read_params(args)
         user_message("", args.image)
+    if args.yes and not args.tools:
+        raise ConfigError("--yes is for the calls of --tools", "yes")
     replace_unknown_characters(sys.stdin, sys.stdout)
     is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
     console = Console(no_color=args.no_color or None, highlight=False)
     with open_backend(args) as backend:
         params = read_params(args, backend.sampling_defaults)
-        session = ChatSession(backend, params, console, is_interactive, args.system, args.image)
+        tools = LocalTools(Path.cwd(), input if is_interactive else None, args.yes) if args.tools else None
+        session = ChatSession(backend, params, console, is_interactive, args.system, args.image, tools)
         if not is_interactive:
             session.talk(piped_turns(sys.stdin))
             return 1 if session.num_failures else 0
@@ -103,10 +118,22 @@ class _Answer:
     messages: Sequence[Message]  # that were answered
     params: SamplingParams
     text: str
+    calls: tuple[ToolCall, ...]  # complete ones
     elapsed_s: float
     decode_s: float  # from the first to the last token
     is_complete: bool  # Ctrl-C did not end it
     metrics: Mapping[str, Any] | None  # None: not reported
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message of the conversation."""
+        calls = {"tool_calls": [call.as_message_part() for call in self.calls]} if self.calls else {}
+        return {"role": "assistant", "content": self.text or (None if calls else ""), **calls}
+
+    @property
+    def said(self) -> str:
+        """Text and calls, without the ids of calls."""
+        return self.text + "".join(f"{call.name} {call.arguments}\n" for call in self.calls)
 
     def metric(self, name: str) -> float | None:
         value = (self.metrics or {}).get(name)
@@ -150,6 +177,7 @@ class ChatSession:
         is_interactive: bool,
         system: str | None = None,
         images: Iterable[str] = (),
+        tools: LocalTools | None = None,
     ) -> None:
         self._backend = backend
         self._params = params
@@ -158,6 +186,7 @@ class ChatSession:
         self._has_colors = is_interactive and not console.no_color and console.color_system is not None
         self._system = system
         self._images = list(images)
+        self._tools = tools
         self._messages: list[Message] = []  # without the system message
         self._answers: list[_Answer] = []
         self.num_failures = 0
@@ -176,6 +205,8 @@ class ChatSession:
         self.say(f"{self._backend.name}; /help lists commands, Ctrl-D leaves")
         if self._backend.speculation:
             self.say(self._backend.speculation)
+        if self._tools is not None:
+            self.say(f"tools for {self._tools.root}: {', '.join(self._tools.names)}")
         if self._has_colors and self._backend.drafters != ():
             self._print(f"{GREEN}accepted draft tokens{RESET} and other tokens")
 
@@ -216,30 +247,94 @@ class ChatSession:
             message = user_message(text, images)
         except InvalidRequest as error:
             return self._fail(str(error))
-        answer = self._answer([*self._conversation(), message], self._params)
-        if answer is not None and (answer.text or answer.is_complete):
-            self._messages += [message, {"role": "assistant", "content": answer.text}]
+        turn: list[Message] = [message]
+        results: list[Message] = []  # of the last calls
+        while True:
+            try:
+                answer = self._answer([*self._conversation(), *turn], self._params, bool(results))
+            except ContextLengthExceeded:
+                turn[-len(results) :] = [{**result, "content": TOO_LONG_RESULT} for result in results]
+                results = []
+                continue
+            if answer is None or not (answer.text or answer.calls or answer.is_complete):
+                return
+            turn.append(answer.message)
             self._answers.append(answer)
+            if not answer.calls:
+                break
+            num_run = sum(one["role"] == "tool" for one in turn)
+            results, goes_on = self._run_calls(answer.calls, MAX_CALLS - num_run)
+            turn += results
+            if not goes_on:
+                break
+        self._messages += turn
 
-    def _answer(self, messages: Sequence[Message], params: SamplingParams) -> _Answer | None:
-        """Show one answer with its figures; None if it fails."""
+    def _run_calls(self, calls: Sequence[ToolCall], room: int) -> tuple[list[Message], bool]:
+        """Results as messages, and whether the model goes on; `room` is the number of calls that may run."""
+        assert self._tools is not None
+        results: list[Message] = []
+        is_stopped = False
+        for call in calls:
+            content = REFUSED_RESULT if is_stopped else TOO_MANY_CALLS
+            if not is_stopped and len(results) < room:
+                try:
+                    content = self._tools.run(call)
+                except (KeyboardInterrupt, EOFError):
+                    if not self._is_interactive:
+                        raise
+                    self.say("")
+                    is_stopped, content = True, REFUSED_RESULT
+            results.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content})
+            self._show_result(call, content)
+        if len(calls) > room:
+            self.say(f"stopped after {MAX_CALLS} calls")
+        elif is_stopped:
+            self.say("stopped; the conversation goes on with the next message")
+        return results, not is_stopped and len(calls) <= room
+
+    def _show_result(self, call: ToolCall, result: str) -> None:
+        shown = result
+        if len(result) > MAX_SHOWN_RESULT or "\n" in result:
+            shown = f"{len(result.splitlines())} lines, {len(result)} characters"
+        if not self._is_interactive:
+            hint = "; --yes runs calls without a question" if result == REFUSED_RESULT else ""
+            shown = f"{call.arguments:.{MAX_SHOWN_RESULT}}: {shown}{hint}"
+        self.say(show_controls(f"{call.name} {shown}"))
+
+    def _answer(
+        self, messages: Sequence[Message], params: SamplingParams, raises_length: bool = False
+    ) -> _Answer | None:
+        """Show one answer with its figures; None if it fails.
+
+        raises_length  raise ContextLengthExceeded for a conversation that does not fit
+        """
         texts: list[str] = []
+        parts: list[CallStart | CallArguments] = []
+        shown: list[str] = []
+        tools = () if self._tools is None else TOOLS
         finish_reason, metrics, is_complete = None, None, True
         wrapper = WordWrapper(lambda: self._console.width)
         started_s = time.perf_counter()
         first_s = last_s = started_s
         try:
-            for piece in self._backend.stream(messages, params):
+            for piece in self._backend.stream(messages, params, tools):
                 last_s = time.perf_counter()
                 first_s = first_s if texts else last_s
                 texts.append(piece.text)
                 finish_reason, metrics = piece.finish_reason, piece.metrics
+                text = piece.text
+                if piece.call is not None and tools:
+                    parts.append(piece.call)
+                    text += self._call_text(piece.call, shown)
+                shown += [text] if text else []
                 if self._is_interactive:
-                    self._show(wrapper.feed(show_controls(piece.text), piece.is_drafted))
+                    self._show(wrapper.feed(show_controls(text), piece.is_drafted))
                 else:
-                    self._show([(piece.text, False)])
+                    self._show([(text, False)])
         except ForewordError as error:
-            self._end_answer(wrapper, texts)
+            self._end_answer(wrapper, shown)
+            if raises_length and isinstance(error, ContextLengthExceeded):
+                raise
             hint = "; /clear starts a new conversation, /save FILE keeps this one"
             self._fail(f"{error}{hint if isinstance(error, ContextLengthExceeded) else ''}")
             return None
@@ -247,12 +342,12 @@ class ChatSession:
             if not self._is_interactive:
                 raise
             is_complete = False
-            texts = texts or [""]
-        self._end_answer(wrapper, texts)
+        self._end_answer(wrapper, shown if shown or parts else [""])
         answer = _Answer(
             messages,
             params,
             "".join(texts),
+            join_calls(parts) if is_complete and finish_reason != "length" else (),
             last_s - started_s,
             last_s - first_s,
             is_complete,
@@ -266,12 +361,21 @@ class ChatSession:
             self.say(answer.figures())
         return answer
 
-    def _end_answer(self, wrapper: WordWrapper, texts: Sequence[str]) -> None:
+    def _call_text(self, part: CallStart | CallArguments, shown: Sequence[str]) -> str:
+        """A part of a call as the user sees it, each call in a line of its own. Pipes get answers alone."""
+        if not self._is_interactive:
+            return ""
+        if isinstance(part, CallArguments):
+            return part.text
+        begin = "" if not shown or shown[-1].endswith("\n") else "\n"
+        return f"{begin}{part.name} "
+
+    def _end_answer(self, wrapper: WordWrapper, shown: Sequence[str]) -> None:
         """Show what is held back, and end the line."""
         self._show(wrapper.flush())
-        if texts:
+        if shown:
             reset = RESET if self._has_colors else ""  # Ctrl-C may have come between colours
-            self._print(reset, end="" if texts[-1].endswith("\n") else "\n")
+            self._print(reset, end="" if shown[-1].endswith("\n") else "\n")
 
     def _show(self, runs: Iterable[StyledText]) -> None:
         for is_drafted, group in groupby(runs, itemgetter(1)):
@@ -352,12 +456,12 @@ class ChatSession:
             f"from first to last token {last.decode_s:.2f} s, with plain decoding {plain.decode_s:.2f} s: "
             f"{plain.decode_s / last.decode_s:.2f} times as fast (measured once{first})"
         )
-        if plain.text == last.text:
+        if plain.said == last.said:
             return self.say("the texts are equal")
-        pairs = enumerate(zip(plain.text, last.text, strict=False))
-        start = next((i for i, (a, b) in pairs if a != b), min(len(plain.text), len(last.text)))
+        pairs = enumerate(zip(plain.said, last.said, strict=False))
+        start = next((i for i, (a, b) in pairs if a != b), min(len(plain.said), len(last.said)))
         self._fail(
-            f"the texts differ from character {start} on, where speculation gave {last.text[start:]!r:.40}"
+            f"the texts differ from character {start} on, where speculation gave {last.said[start:]!r:.40}"
         )
 
     def _show_stats(self, _: str) -> None:

@@ -25,6 +25,7 @@ from foreword.kernels.registry import native_unavailable_reason
 from foreword.models.gguf.header import is_gguf
 from foreword.models.loader import check_weights, read_model_info
 from foreword.multimodal.processor import read_processor
+from foreword.tokenizer.input_processor import ChatInputProcessor
 from foreword.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["CheckResult", "run", "run_checks"]
@@ -108,7 +109,9 @@ def _check_tokenizers(config: Config) -> Iterator[CheckResult]:
     try:
         path = Path(str(config.model))
         tokenizer, rows = read_tokenizer(path)
-        apply_options(config, tokenizer, read_processor(path))
+        processor = read_processor(path)
+        apply_options(config, tokenizer, processor)
+        chat = ChatInputProcessor(tokenizer, processor, config.max_images, config.tool_format)
     except ForewordError as error:
         yield CheckResult(False, f"tokenizer: {error}")
         return
@@ -120,6 +123,8 @@ def _check_tokenizers(config: Config) -> Iterator[CheckResult]:
     yield from _check_generation_config(tokenizer)
     if tokenizer.chat_template is None:
         yield CheckResult(None, "tokenizer: no chat template; chat needs --chat-template FILE")
+    else:
+        yield CheckResult(True if chat.detection.is_proven else None, f"tool calls: {chat.detection}")
     if config.runs_draft_model:
         yield _check_drafter(tokenizer, config)
 

@@ -13,17 +13,19 @@ from typing import Any, Protocol, cast
 import httpx
 
 from foreword.cli.flags import ENGINE_GROUPS, FLAGS, Message, add_config_options, read_config
-from foreword.cli.sse_reader import Chunk, choices_of, iter_chunks, text_of
+from foreword.cli.sse_reader import Chunk, call_events, choices_of, iter_chunks, text_of
 from foreword.cli.startup import startup_line
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import ContextLengthExceeded, ForewordError
+from foreword.formats.events import CallArguments, CallStart
 
 __all__ = [
     "ChatBackend",
     "ChatPiece",
     "ChatResult",
     "HTTPBackend",
+    "Tool",
     "add_backend_options",
     "finish_note",
     "open_backend",
@@ -31,6 +33,7 @@ __all__ = [
     "server_url",
 ]
 
+Tool = Mapping[str, Any]  # {"type": "function", "function": ...}, as in OpenAI's API
 CONNECT_TIMEOUT_S = 10.0
 REPETITION_NOTE = "the answer repeated itself and was ended; --on-runaway warn lets it go on"
 
@@ -43,6 +46,7 @@ class ChatPiece:
     is_drafted: bool = False  # an accepted draft token
     finish_reason: str | None = None
     metrics: Mapping[str, Any] | None = None  # None: not reported
+    call: CallStart | CallArguments | None = None  # part of a call of a tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,9 @@ class ChatBackend(Protocol):
     def sampling_defaults(self) -> Mapping[str, Any]:
         """The checkpoint's, by field of SamplingParams."""
 
-    def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[ChatPiece]: ...
+    def stream(
+        self, prompt: str | Sequence[Message], params: SamplingParams, tools: Sequence[Tool] = ()
+    ) -> Iterator[ChatPiece]: ...
 
     def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> ChatResult: ...
 
@@ -122,8 +128,12 @@ class HTTPBackend:
     def close(self) -> None:
         self._http.close()
 
-    def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[ChatPiece]:
+    def stream(
+        self, prompt: str | Sequence[Message], params: SamplingParams, tools: Sequence[Tool] = ()
+    ) -> Iterator[ChatPiece]:
         path, body = request_body(self.name, prompt, params, self._sampling_defaults or ())
+        if tools:
+            body["tools"] = list(tools)
         with (
             self._translate_http_errors(),
             self._http.stream("POST", path, json=body | {"stream": True, "metrics": True}) as response,
@@ -241,6 +251,7 @@ def _stream_pieces(chunk: Chunk) -> Iterator[ChatPiece]:
             yield from _drafted_pieces(choice["tokens"])
         elif text := text_of(choice):
             yield ChatPiece(text)
+        yield from (ChatPiece("", call=event) for event in call_events(choice))
         if isinstance(reason := choice.get("finish_reason"), str):
             metrics = choice.get("metrics")
             yield ChatPiece("", False, reason, metrics if isinstance(metrics, dict) else None)

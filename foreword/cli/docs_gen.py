@@ -102,6 +102,7 @@ FIELDS: Mapping[str, Mapping[str, compat.PeerField]] = MappingProxyType(
         "Chat alone": compat.CHAT,
         "Completions alone": compat.COMPLETION,
         "Messages": compat.MESSAGE,
+        "`/v1/messages`": compat.MESSAGES_API,
         "`stream_options`": compat.STREAM_OPTIONS,
         "`response_format.json_schema`": compat.JSON_SCHEMA,
         "`structured_outputs`": compat.STRUCTURED_OUTPUTS,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foreword.cli.banner import model_name, speculation_line
-from foreword.cli.client import ChatPiece, ChatResult
+from foreword.cli.client import ChatPiece, ChatResult, Tool
 from foreword.cli.flags import Message, engine_fields
 from foreword.cli.terminal import loading_bar
 from foreword.config.options import Config
@@ -28,9 +28,12 @@ class LocalBackend:
         self.drafters: Sequence[str] | None = self._llm.info.resolved.drafters
         self.sampling_defaults: Mapping[str, Any] = self._llm.tokenizer.generation_config.as_dict()
 
-    def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[ChatPiece]:
+    def stream(
+        self, prompt: str | Sequence[Message], params: SamplingParams, tools: Sequence[Tool] = ()
+    ) -> Iterator[ChatPiece]:
         llm_prompt: Any = prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
-        for piece in self._llm.stream(llm_prompt, params):
+        options: dict[str, Any] = {"tools": tools} if tools else {}
+        for piece in self._llm.stream(llm_prompt, params, **options):
             metrics = piece.metrics.as_dict() if piece.metrics is not None else None
             yield ChatPiece(piece.text, piece.is_draft, piece.finish_reason, metrics)
 

@@ -9,10 +9,12 @@ from typing import Any, Final
 import httpx
 
 from foreword.errors import ForewordError
+from foreword.formats.events import CallArguments, CallStart
 
 __all__ = [
     "Chunk",
     "EventReader",
+    "call_events",
     "choices_of",
     "iter_chunks",
     "iter_chunks_async",
@@ -104,6 +106,24 @@ def text_of(choice: Mapping[str, Any]) -> str:
     delta = choice.get("delta")
     text = delta.get("content") if isinstance(delta, dict) else choice.get("text")
     return text if isinstance(text, str) else ""
+
+
+def call_events(choice: Mapping[str, Any]) -> Iterator[CallStart | CallArguments]:
+    """New parts of calls of a chat choice. Raises ForewordError for invalid ones."""
+    delta = choice.get("delta")
+    calls = (delta.get("tool_calls") if isinstance(delta, dict) else None) or []
+    if not isinstance(calls, list):
+        raise ForewordError(f"the server's stream holds invalid calls: {_shown(calls)}")
+    for call in calls:
+        match call:
+            case {"index": int(index), "function": {**function}}:
+                name, arguments = function.get("name"), function.get("arguments")
+            case _:
+                raise ForewordError(f"the server's stream holds an invalid call: {_shown(call)}")
+        if isinstance(name, str) and name:
+            yield CallStart(index, str(call.get("id") or f"call_{index}"), name)
+        if isinstance(arguments, str) and arguments:
+            yield CallArguments(index, arguments)
 
 
 def token_ids_of(choice: Mapping[str, Any]) -> Sequence[int]:

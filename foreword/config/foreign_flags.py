@@ -22,8 +22,7 @@ ONE_DEVICE = "a server runs on one device; start one server for each and a proxy
 CONTROLLER = "a controller sets the draft length by measured gain"
 WITH_MODEL = "the draft model runs where the model runs"
 NO_LORA = "LoRA adapters are not supported yet; merge the adapter into the checkpoint"
-NO_TOOLS = "tool calls are not supported yet"
-NO_REASONING = "reasoning is not separated from the answer yet"
+FORMAT_FOUND = "the format is found by the chat template; see --tool-format and `foreword check`"
 NO_TLS = "TLS ends at a proxy in front of the server"
 REQUEST_FIELD = "it is a field of each request"
 HUB_CACHE = "the variable HF_HOME names the hub's cache"
@@ -169,11 +168,16 @@ FOREIGN_FLAGS: Mapping[str, tuple[ForeignFlag, ...]] = MappingProxyType(
             _refused("--max-logprobs", "the limit is 20 a token"),
             _refused("--enable-lora --lora-modules", NO_LORA),
             _refused("--max-loras --max-lora-rank --max-cpu-loras", NO_LORA),
+            _ignored("--enable-auto-tool-choice", "the model may always call the tools of a request"),
+            _ignored("--tool-call-parser", FORMAT_FOUND, num_args=1),
+            _refused("--tool-parser-plugin", "no code of a plugin parses answers; see --tool-format"),
+            _refused("--tool-server", "the client runs the tools"),
+            _ignored("--reasoning-parser", FORMAT_FOUND, num_args=1),
+            _ignored("--enable-reasoning", "reasoning is always separated from the answer"),
+            _refused("--reasoning-config", "the format of reasoning is found by the chat template"),
             _refused(
-                "--enable-auto-tool-choice --tool-call-parser --tool-parser-plugin --tool-server", NO_TOOLS
+                "--exclude-tools-when-tool-choice-none", "tools stay in the prompt, so that its prefix stays"
             ),
-            _ignored("--exclude-tools-when-tool-choice-none", "tools are never in the prompt"),
-            _refused("--reasoning-parser --enable-reasoning --reasoning-config", NO_REASONING),
             _ignored(
                 "--guided-decoding-backend --structured-outputs-config", "one backend, always on", num_args=1
             ),
@@ -299,7 +303,11 @@ FOREIGN_FLAGS: Mapping[str, tuple[ForeignFlag, ...]] = MappingProxyType(
             _ignored("--jinja", "templates are always Jinja"),
             _same("--chat-template-file", "--chat-template"),
             _refused("--no-jinja", "templates are always Jinja"),
-            _ignored("--reasoning-format", NO_REASONING, "none", "auto"),
+            _ignored(
+                "--reasoning-format", "reasoning is always separated", "auto", "deepseek", "deepseek-legacy"
+            ),
+            _ignored("--reasoning-budget", f"{REQUEST_FIELD}: thinking_token_budget", "-1"),
+            _refused("--reasoning-budget-message", "the budget closes the reasoning without a message"),
             _refused("--mmproj -mm --mmproj-url", "multimodal models load from Hugging Face checkpoints"),
             _ignored("--no-mmproj", "a GGUF file is text only"),
             _refused("--lora --lora-scaled --control-vector", NO_LORA),

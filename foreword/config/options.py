@@ -74,6 +74,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_connections": (1, 1 << 20),
     "seed": (-(2**63), 2**64 - 1),
     "max_body_mb": (1, 1024),
+    "response_store_mb": (0, 1 << 20),
+    "response_store_ttl": (1, 30 * 86_400),
 }
 
 
@@ -116,6 +118,11 @@ class Config:
         many=True,
         common=True,
     )
+    any_model_name: bool = option(
+        False,
+        "take any other name in the API as the served model's: agents ask for models of their own provider",
+        group="model",
+    )
     embedding_model: str | None = option(
         None,
         "checkpoint of the BERT family for embeddings or reranking, in its own process",
@@ -129,6 +136,12 @@ class Config:
     )
     chat_template: str | None = option(
         None, "Jinja file, or its text, used in place of the checkpoint's chat template", group="model"
+    )
+    tool_format: str = option(
+        "auto",
+        "how the model writes tool calls: found and proven by its chat template, none, or a family's name, "
+        "which is taken without proof (docs/tools.md has them)",
+        group="model",
     )
     device: str = option(
         "auto", "compute device", group="model", choices=("auto", "cpu", "cuda"), common=True
@@ -355,6 +368,14 @@ class Config:
     )
     cors_origins: str = option("", "allowed browser origins, comma-separated; * for all", group="server")
     max_body_mb: int = option(32, "maximum size of a request body in MB", group="server")
+    response_store_mb: int = option(
+        64,
+        "MB of memory for responses that later ones continue by previous_response_id; 0 stores none",
+        group="server",
+    )
+    response_store_ttl: float = option(
+        3600.0, "seconds that a stored response is kept after its last use", group="server"
+    )
     unknown_fields: str = option(
         "refuse",
         "unknown fields of requests: refuse with 400, or ignore and name in X-Foreword-Ignored-Fields",

@@ -17,10 +17,39 @@ if TYPE_CHECKING:  # a client needs no torch
     from foreword.core.batch import SampleRow
     from foreword.core.request import Request
 
-__all__ = ["CONSTRAINT_TYPES", "Grammars", "NoGrammars", "RequestGrammar", "StructuredOutput", "Vocabulary"]
+__all__ = [
+    "CONSTRAINT_TYPES",
+    "AnswerGate",
+    "Grammars",
+    "Marker",
+    "NoGrammars",
+    "RequestGrammar",
+    "StructuredOutput",
+    "Vocabulary",
+]
 
-CONSTRAINT_TYPES = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf", "structural_tag")
+# `tools` is written by grammar.tool_calls; the others by users.
+CONSTRAINT_TYPES = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf", "structural_tag", "tools")
 MAX_CONSTRAINT_BYTES = 1 << 20  # of `text`
+MAX_TOOLS_BYTES = 4 << 20  # of the `text` of tools
+
+
+# A text that divides an answer, as texts and ids. Only its token counts where there is an id.
+Marker = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerGate:
+    """The parts of an answer that its constraint leaves alone: reasoning, and text before a trigger."""
+
+    reasoning_begin: Marker = ()  # (): the model opens no reasoning of its own
+    reasoning_end: Marker = ()
+    starts_in_reasoning: bool = False  # the prompt has opened it
+    max_reasoning_tokens: int | None = None  # markers excluded; then `reasoning_end` is forced
+    holds_reasoning: bool = False  # the grammar describes the reasoning too: the gate knows it for the budget
+    trigger: Marker = ()  # the constraint starts after it; (): after the reasoning
+    is_trigger_in_reasoning: bool = False  # the trigger ends the reasoning as well
+    constrains: bool = True  # False: the budget is all
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +61,13 @@ class StructuredOutput:
 
     constraint_type: str  # one of CONSTRAINT_TYPES
     # json_schema: the schema as JSON; regex: the expression; choice: a JSON list of strings; lark, gbnf:
-    # the grammar; structural_tag: its description as JSON; json_object: empty. Too long for a log.
+    # the grammar; structural_tag: its description as JSON; json_object: empty; tools: Lark of
+    # grammar.tool_calls. Too long for a log.
     text: str = dataclasses.field(default="", repr=False)
     whitespace: bool = True  # JSON may contain (bounded) whitespace; see docs/structured-output.md
     after: str | None = None  # starts after this text, for reasoning models; None: at once
     field: str = "structured_outputs"  # the user's name of the field, for errors
+    gate: AnswerGate | None = None  # None: the whole answer, or what follows `after`
 
     def __post_init__(self) -> None:
         if self.constraint_type not in CONSTRAINT_TYPES:
@@ -52,10 +83,9 @@ class StructuredOutput:
             raise InvalidRequest(
                 f"{self.field} is not Unicode: a lone surrogate at character {error.start}", self.field
             ) from None
-        if size > MAX_CONSTRAINT_BYTES:
-            raise InvalidRequest(
-                f"{self.field} has {size} bytes; the limit is {MAX_CONSTRAINT_BYTES}", self.field
-            )
+        limit = MAX_TOOLS_BYTES if self.constraint_type == "tools" else MAX_CONSTRAINT_BYTES
+        if size > limit:
+            raise InvalidRequest(f"{self.field} has {size} bytes; the limit is {limit}", self.field)
         if self.after is not None and (not isinstance(self.after, str) or not self.after):
             raise InvalidRequest(f"{self.field}.after must be a non-empty string", self.field)
 

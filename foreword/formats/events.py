@@ -58,13 +58,18 @@ ChatEvent = ReasoningText | ContentText | CallStart | CallArguments | CallEnd
 
 
 def merge_events(events: Iterable[ChatEvent]) -> tuple[ChatEvent, ...]:
-    """Events with neighbouring texts of one kind joined."""
-    merged: list[ChatEvent] = []
+    """Events with neighbouring texts of one kind joined. Linear in the length of the texts."""
+    runs: list[list[ChatEvent]] = []
     for event in events:
-        last = merged[-1] if merged else None
-        if isinstance(event, CallStart | CallEnd) or type(last) is not type(event):
-            merged.append(event)
+        if runs and type(runs[-1][0]) is type(event) and not isinstance(event, CallStart | CallEnd):
+            runs[-1].append(event)
         else:
-            assert isinstance(last, ReasoningText | ContentText | CallArguments)
-            merged[-1] = replace(last, text=last.text + event.text)
-    return tuple(merged)
+            runs.append([event])
+    return tuple(map(_join_texts, runs))
+
+
+def _join_texts(run: list[ChatEvent]) -> ChatEvent:
+    if len(run) == 1:
+        return run[0]
+    texts = [event.text for event in run if not isinstance(event, CallStart | CallEnd)]
+    return replace(run[0], text="".join(texts))  # type: ignore[call-arg]  # only texts are in a longer run

@@ -21,6 +21,16 @@ class Tool:
     strict: bool = False  # keywords of the schema that cannot be enforced are refused, not dropped
     is_custom: bool = False
     input_grammar: StructuredOutput | None = None  # of a custom tool's input; None: any text
+    is_deferred: bool = False  # described by a message: chat templates do not get it
+
+    def to_template(self) -> dict[str, Any]:
+        """OpenAI's form, as chat templates read it."""
+        parameters: Mapping[str, Any] = self.parameters or {"type": "object", "properties": {}}
+        if self.is_custom:
+            properties = {"input": {"type": "string"}}
+            parameters = {"type": "object", "properties": properties, "required": ["input"]}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,11 @@ class ToolUse:
             return ()
         return tuple(tool for tool in self.tools if not self.allowed or tool.name in self.allowed)
 
+    @property
+    def listed_tools(self) -> tuple[Tool, ...]:
+        """The tools that the prompt describes, whichever may be called: the prefix stays the same."""
+        return tuple(tool for tool in self.tools if not tool.is_deferred)
+
     def get(self, name: str) -> Tool | None:
         return self._by_name.get(name)
 
@@ -54,6 +69,13 @@ class ReasoningOptions:
     enabled: bool | None = None  # None: the chat template's default
     effort: str | None = None  # "minimal" .. "max", for templates with such a variable
     max_tokens: int | None = None  # thinking budget; at its end the reasoning is closed
+
+    @property
+    def is_enabled(self) -> bool | None:
+        """None: nothing is asked for. An effort asks for reasoning, "none" for no reasoning."""
+        if self.enabled is None and self.effort is not None:
+            return self.effort != "none"
+        return self.enabled
 
 
 NO_TOOLS = ToolUse()

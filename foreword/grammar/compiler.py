@@ -26,7 +26,7 @@ from foreword.grammar.limits import RECOMPILE_CPU_S, parser_limits
 from foreword.grammar.structural_tag import structural_tag_to_lark
 from foreword.grammar.vocab import GrammarVocab
 
-__all__ = ["CompiledGrammar", "error_reason", "to_llguidance"]
+__all__ = ["CompiledGrammar", "constraint_body", "error_reason", "to_llguidance"]
 
 # llguidance would force its own tokenization of fixed text; here the model chooses the tokens.
 OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
@@ -59,14 +59,12 @@ def error_reason(llg: LLMatcher) -> str:
 def _to_lark(structured: StructuredOutput) -> str:
     text = structured.text
     match structured.constraint_type:
-        case "json_schema":
-            return f"{OPTIONS}start: %json {convert_schema_text(text, structured.whitespace)}\n"
-        case "json_object":
-            return f"{OPTIONS}start: %json {convert_schema_text(ANY_OBJECT, structured.whitespace)}\n"
-        case "regex":
-            return f"{OPTIONS}start: {lark_regex(text)}\n"
-        case "choice":
-            return f"{OPTIONS}start: CHOICE\nCHOICE: {_choice_to_lark(text)}\n"
+        case "json_schema" | "json_object":
+            return f"{OPTIONS}start: {constraint_body(structured)}\n"
+        case "regex" | "choice":
+            return f"{OPTIONS}start: TEXT\nTEXT: {constraint_body(structured)}\n"
+        case "tools":
+            return OPTIONS + text
         case "lark":
             _check_lark(text)
             return f"{text}\n{OPTIONS}"  # options last: keeps the line numbers of errors
@@ -74,6 +72,20 @@ def _to_lark(structured: StructuredOutput) -> str:
             return OPTIONS + gbnf_to_lark(text)
         case _:
             return OPTIONS + structural_tag_to_lark(text, structured.whitespace)
+
+
+def constraint_body(structured: StructuredOutput) -> str:
+    """Right side of a Lark rule, or for texts of a terminal. Raises GrammarError for a whole grammar."""
+    match structured.constraint_type:
+        case "json_schema":
+            return f"%json {convert_schema_text(structured.text, structured.whitespace)}"
+        case "json_object":
+            return f"%json {convert_schema_text(ANY_OBJECT, structured.whitespace)}"
+        case "regex":
+            return lark_regex(structured.text)
+        case "choice":
+            return _choice_to_lark(structured.text)
+    raise GrammarError(f"a constraint of type {structured.constraint_type} must be the only one")
 
 
 def _choice_to_lark(text: str) -> str:

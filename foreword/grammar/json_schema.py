@@ -108,11 +108,16 @@ def convert_schema_text(text: str, whitespace: bool) -> str:
     return convert_schema(read_json(text, "the schema"), whitespace)
 
 
-def convert_schema(schema: Any, whitespace: bool) -> str:
-    """`convert_schema_text` for a parsed schema. Annotations are left out."""
+def convert_schema(schema: Any, whitespace: bool, dropped: list[str] | None = None) -> str:
+    """`convert_schema_text` for a parsed schema. Annotations are left out.
+
+    dropped  receives "PATH: KEYWORD" for each keyword that is left out since it cannot be enforced; None:
+             such a keyword raises
+    """
     if not isinstance(schema, dict | bool):
         raise GrammarError(f"a schema must be an object, got {json.dumps(schema):.80}")
-    clean = _SchemaCleaner().clean(schema if isinstance(schema, dict) else {"anyOf": [schema]}, "")
+    cleaner = _SchemaCleaner(dropped)
+    clean = cleaner.clean(schema if isinstance(schema, dict) else {"anyOf": [schema]}, "")
     options: dict[str, Any] = {"whitespace_flexible": whitespace}
     if whitespace:
         options["whitespace_pattern"] = WHITESPACE
@@ -122,8 +127,9 @@ def convert_schema(schema: Any, whitespace: bool) -> str:
 class _SchemaCleaner:
     """Removes annotations from a schema and counts its entries."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropped: list[str] | None) -> None:
         self._num_entries = 0
+        self._dropped = dropped
 
     def clean(self, schema: Any, path: str) -> Any:
         if isinstance(schema, bool):
@@ -133,7 +139,7 @@ class _SchemaCleaner:
                 f"a schema must be an object or a boolean, got {json.dumps(schema):.80}{_location(path)}"
             )
         self._count_entries(len(schema))
-        _refuse_unsupported(schema, path)
+        schema = self._leave_out_unsupported(schema, path)
         return _forbid_escaped_keys(
             {
                 key: self._clean_value(key, value, f"{path}/{key}")
@@ -156,10 +162,17 @@ class _SchemaCleaner:
             raise GrammarError(
                 f"an enum may hold at most {limits.MAX_CHOICES} values, got {len(value)}{location}"
             )
-        if key in LENGTH_KEYWORDS and isinstance(value, int | float) and value > limits.MAX_REPEAT:
-            shown = f"{value:.12g}" if value < MAX_SHOWN_NUMBER else f"over {MAX_SHOWN_NUMBER:.0e}"
-            raise GrammarError(f"{key} may be at most {limits.MAX_REPEAT}, got {shown}{_location(path)}")
         return value
+
+    def _leave_out_unsupported(self, schema: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+        """The schema without keywords that cannot be enforced; raises unless they may be dropped."""
+        reasons = dict(_unsupported(schema))
+        if not reasons:
+            return schema
+        if self._dropped is None:
+            raise GrammarError(next(iter(reasons.values())) + _location(path))
+        self._dropped += [f"{path}: {keyword}" for keyword in reasons]
+        return {key: value for key, value in schema.items() if key not in reasons}
 
     def _count_entries(self, num_entries: int) -> None:
         self._num_entries += num_entries
@@ -167,15 +180,19 @@ class _SchemaCleaner:
             raise GrammarError(f"the schema holds more than {limits.MAX_PROPERTIES} keywords and properties")
 
 
-def _refuse_unsupported(schema: Mapping[str, Any], path: str) -> None:
+def _unsupported(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keywords that cannot be enforced, each with the reason."""
     for keyword, neutral in UNSUPPORTED_KEYWORDS.items():
         if keyword in schema and schema[keyword] != neutral:
-            raise GrammarError(f"the keyword {keyword!r} of JSON schema is not supported{_location(path)}")
+            yield keyword, f"the keyword {keyword!r} of JSON schema is not supported"
     if schema.get("format") in UNSUPPORTED_FORMATS:
         supported = ", ".join(FORMATS)
-        raise GrammarError(
-            f"the format {schema['format']!r} is not supported{_location(path)}; supported: {supported}"
-        )
+        yield "format", f"the format {schema['format']!r} is not supported; supported: {supported}"
+    for key in LENGTH_KEYWORDS:
+        value = schema.get(key)
+        if isinstance(value, int | float) and value > limits.MAX_REPEAT:
+            shown = f"{value:.12g}" if value < MAX_SHOWN_NUMBER else f"over {MAX_SHOWN_NUMBER:.0e}"
+            yield key, f"{key} may be at most {limits.MAX_REPEAT}, got {shown}"
 
 
 def _is_constraint(key: str, value: Any) -> bool:

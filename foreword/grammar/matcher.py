@@ -14,7 +14,7 @@ from foreword.core.request import Request
 from foreword.grammar.compiler import CompiledGrammar, error_reason
 from foreword.grammar.jump_forward import JumpForward
 from foreword.grammar.masks import MaskJob, MaskRequest, compute_masks
-from foreword.grammar.reasoning import ReasoningDetector, reasoning_ended_in_prompt
+from foreword.grammar.reasoning import make_gate_tracker
 from foreword.grammar.vocab import GrammarVocab
 
 __all__ = ["Matcher"]
@@ -33,13 +33,13 @@ class Matcher:
         "_accepted",
         "_compiled",
         "_executor",
+        "_gate",
         "_is_finished",
         "_job",
         "_jump_forward",
         "_llg",
         "_masked_draft",
         "_masks",
-        "_reasoning",
         "_stop_tokens",
         "_vocab",
         "error",
@@ -55,9 +55,7 @@ class Matcher:
         self._executor = executor
         eos_stop_ids = [i for i in request.params.stop_token_ids if i in vocab.eos_ids]
         self._stop_tokens = StopTokens(vocab, (*request.eos_token_ids, *eos_stop_ids))
-        ends = request.reasoning_end_ids
-        is_reasoning = bool(ends) and not reasoning_ended_in_prompt(request.prompt_ids, ends)
-        self._reasoning = ReasoningDetector(ends) if is_reasoning else None
+        self._gate = make_gate_tracker(request, vocab)
         self._jump_forward = JumpForward(vocab, compiled.kind)
         self._accepted: list[int] = []
         self._is_finished = False
@@ -68,36 +66,34 @@ class Matcher:
 
     def accept(self, token_ids: Sequence[int]) -> None:
         self._cancel_job()
-        if self._reasoning is not None:
-            begin = self._reasoning.find_end(token_ids)
-            if begin is None:
-                self._reasoning.accept(token_ids)
-                return
-            self._reasoning = None
-            token_ids = token_ids[begin:]
+        self._masks = None
+        begin = self._gate.accept(token_ids)
+        if begin is None:
+            return
+        token_ids = token_ids[begin:]
         if token_ids and not self._is_finished and self.error is None:
             text, self._is_finished = self._stop_tokens.split_at_stop(token_ids)
             self._accepted += text
-            self._masks = None
             if text and not self._llg.consume_tokens(list(text)):
                 self._rebuild()
 
     def num_legal(self, draft: Sequence[int]) -> int:
-        begin = self._constraint_start(draft)
+        begin, num_allowed, _ = self._gate.walk(draft)
         if begin is None:
-            return len(draft)
+            return num_allowed
         if self._is_finished or self.error is not None:
-            return begin
+            return min(begin, num_allowed)
         self._cancel_job()
         text, ends = self._stop_tokens.split_at_stop(draft[begin:])
         known = self._stop_tokens.strip_foreign_eos(text)
         valid = self._llg.validate_tokens(known) if known else 0
         may_end = ends and valid == len(text) and self._peek_after(text, LLMatcher.is_accepting)
-        return begin + valid + may_end
+        return min(begin + valid + may_end, num_allowed)
 
     def forced(self, max_tokens: int) -> tuple[int, ...]:
-        if self._reasoning is not None or self._is_finished or self.error is not None:
-            return ()
+        closing = self._gate.forced_ids(self._gate.state)
+        if closing or not self._gate.state.is_open or self._is_finished or self.error is not None:
+            return closing[:max_tokens]
         self._cancel_job()
         draft, only_end = self._jump_forward.propose(self._llg, self._accepted, max_tokens)
         if self._llg.is_error():
@@ -108,7 +104,9 @@ class Matcher:
         return draft
 
     def mask(self, draft: tuple[int, ...]) -> Tensor | None:
-        begin = self._constraint_start(draft)
+        begin, _, state = self._gate.walk(draft)
+        if closing := self._gate.forced_ids(state):
+            return self._mask_of(closing[0])
         if begin is None or self._is_finished:
             return None
         text, ends = self._stop_tokens.split_at_stop(draft[begin:])
@@ -123,11 +121,13 @@ class Matcher:
                 compute_masks(self._executor, [(self._llg, text)], masks)
             self._store_masks(text, masks)
         assert self._masks is not None
-        return self._masks[len(text), : (self._vocab.vocab_size + 31) // 32]
+        mask = self._masks[len(text), : (self._vocab.vocab_size + 31) // 32]
+        begin_id = self._gate.begin_id(state)
+        return mask if begin_id is None or self.error is not None else mask | self._mask_of(begin_id)
 
     def must_end(self, draft: tuple[int, ...]) -> bool:
-        begin = self._constraint_start(draft)
-        if begin is None or self.error is not None:
+        begin, _, state = self._gate.walk(draft)
+        if begin is None or self.error is not None or self._gate.forced_ids(state):
             return False
         self._cancel_job()
         text, ends = self._stop_tokens.split_at_stop(draft[begin:])
@@ -141,7 +141,7 @@ class Matcher:
 
     def mask_request(self, draft: tuple[int, ...]) -> MaskRequest | None:
         """The masks that this draft needs; None: none."""
-        begin = self._constraint_start(draft)
+        begin, _, _ = self._gate.walk(draft)
         if begin is None or self._is_finished or self.error is not None:
             return None
         text, _ = self._stop_tokens.split_at_stop(draft[begin:])
@@ -151,9 +151,12 @@ class Matcher:
         """Take the next masks from this job."""
         self._job = job
 
-    def _constraint_start(self, draft: Sequence[int]) -> int | None:
-        """Index in the draft at which the constraint starts; None: the reasoning continues after it."""
-        return 0 if self._reasoning is None else self._reasoning.find_end(draft)
+    def _mask_of(self, token_id: int) -> Tensor:
+        """The mask of a single id."""
+        mask = torch.zeros((self._vocab.vocab_size + 31) // 32, dtype=torch.int32)
+        word, bit = _word_and_bit(token_id)
+        mask[word] = bit
+        return mask
 
     def _cancel_job(self) -> None:
         """Take the llguidance matcher back from the job."""

@@ -1,48 +1,181 @@
-"""Finds the end of the reasoning in an output."""
+"""Where a constraint begins in an answer: after the reasoning, at a trigger; and the reasoning's budget."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
 
-__all__ = ["ReasoningDetector", "reasoning_ended_in_prompt"]
+from foreword.core.request import Request
+from foreword.core.structured_output import AnswerGate, Marker
+from foreword.grammar.vocab import GrammarVocab
+
+__all__ = ["GateState", "GateTracker", "make_gate_tracker", "reasoning_ended_in_prompt"]
 
 PROMPT_TAIL_TOKENS: Final = 4  # length of the template's text after an end sequence; user text is longer
+
+MAX_BLANK_TOKENS: Final = 16  # whitespace before a text that opens the reasoning
+
+Ids = tuple[int, ...]
+Finder = Callable[[Ids], bool]  # whether a marker ends with the last of these tokens
 
 
 def reasoning_ended_in_prompt(prompt_ids: Sequence[int], end_ids: Sequence[Sequence[int]]) -> bool:
     """Whether the chat template ends the reasoning: an end sequence is near the end of the prompt."""
     return any(
-        _find_subsequence(tuple(prompt_ids[-PROMPT_TAIL_TOKENS - len(end) :]), tuple(end)) is not None
+        _ends_with([end])(tuple(prompt_ids[:last]))
         for end in end_ids
+        for last in range(max(len(prompt_ids) - PROMPT_TAIL_TOKENS, len(end)), len(prompt_ids) + 1)
     )
 
 
-class ReasoningDetector:
-    """Finds the first end sequence in a growing output."""
+class GateState(NamedTuple):
+    """After some tokens of an answer."""
 
-    __slots__ = ("_end_sequences", "_tail")
-
-    def __init__(self, end_ids: Sequence[Sequence[int]]) -> None:
-        self._end_sequences = tuple(tuple(end) for end in end_ids)
-        self._tail: tuple[int, ...] = ()
-
-    def find_end(self, token_ids: Sequence[int]) -> int | None:
-        """Number of these next tokens that belong to the reasoning; None: it continues after them."""
-        text = (*self._tail, *token_ids)
-        starts = ((_find_subsequence(text, end), len(end)) for end in self._end_sequences)
-        ends = [start + length for start, length in starts if start is not None]
-        return min(ends) - len(self._tail) if ends else None
-
-    def accept(self, token_ids: Sequence[int]) -> None:
-        """Append tokens without an end of the reasoning."""
-        keep = max(map(len, self._end_sequences)) - 1
-        text = (*self._tail, *token_ids)
-        self._tail = text[len(text) - keep :] if keep < len(text) else text
+    is_open: bool  # the constraint applies to what follows
+    in_reasoning: bool = False
+    may_reason: bool = False  # reasoning may begin here
+    num_reasoning: int = 0  # tokens of the reasoning so far
+    tail: Ids = ()  # last tokens, which may belong to a marker
 
 
-def _find_subsequence(token_ids: tuple[int, ...], part: tuple[int, ...]) -> int | None:
-    for index in range(len(token_ids) - len(part) + 1):
-        if token_ids[index : index + len(part)] == part:
-            return index
-    return None
+class GateTracker:
+    """Follows one answer. All it says is a pure function of the answer's tokens, so drafts change nothing."""
+
+    __slots__ = (
+        "_begin_text",
+        "_closing_ids",
+        "_gate",
+        "_is_begin",
+        "_is_end",
+        "_is_trigger",
+        "_num_kept",
+        "_token_bytes",
+        "state",
+    )
+
+    def __init__(self, gate: AnswerGate, vocab: GrammarVocab, end_ids: Sequence[Sequence[int]] = ()) -> None:
+        """`end_ids` end the reasoning instead of the gate's marker."""
+        self._gate = gate
+        self._token_bytes = vocab.token_bytes
+        self._closing_ids = _tokenize(gate.reasoning_end, vocab)
+        self._is_begin = _marker_finder(gate.reasoning_begin, vocab)
+        self._is_end = _ends_with(end_ids) if end_ids else _marker_finder(gate.reasoning_end, vocab)
+        self._is_trigger = _marker_finder(gate.trigger, vocab)
+        # A text opens the reasoning only at the start of the answer; a token does wherever text is free.
+        self._begin_text = _text_of(gate.reasoning_begin).encode()
+        markers = (gate.reasoning_begin, gate.reasoning_end, gate.trigger)
+        self._num_kept = max(len("".join(map(str, marker)).encode()) for marker in markers) + MAX_BLANK_TOKENS
+        self._num_kept = max(self._num_kept, *map(len, end_ids), 1)
+        if gate.starts_in_reasoning:
+            self.state = GateState(gate.holds_reasoning, in_reasoning=True)
+        else:
+            self.state = GateState(self._is_open_after_reasoning, may_reason=bool(gate.reasoning_begin))
+
+    def begin_id(self, state: GateState) -> int | None:
+        """The token that may open the reasoning where the constraint applies otherwise."""
+        begin = self._gate.reasoning_begin
+        if not state.may_reason or self._gate.holds_reasoning or not begin:
+            return None
+        return begin[0] if isinstance(begin[0], int) else None
+
+    def accept(self, token_ids: Sequence[int]) -> int | None:
+        """Number of these tokens before the constraint; None: it does not apply yet."""
+        start, _, self.state = self.walk(token_ids)
+        return start
+
+    def walk(self, token_ids: Sequence[int]) -> tuple[int | None, int, GateState]:
+        """The next tokens: `accept`'s number, how many of them the budget allows, the state after them."""
+        state, num_allowed = self.state, len(token_ids)
+        start = 0 if state.is_open else None
+        for index, token_id in enumerate(token_ids):
+            if state.is_open and not state.in_reasoning and not state.may_reason:
+                break  # for good
+            forced = self.forced_ids(state)
+            if forced and token_id != forced[0]:
+                num_allowed = min(num_allowed, index)
+            was_open, state = state.is_open, self._advance(state, token_id)
+            if state.is_open != was_open:
+                start = index + 1 if state.is_open else None
+        return start, num_allowed, state
+
+    def forced_ids(self, state: GateState) -> Ids:
+        """The rest of the marker that ends the reasoning, once the budget is spent."""
+        budget = self._gate.max_reasoning_tokens
+        if budget is None or not state.in_reasoning or state.num_reasoning < budget:
+            return ()
+        return self._closing_ids[state.num_reasoning - budget :]
+
+    @property
+    def _is_open_after_reasoning(self) -> bool:
+        return self._gate.constrains and not self._gate.trigger
+
+    def _advance(self, state: GateState, token_id: int) -> GateState:
+        gate, tail = self._gate, (*state.tail, token_id)[-self._num_kept :]
+        if state.in_reasoning:
+            if self._is_end(tail):
+                is_open = self._is_open_after_reasoning
+                return GateState(is_open, may_reason=not is_open and not self._begin_text)
+            if gate.is_trigger_in_reasoning and self._is_trigger(tail):
+                return GateState(True)
+            return state._replace(num_reasoning=state.num_reasoning + 1, tail=tail)
+        if self._is_trigger(tail):
+            return GateState(True)
+        begun = GateState(gate.holds_reasoning, in_reasoning=True)
+        if not state.may_reason:
+            return state._replace(tail=tail)
+        if self._begin_text:
+            answer = b"".join(self._token_bytes[i] for i in tail).lstrip()
+            if answer.startswith(self._begin_text):
+                return begun
+            return state._replace(may_reason=self._begin_text.startswith(answer), tail=tail)
+        if self._is_begin(tail):
+            return begun
+        return state._replace(may_reason=not state.is_open or gate.holds_reasoning, tail=tail)
+
+
+def make_gate_tracker(request: Request, vocab: GrammarVocab) -> GateTracker:
+    """For the constraint of a request: its gate, or its `after`."""
+    structured, end_ids = request.params.structured, request.reasoning_end_ids
+    assert structured is not None
+    if structured.gate is not None:
+        return GateTracker(structured.gate, vocab)
+    is_reasoning = bool(end_ids) and not reasoning_ended_in_prompt(request.prompt_ids, end_ids)
+    return GateTracker(AnswerGate(starts_in_reasoning=is_reasoning), vocab, end_ids)
+
+
+def _marker_finder(marker: Marker, vocab: GrammarVocab) -> Finder:
+    text = _text_of(marker).encode()
+    if not text:
+        return _ends_with([_tokenize(marker, vocab)] if marker else [])
+
+    def completes(token_ids: Ids) -> bool:
+        """The last token may hold more than the end of the text."""
+        pieces = [vocab.token_bytes[i] for i in token_ids]
+        return text in b"".join(pieces) and text not in b"".join(pieces[:-1])
+
+    return completes
+
+
+def _ends_with(sequences: Iterable[Sequence[int]]) -> Finder:
+    ends = tuple(map(tuple, sequences))
+    return lambda token_ids: any(token_ids[-len(end) :] == end for end in ends)
+
+
+def _text_of(marker: Marker) -> str:
+    """The text of a marker without tokens, else an empty text."""
+    texts = [piece for piece in marker if isinstance(piece, str)]
+    return "".join(texts) if len(texts) == len(marker) else ""
+
+
+def _tokenize(marker: Marker, vocab: GrammarVocab) -> Ids:
+    """Ids of a marker, its texts most likely tokenized so."""
+    ids: list[int] = []
+    for piece in marker:
+        if isinstance(piece, int):
+            ids.append(piece)
+        else:
+            text = piece.encode()
+            part = vocab.tokenize(text, len(text))
+            assert b"".join(vocab.token_bytes[i] for i in part) == text, "the vocabulary lacks bytes"
+            ids += part
+    return tuple(ids)

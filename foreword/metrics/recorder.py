@@ -184,6 +184,19 @@ class MetricsRecorder:
     def live_requests(self) -> Sequence[RequestProgress]:
         return list(self._live.values())
 
+    def on_parsed(
+        self, num_calls: int, num_errors: int, num_reasoning_tokens: int, num_call_tokens: int
+    ) -> None:
+        """An answer ended, also by an error or an abort, whose reasoning and tool calls were parsed."""
+        self._registry.add("tool_calls_total", num_calls)
+        self._registry.add("tool_parse_errors_total", num_errors)
+        self._registry.add("reasoning_tokens_total", num_reasoning_tokens)
+        self._registry.add("tool_call_tokens_total", num_call_tokens)
+
+    def on_dropped_keywords(self, num_keywords: int) -> None:
+        """A request's tools have keywords in their schemas that are not enforced."""
+        self._registry.add("tool_schema_keywords_dropped_total", num_keywords)
+
     def on_response(self, num_choices: int) -> None:
         """A response with `num_choices` choices was sent."""
         self._registry.add("choices_returned_total", num_choices)

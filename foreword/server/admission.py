@@ -19,7 +19,8 @@ __all__ = ["Admission", "AdmissionMiddleware", "AdmissionTicket", "DrainRateEsti
 
 RATE_WINDOW_S = 15.0  # time constant of the drain rate
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-NO_ENGINE_PATHS = frozenset({"/tokenize", "/detokenize"})  # paths that need no engine slot
+# Paths that need no engine slot.
+NO_ENGINE_PATHS = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
 
 
 class DrainRateEstimator:
@@ -198,7 +199,7 @@ class AdmissionMiddleware:
                 self._admission.check(1, access.meter)
             access.meter.check_request()
         except ForewordError as error:
-            return await error_response(error)(scope, receive, send)
+            return await error_response(error, scope)(scope, receive, send)
         await self._app(scope, receive, send)
 
 

@@ -34,13 +34,25 @@ from foreword.server.middleware import (
     ServerErrorMiddleware,
 )
 from foreword.server.request_log import RequestLog, RequestLogMiddleware, RouteTable
-from foreword.server.routes import admin, chat, completions, embeddings, health, info, ranking, tokenize
+from foreword.server.response_store import ResponseStore
+from foreword.server.routes import (
+    admin,
+    chat,
+    completions,
+    embeddings,
+    health,
+    info,
+    messages,
+    ranking,
+    responses,
+    tokenize,
+)
 from foreword.tokenizer.input_processor import ChatInputProcessor, open_image_loader
 from foreword.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["SwappableApp", "create_app", "loading_app"]
 
-ROUTES = (chat, completions, embeddings, ranking, tokenize, health, info, admin)
+ROUTES = (chat, responses, messages, completions, embeddings, ranking, tokenize, health, info, admin)
 ALL_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 SUGGESTED_PATHS = tuple(
     route.path
@@ -82,7 +94,7 @@ def create_app(
         config=config,
         client=client,
         tokenizer=tokenizer,
-        chat_processor=ChatInputProcessor(tokenizer, processor, config.max_images),
+        chat_processor=ChatInputProcessor(tokenizer, processor, config.max_images, config.tool_format),
         recorder=recorder,
         admission=Admission(config.max_waiting, config.max_waiting_tokens, recorder.on_reject),
         keyring=Keyring(config.api_key, key_file, config.share_prefix_cache, recorder.on_reject),
@@ -92,6 +104,7 @@ def create_app(
         encoder=encoder,
         pooling_config=pooling_config,
         image_intake=None if processor is None else _make_image_intake(config, processor, recorder),
+        response_store=ResponseStore(config.response_store_mb * MB, config.response_store_ttl),
         aliases=aliases,
     )
     probe = EngineProbe(client, server.probe_request, config.health_probe)
@@ -165,11 +178,12 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _tick(server: ServerContext, request_log: RequestLog) -> None:
-    """Write periodic log lines, and reload a changed key file."""
+    """Write periodic log lines, drop expired responses, and reload a changed key file."""
     while True:
         await asyncio.sleep(TICK_S)
         server.recorder.log_if_due()
         request_log.flush()
+        server.response_store.expire()
         await server.keyring.refresh()
 
 
@@ -195,4 +209,4 @@ def loading_app(state: Health, config: Config, request_log: RequestLog) -> FastA
 
 
 async def _still_loading(request: Request) -> Response:
-    return error_response(ModelLoading("the model is still loading; see /health"))
+    return error_response(ModelLoading("the model is still loading; see /health"), request.scope)

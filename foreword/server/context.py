@@ -30,6 +30,7 @@ from foreword.errors import (
     ModelNotFound,
     Unsupported,
 )
+from foreword.formats.tools import ReasoningOptions, Tool
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.server.admission import Admission
@@ -38,6 +39,7 @@ from foreword.server.http import cancel_on_disconnect
 from foreword.server.image_intake import ImageIntake
 from foreword.server.middleware import release_body
 from foreword.server.protocol.base import RequestBody, StrictModel, suggest_field
+from foreword.server.response_store import ResponseStore
 from foreword.tokenizer.input_processor import (
     ChatInputProcessor,
     Prompt,
@@ -48,7 +50,7 @@ from foreword.tokenizer.input_processor import (
 )
 from foreword.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["RequestContext", "ServerContext", "ServerDep", "offload_if_large"]
+__all__ = ["LARGE_BODY_BYTES", "RequestContext", "ServerContext", "ServerDep", "offload_if_large"]
 
 T = TypeVar("T")
 
@@ -83,6 +85,7 @@ class ServerContext:
     encoder: EncoderClient | None = None
     pooling_config: PoolingConfig = DECODER_POOLING  # of embeddings from the generating model
     image_intake: ImageIntake | None = None  # None: the model takes no images
+    response_store: ResponseStore = field(default_factory=lambda: ResponseStore(0, 1.0))  # 0: stores none
     aliases: tuple[str, ...] = ()  # further names of the generating model
     generations: dict[str, Abortable] = field(default_factory=dict)  # by the request id of each choice
     render_semaphore: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RENDER_THREADS))
@@ -111,9 +114,14 @@ class ServerContext:
         )[0]
 
     def check_model(self, name: str | None, permissions: KeyPermissions) -> None:
-        """Raises unless `name` is the generating model (or None) and this key may use it."""
-        self.check_access(self.model_name if name is None else name, permissions)
-        if name is not None and name not in self._names_of(self.model_name):
+        """Raises unless `name` is the generating model (or None) and this key may use it.
+
+        With any_model_name, each name that is not served is the generating model's.
+        """
+        if name is None or (self.config.any_model_name and name not in self.model_names):
+            name = self.model_name
+        self.check_access(name, permissions)
+        if name not in self._names_of(self.model_name):
             raise Unsupported(f"{name} is an encoder; {self.model_name!r} generates text", "model")
 
     def check_access(self, name: str, permissions: KeyPermissions) -> None:
@@ -126,12 +134,13 @@ class ServerContext:
         with self._count_forbidden():
             permissions.check_model(name, self._names_of(name))
 
-    def check_fields(self, body: StrictModel, request: Request) -> None:
+    def check_fields(self, body: StrictModel, request: Request, ignored: Sequence[str] = ()) -> None:
         """Refuse unknown fields, or ignore and name them in a header. Take `request_id` over from the body.
 
+        ignored  further fields to name
         Raises InvalidRequest. Unknown fields of messages and content parts are always ignored.
         """
-        unknown: list[str] = []
+        unknown = list(ignored)
         num_ignored = 0
         for path, item in body.walk():
             if item.is_lenient:
@@ -140,7 +149,7 @@ class ServerContext:
             for name in item.model_extra or ():
                 unknown.append(f"{path}{name}")
                 if self.config.unknown_fields == "refuse":
-                    field = unknown[0][:MAX_FIELD_CHARS]
+                    field = unknown[-1][:MAX_FIELD_CHARS]
                     raise InvalidRequest(f"unknown field {field!r}{suggest_field(item, name)}", field)
         if num_ignored:
             self.recorder.on_ignored_fields(num_ignored)
@@ -212,6 +221,8 @@ class ServerContext:
         add_special_tokens: bool,
         fairness_key: str,
         resources: ExitStack,
+        tools: Sequence[Tool] = (),
+        reasoning: ReasoningOptions | None = None,
     ) -> Prompt:
         """Prompt of a conversation; `resources` releases its images' memory, and images release the body.
 
@@ -221,7 +232,9 @@ class ServerContext:
         text_messages, parts = processor.split_images(messages)
 
         def render() -> list[int]:
-            return processor.render_ids(text_messages, template_kwargs, len(parts), add_special_tokens)
+            return processor.render_ids(
+                text_messages, template_kwargs, len(parts), add_special_tokens, tools, reasoning
+            )
 
         async with self.render_semaphore:  # a thread, because it waits for the worker process of templates
             ids = await asyncio.to_thread(render)

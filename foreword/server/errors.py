@@ -1,4 +1,4 @@
-"""Exceptions become OpenAI's error envelope, with the status and headers that clients act on."""
+"""Exceptions become OpenAI's error envelope, or Anthropic's on its routes, with status and headers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,24 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from foreword.errors import ForewordError, InvalidRequest, Unauthorized, Unsupported, safe_message
-from foreword.server.http import CLIENT_CLOSED, JSONResponse
+from foreword.errors import (
+    ContextLengthExceeded,
+    ForewordError,
+    InvalidRequest,
+    Unauthorized,
+    Unsupported,
+    safe_message,
+)
+from foreword.server.http import CLIENT_CLOSED, JSONResponse, is_messages_path
 from foreword.server.protocol.base import REFUSED
 
-__all__ = ["add_error_handlers", "error_body", "error_headers", "error_response", "rename_field"]
+__all__ = [
+    "add_error_handlers",
+    "error_body",
+    "error_headers",
+    "error_response",
+    "rename_field",
+]
 
 logger = logging.getLogger("foreword.serve")
 MAX_SHOWN_CHARS = 80  # characters of an invalid value in a message
@@ -47,8 +60,7 @@ FIRST_STEPS = "clients take the server's address and /v1 as their base URL; /doc
 OTHER_APIS: Mapping[str, str] = {
     "": FIRST_STEPS,
     "/v1": FIRST_STEPS,
-    "/v1/responses": f"OpenAI's responses are not served yet; use {CHAT_ROUTE}",
-    "/v1/messages": f"Anthropic's messages are not served yet; use {CHAT_ROUTE}",
+    "/v1/messages/batches": "batches of messages are not served; see `foreword run-batch`",
     "/api/chat": f"Ollama's API is not served; use {CHAT_ROUTE}",
     "/api/generate": f"Ollama's API is not served; use {COMPLETION_ROUTE}",
     "/api/embed": f"Ollama's API is not served; use {EMBEDDING_ROUTE}",
@@ -82,15 +94,55 @@ MISPLACED_FIELDS: Mapping[tuple[str, str], str] = {
 }
 
 
-def error_body(error: ForewordError) -> dict[str, Any]:
-    """`{"error": {...}}`"""
-    return {
-        "error": {"message": str(error), "type": error.error_type, "param": error.param, "code": error.code}
-    }
+# Anthropic's `error.type`, by status.
+MESSAGES_ERROR_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+PROMPT_LENGTHS = re.compile(r"has (\d+) tokens.*at most (\d+)")
 
 
-def error_response(error: ForewordError) -> Response:
-    return JSONResponse(error_body(error), status_code=error.status, headers=error_headers(error))
+def error_body(error: ForewordError, scope: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """`{"error": {...}}` in the form of the API that the request of this scope is for."""
+    message = str(error)
+    is_too_long = isinstance(error, ContextLengthExceeded) and _is_for_messages(scope)
+    if is_too_long and (lengths := PROMPT_LENGTHS.search(message)):
+        # Claude Code compacts the conversation when it reads this sentence.
+        message = f"prompt is too long: {lengths[1]} tokens > {lengths[2]} maximum"
+    return _envelope(scope, error.status, message, error.error_type, error.param, error.code)
+
+
+def _envelope(
+    scope: Mapping[str, Any] | None,
+    status: int,
+    message: str,
+    error_type: str,
+    param: str | None,
+    code: str | None,
+) -> dict[str, Any]:
+    """OpenAI's envelope; on the paths of Anthropic's API that one, with OpenAI's `param` and `code` too."""
+    error = {"message": message, "type": error_type, "param": param, "code": code}
+    if scope is None or not _is_for_messages(scope):
+        return {"error": error}
+    error["type"] = MESSAGES_ERROR_TYPES.get(status, "api_error")
+    request_id = scope.get("state", {}).get("request_id")
+    return {"type": "error", "error": error, "request_id": request_id}
+
+
+def _is_for_messages(scope: Mapping[str, Any] | None) -> bool:
+    return scope is not None and is_messages_path(scope["path"])
+
+
+def error_response(error: ForewordError, scope: Mapping[str, Any] | None = None) -> Response:
+    """The response to the request of this scope; without one in OpenAI's form."""
+    return JSONResponse(error_body(error, scope), status_code=error.status, headers=error_headers(error))
 
 
 def error_headers(error: ForewordError) -> dict[str, str]:
@@ -126,7 +178,7 @@ async def _on_foreword_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ForewordError)
     if error.status >= 500 and error.status != 503:  # a 503 is a line of the request log
         logger.warning("%s %s: %s", request.method, request.url.path, safe_message(error))
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
@@ -135,7 +187,7 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return error_response(_invalid_request(error.errors()))
+    return error_response(_invalid_request(error.errors()), request.scope)
 
 
 async def _on_http_error(request: Request, error: Exception, paths: Collection[str]) -> Response:
@@ -146,7 +198,7 @@ async def _on_http_error(request: Request, error: Exception, paths: Collection[s
         404: (f"there is no route {request.method} {path}{_suggest_route(path, paths)}", "not_found"),
         405: (f"{path} does not take {request.method}{_allowed_methods(error)}", "method_not_allowed"),
     }.get(error.status_code, (str(error.detail), None))
-    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    body = _envelope(request.scope, error.status_code, message, "invalid_request_error", None, code)
     return JSONResponse(body, status_code=error.status_code, headers=dict(error.headers or {}))
 
 

@@ -6,19 +6,24 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from foreword.core.outputs import ErrorEvent, Event, TokenEvent, merge, truncate
 from foreword.core.request import Request
 from foreword.errors import ForewordError, Overloaded, RequestFailed
+from foreword.formats.events import merge_events
 from foreword.metrics.spec_stats import SpecDecodeStats
 from foreword.server.admission import AdmissionTicket
 from foreword.server.auth.rate_limit import UsageMeter
 from foreword.server.context import ServerContext
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
+
+if TYPE_CHECKING:
+    from foreword.formats.parser import ChatParser
 
 __all__ = ["DeltaQueue", "Generation"]
 
@@ -36,10 +41,14 @@ class Generation:
         prompt_only: bool = False,  # score the prompt and return no token
         meter: UsageMeter | None = None,
         resources: ExitStack | None = None,  # released on close()
+        make_parser: Callable[[], ChatParser] | None = None,  # for each choice; None: all text is content
     ) -> None:
         # Only the first choice may time out in the queue: once it runs, the others wait for it alone.
         waiting = [requests[0], *(replace(request, queue_deadline_s=None) for request in requests[1:])]
-        self.outputs = [ChoiceOutput(server.tokenizer, request) for request in waiting]
+        self.outputs = [
+            ChoiceOutput(server.tokenizer, request, make_parser() if make_parser else None)
+            for request in waiting
+        ]
         self.prediction_stats = SpecDecodeStats()  # drafts from the caller's prediction, over all choices
         self._server = server
         self._prompt_only = prompt_only
@@ -83,6 +92,10 @@ class Generation:
             if isinstance(item, ForewordError):
                 raise item
 
+    def on_close(self, callback: Callable[[], object]) -> None:
+        """Call it once when the generation ends in any way."""
+        self._resources.callback(callback)
+
     def close(self) -> None:
         """Abort running choices and free everything; may be called twice."""
         self._resources.close()
@@ -95,6 +108,7 @@ class Generation:
             if not output.finished and output.request.id not in self._failed:
                 self._server.client.abort(output.request.id)
                 self._server.recorder.on_abort(output.request)
+                self._record_parsed(output)
 
     def abort(self, request_id: str, error: ForewordError) -> None:
         """End one choice with an error for its caller; a finished choice stays as it is."""
@@ -133,6 +147,8 @@ class Generation:
         if delta.hit_stop_string or self._prompt_only:
             self._server.client.finish(output.request.id, output.num_tokens)
         self._server.recorder.on_tokens(output.request, delta.event, time.monotonic())
+        if output.finished:
+            self._record_parsed(output)
         num_tokens = len(delta.event.token_ids)
         if self._ticket is not None:
             self._ticket.charge_generated(num_tokens)
@@ -140,6 +156,15 @@ class Generation:
         if draft is not None and draft.drafter == "prediction":
             self.prediction_stats.add(draft.num_drafted, draft.num_accepted, num_tokens)
         return delta
+
+    def _record_parsed(self, output: ChoiceOutput) -> None:
+        if (parser := output.parser) is not None:
+            self._server.recorder.on_parsed(
+                parser.num_calls,
+                parser.num_parse_errors,
+                parser.num_reasoning_tokens,
+                parser.num_call_tokens,
+            )
 
     def _on_queue_timeout(self, index: int, request: Request, error: Overloaded) -> None:
         """Fail every choice that has no token yet: they all waited in the same queue."""
@@ -152,6 +177,7 @@ class Generation:
     def _fail(self, index: int, request: Request, error: ForewordError) -> None:
         self._failed.add(request.id)
         self._server.recorder.on_error(request, error)
+        self._record_parsed(self.outputs[index])
         self._delta_queue.put(index, error)
 
 
@@ -222,4 +248,5 @@ def _merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
         last.hit_stop_string,
         tuple(token for delta in deltas for token in delta.logprobs),
         tuple(piece for delta in deltas for piece in delta.pieces),
+        merge_events(event for delta in deltas for event in delta.events),
     )

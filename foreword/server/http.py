@@ -16,6 +16,7 @@ __all__ = [
     "REQUEST_ID_PATTERN",
     "JSONResponse",
     "cancel_on_disconnect",
+    "is_messages_path",
     "json_bytes",
     "sse_event",
 ]
@@ -23,6 +24,7 @@ __all__ = [
 T = TypeVar("T")
 JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; it is never read
+MESSAGES_ROUTE = "/v1/messages"
 REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")  # of the header X-Request-Id and the field request_id
 
 
@@ -35,6 +37,11 @@ def json_bytes(value: Any) -> bytes:
 def sse_event(value: Any) -> bytes:
     """A server-sent event of one JSON value."""
     return b"data: " + json_bytes(value) + b"\n\n"
+
+
+def is_messages_path(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API, whose errors and headers have other names."""
+    return path == MESSAGES_ROUTE or path.startswith(f"{MESSAGES_ROUTE}/")
 
 
 class JSONResponse(Response):

@@ -10,12 +10,12 @@ import socket
 import sys
 import termios
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import h11
 import uvicorn
 from h11._writers import ChunkedWriter
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from foreword.config.options import Config
@@ -191,7 +191,7 @@ class TimeoutH11Protocol(H11Protocol):
             return
         started = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         if error is not None and not started:
-            self.transport.write(_error_response_bytes(error))
+            self.transport.write(_error_response_bytes(error, self._open_scope()))
             self._log_error(error)
         if self.cycle is not None:
             self.cycle.disconnected = True
@@ -200,10 +200,15 @@ class TimeoutH11Protocol(H11Protocol):
 
     def _log_error(self, error: ForewordError) -> None:
         """Log it with the open request, whose response it is, or else as that of the connection."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.scope["state"]["connection_error"] = error
+        if (scope := self._open_scope()) is not None:
+            scope["state"]["connection_error"] = error
         elif self._request_log is not None:
             self._request_log.on_connection_refused(error)
+
+    def _open_scope(self) -> Scope | None:
+        """The scope of the request that is not answered yet; None without one."""
+        is_open = self.cycle is not None and not self.cycle.response_complete
+        return cast(Scope, self.cycle.scope) if is_open else None
 
 
 class _StrictH11(h11.Connection):
@@ -224,9 +229,9 @@ class _StrictH11(h11.Connection):
         return event
 
 
-def _error_response_bytes(error: ForewordError) -> bytes:
-    """A whole response, for a connection on which no request was parsed."""
-    body = json_bytes(error_body(error))
+def _error_response_bytes(error: ForewordError, scope: Scope | None) -> bytes:
+    """A whole response to the request of this scope, or to a connection on which no request was parsed."""
+    body = json_bytes(error_body(error, scope))
     headers = {
         "Content-Type": "application/json",
         "Content-Length": str(len(body)),

@@ -26,7 +26,6 @@ from foreword.errors import EngineDead, ForewordError, ModelLoading, ShuttingDow
 from foreword.server.auth.keys import PUBLIC_PATHS
 from foreword.server.errors import error_body, error_headers, error_response
 from foreword.server.http import JSONResponse
-from foreword.server.streaming import final_error_event
 
 __all__ = ["RETRY_AFTER_S", "DrainMiddleware", "DrainState", "EngineProbe", "Health", "HealthBody"]
 
@@ -88,7 +87,8 @@ class DrainMiddleware:
             return await self._app(scope, receive, send)
         if self._drain.draining:
             self._on_refusal("draining")
-            response = error_response(ShuttingDown("the server is shutting down and takes no new requests"))
+            error = ShuttingDown("the server is shutting down and takes no new requests")
+            response = error_response(error, scope)
             response.headers["Connection"] = "close"
             return await response(scope, receive, send)
         tracked, timeout = _TrackedResponse(send), asyncio.timeout(None)
@@ -126,9 +126,9 @@ class _TrackedResponse:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FINAL_ERROR_TIMEOUT_S):
                 if not self._started:
-                    await error_response(error)(scope, receive, self._send)
+                    await error_response(error, scope)(scope, receive, self._send)
                 elif self._is_stream and not self._ended:
-                    body = final_error_event(error)
+                    body = scope["state"]["error_event"](error)
                     await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 

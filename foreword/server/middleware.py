@@ -64,7 +64,8 @@ class ServerErrorMiddleware:
             if scope["type"] != "http" or started:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            await error_response(RequestFailed("the server failed on this request"))(scope, receive, send)
+            error = RequestFailed("the server failed on this request")
+            await error_response(error, scope)(scope, receive, send)
 
 
 class BodyLimitMiddleware:
@@ -83,14 +84,14 @@ class BodyLimitMiddleware:
             return await self._app(scope, receive, send)
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdigit() and int(declared) > self._max_bytes:
-            return await self._reject(self._too_large(), receive, send)
+            return await self._reject(self._too_large(), scope, receive, send)
         body = _Body(receive)
         try:
             async for size in body.read():
                 self.held_bytes += size
                 if (error := self._size_error(body.size)) is not None:
                     self._release(body)
-                    return await self._reject(error, receive, send, body.has_more)
+                    return await self._reject(error, scope, receive, send, body.has_more)
             if body.complete:
                 state = scope.setdefault("state", {})
                 state.update(body_bytes=body.size, forget_body=partial(self._release, body))
@@ -116,10 +117,10 @@ class BodyLimitMiddleware:
         return PayloadTooLarge(f"the body is larger than {self._max_bytes} bytes")
 
     async def _reject(
-        self, error: ForewordError, receive: Receive, send: Send, has_more: bool = True
+        self, error: ForewordError, scope: Scope, receive: Receive, send: Send, has_more: bool = True
     ) -> None:
         """Answer at once, then read the rest: closing on unread data would lose the answer."""
-        response = error_response(error)
+        response = error_response(error, scope)
         response.headers["Connection"] = "close"
         await send(
             {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foreword.errors import ForewordError
-from foreword.server.http import CLIENT_CLOSED, REQUEST_ID_PATTERN
+from foreword.server.http import CLIENT_CLOSED, REQUEST_ID_PATTERN, is_messages_path
 
 __all__ = ["OTHER_ROUTE", "RequestLog", "RequestLogMiddleware", "RouteTable"]
 
@@ -175,6 +175,8 @@ class RequestLogMiddleware:
                 is_refused = _is_refused(status)
                 headers.update(state.get("response_headers", {}))
                 headers["X-Request-Id"] = state["request_id"]
+                if is_messages_path(scope["path"]):
+                    headers["request-id"] = state["request_id"]  # as Anthropic's SDKs read it
             elif message["type"] == "http.response.body":
                 body = message.get("body", b"")
                 num_bytes += len(body)

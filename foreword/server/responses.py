@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from foreword.core.outputs import TokenLogprob
+from foreword.errors import ForewordError
+from foreword.formats.events import CallArguments, CallEnd, CallStart, ChatEvent, ContentText, ReasoningText
+from foreword.formats.tools import NO_TOOLS, ToolUse
 from foreword.server.context import ServerContext
+from foreword.server.errors import error_body
 from foreword.server.generation import Generation
 from foreword.server.http import json_bytes, sse_event
 from foreword.tokenizer.detokenizer import Detokenizer
@@ -22,10 +26,14 @@ __all__ = [
     "ResponseBuilder",
     "ResponseHeader",
     "ResponseOptions",
+    "TokenNames",
+    "chat_logprob",
 ]
 
 MIN_LOGPROB = -9999.0  # JSON has no minus infinity
+DONE_EVENT = b"data: [DONE]\n\n"
 TEXT_MARK = "\0text\0"  # in a chunk that shows where a text is
+_ARGUMENTS: Mapping[str, str] = {"function": "arguments", "custom": "input"}  # field, by type of a call
 CompletionToken = tuple[str, int, TokenLogprob | None]  # text, offset, logprob
 
 
@@ -45,15 +53,17 @@ class TokenNames:
 
 def _chat_logprobs(tokens: Iterable[TokenLogprobText], names: TokenNames) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
-    content = []
-    for token in tokens:
-        top = [
-            _chat_entry(names, token_id, names.tokenizer.token_bytes(token_id), value)
-            for token_id, value in _top_logprobs(token.logprob)
-        ]
-        entry = _chat_entry(names, token.logprob.token_id, token.raw, token.logprob.logprob)
-        content.append({**entry, "top_logprobs": top})
-    return {"content": content, "refusal": None}
+    return {"content": [chat_logprob(token, names) for token in tokens], "refusal": None}
+
+
+def chat_logprob(token: TokenLogprobText, names: TokenNames) -> dict[str, Any]:
+    """Logprobs of one token, as chat and the Responses API write them."""
+    top = [
+        _chat_entry(names, token_id, names.tokenizer.token_bytes(token_id), value)
+        for token_id, value in _top_logprobs(token.logprob)
+    ]
+    entry = _chat_entry(names, token.logprob.token_id, token.raw, token.logprob.logprob)
+    return {**entry, "top_logprobs": top}
 
 
 def _top_logprobs(token: TokenLogprob) -> Iterable[tuple[int, float]]:
@@ -159,6 +169,7 @@ class ResponseOptions:
     usage: bool = False  # a last chunk with usage, in a stream
     continuous_usage: bool = False  # usage of a chunk's choice so far, in every chunk
     prediction: bool = False  # accepted and rejected prediction tokens, in usage
+    reasoning: bool = True  # in chat
 
 
 class ResponseBuilder(ABC):
@@ -188,7 +199,7 @@ class ResponseBuilder(ABC):
         self._accepted_drafts: Counter[int] = Counter()  # by choice, not yet in a chunk
         per_token = (options.logprobs, options.token_ids, options.metrics, options.continuous_usage)
         self._has_repeated_events = not any(per_token)
-        self._event_parts: dict[int, tuple[bytes, bytes]] = {}  # before and after a text, by choice
+        self._event_parts: dict[Hashable, list[bytes]] = {}  # around a text, by choice and kind of text
 
     @abstractmethod
     def full_choice(self, index: int, output: ChoiceOutput) -> dict[str, Any]:
@@ -201,6 +212,23 @@ class ResponseBuilder(ABC):
     def first_chunks(self) -> Iterable[dict[str, Any]]:
         """Chunks before the first token."""
         return ()
+
+    def first_events(self) -> Iterable[bytes]:
+        return map(sse_event, self.first_chunks())
+
+    def last_events(self) -> Iterable[bytes]:
+        """Usage, if the request asks for it, and [DONE]."""
+        if self.options.usage:
+            chunk = {**self.header(self.chunk_object_type), "choices": [], "usage": self.usage()}
+            yield sse_event(chunk)
+        yield DONE_EVENT
+
+    def error_event(self, error: ForewordError) -> bytes:
+        return sse_event(error_body(error)) + DONE_EVENT
+
+    @property
+    def num_returned(self) -> int:
+        return len(self.returned_choices())
 
     def returned_choices(self) -> Sequence[int]:
         """Indices of the returned choices, in order."""
@@ -226,15 +254,24 @@ class ResponseBuilder(ABC):
         Most events differ in nothing but a text: the rest is written once for each choice.
         """
         is_repeated = self._has_repeated_events and index in self._started and not delta.finish_reason
-        if not (is_repeated and delta.text):
+        repeated = self.repeated_text(delta) if is_repeated else None
+        if repeated is None:
             chunk = self.chunk(index, delta)
             return None if chunk is None else sse_event(chunk)
-        parts = self._event_parts.get(index)
+        kind, text, marked = repeated
+        parts = self._event_parts.get((index, kind))
         if parts is None:
-            chunk = self.chunk(index, replace(delta, text=TEXT_MARK))
-            head, _, tail = sse_event(chunk).partition(json_bytes(TEXT_MARK))
-            parts = self._event_parts[index] = head, tail
-        return parts[0] + json_bytes(delta.text) + parts[1]
+            chunk = self.chunk(index, marked)
+            parts = self._event_parts[index, kind] = sse_event(chunk).split(json_bytes(TEXT_MARK))
+        return json_bytes(text).join(parts)
+
+    def repeated_text(self, delta: OutputDelta) -> tuple[Hashable, str, OutputDelta] | None:
+        """(kind, text, the delta with TEXT_MARK for it) of a delta that is one text; None for others."""
+        return ("", delta.text, replace(delta, text=TEXT_MARK)) if delta.text else None
+
+    def is_empty(self, delta: OutputDelta) -> bool:
+        """Whether the endpoint shows no text or call of the delta."""
+        return not delta.text
 
     def chunk(self, index: int, delta: OutputDelta) -> dict[str, Any] | None:
         """The chunk of one delta, or None if it is empty for this request."""
@@ -242,35 +279,36 @@ class ResponseBuilder(ABC):
         self._accepted_drafts[index] += delta.event.draft.num_accepted if delta.event.draft else 0
         self._num_streamed[index] += len(delta.event.token_ids)
         needs_ids = self.options.logprobs or self.options.token_ids
-        if not (delta.text or delta.finish_reason or (delta.event.token_ids and needs_ids)):
+        if self.is_empty(delta) and not (delta.finish_reason or (delta.event.token_ids and needs_ids)):
             return None
         self._started.add(index)
         choice = {
             "index": index,
             **self.chunk_choice(index, delta, is_first),
-            "finish_reason": delta.finish_reason,
+            "finish_reason": self.finish_reason(delta.finish_reason),
             "stop_reason": delta.stop_reason,
             **self._chunk_extras(index, delta, is_first),
         }
         return {**self.make_chunk(choice), **self._final_metrics(delta)}
 
-    def usage_chunk(self) -> dict[str, Any] | None:
-        """The last chunk, with usage and no choices, if the request asks for it."""
-        if not self.options.usage:
-            return None
-        return {**self.header(self.chunk_object_type), "choices": [], "usage": self.usage()}
-
     def usage(self) -> dict[str, Any]:
         """Delivered tokens. A prompt counts once for all its choices; rejected draft tokens do not count."""
         firsts = self.outputs[:: self.choices_per_prompt]
         usage = _usage(firsts, sum(output.num_tokens for output in self.outputs))
+        details: dict[str, int] = {}
+        if any(output.parser is not None for output in self.outputs):
+            details["reasoning_tokens"] = sum(output.num_reasoning_tokens for output in self.outputs)
         if self.options.prediction:
             accepted, drafted = self._prediction_stats.num_accepted, self._prediction_stats.num_drafted
-            usage["completion_tokens_details"] = {
+            details |= {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
             }
-        return usage
+        return {**usage, "completion_tokens_details": details} if details else usage
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """The finish reason of a choice under this endpoint's name."""
+        return reason
 
     def record_returned(self, num_choices: int) -> None:
         """Count choices that were sent completely."""
@@ -298,7 +336,7 @@ class ResponseBuilder(ABC):
         choice = {
             "index": index,
             **self.full_choice(index, output),
-            "finish_reason": output.finish_reason,
+            "finish_reason": self.finish_reason(output.finish_reason),
             "stop_reason": output.stop_reason,
             **self._metrics(output),
         }
@@ -348,8 +386,25 @@ class ResponseBuilder(ABC):
 
 
 class ChatResponseBuilder(ResponseBuilder):
+    """A chunk holds one event: reasoning, content, the start of a call or a part of its arguments."""
+
     object_type: ClassVar[str] = "chat.completion"
     chunk_object_type: ClassVar[str] = "chat.completion.chunk"
+
+    def __init__(
+        self,
+        server: ServerContext,
+        generation: Generation,
+        choices_per_prompt: int,
+        header: ResponseHeader,
+        options: ResponseOptions,
+        tools: ToolUse = NO_TOOLS,
+        wants_function_call: bool = False,  # OpenAI's older form of a call
+    ) -> None:
+        super().__init__(server, generation, choices_per_prompt, header, options)
+        self._wants_function_call = wants_function_call
+        self._custom_tools = {tool.name for tool in tools.tools if tool.is_custom}
+        self._custom_calls: set[tuple[int, int]] = set()  # (choice, call)
 
     def first_chunks(self) -> Iterable[dict[str, Any]]:
         for index in range(len(self.outputs)):
@@ -357,19 +412,127 @@ class ChatResponseBuilder(ResponseBuilder):
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             yield {**self.make_chunk(choice), **(self.prompt_ids(self.outputs[0]) if index == 0 else {})}
 
+    def event(self, index: int, delta: OutputDelta) -> bytes | None:
+        write = super().event
+        return b"".join(filter(None, (write(index, part) for part in self._split(delta)))) or None
+
+    def _split(self, delta: OutputDelta) -> Iterable[OutputDelta]:
+        """Deltas of one shown event each; the tokens and the end are in the last one."""
+        shown = [event for event in delta.events if self._is_shown(event)]
+        if shown == list(delta.events) and len(shown) <= 1:
+            yield delta
+            return
+        pieces = _pieces_by_event(delta)
+        *firsts, last = shown or [None]
+        for event in firsts:
+            yield replace(
+                delta,
+                text=event.text if isinstance(event, ContentText) else "",
+                event=delta.event._replace(token_ids=(), draft=None),
+                finish_reason=None,
+                stop_reason=None,
+                logprobs=(),
+                pieces=pieces.get(id(event), ()),
+                events=(event,),
+            )
+        yield replace(
+            delta,
+            text=last.text if isinstance(last, ContentText) else "",
+            pieces=pieces.get(id(last), ()),
+            events=() if last is None else (last,),
+        )
+
+    def _is_shown(self, event: ChatEvent) -> bool:
+        return not isinstance(event, CallEnd) and (
+            self.options.reasoning or not isinstance(event, ReasoningText)
+        )
+
+    def repeated_text(self, delta: OutputDelta) -> tuple[Hashable, str, OutputDelta] | None:
+        event = delta.events[0] if len(delta.events) == 1 else None
+        if event is None or isinstance(event, CallStart | CallEnd):
+            return None
+        kind = (type(event), event.index if isinstance(event, CallArguments) else None)
+        marked = replace(event, text=TEXT_MARK)
+        return kind, event.text, replace(delta, text=TEXT_MARK, events=(marked,))
+
+    def is_empty(self, delta: OutputDelta) -> bool:
+        return not any(map(self._is_shown, delta.events))
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return "function_call" if reason == "tool_calls" and self._wants_function_call else reason
+
     def prompt_fields(self) -> dict[str, Any]:
         return {**self.prompt_ids(self.outputs[0]), **self.prompt_logprobs(self.outputs[0])}
 
     def full_choice(self, index: int, output: ChoiceOutput) -> dict[str, Any]:
         logprobs = _chat_logprobs(output.logprobs, self.names) if self.options.logprobs else None
-        return {
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
-            "logprobs": logprobs,
-        }
+        return {"message": self._message(output.events), "logprobs": logprobs}
+
+    def _message(self, events: Sequence[ChatEvent]) -> dict[str, Any]:
+        calls: list[dict[str, Any]] = []
+        for event in events:
+            if isinstance(event, CallStart):
+                calls.append(self._call(event.id, event.name, ""))
+            elif isinstance(event, CallArguments):
+                called = calls[event.index]
+                called[called["type"]][_ARGUMENTS[called["type"]]] += event.text
+        content = "".join(event.text for event in events if isinstance(event, ContentText))
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+        message["refusal"] = None
+        reasoning = "".join(event.text for event in events if isinstance(event, ReasoningText))
+        if reasoning and self.options.reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls and self._wants_function_call:
+            message["function_call"] = calls[0]["function"]
+        elif calls:
+            message["tool_calls"] = calls
+        return message
+
+    def _call(self, call_id: str, name: str, arguments: str) -> dict[str, Any]:
+        kind = "custom" if name in self._custom_tools else "function"
+        return {"id": call_id, "type": kind, kind: {"name": name, _ARGUMENTS[kind]: arguments}}
 
     def chunk_choice(self, index: int, delta: OutputDelta, is_first: bool) -> dict[str, Any]:
         logprobs = _chat_logprobs(delta.logprobs, self.names) if self.options.logprobs else None
-        return {"delta": {"content": delta.text} if delta.text else {}, "logprobs": logprobs}
+        fields: dict[str, Any] = {}
+        for event in filter(self._is_shown, delta.events):
+            fields |= self._delta_fields(index, event)
+        return {"delta": fields, "logprobs": logprobs}
+
+    def _delta_fields(self, index: int, event: ChatEvent) -> dict[str, Any]:
+        """`delta` of one event. Reasoning has both names that clients read."""
+        if isinstance(event, ContentText):
+            return {"content": event.text}
+        if isinstance(event, ReasoningText):
+            return {"reasoning_content": event.text, "reasoning": event.text}
+        if isinstance(event, CallStart):
+            call = self._call(event.id, event.name, "")
+            if call["type"] == "custom":
+                self._custom_calls.add((index, event.index))
+        else:
+            kind = "custom" if (index, event.index) in self._custom_calls else "function"
+            arguments = event.text if isinstance(event, CallArguments) else ""
+            call = {kind: {_ARGUMENTS[kind]: arguments}}
+        if self._wants_function_call:
+            return {"function_call": call["function"]}
+        return {"tool_calls": [{"index": event.index, **call}]}
+
+
+def _pieces_by_event(delta: OutputDelta) -> dict[int, tuple[tuple[str, bool], ...]]:
+    """The pieces of each text of a delta, by the event's identity."""
+    pieces = deque(delta.pieces)
+    by_event: dict[int, tuple[tuple[str, bool], ...]] = {}
+    for event in delta.events:
+        taken: list[tuple[str, bool]] = []
+        length = 0 if isinstance(event, CallStart | CallEnd) else len(event.text)
+        while length > 0:
+            text, was_drafted = pieces.popleft()
+            if len(text) > length:
+                pieces.appendleft((text[length:], was_drafted))
+            taken.append((text[:length], was_drafted))
+            length -= len(text)
+        by_event[id(event)] = tuple(taken)
+    return by_event
 
 
 class CompletionResponseBuilder(ResponseBuilder):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
@@ -14,15 +14,47 @@ from starlette.types import Receive, Scope, Send
 from foreword.core.params import SamplingParams
 from foreword.errors import ForewordError
 from foreword.server.context import ServerContext
-from foreword.server.errors import error_body, error_response
+from foreword.server.errors import error_response
 from foreword.server.generation import Generation
-from foreword.server.http import CLIENT_CLOSED, JSONResponse, cancel_on_disconnect, sse_event
+from foreword.server.http import CLIENT_CLOSED, JSONResponse, cancel_on_disconnect
+from foreword.server.protocol.chat import ReasoningBody
 from foreword.server.protocol.sampling import SamplingBody
-from foreword.server.responses import ResponseBuilder, ResponseHeader, ResponseOptions
+from foreword.server.responses import ResponseHeader, ResponseOptions
+from foreword.tokenizer.output_processor import OutputDelta
 
-__all__ = ["SSEResponse", "final_error_event", "respond", "response_header", "response_options"]
+__all__ = [
+    "ResponseWriter",
+    "SSEResponse",
+    "respond",
+    "response_header",
+    "response_options",
+]
 
-DONE_EVENT = b"data: [DONE]\n\n"
+
+class ResponseWriter(Protocol):
+    """Writes a generation in the form of one API, whole or as server-sent events."""
+
+    @property
+    def num_returned(self) -> int:
+        """Choices of a whole response."""
+
+    def first_events(self) -> Iterable[bytes]:
+        """Events before the first token."""
+
+    def event(self, index: int, delta: OutputDelta) -> bytes | None:
+        """The events of one delta of choice `index`; None if this API shows nothing of it."""
+
+    def last_events(self) -> Iterable[bytes]:
+        """Events after the last token, if no choice failed."""
+
+    def error_event(self, error: ForewordError) -> bytes:
+        """The last events of a stream that fails after its first token."""
+
+    def full(self) -> dict[str, Any]:
+        """The body of a whole response, once all choices are finished."""
+
+    def record_returned(self, num_choices: int) -> None:
+        """Count choices that were sent completely."""
 
 
 def response_header(server: ServerContext, prefix: str, params: SamplingParams) -> ResponseHeader:
@@ -46,13 +78,14 @@ def response_options(body: SamplingBody, params: SamplingParams) -> ResponseOpti
         usage=body.wants_usage,
         continuous_usage=body.wants_continuous_usage,
         prediction=params.prediction is not None,
+        reasoning=not isinstance(body, ReasoningBody) or body.include_reasoning is not False,
     )
 
 
-def respond(generation: Generation, builder: ResponseBuilder, stream: bool) -> Response:
+def respond(generation: Generation, writer: ResponseWriter, stream: bool) -> Response:
     """Submit the requests and return the response. Raises Overloaded, EngineDead."""
     generation.start()
-    return SSEResponse(generation, builder) if stream else FullResponse(generation, builder)
+    return SSEResponse(generation, writer) if stream else FullResponse(generation, writer)
 
 
 class SSEResponse(Response):
@@ -63,13 +96,15 @@ class SSEResponse(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, builder: ResponseBuilder) -> None:
+    def __init__(self, generation: Generation, writer: ResponseWriter) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._generation = generation
-        self._builder = builder
+        self._writer = writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # For a shutdown, which cuts the stream off.
+        scope.setdefault("state", {})["error_event"] = self._writer.error_event
         try:
             await cancel_on_disconnect(receive, self._send_all(scope, receive, send))
         finally:
@@ -78,7 +113,7 @@ class SSEResponse(Response):
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         try:
-            async with aclosing(_events(self._generation, self._builder)) as events:
+            async with aclosing(_events(self._generation, self._writer)) as events:
                 event = await anext(events)
                 await send(start)
                 await send({"type": "http.response.body", "body": event, "more_body": True})
@@ -86,49 +121,44 @@ class SSEResponse(Response):
                     await send({"type": "http.response.body", "body": event, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ForewordError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
 
 
-async def _events(generation: Generation, builder: ResponseBuilder) -> AsyncGenerator[bytes, None]:
-    """Events of all choices. Errors come last, because clients stop reading at the first error.
+async def _events(generation: Generation, writer: ResponseWriter) -> AsyncGenerator[bytes, None]:
+    """Events of all choices. An error comes last, because clients stop reading at it.
 
     Raises the first error, before any event, if no choice has a token.
     """
-    errors: list[ForewordError] = []
+    first_error: ForewordError | None = None
     started = False
     async for index, item in generation.deltas():
         if isinstance(item, ForewordError):
-            errors.append(item)
+            first_error = first_error or item
             continue
         if not started:
             started = True
-            for first_chunk in builder.first_chunks():
-                yield sse_event(first_chunk)
-        if (event := builder.event(index, item)) is not None:
-            yield event
+            for event in writer.first_events():
+                yield event
+        if (events := writer.event(index, item)) is not None:
+            yield events
         if item.finish_reason is not None:
-            builder.record_returned(1)  # after the yield: a client that disconnected did not get it
-    if not started:
-        raise errors[0]
-    for error in errors:
-        yield sse_event(error_body(error))
-    if not errors and (usage := builder.usage_chunk()) is not None:
-        yield sse_event(usage)
-    yield DONE_EVENT
-
-
-def final_error_event(error: ForewordError) -> bytes:
-    """The last events of a stream that the server cuts off."""
-    return sse_event(error_body(error)) + DONE_EVENT
+            writer.record_returned(1)  # after the yield: a client that disconnected did not get it
+    if first_error is None:
+        for event in writer.last_events():
+            yield event
+    elif started:
+        yield writer.error_event(first_error)
+    else:
+        raise first_error
 
 
 class FullResponse(Response):
     """All choices in one JSON body. It waits after its route has returned, which frees the request's body."""
 
-    def __init__(self, generation: Generation, builder: ResponseBuilder) -> None:
+    def __init__(self, generation: Generation, writer: ResponseWriter) -> None:
         super().__init__()
         self._generation = generation
-        self._builder = builder
+        self._writer = writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -140,5 +170,5 @@ class FullResponse(Response):
 
     async def _collect_body(self) -> dict[str, Any]:
         await self._generation.collect()
-        self._builder.record_returned(len(self._builder.returned_choices()))
-        return self._builder.full()
+        self._writer.record_returned(self._writer.num_returned)
+        return self._writer.full()

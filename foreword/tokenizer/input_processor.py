@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,11 +19,16 @@ from foreword.core.images import PromptImage, expand_placeholders
 from foreword.core.params import SEED_MASK, SamplingParams
 from foreword.core.request import POOLING_TYPES, Request
 from foreword.errors import ContextLengthExceeded, InvalidRequest, Unsupported
+from foreword.formats.detect import Vocabulary as ProofVocabulary
+from foreword.formats.detect import detect_format
+from foreword.formats.record import bind_format
+from foreword.formats.tools import ReasoningOptions, Tool
 from foreword.multimodal.base import ImageProcessor
 from foreword.multimodal.fetch import ImageSource
 from foreword.multimodal.images import ImageLoader
 from foreword.multimodal.limits import MediaLimits
 from foreword.tokenizer.chat_template import ChatTemplate
+from foreword.tokenizer.detokenizer import Detokenizer
 from foreword.tokenizer.messages import ImagePart, extract_images
 from foreword.tokenizer.tokenizer import Tokenizer
 
@@ -41,6 +47,8 @@ __all__ = [
     "open_image_loader",
     "resolve_seed",
 ]
+
+logger = logging.getLogger(__name__)
 
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 NO_SAMPLING_PARAMS = SamplingParams()
@@ -314,10 +322,31 @@ class Prompt:
 class ChatInputProcessor:
     """Turns conversations into prompts of one model."""
 
-    def __init__(self, tokenizer: Tokenizer, processor: ImageProcessor | None, max_images: int) -> None:
-        """max_images limits one conversation. Raises CheckpointError for a broken chat template."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        processor: ImageProcessor | None,
+        max_images: int,
+        tool_format: str = "auto",
+    ) -> None:
+        """Compile the chat template and detect the format of calls, in a fraction of a second.
+
+        max_images   limits one conversation
+        tool_format  as Config.tool_format
+        Raises CheckpointError for a broken chat template.
+        """
         text = None if processor is None else processor.placeholder_text
         self.template = ChatTemplate.from_tokenizer(tokenizer, text)
+        vocabulary = ProofVocabulary(
+            tokenizer.token_to_id,
+            lambda text: _tokenize(tokenizer, text),
+            tokenizer.special_ids,
+            tuple(tokenizer.token_text(token_id) for token_id in tokenizer.eos_token_ids),
+        )
+        self.detection = detect_format(self.template, vocabulary, tool_format)
+        logger.info("tool calls: %s", self.detection)
+        fmt = self.detection.format  # how the model writes reasoning and calls
+        self.format = None if fmt is None else bind_format(fmt, tokenizer.token_to_id, tokenizer.special_ids)
         self.placeholder_id = None if processor is None else processor.placeholder_id  # of an image token
         self.max_images = max_images
         self._placeholder_hint = f"; {text!r} represents an image, also if several parts of a text form it"
@@ -343,19 +372,34 @@ class ChatInputProcessor:
                 f"{where} hold {num_images} images, of at most {self.max_images} (--max-images)", where
             )
 
+    def check_tools(self, tools: Sequence[Tool]) -> None:
+        """Raises InvalidRequest for tools of a model whose format of calls is not known."""
+        if tools and (self.format is None or self.format.format.tools is None):
+            reasons = "".join(f"; {problem}" for problem in self.detection.problems)
+            raise InvalidRequest(
+                "tools: it is not known how this model writes tool calls; "
+                f"start the server with --tool-format NAME, such as generic{reasons}",
+                "tools",
+            )
+
     def render_ids(
         self,
         messages: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any],
         num_images: int,
         add_special_tokens: bool = False,
+        tools: Sequence[Tool] = (),
+        reasoning: ReasoningOptions | None = None,
     ) -> list[int]:
         """Token ids with one placeholder for each image. Raises InvalidRequest.
 
         template_kwargs     of ChatTemplate.render()
         add_special_tokens  False: templates write special tokens themselves
+        tools, reasoning    as in ChatTemplate.render()
         """
-        ids = self._tokenizer.encode(self.template.render(messages, **template_kwargs), add_special_tokens)
+        self.check_tools(tools)
+        text = self.template.render(messages, tools=tools, reasoning=reasoning, **template_kwargs)
+        ids = self._tokenizer.encode(text, add_special_tokens)
         return self.check_placeholders(ids, num_images, "messages", "the chat template")
 
     def check_placeholders(
@@ -378,6 +422,12 @@ class ChatInputProcessor:
         if self.placeholder_id is None or not images:
             return Prompt(tuple(ids))
         return Prompt(*expand_placeholders(ids, self.placeholder_id, images))
+
+
+def _tokenize(tokenizer: Tokenizer, text: str) -> list[tuple[int, str]]:
+    """Ids of a text, and the characters that each completes."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False, at_start=True)
+    return [(token_id, detokenizer.feed(token_id)) for token_id in tokenizer.encode(text, False)]
 
 
 def open_image_loader(config: Config, processor: ImageProcessor) -> ImageLoader:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Final
 
 from foreword.errors import InvalidRequest, Unsupported
+from foreword.formats.writer import WrittenCall
 
 __all__ = [
     "IMAGE_PART",
     "ImagePart",
     "check_no_placeholder",
     "extract_images",
+    "join_content",
     "num_unknown_fields",
+    "one_call_per_turn",
+    "read_tool_history",
     "to_content_lists",
     "to_plain_tool_messages",
     "to_text_messages",
@@ -155,34 +160,136 @@ def to_content_lists(
     ]
 
 
-def to_plain_tool_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Converted messages without tools, for a template that does not render them.
+def read_tool_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with each call's id, arguments as a mapping, and each result's id and name.
 
-    A call becomes JSON at the end of the assistant's content, its result a message of the user.
+    A call or result without an id gets one. Raises InvalidRequest for arguments that are no JSON object, and
+    for a result that belongs to no call before it; the error names the field.
     """
-    names: dict[str | None, str] = {}  # of called functions, by the id of the call
-    plain: list[dict[str, Any]] = []
-    follows_result = False
-    for message in messages:
+    names: dict[str, str] = {}  # of called functions, by the id of the call
+    open_ids: list[str] = []  # calls without a result so far
+    converted: list[dict[str, Any]] = []
+    for index, given in enumerate(messages):
+        message = dict(given)
+        where = f"messages[{index}]"
+        if message.get("tool_calls"):
+            if not isinstance(message["tool_calls"], list | tuple):
+                raise InvalidRequest(f"{where}.tool_calls must be a list of calls", f"{where}.tool_calls")
+            calls = [
+                _read_call(call, f"{where}.tool_calls[{i}]", len(names) + i)
+                for i, call in enumerate(message["tool_calls"])
+            ]
+            message["tool_calls"] = calls
+            names |= {call["id"]: call["function"]["name"] for call in calls}
+            open_ids = [call["id"] for call in calls]
+        elif "tool_calls" in message:
+            del message["tool_calls"]  # templates ask whether there are any by the key
+        if message.get("role") == "tool":
+            call_id = message.get("tool_call_id") or next(iter(open_ids), None)
+            if call_id not in names:
+                field_name = f"{where}.tool_call_id"
+                known = f"the calls are {', '.join(list(names)[-8:])}" if names else "there is none"
+                raise InvalidRequest(
+                    f"{field_name} {call_id!r:.80} is the id of no call before this message; {known}",
+                    field_name,
+                )
+            open_ids = [other for other in open_ids if other != call_id]
+            message |= {"tool_call_id": call_id, "name": message.get("name") or names[call_id]}
+        converted.append(message)
+    return converted
+
+
+def _read_call(call: object, field_name: str, number: int) -> dict[str, Any]:
+    given = call if isinstance(call, Mapping) else {}
+    function = given.get("function", given)
+    if not given or not isinstance(function, Mapping):
+        raise InvalidRequest(f"{field_name} must be a call of a function, got {call!r:.80}", field_name)
+    arguments, name = function.get("arguments"), function.get("name")
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(
+            f"{field_name}.function.name must be a text, got {name!r:.80}", f"{field_name}.function.name"
+        )
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(
+                f"{field_name}.function.arguments is not JSON: {error}", f"{field_name}.function.arguments"
+            ) from None
+    arguments = arguments or {}
+    if not isinstance(arguments, Mapping):
+        raise InvalidRequest(
+            f"{field_name}.function.arguments must be a JSON object, got {arguments!r:.80}",
+            f"{field_name}.function.arguments",
+        )
+    call_id = str(given.get("id") or f"call{number:05}")
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def one_call_per_turn(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of which none has several calls, or a text and a call: each becomes a turn, with its result.
+
+    For templates that take one call alone. Reasoning stays with the first turn.
+    """
+    split: list[dict[str, Any]] = []
+    results: dict[str, dict[str, Any]] = {}  # of the last turn's calls, moved behind them
+    for index, message in enumerate(messages):
+        if message.get("role") == "tool":
+            split += [] if message["tool_call_id"] in results else [dict(message)]
+            continue
+        results = {}
         calls = message.get("tool_calls") or ()
-        names |= {call.get("id"): call["function"]["name"] for call in calls}
-        bare = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
+        if not calls:
+            split.append(dict(message))
+            continue
+        following = takewhile(lambda other: other.get("role") == "tool", messages[index + 1 :])
+        results = {result["tool_call_id"]: dict(result) for result in following}
+        whole = {name: value for name, value in message.items() if name != "tool_calls"}
+        if message["content"]:
+            split.append(whole)
+            whole = {"role": message["role"]}
         for call in calls:
-            bare["content"] = _join_content(bare["content"], json.dumps(call["function"], ensure_ascii=False))
-        is_result = message.get("role") == "tool"
+            split.append({**whole, "content": "", "tool_calls": [call]})
+            split += [results[call["id"]]] if call["id"] in results else []
+            whole = {"role": message["role"]}
+    return split
+
+
+def to_plain_tool_messages(
+    messages: Sequence[Mapping[str, Any]],
+    write: Callable[[Sequence[WrittenCall]], str],
+    keep_results: bool = False,
+) -> list[dict[str, Any]]:
+    """Messages of read_tool_history() without calls, for a template that does not render them.
+
+    write         text of calls, at the end of the assistant's content
+    keep_results  the template renders results; otherwise they become messages of the user
+    """
+    plain: list[dict[str, Any]] = []
+    follows_result, num_calls = False, 0
+    for message in messages:
+        calls = [
+            WrittenCall(call["function"]["name"], call["function"]["arguments"], call["id"], num_calls + i)
+            for i, call in enumerate(message.get("tool_calls") or ())
+        ]
+        num_calls += len(calls)
+        is_result = message.get("role") == "tool" and not keep_results
+        dropped = ("tool_calls", "tool_call_id", "name") if is_result or calls else ()
+        bare = {name: value for name, value in message.items() if name not in dropped}
+        if calls:
+            bare["content"] = join_content(bare["content"], write(calls))
         if is_result:
-            name = message.get("name") or names.get(message.get("tool_call_id"))
-            heading = f"Result of {name}:" if name else "Result:"
-            bare = {"role": "user", "content": _join_content("", heading, message["content"])}
+            heading = f"Result of {message['name']}:"
+            bare = {"role": "user", "content": join_content("", heading, message["content"])}
         if is_result and follows_result:
-            plain[-1]["content"] = _join_content(plain[-1]["content"], bare["content"])
+            plain[-1]["content"] = join_content(plain[-1]["content"], bare["content"])
         else:
             plain.append(bare)
         follows_result = is_result
     return plain
 
 
-def _join_content(first: str | list[Any], *more: str | list[Any]) -> str | list[Any]:
+def join_content(first: str | list[Any], *more: str | list[Any]) -> str | list[Any]:
     """Texts with line breaks between them; a list of parts if one of them is a list."""
     contents = [first, *more]
     if all(isinstance(content, str) for content in contents):

@@ -1,17 +1,26 @@
-"""Output of one choice: token events in, text deltas out, cut at stop strings."""
+"""Output of one choice: token events in, text and chat events out, cut at stop strings."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from foreword.core.outputs import TokenEvent, TokenLogprob, truncate
 from foreword.core.request import Request
+from foreword.formats.events import CallEnd, CallStart, ChatEvent, ContentText, merge_events
 from foreword.tokenizer.detokenizer import Detokenizer
 from foreword.tokenizer.stop_strings import StopStrings
 from foreword.tokenizer.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from foreword.formats.parser import ChatParser
+
 __all__ = ["ChoiceOutput", "OutputDelta", "TokenLogprobText"]
+
+Place = tuple[int, int | None]  # of a token: `offset` and `content_group` of TokenLogprobText
+NO_TOKEN = -1  # for a text that no token has: an unfinished character at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,63 +31,83 @@ class TokenLogprobText:
     raw: bytes
     offset: int  # in the answer's text
     logprob: TokenLogprob
+    content_group: int | None = 0  # of content without reasoning or calls between; None: no content
 
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
     """The part of an answer that one event adds."""
 
-    text: str  # released by the stop string search
+    text: str  # content, released by the stop string search
     event: TokenEvent  # after the cut
-    finish_reason: str | None = None  # "stop", "length" or "repetition" at the end of the answer
+    finish_reason: str | None = None  # of ChoiceOutput, at the end of the answer
     stop_reason: str | int | None = None  # the stop string or the id of `stop_token_ids`
     hit_stop_string: bool = False  # the caller must call client.finish(request_id, answer.num_tokens)
     logprobs: tuple[TokenLogprobText, ...] = ()  # one per token, if requested
-    pieces: tuple[tuple[str, bool], ...] = ()  # `text` by token, and whether it was drafted
+    pieces: tuple[tuple[str, bool], ...] = ()  # the texts of `events` by token, and whether it was drafted
+    events: tuple[ChatEvent, ...] = ()  # reasoning, content (which is `text`) and calls, in order
 
 
 class ChoiceOutput:
-    """A growing answer; takes the engine's events in order until it is finished."""
+    """A growing answer; takes the engine's events in order until it is finished.
+
+    Without a parser all text is content. Stop strings are searched in content alone, not in reasoning or in
+    calls, and none spans a call.
+    """
 
     __slots__ = (
         "_detokenizer",
+        "_events",
         "_length",
+        "_num_open_calls",
         "_pending",
         "_stops",
-        "_text_parts",
         "_tokenizer",
         "finish_reason",
         "logprobs",
         "num_cached",
+        "parser",
         "prompt_logprobs",
         "request",
         "stop_reason",
         "token_ids",
     )
 
-    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: Request, parser: ChatParser | None = None) -> None:
         params = request.params
         self.request = request
+        self.parser = parser
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobText] = []
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         self.num_cached = 0
-        self.finish_reason: str | None = None
+        self.finish_reason: str | None = None  # "stop", "tool_calls", "length" or "repetition"
         self.stop_reason: str | int | None = None
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
-        self._text_parts: list[str] = []
+        self._events: list[ChatEvent] = []
+        self._num_open_calls = 0
         self._length = 0  # characters so far, including held-back ones
-        self._pending: deque[tuple[str, bool]] = deque()  # held-back text by token
+        self._pending: deque[tuple[str, bool]] = deque()  # texts of events by token, also held-back ones
 
     @property
     def text(self) -> str:
-        return "".join(self._text_parts)
+        """The content."""
+        return "".join(event.text for event in self._events if isinstance(event, ContentText))
+
+    @property
+    def events(self) -> tuple[ChatEvent, ...]:
+        """All events so far."""
+        return merge_events(self._events)
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return 0 if self.parser is None else self.parser.num_reasoning_tokens
 
     @property
     def finished(self) -> bool:
@@ -88,31 +117,61 @@ class ChoiceOutput:
         """Take the next event; tokens after a stop string are dropped."""
         assert not self.finished, "event after the end"
         assert event.index == self.num_tokens, "gap between events"
-        text, offsets, stop = self._detokenize(event)
+        events: list[ChatEvent] = []
+        places, stop = self._process_tokens(event, events)
         if stop is not None:
-            event = truncate(event, len(offsets), "stop")
+            event = truncate(event, len(places), "stop")
             self.stop_reason = stop
         elif event.finish_reason is not None:
-            text += self._flush()
             self.stop_reason = event.stop_id if event.stop_id in self.request.params.stop_token_ids else None
-        return self._append(text, event, offsets, stop is not None)
+            if (last := self._flush(events, event.index + len(event.token_ids))) is not None:
+                event, self.stop_reason = event._replace(finish_reason="stop"), last
+        return self._append(events, event, places, stop is not None)
 
-    def _detokenize(self, event: TokenEvent) -> tuple[str, list[int], str | None]:
-        """(released text, offset of each kept token, stop string that ends in the last one)"""
-        released: list[str] = []
-        offsets: list[int] = []
+    def _process_tokens(self, event: TokenEvent, events: list[ChatEvent]) -> tuple[list[Place], str | None]:
+        """Append the released events; (place of each kept token, stop string that ends in the last one)."""
+        places: list[Place] = []
         accepted = event.draft.num_accepted if event.draft else 0
         for i, token_id in enumerate(event.token_ids):
-            offsets.append(self._length)
+            offset = self._length
             piece = "" if self._is_stop_token_hidden(event, i) else self._detokenizer.feed(token_id)
             self._length += len(piece)
-            self._pending.append((piece, i < accepted))
+            before = self._num_parsed_tokens()
+            parsed = (ContentText(piece),) if self.parser is None else self.parser.feed(token_id, piece)
+            places.append((offset, before if before == self._num_parsed_tokens() else None))
             search = event.index + i >= self.request.params.min_tokens
-            text, stop = self._stops.feed(piece, search)
-            released.append(text)
+            stop = self._release(parsed, i < accepted, search, events)
             if stop is not None:
-                return "".join(released), offsets, stop
-        return "".join(released), offsets, None
+                return places, stop
+        return places, None
+
+    def _num_parsed_tokens(self) -> int:
+        """Tokens of reasoning and calls so far."""
+        return 0 if self.parser is None else self.parser.num_reasoning_tokens + self.parser.num_call_tokens
+
+    def _release(
+        self, parsed: Iterable[ChatEvent], was_drafted: bool, search: bool, events: list[ChatEvent]
+    ) -> str | None:
+        """Append what the stop string search releases; the stop string, if content ends with one."""
+        for item in parsed:
+            if isinstance(item, ContentText):
+                self._pending.append((item.text, was_drafted))
+                text, stop = self._stops.feed(item.text, search)
+                if text:
+                    events.append(ContentText(text))
+                if stop is not None:
+                    return stop
+                continue
+            if held := self._stops.flush():
+                events.append(ContentText(held))
+            if isinstance(item, CallStart):
+                self._num_open_calls += 1
+            elif isinstance(item, CallEnd):
+                self._num_open_calls -= 1
+            else:
+                self._pending.append((item.text, was_drafted))
+            events.append(item)
+        return None
 
     def _is_stop_token_hidden(self, event: TokenEvent, i: int) -> bool:
         """The token that ended the answer is counted; its text is output only on request."""
@@ -121,32 +180,49 @@ class ChoiceOutput:
         params = self.request.params
         return not (params.include_stop_str_in_output and event.stop_id in params.stop_token_ids)
 
-    def _flush(self) -> str:
+    def _flush(self, events: list[ChatEvent], num_tokens: int) -> str | None:
+        """Append all held-back text; the stop string in it, if there is one."""
         rest = self._detokenizer.flush()
-        self._pending.append((rest, False))
-        return self._stops.flush() + rest
+        parsed: Iterable[ChatEvent] = (ContentText(rest),)
+        if self.parser is not None:
+            parsed = (*self.parser.feed(NO_TOKEN, rest), *self.parser.flush())
+        stop = self._release(parsed, False, num_tokens > self.request.params.min_tokens, events)
+        if stop is None and (held := self._stops.flush()):
+            events.append(ContentText(held))
+        return stop
 
-    def _append(self, text: str, event: TokenEvent, offsets: list[int], hit_stop_string: bool) -> OutputDelta:
-        logprobs = tuple(map(self._format_logprob, event.logprobs, offsets))
+    def _append(
+        self, events: list[ChatEvent], event: TokenEvent, places: list[Place], hit_stop_string: bool
+    ) -> OutputDelta:
+        logprobs = tuple(map(self._format_logprob, event.logprobs, places))
         self.token_ids.extend(event.token_ids)
         self.logprobs.extend(logprobs)
         self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
         self.num_cached = max(self.num_cached, event.num_cached)
         self.finish_reason = event.finish_reason
-        self._text_parts.append(text)
+        if self.finish_reason == "stop" and self._has_called():
+            self.finish_reason = "tool_calls"
+        self._events.extend(events)
+        merged = merge_events(events)
+        num_chars = sum(len(item.text) for item in merged if not isinstance(item, CallStart | CallEnd))
         return OutputDelta(
-            text,
+            "".join(item.text for item in merged if isinstance(item, ContentText)),
             event,
-            event.finish_reason,
+            self.finish_reason,
             self.stop_reason,
             hit_stop_string,
             logprobs,
-            self._take_pieces(len(text)),
+            self._take_pieces(num_chars),
+            merged,
         )
 
-    def _format_logprob(self, token: TokenLogprob, offset: int) -> TokenLogprobText:
+    def _has_called(self) -> bool:
+        """Whether there are calls, all of them complete."""
+        return self.parser is not None and self.parser.num_calls > 0 and self._num_open_calls == 0
+
+    def _format_logprob(self, token: TokenLogprob, place: Place) -> TokenLogprobText:
         raw = self._tokenizer.token_bytes(token.token_id)
-        return TokenLogprobText(raw.decode("utf-8", "replace"), raw, offset, token)
+        return TokenLogprobText(raw.decode("utf-8", "replace"), raw, place[0], token, place[1])
 
     def _take_pieces(self, length: int) -> tuple[tuple[str, bool], ...]:
         """Remove `length` characters from the pending pieces."""

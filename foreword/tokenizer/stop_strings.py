@@ -38,8 +38,10 @@ class StopStrings:
         return known[: len(known) - held], None
 
     def flush(self) -> str:
-        """The held-back text, at the end of the stream."""
+        """The held-back text, at the end of a stream; the next text begins another one."""
         held, self._held = self._held, ""
+        for pattern in self._patterns:
+            pattern.matched = 0
         return held
 
 

@@ -139,11 +139,11 @@ class Tokenizer:
         "_backend",
         "_byte_decoder",
         "_bytes_by_id",
-        "_special_ids",
         "_token_search",
         "chat_template",
         "eos_token_ids",
         "generation_config",
+        "special_ids",
         "special_tokens",
         "vocab_size",
     )
@@ -160,7 +160,7 @@ class Tokenizer:
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else None
         self._byte_decoder = parse_decoder(decoder) if can_decode else ByteDecoder()
         added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes_by_id: dict[int, bytes] = {}
         self._token_search: TokenSearch | None = None
         # Highest id + 1; a model's vocabulary may be padded beyond it.
@@ -226,7 +226,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Invalid UTF-8 becomes U+FFFD; unassigned ids are skipped."""
         raw = b"".join(
-            self.token_bytes(i) for i in ids if not (skip_special_tokens and i in self._special_ids)
+            self.token_bytes(i) for i in ids if not (skip_special_tokens and i in self.special_ids)
         )
         if self.strips_leading_space:
             raw = raw.removeprefix(b" ")
@@ -257,12 +257,12 @@ class Tokenizer:
         return token_id
 
     def is_special(self, token_id: int) -> bool:
-        return token_id in self._special_ids
+        return token_id in self.special_ids
 
     def vocabulary(self) -> Vocabulary:
         """The bytes of all tokens."""
         tokens = tuple(self.token_bytes(token_id) for token_id in range(self.vocab_size))
-        return Vocabulary(tokens, tuple(sorted(self._special_ids)), self.eos_token_ids)
+        return Vocabulary(tokens, tuple(sorted(self.special_ids)), self.eos_token_ids)
 
     def token_search(self) -> TokenSearch:
         """Substring search over the tokens; cached."""

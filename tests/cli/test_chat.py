@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from foreword.cli import chat
-from foreword.cli.client import ChatPiece, ChatResult, Message, open_backend
+from foreword.cli.client import ChatPiece, ChatResult, Message, Tool, open_backend
 from foreword.cli.command_line import build_parser
 from foreword.cli.main import main
 from foreword.core.params import SamplingParams
@@ -40,7 +40,9 @@ class Echo:
         self.prompts: list[list[Message]] = []
         self.params: list[SamplingParams] = []
 
-    def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[ChatPiece]:
+    def stream(
+        self, prompt: str | Sequence[Message], params: SamplingParams, tools: Sequence[Tool] = ()
+    ) -> Iterator[ChatPiece]:
         assert not isinstance(prompt, str)
         self.prompts.append(list(prompt))
         self.params.append(params)

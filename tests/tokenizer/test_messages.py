@@ -5,11 +5,15 @@ from typing import Any
 import pytest
 
 from foreword.errors import InvalidRequest, Unsupported
+from foreword.formats.record import JsonCall, ToolFormat
+from foreword.formats.writer import write_calls
 from foreword.tokenizer.messages import (
     IMAGE_PART,
     ImagePart,
     extract_images,
     num_unknown_fields,
+    one_call_per_turn,
+    read_tool_history,
     to_content_lists,
     to_plain_tool_messages,
     to_text_messages,
@@ -93,19 +97,24 @@ def test_refusal_part_is_text() -> None:
     assert caught.value.param == "messages[0].content[0].refusal"
 
 
+def call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 @pytest.mark.parametrize("as_lists", [False, True])
 def test_tool_messages_as_plain_text(as_lists: bool) -> None:
     """No text of a call or result is lost, and results of one turn are one message."""
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
-    messages = [
-        {"role": "user", "content": "U"},
-        {"role": "assistant", "content": "Wait.", "tool_calls": [call]},
-        {"role": "tool", "content": "one", "tool_call_id": "a"},
-        {"role": "tool", "content": [TEXT], "tool_call_id": "?"},
-        {"role": "assistant", "content": "A"},
-    ]
+    messages = read_tool_history(
+        [
+            {"role": "user", "content": "U"},
+            {"role": "assistant", "content": "Wait.", "tool_calls": [call("a", "f", '{"x": "é"}')]},
+            {"role": "tool", "content": "one", "tool_call_id": "a"},
+            {"role": "tool", "content": [TEXT], "tool_call_id": "a"},
+            {"role": "assistant", "content": "A"},
+        ]
+    )
     converted = to_content_lists(messages) if as_lists else to_text_messages(messages)
-    plain = to_plain_tool_messages(converted)
+    plain = to_plain_tool_messages(converted, lambda calls: write_calls(ToolFormat((JsonCall(),)), calls))
     texts = [
         "\n".join(part["text"] for part in message["content"]) if as_lists else message["content"]
         for message in plain
@@ -114,6 +123,77 @@ def test_tool_messages_as_plain_text(as_lists: bool) -> None:
     assert list(zip([message["role"] for message in plain], texts, strict=True)) == [
         ("user", "U"),
         ("assistant", 'Wait.\n{"name": "f", "arguments": {"x": "é"}}'),
-        ("user", "Result of f:\none\nResult:\nWhat is it?"),
+        ("user", "Result of f:\none\nResult of f:\nWhat is it?"),
         ("assistant", "A"),
+    ]
+
+
+def test_history_of_tools_is_completed() -> None:
+    """Arguments become mappings; calls and results without ids belong together in their order."""
+    history = read_tool_history(
+        [
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}, call("", "g", "")]},
+            {"role": "tool", "content": "1"},
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "A", "tool_calls": []},
+        ]
+    )
+    calls = history[0]["tool_calls"]
+    assert [made["function"] for made in calls] == [
+        {"name": "f", "arguments": {}},
+        {"name": "g", "arguments": {}},
+    ]
+    assert [(result["tool_call_id"], result["name"]) for result in history[1:3]] == [
+        (calls[0]["id"], "f"),
+        (calls[1]["id"], "g"),
+    ]
+    assert "tool_calls" not in history[3]
+
+
+@pytest.mark.parametrize(
+    ("calls", "result_id", "param"),
+    [
+        ([call("a", "f", "{}")], "b", "messages[1].tool_call_id"),
+        (None, "a", "messages[1].tool_call_id"),
+        ([call("a", "f", "{}"), call("b", "f", '{"x": ')], "a", "messages[0].tool_calls[1].function.arguments"),
+        ([call("a", "f", "[1]")], "a", "messages[0].tool_calls[0].function.arguments"),
+        ([call("a", "f", 5)], "a", "messages[0].tool_calls[0].function.arguments"),
+        ([call("a", "", {})], "a", "messages[0].tool_calls[0].function.name"),
+        (["f"], "a", "messages[0].tool_calls[0]"),
+        ({"id": "a"}, "a", "messages[0].tool_calls"),
+    ],
+)
+def test_malformed_history_of_tools_names_the_field(calls: Any, result_id: str, param: str) -> None:
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "1", "tool_call_id": result_id},
+    ]
+    with pytest.raises(InvalidRequest) as caught:
+        read_tool_history(messages)
+    assert caught.value.param == param and str(caught.value).startswith(param)
+
+
+def test_several_calls_become_turns_with_their_results() -> None:
+    calls = [call("a", "f", {}), call("b", "g", {})]
+    messages = [
+        {"role": "user", "content": "U"},
+        {"role": "assistant", "content": "Wait.", "reasoning_content": "R", "tool_calls": calls},
+        {"role": "tool", "content": "of b", "tool_call_id": "b"},
+        {"role": "tool", "content": "of a", "tool_call_id": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call("a", "h", {})]},
+        {"role": "tool", "content": "of h", "tool_call_id": "a"},
+    ]
+    turns = one_call_per_turn(messages)
+    assert [
+        (turn["content"], turn.get("reasoning_content"), [made["id"] for made in turn.get("tool_calls", ())])
+        for turn in turns
+    ] == [
+        ("U", None, []),
+        ("Wait.", "R", []),
+        ("", None, ["a"]),
+        ("of a", None, []),
+        ("", None, ["b"]),
+        ("of b", None, []),
+        ("", None, ["a"]),
+        ("of h", None, []),
     ]

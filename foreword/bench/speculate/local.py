@@ -96,6 +96,10 @@ class LocalEngine:
         text, templated = prompt_text(conversation, history, self.template)
         return self.tokenizer.encode(text, add_special_tokens=not templated)
 
+    def make_output(self, request: Request) -> ChoiceOutput:
+        """Where the answer to a request grows."""
+        return ChoiceOutput(self.tokenizer, request)
+
     def run(
         self, conversations: Sequence[Conversation], mode: Mode, concurrency: int, cache_salt: str
     ) -> BenchRepetition:
@@ -178,7 +182,7 @@ class _RepetitionRun:
         self._engine.client.submit(request)
         now = time.perf_counter()
         result = RequestResult(number, turn, request.seed, request.prompt_ids)
-        output = ChoiceOutput(self._engine.tokenizer, request)
+        output = self._engine.make_output(request)
         self._inflight[request.id] = _InflightRequest(result, output, now, now, history)
 
     def _request(self, conversation: Conversation, turn: int, prompt_ids: Sequence[int]) -> Request:
@@ -217,6 +221,7 @@ class _RepetitionRun:
     def _deliver(self, inflight: _InflightRequest, event: TokenEvent, now: float) -> None:
         result, count = inflight.result, len(event.token_ids)
         inflight.output.feed(event)
+        result.logits_hashes += event.logits_hashes
         if event.draft is not None and event.draft.num_drafted:
             stats = self._draft_stats.setdefault(event.draft.drafter, SpecDecodeStats())
             stats.add(event.draft.num_drafted, event.draft.num_accepted, count)
@@ -232,6 +237,7 @@ class _RepetitionRun:
         inflight = self._inflight.pop(request_id)
         result, output = inflight.result, inflight.output
         result.output, result.num_tokens = tuple(output.token_ids), output.num_tokens
+        result.events, result.num_cached = output.events, output.num_cached
         result.total_s = now - inflight.sent_s
         self._results.append(result)
         if result.turn + 1 < self._conversations[result.conversation].num_turns:

@@ -11,6 +11,7 @@ from foreword.bench.regime import require
 from foreword.bench.speculate.workloads import Conversation
 from foreword.core.outputs import DraftingStats
 from foreword.core.params import Speculation
+from foreword.formats.events import ChatEvent
 from foreword.metrics.spec_stats import SpecDecodeStats
 
 __all__ = [
@@ -85,6 +86,9 @@ class RequestResult:
     total_s: float = 0.0
     gaps: list[tuple[float, int]] = field(default_factory=list)  # (seconds, tokens) of each later burst
     error: str | None = None
+    num_cached: int = 0  # prompt tokens from the prefix cache
+    events: tuple[ChatEvent, ...] = ()  # () from a server
+    logits_hashes: tuple[int, ...] = ()  # in test mode
 
     @property
     def key(self) -> tuple[int, int]:

@@ -247,5 +247,5 @@ class AuthenticationMiddleware:
                 scope.setdefault("state", {})["access"] = self._keys.identify(secret)
             except ForewordError as error:
                 self._on_refusal("unauthorized")
-                return await error_response(error)(scope, receive, send)
+                return await error_response(error, scope)(scope, receive, send)
         await self._app(scope, receive, send)

@@ -10,19 +10,27 @@ from pydantic import WithJsonSchema
 
 from foreword.core.params import SamplingParams
 from foreword.errors import InvalidRequest, Unsupported
+from foreword.formats.tools import ReasoningOptions
 from foreword.server.protocol.base import StrictModel
 from foreword.server.protocol.compat import CHAT, MESSAGE, PeerField
 from foreword.server.protocol.sampling import NO_DEFAULTS, TO_THE_END, SamplingBody
+from foreword.server.protocol.tools import ToolsBody, check_arguments
 from foreword.tokenizer.messages import num_unknown_fields
 
-__all__ = ["ChatBody", "Message", "TemplateOptions", "to_template_messages"]
+__all__ = [
+    "EFFORTS",
+    "ChatBody",
+    "Message",
+    "ReasoningBody",
+    "TemplateOptions",
+    "reasoning_options",
+    "to_template_messages",
+]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-NO_TOOLS = (
-    'tool calls are not supported yet. Leave tools out or send tool_choice: "none"; for typed output '
-    'use response_format with type json_schema. Open WebUI: set the model\'s function calling to "legacy"'
-)
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # OpenAI's
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # OpenAI's and Anthropic's
+NO_BUDGET = -1  # a thinking budget without a limit
+SPLIT_FORMATS = ("auto", "deepseek")  # llama-server's `reasoning_format` of reasoning in a field of its own
 MessageContent = Annotated[
     Any,
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
@@ -35,11 +43,45 @@ class CalledFunction(StrictModel):
     arguments: str | dict[str, Any] | None = None  # OpenAI's is a JSON text
 
 
+class CalledCustom(StrictModel):
+    is_lenient: ClassVar[bool] = True
+    name: str
+    input: str = ""
+
+
 class ToolCall(StrictModel):
     is_lenient: ClassVar[bool] = True
     id: str | None = None
     type: str | None = None
-    function: CalledFunction
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
+
+    def to_template(self, field: str) -> dict[str, Any]:
+        """The call for chat templates, with the arguments as an object where their JSON is one.
+
+        Raises InvalidRequest for a call without a name, or with arguments that are too long.
+        """
+        if self.custom is not None:
+            name, given = self.custom.name, {"input": self.custom.input}
+            check_arguments(self.custom.input, f"{field}.custom.input")
+        elif self.function is not None:
+            name = self.function.name
+            check_arguments(self.function.arguments, f"{field}.function.arguments")
+            given = _parse_arguments(self.function.arguments)
+        else:
+            raise InvalidRequest(f"{field}.function is required", f"{field}.function")
+        call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": given}}
+        return call if self.id is None else {**call, "id": self.id}
+
+
+def _parse_arguments(arguments: str | dict[str, Any] | None) -> Any:
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
 
 
 class Message(StrictModel):
@@ -47,10 +89,15 @@ class Message(StrictModel):
 
     is_lenient: ClassVar[bool] = True
     peer_fields: ClassVar[Mapping[str, PeerField]] = MESSAGE
+    aliases: ClassVar[Mapping[str, str]] = {
+        "reasoning": "reasoning_content",  # vLLM, Ollama, OpenRouter
+        "thinking": "reasoning_content",
+    }
     role: str
     content: MessageContent = None
     name: str | None = None
     refusal: str | None = None  # in place of the content
+    reasoning_content: str | None = None  # of an assistant's message, before its content
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None  # OpenAI's older form of one tool call
@@ -59,32 +106,23 @@ class Message(StrictModel):
         """Unknown fields of the message, and of the parts of its content."""
         return super().num_unknown() + num_unknown_fields(self.content)
 
-    def to_template(self) -> dict[str, Any]:
+    def to_template(self, field: str) -> dict[str, Any]:
         """The message for chat templates; `developer` is OpenAI's newer name of `system`."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         content = self.content or self.refusal or self.content
-        calls = [*(self.tool_calls or ())]
+        calls = [
+            call.to_template(f"{field}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls or ())
+        ]
         if self.function_call is not None:
-            calls.append(ToolCall(id=self.function_call.name, function=self.function_call))
+            older = ToolCall(id=self.function_call.name, function=self.function_call)
+            calls.append(older.to_template(f"{field}.function_call"))
         given = {
             "name": self.name,
+            "reasoning_content": self.reasoning_content,
             "tool_call_id": self.name if self.role == "function" else self.tool_call_id,
-            "tool_calls": list(map(_template_call, calls)) or None,
+            "tool_calls": calls or None,
         }
         return {"role": role, "content": content} | {k: v for k, v in given.items() if v is not None}
-
-
-def _template_call(call: ToolCall) -> dict[str, Any]:
-    """A tool call as templates read it, with the arguments as an object where their JSON is one."""
-    arguments = call.function.arguments or {}
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except (ValueError, RecursionError):
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
 
 
 class TemplateOptions(StrictModel):
@@ -116,25 +154,74 @@ def to_template_messages(messages: Sequence[Message]) -> list[Mapping[str, Any]]
             raise InvalidRequest(
                 f"{field} must be one of {', '.join(ROLES)}, got {message.role!r:.80}", field
             )
-    return [message.to_template() for message in messages]
+    return [message.to_template(f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-class ChatBody(SamplingBody, TemplateOptions):
+class ReasoningBody(StrictModel):
+    """How the model may reason, and where its reasoning is answered."""
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "enable_thinking": "think",  # Qwen
+        "thinking_budget": "thinking_token_budget",  # Qwen
+        "thinking_budget_tokens": "thinking_token_budget",  # llama-server
+        "reasoning_budget": "thinking_token_budget",
+    }
+    think: bool | None = None  # Ollama; also of a template's `enable_thinking`
+    reasoning_effort: str | None = None  # OpenAI; "none" is think: false
+    thinking_token_budget: int | None = None  # vLLM: tokens of reasoning; -1: no limit
+    include_reasoning: bool | None = None  # vLLM: false leaves it out of the answer
+    separate_reasoning: bool | None = None  # SGLang: false leaves it in the content, with its markers
+    reasoning_format: str | None = None  # llama-server: "none" leaves it in the content
+
+    def reasoning(self) -> ReasoningOptions:
+        """Raises InvalidRequest, Unsupported."""
+        budget = self.thinking_token_budget
+        if budget is not None and budget < NO_BUDGET:
+            raise InvalidRequest(
+                f"thinking_token_budget must be at least 0, or -1 for no limit, got {budget}",
+                "thinking_token_budget",
+            )
+        return reasoning_options(
+            self.think, self.reasoning_effort, None if budget == NO_BUDGET else budget, "reasoning_effort"
+        )
+
+    @property
+    def splits_reasoning(self) -> bool:
+        """Whether reasoning has a field of its own. Raises Unsupported for another `reasoning_format`."""
+        if self.reasoning_format not in (None, "none", *SPLIT_FORMATS):
+            raise Unsupported(
+                f"reasoning_format must be one of none, {', '.join(SPLIT_FORMATS)}, "
+                f"got {self.reasoning_format!r:.80}",
+                "reasoning_format",
+            )
+        return self.separate_reasoning is not False and self.reasoning_format != "none"
+
+
+def reasoning_options(
+    enabled: bool | None, effort: str | None, max_tokens: int | None, effort_field: str
+) -> ReasoningOptions:
+    """An effort of "none" and a budget of 0 switch reasoning off, unless it is switched on. Raises Unsupported."""
+    if effort not in (None, *EFFORTS):
+        raise Unsupported(
+            f"{effort_field} must be one of {', '.join(EFFORTS)}, got {effort!r:.80}; "
+            "chat_template_kwargs sets other variables of the model's chat template",
+            effort_field,
+        )
+    if enabled is None and (effort == "none" or max_tokens == 0):
+        enabled = False
+    return ReasoningOptions(enabled, None if effort == "none" else effort, max_tokens)
+
+
+class ChatBody(ReasoningBody, ToolsBody, SamplingBody, TemplateOptions):
     """OpenAI's fields, vLLM's, and `speculation` and `metrics`."""
 
     peer_fields: ClassVar[Mapping[str, PeerField]] = CHAT
-    aliases: ClassVar[Mapping[str, str]] = {**SamplingBody.aliases, "enable_thinking": "think"}  # Qwen
+    aliases: ClassVar[Mapping[str, str]] = {**SamplingBody.aliases, **ReasoningBody.aliases}
     messages: list[Message]
     add_special_tokens: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    functions: list[dict[str, Any]] | None = None  # OpenAI's older names of tools and tool_choice
-    function_call: str | dict[str, Any] | None = None
-    think: bool | None = None  # Ollama: `enable_thinking` of the chat template
-    reasoning_effort: str | None = None  # "none" is think: false; OpenAI's others are hints without effect
 
     @property
     def runs_to_end(self) -> bool:
@@ -143,7 +230,6 @@ class ChatBody(SamplingBody, TemplateOptions):
 
     def params(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
         """The parameters, and `defaults` of others. Raises InvalidRequest, which names the body's field."""
-        self._check_tools()
         for field in ("top_logprobs", "logprob_token_ids"):
             if getattr(self, field) and not self.logprobs:
                 raise InvalidRequest(f"{field} needs logprobs: true", field)
@@ -153,28 +239,3 @@ class ChatBody(SamplingBody, TemplateOptions):
         if self.max_completion_tokens is not None:
             changes["max_tokens"], names["max_tokens"] = self.max_completion_tokens, "max_completion_tokens"
         return self.params_with(defaults, names, **changes)
-
-    def template_kwargs(self) -> dict[str, Any]:
-        """As of TemplateOptions. Raises Unsupported for a reasoning effort that is not OpenAI's."""
-        effort = self.reasoning_effort
-        if effort not in (None, *EFFORTS):
-            raise Unsupported(
-                f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {effort!r:.80}; "
-                "chat_template_kwargs sets other variables of the model's chat template",
-                "reasoning_effort",
-            )
-        thinks = False if self.think is None and effort == "none" else self.think
-        kwargs = super().template_kwargs()
-        if thinks is not None:
-            kwargs["options"] = {"enable_thinking": thinks, **(kwargs["options"] or {})}
-        return kwargs
-
-    def _check_tools(self) -> None:
-        """Raises Unsupported if the answer could be a tool call."""
-        choices = {"tool_choice": self.tool_choice, "function_call": self.function_call}
-        for field, choice in choices.items():
-            if choice not in (None, "none", "auto"):
-                raise Unsupported(f"{field}: {NO_TOOLS}", field)
-        for field in ("tools", "functions"):
-            if getattr(self, field) and "none" not in choices.values():
-                raise Unsupported(f"{field}: {NO_TOOLS}", field)

@@ -18,8 +18,12 @@ __all__ = [
     "GENERATION",
     "JSON_SCHEMA",
     "MESSAGE",
+    "MESSAGES_API",
     "POOLING",
     "RANKING",
+    "RESPONSES",
+    "RESPONSE_ITEM",
+    "RESPONSE_REASONING",
     "STREAM_OPTIONS",
     "STRUCTURED_OUTPUTS",
     "TEMPLATE",
@@ -63,7 +67,7 @@ def only(source: str, *neutral: Any, reason: str = "") -> PeerField:
 
 OPENAI, VLLM, SGLANG, LLAMA, OLLAMA = "OpenAI", "vLLM", "SGLang", "llama-server", "Ollama"
 WEBUI = "text-generation-webui"  # SillyTavern sends its fields, and KoboldCpp's
-KOBOLD, ROUTER = "KoboldCpp", "OpenRouter"
+KOBOLD, ROUTER, ANTHROPIC = "KoboldCpp", "OpenRouter", "Anthropic"
 
 NO_MIROSTAT = (
     "its state depends on every sampled token, so draft tokens could not be verified independently; "
@@ -87,6 +91,8 @@ USE_TOP_P = "use top_p, min_p, typical_p or top_n_sigma"
 USE_LOGPROBS = "use logprobs, and in chat top_logprobs"
 USE_TIMEOUT = "use timeout, in seconds"
 USE_THINK = "use think: true or false"
+NOT_PARSED = "a completion is the model's text as it is; /v1/chat/completions separates its parts"
+ONE_ANSWER = "this API gives one answer, without token ids; /v1/chat/completions has them"
 
 # Chat and completions.
 GENERATION: Mapping[str, PeerField] = {
@@ -104,7 +110,6 @@ GENERATION: Mapping[str, PeerField] = {
     "logits_processors": only(VLLM, [], reason=NO_LOGITS_PROCESSORS),
     "logit_processors": only(VLLM, [], reason=NO_LOGITS_PROCESSORS),
     "spaces_between_special_tokens": only(VLLM, True),
-    "include_reasoning": only(VLLM, True, reason="reasoning is a part of the text"),
     "watermarking": only(VLLM, False),
     "session_id": hint(VLLM),
     "stream_interval": only(VLLM, 1, reason="a chunk has the tokens of one step"),
@@ -113,7 +118,6 @@ GENERATION: Mapping[str, PeerField] = {
     "return_token_offsets": only(VLLM, False),
     "return_mm_kwargs": hint(VLLM),  # of its render routes alone
     "routed_experts_prompt_start": only(VLLM, 0),
-    "thinking_token_budget": only(VLLM, -1),
     "kv_transfer_params": only(VLLM, {}),
     "ec_transfer_params": only(VLLM, {}),
     "vllm_xargs": only(VLLM, {}),
@@ -121,7 +125,6 @@ GENERATION: Mapping[str, PeerField] = {
     "mm_processor_kwargs": only(VLLM, {}),
     "media_io_kwargs": only(VLLM, {}),
     "guided_decoding_backend": hint(VLLM),
-    "separate_reasoning": hint(SGLANG),  # without a reasoning parser it has no effect there either
     "stream_reasoning": hint(SGLANG),
     "return_hidden_states": only(SGLANG, False),
     "return_routed_experts": only(SGLANG, False),
@@ -171,10 +174,7 @@ GENERATION: Mapping[str, PeerField] = {
     "grammar_lazy": only(LLAMA, False, reason="use structured_outputs.after"),
     "grammar_triggers": only(LLAMA, [], reason="use structured_outputs.after"),
     "preserved_tokens": only(LLAMA, []),
-    "reasoning_format": only(LLAMA, "none", reason="reasoning is a part of the text"),
-    "reasoning_in_content": only(LLAMA, True, reason="reasoning is a part of the text"),
     "thinking_forced_open": only(LLAMA, False),
-    "parse_tool_calls": only(LLAMA, False),
     "image_data": only(LLAMA, [], reason="send images as parts of chat messages"),
     "lora": only(LLAMA, [], reason=NO_LORA),
     "samplers": only(LLAMA, [], reason=NO_ORDER),
@@ -253,7 +253,6 @@ GENERATION: Mapping[str, PeerField] = {
 
 CHAT: Mapping[str, PeerField] = {
     **GENERATION,
-    "parallel_tool_calls": hint(OPENAI),
     "audio": only(OPENAI),
     "modalities": only(OPENAI, ["text"]),
     "verbosity": only(OPENAI, "medium"),
@@ -264,6 +263,8 @@ CHAT: Mapping[str, PeerField] = {
     "documents": only(VLLM, [], reason="give them in a message"),
     "chat_template": only(VLLM, "", reason="the server's is used"),
     "chat_format": only(LLAMA),
+    "reasoning_in_content": only(LLAMA, False, reason='use reasoning_format: "none"'),
+    "parse_tool_calls": only(LLAMA, True, reason='use tool_choice: "none"'),
     "thinking": only("DeepSeek", {}, reason=USE_THINK),
     "reasoning": only(ROUTER, {}, reason=USE_THINK),
 }
@@ -272,11 +273,16 @@ COMPLETION: Mapping[str, PeerField] = {
     **GENERATION,
     "suffix": only(OPENAI, ""),
     "prompt_embeds": only(VLLM, []),
+    "include_reasoning": only(VLLM, True, reason=NOT_PARSED),
+    "thinking_token_budget": only(VLLM, -1, reason=NOT_PARSED),
+    "separate_reasoning": hint(SGLANG),
+    "reasoning_format": only(LLAMA, "none", reason=NOT_PARSED),
+    "reasoning_in_content": only(LLAMA, True, reason=NOT_PARSED),
+    "parse_tool_calls": only(LLAMA, False, reason=NOT_PARSED),
 }
 
 # /tokenize and /detokenize.
 TEMPLATE: Mapping[str, PeerField] = {
-    "tools": only(VLLM, []),
     "chat_template": CHAT["chat_template"],
     "mm_processor_kwargs": only(VLLM, {}),
     "media_io_kwargs": only(VLLM, {}),
@@ -288,8 +294,72 @@ TEMPLATE: Mapping[str, PeerField] = {
 MESSAGE: Mapping[str, PeerField] = {
     "annotations": hint(OPENAI),
     "audio": only(OPENAI, reason="its text is not here; send the transcript as content"),
-    "reasoning_content": hint(VLLM),
-    "reasoning": hint(VLLM),
+}
+
+# /v1/messages and its count_tokens. The newer fields of Anthropic's betas are hints to its own servers.
+MESSAGES_API: Mapping[str, PeerField] = {
+    "metadata": hint(ANTHROPIC),
+    "service_tier": hint(ANTHROPIC),
+    "cache_control": hint(ANTHROPIC),  # every prefix is cached
+    "context_management": hint(ANTHROPIC),  # the client's own history is taken as it is
+    "betas": hint(ANTHROPIC),
+    "anthropic_version": hint(ANTHROPIC),
+    "anthropic_beta": hint(ANTHROPIC),
+    "inference_geo": hint(ANTHROPIC),
+    "speed": hint(ANTHROPIC),
+    "diagnostics": hint(ANTHROPIC),
+    "user_profile_id": hint(ANTHROPIC),
+    "workspace_id": hint(ANTHROPIC),
+    "fallbacks": hint(ANTHROPIC),
+    "container": only(ANTHROPIC, reason="no code is run here"),
+    "mcp_servers": only(ANTHROPIC, [], reason="the client talks to MCP servers, and sends their tools"),
+    "n": only(OPENAI, 1, reason=ONE_ANSWER),
+    "stop": only(OPENAI, [], reason="use stop_sequences"),
+    "stream_options": only(OPENAI, {}, reason="usage is always sent"),
+    "max_completion_tokens": only(OPENAI, reason="use max_tokens"),
+    "response_format": only(OPENAI, reason="use output_config.format"),
+    "prompt_logprobs": only(VLLM, reason=ONE_ANSWER),
+    "logprob_token_ids": only(VLLM, [], reason=ONE_ANSWER),
+    "return_token_ids": only(VLLM, False, reason=ONE_ANSWER),
+    "return_tokens_as_token_ids": only(VLLM, False, reason=ONE_ANSWER),
+}
+
+# /v1/responses and its input_tokens: as of generation, without the fields that are answered there.
+RESPONSES: Mapping[str, PeerField] = {
+    **{
+        name: field
+        for name, field in GENERATION.items()
+        if name not in ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
+    },
+    "background": only(OPENAI, False, reason="an answer is computed while its client waits"),
+    "conversation": only(OPENAI, "", reason="use previous_response_id"),
+    "prompt": only(OPENAI, reason="templates of prompts are not stored here; use input"),
+    "moderation": only(OPENAI),
+    "context_management": only(OPENAI, [], reason="the client compacts its own history"),
+    "client_metadata": hint("Codex"),
+    "personality": hint(OPENAI),
+    "messages": only(OPENAI, [], reason="use input"),
+    "max_completion_tokens": only(OPENAI, reason="use max_output_tokens"),
+    "reasoning_effort": only(OPENAI, reason="use reasoning.effort"),
+    "n": only(OPENAI, 1, reason=ONE_ANSWER),
+    "prompt_logprobs": only(VLLM, reason=ONE_ANSWER),
+    "logprob_token_ids": only(VLLM, [], reason=ONE_ANSWER),
+    "return_token_ids": only(VLLM, False, reason=ONE_ANSWER),
+}
+
+# An item of `input`. Its unknown fields are ignored.
+RESPONSE_ITEM: Mapping[str, PeerField] = {
+    "status": hint(OPENAI),
+    "phase": hint(OPENAI),
+    "caller": hint(OPENAI),
+    "created_by": hint(OPENAI),
+}
+
+# `reasoning` of /v1/responses.
+RESPONSE_REASONING: Mapping[str, PeerField] = {
+    "generate_summary": hint(OPENAI),
+    "context": hint(OPENAI),
+    "mode": hint(OPENAI),
 }
 
 STREAM_OPTIONS: Mapping[str, PeerField] = {"include_obfuscation": hint(OPENAI)}

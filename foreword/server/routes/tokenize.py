@@ -16,6 +16,7 @@ from foreword.server.http import JSONResponse
 from foreword.server.protocol.base import ModelName, StrictModel
 from foreword.server.protocol.chat import Message, TemplateOptions, to_template_messages
 from foreword.server.protocol.compat import TEMPLATE, PeerField
+from foreword.server.protocol.tools import ToolBody, check_tools
 
 __all__ = ["router"]
 
@@ -27,6 +28,7 @@ class TokenizeBody(TemplateOptions):
     model: ModelName = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[ToolBody] | None = None  # of messages
     add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
     return_token_strs: bool | None = None
 
@@ -77,8 +79,15 @@ async def _token_ids(
             request, lambda: server.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
         )
     messages, kwargs = to_template_messages(body.messages), body.template_kwargs()
+    tools = check_tools([tool.tool(f"tools[{i}]") for i, tool in enumerate(body.tools or ())]).tools
     with rename_field({"prompt": "messages"}), ExitStack() as resources:
         prompt = await server.build_prompt(
-            request, messages, kwargs, bool(body.add_special_tokens), permissions.fairness_key, resources
+            request,
+            messages,
+            kwargs,
+            bool(body.add_special_tokens),
+            permissions.fairness_key,
+            resources,
+            tools,
         )
         return prompt.token_ids

@@ -239,24 +239,35 @@ class DraftLengthController(Policy):
             proposing = max(drafting - plugin_cost, 0.0)
             self._backoff.record_cost(proposing, proposing / cost + overlap_loss)
             self._last_was_empty = False  # a prompt's step may follow, without a select()
+        decode_cost = self._decode_cost(summary)
         if self._accounts:
-            self._settle_accounts(step_record.requests, summary, cost, cost + drafting)
+            self._settle_accounts(step_record.requests, summary, cost, cost + drafting, decode_cost)
         self._draft_cost = self._plugin_cost = 0.0
-        self._delay_ledger.record_step(step_record.requests, self._last_plain_cost, cost + drafting)
+        self._delay_ledger.record_step(
+            step_record.requests, self._last_plain_cost, decode_cost, cost + drafting
+        )
         self._exploration_budget.earn((cost + drafting) * model.drift)
         if len(self._delay_ledger.budgets) > len(self._requests) or self._nonspeculative:
             self._track_nonspeculative({request.state.id for request in step_record.requests})
 
+    def _decode_cost(self, summary: StepSummary) -> float:
+        """Plain cost of the steps that accepted tokens save: they have no prefill."""
+        count = summary.num_sampling_requests
+        if summary.is_decode_only or not count:
+            return self._last_plain_cost
+        return self._cost_model.step_costs.cost_of(StepShape(count, count, num_requests=count))
+
     def _settle_accounts(
-        self, requests: Sequence[RequestStep], summary: StepSummary, cost: float, elapsed: float
+        self,
+        requests: Sequence[RequestStep],
+        summary: StepSummary,
+        cost: float,
+        elapsed: float,
+        decode_cost: float,
     ) -> None:
         """Credit plug-ins with what their drafts saved in a step that cost `cost` without drafting."""
         plain_cost, saved = self._last_plain_cost, dict.fromkeys(self._accounts, 0.0)
         num_sampling = summary.num_sampling_requests
-        decode_cost = plain_cost  # of the steps that accepted tokens save; they have no prefill
-        if not summary.is_decode_only:
-            shape = StepShape(num_sampling, num_sampling, num_requests=num_sampling)
-            decode_cost = self._cost_model.step_costs.cost_of(shape)
         for request in requests:
             drafter = self._plugin_drafts.get(request.state.id)
             if drafter is not None and request.num_draft_tokens:
@@ -289,7 +300,7 @@ class DraftLengthController(Policy):
         if self._base_step is None:
             requests, has_prefill = self._requests_this_step, load.num_rows > 0
             budgets = [request.delay_budget for request in requests]
-            context = load.num_context_tokens + sum(request.context_len for request in requests)
+            context = sum(request.context_len for request in requests)
             if self._nonspeculative:
                 budgets += self._nonspeculative.values()
                 context += sum(budget.context_len for budget in self._nonspeculative.values())
@@ -297,13 +308,15 @@ class DraftLengthController(Policy):
             if self._sampler_classes:
                 extra = sum(map(self._extra_sampling_cost, requests))
             count = len(budgets)
-            shape = StepShape(count + load.num_rows, count, context, 0, extra, count)
-            cost, plain_cost = (
-                self._cost_model.step_costs.cost_of(shape),
-                self._plain_cost(shape, has_prefill),
-            )
+            shape = decode_shape = StepShape(count, count, context, 0, extra, count)
+            prefill_cost, step_costs = 0.0, self._cost_model.step_costs
+            if has_prefill:
+                context += load.num_context_tokens
+                shape = StepShape(count + load.num_rows, count, context, 0, extra, count)
+                prefill_cost = max(step_costs.cost_of(shape) - step_costs.cost_of(decode_shape), 0.0)
+            cost, plain_cost = step_costs.cost_of(decode_shape), self._plain_cost(decode_shape, has_prefill)
             self._base_step = BaseStep(
-                shape, cost, plain_cost, budgets, has_prefill, self._delay_ledger.max_slowdown
+                shape, cost, plain_cost, budgets, prefill_cost, self._delay_ledger.max_slowdown
             )
             row_cost = self._cost_model.step_costs.min_row_cost(shape.num_rows, PRICED_ROWS)
             self._min_prefix_prob = max(MIN_PREFIX_PROB, MIN_PRICE_SHARE * count * row_cost / plain_cost)
@@ -321,9 +334,11 @@ class DraftLengthController(Policy):
         return self._overlap_ratio(has_prefill) * self._cost_model.step_costs.cost_of(shape)
 
     def _costs_by_draft_rows(self, base_step: BaseStep, max_rows: int) -> Sequence[float]:
-        """Costs of the step with 0, 1, ... draft rows; with 0 it could overlap with the host."""
+        """Costs of the decoding with 0, 1, ... draft rows; with 0 the step could overlap with the host."""
         costs = self._cost_model.step_costs.with_extra_rows(base_step.shape, max_rows)
-        ratio = self._overlap_ratio(base_step.has_prefill)
+        if base_step.has_prefill:
+            return [max(cost - base_step.prefill_cost, base_step.cost) for cost in costs]
+        ratio = self._overlap_ratio(False)
         return costs if ratio == 1.0 else [ratio * costs[0], *costs[1:]]
 
     def _skippable_steps(self) -> int:
@@ -389,9 +404,12 @@ class DraftLengthController(Policy):
         selection = select_rows(candidates, base_step, costs, self._draft_cost, self._backoff.proposal_cost)
         if selection.limited_by_budget and not selection.rate:
             return selection, DELAY_BUDGET
+        if selection.rate:
+            self._token_rate = selection.rate
+        if base_step.has_prefill:  # its time corrects no cost: there is nothing to learn
+            return selection, NOT_WORTH_IT
         if not selection.rate:
             return self._probe(candidates, base_step, costs), NOT_WORTH_IT
-        self._token_rate = selection.rate
         selection = self._probe_more(candidates, base_step, costs, selection)
         if self._cost_model.watchdog.is_baseline_stale:
             lost = max(base_step.plain_cost - base_step.shape.num_sampled / self._token_rate, 0.0)

@@ -49,14 +49,20 @@ class DelayLedger:
         """A request ends."""
         self.budgets.pop(request_id, None)
 
-    def record_step(self, requests: Iterable[RequestStep], plain_cost: float, actual_cost: float) -> None:
-        """A step took `actual_cost`; plain decoding takes `plain_cost` for each token or prefill chunk."""
+    def record_step(
+        self, requests: Iterable[RequestStep], plain_cost: float, decode_cost: float, actual_cost: float
+    ) -> None:
+        """A step took `actual_cost`.
+
+        Plain decoding takes `plain_cost` for its tokens or prefill chunks, and `decode_cost` for each further
+        token of a request.
+        """
         for request_step in requests:
             state = request_step.state
             budget = self.budgets.get(state.id)
             if budget is None:
                 budget = self.open(state.id, state.params.max_tokens)
-            earned = request_step.num_emitted * plain_cost if request_step.is_sampled else plain_cost
+            earned = plain_cost + max(request_step.num_emitted - 1, 0) * decode_cost
             budget.plain_s += earned
             budget.ahead_s += earned - actual_cost
             budget.context_len = request_step.context_len
@@ -94,19 +100,27 @@ class TrackedRequest:
 
 @dataclass(frozen=True, slots=True)
 class BaseStep:
-    """The next step without drafts. Costs are model seconds."""
+    """The next step without drafts. Costs are model seconds.
 
-    shape: StepShape
-    cost: float
-    plain_cost: float  # in plain decoding, whose steps may overlap with the host
+    The time of prompts is spent with or without drafts, and an accepted token saves a decode step, not a
+    prompt's. So costs leave it out: a long step would make draft rows look cheap.
+    """
+
+    shape: StepShape  # prompts included
+    cost: float  # of its decoding
+    plain_cost: float  # the same in plain decoding, whose steps may overlap with the host
     delay_budgets: Sequence[DelayBudget]  # of all its requests
-    has_prefill: bool
+    prefill_cost: float = 0.0
     max_slowdown: float = DEFAULT_MAX_SLOWDOWN
+
+    @property
+    def has_prefill(self) -> bool:
+        return self.shape.num_rows > self.shape.num_sampled
 
     def max_delay(self, drafted_for: Iterable[TrackedRequest]) -> float:
         """How much the step may be delayed for drafts of some requests, by the budgets of the others."""
         own = {id(request.delay_budget) for request in drafted_for}
         slacks = [budget.allowance(self.plain_cost) for budget in self.delay_budgets if id(budget) not in own]
         if self.has_prefill:
-            slacks.append(self.max_slowdown * self.plain_cost)
+            slacks.append(self.max_slowdown * (self.plain_cost + self.prefill_cost))
         return max(min(slacks, default=float("inf")), 0.0)

@@ -481,6 +481,19 @@ def test_prefill_does_not_delay_for_a_baseline() -> None:
     assert admitted is not None
 
 
+@pytest.mark.parametrize(("ridge", "pays"), [(1, False), (4, True)])
+def test_prompt_in_the_step_makes_no_row_cheap(ridge: int, pays: bool) -> None:
+    """Its time is spent with or without drafts, and accepted tokens save decode steps only."""
+    calibration = SimulatedMachine("", ridge).calibration()
+    controller, state = DraftLengthController(calibration, 8, max_slowdown=0.5), state_of()
+    controller.start(state)
+    step(controller, [state])
+    controller.max_draft_len(state)
+    proposal = Proposal(DraftRequest(state, 8), [Draft((1,), "suffix", (0.9,))])
+    (draft,) = controller.select([proposal], PrefillLoad(num_rows=20))
+    assert (draft is not None) == pays
+
+
 def test_new_request_backs_off_where_no_proposal_pays() -> None:
     """A request of 60 tokens ends before it could learn this itself."""
     controller, early = controller_of(), state_of("early")

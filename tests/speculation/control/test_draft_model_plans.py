@@ -37,7 +37,7 @@ def member(
 
 
 def frame_of(*accounts: DelayBudget) -> BaseStep:
-    return BaseStep(StepShape(len(accounts), len(accounts)), 1.0, 1.0, accounts, has_prefill=False)
+    return BaseStep(StepShape(len(accounts), len(accounts)), 1.0, 1.0, accounts)
 
 
 def passes_of(share: float, by_row: float = 0.0):  # type: ignore[no-untyped-def]

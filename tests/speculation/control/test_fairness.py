@@ -17,10 +17,12 @@ def served(name: str, emitted: int, samples: bool = True) -> RequestStep:
 def test_lead_is_plain_time_minus_actual_time() -> None:
     ledger = DelayLedger()
     budget = ledger.open("a", None)
-    ledger.record_step([served("a", 3)], plain_cost=1.0, actual_cost=1.5)
+    ledger.record_step([served("a", 3)], plain_cost=1.0, decode_cost=1.0, actual_cost=1.5)
     assert budget.ahead_s == pytest.approx(1.5) and budget.plain_s == pytest.approx(3.0)
-    ledger.record_step([served("a", 0, samples=False)], plain_cost=4.0, actual_cost=4.5)
+    ledger.record_step([served("a", 0, samples=False)], plain_cost=4.0, decode_cost=1.0, actual_cost=4.5)
     assert budget.ahead_s == pytest.approx(1.0), "a prefill chunk is one plain step"
+    ledger.record_step([served("a", 3)], plain_cost=4.0, decode_cost=1.0, actual_cost=4.5)
+    assert budget.ahead_s == pytest.approx(2.5), "accepted tokens save decode steps, not a prompt's"
 
 
 @pytest.mark.parametrize("share", [0.02, 0.1])
@@ -30,11 +32,11 @@ def test_allowance_is_a_share_of_the_time_with_a_floor(share: float) -> None:
     assert long.allowance(1.0) == pytest.approx(32 * share)
     assert short.allowance(1.0) == pytest.approx(5 * share)
     for _ in range(100):
-        ledger.record_step([served("a", 1)], 1.0, 1.0)
+        ledger.record_step([served("a", 1)], 1.0, 1.0, 1.0)
     assert long.allowance(1.0) == pytest.approx(100 * share)
 
 
 def test_unknown_request_gets_a_budget() -> None:
     ledger = DelayLedger()
-    ledger.record_step([served("off", 1)], 1.0, 1.2)
+    ledger.record_step([served("off", 1)], 1.0, 1.0, 1.2)
     assert ledger.budgets["off"].ahead_s == pytest.approx(-0.2)

@@ -34,9 +34,8 @@ def tracked(lead: float) -> TrackedRequest:
 
 def frame_of(*requests: TrackedRequest, prompts: bool = False) -> BaseStep:
     count = len(requests)
-    return BaseStep(
-        StepShape(count, count), 1.0, 1.0, [request.delay_budget for request in requests], prompts
-    )
+    shape = StepShape(count + 8 if prompts else count, count)
+    return BaseStep(shape, 1.0, 1.0, [request.delay_budget for request in requests])
 
 
 def candidate(request: TrackedRequest, *probs: float) -> Candidate:

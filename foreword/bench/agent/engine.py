@@ -1,0 +1,111 @@
+"""Sessions of an agent on engines in this process: prompts, recorded answers, and events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foreword.bench.agent.model import END, ScriptedSampler
+from foreword.bench.agent.workload import TOOLS, AgentScript
+from foreword.bench.speculate.local import LocalEngine
+from foreword.bench.speculate.workloads import Conversation
+from foreword.config.options import Config
+from foreword.core.request import Request
+from foreword.formats.parser import ChatParser
+from foreword.formats.tools import ToolUse
+from foreword.tokenizer.input_processor import ChatInputProcessor
+from foreword.tokenizer.output_processor import ChoiceOutput
+
+__all__ = ["AgentEngine", "AgentSession"]
+
+MAX_TURNS = 64  # of a session: each turn has a seed of its own
+USE = ToolUse(TOOLS)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSession(Conversation):
+    """A script as a conversation: a turn is the task, or the result of the call before."""
+
+    script: AgentScript = AgentScript("", "", (), "")
+    prompts: tuple[tuple[int, ...], ...] = ()  # of all turns, where the answers are recorded
+    answers: tuple[tuple[int, ...], ...] = ()  # recorded, with EOS
+
+
+class AgentEngine(LocalEngine):
+    """An engine that answers sessions, from the script if it is `recorded`, else by itself.
+
+    The second way suits a model without tools and with a short context: it reads the results as messages of
+    the user, and no answer is parsed.
+    """
+
+    def __init__(self, config: Config, recorded: bool) -> None:
+        super().__init__(config)
+        self.recorded = recorded
+        self._chat = ChatInputProcessor(self.tokenizer, None, 0)
+        runner = self.client._engine.model_runner
+        self.sampler = runner.sampler
+        self._scripted = ScriptedSampler(self.sampler)
+        if recorded:
+            runner.sampler = self._scripted  # type: ignore[assignment]
+
+    def make_session(self, script: AgentScript, number: int, max_tokens: int) -> AgentSession:
+        """`number` is one of few thousands; `max_tokens` bounds the answers that are not recorded."""
+        turns = (script.task, *(step.result for step in script.steps))
+        seed = number * MAX_TURNS
+        if not self.recorded:
+            return AgentSession(turns, max_tokens=max_tokens, seed=seed, script=script)
+        texts = [*map(_answer_text, script.steps), script.summary]
+        end = self.tokenizer.encode(END, add_special_tokens=False)
+        answers = tuple((*self.tokenizer.encode(text, add_special_tokens=False), *end) for text in texts)
+        prompts = tuple(
+            tuple(self._chat.render_ids(_messages(script, turn), {}, 0, tools=TOOLS))
+            for turn in range(len(turns))
+        )
+        longest = max(map(len, answers))
+        return AgentSession(
+            turns, max_tokens=longest, seed=seed, script=script, prompts=prompts, answers=answers
+        )
+
+    def use_answers(self, sessions: Sequence[AgentSession]) -> None:
+        """The sessions of the next run; their seeds differ."""
+        self._scripted.answers = {
+            session.seed + turn: answer for session in sessions for turn, answer in enumerate(session.answers)
+        }
+
+    def prompt_ids(self, conversation: Conversation, history: Sequence[str]) -> list[int]:
+        assert isinstance(conversation, AgentSession)
+        if conversation.prompts:
+            return list(conversation.prompts[len(history)])
+        messages = [
+            {"role": "system", "content": conversation.script.system},
+            *conversation.messages(history),
+        ]
+        return self._chat.render_ids(messages, {}, 0)
+
+    def make_output(self, request: Request) -> ChoiceOutput:
+        if not self.recorded or self._chat.format is None:
+            return super().make_output(request)
+        parser = ChatParser(self._chat.format, USE, False, "call_{}".format)
+        return ChoiceOutput(self.tokenizer, request, parser)
+
+
+def _messages(script: AgentScript, num_steps: int) -> list[dict[str, Any]]:
+    """The conversation after `num_steps` calls, in OpenAI's form."""
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": script.system},
+        {"role": "user", "content": script.task},
+    ]
+    for number, step in enumerate(script.steps[:num_steps]):
+        function: Mapping[str, Any] = {"name": step.tool, "arguments": dict(step.arguments)}
+        call = {"id": f"call_{number}", "type": "function", "function": function}
+        messages.append({"role": "assistant", "content": step.text, "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": f"call_{number}", "content": step.result})
+    return messages
+
+
+def _answer_text(step: Any) -> str:
+    """The answer as the model's template writes it."""
+    call = json.dumps({"name": step.tool, "arguments": step.arguments}, ensure_ascii=False)
+    return f"{step.text}\n<tool_call>\n{call}\n</tool_call>"

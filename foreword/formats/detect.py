@@ -1,0 +1,263 @@
+"""Which chat format a checkpoint has, proven by its chat template.
+
+A candidate is proven if a conversation with calls, rendered by the template, parses back to the same calls,
+reasoning and content. Candidates are, in this order: the checkpoint's `response_template`, the families whose
+markers the template holds, an analysis of what the template writes, and for templates without tools the
+`generic` format, in which a system text describes the tools.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+from foreword.errors import InvalidRequest
+from foreword.formats.events import CallArguments, CallStart, ContentText, ReasoningText
+from foreword.formats.families import FORMATS
+from foreword.formats.parser import parse_message, starts_in_reasoning
+from foreword.formats.record import ChatFormat, ReasoningFormat, ToolFormat, bind_format
+from foreword.formats.tools import Tool, ToolUse
+
+__all__ = ["Detection", "TemplateProbe", "Vocabulary", "assistant_turn", "detect_format"]
+
+ARGUMENTS: Final[Mapping[str, Any]] = {  # of every type; templates stumble over a schema with null
+    "text": "a \"b\"\n'c' <d> & é 字 👍",
+    "digits": "0213",
+    "count": -3,
+    "share": 0.5,
+    "flag": True,
+    "items": [1, "two", None, {"three": 3}],
+    "object": {"key": "value", "inner": {"list": []}},
+}
+TYPES: Final[Mapping[type, str]] = {
+    str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"
+}  # fmt: skip
+PROOF_TOOLS: Final = (
+    Tool(
+        "foreword_find",
+        "Foreword finds.",
+        {
+            "type": "object",
+            "properties": {
+                key: {"type": TYPES[type(value)], "description": "Foreword's."}
+                for key, value in ARGUMENTS.items()
+            },
+            "required": list(ARGUMENTS),
+        },
+    ),
+    Tool("foreword_stop", "Foreword stops."),
+)
+QUESTION: Final = {"role": "user", "content": "Foreword asks"}
+CONTENT: Final = "Foreword tells"
+REASONING: Final = "Foreword thinks"
+UNFINISHED_MARKER: Final = re.compile(r"[<\[][^<>\[\]\s]*$")
+
+
+class TemplateProbe(Protocol):
+    """A chat template."""
+
+    source: str | None  # Jinja; None: the model has no template
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Tool] = (),
+        add_generation_prompt: bool = True,
+    ) -> str: ...
+
+    def renders_tools(self) -> bool: ...
+
+    def renders_calls(self) -> bool: ...
+
+    def set_call_format(self, call_format: ToolFormat, describes_tools: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a proof needs of a tokenizer."""
+
+    token_to_id: Callable[[str], int | None]
+    tokenize: Callable[[str], list[tuple[int, str]]]  # ids, and the text that each completes
+    special_ids: frozenset[int] = frozenset()
+    end_texts: tuple[str, ...] = ()  # of tokens that end an answer
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """The format of a checkpoint, and how it was found."""
+
+    format: ChatFormat | None  # `tools` is None if no format of calls is proven; None: nothing is known
+    origin: str = ""  # where the format comes from
+    is_proven: bool = False
+    problems: tuple[str, ...] = ()  # candidates that are not proven, and what differed
+
+    def __str__(self) -> str:
+        if self.format is None or self.format.tools is None:
+            tools = "none" + "".join(f"; {problem}" for problem in self.problems)
+        else:
+            proof = "proven" if self.is_proven else f"not proven ({'; '.join(self.problems)})"
+            tools = f"{self.format.name} ({self.origin}), {proof}"
+        reasoning = None if self.format is None else self.format.reasoning
+        return tools + ("" if reasoning is None else f"; reasoning between {reasoning.begin} and {reasoning.end}")
+
+
+def detect_format(
+    template: TemplateProbe,
+    vocabulary: Vocabulary,
+    wanted: str = "auto",
+    response_template: Mapping[str, Any] | None = None,
+) -> Detection:
+    """Find the format, and set it in the template, for calls that it does not render.
+
+    wanted             "auto", "none", or the name of a family, which is taken even if it is not proven
+    response_template  of the checkpoint, in the form of transformers
+    Costs about twenty renderings.
+    """
+    if template.source is None:
+        return Detection(None)
+    source = template.source.replace('\\"', '"').replace("\\'", "'")
+    problems: list[str] = []
+    for fmt, origin in _candidates(template, source, wanted, response_template):
+        assert fmt.tools is not None
+        fmt = _with_reasoning(fmt, source)
+        describes_tools = template.renders_tools() and fmt.name != "generic"
+        template.set_call_format(fmt.tools, describes_tools)
+        problem = _difference(fmt, template, vocabulary)
+        if problem is None or wanted == fmt.name:
+            return Detection(fmt, origin, problem is None, () if problem is None else (problem,))
+        problems.append(f"{fmt.name}: {problem}")
+    reasoning = next(iter(_reasoning_formats(source)), None)
+    return Detection(reasoning and ChatFormat("reasoning", reasoning=reasoning), problems=tuple(problems))
+
+
+def _candidates(
+    template: TemplateProbe, source: str, wanted: str, response_template: Mapping[str, Any] | None
+) -> Iterator[tuple[ChatFormat, str]]:
+    """Formats to prove, and where they come from."""
+    if wanted == "none":
+        return
+    if wanted != "auto":
+        yield FORMATS[wanted], "--tool-format"
+        return
+    families = [
+        fmt
+        for fmt in FORMATS.values()
+        if fmt.tools is not None and fmt.template_markers and all(mark in source for mark in fmt.template_markers)
+    ]
+    for fmt in sorted(families, key=lambda fmt: -sum(map(len, fmt.template_markers))):
+        yield fmt, "markers of the chat template"
+    if not template.renders_tools() and not template.renders_calls():
+        yield FORMATS["generic"], "the chat template has no tools"
+
+
+def _reasoning_formats(source: str) -> Iterable[ReasoningFormat]:
+    """Formats of reasoning whose markers the template holds, each once."""
+    known = {fmt.reasoning.begin: fmt.reasoning for fmt in FORMATS.values() if fmt.reasoning is not None}
+    return [reasoning for begin, reasoning in known.items() if begin in source and reasoning.end in source]
+
+
+def _with_reasoning(fmt: ChatFormat, source: str) -> ChatFormat:
+    """The format with the reasoning of the template, which a family's models may lack."""
+    formats = _reasoning_formats(source)
+    if fmt.reasoning is not None and any(fmt.reasoning.begin == other.begin for other in formats):
+        return fmt
+    return replace(fmt, reasoning=next(iter(formats), None))
+
+
+def _difference(fmt: ChatFormat, template: TemplateProbe, vocabulary: Vocabulary) -> str | None:
+    """What does not survive rendering and parsing; None if all does."""
+    first = _difference_with(ARGUMENTS, fmt, template, vocabulary)
+    if first is None or "None" not in first:
+        return first
+    # Some templates write null inside of an argument as Python does; their models write what they like.
+    without_null = {name: value for name, value in ARGUMENTS.items() if name != "items"}
+    return first if _difference_with(without_null, fmt, template, vocabulary) else None
+
+
+def _difference_with(
+    arguments: Mapping[str, Any], fmt: ChatFormat, template: TemplateProbe, vocabulary: Vocabulary
+) -> str | None:
+    find, stop = _call(0, "foreword_find", arguments), _call(1, "foreword_stop", {})
+    for label, message in (
+        ("a call", {"content": "", "tool_calls": [find]}),
+        ("two calls", {"content": "", "tool_calls": [find, stop]}),
+        ("text and a call", {"content": CONTENT, "tool_calls": [find]}),
+        ("reasoning and a call", {"content": "", "reasoning_content": REASONING, "tool_calls": [find]}),
+    ):
+        try:
+            problem = _round_trip(fmt, template, vocabulary, {"role": "assistant", **message})
+        except InvalidRequest as error:
+            problem = error.message
+        if problem is not None:
+            return f"{label}: {problem}"
+    return None
+
+
+def _call(index: int, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_0123456789_{index}", "type": "function", "function": function}
+
+
+def assistant_turn(
+    template: TemplateProbe,
+    message: Mapping[str, Any],
+    end_texts: Iterable[str],
+    tools: Sequence[Tool] = (),
+) -> tuple[str, str]:
+    """The prompt of a turn, and what the template writes for it. Raises InvalidRequest."""
+    prompt = template.render([QUESTION], tools=tools)
+    text = template.render([QUESTION, message], tools=tools, add_generation_prompt=False)
+    start = next((i for i, (a, b) in enumerate(zip(prompt, text)) if a != b), min(len(prompt), len(text)))
+    if start < len(prompt) and (marker := UNFINISHED_MARKER.search(text, 0, start)):
+        start = marker.start()  # two markers that begin alike
+    ends = [index for end in end_texts if (index := text.find(end, start)) >= 0]
+    return text[:start], text[start : min(ends, default=len(text))]
+
+
+def _round_trip(
+    fmt: ChatFormat, template: TemplateProbe, vocabulary: Vocabulary, message: Mapping[str, Any]
+) -> str | None:
+    """What differs after parsing the rendered message."""
+    prompt, turn = assistant_turn(template, message, vocabulary.end_texts, PROOF_TOOLS)
+    bound = bind_format(fmt, vocabulary.token_to_id, vocabulary.special_ids)
+    prompt_ids = [token_id for token_id, _ in vocabulary.tokenize(prompt)]
+    reasons = starts_in_reasoning(bound, prompt_ids, prompt)
+    events = parse_message(bound, ToolUse(PROOF_TOOLS), vocabulary.tokenize(turn), reasons)
+    calls = [
+        (event.name, "".join(e.text for e in events if isinstance(e, CallArguments) and e.index == event.index))
+        for event in events
+        if isinstance(event, CallStart)
+    ]
+    expected = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+    expected = [call for call in expected if call[0] in turn]  # others are in a turn of their own
+    if not expected and not message["content"]:
+        return f"the template drops the call: {turn[-400:]!r}"
+    if [name for name, _ in calls] != [name for name, _ in expected]:
+        return f"parsed calls {[name for name, _ in calls]} from {turn[-400:]!r}"
+    for (name, text), (_, arguments) in zip(calls, expected, strict=True):
+        if _canonical(text) != json.dumps(arguments, sort_keys=True):
+            return f"arguments of {name} parsed as {text}"
+    return _text_difference(events, message, turn)
+
+
+def _canonical(text: str) -> str:
+    try:
+        return json.dumps(json.loads(text), sort_keys=True)
+    except ValueError:
+        return text
+
+
+def _text_difference(events: Iterable[Any], message: Mapping[str, Any], turn: str) -> str | None:
+    """What differs of reasoning and content, as far as the template renders them."""
+    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningText))
+    content = "".join(event.text for event in events if isinstance(event, ContentText))
+    given = [text for text in (message.get("reasoning_content"), message["content"]) if text and text in turn]
+    if (reasoning + content).split() != " ".join(given).split():
+        return f"parsed reasoning {reasoning!r} and content {content!r}, not {' '.join(given)!r}"
+    if REASONING in content:
+        return f"parsed reasoning as content {content!r}"
+    return None

@@ -1,0 +1,75 @@
+"""POST /v1/messages and /v1/messages/count_tokens"""
+
+from __future__ import annotations
+
+import uuid
+
+from fastapi import APIRouter, Request, Response
+
+from foreword.core.params import SamplingParams
+from foreword.server.auth.keys import PermissionsDep
+from foreword.server.chat_generation import ChatTask, count_prompt_tokens, start_chat
+from foreword.server.context import ServerContext, ServerDep
+from foreword.server.http import JSONResponse
+from foreword.server.messages_writer import MessagesWriter
+from foreword.server.protocol.messages_api import Conversation, CountTokensBody, MessagesBody
+from foreword.server.streaming import respond
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+
+@router.post("/v1/messages")
+async def messages(
+    body: MessagesBody, request: Request, permissions: PermissionsDep, server: ServerDep
+) -> Response:
+    """Answer a conversation, with Anthropic's bodies."""
+    server.check_model(body.model, permissions)
+    params = server.resolve_params(body.params(server.tokenizer.generation_config.params))
+    context = server.request_context(permissions, body, body.timeout)
+    conversation, task = _read_task(body, request, server, params)
+    message_id = f"msg_{uuid.uuid4().hex}"
+    with conversation.rename_fields():
+        generation = await start_chat(server, request, context, task, message_id)
+    writer = MessagesWriter(
+        server,
+        generation,
+        message_id,
+        request.scope,
+        body.hides_thinking,
+        bool(body.metrics),
+        body.fills_cache,
+    )
+    return respond(generation, writer, bool(body.stream))
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(
+    body: CountTokensBody, request: Request, permissions: PermissionsDep, server: ServerDep
+) -> Response:
+    """Tokens of the prompt that /v1/messages would render."""
+    server.check_model(body.model, permissions)
+    context = server.request_context(permissions, body)
+    conversation, task = _read_task(body, request, server, SamplingParams())
+    with conversation.rename_fields():
+        count = await count_prompt_tokens(server, request, context, task)
+    return JSONResponse({"input_tokens": count})
+
+
+def _read_task(
+    body: MessagesBody | CountTokensBody, request: Request, server: ServerContext, params: SamplingParams
+) -> tuple[Conversation, ChatTask]:
+    conversation = body.conversation(takes_images=server.chat_processor.placeholder_id is not None)
+    tools, skipped = body.tool_use(conversation.referenced)
+    server.check_fields(body, request, ignored=skipped)
+    task = ChatTask(
+        conversation.messages,
+        params,
+        tools,
+        body.reasoning(),
+        body.template_kwargs(conversation.continues),
+        prompt_only=isinstance(body, MessagesBody) and body.fills_cache,
+        call_id_prefix="toolu_",
+    )
+    return conversation, task

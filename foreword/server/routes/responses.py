@@ -1,0 +1,248 @@
+"""/v1/responses: OpenAI's Responses API"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import APIRouter, Query, Request, Response
+
+from foreword.core.params import SamplingParams
+from foreword.errors import Unsupported
+from foreword.server.auth.keys import PermissionsDep
+from foreword.server.chat_generation import ChatTask, count_prompt_tokens, start_chat
+from foreword.server.context import (
+    LARGE_BODY_BYTES,
+    RequestContext,
+    ServerContext,
+    ServerDep,
+    offload_if_large,
+)
+from foreword.server.http import JSONResponse, json_bytes
+from foreword.server.protocol.responses_api import (
+    InputTokensBody,
+    Item,
+    ItemConversation,
+    NamedItem,
+    ResponsesBody,
+)
+from foreword.server.response_store import StoredResponse
+from foreword.server.responses import TokenNames
+from foreword.server.responses_writer import ResponseItems, ResponsesWriter
+from foreword.server.streaming import respond
+
+__all__ = ["router"]
+
+T = TypeVar("T")
+DEFAULT_ROOM = 8  # with truncation: auto, an answer without max_output_tokens gets an 8th of the context
+
+router = APIRouter()
+
+
+@router.post("/v1/responses")
+async def create_response(
+    body: ResponsesBody, request: Request, permissions: PermissionsDep, server: ServerDep
+) -> Response:
+    """Answer a conversation of items."""
+    server.check_model(body.model, permissions)
+    params = server.resolve_params(body.params(server.tokenizer.generation_config.params))
+    context = server.request_context(permissions, body, body.timeout)
+    task, conversation, items = await _read_task(body, request, server, permissions.fairness_key, params)
+    response_id = f"resp_{uuid.uuid4().hex}"
+    with conversation.rename_fields():
+        if body.truncation == "auto":
+            task = await _drop_turns(server, request, context, task)
+        generation = await start_chat(server, request, context, task, response_id)
+    store, tenant = server.response_store, permissions.fairness_key
+    stores = body.store is not False and store.enabled
+    if stores:
+        encoded = await offload_if_large(request, lambda: json_bytes(items))
+        item_ids = tuple(item["id"] for item in items)
+        store.begin(tenant, response_id, StoredResponse(body.previous_response_id, encoded, item_ids))
+        generation.on_close(partial(store.discard, tenant, response_id))
+    wants_logprobs = params.logprobs is not None
+    writer = ResponsesWriter(
+        server,
+        generation,
+        _response_fields(server, params, response_id, stores) | body.response_fields(),
+        ResponseItems(
+            task.tools,
+            body.namespaces,
+            body.includes("reasoning.encrypted_content"),
+            TokenNames(server.tokenizer, bool(body.return_tokens_as_token_ids)) if wants_logprobs else None,
+        ),
+        bool(body.metrics),
+        partial(store.complete, tenant),
+    )
+    return respond(generation, writer, bool(body.stream))
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(
+    body: InputTokensBody, request: Request, permissions: PermissionsDep, server: ServerDep
+) -> Response:
+    """Tokens of the prompt that /v1/responses would render."""
+    server.check_model(body.model, permissions)
+    context = server.request_context(permissions, body)
+    task, conversation, _ = await _read_task(
+        body, request, server, permissions.fairness_key, SamplingParams()
+    )
+    with conversation.rename_fields():
+        count = await count_prompt_tokens(server, request, context, task)
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+
+
+@router.get("/v1/responses/{response_id}")
+async def get_response(
+    response_id: str, permissions: PermissionsDep, server: ServerDep, stream: bool = False
+) -> Response:
+    """A stored response of this key."""
+    if stream:
+        raise Unsupported("stream: a stored response cannot be streamed again", "stream")
+    entry = server.response_store.get(permissions.fairness_key, response_id)
+    return Response(entry.response, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(response_id: str, permissions: PermissionsDep, server: ServerDep) -> Response:
+    """Delete a stored response of this key. Responses that continue it cannot be continued any more."""
+    server.response_store.delete(permissions.fairness_key, response_id)
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    response_id: str,
+    permissions: PermissionsDep,
+    server: ServerDep,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """The input of a stored response of this key, without the conversation before it."""
+    entry = server.response_store.get(permissions.fairness_key, response_id)
+    items: list[Item] = await _in_thread_if_large(len(entry.input), lambda: json.loads(entry.input))
+    if order == "desc":
+        items = items[::-1]
+    if after is not None:
+        ids = [item["id"] for item in items]
+        items = items[ids.index(after) + 1 :] if after in ids else []
+    page = items[:limit]
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > limit,
+        }
+    )
+
+
+async def _read_task(
+    body: ResponsesBody | InputTokensBody,
+    request: Request,
+    server: ServerContext,
+    tenant: str,
+    params: SamplingParams,
+) -> tuple[ChatTask, ItemConversation, list[Item]]:
+    """The task, its conversation, and the input items. Raises InvalidRequest, ResponseNotFound."""
+    named, skipped = body.items()
+    tools, skipped_tools = body.tool_use()
+    server.check_fields(body, request, [*skipped, *skipped_tools])
+    named = await _resolve_references(server, tenant, named)
+    conversation = ItemConversation(takes_images=server.chat_processor.placeholder_id is not None)
+    if body.instructions:
+        conversation.add_system(body.instructions, "instructions")
+    if body.previous_response_id is not None:
+        field = "previous_response_id"
+        chain = server.response_store.conversation(tenant, body.previous_response_id, field)
+        conversation.add([(field, item) for item in await _stored_items(chain)])
+    conversation.add(named)
+    task = ChatTask(conversation.finish(), params, tools, body.reasoning_options(), body.template_kwargs())
+    if isinstance(body, ResponsesBody):
+        task = replace(task, runs_to_end=body.runs_to_end)
+    return task, conversation, [item for _, item in named]
+
+
+async def _resolve_references(
+    server: ServerContext, tenant: str, items: Sequence[NamedItem]
+) -> list[NamedItem]:
+    """The stored items in place of references to them. Raises ResponseNotFound."""
+    resolved: list[NamedItem] = []
+    known: dict[str, Item] = {}  # of the responses that were read so far
+    for name, item in items:
+        if item["type"] == "item_reference":
+            if item["id"] not in known:
+                entry = server.response_store.find_item(tenant, item["id"], f"{name}.id")
+                known |= {stored["id"]: stored for stored in await _stored_items([entry])}
+            item = known[item["id"]]
+        resolved.append((name, item))
+    return resolved
+
+
+async def _stored_items(entries: Sequence[StoredResponse]) -> list[Item]:
+    """Input and output of each response."""
+
+    def parse() -> list[Item]:
+        return [
+            item
+            for entry in entries
+            for item in (*json.loads(entry.input), *json.loads(entry.response)["output"])
+        ]
+
+    return await _in_thread_if_large(sum(entry.num_bytes for entry in entries), parse)
+
+
+async def _in_thread_if_large(num_bytes: int, work: Callable[[], T]) -> T:
+    return await asyncio.to_thread(work) if num_bytes > LARGE_BODY_BYTES else work()
+
+
+async def _drop_turns(
+    server: ServerContext, request: Request, context: RequestContext, task: ChatTask
+) -> ChatTask:
+    """The task without as few of its oldest turns as possible, so that the answer has room.
+
+    A turn begins with a message of the user; the system message and the last turn stay.
+    """
+    max_model_len = server.info().resolved.max_model_len
+    wanted = task.params.max_tokens or max_model_len // DEFAULT_ROOM
+    room = max(1, min(wanted, max_model_len // 2))
+    head = 1 if task.messages[0]["role"] == "system" else 0
+    starts = [i for i, message in enumerate(task.messages) if i > head and message["role"] == "user"]
+    cuts = [task, *(replace(task, messages=[*task.messages[:head], *task.messages[i:]]) for i in starts)]
+    low, high = 0, len(cuts) - 1  # of the first cut that fits; the last one is taken in any case
+    while low < high:
+        middle = (low + high) // 2
+        count = await count_prompt_tokens(server, request, context, cuts[middle])
+        low, high = (low, middle) if count + room <= max_model_len else (middle + 1, high)
+    return cuts[low]
+
+
+def _response_fields(
+    server: ServerContext, params: SamplingParams, response_id: str, stores: bool
+) -> dict[str, Any]:
+    """Fields of a response that the server decides; those of its answer are empty."""
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "model": server.model_name,
+        "background": False,
+        "service_tier": "default",
+        "store": stores,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "error": None,
+        "incomplete_details": None,
+        "usage": None,
+    }
