@@ -16,9 +16,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,9 +39,14 @@ from foreword.embedding.sentence_transformers import read_decoder_pooling_config
 from foreword.embedding.vectors import FLOAT_BYTES, cosine, normalize_embedding
 from foreword.engine_client.local import LocalClient
 from foreword.errors import InvalidRequest
+from foreword.formats.events import CallArguments, CallStart, ChatEvent, ReasoningText
+from foreword.formats.parser import ChatParser
+from foreword.formats.tool_checks import check_tools, parse_choice
+from foreword.formats.tools import DEFAULT_REASONING, ReasoningOptions, Tool, ToolUse
 from foreword.grammar.check import GrammarChecker
+from foreword.grammar.tool_calls import tool_constraint
 from foreword.metrics.recorder import MetricsRecorder
-from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput, StreamPiece
+from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput, StreamPiece, ToolCall
 from foreword.tokenizer.input_processor import (
     ChatInputProcessor,
     SamplingDefaults,
@@ -53,7 +59,15 @@ from foreword.tokenizer.input_processor import (
 from foreword.tokenizer.messages import ImagePart
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
 
-__all__ = ["LLM", "CompletionOutput", "EmbeddingOutput", "RequestOutput", "StreamPiece"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "ReasoningOptions",
+    "RequestOutput",
+    "StreamPiece",
+    "ToolCall",
+]
 
 MESSAGES_HELP = 'messages are a list such as [{"role": "user", "content": "Hello"}], or several such lists'
 PROMPT_HELP = "a prompt is a text, {'prompt': ...} or {'prompt_token_ids': [...]}, optionally with 'images'"
@@ -66,12 +80,21 @@ EmbedInput = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
+class _Chat:
+    """How an answer is constrained and parsed."""
+
+    tools: ToolUse
+    reasoning: ReasoningOptions
+
+
+@dataclass(frozen=True, slots=True)
 class _Prompt:
     """A tokenized prompt."""
 
     text: str | None  # None if the prompt was token ids
     token_ids: list[int]  # with one placeholder per image
     image_parts: Sequence[ImagePart] = ()
+    chat: _Chat | None = None
 
 
 @dataclass(slots=True)
@@ -80,6 +103,10 @@ class _PromptRequests:
 
     text: str | None
     requests: list[Request]
+    make_parser: Callable[[], ChatParser] | None = None  # of chat; None: all text is content
+
+    def make_output(self, tokenizer: Tokenizer, request: Request) -> ChoiceOutput:
+        return ChoiceOutput(tokenizer, request, self.make_parser() if self.make_parser else None)
 
 
 class LLM:
@@ -168,32 +195,50 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        reasoning: ReasoningOptions = DEFAULT_REASONING,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer one or several conversations with the checkpoint's chat template.
+
+        tools        functions as in OpenAI's chat: {"type": "function", "function": {"name": ..., ...}}
+        tool_choice  "auto", "none", "required", or one tool or several, as in OpenAI's chat
+        reasoning    whether the model reasons, and the limit of it
 
         Images are parts of user messages: {"type": "image_url", ...} as over HTTP, with the same limits, or
         {"type": "image", "image": ...}: a path, the bytes of a file, or a PIL image.
         """
         is_one = isinstance(messages, str | Mapping) or (messages and isinstance(messages[0], Mapping))
         conversations: Any = [messages] if is_one else messages
-        parsed = [self._render_chat(conversation) for conversation in conversations]
+        chat = _Chat(_read_tool_use(tools, tool_choice, parallel_tool_calls), reasoning)
+        parsed = [self._render_chat(conversation, chat) for conversation in conversations]
         return self._generate(self._build_all_requests(parsed, params), progress)
 
     def stream(
-        self, prompt: PromptInput | Sequence[Message], params: SamplingParams | None = None
+        self,
+        prompt: PromptInput | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> Iterator[StreamPiece]:
-        """Stream the answer to a prompt or a list of messages. Leaving the loop aborts the request."""
+        """Stream the answer to a prompt or a list of messages. Leaving the loop aborts the request.
+
+        The pieces are all of the model's text: reasoning is not separated from content. With tools, which are
+        those of chat() and need messages, each piece has the event whose text it continues.
+        """
         if isinstance(prompt, str | Mapping):
             parsed = self._parse_prompt(prompt)
         else:
-            parsed = self._render_chat(prompt)
+            use = _read_tool_use(tools, "auto", True)
+            parsed = self._render_chat(prompt, _Chat(use, ReasoningOptions()) if tools else None)
         (built,) = self._build_all_requests([parsed], params)
         if len(built.requests) != 1:
             raise InvalidRequest("a stream has one choice: n must be 1", "n")
         (request,) = built.requests
-        for _, delta in self._run(built.requests):
-            yield from (StreamPiece(text, is_draft) for text, is_draft in delta.pieces)
+        for _, delta in self._run([built.make_output(self.tokenizer, request)]):
+            yield from _stream_pieces(delta) if tools else itertools.starmap(StreamPiece, delta.pieces)
             if delta.finish_reason is not None:
                 yield StreamPiece("", False, delta.finish_reason, self._recorder.answer_metrics(request.id))
         self._recorder.on_response(1)
@@ -257,14 +302,18 @@ class LLM:
         """Assert the integrity of the engine's state."""
         self._client.check()
 
-    def _render_chat(self, messages: Sequence[Message]) -> _Prompt:
+    def _render_chat(self, messages: Sequence[Message], chat: _Chat | None = None) -> _Prompt:
         if not all(isinstance(message, Mapping) for message in messages):
             raise InvalidRequest(f"{MESSAGES_HELP}, got {messages!r:.80}", "messages")
         text_messages, parts = self._chat_input.split_images(messages, local=True)
-        text = self._chat_input.template.render(text_messages)
+        tools = self._chat_input.described_tools(chat.tools) if chat is not None else ()
+        self._chat_input.check_tools(tools)
+        text = self._chat_input.template.render(
+            text_messages, tools=tools, reasoning=chat.reasoning if chat is not None else None
+        )
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         ids = self._chat_input.check_placeholders(ids, len(parts), "messages", "the chat template")
-        return _Prompt(text, ids, parts)
+        return _Prompt(text, ids, parts, chat)
 
     def _parse_prompt(self, prompt: PromptInput) -> _Prompt:
         if isinstance(prompt, str):
@@ -293,6 +342,9 @@ class LLM:
 
     def _build_requests(self, parsed: _Prompt, params: SamplingParams) -> _PromptRequests:
         self.info.resolved.check_method(params.speculation.method)
+        make_parser = None
+        if parsed.chat is not None and self._chat_input.format is not None:
+            params, make_parser = self._plan_chat(parsed.chat, parsed.token_ids, params)
         if params.structured is not None:
             self._grammar_checker.check_sync(params.structured)
         sources = [image_source(part) for part in parsed.image_parts]
@@ -309,15 +361,37 @@ class LLM:
             images=prompt.images,
             image_token_id=self._chat_input.placeholder_id,
         )
-        return _PromptRequests(parsed.text, requests)
+        return _PromptRequests(parsed.text, requests, make_parser)
+
+    def _plan_chat(
+        self, chat: _Chat, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> tuple[SamplingParams, Callable[[], ChatParser]]:
+        """The parameters with the constraint on calls and reasoning, and the parser of an answer."""
+        bound = self._chat_input.format
+        assert bound is not None, "the model's format is not known"
+        starts_in_reasoning = self._chat_input.starts_in_reasoning(prompt_ids)
+        if params.structured is None or params.structured.after is None:
+            constraint = tool_constraint(
+                bound, chat.tools, chat.reasoning, starts_in_reasoning, params.structured
+            )
+            for text in constraint.dropped:
+                logger.warning("not enforced: %s", text)
+            params = replace(params, structured=constraint.structured)
+        elif chat.tools.callable_tools:
+            raise InvalidRequest(
+                "structured.after cannot be used with tools that may be called", "structured"
+            )
+        return params, partial(ChatParser, bound, chat.tools, starts_in_reasoning, "call_{}".format)
 
     def _generate(self, prompts: list[_PromptRequests], progress: bool) -> list[RequestOutput]:
-        requests = [request for prompt in prompts for request in prompt.requests]
+        outputs = [
+            prompt.make_output(self.tokenizer, request) for prompt in prompts for request in prompt.requests
+        ]
         answers: dict[str, ChoiceOutput] = {}
-        hashes: dict[str, list[int]] = {request.id: [] for request in requests}
+        hashes: dict[str, list[int]] = {output.request.id: [] for output in outputs}
         with Progress(disable=not progress, transient=True) as bar:
-            task = bar.add_task("generating", total=len(requests))
-            for answer, delta in self._run(requests):
+            task = bar.add_task("generating", total=len(outputs))
+            for answer, delta in self._run(outputs):
                 answers[answer.request.id] = answer
                 hashes[answer.request.id] += delta.event.logits_hashes
                 bar.advance(task, int(answer.finished))
@@ -372,14 +446,14 @@ class LLM:
                     self._client.abort(request.id)
         return [vectors[request.id] for request in requests]
 
-    def _run(self, requests: Sequence[Request]) -> Iterator[tuple[ChoiceOutput, OutputDelta]]:
+    def _run(self, outputs: Sequence[ChoiceOutput]) -> Iterator[tuple[ChoiceOutput, OutputDelta]]:
         """Step until all requests end. An error of one is raised and aborts the others.
 
         Several iterators may be open at once: events wait in the queue of their request.
         """
-        live = {request.id: ChoiceOutput(self.tokenizer, request) for request in requests}
+        live = {output.request.id: output for output in outputs}
         try:
-            for request in requests:
+            for request in [output.request for output in outputs]:
                 self._event_queues[request.id] = deque()
                 self._recorder.on_submit(request)
                 self._client.submit(request)
@@ -419,6 +493,7 @@ class LLM:
             if delta.hit_stop_string:
                 self._client.finish(request.id, answer.num_tokens)
             if answer.finished:
+                self._recorder.on_parsed(answer.parser)
                 del live[request.id], self._event_queues[request.id]
             yield answer, delta
 
@@ -452,6 +527,8 @@ class LLM:
             seed=answer.request.seed,
             metrics=self._recorder.answer_metrics(answer.request.id),
             logits_hashes=tuple(hashes),
+            reasoning="".join(event.text for event in answer.events if isinstance(event, ReasoningText)),
+            tool_calls=_read_calls(answer.events),
         )
 
 
@@ -479,6 +556,41 @@ def _defer_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
     if frames:
         handler(signal.SIGINT, frames[0])
+
+
+def _read_tool(index: int, tool: Mapping[str, Any]) -> tuple[str, Tool]:
+    """A tool of OpenAI's chat and its field. Raises InvalidRequest."""
+    field = f"tools[{index}].function"
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{field} must be an object with a name, got {function!r:.80}", field)
+    parameters = function.get("parameters") or None
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise InvalidRequest(f"{field}.parameters must be a JSON schema, got {parameters!r:.80}", field)
+    description = str(function.get("description") or "")
+    return field, Tool(function["name"], description, parameters, bool(function.get("strict")))
+
+
+def _read_tool_use(
+    tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any], parallel: bool
+) -> ToolUse:
+    choice, allowed = parse_choice(tool_choice, "tool_choice")
+    return check_tools(list(map(_read_tool, range(len(tools)), tools)), choice, allowed, parallel)
+
+
+def _stream_pieces(delta: OutputDelta) -> Iterator[StreamPiece]:
+    for event, pieces in delta.pieces_by_event():
+        for text, is_draft in pieces or (("", False),):
+            yield StreamPiece(text, is_draft, event=event)
+
+
+def _read_calls(events: Sequence[ChatEvent]) -> tuple[ToolCall, ...]:
+    texts: dict[int, str] = {event.index: event.text for event in events if isinstance(event, CallArguments)}
+    return tuple(
+        ToolCall(event.id, event.name, texts.get(event.index, ""))
+        for event in events
+        if isinstance(event, CallStart)
+    )
 
 
 def _embedding_vector(event: Event) -> bytes:

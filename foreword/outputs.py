@@ -6,9 +6,19 @@ from array import array
 from dataclasses import dataclass
 
 from foreword.core.outputs import TokenLogprob
+from foreword.formats.events import ChatEvent
 from foreword.metrics.request_stats import AnswerMetrics
 
-__all__ = ["CompletionOutput", "EmbeddingOutput", "RequestOutput", "StreamPiece"]
+__all__ = ["CompletionOutput", "EmbeddingOutput", "RequestOutput", "StreamPiece", "ToolCall"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str  # JSON of an object, cut off if the answer ended within it
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +26,16 @@ class CompletionOutput:
     """One choice."""
 
     index: int
-    text: str
+    text: str  # of chat the content, without reasoning and calls
     token_ids: tuple[int, ...]
-    finish_reason: str
+    finish_reason: str  # "stop", "length", "repetition", or "tool_calls" of an answer with complete calls
     stop_reason: str | int | None
     logprobs: tuple[TokenLogprob, ...] | None  # one per token if requested
     seed: int  # a request with n = 1 and this seed reproduces the choice
     metrics: AnswerMetrics | None  # as `"metrics": true` returns from the server
     logits_hashes: tuple[int, ...] = ()  # of the raw logits, one per token, in test mode
+    reasoning: str = ""  # of chat
+    tool_calls: tuple[ToolCall, ...] = ()  # of chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,14 @@ class RequestOutput:
     @property
     def text(self) -> str:
         return self.outputs[0].text
+
+    @property
+    def reasoning(self) -> str:
+        return self.outputs[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.outputs[0].tool_calls
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -70,3 +90,4 @@ class StreamPiece:
     is_draft: bool  # a drafter proposed it
     finish_reason: str | None = None  # of the last piece, which has no text
     metrics: AnswerMetrics | None = None  # of the last piece
+    event: ChatEvent | None = None  # with tools: what the piece is part of; the text is the event's

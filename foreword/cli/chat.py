@@ -29,11 +29,12 @@ from foreword.cli.flags import (
     user_message,
 )
 from foreword.cli.terminal import StyledText, WordWrapper, replace_unknown_characters, show_controls
-from foreword.cli.tools import REFUSED_RESULT, TOOLS, LocalTools, ToolCall, error_result, join_calls
+from foreword.cli.tools import REFUSED_RESULT, TOOLS, LocalTools, error_result, join_calls
 from foreword.cli.turn_reader import History, history_path, piped_turns, typed_turns
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import ConfigError, ContextLengthExceeded, ForewordError, InvalidRequest
 from foreword.formats.events import CallArguments, CallStart
+from foreword.outputs import ToolCall
 
 __all__ = ["ChatSession", "add_arguments", "run"]
 
@@ -127,8 +128,13 @@ class _Answer:
     @property
     def message(self) -> Message:
         """The answer as a message of the conversation."""
-        calls = {"tool_calls": [call.as_message_part() for call in self.calls]} if self.calls else {}
-        return {"role": "assistant", "content": self.text or (None if calls else ""), **calls}
+        if not self.calls:
+            return {"role": "assistant", "content": self.text}
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.calls
+        ]
+        return {"role": "assistant", "content": self.text or None, "tool_calls": calls}
 
     @property
     def said(self) -> str:
@@ -159,6 +165,61 @@ class _Answer:
         if length is not None:
             parts.append(f"{length:.1f} tokens per verify step (plain decoding: 1)")
         return ", ".join(parts)
+
+
+class _AnswerView:
+    """Shows one answer as it streams: reasoning, text and calls to a user, the text alone to a pipe."""
+
+    def __init__(self, console: Console, is_interactive: bool, has_colors: bool) -> None:
+        self.has_begun = False
+        self._file = console.file
+        self._is_interactive = is_interactive
+        self._has_colors = has_colors
+        self._wrapper = WordWrapper(lambda: console.width)
+        self._is_dim = False  # reasoning
+        self._last = ""  # text that was shown
+        self._has_calls = False
+
+    def show(self, piece: ChatPiece) -> None:
+        self.has_begun = True
+        self._has_calls |= piece.call is not None
+        text = piece.text
+        if piece.call is not None:
+            text = f"{piece.call.name} " if isinstance(piece.call, CallStart) else piece.call.text
+        if not text:
+            return
+        if not self._is_interactive:
+            if piece.call is None and not piece.is_reasoning:
+                self._last = text
+                self._write([(text, False)])
+            return
+        if piece.is_reasoning != self._is_dim or isinstance(piece.call, CallStart):
+            self._begin_line()
+            self._is_dim = piece.is_reasoning
+        self._last = text
+        self._write(self._wrapper.feed(show_controls(text), piece.is_drafted))
+
+    def end(self) -> None:
+        """Show what is held back, and end the line; an empty answer is an empty line."""
+        self._begin_line()
+        if not self._last and not self._has_calls:
+            self._write([("\n", False)])
+        if self._has_colors:
+            self._file.write(RESET)  # Ctrl-C may have come between colours
+        self._file.flush()
+
+    def _begin_line(self) -> None:
+        self._write(self._wrapper.flush())
+        if self._last and not self._last.endswith("\n"):
+            self._write(self._wrapper.feed("\n"))
+            self._last = "\n"
+
+    def _write(self, runs: Iterable[StyledText]) -> None:
+        for is_drafted, group in groupby(runs, itemgetter(1)):
+            text = "".join(part for part, _ in group)
+            color = GREEN if is_drafted else DIM if self._is_dim else ""
+            self._file.write(f"{color}{text}{RESET}" if color and self._has_colors else text)
+        self._file.flush()
 
 
 class ChatSession:
@@ -310,29 +371,24 @@ class ChatSession:
         """
         texts: list[str] = []
         parts: list[CallStart | CallArguments] = []
-        shown: list[str] = []
         tools = () if self._tools is None else TOOLS
         finish_reason, metrics, is_complete = None, None, True
-        wrapper = WordWrapper(lambda: self._console.width)
+        view = _AnswerView(self._console, self._is_interactive, self._has_colors)
         started_s = time.perf_counter()
         first_s = last_s = started_s
         try:
             for piece in self._backend.stream(messages, params, tools):
                 last_s = time.perf_counter()
-                first_s = first_s if texts else last_s
-                texts.append(piece.text)
+                first_s = first_s if view.has_begun else last_s
                 finish_reason, metrics = piece.finish_reason, piece.metrics
-                text = piece.text
-                if piece.call is not None and tools:
+                if piece.call is not None:
                     parts.append(piece.call)
-                    text += self._call_text(piece.call, shown)
-                shown += [text] if text else []
-                if self._is_interactive:
-                    self._show(wrapper.feed(show_controls(text), piece.is_drafted))
-                else:
-                    self._show([(text, False)])
+                elif not piece.is_reasoning:
+                    texts.append(piece.text)
+                view.show(piece)
         except ForewordError as error:
-            self._end_answer(wrapper, shown)
+            if view.has_begun:
+                view.end()
             if raises_length and isinstance(error, ContextLengthExceeded):
                 raise
             hint = "; /clear starts a new conversation, /save FILE keeps this one"
@@ -342,12 +398,12 @@ class ChatSession:
             if not self._is_interactive:
                 raise
             is_complete = False
-        self._end_answer(wrapper, shown if shown or parts else [""])
+        view.end()
         answer = _Answer(
             messages,
             params,
             "".join(texts),
-            join_calls(parts) if is_complete and finish_reason != "length" else (),
+            join_calls(parts) if tools and is_complete and finish_reason != "length" else (),
             last_s - started_s,
             last_s - first_s,
             is_complete,
@@ -360,28 +416,6 @@ class ChatSession:
         elif self._is_interactive:
             self.say(answer.figures())
         return answer
-
-    def _call_text(self, part: CallStart | CallArguments, shown: Sequence[str]) -> str:
-        """A part of a call as the user sees it, each call in a line of its own. Pipes get answers alone."""
-        if not self._is_interactive:
-            return ""
-        if isinstance(part, CallArguments):
-            return part.text
-        begin = "" if not shown or shown[-1].endswith("\n") else "\n"
-        return f"{begin}{part.name} "
-
-    def _end_answer(self, wrapper: WordWrapper, shown: Sequence[str]) -> None:
-        """Show what is held back, and end the line."""
-        self._show(wrapper.flush())
-        if shown:
-            reset = RESET if self._has_colors else ""  # Ctrl-C may have come between colours
-            self._print(reset, end="" if shown[-1].endswith("\n") else "\n")
-
-    def _show(self, runs: Iterable[StyledText]) -> None:
-        for is_drafted, group in groupby(runs, itemgetter(1)):
-            text = "".join(part for part, _ in group)
-            self._console.file.write(f"{GREEN}{text}{RESET}" if is_drafted and self._has_colors else text)
-        self._console.file.flush()
 
     def _fail(self, message: str) -> None:
         """Show an error: to a user not dimmed, else on stderr as errors of all commands."""

@@ -7,13 +7,13 @@ import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, cast
 
 import httpx
 
 from foreword.cli.flags import ENGINE_GROUPS, FLAGS, Message, add_config_options, read_config
-from foreword.cli.sse_reader import Chunk, call_events, choices_of, iter_chunks, text_of
+from foreword.cli.sse_reader import Chunk, call_events, choices_of, iter_chunks, reasoning_of, text_of
 from foreword.cli.startup import startup_line
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
@@ -46,7 +46,8 @@ class ChatPiece:
     is_drafted: bool = False  # an accepted draft token
     finish_reason: str | None = None
     metrics: Mapping[str, Any] | None = None  # None: not reported
-    call: CallStart | CallArguments | None = None  # part of a call of a tool
+    call: CallStart | CallArguments | None = None  # a part of a call, which is no text of the answer
+    is_reasoning: bool = False  # the text is no part of the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,11 +248,21 @@ def _structured_outputs(structured: StructuredOutput) -> dict[str, Any]:
 
 def _stream_pieces(chunk: Chunk) -> Iterator[ChatPiece]:
     for choice in choices_of(chunk):
-        if "tokens" in choice:
-            yield from _drafted_pieces(choice["tokens"])
-        elif text := text_of(choice):
-            yield ChatPiece(text)
-        yield from (ChatPiece("", call=event) for event in call_events(choice))
+        calls = list(call_events(choice))
+        tokens = list(_drafted_pieces(choice.get("tokens")))
+        match calls:
+            case [CallArguments() as arguments] if tokens:
+                yield from (
+                    replace(each, text="", call=replace(arguments, text=each.text)) for each in tokens
+                )
+            case [_, *_]:
+                yield from (ChatPiece("", call=call) for call in calls)
+            case _ if reasoning := reasoning_of(choice):
+                yield from (replace(each, is_reasoning=True) for each in tokens or [ChatPiece(reasoning)])
+            case _ if "tokens" in choice:
+                yield from tokens
+            case _ if text := text_of(choice):
+                yield ChatPiece(text)
         if isinstance(reason := choice.get("finish_reason"), str):
             metrics = choice.get("metrics")
             yield ChatPiece("", False, reason, metrics if isinstance(metrics, dict) else None)

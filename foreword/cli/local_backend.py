@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from foreword.cli.flags import Message, engine_fields
 from foreword.cli.terminal import loading_bar
 from foreword.config.options import Config
 from foreword.core.params import SamplingParams
+from foreword.formats.events import CallArguments, CallStart, ReasoningText
 from foreword.llm import LLM
 
 __all__ = ["LocalBackend"]
@@ -35,7 +37,17 @@ class LocalBackend:
         options: dict[str, Any] = {"tools": tools} if tools else {}
         for piece in self._llm.stream(llm_prompt, params, **options):
             metrics = piece.metrics.as_dict() if piece.metrics is not None else None
-            yield ChatPiece(piece.text, piece.is_draft, piece.finish_reason, metrics)
+            match piece.event:
+                case CallArguments() as arguments:
+                    call = replace(arguments, text=piece.text)
+                    yield ChatPiece("", piece.is_draft, call=call)
+                case CallStart() as call:
+                    yield ChatPiece("", call=call)
+                case event:
+                    is_reasoning = isinstance(event, ReasoningText)
+                    yield ChatPiece(
+                        piece.text, piece.is_draft, piece.finish_reason, metrics, is_reasoning=is_reasoning
+                    )
 
     def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> ChatResult:
         if isinstance(prompt, str):

@@ -18,6 +18,7 @@ __all__ = [
     "choices_of",
     "iter_chunks",
     "iter_chunks_async",
+    "reasoning_of",
     "text_of",
     "token_ids_of",
 ]
@@ -105,6 +106,14 @@ def text_of(choice: Mapping[str, Any]) -> str:
     """New text of a chat or completion choice; often empty."""
     delta = choice.get("delta")
     text = delta.get("content") if isinstance(delta, dict) else choice.get("text")
+    return text if isinstance(text, str) else ""
+
+
+def reasoning_of(choice: Mapping[str, Any]) -> str:
+    """New reasoning of a chat choice, under either of the names that servers use; often empty."""
+    delta = choice.get("delta")
+    fields = delta if isinstance(delta, dict) else {}
+    text = fields.get("reasoning_content") or fields.get("reasoning")
     return text if isinstance(text, str) else ""
 
 

@@ -12,15 +12,15 @@ import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from foreword.errors import ForewordError
 from foreword.formats.events import CallArguments, CallStart
+from foreword.outputs import ToolCall
 
-__all__ = ["REFUSED_RESULT", "TOOLS", "LocalTools", "ToolCall", "calculate", "error_result", "join_calls"]
+__all__ = ["REFUSED_RESULT", "TOOLS", "LocalTools", "calculate", "error_result", "join_calls"]
 
 MAX_FILE_BYTES: Final = 65_536
 MAX_ENTRIES: Final = 200  # of a directory
@@ -58,23 +58,6 @@ TOOLS: Final[Sequence[Mapping[str, Any]]] = (
     _define("list_files", "List the files of a directory; names of directories end with /.", "path", _PATH),
     _define("calculate", "Calculate an arithmetic expression.", "expression", "with + - * / // % ** ( )"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call as the model wrote it."""
-
-    id: str
-    name: str
-    arguments: str  # JSON text of an object, if the model wrote a valid call
-
-    def as_message_part(self) -> dict[str, Any]:
-        """An entry of `tool_calls` in an assistant message."""
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
 
 
 def join_calls(parts: Iterable[CallStart | CallArguments]) -> tuple[ToolCall, ...]:

@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from foreword.errors import InvalidRequest
+from foreword.formats.analysis import derive_tools, find_markers, num_common
 from foreword.formats.events import CallArguments, CallStart, ContentText, ReasoningText
 from foreword.formats.families import FORMATS
 from foreword.formats.parser import parse_message, starts_in_reasoning
 from foreword.formats.record import ChatFormat, ReasoningFormat, ToolFormat, bind_format
+from foreword.formats.response_template import from_response_template
 from foreword.formats.tools import Tool, ToolUse
 
 __all__ = ["Detection", "TemplateProbe", "Vocabulary", "assistant_turn", "detect_format"]
@@ -35,24 +37,11 @@ ARGUMENTS: Final[Mapping[str, Any]] = {  # of every type; templates stumble over
 TYPES: Final[Mapping[type, str]] = {
     str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"
 }  # fmt: skip
-PROOF_TOOLS: Final = (
-    Tool(
-        "foreword_find",
-        "Foreword finds.",
-        {
-            "type": "object",
-            "properties": {
-                key: {"type": TYPES[type(value)], "description": "Foreword's."}
-                for key, value in ARGUMENTS.items()
-            },
-            "required": list(ARGUMENTS),
-        },
-    ),
-    Tool("foreword_stop", "Foreword stops."),
-)
+PLAIN_ARGUMENTS: Final = {name: value for name, value in ARGUMENTS.items() if type(value) in (str, int)}
 QUESTION: Final = {"role": "user", "content": "Foreword asks"}
 CONTENT: Final = "Foreword tells"
 REASONING: Final = "Foreword thinks"
+FIND, STOP = "foreword_find", "foreword_stop"  # tools
 UNFINISHED_MARKER: Final = re.compile(r"[<\[][^<>\[\]\s]*$")
 
 
@@ -102,7 +91,9 @@ class Detection:
             proof = "proven" if self.is_proven else f"not proven ({'; '.join(self.problems)})"
             tools = f"{self.format.name} ({self.origin}), {proof}"
         reasoning = None if self.format is None else self.format.reasoning
-        return tools + ("" if reasoning is None else f"; reasoning between {reasoning.begin} and {reasoning.end}")
+        return tools + (
+            "" if reasoning is None else f"; reasoning between {reasoning.begin} and {reasoning.end}"
+        )
 
 
 def detect_format(
@@ -121,21 +112,26 @@ def detect_format(
         return Detection(None)
     source = template.source.replace('\\"', '"').replace("\\'", "'")
     problems: list[str] = []
-    for fmt, origin in _candidates(template, source, wanted, response_template):
-        assert fmt.tools is not None
-        fmt = _with_reasoning(fmt, source)
+    for fmt, origin in _candidates(template, vocabulary, source, wanted, response_template):
+        fmt = _with_text_markers(fmt, source, template, vocabulary)
+        assert fmt.tools is not None, "a candidate has a format of calls"
         describes_tools = template.renders_tools() and fmt.name != "generic"
         template.set_call_format(fmt.tools, describes_tools)
         problem = _difference(fmt, template, vocabulary)
         if problem is None or wanted == fmt.name:
             return Detection(fmt, origin, problem is None, () if problem is None else (problem,))
         problems.append(f"{fmt.name}: {problem}")
-    reasoning = next(iter(_reasoning_formats(source)), None)
-    return Detection(reasoning and ChatFormat("reasoning", reasoning=reasoning), problems=tuple(problems))
+    fmt = _with_text_markers(ChatFormat("text"), source, template, vocabulary)
+    is_known = fmt.reasoning is not None or fmt.content is not None
+    return Detection(fmt if is_known else None, problems=tuple(problems))
 
 
 def _candidates(
-    template: TemplateProbe, source: str, wanted: str, response_template: Mapping[str, Any] | None
+    template: TemplateProbe,
+    vocabulary: Vocabulary,
+    source: str,
+    wanted: str,
+    response_template: Mapping[str, Any] | None,
 ) -> Iterator[tuple[ChatFormat, str]]:
     """Formats to prove, and where they come from."""
     if wanted == "none":
@@ -143,15 +139,31 @@ def _candidates(
     if wanted != "auto":
         yield FORMATS[wanted], "--tool-format"
         return
+    if response_template is not None and (fmt := from_response_template(response_template)) is not None:
+        yield fmt, "tokenizer_config.json"
     families = [
         fmt
         for fmt in FORMATS.values()
-        if fmt.tools is not None and fmt.template_markers and all(mark in source for mark in fmt.template_markers)
+        if fmt.tools is not None
+        and fmt.template_markers
+        and all(mark in source for mark in fmt.template_markers)
     ]
     for fmt in sorted(families, key=lambda fmt: -sum(map(len, fmt.template_markers))):
         yield fmt, "markers of the chat template"
+    if template.renders_calls() and (tools := _analyse(template, vocabulary)) is not None:
+        yield ChatFormat("derived", tools), "what the chat template writes"
+    if template.renders_tools() and not template.renders_calls():
+        for fmt in FORMATS.values():
+            if fmt.tools is not None and vocabulary.token_to_id(_opener(fmt.tools)) is not None:
+                yield fmt, "a token of the vocabulary"
     if not template.renders_tools() and not template.renders_calls():
         yield FORMATS["generic"], "the chat template has no tools"
+
+
+def _opener(tools: ToolFormat) -> str:
+    """The first text of a call; empty if it begins with another part."""
+    first = (*tools.begin, *tools.call)[0]
+    return first if isinstance(first, str) and len(first) > 2 else ""
 
 
 def _reasoning_formats(source: str) -> Iterable[ReasoningFormat]:
@@ -160,28 +172,58 @@ def _reasoning_formats(source: str) -> Iterable[ReasoningFormat]:
     return [reasoning for begin, reasoning in known.items() if begin in source and reasoning.end in source]
 
 
-def _with_reasoning(fmt: ChatFormat, source: str) -> ChatFormat:
-    """The format with the reasoning of the template, which a family's models may lack."""
+def _with_text_markers(
+    fmt: ChatFormat, source: str, template: TemplateProbe, vocabulary: Vocabulary
+) -> ChatFormat:
+    """The format with the template's own markers of reasoning and content, which differ within a family."""
     formats = _reasoning_formats(source)
-    if fmt.reasoning is not None and any(fmt.reasoning.begin == other.begin for other in formats):
-        return fmt
-    return replace(fmt, reasoning=next(iter(formats), None))
+    if fmt.reasoning is None or all(fmt.reasoning.begin != other.begin for other in formats):
+        fmt = replace(fmt, reasoning=next(iter(formats), None))
+    if fmt.content is None or fmt.content[0] not in source:
+        turn = _turn(template, vocabulary, {"content": CONTENT, "reasoning_content": REASONING})
+        if fmt.reasoning is None and (markers := find_markers(turn, REASONING)) is not None:
+            fmt = replace(fmt, reasoning=ReasoningFormat(*markers))
+        markers = find_markers(turn, CONTENT)
+        if fmt.reasoning is not None and markers is not None and markers[0] == fmt.reasoning.end:
+            markers = None
+        fmt = replace(fmt, content=None if markers is None else markers[:2])
+    return fmt
+
+
+def _analyse(template: TemplateProbe, vocabulary: Vocabulary) -> ToolFormat | None:
+    """The format of calls as the template writes them."""
+    calls = [
+        (name, {"first": f"Foreword {name} once", "second": f"Foreword {name} again"})
+        for name in (FIND, STOP)
+    ]
+    written = [_call(index, *call) for index, call in enumerate(calls)]
+    turns = [
+        _turn(template, vocabulary, {"content": "", "tool_calls": written[:number]}) for number in (1, 2)
+    ]
+    return derive_tools(turns[0], turns[1], calls)
+
+
+def _turn(template: TemplateProbe, vocabulary: Vocabulary, message: Mapping[str, Any]) -> str:
+    """What the template writes for a message of the assistant; empty if it refuses it."""
+    try:
+        tools = _proof_tools(PLAIN_ARGUMENTS)
+        return assistant_turn(template, {"role": "assistant", **message}, vocabulary.end_texts, tools)[1]
+    except InvalidRequest:
+        return ""
 
 
 def _difference(fmt: ChatFormat, template: TemplateProbe, vocabulary: Vocabulary) -> str | None:
     """What does not survive rendering and parsing; None if all does."""
-    first = _difference_with(ARGUMENTS, fmt, template, vocabulary)
-    if first is None or "None" not in first:
-        return first
-    # Some templates write null inside of an argument as Python does; their models write what they like.
-    without_null = {name: value for name, value in ARGUMENTS.items() if name != "items"}
-    return first if _difference_with(without_null, fmt, template, vocabulary) else None
+    if _difference_with(ARGUMENTS, fmt, template, vocabulary) is None:
+        return None
+    # Some templates write other values as Python does, or fail on schemas with other types.
+    return _difference_with(PLAIN_ARGUMENTS, fmt, template, vocabulary)
 
 
 def _difference_with(
     arguments: Mapping[str, Any], fmt: ChatFormat, template: TemplateProbe, vocabulary: Vocabulary
 ) -> str | None:
-    find, stop = _call(0, "foreword_find", arguments), _call(1, "foreword_stop", {})
+    find, stop, tools = _call(0, FIND, arguments), _call(1, STOP, {}), _proof_tools(arguments)
     for label, message in (
         ("a call", {"content": "", "tool_calls": [find]}),
         ("two calls", {"content": "", "tool_calls": [find, stop]}),
@@ -189,12 +231,21 @@ def _difference_with(
         ("reasoning and a call", {"content": "", "reasoning_content": REASONING, "tool_calls": [find]}),
     ):
         try:
-            problem = _round_trip(fmt, template, vocabulary, {"role": "assistant", **message})
+            problem = _round_trip(fmt, template, vocabulary, tools, {"role": "assistant", **message})
         except InvalidRequest as error:
             problem = error.message
         if problem is not None:
             return f"{label}: {problem}"
     return None
+
+
+def _proof_tools(arguments: Mapping[str, Any]) -> tuple[Tool, ...]:
+    """A tool with these arguments, and one without."""
+    properties = {
+        name: {"type": TYPES[type(value)], "description": "Foreword's."} for name, value in arguments.items()
+    }
+    schema = {"type": "object", "properties": properties, "required": list(arguments)}
+    return (Tool(FIND, "Foreword finds.", schema), Tool(STOP, "Foreword stops."))
 
 
 def _call(index: int, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,7 +262,7 @@ def assistant_turn(
     """The prompt of a turn, and what the template writes for it. Raises InvalidRequest."""
     prompt = template.render([QUESTION], tools=tools)
     text = template.render([QUESTION, message], tools=tools, add_generation_prompt=False)
-    start = next((i for i, (a, b) in enumerate(zip(prompt, text)) if a != b), min(len(prompt), len(text)))
+    start = num_common(prompt, text)
     if start < len(prompt) and (marker := UNFINISHED_MARKER.search(text, 0, start)):
         start = marker.start()  # two markers that begin alike
     ends = [index for end in end_texts if (index := text.find(end, start)) >= 0]
@@ -219,16 +270,23 @@ def assistant_turn(
 
 
 def _round_trip(
-    fmt: ChatFormat, template: TemplateProbe, vocabulary: Vocabulary, message: Mapping[str, Any]
+    fmt: ChatFormat,
+    template: TemplateProbe,
+    vocabulary: Vocabulary,
+    tools: tuple[Tool, ...],
+    message: Mapping[str, Any],
 ) -> str | None:
     """What differs after parsing the rendered message."""
-    prompt, turn = assistant_turn(template, message, vocabulary.end_texts, PROOF_TOOLS)
+    prompt, turn = assistant_turn(template, message, vocabulary.end_texts, tools)
     bound = bind_format(fmt, vocabulary.token_to_id, vocabulary.special_ids)
     prompt_ids = [token_id for token_id, _ in vocabulary.tokenize(prompt)]
     reasons = starts_in_reasoning(bound, prompt_ids, prompt)
-    events = parse_message(bound, ToolUse(PROOF_TOOLS), vocabulary.tokenize(turn), reasons)
+    events = parse_message(bound, ToolUse(tools), vocabulary.tokenize(turn), reasons)
     calls = [
-        (event.name, "".join(e.text for e in events if isinstance(e, CallArguments) and e.index == event.index))
+        (
+            event.name,
+            "".join(e.text for e in events if isinstance(e, CallArguments) and e.index == event.index),
+        )
         for event in events
         if isinstance(event, CallStart)
     ]
@@ -241,6 +299,8 @@ def _round_trip(
     for (name, text), (_, arguments) in zip(calls, expected, strict=True):
         if _canonical(text) != json.dumps(arguments, sort_keys=True):
             return f"arguments of {name} parsed as {text}"
+    if fmt.reasoning is None and "reasoning_content" in message:
+        return None  # it stays in the content
     return _text_difference(events, message, turn)
 
 

@@ -69,7 +69,10 @@ def merge_events(events: Iterable[ChatEvent]) -> tuple[ChatEvent, ...]:
 
 
 def _join_texts(run: list[ChatEvent]) -> ChatEvent:
+    first = run[0]
     if len(run) == 1:
-        return run[0]
-    texts = [event.text for event in run if not isinstance(event, CallStart | CallEnd)]
-    return replace(run[0], text="".join(texts))  # type: ignore[call-arg]  # only texts are in a longer run
+        return first
+    assert not isinstance(first, CallStart | CallEnd), "only texts are joined"
+    return replace(
+        first, text="".join(event.text for event in run if not isinstance(event, CallStart | CallEnd))
+    )

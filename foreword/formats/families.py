@@ -116,7 +116,7 @@ _ALL: Final = (
             ToolFormat(("<|python_tag|>", JsonCall(arguments_key="parameters")), separator=(";",)),
             ToolFormat(("<|python_tag|>", Name(), ".call(", PythonArguments(), ")")),
         ),
-        template_markers=("<|python_tag|>", '"parameters"'),
+        template_markers=("<|start_header_id|>", '"parameters"'),
     ),
     ChatFormat(
         "pythonic",
@@ -198,9 +198,7 @@ _ALL: Final = (
                 Name(),
                 '">',
                 Space("\n"),
-                TaggedArguments(
-                    '<｜DSML｜parameter name="', '"', "</｜DSML｜parameter>", types_in_tag=True
-                ),
+                TaggedArguments('<｜DSML｜parameter name="', '"', "</｜DSML｜parameter>", types_in_tag=True),
                 "</｜DSML｜invoke>",
             ),
             ("<｜DSML｜function_calls>", Space("\n")),
@@ -234,7 +232,7 @@ _ALL: Final = (
         "lfm2",
         _python_list("<|tool_call_start|>", "<|tool_call_end|>"),
         reasoning=THINK,
-        template_markers=("<|tool_call_start|>",),
+        template_markers=("<|tool_list_start|>",),
     ),
     ChatFormat(
         "granite",
@@ -292,7 +290,7 @@ _ALL: Final = (
         content=("<|channel|>final<|message|>", "<|end|>"),
         dropped=("<|start|>assistant", "<|channel|>commentary<|message|>", "<|return|>"),
         inner_tokens=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
-        template_markers=("<|channel|>", "<|constrain|>"),
+        template_markers=("<|channel|>", "<|call|>"),
     ),
     # For templates without tools: a system text asks for this form.
     ChatFormat("generic", HERMES_CALL, reasoning=THINK),

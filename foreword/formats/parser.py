@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
@@ -42,6 +42,17 @@ from foreword.formats.record import (
     bind_format,
 )
 from foreword.formats.tools import Tool, ToolUse
+from foreword.formats.values import (
+    ANY_TYPES,
+    JSON_STRING,
+    CustomInput,
+    RawValue,
+    Unescape,
+    argument_types,
+    decode_python_escape,
+    escape,
+    scalar_to_json,
+)
 
 __all__ = ["BoundFormat", "ChatParser", "bind_format", "parse_message", "starts_in_reasoning"]
 
@@ -54,26 +65,15 @@ MARKER: Final = re.compile("[\ud800-\udfff]")
 SPACES: Final = re.compile(r"[ \t\r\n]*+")
 NAME: Final = re.compile(r"[\w.:/-]*+", re.ASCII)
 JSON_STRUCTURE: Final = re.compile('["{}\\[\\]\ud800-\udfff]')
-JSON_STRING: Final = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 JSON_SCALAR: Final = re.compile('[^\\s,:"{}\\[\\]\ud800-\udfff]*+')
-PYTHON_SCALAR: Final = re.compile("[^\\s,:=()\"'{}\\[\\]\ud800-\udfff]*+")
-JSON_NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-LITERALS: Final = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false"} | {
-    "null": "null"
-}
-HEX: Final = "[0-9a-fA-F]"
-LOW: Final = r"\\u[dD][c-fC-F]" + HEX * 2
-HIGH: Final = r"\\u[dD][89abAB]" + HEX * 2
-ESCAPE: Final = re.compile(rf"{HIGH}{LOW}|\\u{HEX}{{4}}|\\[^u]", re.DOTALL)
-# A high surrogate is whole with its low one, or once something else follows.
-NO_LOW: Final = rf"(?=[^\\]|\\[^u]|\\u[^dD]|\\u[dD][^c-fC-F])"
-WHOLE_ESCAPES: Final = re.compile(
-    rf"(?:[^\\]++|\\[^u]|{HIGH}{LOW}|{HIGH}{NO_LOW}|(?!{HIGH})\\u{HEX}{{4}}|\\u(?={HEX}{{0,3}}[^0-9a-fA-F]))*+",
-    re.DOTALL,
+BARE_SCALAR: Final = re.compile("[^,{}\\[\\]\ud800-\udfff]*+")
+PYTHON_ESCAPE: Final = re.compile(
+    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)?", re.DOTALL
 )
-ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
-INPUT_BEGIN: Final = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-JSON_TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
+PYTHON_STRINGS: Final = {quote: re.compile(rf"[^{quote}\\]*+") for quote in "'\""}
+MAX_ESCAPE_CHARS: Final = 10
+PYTHON_SCALAR: Final = re.compile("[^\\s,:=()\"'{}\\[\\]\ud800-\udfff]*+")
+
 
 Wait = Generator[None, None, bool]  # a step of the parser; whether it found what it looked for
 
@@ -91,7 +91,9 @@ def parse_message(
     parser = ChatParser(bound, use, starts_in_reasoning, "call_{}".format)
     if isinstance(answer, str):
         ids = bound.token_ids
-        spelled = re.compile("|".join(re.escape(text) for text in sorted(ids, key=len, reverse=True)) or "(?!)")
+        spelled = re.compile(
+            "|".join(re.escape(text) for text in sorted(ids, key=len, reverse=True)) or "(?!)"
+        )
         position, tokens = 0, []
         for match in spelled.finditer(answer):
             tokens += [(-1, answer[position : match.start()]), (ids[match[0]], match[0])]
@@ -117,7 +119,7 @@ def starts_in_reasoning(bound: BoundFormat, prompt_ids: Sequence[int], text: str
             if token_id == end or token_id in bound.special_ids:
                 return False
         return False
-    before, marker, after = text.rpartition(reasoning.begin)
+    _, marker, after = text.rpartition(reasoning.begin)
     return bool(marker) and reasoning.end not in after and "<|" not in after
 
 
@@ -185,7 +187,10 @@ class _Syntax:
         self.dropped = tuple(map(encode, fmt.dropped))
         # The last text of a call or section: one that follows a call directly is dropped.
         self.closers = {
-            parts[-1] for form in forms for parts in (form.call, form.end) if parts and isinstance(parts[-1], str)
+            parts[-1]
+            for form in forms
+            for parts in (form.call, form.end)
+            if parts and isinstance(parts[-1], str)
         }
         begins = [self.reasoning.begin] if self.reasoning else []
         texts = [*self.triggers, *begins, *self.content, *self.dropped]
@@ -203,6 +208,16 @@ class _Syntax:
 _syntax = lru_cache(maxsize=16)(_Syntax)
 
 
+@lru_cache(maxsize=64)
+def _stops(*texts: str) -> _Stops:
+    return _Stops.of(texts)
+
+
+@lru_cache(maxsize=16)
+def _quote_stops(quote: str) -> _Stops:
+    return _Stops.of([quote], any_marker=False)
+
+
 def _encode_form(form: ToolFormat, encode: Callable[[str], str]) -> ToolFormat:
     def encode_parts(parts: tuple[Part, ...]) -> tuple[Part, ...]:
         return tuple(map(encode_part, parts))
@@ -212,8 +227,13 @@ def _encode_form(form: ToolFormat, encode: Callable[[str], str]) -> ToolFormat:
             case str():
                 return encode(part)
             case TaggedArguments():
-                names = ("key_begin", "key_end", "value_begin", "value_end")
-                return replace(part, **{name: encode(getattr(part, name)) for name in names})
+                return replace(
+                    part,
+                    key_begin=encode(part.key_begin),
+                    key_end=encode(part.key_end),
+                    value_begin=encode(part.value_begin),
+                    value_end=encode(part.value_end),
+                )
             case BareArguments():
                 return BareArguments(encode(part.quote))
             case _:
@@ -221,7 +241,11 @@ def _encode_form(form: ToolFormat, encode: Callable[[str], str]) -> ToolFormat:
 
     separator = None if form.separator is None else encode_parts(form.separator)
     return ToolFormat(
-        encode_parts(form.call), encode_parts(form.begin), separator, encode_parts(form.end), form.opens_answer
+        encode_parts(form.call),
+        encode_parts(form.begin),
+        separator,
+        encode_parts(form.end),
+        form.opens_answer,
     )
 
 
@@ -241,6 +265,7 @@ class ChatParser:
         self.num_call_tokens = 0  # markers included
         self.num_parse_errors = 0  # what began like a call and was none, or ended before its arguments did
         self._syntax = _syntax(bound)
+        self.marker_ids: Collection[int] = self._syntax.chars.keys()
         self._tools = {tool.name: tool for tool in use.callable_tools}
         self._names = sorted(self._tools, key=len, reverse=True)
         self._new_call_id = new_call_id
@@ -259,10 +284,11 @@ class ChatParser:
         self._says = False  # content since the last call or reasoning
         self._opens = True  # no text yet since the begin or since the reasoning
 
+        self._is_in_call = False  # it has started and not ended
         self._tool: Tool | None = None  # of the call that is read
         self._id: str | None = None  # as the model wrote it
         self._used_ids: set[str] = set()
-        self._input: _CustomInput | None = None
+        self._input: CustomInput | None = None
         self._run = self._read_answer()
         next(self._run)
 
@@ -302,6 +328,11 @@ class ChatParser:
     def _take_events(self) -> list[ChatEvent]:
         events, self._events = self._events, []
         return events
+
+    @property
+    def _is_cut(self) -> bool:
+        """The answer has ended within a call, not by the model: what is not certain there is dropped."""
+        return self._ended and self._is_in_call and not self._ended_by_model
 
     # Input. These methods leave the position behind what they have read.
 
@@ -370,9 +401,7 @@ class ChatParser:
             if end < len(self._buffer) or len(word) > 2 * MAX_HEADER_CHARS or not (yield from self._wait()):
                 return word
 
-    def _pass_until(
-        self, stops: _Stops, emit: Callable[[str], None]
-    ) -> Generator[None, None, str | None]:
+    def _pass_until(self, stops: _Stops, emit: Callable[[str], None]) -> Generator[None, None, str | None]:
         """Pass text on up to the next stop, which is not read. Returns it, None at the end of the answer."""
         while True:
             buffer, position = self._buffer, self._position
@@ -389,7 +418,7 @@ class ChatParser:
                 self._position = end
             if stop is not None and is_whole:
                 return stop[0]
-            if not (yield from self._wait()) and self._position == len(self._buffer):
+            if not (yield from self._wait()) and (self._is_cut or self._position == len(self._buffer)):
                 return None
 
     # Texts and calls, as events.
@@ -426,10 +455,11 @@ class ChatParser:
         if call_id is None or call_id in self._used_ids:
             call_id = self._new_call_id(self.num_calls)
         self._used_ids.add(call_id)
-        self._input = _CustomInput() if self._tool.is_custom else None
+        self._input = CustomInput() if self._tool.is_custom else None
         self._raw = None
         self._space.clear()
         self._drops_space, self._says, self._opens = False, False, True
+        self._is_in_call = True
         self._events.append(CallStart(self.num_calls, call_id, self._tool.name))
         self.num_calls += 1
 
@@ -443,6 +473,7 @@ class ChatParser:
     def _end_call(self) -> None:
         if self._input is not None and (text := self._input.flush()):
             self._events.append(CallArguments(self.num_calls - 1, text))
+        self._is_in_call = False
         self._events.append(CallEnd(self.num_calls - 1))
 
     # The answer.
@@ -461,9 +492,9 @@ class ChatParser:
             if stop is None:
                 break
             yield from self._read_marker(stop)
-        if self._says or not self.num_calls:
-            if self._space and not self._drops_space:
-                self._events.append(ContentText("".join(self._space)))
+        space = "".join(self._space)
+        if space and not space.strip(WHITESPACE) and (self._says or not self.num_calls):
+            self._events.append(ContentText(space))
 
     def _read_marker(self, stop: str) -> Generator[None, None, None]:
         """Read a marker within content."""
@@ -485,8 +516,7 @@ class ChatParser:
         elif stop in syntax.dropped:
             self._drop_space()
         elif stop in syntax.content[1:] and not is_token:
-            if (yield from self._skip_space()):
-                self._say(stop)
+            self._space.append(stop)  # text only if more text follows
         elif stop in syntax.closers and not is_token and not self._says and self.num_calls:
             pass
         else:
@@ -525,6 +555,8 @@ class ChatParser:
         for form in forms:
             self._raw, self._mark = [], self._position
             if (yield from self._read_calls(form)):
+                if self._is_in_call:  # the answer is cut here
+                    self._position = len(self._buffer)
                 self._raw = None
                 self._region = _Region.CONTENT
                 return True
@@ -592,13 +624,13 @@ class ChatParser:
             texts = [text for text in (*parts[i + 1 :], *form.end) if isinstance(text, str)]
             match part:
                 case str():
-                    if part.strip(WHITESPACE) and not (yield from self._read_text(part)):
-                        if self.num_calls == num_calls:
-                            return False
+                    is_read = not part.strip(WHITESPACE) or (yield from self._read_text(part))
+                    if not is_read and self.num_calls == num_calls:
+                        return False
                 case Space():
                     pass
                 case Header():
-                    if not (yield from self._skip_header(texts[0])):
+                    if (yield from self._read_header(texts[0])) is None:
                         return False
                 case Name() | CallId() | NameInId():
                     yield from self._read_name(part)
@@ -613,18 +645,24 @@ class ChatParser:
                     self._start_call()
                     if (yield from self._pass_json(self._emit)):
                         self._end_call()
-                case _:
-                    return False
+                case TaggedArguments():
+                    if not (yield from self._read_tagged(part, texts[0])):
+                        return False
+                case PythonArguments() | BareArguments():
+                    if not (yield from self._read_keywords(part, texts[0])):
+                        return False
         return True
 
-    def _skip_header(self, text: str) -> Wait:
-        """Skip a short text up to this one."""
+    def _read_header(self, text: str) -> Generator[None, None, str | None]:
+        """Read a short text up to this one. None if there is none."""
         while (start := self._buffer.find(text, self._position)) < 0:
             if len(self._buffer) - self._position > MAX_HEADER_CHARS or not (yield from self._wait()):
-                return False
-        is_short = start - self._position <= MAX_HEADER_CHARS
+                return None
+        if start - self._position > MAX_HEADER_CHARS:
+            return None
+        header = self._buffer[self._position : start]
         self._position = start
-        return is_short
+        return header
 
     def _read_name(self, part: Name | CallId | NameInId) -> Generator[None, None, None]:
         word = yield from self._peek_word()
@@ -664,7 +702,7 @@ class ChatParser:
         pieces: list[str] = []
         if not (yield from self._pass_string(pieces.append)):
             return None
-        unescape = _Unescape()
+        unescape = Unescape()
         return unescape.feed("".join(pieces)) + unescape.flush()
 
     def _pass_json(self, emit: Callable[[str], None]) -> Wait:
@@ -778,7 +816,7 @@ class ChatParser:
     def _read_json_arguments(
         self, emit: Callable[[str], None], start: Callable[[], None] = lambda: None
     ) -> Wait:
-        """Read arguments: an object, the same as a JSON string, or null. False if they are none, or do not end.
+        """Read arguments: an object, one as a JSON string, or null. False if they are none or do not end.
 
         start  called once they are known to be arguments
         """
@@ -794,7 +832,7 @@ class ChatParser:
                 self._position += 2
             if char == "{":
                 start()
-                unescape = _Unescape()
+                unescape = Unescape()
                 return (yield from self._pass_string(lambda text: emit(unescape.feed(text))))
             if char == '"':
                 self._position += 1
@@ -809,67 +847,262 @@ class ChatParser:
             return True
         return False
 
+    # Arguments between tags.
+
+    def _read_tagged(self, part: TaggedArguments, closer: str) -> Wait:
+        """Read arguments up to the closer. False if they are none."""
+        tool, num_arguments, is_started = self._tool, 0, False
+        assert tool is not None
+        while True:
+            char = yield from self._skip_space()
+            is_next = bool(char) and (yield from self._at(part.key_begin))
+            is_closed = bool(char) and not is_next and (yield from self._at(closer))
+            if not is_started:
+                if not (is_next or is_closed):
+                    return False
+                self._start_call()
+                self._emit("{")
+                is_started = True
+            if is_next:
+                self._position += len(part.key_begin)
+                key = yield from self._read_header(part.key_end)
+                if key is None or MARKER.search(key):
+                    self.num_parse_errors += 1
+                    continue
+                self._position += len(part.key_end)
+                types = argument_types(tool, key)
+                if part.types_in_tag:
+                    header = yield from self._read_header(">")
+                    self._position += header is not None
+                    types = frozenset({"string"}) if 'string="true"' in (header or "") else types - {"string"}
+                elif part.value_begin:
+                    yield from self._read_text(part.value_begin)
+                self._emit((", " if num_arguments else "") + json.dumps(key, ensure_ascii=False) + ": ")
+                num_arguments += 1
+                if not (yield from self._read_value(part, closer, types or ANY_TYPES)):
+                    return True
+            elif is_closed or (MARKER.match(char) if char else self._ended_by_model):
+                self._emit("}")
+                self._end_call()
+                return True
+            elif not char:
+                return True
+            else:  # no argument: skip it
+                self.num_parse_errors += 1
+                yield from self._pass_until(_stops(part.key_begin, closer), _ignore)
+
+    def _read_value(self, part: TaggedArguments, closer: str, types: frozenset[str]) -> Wait:
+        """Read a value and its closing tag. False if the answer ends before.
+
+        A tag that is spelled closes a value only where the arguments go on or end behind it.
+        """
+        value = RawValue(types, part.padding, self._emit)
+        stops = _stops(part.value_end, closer)
+        while (stop := (yield from self._pass_until(stops, value.feed))) is not None:
+            if stop == part.value_end:
+                is_end = MARKER.match(stop) is not None or (
+                    yield from self._is_followed(len(stop), (part.key_begin, closer))
+                )
+                num_read = len(stop)
+            elif stop == closer and len(stop) > 1:
+                is_end = yield from self._is_followed(len(stop), ())
+                num_read = 0
+            else:
+                is_end = stop == closer or stop in self._syntax.closers
+                num_read = 0
+            if is_end:
+                value.close()
+                self._position += num_read
+                return True
+            if self._is_cut:
+                return False
+            self._position += len(stop)
+            value.feed(self._syntax.spell(stop))
+        return False
+
+    def _is_followed(self, num_chars: int, texts: tuple[str, ...]) -> Wait:
+        """Whether one of some texts, a marker token or the end follows these characters and whitespace.
+
+        Nothing is read. False where the answer is cut: see `_is_cut`.
+        """
+        while True:
+            begin = self._position + num_chars
+            end = SPACES.match(self._buffer, begin).end()  # type: ignore[union-attr]
+            if end - begin > MAX_SPACE_CHARS:
+                return True
+            if end < len(self._buffer):
+                if MARKER.match(self._buffer, end) or self._buffer.startswith(texts, end):
+                    return True
+                rest = self._buffer[end : end + MAX_HEADER_CHARS]
+                if not any(text.startswith(rest) for text in texts):
+                    return False
+            if not (yield from self._wait()):
+                return end == len(self._buffer) and not self._is_cut
+
+    # Keyword arguments of Python's and of a bare syntax.
+
+    def _read_keywords(self, part: PythonArguments | BareArguments, closer: str) -> Wait:
+        """Read arguments up to the closer, which is not read. False if they are none."""
+        tool, num_arguments, is_started = self._tool, 0, False
+        assert tool is not None
+        quote = part.quote if isinstance(part, BareArguments) else ""
+        keys = list((tool.parameters or {}).get("properties") or ())  # of arguments by position
+        while True:
+            char = yield from self._skip_space()
+            is_closed = char == closer or (not char and is_started and self._ended_by_model)
+            if is_closed or (is_started and char and char != quote and MARKER.match(char)):
+                if not is_started:
+                    self._start_call()
+                self._emit("}" if num_arguments else "{}")
+                self._end_call()
+                self.num_parse_errors += bool(char) and not is_closed
+                return True
+            if not char:
+                return is_started
+            if char == "," and is_started:
+                self._position += 1
+                continue
+            key: str | None = None
+            word = ""
+            if quote and (char == '"' or (yield from self._at(quote))):
+                pieces: list[str] = []
+                if not (yield from self._convert_string(char, quote, pieces.append)):
+                    return is_started
+                word = Unescape().feed("".join(pieces[1:-1]))
+            else:
+                word = yield from self._read_run(PYTHON_SCALAR)
+            if (yield from self._skip_space()) == (":" if quote else "=") and word:
+                self._position += 1
+                key, word = word, ""
+            elif not quote and num_arguments < len(keys):
+                key = str(keys[num_arguments])
+            elif is_started:
+                self.num_parse_errors += 1
+                self._position += not word
+                continue
+            else:
+                return False
+            if not is_started:
+                self._start_call()
+                is_started = True
+            self._emit((", " if num_arguments else "{") + json.dumps(key, ensure_ascii=False) + ": ")
+            num_arguments += 1
+            types = argument_types(tool, key)
+            if word:
+                self._emit(scalar_to_json(word, types))
+            elif not (yield from self._convert(quote, types)):
+                return True
+
+    def _convert(self, quote: str, types: frozenset[str]) -> Wait:
+        """Pass on a value as JSON. False if the answer ends before it does.
+
+        quote  around strings of a bare syntax; "": Python's syntax
+        """
+        closers: list[str] = []
+        is_first, is_value = True, False
+        while char := (yield from self._skip_space()):
+            is_key = bool(closers) and closers[-1] == "}" and not is_value
+            if char in ")]}" or (char == "," and not closers):
+                if not closers:  # there is no value
+                    self._emit("null")
+                    return True
+                self._position += 1
+                self._emit(("null" if is_value else "") + closers.pop())
+            elif char != quote and MARKER.match(char):
+                self.num_parse_errors += 1
+                self._emit(("" if closers and not is_value else "null") + "".join(reversed(closers)))
+                return True
+            elif char in ",:=" or (is_key and char in "([{") or (quote and char == "'"):
+                self._position += 1
+                continue
+            else:
+                if closers and not is_first and not is_value:
+                    self._emit(", ")
+                is_first = False
+                if char in "([{":
+                    self._position += 1
+                    closers.append("}" if char == "{" else "]")
+                    self._emit("{" if char == "{" else "[")
+                    is_first, is_value = True, False
+                    continue
+                if char in "'\"" or (quote and (yield from self._at(quote))):
+                    if not (yield from self._convert_string(char, quote, self._emit)):
+                        return False
+                elif is_key or not quote:
+                    word = yield from self._read_run(PYTHON_SCALAR)
+                    self._emit(
+                        json.dumps(word, ensure_ascii=False) if is_key else scalar_to_json(word, types)
+                    )
+                else:
+                    word = yield from self._read_run(BARE_SCALAR)
+                    self._emit(scalar_to_json(word.rstrip(), types))
+                if is_key:
+                    self._emit(": ")
+                    is_value = True
+                    continue
+            is_first = is_value = False
+            if not closers:
+                return True
+            types = ANY_TYPES
+        return False
+
+    def _convert_string(self, char: str, quote: str, emit: Callable[[str], None]) -> Wait:
+        """Pass on a string, whose quote is next, as JSON. False if the answer ends before it does."""
+        if quote and char == '"' and not (yield from self._at(quote)):
+            self._position += 1
+            emit('"')
+            is_closed = yield from self._pass_string(emit)
+            emit('"' if is_closed else "")
+            return is_closed
+        if quote:
+            self._position += len(quote)
+            emit('"')
+            stop = yield from self._pass_until(_quote_stops(quote), lambda text: emit(self._escape(text)))
+            if stop is None:
+                return False
+            self._position += len(quote)
+            emit('"')
+            return True
+        return (yield from self._convert_python_string(char, emit))
+
+    def _escape(self, text: str) -> str:
+        return escape(self._syntax.spell(text))
+
+    def _convert_python_string(self, quote: str, emit: Callable[[str], None]) -> Wait:
+        """A quote inside a string counts as its end only where a value may end."""
+        is_long = yield from self._at(quote * 3)
+        self._position += 3 if is_long else 1
+        emit('"')
+        while True:
+            end = PYTHON_STRINGS[quote].match(self._buffer, self._position).end()  # type: ignore[union-attr]
+            if end > self._position:
+                emit(self._escape(self._buffer[self._position : end]))
+                self._position = end
+            char = yield from self._peek()
+            if not char:
+                return False
+            if char == "\\":
+                while len(self._buffer) - self._position < MAX_ESCAPE_CHARS and (yield from self._wait()):
+                    pass
+                sequence = PYTHON_ESCAPE.match(self._buffer, self._position)
+                assert sequence is not None
+                self._position = sequence.end()
+                if self._is_cut and self._position == len(self._buffer):
+                    return False
+                emit(self._escape(decode_python_escape(sequence[0])))
+            elif char == quote:
+                if is_long:
+                    is_end = yield from self._at(quote * 3)
+                else:
+                    is_end = yield from self._is_followed(1, (",", ")", "]", "}", ":"))
+                self._position += 3 if is_long and is_end else 1
+                if is_end:
+                    emit('"')
+                    return True
+                if self._is_cut:
+                    return False
+                emit(self._escape(quote))
+
 
 def _ignore(_: str) -> None:
     pass
-
-
-class _Unescape:
-    """The text of a JSON string, piece by piece. An incomplete escape waits; an invalid one is text."""
-
-    def __init__(self) -> None:
-        self._held = ""
-
-    def feed(self, text: str) -> str:
-        """text  more of the string; a piece does not end in a single backslash"""
-        text = self._held + text
-        end = WHOLE_ESCAPES.match(text).end()  # type: ignore[union-attr]
-        self._held = text[end:]
-        return ESCAPE.sub(_decode_escape, text[:end])
-
-    def flush(self) -> str:
-        text, self._held = self._held, ""
-        return ESCAPE.sub(_decode_escape, text)
-
-
-def _decode_escape(match: re.Match[str]) -> str:
-    escape = match[0]
-    if escape[1] != "u":
-        return ESCAPED.get(escape[1], escape[1])
-    if len(escape) == 12:
-        pair = chr(int(escape[2:6], 16)) + chr(int(escape[8:], 16))
-        return pair.encode("utf-16", "surrogatepass").decode("utf-16")
-    return "\ufffd" if MARKER.match(chr(int(escape[2:], 16))) else chr(int(escape[2:], 16))
-
-
-class _CustomInput:
-    """The input of a custom tool, out of its arguments: {"input": "..."}. Other arguments are the input."""
-
-    def __init__(self) -> None:
-        self._head = ""
-        self._unescape: _Unescape | None = None
-        self._is_closed = False
-
-    def feed(self, text: str) -> str:
-        """text  more of the arguments, cut anywhere but between a backslash and what it escapes"""
-        if self._unescape is None:
-            if len(self._head) > MAX_HEADER_CHARS:
-                return text
-            self._head += text
-            begin = INPUT_BEGIN.match(self._head)
-            if begin is None:
-                return self._head if len(self._head) > MAX_HEADER_CHARS else ""
-            text, self._unescape = self._head[begin.end() :], _Unescape()
-        if self._is_closed:
-            return ""
-        end = JSON_STRING.match(text).end()  # type: ignore[union-attr]
-        piece = self._unescape.feed(text[:end])
-        if end < len(text):
-            self._is_closed = True
-            piece += self._unescape.flush()
-        return piece
-
-    def flush(self) -> str:
-        """What is left at the end of the arguments."""
-        is_other = self._unescape is None and len(self._head) <= MAX_HEADER_CHARS and self._head != "{}"
-        return self._head if is_other else ""

@@ -186,14 +186,16 @@ class BoundFormat:
     special_ids: frozenset[int] = frozenset()  # of the vocabulary; one of them ends each turn
 
     def pieces(self, text: str) -> tuple[str | int, ...]:
-        """A text of the record as texts and ids of marker tokens: `<|start|>assistant` is (ID, "assistant")."""
+        """A record's text as texts and ids of marker tokens: `<|start|>assistant` is (ID, "assistant")."""
         if text in self.token_ids:
             return (self.token_ids[text],)
         inner = [token for token in self.format.inner_tokens if token in self.token_ids]
         if not inner:
             return (text,) if text else ()
         parts = re.split(f"({'|'.join(map(re.escape, inner))})", text)
-        return tuple(self.token_ids.get(part, part) if i % 2 else part for i, part in enumerate(parts) if part)
+        return tuple(
+            self.token_ids.get(part, part) if i % 2 else part for i, part in enumerate(parts) if part
+        )
 
 
 def bind_format(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from foreword.core.structured_output import StructuredOutput
 
-__all__ = ["NO_TOOLS", "ReasoningOptions", "Tool", "ToolUse"]
+__all__ = ["DEFAULT_REASONING", "NO_TOOLS", "ReasoningOptions", "Tool", "ToolUse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Tool:
     is_custom: bool = False
     input_grammar: StructuredOutput | None = None  # of a custom tool's input; None: any text
     is_deferred: bool = False  # described by a message: chat templates do not get it
+    schema_field: str = field(default="", compare=False)  # the user's name of `parameters`, for errors
 
     def to_template(self) -> dict[str, Any]:
         """OpenAI's form, as chat templates read it."""
@@ -79,3 +80,4 @@ class ReasoningOptions:
 
 
 NO_TOOLS = ToolUse()
+DEFAULT_REASONING = ReasoningOptions()

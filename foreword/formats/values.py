@@ -41,15 +41,19 @@ WHOLE_ESCAPES: Final = re.compile(
 )
 ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 PYTHON_ESCAPED: Final = {**ESCAPED, "a": "\a", "v": "\v", "\\": "\\", "'": "'", '"': '"', "\n": ""}
-INPUT_BEGIN: Final = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+INPUT_BEGIN: Final = re.compile(r'\s{0,9}\{\s{0,9}"input"\s{0,9}:\s{0,9}"')
 JSON_NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 LITERALS: Final = {"True": "true", "False": "false", "None": "null"} | {
     word: word for word in ("true", "false", "null")
 }
 # By the first character of a JSON text: its type.
-FIRST_TYPES: Final = {"{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"} | dict.fromkeys(
-    "-0123456789", "number"
-)
+FIRST_TYPES: Final = {
+    **dict.fromkeys("-0123456789", "number"),
+    **dict.fromkeys("tf", "boolean"),
+    "n": "null",
+    "{": "object",
+    "[": "array",
+}
 
 
 def escape(text: str) -> str:
@@ -180,10 +184,11 @@ class RawValue:
     def _decide(self) -> None:
         """Pass the value on as a string once it can be nothing else."""
         if not self._max_chars:
-            first = "".join(self._pieces).lstrip()[:1] if self._others else "x"
-            if not first:
-                return  # only whitespace so far
-            name = FIRST_TYPES.get(first, "")
+            text = "".join(self._pieces)
+            body = text.lstrip()
+            if self._others and not body and len(text) <= MAX_LITERAL_CHARS:
+                return
+            name = FIRST_TYPES.get(body[:1], "") if len(text) - len(body) <= MAX_LITERAL_CHARS else ""
             is_possible = name in self._others or (name == "number" and "integer" in self._others)
             is_long = name in ("object", "array")
             self._max_chars = (math.inf if is_long else MAX_LITERAL_CHARS) if is_possible else -1
@@ -204,8 +209,6 @@ class RawValue:
             self._emit(stripped)
         elif not self._may_be_string and stripped in LITERALS:
             self._emit(LITERALS[stripped])
-        elif json_type == "integer" and "number" in self._others:
-            self._emit(stripped)
         elif not self._may_be_string and not stripped and "null" in self._others:
             self._emit("null")
         else:
@@ -235,7 +238,11 @@ def _decode_escape(match: re.Match[str]) -> str:
     if text[1] != "u":
         return ESCAPED.get(text[1], text[1])
     if len(text) == 12:
-        return (chr(int(text[2:6], 16)) + chr(int(text[8:], 16))).encode("utf-16", "surrogatepass").decode("utf-16")
+        return (
+            (chr(int(text[2:6], 16)) + chr(int(text[8:], 16)))
+            .encode("utf-16", "surrogatepass")
+            .decode("utf-16")
+        )
     return _to_char(text[2:])
 
 

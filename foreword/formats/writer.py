@@ -88,7 +88,9 @@ def _write_part(part: Part, call: WrittenCall) -> str:
         case PythonArguments():
             return ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
         case BareArguments():
-            return ",".join(f"{key}:{_write_bare(value, part.quote)}" for key, value in call.arguments.items())
+            return ",".join(
+                f"{key}:{_write_bare(value, part.quote)}" for key, value in call.arguments.items()
+            )
 
 
 def _write_tagged(part: TaggedArguments, key: str, value: Any) -> str:

@@ -22,6 +22,7 @@ __all__ = ["check_grammar"]
 def start(vocabulary: Vocabulary) -> Callable[[Connection], None]:
     """Returns the handler, which replies with the reason to reject a constraint, or ""."""
     vocab = GrammarVocab(vocabulary, len(vocabulary.tokens))
+    vocab.tools_tokenizer()  # now: a job's CPU time is limited
 
     def handle(connection: Connection) -> None:
         structured: StructuredOutput = connection.recv()

@@ -149,9 +149,9 @@ class CompiledGrammar:
 
     def _compile(self) -> LLMatcher:
         structured = self._structured
-        llg = LLMatcher(
-            self._vocab.ll_tokenizer, to_llguidance(structured), log_level=0, limits=parser_limits()
-        )
+        vocab = self._vocab
+        ll_tokenizer = vocab.tools_tokenizer() if self.kind == "tools" else vocab.ll_tokenizer
+        llg = LLMatcher(ll_tokenizer, to_llguidance(structured), log_level=0, limits=parser_limits())
         llg.consume_tokens([])  # sets its stop state
         if llg.is_error():
             raise InvalidRequest(f"{structured.field}: {error_reason(llg)}", structured.field)

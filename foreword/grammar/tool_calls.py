@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import takewhile
+from dataclasses import dataclass, replace
+from itertools import groupby, takewhile
 from typing import Any, Final
 
 from foreword.core.structured_output import AnswerGate, Marker, StructuredOutput
@@ -30,10 +29,17 @@ from foreword.formats.record import (
     TaggedArguments,
     ToolFormat,
 )
-from foreword.formats.tools import ReasoningOptions, Tool, ToolUse
+from foreword.formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUse
+from foreword.formats.values import ANY_TYPES, argument_types
 from foreword.grammar import limits
 from foreword.grammar.compiler import constraint_body
-from foreword.grammar.json_schema import WHITESPACE, GrammarError, convert_schema
+from foreword.grammar.json_schema import (
+    SUPPORTED_KEYWORDS,
+    UNSUPPORTED_KEYWORDS,
+    WHITESPACE,
+    GrammarError,
+    convert_schema,
+)
 from foreword.grammar.lark import escape_char, lark_regex
 
 __all__ = ["ToolConstraint", "tool_constraint"]
@@ -42,13 +48,22 @@ ANY_TEXT: Final = "/(?s:.*)/"
 SPACES: Final = r"[ \t\r\n]"
 MAX_SPACES: Final = 16
 JSON_SPACE: Final = f"({WHITESPACE})?"
-PLAIN_CHARS: Final = frozenset(' _,:;=<>"\'%!@&')  # of a regular expression, besides letters and digits
+PLAIN_CHARS: Final = frozenset(" _,:;=<>\"'%!@&")  # of a regular expression, besides letters and digits
 NUMBER: Final = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?"
 PYTHON_STRING: Final = r"'([^'\\\x00-\x1f]|\\[\\'\"nrtbf]|\\u[0-9a-fA-F]{4})*'"
 JSON_STRING: Final = r'"([^"\\\x00-\x1f]|\\["\\\/bfnrt]|\\u[0-9a-fA-F]{4})*"'
 KEY: Final = "[a-zA-Z_][a-zA-Z0-9_.-]*"
 MAX_ANY_ORDER: Final = 64  # bits of llguidance's parameter; more arguments come in the schema's order
-MAX_REFERENCES: Final = 100  # followed to a schema
+ROOT: Final = "parameters"  # of a tool, in the definitions of an argument's schema
+LENGTHS: Final = ("minLength", "maxLength")
+STRING_ALTERNATIVES: Final = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref")
+NUMBER_KEYWORDS: Final = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf")
+CONSTRAINING_KEYWORDS: Final = (*SUPPORTED_KEYWORDS, *UNSUPPORTED_KEYWORDS)
+EMBEDDABLE_TYPES: Final = ("json_schema", "json_object", "regex", "choice")
+OPEN_BRACE, CLOSE_BRACE, OPEN_BRACKET, CLOSE_BRACKET, COMMA = (
+    rf"/{SPACES}{{0,{MAX_SPACES}}}{sign}{SPACES}{{0,{MAX_SPACES}}}/"
+    for sign in (r"\{", r"\}", r"\[", r"\]", ",")
+)
 NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -78,21 +93,760 @@ def tool_constraint(
     gate = _reasoning_gate(bound, reasoning, starts_in_reasoning)
     if not tools or calls is None:
         return ToolConstraint(_constrain_content(bound, gate, response_format))
-    described = _describe(use, tools)
-    if use.choice != "auto" or response_format is not None:
-        document = response_format if use.choice == "auto" else None
-        lark, dropped = _whole_answer(bound, calls, described, use.parallel, gate, document)
-        return ToolConstraint(StructuredOutput("tools", lark, field="tools", gate=gate), dropped)
+    writer = _Writer(bound, use)
+    document = response_format if use.choice == "auto" else None
     trigger, rest = _split_trigger(bound, calls)
-    if trigger:
-        lark, dropped = _after_trigger(bound, calls, described, use.parallel, trigger, rest)
-        fmt = bound.format.reasoning
-        gate = AnswerGate(
-            **{name: getattr(gate, name) for name in ("reasoning_begin", "reasoning_end", "starts_in_reasoning")},
-            max_reasoning_tokens=gate.max_reasoning_tokens,
+    if use.choice == "required" or document is not None:
+        body = writer.whole_answer(calls, use.parallel, document)
+        lark = writer.finish(writer.after_reasoning(body, gate))
+    elif trigger:
+        reasoning_format = bound.format.reasoning
+        lark = writer.finish(writer.after_trigger(calls, use.parallel, trigger, rest))
+        gate = replace(
+            gate,
+            holds_reasoning=False,
             trigger=trigger,
-            is_trigger_in_reasoning=fmt is not None and fmt.ended_by_call,
+            is_trigger_in_reasoning=reasoning_format is not None and reasoning_format.ended_by_call,
         )
     else:
-        lark, dropped = _text_with_calls(bound, calls, described, use.parallel, gate)
-    return ToolConstraint(StructuredOutput("tools", lark, field="tools", gate=gate), dropped)
+        lark = writer.finish(writer.text_with_calls(calls, use.parallel, gate))
+    return ToolConstraint(StructuredOutput("tools", lark, field="tools", gate=gate), writer.dropped)
+
+
+def _reasoning_gate(bound: BoundFormat, options: ReasoningOptions, starts_in_reasoning: bool) -> AnswerGate:
+    reasoning = bound.format.reasoning
+    if reasoning is None:
+        return AnswerGate()
+    begin, end = bound.pieces(reasoning.begin), bound.pieces(reasoning.end)
+    may_begin = options.enabled is not False
+    is_one_token = _is_token(end) and (starts_in_reasoning or _is_token(begin))
+    return AnswerGate(
+        reasoning_begin=begin if may_begin else (),
+        reasoning_end=end,
+        starts_in_reasoning=starts_in_reasoning,
+        max_reasoning_tokens=options.max_tokens,
+        holds_reasoning=not is_one_token and (may_begin or starts_in_reasoning),
+    )
+
+
+def _constrain_content(
+    bound: BoundFormat, gate: AnswerGate, response_format: StructuredOutput | None
+) -> StructuredOutput | None:
+    """The constraint on an answer without tools."""
+    has_budget = gate.max_reasoning_tokens is not None
+    if response_format is None:
+        free = replace(gate, constrains=False, holds_reasoning=False)
+        return (
+            StructuredOutput("tools", f"start: {ANY_TEXT}", field="reasoning", gate=free)
+            if has_budget
+            else None
+        )
+    field = response_format.field
+    if response_format.after is not None:
+        if has_budget:
+            raise InvalidRequest(
+                f"{field}.after cannot be combined with a limit of the reasoning", f"{field}.after"
+            )
+        return response_format
+    if not gate.reasoning_end and not bound.format.content:
+        return response_format
+    if response_format.constraint_type in EMBEDDABLE_TYPES:
+        writer = _Writer(bound, NO_TOOLS)
+        body = writer.after_reasoning(writer.document(response_format), gate)
+        return StructuredOutput("tools", writer.finish(body), field=field, gate=gate)
+    if not gate.holds_reasoning:
+        return replace(response_format, gate=gate)
+    if has_budget:
+        kind = response_format.constraint_type
+        raise InvalidRequest(f"{field}: {kind} cannot be combined with a limit of the reasoning", field)
+    return (
+        replace(response_format, after=_text(gate.reasoning_end))
+        if gate.starts_in_reasoning
+        else response_format
+    )
+
+
+def _is_token(marker: Marker) -> bool:
+    return len(marker) == 1 and isinstance(marker[0], int)
+
+
+def _text(marker: Marker) -> str:
+    return "".join(piece for piece in marker if isinstance(piece, str))
+
+
+def _split_trigger(bound: BoundFormat, calls: ToolFormat) -> tuple[Marker, Marker]:
+    """The tokens that open a section, and what follows them in its first text; () if a text opens it.
+
+    The last character of a longer trigger is left to the grammar: it may merge with the text after it.
+    """
+    first = (calls.begin + calls.call)[0]
+    pieces = bound.pieces(first) if isinstance(first, str) else ()
+    start = next((i for i, piece in enumerate(pieces) if isinstance(piece, int)), None)
+    if start is None or calls.opens_answer:
+        return (), ()
+    trigger, last = pieces[start:], pieces[-1]
+    if isinstance(last, str) and not last[-1].isalnum():
+        return (*trigger[:-1], *filter(None, (last[:-1],))), (last[-1],)
+    return trigger, ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """Text by a regular expression. Neighbours are joined to one terminal."""
+
+    regex: str
+
+
+Item = _Text | str  # a text, or a part of a Lark rule
+SPACE_TEXT: Final = _Text(f"{SPACES}{{0,{MAX_SPACES}}}")
+
+
+@dataclass(frozen=True, slots=True)
+class _ToolSchema:
+    index: int  # in the request
+    tool: Tool
+    parameters: Mapping[str, Any]
+
+    @property
+    def field(self) -> str:
+        return self.tool.schema_field or f"tools[{self.index}].function.parameters"
+
+
+ToolItems = Callable[[_ToolSchema], list[Item]]  # what differs between tools
+
+
+class _Writer:
+    """Writes the rules of one grammar."""
+
+    def __init__(self, bound: BoundFormat, use: ToolUse) -> None:
+        self._bound = bound
+        self._lines: dict[str, str] = {}  # head of each rule -> its body
+        self._dropped: dict[str, None] = {}
+        callable_names = {tool.name for tool in use.callable_tools}
+        self._tools = [
+            _ToolSchema(index, tool, _parameters(tool, index))
+            for index, tool in enumerate(use.tools)
+            if tool.name in callable_names
+        ]
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        return tuple(self._dropped)
+
+    def finish(self, start: str) -> str:
+        return "\n".join(f"{head}: {body}" for head, body in {"start": start, **self._lines}.items()) + "\n"
+
+    # Answers: each method returns the body of a rule.
+
+    def whole_answer(self, calls: ToolFormat, parallel: bool, document: StructuredOutput | None) -> str:
+        """Calls and nothing else, or a document."""
+        section = self.rule("section", self._section(calls, calls.begin + calls.call, parallel))
+        body = section
+        if calls.separator is None and parallel:
+            body = f"{section} ({_join([SPACE_TEXT])} {section})*"
+        choice = f"({body} | {self.document(document)})" if document is not None else body
+        return f"{_join([SPACE_TEXT])} {choice}"
+
+    def document(self, document: StructuredOutput) -> str:
+        """A text by a user's constraint, in the markers of content."""
+        try:
+            body = constraint_body(document)
+        except GrammarError as error:
+            raise InvalidRequest(f"{document.field}: {error}", document.field) from None
+        if not body.startswith("%json"):
+            body = self.rule("DOCUMENT", body)
+        begin, end = self._bound.format.content or ("", "")
+        return f"{_join([SPACE_TEXT])} {self._optional(begin)} {body} {self._optional(end)}"
+
+    def after_reasoning(self, body: str, gate: AnswerGate) -> str:
+        """The body after the reasoning, if the grammar describes that."""
+        if not gate.holds_reasoning:
+            return body
+        between = "".join(f" {self._optional(text)}" for text in self._bound.format.dropped)
+        reasoning = f"{self._reasoning(gate)}{between}"
+        return f"{reasoning} {body}" if gate.starts_in_reasoning else f"({reasoning})? {body}"
+
+    def after_trigger(self, calls: ToolFormat, parallel: bool, trigger: Marker, rest: Marker) -> str:
+        """What follows a trigger: the rest of its section, and free text up to the next trigger."""
+        parts = calls.begin + calls.call
+        section = self.rule("section", self._section(calls, parts[1:], parallel, self.pieces(rest)))
+        if not parallel:
+            return section
+        if not _is_token(trigger):
+            return f"{section} <[*]>*"
+        return f"{section} (<[^{trigger[0]}]>* <[{trigger[0]}]> {section})* <[^{trigger[0]}]>*"
+
+    def text_with_calls(self, calls: ToolFormat, parallel: bool, gate: AnswerGate) -> str:
+        """Free text, and a call wherever a text opens one."""
+        if calls.opens_answer:
+            return self.after_reasoning(self._opening_call(calls, parallel), gate)
+        begin = _text(gate.reasoning_begin) if gate.holds_reasoning and not gate.starts_in_reasoning else ""
+        body = self._text_until_calls(calls, parallel, "")
+        if not begin:
+            return self.after_reasoning(body, gate)
+        first = self._text_until_calls(calls, parallel, begin)
+        return f"({self._reasoning(gate)} {body}) | ({first})"
+
+    def _text_until_calls(self, calls: ToolFormat, parallel: bool, excluded: str) -> str:
+        """`excluded` does not open the first text."""
+        parts = calls.begin + calls.call
+        assert isinstance(parts[0], str)
+        trigger = _literal(parts[0])
+        head = self.lazy_rule("text_and_trigger", f"/(?s:.*){trigger}/")
+        first, text = head, ANY_TEXT
+        if excluded:
+            start = f"/{SPACES}*{_literal(excluded)}(?s:.*)/"
+            text = self.rule("FIRST_TEXT", f"{ANY_TEXT} & ~({start})")
+            body = self.rule("FIRST_TEXT_AND_TRIGGER", f"/(?s:.*){trigger}/ & ~({start})")
+            first = self.lazy_rule("first_text_and_trigger", body)
+        section = self.rule("section", self._section(calls, parts[1:], parallel))
+        if not parallel:
+            return f"{first} {section} | {text}"
+        return f"{first} {section} ({head} {section})* {ANY_TEXT} | {text}"
+
+    def _opening_call(self, calls: ToolFormat, parallel: bool) -> str:
+        """A call at the start of the answer, or any other text."""
+        items = self._items(calls.begin + calls.call)
+        prefix = [
+            item for item in takewhile(lambda item: isinstance(item, _Text), items) if not callable(item)
+        ]
+        named: list[str] = []
+        heads: list[str] = []
+        for described in self._tools:
+            own = _evaluate(items[len(prefix) :], described)
+            name = own[: 1 + isinstance(calls.call[0], Name)]  # up to the text after it
+            heads.append(
+                "".join(item.regex for item in (SPACE_TEXT, *prefix, *name) if isinstance(item, _Text))
+            )
+            named.append(self.rule(f"opening_{described.index}", _join([SPACE_TEXT, *prefix, *own])))
+        other = self.rule("OTHER_TEXT", f"{ANY_TEXT} & ~(/({'|'.join(heads)})(?s:.*)/)")
+        more = self._more_calls(calls, parallel)
+        return f"(({' | '.join(named)}) {more}) | {other}"
+
+    def _reasoning(self, gate: AnswerGate) -> str:
+        begin = [] if gate.starts_in_reasoning else self.pieces(gate.reasoning_begin)
+        head, *tail = gate.reasoning_end
+        if isinstance(head, int):
+            return self.rule("reasoning", _join([*begin, f"<[^{head}]>*", *self.pieces(gate.reasoning_end)]))
+        end = self.lazy_rule("reasoning_end", f"/(?s:.*){_literal(head)}/")
+        return self.rule("reasoning", _join([*begin, end, *self.pieces(tuple(tail))]))
+
+    # Calls.
+
+    def _section(
+        self, calls: ToolFormat, parts: Sequence[Part], parallel: bool, first: Sequence[Item] = ()
+    ) -> str:
+        """One section, without the first of its texts if `parts` lack it."""
+        num_begin = len(parts) - len(calls.call)
+        begin, call = (parts[:num_begin], calls.call) if num_begin >= 0 else ((), parts)
+        opening = [*first, *self._plain_items(begin)]
+        return f"{_join(opening)} {self._call(call)} {self._more_calls(calls, parallel)}"
+
+    def _more_calls(self, calls: ToolFormat, parallel: bool) -> str:
+        """The rest of a section after a call."""
+        end = _join(self._plain_items(calls.end))
+        if calls.separator is None or not parallel:
+            return end
+        between = _join([SPACE_TEXT, *self._plain_items(calls.separator)])
+        return f"({between} {self._call(calls.call)})* {end}"
+
+    def _call(self, parts: Sequence[Part]) -> str:
+        """A call of one of the tools; what they share is written once."""
+        items = self._items(parts)
+        own = [index for index, item in enumerate(items) if callable(item)]
+        first, last = own[0], own[-1] + 1
+        name = f"call_{len(items)}"
+        tools = []
+        for described in self._tools:
+            body = _join(_evaluate(items[first:last], described))
+            tools.append(self.rule(f"{name}_{described.index}", body))
+        choice = self.rule(f"{name}_any", " | ".join(tools))
+        before, after = _evaluate(items[:first], None), _evaluate(items[last:], None)
+        return f"{_join(before)} {choice} {_join(after)}"
+
+    def _items(self, parts: Iterable[Part]) -> list[Item | ToolItems]:
+        return [item for part in parts for item in self._part_items(part)]
+
+    def _plain_items(self, parts: Iterable[Part]) -> list[Item]:
+        return _evaluate(self._items(parts), None)
+
+    def _part_items(self, part: Part) -> list[Item | ToolItems]:
+        match part:
+            case str():
+                return [SPACE_TEXT] if part.isspace() else [*self.marker(part)]
+            case Space():
+                return [SPACE_TEXT]
+            case Header():
+                return [self._optional(part.usual)]
+            case Name():
+                return [_tool_name]
+            case CallId():
+                return [_Text(f"({part.pattern})")]
+            case NameInId():
+                return [
+                    _Text(_literal(part.begin)),
+                    _tool_name,
+                    _Text(f"{_literal(part.separator)}({part.pattern})"),
+                ]
+            case JsonArguments():
+                return [self._json_arguments]
+            case JsonCall():
+                return self._json_call(part)
+            case TaggedArguments():
+                return [lambda described: _TaggedWriter(self, part, described).items()]
+            case PythonArguments() | BareArguments():
+                return [lambda described: _LiteralWriter(self, part, described).items()]
+
+    def _optional(self, text: str) -> str:
+        body = _join(self.marker(text))
+        return f"({body})?" if body else ""
+
+    def _json_call(self, part: JsonCall) -> list[Item | ToolItems]:
+        def key(name: str) -> str:
+            return f"{_literal(json.dumps(name))}{JSON_SPACE}:{JSON_SPACE}"
+
+        comma = f"{JSON_SPACE},{JSON_SPACE}"
+        call_id = "" if part.id_key is None else f'{key(part.id_key)}"({part.id_pattern})"'
+        before = f"{call_id}{comma}" if call_id and part.id_first else ""
+        after = f"{comma}{call_id}" if call_id and not part.id_first else ""
+        return [
+            _Text(rf"\{{{JSON_SPACE}{before}{key(part.name_key)}"),
+            lambda described: [_Text(_literal(json.dumps(described.tool.name)))],
+            _Text(f"{comma}{key(part.arguments_key)}"),
+            self._json_arguments,
+            _Text(rf"{after}{JSON_SPACE}\}}"),
+        ]
+
+    def _json_arguments(self, described: _ToolSchema) -> list[Item]:
+        return [self.json(described, described.parameters, "")]
+
+    # Schemas.
+
+    def json(self, described: _ToolSchema, schema: Any, path: str) -> str:
+        """JSON by a schema at this path of the tool's parameters."""
+        dropped: list[str] | None = None if described.tool.strict else []
+        try:
+            converted = convert_schema(_rebase(schema, path, described.parameters), True, dropped)
+        except GrammarError as error:
+            raise InvalidRequest(f"{described.field}: {error}", described.field) from None
+        for place in dropped or ():
+            inner = place.removeprefix(f"/$defs/{ROOT}")
+            self.drop(described, inner if inner != place else path + place)
+        return f"%json {converted}"
+
+    def string_terminals(self, described: _ToolSchema, schema: Mapping[str, Any], path: str) -> list[str]:
+        """Terminals that a raw string must match, all of them."""
+        terminals = []
+        for keyword in schema:
+            if keyword == "pattern" and isinstance(schema["pattern"], str):
+                try:
+                    terminals.append(_search_regex(schema["pattern"]))
+                except (GrammarError, ValueError):
+                    self.drop(described, f"{path}: pattern")
+            elif keyword in CONSTRAINING_KEYWORDS and keyword not in (*LENGTHS, *STRING_ALTERNATIVES):
+                self.drop(described, f"{path}: {keyword}")
+        low, high = (schema.get(keyword) for keyword in LENGTHS)
+        if isinstance(low, int) or isinstance(high, int):
+            if max(low or 0, high or 0) > limits.MAX_REPEAT:
+                self.drop(described, f"{path}: {'maxLength' if high else 'minLength'}")
+            else:
+                terminals.append(f"/(?s:.{{{low or 0},{'' if high is None else high}}})/")
+        return terminals
+
+    def drop(self, described: _ToolSchema, place: str) -> None:
+        """Leave out a keyword: "/properties/x: not". Raises for strict tools."""
+        if described.tool.strict:
+            path, _, keyword = place.rpartition(": ")
+            raise InvalidRequest(
+                f"{described.field}: the keyword {keyword!r} cannot be enforced in this model's calls (at {path})",
+                described.field,
+            )
+        self._dropped[f"{described.field}{place}"] = None
+
+    def rule(self, head: str, body: str) -> str:
+        """Add a rule, which may be there already. Returns its name."""
+        assert self._lines.setdefault(head, body) == body, f"two rules {head}"
+        return head.removesuffix("[lazy]").removesuffix("::_")
+
+    def lazy_rule(self, name: str, terminal: str) -> str:
+        """A rule that ends as soon as the terminal matches."""
+        return self.rule(f"{name}[lazy]", terminal)
+
+    def text(self, text: str) -> list[Item]:
+        return [_Text(_literal(text))] if text else []
+
+    def pieces(self, marker: Marker) -> list[Item]:
+        return [f"<[{piece}]>" if isinstance(piece, int) else _Text(_literal(piece)) for piece in marker]
+
+    def marker(self, text: str) -> list[Item]:
+        """A text of the record."""
+        return self.pieces(self._bound.pieces(text))
+
+
+class _TaggedWriter:
+    """Writes the arguments of one tool as elements, in any order."""
+
+    def __init__(self, writer: _Writer, part: TaggedArguments, described: _ToolSchema) -> None:
+        self._writer = writer
+        self._part = part
+        self._tool = described
+        end = writer.marker(part.value_end)
+        self._end: list[Item] = [*end, SPACE_TEXT]
+
+    def items(self) -> list[Item]:
+        properties, required, may_have_others = _properties(self._tool.parameters)
+        entries = {key: self._element(key, schema) for key, schema in properties.items()}
+        if may_have_others and not properties:
+            return [SPACE_TEXT, f"({self._element(None, {})})*"]
+        return [SPACE_TEXT, _any_order(self._writer, self._tool, "", entries, required, "")]
+
+    def _element(self, key: str | None, schema: Any) -> str:
+        """An argument; the key None is any."""
+        part = self._part
+        name = _Text(KEY if key is None else _literal(key))
+        head = [*self._writer.marker(part.key_begin), name, *self._writer.marker(part.key_end)]
+        path = f"/properties/{key}"
+        types = ANY_TYPES if key is None else argument_types(self._tool.tool, key)
+        if self._tool.tool.is_custom:
+            types = frozenset({"string"})
+        bodies = []
+        if "string" in types:
+            bodies.append(_join([*head, *self._value_begin(True), *self._string(schema, types, path)]))
+            schema = _without_strings(schema)
+        if "string" not in types or (schema is not None and types & {"object", "array"}):
+            value = self._writer.json(self._tool, schema, path)
+            bodies.append(_join([*head, *self._value_begin(False), value, SPACE_TEXT, *self._end]))
+        return " | ".join(bodies)
+
+    def _value_begin(self, is_string: bool) -> list[Item]:
+        part = self._part
+        types = f' string="{str(is_string).lower()}">' if part.types_in_tag else ""
+        begin: list[Item] = [SPACE_TEXT, *self._writer.marker(part.value_begin)] if part.value_begin else []
+        return [*self._writer.text(types), *begin, *self._writer.text(part.padding)]
+
+    def _string(self, schema: Any, types: frozenset[str], path: str) -> list[Item]:
+        """A raw string and its end."""
+        schema = schema if isinstance(schema, Mapping) else {}
+        choices = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(choices, list):
+            texts = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
+            choice = _Text("(" + "|".join(map(_literal, texts)) + ")")
+            return [choice, *self._writer.text(self._part.padding), *self._end]
+        texts = self._writer.string_terminals(self._tool, schema, path)
+        if types & {"object", "array"}:  # what begins like one is one
+            texts.append(rf"~(/{SPACES}*[\[\{{](?s:.*)/)")
+        head, *tail = self._end
+        if isinstance(head, _Text) and len(tail) == 1:  # the end is a text: up to the first
+            if not texts:
+                return [self._writer.lazy_rule("string_end", f"/(?s:.*){head.regex}/"), SPACE_TEXT]
+            closer, padding = head.regex, _literal(self._part.padding)
+            texts = [ANY_TEXT, *texts, f"~(/(?s:.*){closer}(?s:.*)/)"]
+            body = f"({' & '.join(texts)}) /{padding}{closer}/"
+            name = self._writer.rule(f"STRING_{self._tool.index}_{_hex(path)}", body)
+            return [self._writer.lazy_rule(name.lower(), name), SPACE_TEXT]
+        if texts:
+            body = " & ".join([ANY_TEXT, *texts])
+            text = self._writer.rule(f"STRING_{self._tool.index}_{_hex(path)}", body)
+        else:
+            text = ANY_TEXT
+        if isinstance(head, _Text):  # a text before the marker is a part of the string for the lexer
+            return [f"/(?s:.*){head.regex}/", *tail]
+        return [text, *self._end]
+
+
+class _LiteralWriter:
+    """Writes the arguments of one tool as keyword arguments, with values in a syntax like Python's."""
+
+    def __init__(
+        self, writer: _Writer, part: PythonArguments | BareArguments, described: _ToolSchema
+    ) -> None:
+        self._writer = writer
+        self._tool = described
+        self._is_python = isinstance(part, PythonArguments)
+        self._quote = [] if isinstance(part, PythonArguments) else writer.marker(part.quote)
+        self._references: dict[str, str] = {}
+        self._words = ("True", "False", "None") if self._is_python else ("true", "false", "null")
+
+    def items(self) -> list[Item]:
+        assign = "=" if self._is_python else ":"
+        properties, required, may_have_others = _properties(self._tool.parameters)
+        entries = {
+            key: _join([_Text(_literal(key) + assign), self._value(schema, f"/properties/{key}")])
+            for key, schema in properties.items()
+        }
+        if may_have_others and not properties:
+            entry = _join([_Text(KEY.replace(".-", "") + assign), self._any()])
+            return [f"({entry} (/,{SPACES}{{0,{MAX_SPACES}}}/ {entry})*)?"]
+        return [_any_order(self._writer, self._tool, "", entries, required, ",")]
+
+    def _value(self, schema: Any, path: str) -> str:
+        """A value by a schema, as a part of a rule."""
+        if not isinstance(schema, Mapping) or not schema:
+            return self._any()
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            return self._reference(reference, path)
+        if "const" in schema or isinstance(schema.get("enum"), list):
+            choices = [schema["const"]] if "const" in schema else schema["enum"]
+            return f"({' | '.join(map(self._constant, choices))})"
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(schema.get(keyword), list) and schema[keyword]:
+                options = [
+                    self._value(option, f"{path}/{keyword}/{i}") for i, option in enumerate(schema[keyword])
+                ]
+                return f"({' | '.join(dict.fromkeys(options))})"
+        types = schema.get("type", ())
+        types = [types] if isinstance(types, str) else list(types)
+        if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1 and not types:
+            return self._value(schema["allOf"][0], f"{path}/allOf/0")
+        if not types and "properties" in schema:
+            types = ["object"]
+        handled = {"type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems"}
+        for keyword in schema:
+            is_number = keyword in NUMBER_KEYWORDS and {*types} <= {"integer", "number", "null", "boolean"}
+            if keyword in CONSTRAINING_KEYWORDS and keyword not in handled and not is_number:
+                self._writer.drop(self._tool, f"{path}: {keyword}")
+        return f"({' | '.join(self._typed(name, schema, path) for name in types)})" if types else self._any()
+
+    def _typed(self, name: str, schema: Mapping[str, Any], path: str) -> str:
+        match name:
+            case "string":
+                return self._string()
+            case "integer" | "number":
+                bounds = {key: schema[key] for key in NUMBER_KEYWORDS if key in schema}
+                return self._writer.json(self._tool, {"type": name, **bounds}, path)
+            case "boolean":
+                return f'("{self._words[0]}" | "{self._words[1]}")'
+            case "null":
+                return f'"{self._words[2]}"'
+            case "array":
+                low, high = schema.get("minItems", 0), schema.get("maxItems")
+                return self._list(self._value(schema.get("items"), f"{path}/items"), low, high)
+            case "object":
+                properties, required, may_have_others = _properties(schema)
+                if may_have_others and not properties:
+                    return self._any_object()
+                entries = {
+                    key: _join([_Text(self._key(key)), self._value(value, f"{path}/properties/{key}")])
+                    for key, value in properties.items()
+                }
+                inner = _any_order(self._writer, self._tool, path, entries, required, ",")
+                return f"{OPEN_BRACE} {inner} {CLOSE_BRACE}"
+        return self._any()
+
+    def _reference(self, reference: str, path: str) -> str:
+        target: Any = self._tool.parameters
+        for step in reference.removeprefix("#").split("/")[1:]:
+            target = (
+                target.get(step.replace("~1", "/").replace("~0", "~"))
+                if isinstance(target, Mapping)
+                else None
+            )
+        if target is None or not reference.startswith("#"):
+            self._writer.drop(self._tool, f"{path}: $ref")
+            return self._any()
+        name = f"ref_{self._tool.index}_{_hex(reference)}"
+        if reference not in self._references:
+            self._references[reference] = name
+            self._writer.rule(name, self._value(target, reference.removeprefix("#")))
+        return name
+
+    def _key(self, key: str) -> str:
+        colon = f":{SPACES}{{0,{MAX_SPACES}}}"
+        return (
+            f"({_literal(repr(key))}|{_literal(json.dumps(key))})" if self._is_python else _literal(key)
+        ) + colon
+
+    def _constant(self, value: Any) -> str:
+        if isinstance(value, str):
+            if self._is_python:
+                return f"/{_literal(repr(value))}|{_literal(json.dumps(value, ensure_ascii=False))}/"
+            return _join([*self._quote, *self._writer.text(value), *self._quote])
+        if isinstance(value, bool) or value is None:
+            return f'"{self._words[(True, False, None).index(value)]}"'
+        if isinstance(value, int | float):
+            return f"/{_literal(json.dumps(value))}/"
+        return self._any()
+
+    def _string(self) -> str:
+        if self._is_python:
+            return f"/{PYTHON_STRING}|{JSON_STRING}/"
+        first = self._quote[0]
+        if isinstance(first, str):
+            return f"{first} {ANY_TEXT} {first}"
+        return f"/{first.regex}/ {self._writer.lazy_rule('quoted', f'/(?s:.*){first.regex}/')}"
+
+    def _list(self, item: str, low: int = 0, high: int | None = None) -> str:
+        if high == 0:
+            return f"{OPEN_BRACKET} {CLOSE_BRACKET}"
+        count = f"{{{max(low - 1, 0)},{'' if high is None else high - 1}}}"
+        items = f"({item} ({COMMA} {item}){count})" + ("" if low else "?")
+        return f"{OPEN_BRACKET} {items} {CLOSE_BRACKET}"
+
+    def _any(self) -> str:
+        number = f"/{NUMBER}/"
+        words = " | ".join(f'"{word}"' for word in self._words)
+        name = "any_value"
+        self._writer.rule(
+            name, f"{self._string()} | {number} | {words} | {self._list(name)} | {self._any_object()}"
+        )
+        return name
+
+    def _any_object(self) -> str:
+        colon = f":{SPACES}{{0,{MAX_SPACES}}}"
+        key = f"/({PYTHON_STRING}|{JSON_STRING}){colon}/" if self._is_python else f"/{KEY}{colon}/"
+        return f"{OPEN_BRACE} ({key} any_value ({COMMA} {key} any_value)*)? {CLOSE_BRACE}"
+
+
+def _any_order(
+    writer: _Writer,
+    described: _ToolSchema,
+    path: str,
+    entries: Mapping[str, str],
+    required: Sequence[str],
+    separator: str,
+) -> str:
+    """Each entry at most once, in any order, the required ones present. Returns a part of a rule.
+
+    A bit of the rule's parameter says that an entry is present.
+    """
+    if not entries:
+        return ""
+    name = f"object_{described.index}_{_hex(path)}"
+    keys = [*required, *(key for key in entries if key not in required)]
+    rules = {key: writer.rule(f"{name}_{index}", entries[key]) for index, key in enumerate(keys)}
+    between = f"/{separator}{SPACES}{{0,{MAX_SPACES}}}/ " if separator else ""
+    if len(keys) > MAX_ANY_ORDER:
+        for key in required:
+            writer.drop(described, f"{path}/properties/{key}: required")
+        entry = writer.rule(f"{name}_any", " | ".join(rules.values()))
+        return f"({entry} ({between}{entry})*)?"
+    may_end = f'""{f" %if is_ones([0:{len(required)}])" if required else ""}'
+    options = [
+        f"{rules[key]} {name}_rest::set_bit({bit}) %if bit_clear({bit})" for bit, key in enumerate(keys)
+    ]
+    if separator:
+        writer.rule(f"{name}::_", " | ".join([may_end, *options]))
+    writer.rule(f"{name}_rest::_", " | ".join([may_end, *(between + option for option in options)]))
+    return f"{name if separator else f'{name}_rest'}::0x0"
+
+
+def _properties(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str], bool]:
+    """The properties of an object's schema, the required ones, and whether it may have others."""
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, Mapping) else {}
+    names = schema.get("required")
+    required = [
+        name for name in dict.fromkeys(names if isinstance(names, list) else ()) if name in properties
+    ]
+    return (
+        properties,
+        required,
+        "properties" not in schema and schema.get("additionalProperties") is not False,
+    )
+
+
+def _parameters(tool: Tool, index: int) -> Mapping[str, Any]:
+    """The schema of a tool's arguments."""
+    if not tool.is_custom:
+        parameters = tool.parameters or NO_ARGUMENTS
+        return parameters if "type" in parameters else {"type": "object", **parameters}
+    text: dict[str, Any] = {"type": "string"}
+    grammar = tool.input_grammar
+    if grammar is not None:
+        field = f"tools[{index}].custom.format"
+        if grammar.constraint_type == "regex":
+            text["pattern"] = f"^(?:{grammar.text})$"
+        elif grammar.constraint_type == "choice":
+            text["enum"] = json.loads(grammar.text)
+        else:
+            raise InvalidRequest(
+                f"{field}: a {grammar.constraint_type} cannot be enforced inside JSON", field
+            )
+    return {
+        "type": "object",
+        "properties": {"input": text},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+
+
+def _tool_name(described: _ToolSchema) -> list[Item]:
+    return [_Text(_literal(described.tool.name))]
+
+
+def _evaluate(items: Iterable[Item | ToolItems], described: _ToolSchema | None) -> list[Item]:
+    evaluated: list[Item] = []
+    for item in items:
+        if isinstance(item, str | _Text):
+            evaluated.append(item)
+        else:
+            assert described is not None, "a part of a call stands outside of it"
+            evaluated += item(described)
+    return evaluated
+
+
+def _join(items: Iterable[Item]) -> str:
+    """Items as a part of a rule: neighbouring texts are one terminal."""
+    parts: list[str] = []
+    for is_text, group in groupby(items, lambda item: isinstance(item, _Text)):
+        if is_text:
+            texts = [item.regex for item in group if isinstance(item, _Text)]
+            is_blank = all(text == SPACE_TEXT.regex for text in texts)
+            parts.append(f"/{SPACES}{{1,{MAX_SPACES}}}/?" if is_blank else f"/{''.join(texts)}/")
+        else:
+            parts += [item for item in group if isinstance(item, str) and item]
+    return " ".join(parts)
+
+
+def _literal(text: str) -> str:
+    """A regular expression for a text."""
+    return "".join(char if char in PLAIN_CHARS or char.isalnum() else escape_char(char) for char in text)
+
+
+def _hex(text: str) -> str:
+    """A part of a rule's name."""
+    return text.encode().hex()
+
+
+def _search_regex(pattern: str) -> str:
+    """A terminal for texts in which a pattern matches somewhere."""
+    before = "" if pattern.startswith("^") else "(?s:.*)"
+    after = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
+    body = lark_regex(pattern)[1:-1]
+    return f"/{before}({body}){after}/"
+
+
+def _without_strings(schema: Any) -> Any:
+    """The part of a schema that allows other values than strings; None if that is not plain."""
+    if not isinstance(schema, Mapping):
+        return None
+    if isinstance(schema.get("type"), list):
+        return {**schema, "type": [name for name in schema["type"] if name != "string"]}
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(schema.get(keyword), list):
+            options = [
+                option
+                for option in schema[keyword]
+                if isinstance(option, Mapping) and option.get("type") not in ("string", None)
+            ]
+            return {**schema, keyword: options} if options else None
+    return {"type": ["object", "array"]} if not schema else None
+
+
+def _rebase(schema: Any, path: str, root: Mapping[str, Any]) -> Any:
+    """A part of a schema with its references: the root is its definition ROOT."""
+    if not path or not isinstance(schema, Mapping) or '"$ref"' not in json.dumps(schema):
+        return schema
+    return {**_move_references(schema), "$defs": {ROOT: _move_references(root)}}
+
+
+def _move_references(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            key: f"#/$defs/{ROOT}{item[1:]}"
+            if key == "$ref" and isinstance(item, str) and item.startswith("#")
+            else _move_references(item)
+            for key, item in value.items()
+        }
+    return [_move_references(item) for item in value] if isinstance(value, list) else value

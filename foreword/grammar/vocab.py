@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final, NoReturn, cast
@@ -43,7 +44,12 @@ class GrammarVocab:
 
     __slots__ = (
         "_ids",
+        "_lock",
         "_pretokenize_pattern",
+        "_slices",
+        "_special_in_tools",
+        "_spelled",
+        "_tools_tokenizer",
         "end_id",
         "eos_ids",
         "ll_tokenizer",
@@ -58,10 +64,12 @@ class GrammarVocab:
         self.eos_ids = tuple(i for i in vocabulary.eos_ids if i < vocab_size)
         # EOS ids have no bytes: their spelling inside a text consists of other tokens.
         special = sorted({i for i in (*vocabulary.special_ids, *self.eos_ids) if i < vocab_size})
-        token_bytes = _TokenBytes(tokens, special, self.eos_ids[0] if self.eos_ids else None)
-        self.ll_tokenizer = LLTokenizer(
-            cast(TokenizerWrapper, token_bytes), eos_token=list(self.eos_ids) or None, slices=list(slices)
-        )
+        self._spelled, self._slices = tuple(tokens), tuple(slices)
+        self.ll_tokenizer = self._make_tokenizer(special)
+        markers = {i for i in vocabulary.marker_ids if i < vocab_size}.difference(special)
+        self._special_in_tools = sorted(markers.union(special))
+        self._tools_tokenizer = None if markers else self.ll_tokenizer
+        self._lock = threading.Lock()
         # Its bit in a mask: the output may end. Without EOS ids it is beyond the vocabulary.
         self.end_id = self.ll_tokenizer.eos_token
         for token_id in special:
@@ -70,6 +78,21 @@ class GrammarVocab:
         self._ids = {token: i for i, token in reversed(list(enumerate(tokens))) if token}
         self._pretokenize_pattern = (
             PRETOKENIZE_MERGED_NEWLINES if b"\n " in self._ids else PRETOKENIZE_SEPARATE_NEWLINES
+        )
+
+    def tools_tokenizer(self) -> LLTokenizer:
+        """The tokenizer of grammars with tools, in which markers are special. The first call builds a trie."""
+        with self._lock:
+            if self._tools_tokenizer is None:
+                self._tools_tokenizer = self._make_tokenizer(self._special_in_tools)
+            return self._tools_tokenizer
+
+    def _make_tokenizer(self, special_ids: Sequence[int]) -> LLTokenizer:
+        token_bytes = _TokenBytes(self._spelled, special_ids, self.eos_ids[0] if self.eos_ids else None)
+        return LLTokenizer(
+            cast(TokenizerWrapper, token_bytes),
+            eos_token=list(self.eos_ids) or None,
+            slices=list(self._slices),
         )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from foreword.core.outputs import GRAMMAR, DraftingStats, DraftResult, StepStats, TokenEvent
 from foreword.core.request import Request
@@ -59,6 +59,15 @@ DRAFTER_METRICS = (
     "spec_drafter_errors_total",
     "spec_draft_length",
 )
+
+
+class ParseCounts(Protocol):
+    """What a parser of an answer has counted."""
+
+    num_calls: int
+    num_parse_errors: int
+    num_reasoning_tokens: int
+    num_call_tokens: int
 
 
 class MetricsRecorder:
@@ -184,14 +193,14 @@ class MetricsRecorder:
     def live_requests(self) -> Sequence[RequestProgress]:
         return list(self._live.values())
 
-    def on_parsed(
-        self, num_calls: int, num_errors: int, num_reasoning_tokens: int, num_call_tokens: int
-    ) -> None:
-        """An answer ended, also by an error or an abort, whose reasoning and tool calls were parsed."""
-        self._registry.add("tool_calls_total", num_calls)
-        self._registry.add("tool_parse_errors_total", num_errors)
-        self._registry.add("reasoning_tokens_total", num_reasoning_tokens)
-        self._registry.add("tool_call_tokens_total", num_call_tokens)
+    def on_parsed(self, counts: ParseCounts | None) -> None:
+        """An answer ended, also by an error or an abort; None: its text was not parsed."""
+        if counts is None:
+            return
+        self._registry.add("tool_calls_total", counts.num_calls)
+        self._registry.add("tool_parse_errors_total", counts.num_parse_errors)
+        self._registry.add("reasoning_tokens_total", counts.num_reasoning_tokens)
+        self._registry.add("tool_call_tokens_total", counts.num_call_tokens)
 
     def on_dropped_keywords(self, num_keywords: int) -> None:
         """A request's tools have keywords in their schemas that are not enforced."""

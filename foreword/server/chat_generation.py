@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final
 
 from fastapi import Request
 
 from foreword.core.params import SamplingParams
-from foreword.formats.tools import NO_TOOLS, ReasoningOptions, ToolUse
+from foreword.errors import InvalidRequest, Unsupported
+from foreword.formats.parser import ChatParser
+from foreword.formats.tools import DEFAULT_REASONING, NO_TOOLS, ReasoningOptions, ToolUse
+from foreword.grammar.tool_calls import tool_constraint
 from foreword.server.context import RequestContext, ServerContext, offload_if_large
 from foreword.server.errors import rename_field
 from foreword.server.generation import Generation
+from foreword.tokenizer.input_processor import Prompt
 
 __all__ = ["ChatTask", "count_prompt_tokens", "start_chat"]
+
+logger = logging.getLogger("foreword.serve")
+MAX_LOGGED_KEYWORDS: Final = 1024  # dropped keywords of schemas, each logged once
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +36,13 @@ class ChatTask:
     messages: Sequence[Mapping[str, Any]]  # of chat templates: OpenAI's chat form
     params: SamplingParams  # of ServerContext.resolve_params(); `structured` is of the content
     tools: ToolUse = NO_TOOLS
-    reasoning: ReasoningOptions = ReasoningOptions()
+    reasoning: ReasoningOptions = DEFAULT_REASONING
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of ChatTemplate.render()
     add_special_tokens: bool = False
     runs_to_end: bool = False  # the end of the context is the only limit of the answer's length
     splits: bool = True  # reasoning and calls are separated from content
+    call_id_prefix: str = "call_"  # before 24 hexadecimal digits, unless the model writes ids
     prompt_only: bool = False  # compute the prompt and return no token
-    call_id_prefix: str = "call_"  # before 24 hexadecimal digits, where the format has no ids of its own
 
 
 async def start_chat(
@@ -42,33 +53,28 @@ async def start_chat(
     Errors name fields of chat's body; other APIs rename them by rename_field().
     Raises InvalidRequest, Unsupported, PayloadTooLarge, Overloaded, ClientDisconnect.
     """
+    _check_task(task)
     with (
         rename_field({"prompt": "messages"}),
         ExitStack() as resources,
         server.admission.reserve(task.params.n, context.meter),
     ):
-        prompt = await server.build_prompt(
-            request,
-            task.messages,
-            task.template_kwargs,
-            task.add_special_tokens,
-            context.fairness_key,
-            resources,
-        )
-        await server.check_structured(task.params)
+        prompt = await _build_prompt(server, request, context, task, resources)
+        starts_in_reasoning = server.chat_processor.starts_in_reasoning(prompt.token_ids)
+        params = await _constrain(server, task, starts_in_reasoning)
+        await server.check_structured(params)
         requests = await offload_if_large(
             request,
             lambda: server.build_requests(
-                prompt.token_ids, task.params, request_id, context, prompt.images, task.runs_to_end
+                prompt.token_ids, params, request_id, context, prompt.images, task.runs_to_end
             ),
         )
-        return Generation(
-            server,
-            requests,
-            task.prompt_only,
-            meter=context.meter,
-            resources=resources.pop_all(),
-        )
+        bound = server.chat_processor.format
+        make_parser = None
+        if bound is not None and task.splits:
+            new_call_id = partial(_new_call_id, task.call_id_prefix)
+            make_parser = partial(ChatParser, bound, task.tools, starts_in_reasoning, new_call_id)
+        return Generation(server, requests, task.prompt_only, context.meter, resources.pop_all(), make_parser)
 
 
 async def count_prompt_tokens(
@@ -76,12 +82,65 @@ async def count_prompt_tokens(
 ) -> int:
     """Tokens of the task's prompt, with those of its images. Raises as start_chat()."""
     with rename_field({"prompt": "messages"}), ExitStack() as resources:
-        prompt = await server.build_prompt(
-            request,
-            task.messages,
-            task.template_kwargs,
-            task.add_special_tokens,
-            context.fairness_key,
-            resources,
+        return len((await _build_prompt(server, request, context, task, resources)).token_ids)
+
+
+def _check_task(task: ChatTask) -> None:
+    """Raises InvalidRequest, Unsupported for fields that exclude each other."""
+    if not task.tools.callable_tools:
+        return
+    if not task.splits:
+        raise Unsupported(
+            "separate_reasoning: false and reasoning_format: none cannot be used with tools that may be "
+            'called: calls are parsed together with the reasoning. Send tool_choice: "none"',
+            "tools",
         )
-        return len(prompt.token_ids)
+    structured = task.params.structured
+    if structured is not None and structured.after is not None:
+        name = f"{structured.field}.after"
+        raise InvalidRequest(f"{name} cannot be used with tools that may be called", name)
+
+
+async def _build_prompt(
+    server: ServerContext, request: Request, context: RequestContext, task: ChatTask, resources: ExitStack
+) -> Prompt:
+    return await server.build_prompt(
+        request,
+        task.messages,
+        task.template_kwargs,
+        task.add_special_tokens,
+        context.fairness_key,
+        resources,
+        server.chat_processor.described_tools(task.tools),
+        task.reasoning,
+    )
+
+
+async def _constrain(server: ServerContext, task: ChatTask, starts_in_reasoning: bool) -> SamplingParams:
+    """The parameters with the constraint on calls, content and the length of the reasoning."""
+    params, bound = task.params, server.chat_processor.format
+    if bound is None or (params.structured is not None and params.structured.after is not None):
+        return params
+    described = partial(
+        tool_constraint, bound, task.tools, task.reasoning, starts_in_reasoning, params.structured
+    )
+    # Schemas of hundreds of tools take a tenth of a second.
+    constraint = await asyncio.to_thread(described) if task.tools.callable_tools else described()
+    _record_dropped(server, task.tools, constraint.dropped)
+    return replace(params, structured=constraint.structured)
+
+
+def _record_dropped(server: ServerContext, use: ToolUse, dropped: Sequence[str]) -> None:
+    """Count keywords that are not enforced, and log each of a tool once."""
+    if not dropped:
+        return
+    server.recorder.on_dropped_keywords(len(dropped))
+    known = server.logged_keywords
+    for text in dropped:
+        if text not in known and len(known) < MAX_LOGGED_KEYWORDS:
+            known.add(text)
+            logger.info("not enforced: %s (of %d tools)", text, len(use.tools))
+
+
+def _new_call_id(prefix: str, index: int) -> str:
+    return f"{prefix}{uuid.uuid4().hex[:24]}"

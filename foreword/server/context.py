@@ -87,6 +87,7 @@ class ServerContext:
     image_intake: ImageIntake | None = None  # None: the model takes no images
     response_store: ResponseStore = field(default_factory=lambda: ResponseStore(0, 1.0))  # 0: stores none
     aliases: tuple[str, ...] = ()  # further names of the generating model
+    logged_keywords: set[str] = field(default_factory=set)  # of tools' schemas, which are not enforced
     generations: dict[str, Abortable] = field(default_factory=dict)  # by the request id of each choice
     render_semaphore: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RENDER_THREADS))
 

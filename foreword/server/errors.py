@@ -56,6 +56,7 @@ MAX_KEY_DIGITS = 10  # of a key of logit_bias that is shown in a path
 MAX_SUGGESTED_CHARS = 64  # length of a path up to which similar routes are searched
 # Routes of other servers, and what serves their clients here.
 CHAT_ROUTE, COMPLETION_ROUTE, EMBEDDING_ROUTE = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+RESPONSES_ROUTE = "/v1/responses"
 FIRST_STEPS = "clients take the server's address and /v1 as their base URL; /docs lists the routes"
 OTHER_APIS: Mapping[str, str] = {
     "": FIRST_STEPS,
@@ -87,7 +88,7 @@ OTHER_APIS: Mapping[str, str] = {
 # Why a field is missing: (the missing field, one that was given).
 MISPLACED_FIELDS: Mapping[tuple[str, str], str] = {
     ("messages", "prompt"): f"prompt belongs to {COMPLETION_ROUTE}",
-    ("messages", "input"): f"input belongs to {EMBEDDING_ROUTE}, and OpenAI's responses are not served yet",
+    ("messages", "input"): f"input belongs to {RESPONSES_ROUTE} and {EMBEDDING_ROUTE}",
     ("prompt", "messages"): f"messages belong to {CHAT_ROUTE}",
     ("prompt", "input"): f"input belongs to {EMBEDDING_ROUTE}",
     ("input", "prompt"): f"it holds the texts to embed; prompt belongs to {COMPLETION_ROUTE}",

@@ -10,20 +10,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from foreword.core.outputs import ErrorEvent, Event, TokenEvent, merge, truncate
 from foreword.core.request import Request
 from foreword.errors import ForewordError, Overloaded, RequestFailed
 from foreword.formats.events import merge_events
+from foreword.formats.parser import ChatParser
 from foreword.metrics.spec_stats import SpecDecodeStats
 from foreword.server.admission import AdmissionTicket
 from foreword.server.auth.rate_limit import UsageMeter
 from foreword.server.context import ServerContext
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
-
-if TYPE_CHECKING:
-    from foreword.formats.parser import ChatParser
 
 __all__ = ["DeltaQueue", "Generation"]
 
@@ -108,7 +105,7 @@ class Generation:
             if not output.finished and output.request.id not in self._failed:
                 self._server.client.abort(output.request.id)
                 self._server.recorder.on_abort(output.request)
-                self._record_parsed(output)
+                self._server.recorder.on_parsed(output.parser)
 
     def abort(self, request_id: str, error: ForewordError) -> None:
         """End one choice with an error for its caller; a finished choice stays as it is."""
@@ -148,7 +145,7 @@ class Generation:
             self._server.client.finish(output.request.id, output.num_tokens)
         self._server.recorder.on_tokens(output.request, delta.event, time.monotonic())
         if output.finished:
-            self._record_parsed(output)
+            self._server.recorder.on_parsed(output.parser)
         num_tokens = len(delta.event.token_ids)
         if self._ticket is not None:
             self._ticket.charge_generated(num_tokens)
@@ -156,15 +153,6 @@ class Generation:
         if draft is not None and draft.drafter == "prediction":
             self.prediction_stats.add(draft.num_drafted, draft.num_accepted, num_tokens)
         return delta
-
-    def _record_parsed(self, output: ChoiceOutput) -> None:
-        if (parser := output.parser) is not None:
-            self._server.recorder.on_parsed(
-                parser.num_calls,
-                parser.num_parse_errors,
-                parser.num_reasoning_tokens,
-                parser.num_call_tokens,
-            )
 
     def _on_queue_timeout(self, index: int, request: Request, error: Overloaded) -> None:
         """Fail every choice that has no token yet: they all waited in the same queue."""
@@ -177,7 +165,7 @@ class Generation:
     def _fail(self, index: int, request: Request, error: ForewordError) -> None:
         self._failed.add(request.id)
         self._server.recorder.on_error(request, error)
-        self._record_parsed(self.outputs[index])
+        self._server.recorder.on_parsed(self.outputs[index].parser)
         self._delta_queue.put(index, error)
 
 

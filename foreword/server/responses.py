@@ -419,12 +419,12 @@ class ChatResponseBuilder(ResponseBuilder):
     def _split(self, delta: OutputDelta) -> Iterable[OutputDelta]:
         """Deltas of one shown event each; the tokens and the end are in the last one."""
         shown = [event for event in delta.events if self._is_shown(event)]
-        if shown == list(delta.events) and len(shown) <= 1:
+        if len(shown) <= 1 and len(shown) == len(delta.events):
             yield delta
             return
-        pieces = _pieces_by_event(delta)
-        *firsts, last = shown or [None]
-        for event in firsts:
+        pieces = {id(event): texts for event, texts in delta.pieces_by_event()}
+        last = shown.pop() if shown else None
+        for event in shown:
             yield replace(
                 delta,
                 text=event.text if isinstance(event, ContentText) else "",
@@ -516,23 +516,6 @@ class ChatResponseBuilder(ResponseBuilder):
         if self._wants_function_call:
             return {"function_call": call["function"]}
         return {"tool_calls": [{"index": event.index, **call}]}
-
-
-def _pieces_by_event(delta: OutputDelta) -> dict[int, tuple[tuple[str, bool], ...]]:
-    """The pieces of each text of a delta, by the event's identity."""
-    pieces = deque(delta.pieces)
-    by_event: dict[int, tuple[tuple[str, bool], ...]] = {}
-    for event in delta.events:
-        taken: list[tuple[str, bool]] = []
-        length = 0 if isinstance(event, CallStart | CallEnd) else len(event.text)
-        while length > 0:
-            text, was_drafted = pieces.popleft()
-            if len(text) > length:
-                pieces.appendleft((text[length:], was_drafted))
-            taken.append((text[:length], was_drafted))
-            length -= len(text)
-        by_event[id(event)] = tuple(taken)
-    return by_event
 
 
 class CompletionResponseBuilder(ResponseBuilder):

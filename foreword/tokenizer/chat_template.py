@@ -46,13 +46,16 @@ MAX_INPUT_BYTES: Final = 64 << 20  # of messages and options, pickled
 MAX_REPLY_BYTES: Final = 256 << 20
 END_MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # the space shows whether the template trims
 PROBE_TEXT: Final = "Foreword asks"
+PROBE_TOOL: Final = Tool("foreword_tool", "Foreword tells.")
 RESERVED_VARIABLES: Final = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
 SHORT_ID: Final = re.compile(r"[a-zA-Z0-9]{9}")
 JSON_CALLS: Final = ToolFormat((JsonCall(),))
 REASONING: Final = "reasoning_content"
 REASONING_FIELDS: Final = (REASONING, "reasoning", "thinking")  # names that clients and templates use
-REASONING_BLOCK: Final = re.compile(r"type['\"]?\]? *== *['\"]thinking['\"]")  # a template that reads parts of it
+REASONING_PART: Final = re.compile(
+    r"type['\"]?\]? *== *['\"]thinking['\"]"
+)  # a template that reads parts of it
 
 SOFT_SWITCH: Final = "/no_think"
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -170,7 +173,7 @@ class ChatTemplate:
         self._describes_tools = True  # the template does, not this class
         # As probed on first use:
         self._fits: dict[_ToolShape, _Fit] = {}
-        self._call_style: _CallStyle | None | EllipsisType = ...
+        self._call_style: _CallStyle | EllipsisType | None = ...
         self._keeps: dict[str, bool] = {}
         if source is not None:
             if len(source) > MAX_SOURCE_CHARACTERS:
@@ -199,9 +202,7 @@ class ChatTemplate:
             variables["reasoning_effort"] = min(
                 choices, key=lambda name: (abs(EFFORTS.index(name) - wanted), -EFFORTS.index(name))
             )
-        return {
-            name: value for name, value in variables.items() if value is not None and self._reads(name)
-        }
+        return {name: value for name, value in variables.items() if value is not None and self._reads(name)}
 
     def _reads(self, variable: str) -> bool:
         """Whether the source has the name of a variable, not of a field or a part of a text."""
@@ -216,12 +217,11 @@ class ChatTemplate:
 
     def renders_tools(self) -> bool:
         """Whether the template describes tools."""
-        name = "foreword_tool"
         if "tools" not in (self.source or ""):
             return False
         if "tools" not in self._keeps:
             probe = self._convert_messages([{"role": "user", "content": PROBE_TEXT}])
-            self._keeps["tools"] = name in self._try_render(probe, [Tool(name, "Foreword tells.")])
+            self._keeps["tools"] = PROBE_TOOL.name in self._try_render(probe, [PROBE_TOOL])
         return self._keeps["tools"]
 
     def renders_calls(self) -> bool:
@@ -241,7 +241,7 @@ class ChatTemplate:
         """The prompt text of a conversation, with one placeholder for each image.
 
         messages                content is a text, or a list of texts and IMAGE_PART; calls and results as
-                                OpenAI's, of which arguments may be a mapping; `reasoning_content`, `reasoning`
+                                OpenAI's, whose arguments may be a mapping; `reasoning_content`, `reasoning`
                                 or `thinking` of the assistant
         tools                   described by the template, or by a text in the system message if it cannot
         add_generation_prompt   end with the header of the assistant's turn
@@ -263,7 +263,9 @@ class ChatTemplate:
         _check_options(options, add_generation_prompt and continue_final_message)
         if reasoning is not None:
             options = self.reasoning_variables(reasoning) | dict(options)
-            if reasoning.is_enabled is False and not (self._reads("enable_thinking") or self._reads("thinking")):
+            if reasoning.is_enabled is False and not (
+                self._reads("enable_thinking") or self._reads("thinking")
+            ):
                 messages = _add_soft_switch(messages, self.source)
         converted = self._convert_messages(read_tool_history(messages))
         if tools and not self._describes_tools:
@@ -320,6 +322,10 @@ class ChatTemplate:
             raise CheckpointError(f"the chat template {text}", "chat_template")
         raise _refusal(text)
 
+    def _probe_tools(self) -> list[Tool]:
+        """Tools for a probe with calls: some templates fail without."""
+        return [PROBE_TOOL] if self.renders_tools() else []
+
     def _try_render(self, messages: list[dict[str, Any]], tools: Sequence[Tool] = ()) -> str:
         """The text of converted messages; empty if the template refuses them."""
         assert self.source is not None
@@ -353,7 +359,7 @@ class ChatTemplate:
             fits.append(lambda messages: style.apply(one_call_per_turn(messages)))
         probe, kept = shape.probe()
         for fit in fits:
-            text = self._try_render(fit(self._convert_messages(probe)))
+            text = self._try_render(fit(self._convert_messages(probe)), self._probe_tools())
             if all(part in text for part in kept):
                 return fit
         return self._write_calls
@@ -364,12 +370,10 @@ class ChatTemplate:
             return self._call_style
         probe, kept = _ToolShape().probe()
         converted = self._convert_messages(probe)
-        styles = (
-            _CallStyle(*choice) for choice in product((False, True), ("", None), (False, True))
-        )
+        styles = (_CallStyle(*choice) for choice in product((False, True), ("", None), (False, True)))
         self._call_style = None
         for style in styles if "tool_calls" in (self.source or "") else ():
-            text = self._try_render(style.apply(converted))
+            text = self._try_render(style.apply(converted), self._probe_tools())
             if all(part in text for part in kept) and "{'text'" not in text:  # Python's form of a mapping
                 self._call_style = style
                 break
@@ -383,13 +387,13 @@ class ChatTemplate:
         return plain
 
     def _keeps_results(self) -> bool:
-        """Whether a template that describes tools, but renders no calls, takes messages of the role `tool`."""
+        """Whether a template that describes tools, but renders no calls, renders messages of results."""
         if not self.renders_tools() or not self._describes_tools:
             return False
         if "results" not in self._keeps:
             (user, _, result), kept = _ToolShape().probe()
             probe = [user, {"role": "assistant", "content": kept[1]}, result]
-            text = self._try_render(self._convert_messages(probe))
+            text = self._try_render(self._convert_messages(probe), self._probe_tools())
             self._keeps["results"] = kept[1] in text and kept[-1] in text
         return self._keeps["results"]
 
@@ -449,7 +453,7 @@ def _write_reasoning(message: Mapping[str, Any], source: str) -> dict[str, Any]:
     bare = {name: value for name, value in message.items() if name != REASONING}
     if text is None:
         return bare
-    if REASONING_BLOCK.search(source):
+    if REASONING_PART.search(source):
         parts = join_content(bare["content"] or "", [])
         return bare | {"content": [{"type": "thinking", "thinking": text}, *parts]}
     return bare | {name: text for name in REASONING_FIELDS if re.search(rf"\b{name}\b", source)}

@@ -21,8 +21,10 @@ from foreword.core.request import POOLING_TYPES, Request
 from foreword.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from foreword.formats.detect import Vocabulary as ProofVocabulary
 from foreword.formats.detect import detect_format
+from foreword.formats.events import ChatEvent
+from foreword.formats.parser import starts_in_reasoning
 from foreword.formats.record import bind_format
-from foreword.formats.tools import ReasoningOptions, Tool
+from foreword.formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.multimodal.base import ImageProcessor
 from foreword.multimodal.fetch import ImageSource
 from foreword.multimodal.images import ImageLoader
@@ -30,6 +32,7 @@ from foreword.multimodal.limits import MediaLimits
 from foreword.tokenizer.chat_template import ChatTemplate
 from foreword.tokenizer.detokenizer import Detokenizer
 from foreword.tokenizer.messages import ImagePart, extract_images
+from foreword.tokenizer.replay import AnswerReplay
 from foreword.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
@@ -50,6 +53,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+MAX_MARKER_TOKENS = 64  # at the end of a prompt, where a marker of several tokens may open the reasoning
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 NO_SAMPLING_PARAMS = SamplingParams()
 
@@ -347,6 +351,7 @@ class ChatInputProcessor:
         logger.info("tool calls: %s", self.detection)
         fmt = self.detection.format  # how the model writes reasoning and calls
         self.format = None if fmt is None else bind_format(fmt, tokenizer.token_to_id, tokenizer.special_ids)
+        self._replay = None if self.format is None else AnswerReplay(tokenizer, self.format)
         self.placeholder_id = None if processor is None else processor.placeholder_id  # of an image token
         self.max_images = max_images
         self._placeholder_hint = f"; {text!r} represents an image, also if several parts of a text form it"
@@ -390,17 +395,49 @@ class ChatInputProcessor:
         add_special_tokens: bool = False,
         tools: Sequence[Tool] = (),
         reasoning: ReasoningOptions | None = None,
+        cache_salt: str = "",
     ) -> list[int]:
         """Token ids with one placeholder for each image. Raises InvalidRequest.
 
         template_kwargs     of ChatTemplate.render()
         add_special_tokens  False: templates write special tokens themselves
         tools, reasoning    as in ChatTemplate.render()
+        cache_salt          namespace of the prefix cache, whose answers are replayed
         """
         self.check_tools(tools)
-        text = self.template.render(messages, tools=tools, reasoning=reasoning, **template_kwargs)
-        ids = self._tokenizer.encode(text, add_special_tokens)
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str:
+            return self.template.render(messages, tools=tools, reasoning=reasoning, **template_kwargs)
+
+        continues = template_kwargs.get("continue_final_message")
+        ids = None
+        if self._replay is not None and not continues:
+            ids = self._replay.encode(messages, cache_salt, render, add_special_tokens)
+        if ids is None:
+            ids = self._tokenizer.encode(render(messages), add_special_tokens)
         return self.check_placeholders(ids, num_images, "messages", "the chat template")
+
+    def described_tools(self, use: ToolUse) -> Sequence[Tool]:
+        """The tools in the prompt: also those of tool_choice "none", so that the cached prefix stays."""
+        knows_tools = self.format is not None and self.format.format.tools is not None
+        return use.listed_tools if knows_tools or use.callable_tools else ()
+
+    def starts_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a prompt has opened the reasoning that the answer continues."""
+        if self.format is None or self.format.format.reasoning is None:
+            return False
+        text = ""
+        if self.format.format.reasoning.begin not in self.format.token_ids:
+            text = self._tokenizer.decode(prompt_ids[-MAX_MARKER_TOKENS:], skip_special_tokens=False)
+        return starts_in_reasoning(self.format, prompt_ids, text)
+
+    def remember(self, request: Request, token_ids: Sequence[int], events: Iterable[ChatEvent]) -> None:
+        """Keep an answer for the conversation's next prompt, if a token of the model ended it.
+
+        token_ids  of the answer, the last included; `events` are what the parser read in it
+        """
+        if self._replay is not None:
+            self._replay.remember(request.prompt_ids, token_ids, events, request.cache_salt)
 
     def check_placeholders(
         self, ids: list[int], num_images: int, where: str, written_by: str = ""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from foreword.core.outputs import TokenEvent, TokenLogprob, truncate
 from foreword.core.request import Request
 from foreword.formats.events import CallEnd, CallStart, ChatEvent, ContentText, merge_events
+from foreword.formats.parser import ChatParser
 from foreword.tokenizer.detokenizer import Detokenizer
 from foreword.tokenizer.stop_strings import StopStrings
 from foreword.tokenizer.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from foreword.formats.parser import ChatParser
 
 __all__ = ["ChoiceOutput", "OutputDelta", "TokenLogprobText"]
 
@@ -46,6 +43,13 @@ class OutputDelta:
     logprobs: tuple[TokenLogprobText, ...] = ()  # one per token, if requested
     pieces: tuple[tuple[str, bool], ...] = ()  # the texts of `events` by token, and whether it was drafted
     events: tuple[ChatEvent, ...] = ()  # reasoning, content (which is `text`) and calls, in order
+
+    def pieces_by_event(self) -> Iterator[tuple[ChatEvent, tuple[tuple[str, bool], ...]]]:
+        """Each event with its pieces."""
+        pieces = deque(self.pieces)
+        for event in self.events:
+            length = 0 if isinstance(event, CallStart | CallEnd) else len(event.text)
+            yield event, _take_pieces(pieces, length)
 
 
 class ChoiceOutput:
@@ -84,7 +88,8 @@ class ChoiceOutput:
         self.finish_reason: str | None = None  # "stop", "tool_calls", "length" or "repetition"
         self.stop_reason: str | int | None = None
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
+        markers = () if parser is None else parser.marker_ids
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, kept_ids=markers)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
         self._events: list[ChatEvent] = []
         self._num_open_calls = 0
@@ -124,7 +129,7 @@ class ChoiceOutput:
             self.stop_reason = stop
         elif event.finish_reason is not None:
             self.stop_reason = event.stop_id if event.stop_id in self.request.params.stop_token_ids else None
-            if (last := self._flush(events, event.index + len(event.token_ids))) is not None:
+            if (last := self._flush(event, events)) is not None:
                 event, self.stop_reason = event._replace(finish_reason="stop"), last
         return self._append(events, event, places, stop is not None)
 
@@ -180,13 +185,15 @@ class ChoiceOutput:
         params = self.request.params
         return not (params.include_stop_str_in_output and event.stop_id in params.stop_token_ids)
 
-    def _flush(self, events: list[ChatEvent], num_tokens: int) -> str | None:
+    def _flush(self, event: TokenEvent, events: list[ChatEvent]) -> str | None:
         """Append all held-back text; the stop string in it, if there is one."""
         rest = self._detokenizer.flush()
-        parsed: Iterable[ChatEvent] = (ContentText(rest),)
+        parsed: list[ChatEvent] = [ContentText(rest)]
         if self.parser is not None:
-            parsed = (*self.parser.feed(NO_TOKEN, rest), *self.parser.flush())
-        stop = self._release(parsed, False, num_tokens > self.request.params.min_tokens, events)
+            parsed = self.parser.feed(NO_TOKEN, rest) if rest else []
+            parsed += self.parser.flush(ended_by_model=event.finish_reason == "stop")
+        search = event.index + len(event.token_ids) > self.request.params.min_tokens
+        stop = self._release(parsed, False, search, events)
         if stop is None and (held := self._stops.flush()):
             events.append(ContentText(held))
         return stop
@@ -212,7 +219,7 @@ class ChoiceOutput:
             self.stop_reason,
             hit_stop_string,
             logprobs,
-            self._take_pieces(num_chars),
+            _take_pieces(self._pending, num_chars),
             merged,
         )
 
@@ -224,14 +231,15 @@ class ChoiceOutput:
         raw = self._tokenizer.token_bytes(token.token_id)
         return TokenLogprobText(raw.decode("utf-8", "replace"), raw, place[0], token, place[1])
 
-    def _take_pieces(self, length: int) -> tuple[tuple[str, bool], ...]:
-        """Remove `length` characters from the pending pieces."""
-        taken: list[tuple[str, bool]] = []
-        while length > 0:
-            piece, was_drafted = self._pending.popleft()
-            if len(piece) > length:
-                self._pending.appendleft((piece[length:], was_drafted))
-            if piece:
-                taken.append((piece[:length], was_drafted))
-            length -= len(piece)
-        return tuple(taken)
+
+def _take_pieces(pieces: deque[tuple[str, bool]], length: int) -> tuple[tuple[str, bool], ...]:
+    """Remove `length` characters from the pieces."""
+    taken: list[tuple[str, bool]] = []
+    while length > 0:
+        piece, was_drafted = pieces.popleft()
+        if len(piece) > length:
+            pieces.appendleft((piece[length:], was_drafted))
+        if piece:
+            taken.append((piece[:length], was_drafted))
+        length -= len(piece)
+    return tuple(taken)

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -13,8 +14,10 @@ from foreword.cli import chat
 from foreword.cli.client import ChatPiece, ChatResult, Message, Tool, open_backend
 from foreword.cli.command_line import build_parser
 from foreword.cli.main import main
+from foreword.cli.tools import REFUSED_RESULT, TOOLS, LocalTools
 from foreword.core.params import SamplingParams
 from foreword.errors import ContextLengthExceeded, ForewordError
+from foreword.formats.events import CallArguments, CallStart
 from tests.support.images import png
 
 PARAMS = SamplingParams(temperature=0.0)
@@ -309,3 +312,184 @@ def test_server_is_asked_for_the_model_that_is_named(words: Sequence[str]) -> No
 def test_unreadable_image_is_refused_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--image", "nowhere.png"]) == 2
     assert capsys.readouterr().err == "foreword chat: --image nowhere.png: No such file or directory\n"
+
+
+class Caller(Echo):
+    """Calls tools as the message says, one call a line, and then answers with the results."""
+
+    def __init__(self, forever: bool = False) -> None:
+        super().__init__()
+        self.tools: list[Sequence[Tool]] = []
+        self.forever = forever
+
+    def stream(
+        self, prompt: str | Sequence[Message], params: SamplingParams, tools: Sequence[Tool] = ()
+    ) -> Iterator[ChatPiece]:
+        assert not isinstance(prompt, str)
+        self.prompts.append(list(prompt))
+        self.params.append(params)
+        self.tools.append(tools)
+        if prompt[-1]["role"] == "user" or self.forever:
+            asked = users(prompt)[-1]
+            assert isinstance(asked, str)
+            yield ChatPiece("let me see")
+            for index, line in enumerate(asked.splitlines()):
+                name, _, argument = line.partition(" ")
+                parameter = "expression" if name == "calculate" else "path"
+                yield ChatPiece("", call=CallStart(index, f"id{index}", name))
+                text = json.dumps({parameter: argument})
+                yield from (ChatPiece("", call=CallArguments(index, part)) for part in (text[:4], text[4:]))
+                if argument == "stop":
+                    raise KeyboardInterrupt
+            yield ChatPiece("", finish_reason="length" if "cut" in asked else "tool_calls", metrics=METRICS)
+            return
+        start = max(i for i, message in enumerate(prompt) if message["role"] == "user")
+        results = [message["content"] for message in prompt[start:] if message["role"] == "tool"]
+        if any(len(result) > 1000 for result in results):
+            raise ContextLengthExceeded("too long")
+        yield ChatPiece(" and ".join(results))
+        yield ChatPiece("", finish_reason="stop", metrics=METRICS)
+
+
+def call_tools(
+    root: Path,
+    *turns: str,
+    answers: Sequence[str | type[BaseException]] | None = None,
+    interactive: bool = True,
+    backend: Echo | None = None,
+) -> tuple[list[str], Caller]:
+    """Lines that the user sees, and the backend; without answers all calls run."""
+    out, source, left = io.StringIO(), backend or Caller(), list(answers or ())
+
+    def ask(question: str) -> str:
+        out.write(f"{question}\n")
+        answer = left.pop(0)
+        if not isinstance(answer, str):
+            raise answer
+        return answer
+
+    runner = LocalTools(root, ask if interactive else None, answers is None)
+    console = Console(file=out, highlight=False, width=200)
+    session = chat.ChatSession(source, PARAMS, console, interactive, tools=runner)
+    session.talk(turns)
+    assert isinstance(source, Caller) and not left
+    return out.getvalue().splitlines(), source
+
+
+FIGURES = "412 tokens/s, 50 drafted, 40 accepted, 3.1 tokens per verify step (plain decoding: 1)"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "note").write_text("hello")
+    (tmp_path / "long").write_text("word\n" * 1000)
+    return tmp_path
+
+
+def test_calls_are_shown_asked_for_run_and_sent_back(root: Path) -> None:
+    lines, source = call_tools(root, "read_file note\ncalculate 6*7", "calculate 1", answers=["y", "n", "y"])
+    assert lines[:8] == [
+        "let me see",
+        'read_file {"path": "note"}',
+        'calculate {"expression": "6*7"}',
+        FIGURES,
+        "Run read_file(path='note')? [y/N/a] ",
+        "read_file hello",
+        "Run calculate(expression='6*7')? [y/N/a] ",
+        f"calculate {REFUSED_RESULT}",
+    ]
+    assert lines[8:10] == [f"hello and {REFUSED_RESULT}", FIGURES]
+    calls = [
+        {"id": f"id{i}", "type": "function", "function": {"name": name, "arguments": text}}
+        for i, (name, text) in enumerate(
+            [("read_file", '{"path": "note"}'), ("calculate", '{"expression": "6*7"}')]
+        )
+    ]
+    turn = [
+        {"role": "user", "content": "read_file note\ncalculate 6*7"},
+        {"role": "assistant", "content": "let me see", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "id0", "name": "read_file", "content": "hello"},
+        {"role": "tool", "tool_call_id": "id1", "name": "calculate", "content": REFUSED_RESULT},
+    ]
+    assert source.prompts[1] == turn
+    assert source.prompts[2][:5] == [
+        *turn, {"role": "assistant", "content": f"hello and {REFUSED_RESULT}"}
+    ]  # fmt: skip
+    assert source.tools == [TOOLS] * 4
+
+
+def test_calls_from_a_pipe_are_refused_but_with_yes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines, _ = call_tools(root, "read_file note", interactive=False, answers=[])
+    assert lines == ["let me see", REFUSED_RESULT]
+    note = f'read_file {{"path": "note"}}: {REFUSED_RESULT}; --yes runs calls without a question\n'
+    assert capsys.readouterr().err == note
+    assert call_tools(root, "read_file note", interactive=False)[0] == ["let me see", "hello"]
+    assert capsys.readouterr().err == 'read_file {"path": "note"}: hello\n'
+
+
+def test_calls_are_bounded(root: Path) -> None:
+    lines, source = call_tools(root, "calculate 1\ncalculate 2\ncalculate 3", backend=Caller(forever=True))
+    assert len(source.prompts) == 3 and lines[-1] == f"stopped after {chat.MAX_CALLS} calls"
+    assert lines[-2] == f"calculate {chat.TOO_MANY_CALLS}" and lines[-3] == "calculate 2"
+    lines, source = call_tools(
+        root, "calculate 1\ncalculate 2\ncalculate 3", "calculate 4", backend=Caller(forever=True)
+    )
+    sent = source.prompts[3]
+    assert [message["role"] for message in sent[-5:]] == ["assistant", "tool", "tool", "tool", "user"]
+
+
+@pytest.mark.parametrize("key", [KeyboardInterrupt, EOFError])
+def test_leaving_the_question_ends_the_turn(root: Path, key: type[BaseException]) -> None:
+    lines, source = call_tools(
+        root, "calculate 1\ncalculate 2\ncalculate 3", "calculate 4", answers=["y", key, "y"]
+    )
+    assert len(source.prompts) == 3
+    results = [message["content"] for message in source.prompts[1] if message["role"] == "tool"]
+    assert results == ["1", REFUSED_RESULT, REFUSED_RESULT]
+    assert "stopped; the conversation goes on with the next message" in lines
+
+
+def test_result_that_is_too_long_is_an_error_for_the_model(root: Path) -> None:
+    lines, source = call_tools(root, "read_file long", "calculate 1")
+    assert lines[3:5] == ["read_file 1000 lines, 5000 characters", chat.TOO_LONG_RESULT]
+    assert [len(prompt) for prompt in source.prompts] == [1, 3, 3, 5, 7]
+    assert all(message["content"] != "word\n" * 1000 for message in source.prompts[3])
+
+
+def test_context_that_is_full_without_results_fails(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Full(Caller):
+        def stream(
+            self, prompt: Any, params: SamplingParams, tools: Sequence[Tool] = ()
+        ) -> Iterator[ChatPiece]:
+            if prompt[-1]["role"] == "tool":
+                self.prompts.append(prompt)
+                raise ContextLengthExceeded("too long")
+            return super().stream(prompt, params, tools)
+
+    lines, source = call_tools(root, "read_file note", backend=Full())
+    assert lines[-1] == "too long; /clear starts a new conversation, /save FILE keeps this one"
+    assert len(source.prompts) == 3
+
+
+@pytest.mark.parametrize("turn", ["calculate 1\ncalculate cut", "calculate 1\ncalculate stop"])
+def test_calls_that_are_cut_off_do_not_run(root: Path, turn: str) -> None:
+    _, source = call_tools(root, turn, "one", answers=[])
+    assert [message["role"] for message in source.prompts[1]] == ["user", "assistant", "user"]
+    assert source.prompts[1][1] == {"role": "assistant", "content": "let me see"}
+
+
+def test_compare_includes_calls_and_runs_none(root: Path) -> None:
+    lines, source = call_tools(root, "calculate 1", "/compare")
+    assert lines[-1] == "the texts are equal"
+    lines, source = call_tools(root, "calculate 1", "calculate 2", "/compare")
+    assert [params.speculation.method for params in source.params] == ["auto"] * 4 + ["off"]
+
+
+def test_calls_without_tools_are_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+    shown, source = talk("calculate 1", backend=Caller())
+    assert shown == "let me see\n" and len(source.prompts) == 1
+
+
+def test_yes_needs_tools(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--yes"]) == 2
+    assert capsys.readouterr().err == "foreword chat: --yes is for the calls of --tools\n"

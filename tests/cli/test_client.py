@@ -9,6 +9,7 @@ import pytest
 from foreword.cli.client import ChatPiece, ChatResult, HTTPBackend, finish_note, request_body
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import ForewordError
+from foreword.formats.events import CallArguments, CallStart
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -44,6 +45,40 @@ def test_foreword_server_reports_draft_tokens() -> None:
     }
     got = remote(lambda _: stream_of(chunk)).stream(MESSAGES, SamplingParams())
     assert list(got) == [ChatPiece("a"), ChatPiece("bc", is_drafted=True)]
+
+
+def test_calls_of_tools_are_streamed() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        assert json.loads(request.content)["tools"] == tools
+        parts: list[dict[str, object]] = [
+            {"index": 0, "id": "x", "type": "function", "function": {"name": "f", "arguments": ""}},
+            {"index": 0, "function": {"arguments": '{"a": 1}'}},
+            {"index": 1, "id": None, "function": {"name": "g", "arguments": "{}"}},
+        ]
+        deltas = [{"content": "a"}, *({"tool_calls": [part]} for part in parts), {"tool_calls": None}]
+        return stream_of(*({"choices": [{"delta": delta}]} for delta in deltas))
+
+    assert list(remote(handler).stream(MESSAGES, SamplingParams(), tools)) == [
+        ChatPiece("a"),
+        ChatPiece("", call=CallStart(0, "x", "f")),
+        ChatPiece("", call=CallArguments(0, '{"a": 1}')),
+        ChatPiece("", call=CallStart(1, "call_1", "g")),
+        ChatPiece("", call=CallArguments(1, "{}")),
+    ]
+
+
+@pytest.mark.parametrize(
+    "calls", [3, {"index": 0}, [1], [{}], [{"index": "0", "function": {}}], [{"index": 0}]]
+)
+def test_invalid_calls_raise(calls: object) -> None:
+    with pytest.raises(ForewordError, match="invalid call"):
+        list(
+            remote(lambda _: stream_of({"choices": [{"delta": {"tool_calls": calls}}]})).stream(
+                MESSAGES, SamplingParams()
+            )
+        )
 
 
 def test_completion_stream() -> None:

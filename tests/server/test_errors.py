@@ -259,7 +259,6 @@ def test_unknown_routes(served: RunningServer, method: str, path: str, status: i
         ("/api/chat", "use /v1/chat/completions"),
         ("/api/generate", "use /v1/completions"),
         ("/completion", "use /v1/completions"),
-        ("/v1/responses", "use /v1/chat/completions"),
         ("/v1/messages", "use /v1/chat/completions"),
         ("/pooling", "use /v1/embeddings"),
         ("/v2/embed", "use /v1/embeddings"),

@@ -41,7 +41,7 @@ MESSAGES = (
     "{%- for message in messages %}"
     "{%- if message.role == 'assistant' %}<|im_start|>assistant\n"
     "@REASONING@"
-    "{{ message.content or '' }}"
+    "@CONTENT@"
     "{%- if message.tool_calls %}@BEGIN@{% for call in message.tool_calls %}"
     "{% if not loop.first %}@BETWEEN@{% endif %}@CALL@{% endfor %}@END@{% endif %}<|im_end|>\n"
     "{%- elif message.role == 'tool' %}<|im_start|>user\n@RESULT@<|im_end|>\n"
@@ -78,6 +78,8 @@ class ToolFamily:
     reasoning: str = ""  # at the start of an answer
     special: bool = False  # markers are special tokens
     opener: str | None = None  # the marker that begins a call
+    content: str = "{{ message.content or '' }}"
+    turn: str = "<|im_start|>"  # before each message
 
 
 HERMES_CALL = (
@@ -126,9 +128,11 @@ FAMILIES: Mapping[str, ToolFamily] = {
     ),
     "llama-json": ToolFamily(
         '{"name": "{{ call.function.name }}", "parameters": ' + ARGUMENTS + "}",
-        ("<|python_tag|>",),
+        ("<|python_tag|>", "<|start_header_id|>"),
         how='Write a call as {"name": NAME, "parameters": ARGUMENTS}',
         special=True,
+        content="{% if not message.tool_calls %}{{ message.content }}{% endif %}",
+        turn="<|start_header_id|>",
     ),
 }
 WEATHER: Mapping[str, Any] = {  # a tool of chat whose arguments are short
@@ -198,9 +202,11 @@ def chat_template(family: str) -> str:
         "END": described.end,
         "RESULT": RESULT,
         "REASONING": REASONING if "<think>" in described.markers else "",
+        "CONTENT": described.content,
         "OPEN": described.reasoning,
     }
     template = SYSTEM + MESSAGES
     for name, text in parts.items():
         template = template.replace(f"@{name}@", text)
+    template = template.replace("<|im_start|>", described.turn)
     return template.replace("\n", "{{ '\\n' }}")  # Jinja drops line breaks behind its tags

@@ -132,7 +132,11 @@ def test_history_of_tools_is_completed() -> None:
     """Arguments become mappings; calls and results without ids belong together in their order."""
     history = read_tool_history(
         [
-            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}, call("", "g", "")]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"function": {"name": "f"}}, call("", "g", "")],
+            },
             {"role": "tool", "content": "1"},
             {"role": "tool", "content": "2"},
             {"role": "assistant", "content": "A", "tool_calls": []},
@@ -155,7 +159,11 @@ def test_history_of_tools_is_completed() -> None:
     [
         ([call("a", "f", "{}")], "b", "messages[1].tool_call_id"),
         (None, "a", "messages[1].tool_call_id"),
-        ([call("a", "f", "{}"), call("b", "f", '{"x": ')], "a", "messages[0].tool_calls[1].function.arguments"),
+        (
+            [call("a", "f", "{}"), call("b", "f", '{"x": ')],
+            "a",
+            "messages[0].tool_calls[1].function.arguments",
+        ),
         ([call("a", "f", "[1]")], "a", "messages[0].tool_calls[0].function.arguments"),
         ([call("a", "f", 5)], "a", "messages[0].tool_calls[0].function.arguments"),
         ([call("a", "", {})], "a", "messages[0].tool_calls[0].function.name"),

@@ -1,11 +1,11 @@
 """`foreword bench agent`: sessions of a coding agent, with speculation off, with `suffix` alone, and `auto`.
 
 Regime: a session is a loop of 8 to 20 steps with recorded tool results (workload.py); tools take no time,
-and the next step is sent when the answer before has ended. A cell has a number of sessions at once, with the
-contexts of --contexts in turn. In each round all modes run the same sessions one after the other, in rotated
-order; every round has sessions of its own, and no mode finds KV or answers of another. `off` is an engine that
-was started without speculation, the other modes share a second one. The first round is not counted: it has
-the smallest context, and compares hashes of the raw logits.
+and the next step is sent when the answer before has ended. A cell has a number of sessions at once, with
+the contexts of --contexts in turn. In each round all modes run the same sessions one after the other, in
+rotated order; every round has sessions of its own, and no mode finds KV or answers of another. `off` is an
+engine that was started without speculation, the other modes share a second one. The first round is not
+counted: it has two steps a session and the smallest context, and compares hashes of the raw logits.
 
 Without --model the answers are recorded too, and the weights random (model.py). That shows the machinery in
 the shape of an agent's traffic: prompts that grow by a result, cached prefixes, drafts that are right as
@@ -70,6 +70,7 @@ PLAIN_OFF = replace(OFF, engine=PLAIN)  # of an engine without drafters
 OWN_ANSWER_TOKENS = 96  # of answers that are not recorded
 MIN_OWN_CONTEXT = 512
 CACHE_SHARE = 1.3  # tokens of the KV cache over those of the sessions at once
+WARMUP_STEPS = 2
 ROUND_NUMBERS = 1000  # sessions of a round
 ANSWER_TOKENS, STEPS = 100, 12  # of a session, for the estimate
 
@@ -164,13 +165,11 @@ class _Measurement:
 
     def _make_sessions(self, load: int, number: int) -> list[AgentSession]:
         engine = self.engines[ADAPTIVE]
-        sample = self.sources.notes[:20_000]
-        density = len(sample) / len(engine.tokenizer.encode(sample, add_special_tokens=False))
         limit = CONTEXT if engine.recorded else max(engine.max_len - OWN_ANSWER_TOKENS, MIN_OWN_CONTEXT)
         first = number * ROUND_NUMBERS + load
         return [
             engine.make_session(
-                make_script(first + index, self.sources, min(size, limit), density),
+                make_script(first + index, self.sources, min(size, limit), engine.count),
                 first + index,
                 OWN_ANSWER_TOKENS,
             )
@@ -279,7 +278,7 @@ def _times(rounds: Sequence[BenchRepetition]) -> dict[str, float]:
 
 
 def _cached(rounds: Sequence[BenchRepetition]) -> dict[str, float]:
-    """Shares of cached prompt tokens: of all, of steps after a result, and of those that the step before had."""
+    """Cached shares: of all prompt tokens, of those after a result, of those that the step before had."""
     pairs: list[tuple[RequestResult, RequestResult]] = []
     prompt = cached = 0
     for one in rounds:
@@ -331,10 +330,12 @@ def _show(result: Mapping[str, Any]) -> None:
         "session [95 %]: time of a session: seconds with off, else the ratio to it.",
         "slowest: the session that gained least, mean over the rounds.",
         "first token: of a step, over off.",
-        "cached: share of the prompt tokens after a tool's result; reused: of those that the step before had.",
+        "cached: share of the prompt tokens after a tool's result.",
+        "reused: the same of the tokens that the step before had read or written.",
     )
     equal = "equal" if result["equal"] else "NOT EQUAL"
-    title = f"agent: {result['model']}, contexts {', '.join(map(str, result['contexts']))}; answers and events {equal}"
+    contexts = ", ".join(map(str, result["contexts"]))
+    title = f"agent: {result['model']}, contexts {contexts}; answers and events {equal}"
     print_table(title, columns, rows, legend)
 
 

@@ -22,13 +22,14 @@ __all__ = ["AgentEngine", "AgentSession"]
 
 MAX_TURNS = 64  # of a session: each turn has a seed of its own
 USE = ToolUse(TOOLS)
+NO_SCRIPT = AgentScript("", "", (), "")
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSession(Conversation):
     """A script as a conversation: a turn is the task, or the result of the call before."""
 
-    script: AgentScript = AgentScript("", "", (), "")
+    script: AgentScript = NO_SCRIPT
     prompts: tuple[tuple[int, ...], ...] = ()  # of all turns, where the answers are recorded
     answers: tuple[tuple[int, ...], ...] = ()  # recorded, with EOS
 
@@ -67,6 +68,10 @@ class AgentEngine(LocalEngine):
         return AgentSession(
             turns, max_tokens=longest, seed=seed, script=script, prompts=prompts, answers=answers
         )
+
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def use_answers(self, sessions: Sequence[AgentSession]) -> None:
         """The sessions of the next run; their seeds differ."""

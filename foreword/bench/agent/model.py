@@ -29,11 +29,12 @@ END, START = "<|im_end|>", "<|im_start|>"
 TOOL_MARKERS = ("<tool_call>", "</tool_call>")
 # Hermes' form, as Qwen2.5's template writes it.
 TEMPLATE = """\
-{%- macro turn(role, content) -%}{{ '<|im_start|>' + role + '\\n' + content + '<|im_end|>\\n' }}{%- endmacro -%}
+{%- macro turn(role, content) -%}
+{{- '<|im_start|>' + role + '\\n' + content + '<|im_end|>\\n' -}}
+{%- endmacro -%}
 {%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else '' -%}
 {%- if tools -%}
-{%- set ns = namespace(text=system + '\\n\\n# Tools\\n\\nCall a function within <tool_call></tool_call>, as JSON with \
-name and arguments.\\n<tools>') -%}
+{%- set ns = namespace(text=system + '\\n\\n# Tools\\nCall one as JSON: name and arguments.\\n<tools>') -%}
 {%- for tool in tools -%}{%- set ns.text = ns.text + '\\n' + (tool | tojson) -%}{%- endfor -%}
 {{- turn('system', ns.text + '\\n</tools>') -}}
 {%- elif system -%}
@@ -45,8 +46,9 @@ name and arguments.\\n<tools>') -%}
 {%- elif message['role'] == 'assistant' -%}
 {%- set ns = namespace(text=message['content'] or '') -%}
 {%- for call in message['tool_calls'] or [] -%}
-{%- set ns.text = ns.text + ('\\n' if ns.text else '') + '<tool_call>\\n{"name": "' + call['function']['name'] -%}
-{%- set ns.text = ns.text + '", "arguments": ' + (call['function']['arguments'] | tojson) + '}\\n</tool_call>' -%}
+{%- set function = call['function'] -%}
+{%- set ns.text = ns.text + ('\\n' if ns.text else '') + '<tool_call>\\n{"name": "' + function['name'] -%}
+{%- set ns.text = ns.text + '", "arguments": ' + (function['arguments'] | tojson) + '}\\n</tool_call>' -%}
 {%- endfor -%}
 {{- turn('assistant', ns.text) -}}
 {%- elif message['role'] != 'system' -%}

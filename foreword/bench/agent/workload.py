@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -23,10 +23,12 @@ from foreword.formats.tools import Tool
 __all__ = ["TOOLS", "AgentScript", "AgentStep", "Sources", "make_script"]
 
 MIN_STEPS, MAX_STEPS = 8, 20
-TOKENS_PER_STEP = 400  # of a context, at least: a short one has few steps
+MIN_STEP_TOKENS, MAX_STEP_TOKENS = 400, 2000  # context per step: a short one has few steps
 NOTES_SHARE = 0.35  # of the context, before the first step: tools and notes on the project
-ANSWER_CHARACTERS = 330  # of an answer, on average
-MIN_RESULT_CHARACTERS = 120
+TOOL_TOKENS = 450  # of the tools' description
+ANSWER_TOKENS, TURN_TOKENS = 110, 30  # of an answer, on average; of the template around a step
+MIN_RESULT_TOKENS = 30
+LINE_TOKENS = 14  # of a line of code, on average
 MIN_FILE_LINES, MAX_FILE_LINES = 60, 700
 MIN_FUNCTION_LINES, MAX_FUNCTION_LINES = 5, 14  # of a new file's text
 MIN_NAME_LENGTH, MIN_SENTENCE_LENGTH = 8, 40
@@ -125,9 +127,16 @@ class _WorkingCopy:
     path: str  # of the function to rename
     old: str
     new: str
-    result_characters: int
+    count: Callable[[str], int]  # tokens of a text
+    room: int  # tokens of the steps to come
+    num_left: int  # steps to come
     seen: list[tuple[str, int, int]] = field(default_factory=list)  # file, first line, number of lines
     num_written: int = 0
+
+    @property
+    def result_tokens(self) -> int:
+        """Of the next result, at most; a short one leaves more to the others."""
+        return max(self.room // self.num_left - ANSWER_TOKENS - TURN_TOKENS, MIN_RESULT_TOKENS)
 
     def read(self) -> AgentStep:
         path = (
@@ -137,8 +146,11 @@ class _WorkingCopy:
         )
         lines = self.files[path].splitlines()
         uses = [number for number, line in enumerate(lines) if self.old in line] or [len(lines) // 2]
-        start = max(self.rng.choice(uses) - self.rng.randint(5, 15), 0)
-        count = sum(1 for _ in _until(_numbered(lines, start), self.result_characters))
+        start = min(
+            self.rng.choice(uses) - self.rng.randint(5, 15), len(lines) - self.result_tokens // LINE_TOKENS
+        )
+        start = max(start, 0)
+        count = sum(1 for _ in self._until(_numbered(lines, start)))
         self.seen.append((path, start, count))
         arguments = {"path": path, "offset": start + 1, "limit": count}
         return self._step(f"I read `{path}`.", "read", arguments, _numbered(lines, start))
@@ -195,18 +207,34 @@ class _WorkingCopy:
         self, text: str, tool: str, arguments: Mapping[str, Any], lines: Iterator[str] | Sequence[str]
     ) -> AgentStep:
         said = f"{self.rng.choice(self.sources.sentences)} {text}"
-        return AgentStep(said, tool, arguments, "\n".join(_until(iter(lines), self.result_characters)))
+        result = "\n".join(self._until(iter(lines)))
+        written = " ".join([said, *map(str, arguments.values())])
+        self.room -= self.count(written) + self.count(result) + TURN_TOKENS
+        self.num_left -= 1
+        return AgentStep(said, tool, arguments, result)
+
+    def _until(self, lines: Iterator[str]) -> Iterator[str]:
+        """The lines up to the tokens of a result, at least one."""
+        room = self.result_tokens
+        for line in lines:
+            yield line
+            room -= self.count(line) + 1
+            if room <= 0:
+                return
 
 
 def make_script(
-    number: int, sources: Sources, context_tokens: int, characters_per_token: float
+    number: int, sources: Sources, context_tokens: int, count: Callable[[str], int]
 ) -> AgentScript:
-    """The script of this number, whose last prompt has about `context_tokens`."""
+    """The script of this number, whose last prompt has about `context_tokens`, as `count` counts them."""
     rng = Random(number)
-    num_steps = rng.randint(MIN_STEPS, max(min(context_tokens // TOKENS_PER_STEP, MAX_STEPS), MIN_STEPS))
-    characters = int(context_tokens * characters_per_token)
-    notes = int(characters * NOTES_SHARE)
-    room = characters - notes - num_steps * ANSWER_CHARACTERS
+    fewest, most = (
+        min(max(context_tokens // tokens, MIN_STEPS), MAX_STEPS)
+        for tokens in (MAX_STEP_TOKENS, MIN_STEP_TOKENS)
+    )
+    num_steps = rng.randint(fewest, most)
+    density = len(sources.notes) / count(sources.notes)
+    notes = max(int(context_tokens * NOTES_SHARE) - TOOL_TOKENS, 0)
     path = rng.choice(list(sources.names))
     old = rng.choice(sources.names[path])
     copy = _WorkingCopy(
@@ -216,7 +244,9 @@ def make_script(
         path,
         old,
         f"{old}_{rng.choice(('checked', 'cached', 'ordered', 'bounded'))}",
-        max(room // num_steps, MIN_RESULT_CHARACTERS),
+        count,
+        context_tokens - notes - TOOL_TOKENS - count(SYSTEM),
+        num_steps,
     )
     steps = [copy.grep(), copy.read()]
     while len(steps) < num_steps:
@@ -224,18 +254,8 @@ def make_script(
         steps.append(getattr(copy, kind)())
     task = f"Rename the function {old} in {path} to {copy.new} wherever it is used, and test the change."
     summary = f"{rng.choice(sources.sentences)} {old} is now {copy.new}, and the tests pass."
-    return AgentScript(SYSTEM + sources.notes[:notes], task, tuple(steps), summary)
+    return AgentScript(SYSTEM + sources.notes[: int(notes * density)], task, tuple(steps), summary)
 
 
 def _numbered(lines: Sequence[str], start: int, end: int | None = None) -> Iterator[str]:
     return (f"{number}\t{line}" for number, line in enumerate(lines[start:end], start + 1))
-
-
-def _until(lines: Iterator[str], characters: int) -> Iterator[str]:
-    """The lines up to `characters`, at least one."""
-    used = 0
-    for line in lines:
-        used += len(line) + 1
-        yield line
-        if used >= characters:
-            return

@@ -110,9 +110,7 @@ class Message(StrictModel):
         """The message for chat templates; `developer` is OpenAI's newer name of `system`."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         content = self.content or self.refusal or self.content
-        calls = [
-            call.to_template(f"{field}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls or ())
-        ]
+        calls = [call.to_template(f"{field}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls or ())]
         if self.function_call is not None:
             older = ToolCall(id=self.function_call.name, function=self.function_call)
             calls.append(older.to_template(f"{field}.function_call"))
@@ -200,7 +198,10 @@ class ReasoningBody(StrictModel):
 def reasoning_options(
     enabled: bool | None, effort: str | None, max_tokens: int | None, effort_field: str
 ) -> ReasoningOptions:
-    """An effort of "none" and a budget of 0 switch reasoning off, unless it is switched on. Raises Unsupported."""
+    """An effort of "none" and a budget of 0 switch reasoning off, unless it is switched on.
+
+    Raises Unsupported for an unknown effort.
+    """
     if effort not in (None, *EFFORTS):
         raise Unsupported(
             f"{effort_field} must be one of {', '.join(EFFORTS)}, got {effort!r:.80}; "

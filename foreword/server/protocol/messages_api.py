@@ -16,6 +16,7 @@ from pydantic import Field
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest, Unsupported
+from foreword.formats.tool_checks import Choice, check_tools
 from foreword.formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.server.errors import rename_field
 from foreword.server.protocol.base import RequestBody, StrictModel
@@ -23,7 +24,6 @@ from foreword.server.protocol.chat import MessageContent
 from foreword.server.protocol.compat import MESSAGES_API, PeerField
 from foreword.server.protocol.sampling import NO_DEFAULTS, SamplingBody
 from foreword.server.protocol.structured import Constraint
-from foreword.server.protocol.tools import Choice, check_tools
 
 __all__ = ["Conversation", "ConversationBody", "CountTokensBody", "MessagesBody", "hide_thinking"]
 

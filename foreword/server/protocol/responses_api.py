@@ -16,6 +16,7 @@ from pydantic import Field
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest, Unsupported
+from foreword.formats.tool_checks import check_tools, parse_choice
 from foreword.formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.server.protocol.base import RequestBody, StrictModel
 from foreword.server.protocol.chat import MessageContent, reasoning_options
@@ -27,12 +28,7 @@ from foreword.server.protocol.compat import (
 )
 from foreword.server.protocol.sampling import NO_DEFAULTS, SamplingBody
 from foreword.server.protocol.structured import Constraint, Schema, StructuredOutputsBody
-from foreword.server.protocol.tools import (
-    check_arguments,
-    check_tools,
-    custom_input_grammar,
-    parse_choice,
-)
+from foreword.server.protocol.tools import check_arguments, custom_input_grammar
 
 __all__ = [
     "InputItem",

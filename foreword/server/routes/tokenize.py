@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from fastapi import APIRouter, Request, Response
 
 from foreword.errors import InvalidRequest
+from foreword.formats.tool_checks import check_tools
 from foreword.server.auth.keys import KeyPermissions, PermissionsDep
 from foreword.server.context import ServerContext, ServerDep, offload_if_large
 from foreword.server.errors import rename_field
@@ -16,7 +17,7 @@ from foreword.server.http import JSONResponse
 from foreword.server.protocol.base import ModelName, StrictModel
 from foreword.server.protocol.chat import Message, TemplateOptions, to_template_messages
 from foreword.server.protocol.compat import TEMPLATE, PeerField
-from foreword.server.protocol.tools import ToolBody, check_tools
+from foreword.server.protocol.tools import ToolBody
 
 __all__ = ["router"]
 
