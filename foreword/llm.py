@@ -58,6 +58,7 @@ from foreword.tokenizer.input_processor import (
 )
 from foreword.tokenizer.messages import ImagePart
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
+from foreword.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
     "LLM",

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from foreword.cli.arguments import add_model_word
-from foreword.cli.client import ChatBackend, add_backend_options, finish_note, open_backend
+from foreword.cli.client import ChatBackend, ChatPiece, add_backend_options, finish_note, open_backend
 from foreword.cli.flags import (
     Message,
     add_image_option,

@@ -48,6 +48,7 @@ class AnswerGate:
     max_reasoning_tokens: int | None = None  # markers excluded; then `reasoning_end` is forced
     holds_reasoning: bool = False  # the grammar describes the reasoning too: the gate knows it for the budget
     trigger: Marker = ()  # the constraint starts after it; (): after the reasoning
+    opening: str = ""  # the constraint is for answers that begin so, after whitespace; "": for all
     is_trigger_in_reasoning: bool = False  # the trigger ends the reasoning as well
     constrains: bool = True  # False: the budget is all
 

@@ -23,7 +23,7 @@ from foreword.formats.record import ChatFormat, ReasoningFormat, ToolFormat, bin
 from foreword.formats.response_template import from_response_template
 from foreword.formats.tools import Tool, ToolUse
 
-__all__ = ["Detection", "TemplateProbe", "Vocabulary", "assistant_turn", "detect_format"]
+__all__ = ["Detection", "ProofTokenizer", "TemplateProbe", "assistant_turn", "detect_format"]
 
 ARGUMENTS: Final[Mapping[str, Any]] = {  # of every type; templates stumble over a schema with null
     "text": "a \"b\"\n'c' <d> & é 字 👍",
@@ -66,7 +66,7 @@ class TemplateProbe(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class ProofTokenizer:
     """What a proof needs of a tokenizer."""
 
     token_to_id: Callable[[str], int | None]
@@ -98,7 +98,7 @@ class Detection:
 
 def detect_format(
     template: TemplateProbe,
-    vocabulary: Vocabulary,
+    tokenizer: ProofTokenizer,
     wanted: str = "auto",
     response_template: Mapping[str, Any] | None = None,
 ) -> Detection:
@@ -112,23 +112,23 @@ def detect_format(
         return Detection(None)
     source = template.source.replace('\\"', '"').replace("\\'", "'")
     problems: list[str] = []
-    for fmt, origin in _candidates(template, vocabulary, source, wanted, response_template):
-        fmt = _with_text_markers(fmt, source, template, vocabulary)
+    for fmt, origin in _candidates(template, tokenizer, source, wanted, response_template):
+        fmt = _with_text_markers(fmt, source, template, tokenizer)
         assert fmt.tools is not None, "a candidate has a format of calls"
         describes_tools = template.renders_tools() and fmt.name != "generic"
         template.set_call_format(fmt.tools, describes_tools)
-        problem = _difference(fmt, template, vocabulary)
+        problem = _difference(fmt, template, tokenizer)
         if problem is None or wanted == fmt.name:
             return Detection(fmt, origin, problem is None, () if problem is None else (problem,))
         problems.append(f"{fmt.name}: {problem}")
-    fmt = _with_text_markers(ChatFormat("text"), source, template, vocabulary)
+    fmt = _with_text_markers(ChatFormat("text"), source, template, tokenizer)
     is_known = fmt.reasoning is not None or fmt.content is not None
     return Detection(fmt if is_known else None, problems=tuple(problems))
 
 
 def _candidates(
     template: TemplateProbe,
-    vocabulary: Vocabulary,
+    tokenizer: ProofTokenizer,
     source: str,
     wanted: str,
     response_template: Mapping[str, Any] | None,
@@ -150,11 +150,11 @@ def _candidates(
     ]
     for fmt in sorted(families, key=lambda fmt: -sum(map(len, fmt.template_markers))):
         yield fmt, "markers of the chat template"
-    if template.renders_calls() and (tools := _analyse(template, vocabulary)) is not None:
+    if template.renders_calls() and (tools := _analyse(template, tokenizer)) is not None:
         yield ChatFormat("derived", tools), "what the chat template writes"
     if template.renders_tools() and not template.renders_calls():
         for fmt in FORMATS.values():
-            if fmt.tools is not None and vocabulary.token_to_id(_opener(fmt.tools)) is not None:
+            if fmt.tools is not None and tokenizer.token_to_id(_opener(fmt.tools)) is not None:
                 yield fmt, "a token of the vocabulary"
     if not template.renders_tools() and not template.renders_calls():
         yield FORMATS["generic"], "the chat template has no tools"
@@ -173,14 +173,14 @@ def _reasoning_formats(source: str) -> Iterable[ReasoningFormat]:
 
 
 def _with_text_markers(
-    fmt: ChatFormat, source: str, template: TemplateProbe, vocabulary: Vocabulary
+    fmt: ChatFormat, source: str, template: TemplateProbe, tokenizer: ProofTokenizer
 ) -> ChatFormat:
     """The format with the template's own markers of reasoning and content, which differ within a family."""
     formats = _reasoning_formats(source)
     if fmt.reasoning is None or all(fmt.reasoning.begin != other.begin for other in formats):
         fmt = replace(fmt, reasoning=next(iter(formats), None))
     if fmt.content is None or fmt.content[0] not in source:
-        turn = _turn(template, vocabulary, {"content": CONTENT, "reasoning_content": REASONING})
+        turn = _turn(template, tokenizer, {"content": CONTENT, "reasoning_content": REASONING})
         if fmt.reasoning is None and (markers := find_markers(turn, REASONING)) is not None:
             fmt = replace(fmt, reasoning=ReasoningFormat(*markers))
         markers = find_markers(turn, CONTENT)
@@ -190,38 +190,36 @@ def _with_text_markers(
     return fmt
 
 
-def _analyse(template: TemplateProbe, vocabulary: Vocabulary) -> ToolFormat | None:
+def _analyse(template: TemplateProbe, tokenizer: ProofTokenizer) -> ToolFormat | None:
     """The format of calls as the template writes them."""
     calls = [
         (name, {"first": f"Foreword {name} once", "second": f"Foreword {name} again"})
         for name in (FIND, STOP)
     ]
     written = [_call(index, *call) for index, call in enumerate(calls)]
-    turns = [
-        _turn(template, vocabulary, {"content": "", "tool_calls": written[:number]}) for number in (1, 2)
-    ]
+    turns = [_turn(template, tokenizer, {"content": "", "tool_calls": written[:number]}) for number in (1, 2)]
     return derive_tools(turns[0], turns[1], calls)
 
 
-def _turn(template: TemplateProbe, vocabulary: Vocabulary, message: Mapping[str, Any]) -> str:
+def _turn(template: TemplateProbe, tokenizer: ProofTokenizer, message: Mapping[str, Any]) -> str:
     """What the template writes for a message of the assistant; empty if it refuses it."""
     try:
         tools = _proof_tools(PLAIN_ARGUMENTS)
-        return assistant_turn(template, {"role": "assistant", **message}, vocabulary.end_texts, tools)[1]
+        return assistant_turn(template, {"role": "assistant", **message}, tokenizer.end_texts, tools)[1]
     except InvalidRequest:
         return ""
 
 
-def _difference(fmt: ChatFormat, template: TemplateProbe, vocabulary: Vocabulary) -> str | None:
+def _difference(fmt: ChatFormat, template: TemplateProbe, tokenizer: ProofTokenizer) -> str | None:
     """What does not survive rendering and parsing; None if all does."""
-    if _difference_with(ARGUMENTS, fmt, template, vocabulary) is None:
+    if _difference_with(ARGUMENTS, fmt, template, tokenizer) is None:
         return None
     # Some templates write other values as Python does, or fail on schemas with other types.
-    return _difference_with(PLAIN_ARGUMENTS, fmt, template, vocabulary)
+    return _difference_with(PLAIN_ARGUMENTS, fmt, template, tokenizer)
 
 
 def _difference_with(
-    arguments: Mapping[str, Any], fmt: ChatFormat, template: TemplateProbe, vocabulary: Vocabulary
+    arguments: Mapping[str, Any], fmt: ChatFormat, template: TemplateProbe, tokenizer: ProofTokenizer
 ) -> str | None:
     find, stop, tools = _call(0, FIND, arguments), _call(1, STOP, {}), _proof_tools(arguments)
     for label, message in (
@@ -231,7 +229,7 @@ def _difference_with(
         ("reasoning and a call", {"content": "", "reasoning_content": REASONING, "tool_calls": [find]}),
     ):
         try:
-            problem = _round_trip(fmt, template, vocabulary, tools, {"role": "assistant", **message})
+            problem = _round_trip(fmt, template, tokenizer, tools, {"role": "assistant", **message})
         except InvalidRequest as error:
             problem = error.message
         if problem is not None:
@@ -272,16 +270,16 @@ def assistant_turn(
 def _round_trip(
     fmt: ChatFormat,
     template: TemplateProbe,
-    vocabulary: Vocabulary,
+    tokenizer: ProofTokenizer,
     tools: tuple[Tool, ...],
     message: Mapping[str, Any],
 ) -> str | None:
     """What differs after parsing the rendered message."""
-    prompt, turn = assistant_turn(template, message, vocabulary.end_texts, tools)
-    bound = bind_format(fmt, vocabulary.token_to_id, vocabulary.special_ids)
-    prompt_ids = [token_id for token_id, _ in vocabulary.tokenize(prompt)]
+    prompt, turn = assistant_turn(template, message, tokenizer.end_texts, tools)
+    bound = bind_format(fmt, tokenizer.token_to_id, tokenizer.special_ids)
+    prompt_ids = [token_id for token_id, _ in tokenizer.tokenize(prompt)]
     reasons = starts_in_reasoning(bound, prompt_ids, prompt)
-    events = parse_message(bound, ToolUse(tools), vocabulary.tokenize(turn), reasons)
+    events = parse_message(bound, ToolUse(tools), tokenizer.tokenize(turn), reasons)
     calls = [
         (
             event.name,

@@ -81,6 +81,30 @@ DEEPSEEK_V3_CALLS: Final = _deepseek(
 DEEPSEEK_V31_CALLS: Final = _deepseek(Name(), "<｜tool▁sep｜>", JsonArguments())
 
 
+def _dsml(name: str, section: str) -> ChatFormat:
+    """Elements of DeepSeek V3.2 and later."""
+    invoke = (
+        '<｜DSML｜invoke name="',
+        Name(),
+        '">',
+        Space("\n"),
+        TaggedArguments('<｜DSML｜parameter name="', '"', "</｜DSML｜parameter>", types_in_tag=True),
+        "</｜DSML｜invoke>",
+    )
+    return ChatFormat(
+        name,
+        ToolFormat(
+            invoke,
+            (f"<｜DSML｜{section}>", Space("\n")),
+            ("\n",),
+            (Space("\n"), f"</｜DSML｜{section}>"),
+        ),
+        reasoning=ReasoningFormat("<think>", "</think>", space=""),
+        inner_tokens=("｜DSML｜",),
+        template_markers=("｜DSML｜", section),
+    )
+
+
 def _glm(name: str, newline: str, *template_markers: str) -> ChatFormat:
     arguments = TaggedArguments(
         "<arg_key>", "</arg_key>", "</arg_value>", value_begin="<arg_value>", between=newline
@@ -190,25 +214,8 @@ _ALL: Final = (
         reasoning=ReasoningFormat("<think>", "</think>", space=""),
         template_markers=("<｜tool▁calls▁begin｜>",),
     ),
-    ChatFormat(
-        "deepseek-v3.2",
-        ToolFormat(
-            (
-                '<｜DSML｜invoke name="',
-                Name(),
-                '">',
-                Space("\n"),
-                TaggedArguments('<｜DSML｜parameter name="', '"', "</｜DSML｜parameter>", types_in_tag=True),
-                "</｜DSML｜invoke>",
-            ),
-            ("<｜DSML｜function_calls>", Space("\n")),
-            ("\n",),
-            (Space("\n"), "</｜DSML｜function_calls>"),
-        ),
-        reasoning=ReasoningFormat("<think>", "</think>", space=""),
-        inner_tokens=("｜DSML｜",),
-        template_markers=("｜DSML｜",),
-    ),
+    _dsml("deepseek-v3.2", "function_calls"),
+    _dsml("deepseek-v4", "tool_calls"),
     _glm("glm-4.5", "\n"),
     _glm("glm-4.7", ""),
     ChatFormat(

@@ -590,7 +590,7 @@ class ChatParser:
         is_first = True
         while (yield from self._read_call(form)):
             is_first = False
-            if form.separator is None and not form.end:
+            if self._is_in_call or (form.separator is None and not form.end):
                 return True
             self._raw, self._mark = [], self._position
             if (yield from self._read_any(form.end)):
@@ -855,6 +855,8 @@ class ChatParser:
         assert tool is not None
         while True:
             char = yield from self._skip_space()
+            if self._is_cut:
+                return True
             is_next = bool(char) and (yield from self._at(part.key_begin))
             is_closed = bool(char) and not is_next and (yield from self._at(closer))
             if not is_started:
@@ -873,11 +875,13 @@ class ChatParser:
                 types = argument_types(tool, key)
                 if part.types_in_tag:
                     header = yield from self._read_header(">")
+                    if self._is_cut:
+                        return True
                     self._position += header is not None
                     types = frozenset({"string"}) if 'string="true"' in (header or "") else types - {"string"}
                 elif part.value_begin:
                     yield from self._read_text(part.value_begin)
-                self._emit((", " if num_arguments else "") + json.dumps(key, ensure_ascii=False) + ": ")
+                self._emit((", " if num_arguments else "") + _quoted(key) + ": ")
                 num_arguments += 1
                 if not (yield from self._read_value(part, closer, types or ANY_TYPES)):
                     return True
@@ -949,6 +953,8 @@ class ChatParser:
         keys = list((tool.parameters or {}).get("properties") or ())  # of arguments by position
         while True:
             char = yield from self._skip_space()
+            if self._is_cut:
+                return True
             is_closed = char == closer or (not char and is_started and self._ended_by_model)
             if is_closed or (is_started and char and char != quote and MARKER.match(char)):
                 if not is_started:
@@ -971,10 +977,13 @@ class ChatParser:
                 word = Unescape().feed("".join(pieces[1:-1]))
             else:
                 word = yield from self._read_run(PYTHON_SCALAR)
-            if (yield from self._skip_space()) == (":" if quote else "=") and word:
+            char = yield from self._skip_space()
+            if not char and not (is_started and self._ended_by_model):
+                return is_started
+            if word and char == (":" if quote else "="):
                 self._position += 1
                 key, word = word, ""
-            elif not quote and num_arguments < len(keys):
+            elif not quote and num_arguments < len(keys) and (not word or char in ",)"):
                 key = str(keys[num_arguments])
             elif is_started:
                 self.num_parse_errors += 1
@@ -985,7 +994,7 @@ class ChatParser:
             if not is_started:
                 self._start_call()
                 is_started = True
-            self._emit((", " if num_arguments else "{") + json.dumps(key, ensure_ascii=False) + ": ")
+            self._emit((", " if num_arguments else "{") + _quoted(key) + ": ")
             num_arguments += 1
             types = argument_types(tool, key)
             if word:
@@ -1000,7 +1009,7 @@ class ChatParser:
         """
         closers: list[str] = []
         is_first, is_value = True, False
-        while char := (yield from self._skip_space()):
+        while (char := (yield from self._skip_space())) and not self._is_cut:
             is_key = bool(closers) and closers[-1] == "}" and not is_value
             if char in ")]}" or (char == "," and not closers):
                 if not closers:  # there is no value
@@ -1028,14 +1037,12 @@ class ChatParser:
                 if char in "'\"" or (quote and (yield from self._at(quote))):
                     if not (yield from self._convert_string(char, quote, self._emit)):
                         return False
-                elif is_key or not quote:
-                    word = yield from self._read_run(PYTHON_SCALAR)
-                    self._emit(
-                        json.dumps(word, ensure_ascii=False) if is_key else scalar_to_json(word, types)
-                    )
                 else:
-                    word = yield from self._read_run(BARE_SCALAR)
-                    self._emit(scalar_to_json(word.rstrip(), types))
+                    is_bare = bool(quote) and not is_key
+                    word = (yield from self._read_run(BARE_SCALAR if is_bare else PYTHON_SCALAR)).rstrip()
+                    if self._is_cut:
+                        return False
+                    self._emit(_quoted(word) if is_key else scalar_to_json(word, types))
                 if is_key:
                     self._emit(": ")
                     is_value = True
@@ -1102,6 +1109,10 @@ class ChatParser:
                 if self._is_cut:
                     return False
                 emit(self._escape(quote))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _ignore(_: str) -> None:

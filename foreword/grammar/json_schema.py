@@ -6,7 +6,11 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, Final, NoReturn
+from urllib.parse import unquote
+
+from llguidance import LLMatcher
 
 from foreword.grammar import limits
 
@@ -18,6 +22,7 @@ __all__ = [
     "is_text_list",
     "nesting_depth",
     "read_json",
+    "resolve_reference",
 ]
 
 # Linear time, also for an unterminated string.
@@ -56,6 +61,7 @@ UNSUPPORTED_FORMATS: Final = (
     *("uri-reference", "uri-template"),
 )
 LENGTH_KEYWORDS: Final = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+OBJECT_EXTENSIONS: Final = {"additionalProperties", "patternProperties", "anyOf", "oneOf", "$ref"}
 SCHEMA_KEYWORDS: Final = ("additionalItems", "additionalProperties", "items")
 SCHEMA_LIST_KEYWORDS: Final = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 SCHEMA_MAP_KEYWORDS: Final = ("$defs", "definitions", "patternProperties", "properties")
@@ -108,15 +114,18 @@ def convert_schema_text(text: str, whitespace: bool) -> str:
     return convert_schema(read_json(text, "the schema"), whitespace)
 
 
-def convert_schema(schema: Any, whitespace: bool, dropped: list[str] | None = None) -> str:
+def convert_schema(
+    schema: Any, whitespace: bool, dropped: list[str] | None = None, closes_objects: bool = False
+) -> str:
     """`convert_schema_text` for a parsed schema. Annotations are left out.
 
-    dropped  receives "PATH: KEYWORD" for each keyword that is left out since it cannot be enforced; None:
-             such a keyword raises
+    dropped         receives "PATH: KEYWORD" for each keyword that is left out since it cannot be enforced;
+                    None: such a keyword raises
+    closes_objects  an object that names its properties has no others, unless the schema asks for them
     """
     if not isinstance(schema, dict | bool):
         raise GrammarError(f"a schema must be an object, got {json.dumps(schema):.80}")
-    cleaner = _SchemaCleaner(dropped)
+    cleaner = _SchemaCleaner(schema, dropped, closes_objects and not _has_keyword(schema, "allOf"))
     clean = cleaner.clean(schema if isinstance(schema, dict) else {"anyOf": [schema]}, "")
     options: dict[str, Any] = {"whitespace_flexible": whitespace}
     if whitespace:
@@ -127,9 +136,11 @@ def convert_schema(schema: Any, whitespace: bool, dropped: list[str] | None = No
 class _SchemaCleaner:
     """Removes annotations from a schema and counts its entries."""
 
-    def __init__(self, dropped: list[str] | None) -> None:
+    def __init__(self, root: Any, dropped: list[str] | None, closes_objects: bool) -> None:
         self._num_entries = 0
+        self._root = root
         self._dropped = dropped
+        self._closes_objects = closes_objects
 
     def clean(self, schema: Any, path: str) -> Any:
         if isinstance(schema, bool):
@@ -140,13 +151,14 @@ class _SchemaCleaner:
             )
         self._count_entries(len(schema))
         schema = self._leave_out_unsupported(schema, path)
-        return _forbid_escaped_keys(
-            {
-                key: self._clean_value(key, value, f"{path}/{key}")
-                for key, value in schema.items()
-                if _is_constraint(key, value)
-            }
-        )
+        clean = {
+            key: self._clean_value(key, value, f"{path}/{key}")
+            for key, value in schema.items()
+            if _is_constraint(key, value)
+        }
+        if self._closes_objects and clean.get("properties") and not clean.keys() & OBJECT_EXTENSIONS:
+            return {**clean, "additionalProperties": False}
+        return _forbid_escaped_keys(clean)
 
     def _clean_value(self, key: str, value: Any, path: str) -> Any:
         if key in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
@@ -167,10 +179,11 @@ class _SchemaCleaner:
     def _leave_out_unsupported(self, schema: Mapping[str, Any], path: str) -> Mapping[str, Any]:
         """The schema without keywords that cannot be enforced; raises unless they may be dropped."""
         reasons = dict(_unsupported(schema))
-        if not reasons:
-            return schema
-        if self._dropped is None:
+        if self._dropped is None and reasons:
             raise GrammarError(next(iter(reasons.values())) + _location(path))
+        if self._dropped is None:
+            return schema
+        reasons |= dict.fromkeys(_malformed(schema, self._root), "")
         self._dropped += [f"{path}: {keyword}" for keyword in reasons]
         return {key: value for key, value in schema.items() if key not in reasons}
 
@@ -193,6 +206,46 @@ def _unsupported(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(value, int | float) and value > limits.MAX_REPEAT:
             shown = f"{value:.12g}" if value < MAX_SHOWN_NUMBER else f"over {MAX_SHOWN_NUMBER:.0e}"
             yield key, f"{key} may be at most {limits.MAX_REPEAT}, got {shown}"
+
+
+def _malformed(schema: Mapping[str, Any], root: Any) -> Iterator[str]:
+    """Keywords that llguidance would refuse: it knows no look-around, and no other documents."""
+    pattern, reference = schema.get("pattern"), schema.get("$ref")
+    if isinstance(pattern, str) and not _is_pattern_known(pattern):
+        yield "pattern"
+    patterns = schema.get("patternProperties")
+    if isinstance(patterns, Mapping) and not all(map(_is_pattern_known, patterns)):
+        yield "patternProperties"
+    if (
+        isinstance(reference, str) and reference[:1] == "#" and resolve_reference(reference, root) is None
+    ) or (isinstance(reference, str) and reference[:1] != "#" and not _has_keyword(root, "$id")):
+        yield "$ref"
+    if isinstance(schema.get("enum"), list) and not schema["enum"]:
+        yield "enum"
+
+
+def resolve_reference(reference: str, root: Any) -> Any:
+    """The part of a schema that "#/..." names; None if there is none. Anchors are the root."""
+    value = root
+    for step in reference[1:].split("/")[1:]:
+        step = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            value = value.get(step) if isinstance(value, Mapping) else None
+    return value
+
+
+@lru_cache(maxsize=1024)
+def _is_pattern_known(pattern: str) -> bool:
+    schema = json.dumps({"type": "string", "pattern": pattern})
+    return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
+
+
+def _has_keyword(value: Any, keyword: str) -> bool:
+    if isinstance(value, Mapping):
+        return keyword in value or any(_has_keyword(item, keyword) for item in value.values())
+    return isinstance(value, list) and any(_has_keyword(item, keyword) for item in value)
 
 
 def _is_constraint(key: str, value: Any) -> bool:

@@ -38,12 +38,13 @@ MAX_CACHED_GRAMMARS: Final = 128  # compiled grammars in the engine
 RECOMPILE_CPU_S: Final = 0.02  # below this compile time, a grammar gets more lexers
 
 
-def parser_limits() -> LLParserLimits:
+def parser_limits(kind: str) -> LLParserLimits:
     """Limits of llguidance. Fuel and items are counted, not timed: equal on every machine."""
     return LLParserLimits(
         max_items_in_row=600,
         initial_lexer_fuel=1_000_000,  # to build the lexer; 50 units take about 1 us
-        step_lexer_fuel=100_000,  # for one mask; 14 units take about 1 us
+        # For one mask; 14 units take about 1 us. Names of 512 tools, anywhere in an answer, need more.
+        step_lexer_fuel=1_000_000 if kind == "tools" else 100_000,
         step_max_items=50_000,  # Earley items for one mask; 20 take about 1 us
         max_lexer_states=50_000,  # 1 to 2 kB each
         max_grammar_size=200_000,

@@ -32,6 +32,7 @@ class GateState(NamedTuple):
     """After some tokens of an answer."""
 
     is_open: bool  # the constraint applies to what follows
+    may_open: bool = False  # it will apply if the answer's first character is its opening
     in_reasoning: bool = False
     may_reason: bool = False  # reasoning may begin here
     num_reasoning: int = 0  # tokens of the reasoning so far
@@ -69,7 +70,7 @@ class GateTracker:
         if gate.starts_in_reasoning:
             self.state = GateState(gate.holds_reasoning, in_reasoning=True)
         else:
-            self.state = GateState(self._is_open_after_reasoning, may_reason=bool(gate.reasoning_begin))
+            self.state = self._after_reasoning(may_reason=bool(gate.reasoning_begin))
 
     def begin_id(self, state: GateState) -> int | None:
         """The token that may open the reasoning where the constraint applies otherwise."""
@@ -93,9 +94,11 @@ class GateTracker:
             forced = self.forced_ids(state)
             if forced and token_id != forced[0]:
                 num_allowed = min(num_allowed, index)
-            was_open, state = state.is_open, self._advance(state, token_id)
+            was_open, may_open, in_reasoning = state.is_open, state.may_open, state.in_reasoning
+            state = self._advance(state, token_id)
             if state.is_open != was_open:
-                start = index + 1 if state.is_open else None
+                # An opening is a part of the constrained text; markers are not.
+                start = (index if may_open and not in_reasoning else index + 1) if state.is_open else None
         return start, num_allowed, state
 
     def forced_ids(self, state: GateState) -> Ids:
@@ -105,21 +108,24 @@ class GateTracker:
             return ()
         return self._closing_ids[state.num_reasoning - budget :]
 
-    @property
-    def _is_open_after_reasoning(self) -> bool:
-        return self._gate.constrains and not self._gate.trigger
+    def _after_reasoning(self, may_reason: bool) -> GateState:
+        gate = self._gate
+        applies = gate.constrains and not gate.trigger
+        return GateState(applies and not gate.opening, applies and bool(gate.opening), may_reason=may_reason)
 
     def _advance(self, state: GateState, token_id: int) -> GateState:
         gate, tail = self._gate, (*state.tail, token_id)[-self._num_kept :]
         if state.in_reasoning:
             if self._is_end(tail):
-                is_open = self._is_open_after_reasoning
-                return GateState(is_open, may_reason=not is_open and not self._begin_text)
+                is_free = bool(gate.trigger) or not gate.constrains
+                return self._after_reasoning(may_reason=is_free and not self._begin_text)
             if gate.is_trigger_in_reasoning and self._is_trigger(tail):
                 return GateState(True)
             return state._replace(num_reasoning=state.num_reasoning + 1, tail=tail)
         if self._is_trigger(tail):
             return GateState(True)
+        if state.may_open:
+            state = self._open(state, token_id)
         begun = GateState(gate.holds_reasoning, in_reasoning=True)
         if not state.may_reason:
             return state._replace(tail=tail)
@@ -131,6 +137,13 @@ class GateTracker:
         if self._is_begin(tail):
             return begun
         return state._replace(may_reason=not state.is_open or gate.holds_reasoning, tail=tail)
+
+    def _open(self, state: GateState, token_id: int) -> GateState:
+        """Whether the answer's first character is the opening; a special token is no character."""
+        text = self._token_bytes[token_id]
+        if text and not text.strip():
+            return state
+        return state._replace(is_open=text.lstrip().startswith(self._gate.opening.encode()), may_open=False)
 
 
 def make_gate_tracker(request: Request, vocab: GrammarVocab) -> GateTracker:

@@ -39,6 +39,7 @@ from foreword.grammar.json_schema import (
     WHITESPACE,
     GrammarError,
     convert_schema,
+    resolve_reference,
 )
 from foreword.grammar.lark import escape_char, lark_regex
 
@@ -110,6 +111,9 @@ def tool_constraint(
         )
     else:
         lark = writer.finish(writer.text_with_calls(calls, use.parallel, gate))
+        if calls.opens_answer and not gate.holds_reasoning:
+            first = (calls.begin + calls.call)[0]
+            gate = replace(gate, opening=first[0] if isinstance(first, str) else "{")
     return ToolConstraint(StructuredOutput("tools", lark, field="tools", gate=gate), writer.dropped)
 
 
@@ -426,7 +430,7 @@ class _Writer:
         """JSON by a schema at this path of the tool's parameters."""
         dropped: list[str] | None = None if described.tool.strict else []
         try:
-            converted = convert_schema(_rebase(schema, path, described.parameters), True, dropped)
+            converted = convert_schema(_rebase(schema, path, described.parameters), True, dropped, True)
         except GrammarError as error:
             raise InvalidRequest(f"{described.field}: {error}", described.field) from None
         for place in dropped or ():
@@ -635,14 +639,8 @@ class _LiteralWriter:
         return self._any()
 
     def _reference(self, reference: str, path: str) -> str:
-        target: Any = self._tool.parameters
-        for step in reference.removeprefix("#").split("/")[1:]:
-            target = (
-                target.get(step.replace("~1", "/").replace("~0", "~"))
-                if isinstance(target, Mapping)
-                else None
-            )
-        if target is None or not reference.startswith("#"):
+        target = resolve_reference(reference, self._tool.parameters) if reference[:1] == "#" else None
+        if target is None:
             self._writer.drop(self._tool, f"{path}: $ref")
             return self._any()
         name = f"ref_{self._tool.index}_{_hex(reference)}"

@@ -113,6 +113,7 @@ async def _build_prompt(
         resources,
         server.chat_processor.described_tools(task.tools),
         task.reasoning,
+        context.cache_salt,
     )
 
 

@@ -224,6 +224,7 @@ class ServerContext:
         resources: ExitStack,
         tools: Sequence[Tool] = (),
         reasoning: ReasoningOptions | None = None,
+        cache_salt: str = "",
     ) -> Prompt:
         """Prompt of a conversation; `resources` releases its images' memory, and images release the body.
 
@@ -234,7 +235,7 @@ class ServerContext:
 
         def render() -> list[int]:
             return processor.render_ids(
-                text_messages, template_kwargs, len(parts), add_special_tokens, tools, reasoning
+                text_messages, template_kwargs, len(parts), add_special_tokens, tools, reasoning, cache_salt
             )
 
         async with self.render_semaphore:  # a thread, because it waits for the worker process of templates

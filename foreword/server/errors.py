@@ -107,6 +107,8 @@ MESSAGES_ERROR_TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+# On which Anthropic's SDK goes on without a conversation kept by the server.
+NO_THREADS: Mapping[str, Any] = {"error_code": "thread_unsupported_request", "unsupported": []}
 PROMPT_LENGTHS = re.compile(r"has (\d+) tokens.*at most (\d+)")
 
 
@@ -129,10 +131,12 @@ def _envelope(
     code: str | None,
 ) -> dict[str, Any]:
     """OpenAI's envelope; on the paths of Anthropic's API that one, with OpenAI's `param` and `code` too."""
-    error = {"message": message, "type": error_type, "param": param, "code": code}
+    error: dict[str, Any] = {"message": message, "type": error_type, "param": param, "code": code}
     if scope is None or not _is_for_messages(scope):
         return {"error": error}
     error["type"] = MESSAGES_ERROR_TYPES.get(status, "api_error")
+    if param == "thread":
+        error["details"] = NO_THREADS
     request_id = scope.get("state", {}).get("request_id")
     return {"type": "error", "error": error, "request_id": request_id}
 

@@ -146,6 +146,8 @@ class Generation:
         self._server.recorder.on_tokens(output.request, delta.event, time.monotonic())
         if output.finished:
             self._server.recorder.on_parsed(output.parser)
+            if output.parser is not None:
+                self._server.chat_processor.remember(output.request, output.token_ids, output.events)
         num_tokens = len(delta.event.token_ids)
         if self._ticket is not None:
             self._ticket.charge_generated(num_tokens)

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from foreword.errors import ForewordError, Overloaded
@@ -37,7 +38,7 @@ class _OpenItem:
     item: Item
     head: bytes  # of its deltas' events, up to the text
     place: dict[str, Any]  # fields of its events
-    content_group: int | None  # of its tokens; None without logprobs
+    content_group: int | None = None  # of the tokens with logprobs, see TokenLogprobText
     texts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -96,7 +97,7 @@ class ResponseItems:
         is_call = self._open is not None and self._open.item["type"] in ("function_call", "custom_tool_call")
         yield from self.close("completed" if is_complete and not is_call else "incomplete")
         if not any(item["type"] != "reasoning" for item in self.items) and (is_complete or held):
-            yield from self._start_message()
+            yield from self._start_message(held)
             if held:
                 yield self._delta(held)
             yield from self.close("completed" if is_complete else "incomplete")
@@ -109,6 +110,7 @@ class ResponseItems:
         done, self._open = self._open, None
         self._take_logprobs(done)
         item, text = done.item, "".join(done.texts)
+        _trim(done.logprobs, text)
         name, key = TEXT_EVENTS[item["type"]]
         fields: dict[str, Any] = {key: text}
         if item["type"] == "message":
@@ -138,11 +140,14 @@ class ResponseItems:
                 yield from self.close("completed")
                 self._held = text
                 return
-            yield from self._start_message()
+            yield from self._start_message(text)
         yield self._delta(text)
 
-    def _start_message(self) -> Iterable[bytes]:
-        return self._start("message", role="assistant", content=[])
+    def _start_message(self, text: str) -> Iterable[bytes]:
+        """text  the first one of the message"""
+        yield from self._start("message", role="assistant", content=[])
+        assert self._open is not None
+        self._open.content_group = self._find_group(text)
 
     def _start_call(self, call_id: str, name: str) -> Iterable[bytes]:
         namespace, own_name = self._namespaces.get(name, ("", name))
@@ -167,7 +172,7 @@ class ResponseItems:
             yield self.write("response.content_part.added", **place, part=part)
         name = f"{TEXT_EVENTS[item_type][0]}.delta"
         head = b"event: %b\ndata: " % name.encode() + json_bytes({"type": name, **place})[:-1]
-        self._open = _OpenItem(item, head + b',"delta":', place, self._next_group())
+        self._open = _OpenItem(item, head + b',"delta":', place)
 
     def _delta(self, text: str) -> bytes:
         """The event of more text. All but the text and the number is written once for each item."""
@@ -181,17 +186,21 @@ class ResponseItems:
         self.sequence_number += 1
         return done.head + json_bytes(text) + logprobs + tail
 
-    def _next_group(self) -> int | None:
-        """Group of the next tokens that are more than whitespace, if there are any."""
-        groups = [token.content_group for token in self._logprobs if token.text.strip()]
-        return groups[0] if groups else self._logprobs[0].content_group if self._logprobs else None
+    def _find_group(self, text: str) -> int | None:
+        """Group of the next tokens that spell this text. Whitespace before it may be the chat format's."""
+        start = text.encode("utf-8", "replace").lstrip()
+        for group, tokens in groupby(self._logprobs, key=lambda token: token.content_group):
+            spelled = b"".join(token.raw for token in tokens).lstrip()
+            if (spelled or not start) and (start.startswith(spelled) or spelled.startswith(start)):
+                return group
+        return None
 
     def _take_logprobs(self, item: _OpenItem) -> list[dict[str, Any]]:
         """Logprobs of the next tokens of this message."""
         taken: list[dict[str, Any]] = []
         while self._names is not None and self._logprobs and item.item["type"] == "message":
             group = self._logprobs[0].content_group
-            if group is not None and item.content_group is not None and group > item.content_group:
+            if item.content_group is None or (group is not None and group > item.content_group):
                 break
             token = self._logprobs.popleft()
             if group == item.content_group:
@@ -205,6 +214,17 @@ def _part(item_type: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str
     if item_type == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _trim(logprobs: list[dict[str, Any]], text: str) -> None:
+    """Drop the last tokens that the text lacks: the end of the answer, and markers of several tokens."""
+    spelled = b"".join(bytes(entry["bytes"]) for entry in logprobs)
+    raw = text.encode("utf-8", "replace")
+    # Whitespace at the start of the text may be the chat format's.
+    wanted = len(raw.lstrip()) + len(spelled) - len(spelled.lstrip())
+    length = len(spelled)
+    while logprobs and length - len(logprobs[-1]["bytes"]) >= wanted:
+        length -= len(logprobs.pop()["bytes"])
 
 
 class ResponsesWriter:
@@ -281,7 +301,7 @@ class ResponsesWriter:
         output = self._output
         response["usage"] = {
             "input_tokens": len(output.request.prompt_ids),
-            "input_tokens_details": {"cached_tokens": output.num_cached},
+            "input_tokens_details": {"cached_tokens": output.num_cached, "cache_write_tokens": 0},
             "output_tokens": output.num_tokens,
             "output_tokens_details": {"reasoning_tokens": output.num_reasoning_tokens},
             "total_tokens": len(output.request.prompt_ids) + output.num_tokens,

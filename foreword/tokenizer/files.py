@@ -45,6 +45,7 @@ class TokenizerFiles:
     added_tokens: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # `added_tokens_decoder`
     eos_token_ids: tuple[int, ...] = ()  # of the model's configuration
     chat_template: str | None = None  # Jinja source
+    response_template: Mapping[str, Any] | None = None  # transformers' description of answers
     generation_config: GenerationConfig = field(default_factory=GenerationConfig)
 
 
@@ -62,6 +63,7 @@ def read_tokenizer_files(path: Path) -> TokenizerFiles:
         added_tokens=_read_added_tokens(path, config),
         eos_token_ids=_read_eos_token_ids(path, generation),
         chat_template=_read_chat_template(path, config),
+        response_template=_read_response_template(config),
         generation_config=generation_config,
     )
 
@@ -153,6 +155,12 @@ def _read_eos_token_ids(path: Path, generation: Mapping[str, Any]) -> tuple[int,
             )
         return tuple(ids)
     return ()
+
+
+def _read_response_template(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """None for another value: the format is then found by the chat template."""
+    template = config.get("response_template")
+    return template if isinstance(template, dict) else None
 
 
 def _read_chat_template(path: Path, config: Mapping[str, Any]) -> str | None:

@@ -19,8 +19,7 @@ from foreword.core.images import PromptImage, expand_placeholders
 from foreword.core.params import SEED_MASK, SamplingParams
 from foreword.core.request import POOLING_TYPES, Request
 from foreword.errors import ContextLengthExceeded, InvalidRequest, Unsupported
-from foreword.formats.detect import Vocabulary as ProofVocabulary
-from foreword.formats.detect import detect_format
+from foreword.formats.detect import ProofTokenizer, detect_format
 from foreword.formats.events import ChatEvent
 from foreword.formats.parser import starts_in_reasoning
 from foreword.formats.record import bind_format
@@ -341,13 +340,15 @@ class ChatInputProcessor:
         """
         text = None if processor is None else processor.placeholder_text
         self.template = ChatTemplate.from_tokenizer(tokenizer, text)
-        vocabulary = ProofVocabulary(
+        proof_tokenizer = ProofTokenizer(
             tokenizer.token_to_id,
             lambda text: _tokenize(tokenizer, text),
             tokenizer.special_ids,
             tuple(tokenizer.token_text(token_id) for token_id in tokenizer.eos_token_ids),
         )
-        self.detection = detect_format(self.template, vocabulary, tool_format)
+        self.detection = detect_format(
+            self.template, proof_tokenizer, tool_format, tokenizer.response_template
+        )
         logger.info("tool calls: %s", self.detection)
         fmt = self.detection.format  # how the model writes reasoning and calls
         self.format = None if fmt is None else bind_format(fmt, tokenizer.token_to_id, tokenizer.special_ids)

@@ -23,6 +23,8 @@ from tokenizers import AddedToken
 
 from foreword.core.structured_output import Vocabulary
 from foreword.errors import CheckpointError, ForewordError, InvalidRequest, RequestFailed
+from foreword.formats.families import FORMATS
+from foreword.formats.record import bind_format
 from foreword.tokenizer.files import ADDED_TOKEN_FLAGS, MAX_TOKENS, TokenizerFiles, read_tokenizer_files
 
 __all__ = ["ByteDecoder", "TokenSearch", "Tokenizer", "parse_decoder", "translate_errors"]
@@ -143,6 +145,7 @@ class Tokenizer:
         "chat_template",
         "eos_token_ids",
         "generation_config",
+        "response_template",
         "special_ids",
         "special_tokens",
         "vocab_size",
@@ -172,6 +175,7 @@ class Tokenizer:
             )
         self.special_tokens = dict(files.special_tokens)  # text by name (`bos_token`, ...)
         self.chat_template = files.chat_template  # Jinja source
+        self.response_template = files.response_template  # transformers' description of answers
         self.generation_config = files.generation_config
         eos_ids = list(files.eos_token_ids)
         named = self.token_to_id(files.special_tokens.get("eos_token", ""))
@@ -262,7 +266,9 @@ class Tokenizer:
     def vocabulary(self) -> Vocabulary:
         """The bytes of all tokens."""
         tokens = tuple(self.token_bytes(token_id) for token_id in range(self.vocab_size))
-        return Vocabulary(tokens, tuple(sorted(self.special_ids)), self.eos_token_ids)
+        bound = [bind_format(fmt, self.token_to_id) for fmt in FORMATS.values()]
+        markers = {token_id for fmt in bound for token_id in fmt.token_ids.values()} - self.special_ids
+        return Vocabulary(tokens, tuple(sorted(self.special_ids)), self.eos_token_ids, tuple(sorted(markers)))
 
     def token_search(self) -> TokenSearch:
         """Substring search over the tokens; cached."""

@@ -281,7 +281,7 @@ def test_reasoning_may_end_in_the_prompt(grammars: GrammarManager) -> None:
 
 def test_full_lexer_is_replaced(grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests with one constraint share a lexer: if one fills it, the others go on."""
-    monkeypatch.setattr(compiler_module, "parser_limits", lambda: _limits(max_lexer_states=60))
+    monkeypatch.setattr(compiler_module, "parser_limits", lambda kind: _limits(max_lexer_states=60))
     large = StructuredOutput("regex", "[a-z]{1,40}[0-9]{1,40}#")
     words = [begin_request(grammars, large) for _ in range(6)]
     for number, grammar in enumerate(words):
@@ -295,7 +295,7 @@ def test_full_lexer_is_replaced(grammars: GrammarManager, monkeypatch: pytest.Mo
 def test_full_slow_lexer_is_not_used_for_later_requests(
     grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler_module, "parser_limits", lambda: _limits(max_lexer_states=60))
+    monkeypatch.setattr(compiler_module, "parser_limits", lambda kind: _limits(max_lexer_states=60))
     monkeypatch.setattr(compiler_module, "RECOMPILE_CPU_S", 0.0)
     large = StructuredOutput("regex", "[a-z]{1,40}[0-9]{1,40}!")
     first = begin_request(grammars, large)
@@ -310,7 +310,7 @@ def test_full_slow_lexer_is_not_used_for_later_requests(
 def test_llguidance_error_is_reported_after_equal_masks(
     grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler_module, "parser_limits", lambda: _limits(max_items_in_row=50))
+    monkeypatch.setattr(compiler_module, "parser_limits", lambda kind: _limits(max_items_in_row=50))
     ambiguous = StructuredOutput("lark", 'start: s\ns: s s s | s s | "a"?')
     grammar, plain = begin_request(grammars, ambiguous), begin_request(grammars, ambiguous)
     letter = encode("a")[0]
@@ -327,7 +327,7 @@ def test_llguidance_error_is_reported_after_equal_masks(
 
 
 def _limits(**changed: int) -> object:
-    limits = parser_limits()
+    limits = parser_limits("regex")
     names = (
         "max_items_in_row",
         "initial_lexer_fuel",

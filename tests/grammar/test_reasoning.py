@@ -1,14 +1,27 @@
-"""The end of the reasoning in outputs and prompts."""
+"""Where a constraint begins in an answer, and the budget of the reasoning."""
 
 from __future__ import annotations
+
+from functools import cache
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.grammar.reasoning import PROMPT_TAIL_TOKENS, ReasoningDetector, reasoning_ended_in_prompt
+from foreword.core.structured_output import AnswerGate, Vocabulary
+from foreword.grammar.reasoning import PROMPT_TAIL_TOKENS, GateTracker, reasoning_ended_in_prompt
+from foreword.grammar.vocab import GrammarVocab
 
 IDS = st.lists(st.integers(0, 2), max_size=12).map(tuple)
 ENDS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3)
+THINK, END, CALL, EOS = 256, 257, 258, 259
+MARKERS = AnswerGate(reasoning_begin=(THINK,), reasoning_end=(END,))
+TEXTS = AnswerGate(reasoning_begin=("<a>",), reasoning_end=("</a>",), holds_reasoning=True)
+
+
+@cache
+def _vocab() -> GrammarVocab:
+    tokens = (*(bytes([i]) for i in range(256)), b"<think>", b"</think>", b"<call>", b"")
+    return GrammarVocab(Vocabulary(tokens, (EOS,), (EOS,)), 260)
 
 
 def _end_of_first(text: tuple[int, ...], ends: list[tuple[int, ...]]) -> int | None:
@@ -22,15 +35,15 @@ def _end_of_first(text: tuple[int, ...], ends: list[tuple[int, ...]]) -> int | N
 def test_first_end_is_found_for_any_split_of_the_output(
     parts: list[tuple[int, ...]], last: tuple[int, ...], ends: list[tuple[int, ...]]
 ) -> None:
-    detector = ReasoningDetector(ends)
+    gate = GateTracker(AnswerGate(starts_in_reasoning=True), _vocab(), ends)
     before: tuple[int, ...] = ()
     for part in parts:
-        if detector.find_end(part) is not None:
+        if gate.walk(part)[0] is not None:
             break
-        detector.accept(part)
+        assert gate.accept(part) is None
         before += part
     expected = _end_of_first(before + last, ends)
-    assert detector.find_end(last) == (None if expected is None else expected - len(before))
+    assert gate.walk(last)[0] == (None if expected is None else expected - len(before))
 
 
 def test_end_in_the_prompt_counts_near_its_end() -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from openai.types.responses import ResponseStreamEvent
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 
 from foreword.config.options import Config
 from foreword.errors import EngineDead, InvalidRequest
@@ -20,7 +18,7 @@ from foreword.server.protocol.responses_api import ItemConversation, ResponsesBo
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer, engine_info
 from tests.support.images import data_url, image_processor, image_tokenizer, png
-from tests.support.responses_events import check_response, read_stream, without_ids
+from tests.support.responses_events import check_event, check_response, read_stream, without_ids
 from tests.support.tool_checkpoint import chat_template
 
 PATH = "/v1/responses"
@@ -161,7 +159,7 @@ def test_stream_through_the_client(tools: RunningServer) -> None:
         final = stream.get_final_response()
     snapshots = [event.snapshot for event in events if event.type == "response.function_call_arguments.delta"]
     assert json.loads(snapshots[-1]) == {"item": "lamp"}
-    assert final.output_text == "I ask.\n"
+    assert final.output_text == "I ask."
     assert [item.type for item in final.output] == ["message", "function_call"]
     assert final.output[1].parsed_arguments == {"item": "lamp"}  # type: ignore[union-attr]
 
@@ -192,7 +190,7 @@ def test_length_makes_the_answer_incomplete(tools: RunningServer) -> None:
 
 def test_runaway_answer_is_incomplete(served: RunningServer) -> None:
     served.set_output(FakeOutput("ab" * 900))
-    response = create(served, input="Hi", on_runaway="stop")
+    response = post(served, input="Hi", on_runaway="stop").json()
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "repetition"})
 
 
@@ -213,7 +211,7 @@ def test_metrics_are_an_extension(served: RunningServer) -> None:
         create(served, input="Hi", metrics=True),
         read_stream(served.http, input="Hi", metrics=True)[1],
     ):
-        assert response["metrics"]["accepted_draft_tokens"] > 0
+        assert response["metrics"]["generated_tokens"] == 6, response["metrics"]
 
 
 def test_fields_are_repeated(served: RunningServer) -> None:
@@ -449,8 +447,10 @@ def test_malformed_items_are_refused_by_name(
 
 def test_broken_arguments_in_the_history_are_refused(tools: RunningServer) -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": '}
-    error = error_of(post(tools, input=[{"role": "user", "content": "Hi"}, call]))
-    assert error["param"] == "input[1]", error
+    for arguments in ('{"x": ', "[1]", "1"):
+        items = [{"role": "user", "content": "Hi"}, {**call, "arguments": arguments}]
+        error = error_of(post(tools, input=items))
+        assert error["param"] == "input[1].arguments" and "a JSON object" in error["message"], error
 
 
 def test_reasoning_of_other_servers_is_taken() -> None:
@@ -793,7 +793,10 @@ def test_events_are_the_clients_own_types(tools: RunningServer) -> None:
     """The client builds events without validation; here its types take them in full."""
     tools.set_output(FakeOutput(f"Hi {CALL_TEXT}", (3,)))
     stream = tools.openai.responses.create(model=MODEL, input="Hi", tools=[FUNCTION], stream=True)  # type: ignore[list-item]
-    kinds = {TypeAdapter(ResponseStreamEvent).validate_python(event.to_dict()).type for event in stream}
+    kinds = set()
+    for event in stream:
+        check_event(event.to_dict())
+        kinds.add(event.type)
     assert "response.function_call_arguments.done" in kinds and "response.completed" in kinds
 
 
@@ -816,7 +819,7 @@ def test_error_names_the_item_of_a_message() -> None:
     conversation.add([("input[4]", {"type": "message", "role": "user", "content": []})])
     conversation.finish()
     with (
-        pytest.raises(InvalidRequest, match=r"^input\[4\].content is wrong") as caught,
+        pytest.raises(InvalidRequest, match=r"^input\[4\] is wrong") as caught,
         conversation.rename_fields(),
     ):
         raise InvalidRequest("messages[1].content is wrong", "messages[1].content")

@@ -1,5 +1,7 @@
-"""Tool calls and reasoning of /v1/chat/completions: the wire form with a fake engine, whose model writes what a
-test says, and what is enforced with a real engine of random weights.
+"""Tool calls and reasoning of /v1/chat/completions.
+
+The wire form is tested with a fake engine that writes what a test says, and what is enforced with a real
+engine of random weights.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import httpx
 import jsonschema
 import openai
 import pytest
@@ -24,11 +25,14 @@ from foreword.formats.tool_checks import MAX_TOOLS, MAX_TOOLS_BYTES
 from foreword.server.protocol.tools import MAX_ARGUMENTS_CHARS
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.budget import is_full
+from tests.support.checkpoints import EOS
 from tests.support.fakes import FakeOutput, byte_tokenizer
 from tests.support.tool_checkpoint import (
+    END_OF_TURN,
     WEATHER,
     call_bias,
     chat_template,
+    marker_id,
     reasoning_bias,
     write_tool_checkpoint,
 )
@@ -63,7 +67,6 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     client = SubprocessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
     with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as server:
         yield server
-        server.wait_until_idle()
 
 
 def chat(server: RunningServer, **fields: Any) -> Any:
@@ -94,8 +97,9 @@ def counters(server: RunningServer) -> dict[str, float]:
 
 
 def without_ids(message: Any) -> Any:
-    """A message with its calls' ids left out, which are random."""
+    """A message without its calls' ids, which are random, and without empty content."""
     dumped = message.model_dump(exclude_none=True)
+    dumped = {name: value for name, value in dumped.items() if value != ""}
     for call in dumped.get("tool_calls", ()):
         assert re.fullmatch("call_[0-9a-f]{24}", call.pop("id"))
         call.pop("index", None)
@@ -109,7 +113,7 @@ def streamed(chunks: Any) -> tuple[Any, list[Any]]:
     for chunk in chunks:
         kept.append(chunk)
         state.handle_chunk(chunk)
-    return state.get_final_completion(), kept
+    return state.current_completion_snapshot, kept
 
 
 # The wire form.
@@ -313,7 +317,8 @@ BIG = {"type": "object", "description": "x" * (MAX_TOOLS_BYTES // 2 + 1)}
         ({"tools": [{"type": "custom", "custom": {"name": "c", "format": {"type": "?"}}}]},
          "tools[0].custom.format", "lark"),
         ({"tools": [function(f"f{i}") for i in range(MAX_TOOLS + 1)]}, "tools", str(MAX_TOOLS)),
-        ({"tools": [function("a", parameters=BIG), function("b", parameters=BIG)]}, "tools", str(MAX_TOOLS_BYTES)),
+        ({"tools": [function("a", parameters=BIG), function("b", parameters=BIG)]}, "tools",
+         str(MAX_TOOLS_BYTES)),
         ({"tools": [function()], "tool_choice": function("g")}, "tool_choice", "'g'"),
         ({"tools": [function()], "tool_choice": "maybe"}, "tool_choice", "required"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
@@ -365,11 +370,10 @@ def test_malformed_history_is_refused(fake: RunningServer, message: dict[str, An
 
 
 def test_refusal_of_the_template_is_its_text() -> None:
-    template = "{% if tools %}{{ raise_exception('no tools on Sundays') }}{% endif %}" + chat_template(
-        "hermes"
-    )
-    with run_server(tokenizer=byte_tokenizer(template), config=Config(tool_format="hermes")) as server:
-        assert "no tools on Sundays" in error_of(server, tools=[WEATHER])["message"]
+    closed = "{% if messages[-1].content == 'Sunday' %}{{ raise_exception('closed on Sundays') }}{% endif %}"
+    with run_server(tokenizer=byte_tokenizer(closed + chat_template("hermes"))) as server:
+        error = error_of(server, messages=[{"role": "user", "content": "Sunday"}], tools=[WEATHER])
+        assert "closed on Sundays" in error["message"] and error["param"] == "messages"
 
 
 def test_history_in_every_form_is_rendered(fake: RunningServer) -> None:
@@ -407,7 +411,7 @@ def test_metrics_count_calls_and_reasoning(fake: RunningServer) -> None:
     assert grown["foreword_tool_calls_total"] == 2
     assert grown["foreword_tool_parse_errors_total"] == 1
     assert grown["foreword_reasoning_tokens_total"] == usage.completion_tokens_details.reasoning_tokens > 0
-    assert grown["foreword_tool_call_tokens_total"] >= len(CALL) + len(CALL_TIME)
+    assert grown["foreword_tool_call_tokens_total"] > len(CALL)
 
 
 def test_call_of_an_aborted_answer_is_counted(fake: RunningServer) -> None:
@@ -437,7 +441,7 @@ def check_calls(choice: Any) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_required_and_named_calls(hermes: RunningServer, seed: int) -> None:
-    required = chat(hermes, **sampled(seed=seed, tool_choice="required")).choices[0]
+    required = chat(hermes, **sampled(seed=seed, tool_choice="required", max_tokens=800)).choices[0]
     assert required.finish_reason == "tool_calls" and required.message.content is None
     check_calls(required)
     for name in ("get_time", "get_weather"):
@@ -501,15 +505,21 @@ def test_answer_is_a_document_or_calls(hermes: RunningServer) -> None:
 
 
 def test_thinking_budget(hermes: RunningServer) -> None:
-    fields = sampled(think=True, logit_bias=bias({**reasoning_bias(), 275: -100.0}), max_tokens=60)
-    unlimited = hermes.chat(messages=USER, **fields)
+    """The prompt has opened the reasoning, and the bias lets nothing end it but its budget."""
+    banned = (marker_id("<think>"), marker_id("</think>"), EOS, END_OF_TURN)
+    fields = sampled(
+        logit_bias=bias(dict.fromkeys(banned, -100.0)), max_tokens=60, continue_final_message=True
+    )
+    messages = [*USER, {"role": "assistant", "content": "<think>\n"}]
+    unlimited = hermes.chat(messages=messages, **fields)
     assert unlimited.usage.completion_tokens_details.reasoning_tokens == 60
-    for budget in (1, 7):
-        limited = hermes.chat(messages=USER, **fields, thinking_token_budget=budget)
-        assert limited.usage.completion_tokens_details.reasoning_tokens <= budget + 2  # the markers
+    for budget in (0, 1, 7):
+        limited = hermes.chat(messages=messages, **fields, thinking_token_budget=budget)
+        assert limited.usage.completion_tokens_details.reasoning_tokens == budget + 1  # its closing marker
         message = limited.choices[0].message
-        assert unlimited.choices[0].message.reasoning.startswith(message.reasoning.rstrip("\ufffd"))
         assert message.content and "think>" not in message.content
+        begin = (message.model_extra or {}).get("reasoning", "")
+        assert unlimited.choices[0].message.reasoning.startswith(begin.rstrip("\ufffd"))
 
 
 def test_keywords_that_are_not_enforced(hermes: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -570,10 +580,3 @@ def test_conversation_with_a_tool(hermes: RunningServer) -> None:
     cached = second.usage.prompt_tokens_details.cached_tokens
     assert cached >= answer.usage.prompt_tokens // 16 * 16 - 16
     assert isinstance(second.choices[0].message.content, str)
-
-
-def test_disconnect_within_a_call(fake: RunningServer) -> None:
-    fake.set_output(FakeOutput(CALL, (3,), hang_after=50))
-    fake.disconnect(CHAT, {"messages": USER, "tools": TOOLS}, lambda: fake.client.live)
-    fake.wait_until_idle()
-    assert isinstance(fake.http, httpx.Client)

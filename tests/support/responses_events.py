@@ -5,30 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 
 # Fields of Open Responses that OpenAI's types lack (of a delta's logprobs: `bytes`), and Foreword's own.
 EXTENSIONS = frozenset({"bytes", "store", "presence_penalty", "frequency_penalty", "metrics"})
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def _event_types() -> dict[str, type[BaseModel]]:
+    (union, _) = get_args(ResponseStreamEvent)
+    return {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in get_args(union)}
 
 
 def check_event(event: dict[str, Any]) -> None:
     """The SDK's type of this event takes it, and knows all of its fields."""
-    typed = _adapter(ResponseStreamEvent).validate_python(event)
-    assert typed.type == event["type"]
-    _check_fields(typed, event["type"])
+    _check_fields(_event_types()[event["type"]].model_validate(event), event["type"])
 
 
 def check_response(response: dict[str, Any]) -> None:
-    _check_fields(_adapter(Response).validate_python(response), "response")
+    _check_fields(Response.model_validate(response), "response")
 
 
 def _check_fields(value: Any, path: str) -> None:
@@ -85,9 +84,7 @@ def read_stream(http: httpx.Client, **body: Any) -> tuple[list[dict[str, Any]], 
     events = []
     with http.stream("POST", "/v1/responses", json={**body, "stream": True}) as reply:
         assert reply.status_code == 200, reply.read()
-        for block in "\n".join(reply.iter_lines()).split("\n\n"):
-            if not block:
-                continue
+        for block in reply.read().decode().split("\n\n")[:-1]:
             name, data = block.split("\n")
             events.append(json.loads(data.removeprefix("data: ")))
             assert name == f"event: {events[-1]['type']}"

@@ -5,7 +5,7 @@ and the next step is sent when the answer before has ended. A cell has a number 
 the contexts of --contexts in turn. In each round all modes run the same sessions one after the other, in
 rotated order; every round has sessions of its own, and no mode finds KV or answers of another. `off` is an
 engine that was started without speculation, the other modes share a second one. The first round is not
-counted: it has two steps a session and the smallest context, and compares hashes of the raw logits.
+counted: it has two answers a session and the smallest context, and compares hashes of the raw logits.
 
 Without --model the answers are recorded too, and the weights random (model.py). That shows the machinery in
 the shape of an agent's traffic: prompts that grow by a result, cached prefixes, drafts that are right as
@@ -69,8 +69,8 @@ SUFFIX = Mode("suffix", speculation=Speculation("suffix"))
 PLAIN_OFF = replace(OFF, engine=PLAIN)  # of an engine without drafters
 OWN_ANSWER_TOKENS = 96  # of answers that are not recorded
 MIN_OWN_CONTEXT = 512
-CACHE_SHARE = 1.3  # tokens of the KV cache over those of the sessions at once
-WARMUP_STEPS = 2
+OVERSHOOT, MAX_ANSWER_TOKENS = 1.2, 1024  # of a script's context, and of its longest answer
+WARMUP_STEPS = 1
 ROUND_NUMBERS = 1000  # sessions of a round
 ANSWER_TOKENS, STEPS = 100, 12  # of a session, for the estimate
 
@@ -98,19 +98,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _recorded_config(config: Config, model: Path, contexts: Sequence[int], load: int) -> Config:
     """The sampler that records replace runs on the host. Raises ConfigError."""
-    if max(contexts) * CACHE_SHARE > CONTEXT:
-        raise ConfigError(
-            f"--contexts: at most {int(CONTEXT / CACHE_SHARE)}, got {max(contexts)}", "contexts"
-        )
-    tokens = int(
-        CACHE_SHARE * sum(contexts[number % len(contexts)] for number in range(max(load, len(contexts))))
-    )
+    limits = [int(OVERSHOOT * context) + MAX_ANSWER_TOKENS for context in contexts]
+    if max(limits) > CONTEXT:
+        most = int((CONTEXT - MAX_ANSWER_TOKENS) / OVERSHOOT)
+        raise ConfigError(f"--contexts: at most {most}, got {max(contexts)}", "contexts")
+    tokens = sum(limits[number % len(limits)] for number in range(max(load, len(limits))))
     return replace(
         config,
         model=str(model),
         overlap=False,
         max_num_seqs=config.max_num_seqs or load,
-        max_model_len=config.max_model_len or int(max(contexts) * CACHE_SHARE),
+        max_model_len=config.max_model_len or max(limits),
         kv_cache_memory=config.kv_cache_memory or f"{tokens}tokens",
     )
 

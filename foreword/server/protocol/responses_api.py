@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -371,6 +372,7 @@ def _read_item(item: InputItem, name: str) -> Item:
             f"{name}.arguments must be a JSON text, got {arguments!r:.80}", f"{name}.arguments"
         )
     check_arguments(arguments, f"{name}.arguments")
+    _check_json(arguments or "{}", f"{name}.arguments")
     return read | {"arguments": arguments, "status": "completed"}
 
 
@@ -442,6 +444,15 @@ def _read_output(output: Any, name: str) -> str | list[Part]:
     if isinstance(output, str):
         return output
     return _read_parts([] if output is None else output, name, allow_images=True)
+
+
+def _check_json(text: str, name: str) -> None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name} is not the text of a JSON object: {error}", name) from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be the text of a JSON object, got {text!r:.80}", name)
 
 
 def _required(value: str | None, key: str, name: str) -> str:

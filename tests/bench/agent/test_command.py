@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from foreword.bench.agent import command
-from foreword.bench.agent.command import _cached, _mode_result
-from foreword.bench.speculate.types import BenchRepetition, PairedRun, RequestResult
+from foreword.bench.agent.command import _cached, _check_sessions, _mode_result
+from foreword.bench.agent.engine import AgentSession
+from foreword.bench.agent.workload import AgentScript, AgentStep
+from foreword.bench.regime import RegimeError
+from foreword.bench.speculate.types import AUTO, BenchRepetition, PairedRun, RequestResult
 from foreword.cli.main import main
 from foreword.formats.events import ContentText
 from tests.support.checkpoints import write_checkpoint
@@ -47,7 +49,9 @@ def test_wrong_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture
 
 def repetition(seconds: float, events: str = "done") -> BenchRepetition:
     """A session of two steps: the second prompt repeats the first one and its answer."""
-    first = RequestResult(0, 0, prompt_ids=(1,) * 8, output=(2,) * 4, num_tokens=4, ttft_s=0.1, total_s=seconds)
+    first = RequestResult(
+        0, 0, prompt_ids=(1,) * 8, output=(2,) * 4, num_tokens=4, ttft_s=0.1, total_s=seconds
+    )
     second = RequestResult(0, 1, prompt_ids=(1,) * 16, output=(2,), num_tokens=1, ttft_s=0.1, total_s=seconds)
     second.num_cached, second.events = 12, (ContentText(events),)
     return BenchRepetition((first, second), 2 * seconds, {}, {})
@@ -68,9 +72,8 @@ def test_other_events_are_not_equal() -> None:
     assert not _mode_result([PairedRun(repetition(1.0), repetition(1.0, "other"))])["equal"]
 
 
-def test_lost_call_voids_the_figures(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = repetition(1.0)
-    with pytest.raises(command.RegimeError, match="calls parsed"):
-        command._check_sessions(command.AUTO, [], done, recorded=True)
+def test_lost_call_voids_the_figures() -> None:
+    step = AgentStep("I read.", "read", {"path": "a.py"}, "text")
+    session = AgentSession(("task", "text"), script=AgentScript("", "task", (step,), "done"))
+    with pytest.raises(RegimeError, match="calls parsed: 0, not 1"):
+        _check_sessions(AUTO, [session], repetition(1.0), recorded=True)

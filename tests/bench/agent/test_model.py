@@ -1,5 +1,7 @@
 """The model of recorded answers: rows are computed, and the recorded token takes the sampled one's place."""
 
+import itertools
+
 import pytest
 
 from foreword.bench.agent.engine import AgentEngine, AgentSession
@@ -10,9 +12,14 @@ from foreword.config.options import Config
 from foreword.core.params import Speculation
 from foreword.formats.events import CallStart
 
-TEXTS = ["I read the file and then I read the tests of the file.\n", '{"name": "read", "arguments": {"path": "a.py"}}']
+TEXTS = [
+    "I read the file and then I read the tests of the file.\n",
+    '{"name": "read", "arguments": {"path": "a.py"}}',
+]
 STEPS = tuple(
-    AgentStep(f"I read the file number {n}.", "read", {"path": "a.py", "offset": n, "limit": 2}, f"{n}\tthe text")
+    AgentStep(
+        f"I read the file number {n}.", "read", {"path": "a.py", "offset": n, "limit": 2}, f"{n}\tthe text"
+    )
     for n in range(4)
 )
 SCRIPT = AgentScript("You read files.", "Read the file.", STEPS, "I have read the file.")
@@ -48,8 +55,7 @@ def test_calls_are_parsed_and_prompts_grow_by_the_result(engine: AgentEngine) ->
     names = [event.name for result in results for event in result.events if isinstance(event, CallStart)]
     assert names == ["read"] * len(STEPS)
     block = engine.info.resolved.block_size
-    for before, result in zip(results, results[1:], strict=False):
+    for before, result in itertools.pairwise(results):
         known = (*before.prompt_ids, *before.output)
         assert result.prompt_ids[: len(known)] == known, "a replayed answer has other tokens"
         assert result.num_cached >= len(known) - block
-

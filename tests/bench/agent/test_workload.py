@@ -41,6 +41,8 @@ def test_calls_fit_the_tools_and_edits_repeat_what_was_read(sources: Sources) ->
             if step.tool == "edit":
                 lines = step.arguments["old_string"].splitlines()
                 assert any(f"\t{line}" in read for line in lines)
-                assert step.arguments["new_string"].count("\n") == step.arguments["old_string"].count("\n") + 1
+                assert (
+                    step.arguments["new_string"].count("\n") == step.arguments["old_string"].count("\n") + 1
+                )
             read += step.result
     assert kinds == set(required)
