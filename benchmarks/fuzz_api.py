@@ -5,7 +5,7 @@
 A third of the bodies obeys the document, a third breaks it, and a third obeys a narrowed one, with
 numbers within their limits and known texts, so that most of them reach the engine. Four at a time.
 Without --url the bundled model is served. A failure is a status of 500 and above, an error without
-OpenAI's envelope, no answer within a minute, or afterwards an engine that is not idle or changes a fixed
+an envelope, no answer within a minute, or afterwards an engine that is not idle or changes a fixed
 answer. Prints counts by status and one JSON line; exit code 1 after a failure.
 """
 
@@ -130,7 +130,11 @@ REQUIRED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "ScoreBody": ("text_1", "text_2"),
     "TokenizeBody": ("messages",),
 }
-EXCLUDED_FIELDS: Mapping[str, tuple[str, ...]] = {"ScoreBody": ("documents",), "TokenizeBody": ("prompt",)}
+EXCLUDED_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "MessagesBody": ("n", "response_format", "return_token_ids"),
+    "ScoreBody": ("documents",),
+    "TokenizeBody": ("prompt",),
+}
 
 
 @dataclass(slots=True)

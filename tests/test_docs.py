@@ -21,6 +21,8 @@ from foreword.cli.flags import ForeignAction, flag
 from foreword.config.foreign_flags import find_foreign
 from foreword.config.options import Config, option_fields
 from foreword.core.params import SamplingParams
+from foreword.formats.families import FORMATS
+from foreword.formats.writer import WrittenCall, write_calls
 from foreword.models.architectures import ARCHITECTURES
 from foreword.models.loader import VISION_MODELS
 from foreword.server.app import ROUTES
@@ -161,6 +163,20 @@ def test_every_dependency_has_its_line() -> None:
     names = {re.split(r"[^\w.-]", line)[0] for line in wanted}
     rows = re.findall(r"^\| ([\w.-]+) \| (.+) \|$", read(DOCS / "dependencies.md"), re.MULTILINE)
     assert {name for name, _ in rows} - {"package"} == names - {"foreword"}
+
+
+def test_every_chat_format_is_documented() -> None:
+    """With a call as it is written, and its markers of reasoning."""
+    rows = re.findall(r"^\| `([\w.-]+)` \| `` (.+?) `` \| (.*) \|$", read(DOCS / "tools.md"), re.MULTILINE)
+    written = {name: (call.replace("\\|", "|"), markers.replace("\\|", "|")) for name, call, markers in rows}
+    call = WrittenCall("get_time", {"zone": "CET"}, "call00001")
+    assert written == {
+        name: (
+            write_calls(fmt.tools, [call]).replace("\n", "↵") if fmt.tools else "",
+            f"`` {fmt.reasoning.begin} `` `` {fmt.reasoning.end} ``" if fmt.reasoning else "",
+        )
+        for name, fmt in FORMATS.items()
+    }
 
 
 def test_every_family_is_documented() -> None:

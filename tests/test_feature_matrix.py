@@ -17,13 +17,22 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from foreword import LLM, SamplingParams, Speculation
+from foreword import LLM, RequestOutput, SamplingParams, Speculation
 from foreword.config.options import DRAFTERS
 from foreword.errors import InvalidRequest
 from tests.support.budget import is_full
 from tests.support.checkpoints import write_checkpoint
-from tests.support.feature_matrix import DRAFTER_COLUMNS, FEATURES, IMAGES, PAGE, render_page
+from tests.support.feature_matrix import (
+    CALLS,
+    CHAT_ARGUMENTS,
+    DRAFTER_COLUMNS,
+    FEATURES,
+    IMAGES,
+    PAGE,
+    render_page,
+)
 from tests.support.images import png
+from tests.support.tool_checkpoint import write_tool_checkpoint
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
 from tests.test_exact import fingerprint
 
@@ -42,7 +51,8 @@ def prompts() -> list[dict[str, list[int]]]:
 
 
 def params_of(settings: Mapping[str, Any]) -> list[SamplingParams]:
-    return [SamplingParams(**{"max_tokens": 40, "seed": 100 * i, **settings}) for i in range(NUM_PROMPTS)]
+    sampled = {name: value for name, value in settings.items() if name not in CHAT_ARGUMENTS}
+    return [SamplingParams(**{"max_tokens": 40, "seed": 100 * i, **sampled}) for i in range(NUM_PROMPTS)]
 
 
 def prompts_with_images() -> list[dict[str, Any]]:
@@ -67,19 +77,18 @@ class Engines:
 
     crowded: LLM
     plain: LLM
-    prompts: Sequence[Mapping[str, Any]]
+    prompts: Sequence[Any]  # of LLM.generate, or conversations of LLM.chat
     known: dict[str, Any] = field(default_factory=dict)
 
     def expected(self, settings: Mapping[str, Any]) -> Any:
         key = repr(settings)
         if key not in self.known:
-            self.known[key] = answers(self.plain, self.prompts, params_of(settings))
+            self.known[key] = answers(self.plain, self.prompts, settings, params_of(settings))
         return self.known[key]
 
     def actual(self, settings: Mapping[str, Any], drafter: str) -> Any:
-        return answers(
-            self.crowded, self.prompts, [speculated(params, drafter) for params in params_of(settings)]
-        )
+        params = [speculated(params, drafter) for params in params_of(settings)]
+        return answers(self.crowded, self.prompts, settings, params)
 
 
 def speculated(params: SamplingParams, drafter: str) -> SamplingParams:
@@ -88,17 +97,29 @@ def speculated(params: SamplingParams, drafter: str) -> SamplingParams:
     return replace(params, speculation=Speculation(drafter), prediction=expected)
 
 
-def answers(llm: LLM, asked: Sequence[Mapping[str, Any]], params: Sequence[SamplingParams]) -> list[Any]:
+def run(
+    llm: LLM, asked: Sequence[Any], settings: Mapping[str, Any], params: Sequence[SamplingParams]
+) -> list[RequestOutput]:
+    if isinstance(asked[0], Mapping):
+        return llm.generate(list(asked), params)
+    arguments = {name: settings[name] for name in CHAT_ARGUMENTS if name in settings}
+    return llm.chat(list(asked), params, **arguments)
+
+
+def answers(
+    llm: LLM, asked: Sequence[Any], settings: Mapping[str, Any], params: Sequence[SamplingParams]
+) -> list[Any]:
     """Fingerprints of the answers; the error of a request with contradictory parameters."""
     try:
-        return [fingerprint(output) for output in llm.generate(list(asked), params)]
+        return [fingerprint(output) for output in run(llm, asked, settings, params)]
     except InvalidRequest:
-        return [_answer(llm, prompt, choice) for prompt, choice in zip(asked, params, strict=True)]
+        pairs = zip(asked, params, strict=True)
+        return [_answer(llm, prompt, settings, choice) for prompt, choice in pairs]
 
 
-def _answer(llm: LLM, prompt: Any, params: SamplingParams) -> Any:
+def _answer(llm: LLM, prompt: Any, settings: Mapping[str, Any], params: SamplingParams) -> Any:
     try:
-        return fingerprint(llm.generate([prompt], params)[0])
+        return fingerprint(run(llm, [prompt], settings, [params])[0])
     except InvalidRequest as error:
         return type(error), str(error)
 
@@ -127,9 +148,19 @@ def multimodal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     made.crowded.check()
 
 
-def engines_of(
-    path: Path, asked: Sequence[Mapping[str, Any]], features: Mapping[str, Any], **options: Any
-) -> Engines:
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """A model that calls tools and reasons, with a draft model."""
+    path = tmp_path_factory.mktemp("calling")
+    write_tool_checkpoint(path / "model")
+    write_tool_checkpoint(path / "drafter", dtype="bfloat16")
+    asked = [[{"role": "user", "content": text}] for text in ("Weather in Bonn?", "the thing", "the time")]
+    made = engines_of(path, asked, CALLS, max_model_len=1023, kv_cache_memory="1200tokens")
+    yield made
+    made.crowded.check()
+
+
+def engines_of(path: Path, asked: Sequence[Any], features: Mapping[str, Any], **options: Any) -> Engines:
     """Engines of the checkpoints `model` and `drafter` in a directory."""
     options |= {"threads": 1, "test_mode": True}
     ample = {**options, "kv_cache_memory": "8000tokens"}
@@ -150,11 +181,11 @@ def engines_of(
     return Engines(crowded, plain, asked)
 
 
-def recorded(plain: LLM, asked: Sequence[Mapping[str, Any]], features: Mapping[str, Any]) -> Iterator[str]:
+def recorded(plain: LLM, asked: Sequence[Any], features: Mapping[str, Any]) -> Iterator[str]:
     """Recorded answers of every feature for the replay drafter."""
     for settings in features.values():
         for prompt, params in zip(asked, params_of(settings), strict=True):
-            (output,) = plain.generate([prompt], [params])
+            (output,) = run(plain, [prompt], settings, [params])
             for choice in output.outputs:
                 line = {
                     "prompt_token_ids": output.prompt_token_ids,
@@ -204,6 +235,27 @@ def check_acceptance(engines: Engines, features: Mapping[str, Any], drafter: str
 @pytest.mark.parametrize("feature", IMAGES)
 def test_cell_with_images(multimodal: Engines, feature: str, drafter: str) -> None:
     assert multimodal.actual(IMAGES[feature], drafter) == multimodal.expected(IMAGES[feature])
+
+
+@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS if is_full() else ("grammar", "auto"))
+@pytest.mark.parametrize("feature", CALLS)
+def test_cell_with_calls(calling: Engines, feature: str, drafter: str) -> None:
+    assert calling.actual(CALLS[feature], drafter) == calling.expected(CALLS[feature])
+
+
+def test_features_of_calls_have_calls_and_reasoning(calling: Engines) -> None:
+    for name, settings in CALLS.items():
+        outputs = run(calling.plain, calling.prompts, settings, params_of(settings))
+        if "tools" in settings:
+            assert any(output.tool_calls for output in outputs), name
+        if "reasoning" in name:
+            assert any(output.reasoning for output in outputs), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_drafter_is_accepted_and_rejected_with_calls(calling: Engines, drafter: str) -> None:
+    check_acceptance(calling, CALLS, drafter)
 
 
 def compatible(pair: tuple[str, str]) -> bool:

@@ -51,6 +51,7 @@ class AnswerGate:
     opening: str = ""  # the constraint is for answers that begin so, after whitespace; "": for all
     is_trigger_in_reasoning: bool = False  # the trigger ends the reasoning as well
     constrains: bool = True  # False: the budget is all
+    usual: Marker = ()  # how the constrained text begins if the model writes as its template does: a draft
 
 
 @dataclass(frozen=True, slots=True)

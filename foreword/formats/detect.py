@@ -1,7 +1,8 @@
 """Which chat format a checkpoint has, proven by its chat template.
 
 A candidate is proven if a conversation with calls, rendered by the template, parses back to the same calls,
-reasoning and content. Candidates are, in this order: the checkpoint's `response_template`, the families whose
+reasoning and content. Of the first two kinds, one that also writes calls as the template does is preferred.
+Candidates are, in this order: the checkpoint's `response_template`, the families whose
 markers the template holds, an analysis of what the template writes, and for templates without tools the
 `generic` format, in which a system text describes the tools.
 """
@@ -22,6 +23,7 @@ from foreword.formats.parser import parse_message, starts_in_reasoning
 from foreword.formats.record import ChatFormat, ReasoningFormat, ToolFormat, bind_format
 from foreword.formats.response_template import from_response_template
 from foreword.formats.tools import Tool, ToolUse
+from foreword.formats.writer import WrittenCall, write_calls
 
 __all__ = ["Detection", "ProofTokenizer", "TemplateProbe", "assistant_turn", "detect_format"]
 
@@ -42,6 +44,7 @@ QUESTION: Final = {"role": "user", "content": "Foreword asks"}
 CONTENT: Final = "Foreword tells"
 REASONING: Final = "Foreword thinks"
 FIND, STOP = "foreword_find", "foreword_stop"  # tools
+BY_MARKERS: Final = "markers of the chat template"
 UNFINISHED_MARKER: Final = re.compile(r"[<\[][^<>\[\]\s]*$")
 
 
@@ -112,18 +115,41 @@ def detect_format(
         return Detection(None)
     source = template.source.replace('\\"', '"').replace("\\'", "'")
     problems: list[str] = []
+    first: Detection | None = None
     for fmt, origin in _candidates(template, tokenizer, source, wanted, response_template):
+        if first is not None and origin != BY_MARKERS:
+            break
         fmt = _with_text_markers(fmt, source, template, tokenizer)
-        assert fmt.tools is not None, "a candidate has a format of calls"
-        describes_tools = template.renders_tools() and fmt.name != "generic"
-        template.set_call_format(fmt.tools, describes_tools)
+        _set_call_format(template, fmt)
         problem = _difference(fmt, template, tokenizer)
-        if problem is None or wanted == fmt.name:
-            return Detection(fmt, origin, problem is None, () if problem is None else (problem,))
-        problems.append(f"{fmt.name}: {problem}")
+        found = Detection(fmt, origin, problem is None, () if problem is None else (problem,))
+        # Families that differ in whitespace parse each other's calls: take one that also writes them alike.
+        if wanted == fmt.name or (problem is None and _writes_alike(fmt, template, tokenizer)):
+            return found
+        if problem is None:
+            first = first or found
+        else:
+            problems.append(f"{fmt.name}: {problem}")
+    if first is not None:
+        assert first.format is not None, "a proven format"
+        _set_call_format(template, first.format)
+        return first
     fmt = _with_text_markers(ChatFormat("text"), source, template, tokenizer)
     is_known = fmt.reasoning is not None or fmt.content is not None
     return Detection(fmt if is_known else None, problems=tuple(problems))
+
+
+def _set_call_format(template: TemplateProbe, fmt: ChatFormat) -> None:
+    assert fmt.tools is not None, "a candidate has a format of calls"
+    template.set_call_format(fmt.tools, template.renders_tools() and fmt.name != "generic")
+
+
+def _writes_alike(fmt: ChatFormat, template: TemplateProbe, tokenizer: ProofTokenizer) -> bool:
+    """Whether the format writes a call as the template does, to the byte."""
+    assert fmt.tools is not None
+    call = _call(0, FIND, PLAIN_ARGUMENTS)
+    turn = _turn(template, tokenizer, {"content": "", "tool_calls": [call]})
+    return write_calls(fmt.tools, [WrittenCall(FIND, PLAIN_ARGUMENTS, call["id"])]) in turn
 
 
 def _candidates(
@@ -149,7 +175,7 @@ def _candidates(
         and all(mark in source for mark in fmt.template_markers)
     ]
     for fmt in sorted(families, key=lambda fmt: -sum(map(len, fmt.template_markers))):
-        yield fmt, "markers of the chat template"
+        yield fmt, BY_MARKERS
     if template.renders_calls() and (tools := _analyse(template, tokenizer)) is not None:
         yield ChatFormat("derived", tools), "what the chat template writes"
     if template.renders_tools() and not template.renders_calls():
@@ -264,7 +290,11 @@ def assistant_turn(
     if start < len(prompt) and (marker := UNFINISHED_MARKER.search(text, 0, start)):
         start = marker.start()  # two markers that begin alike
     ends = [index for end in end_texts if (index := text.find(end, start)) >= 0]
-    return text[:start], text[start : min(ends, default=len(text))]
+    if not ends:  # a vocabulary that does not tell: what follows a plain content ends a turn
+        plain = {"role": "assistant", "content": CONTENT}
+        closer = template.render([QUESTION, plain], tools=tools, add_generation_prompt=False)
+        ends = [len(text.removesuffix(closer.rpartition(CONTENT)[2]))]
+    return text[:start], text[start : min(ends)]
 
 
 def _round_trip(

@@ -329,7 +329,6 @@ class ChatParser:
         events, self._events = self._events, []
         return events
 
-    @property
     def _is_cut(self) -> bool:
         """The answer has ended within a call, not by the model: what is not certain there is dropped."""
         return self._ended and self._is_in_call and not self._ended_by_model
@@ -418,7 +417,7 @@ class ChatParser:
                 self._position = end
             if stop is not None and is_whole:
                 return stop[0]
-            if not (yield from self._wait()) and (self._is_cut or self._position == len(self._buffer)):
+            if not (yield from self._wait()) and (self._is_cut() or self._position == len(self._buffer)):
                 return None
 
     # Texts and calls, as events.
@@ -533,7 +532,7 @@ class ChatParser:
             if stop is None:
                 self._space.clear()
                 return
-            forms = syntax.triggers.get(stop)
+            forms = syntax.triggers.get(stop) if reasoning.ended_by_call else None
             if stop == reasoning.end:
                 self._position += len(stop)
                 break
@@ -855,7 +854,7 @@ class ChatParser:
         assert tool is not None
         while True:
             char = yield from self._skip_space()
-            if self._is_cut:
+            if self._is_cut():
                 return True
             is_next = bool(char) and (yield from self._at(part.key_begin))
             is_closed = bool(char) and not is_next and (yield from self._at(closer))
@@ -875,7 +874,7 @@ class ChatParser:
                 types = argument_types(tool, key)
                 if part.types_in_tag:
                     header = yield from self._read_header(">")
-                    if self._is_cut:
+                    if self._is_cut():
                         return True
                     self._position += header is not None
                     types = frozenset({"string"}) if 'string="true"' in (header or "") else types - {"string"}
@@ -918,7 +917,7 @@ class ChatParser:
                 value.close()
                 self._position += num_read
                 return True
-            if self._is_cut:
+            if self._is_cut():
                 return False
             self._position += len(stop)
             value.feed(self._syntax.spell(stop))
@@ -940,8 +939,9 @@ class ChatParser:
                 rest = self._buffer[end : end + MAX_HEADER_CHARS]
                 if not any(text.startswith(rest) for text in texts):
                     return False
+            is_at_end = end == len(self._buffer)
             if not (yield from self._wait()):
-                return end == len(self._buffer) and not self._is_cut
+                return is_at_end and not self._is_cut()
 
     # Keyword arguments of Python's and of a bare syntax.
 
@@ -953,7 +953,7 @@ class ChatParser:
         keys = list((tool.parameters or {}).get("properties") or ())  # of arguments by position
         while True:
             char = yield from self._skip_space()
-            if self._is_cut:
+            if self._is_cut():
                 return True
             is_closed = char == closer or (not char and is_started and self._ended_by_model)
             if is_closed or (is_started and char and char != quote and MARKER.match(char)):
@@ -1009,7 +1009,7 @@ class ChatParser:
         """
         closers: list[str] = []
         is_first, is_value = True, False
-        while (char := (yield from self._skip_space())) and not self._is_cut:
+        while (char := (yield from self._skip_space())) and not self._is_cut():
             is_key = bool(closers) and closers[-1] == "}" and not is_value
             if char in ")]}" or (char == "," and not closers):
                 if not closers:  # there is no value
@@ -1040,7 +1040,7 @@ class ChatParser:
                 else:
                     is_bare = bool(quote) and not is_key
                     word = (yield from self._read_run(BARE_SCALAR if is_bare else PYTHON_SCALAR)).rstrip()
-                    if self._is_cut:
+                    if self._is_cut():
                         return False
                     self._emit(_quoted(word) if is_key else scalar_to_json(word, types))
                 if is_key:
@@ -1094,7 +1094,7 @@ class ChatParser:
                 sequence = PYTHON_ESCAPE.match(self._buffer, self._position)
                 assert sequence is not None
                 self._position = sequence.end()
-                if self._is_cut and self._position == len(self._buffer):
+                if self._is_cut() and self._position == len(self._buffer):
                     return False
                 emit(self._escape(decode_python_escape(sequence[0])))
             elif char == quote:
@@ -1106,7 +1106,7 @@ class ChatParser:
                 if is_end:
                     emit('"')
                     return True
-                if self._is_cut:
+                if self._is_cut():
                     return False
                 emit(self._escape(quote))
 

@@ -25,7 +25,7 @@ __all__ = [
 # A JSON string up to its quote; a backslash at the end of the text stays out.
 JSON_STRING: Final = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 ANY_TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
-MAX_HEAD_CHARS: Final = 128  # of a custom tool's arguments before its input
+MAX_HEAD_CHARS: Final = 160  # of a custom tool's arguments before its input
 MAX_LITERAL_CHARS: Final = 64  # of a number, true, false or null
 MAX_SCHEMA_DEPTH: Final = 16  # of references and alternatives
 
@@ -41,7 +41,7 @@ WHOLE_ESCAPES: Final = re.compile(
 )
 ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 PYTHON_ESCAPED: Final = {**ESCAPED, "a": "\a", "v": "\v", "\\": "\\", "'": "'", '"': '"', "\n": ""}
-INPUT_BEGIN: Final = re.compile(r'\s{0,9}\{\s{0,9}"input"\s{0,9}:\s{0,9}"')
+INPUT_BEGIN: Final = re.compile(r'\s{0,33}\{\s{0,33}"input"\s{0,33}:\s{0,33}"')
 JSON_NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 LITERALS: Final = {"True": "true", "False": "false", "None": "null"} | {
     word: word for word in ("true", "false", "null")

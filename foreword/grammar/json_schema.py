@@ -63,6 +63,15 @@ UNSUPPORTED_FORMATS: Final = (
 LENGTH_KEYWORDS: Final = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 OBJECT_EXTENSIONS: Final = {"additionalProperties", "patternProperties", "anyOf", "oneOf", "$ref"}
 SCHEMA_KEYWORDS: Final = ("additionalItems", "additionalProperties", "items")
+PYTHON_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "array": (list,),
+    "boolean": (bool,),
+    "integer": (int, float),
+    "null": (type(None),),
+    "number": (int, float),
+    "object": (dict,),
+    "string": (str,),
+}
 SCHEMA_LIST_KEYWORDS: Final = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 SCHEMA_MAP_KEYWORDS: Final = ("$defs", "definitions", "patternProperties", "properties")
 
@@ -180,7 +189,10 @@ class _SchemaCleaner:
         """The schema without keywords that cannot be enforced; raises unless they may be dropped."""
         reasons = dict(_unsupported(schema))
         if self._dropped is None and reasons:
-            raise GrammarError(next(iter(reasons.values())) + _location(path))
+            keyword, reason = next(iter(reasons.items()))
+            raise GrammarError(
+                reason + _location(f"{path}/{keyword}" if keyword in LENGTH_KEYWORDS else path)
+            )
         if self._dropped is None:
             return schema
         reasons |= dict.fromkeys(_malformed(schema, self._root), "")
@@ -222,6 +234,19 @@ def _malformed(schema: Mapping[str, Any], root: Any) -> Iterator[str]:
         yield "$ref"
     if isinstance(schema.get("enum"), list) and not schema["enum"]:
         yield "enum"
+    names = schema.get("type", [])
+    types = [names] if isinstance(names, str) else names
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else None
+    if (
+        not isinstance(types, list)
+        or not all(name in PYTHON_TYPES for name in types)
+        or (
+            types
+            and values
+            and not any(isinstance(value, PYTHON_TYPES[name]) for name in types for value in values)
+        )
+    ):
+        yield "type"
 
 
 def resolve_reference(reference: str, root: Any) -> Any:

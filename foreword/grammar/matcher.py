@@ -14,7 +14,7 @@ from foreword.core.request import Request
 from foreword.grammar.compiler import CompiledGrammar, error_reason
 from foreword.grammar.jump_forward import JumpForward
 from foreword.grammar.masks import MaskJob, MaskRequest, compute_masks
-from foreword.grammar.reasoning import make_gate_tracker
+from foreword.grammar.reasoning import make_gate_tracker, tokenize_marker
 from foreword.grammar.vocab import GrammarVocab
 
 __all__ = ["Matcher"]
@@ -41,6 +41,7 @@ class Matcher:
         "_masked_draft",
         "_masks",
         "_stop_tokens",
+        "_usual",
         "_vocab",
         "error",
     )
@@ -57,6 +58,8 @@ class Matcher:
         self._stop_tokens = StopTokens(vocab, (*request.eos_token_ids, *eos_stop_ids))
         self._gate = make_gate_tracker(request, vocab)
         self._jump_forward = JumpForward(vocab, compiled.kind)
+        gate = request.params.structured.gate if request.params.structured is not None else None
+        self._usual = () if gate is None else tokenize_marker(gate.usual, vocab)
         self._accepted: list[int] = []
         self._is_finished = False
         self._job: MaskJob | None = None
@@ -95,6 +98,8 @@ class Matcher:
         if closing or not self._gate.state.is_open or self._is_finished or self.error is not None:
             return closing[:max_tokens]
         self._cancel_job()
+        if self._usual and not self._accepted:
+            return self._usual[: min(self._llg.validate_tokens(list(self._usual)), max_tokens)]
         draft, only_end = self._jump_forward.propose(self._llg, self._accepted, max_tokens)
         if self._llg.is_error():
             self._rebuild()

@@ -9,7 +9,7 @@ from foreword.core.request import Request
 from foreword.core.structured_output import AnswerGate, Marker
 from foreword.grammar.vocab import GrammarVocab
 
-__all__ = ["GateState", "GateTracker", "make_gate_tracker", "reasoning_ended_in_prompt"]
+__all__ = ["GateState", "GateTracker", "make_gate_tracker", "reasoning_ended_in_prompt", "tokenize_marker"]
 
 PROMPT_TAIL_TOKENS: Final = 4  # length of the template's text after an end sequence; user text is longer
 
@@ -58,7 +58,7 @@ class GateTracker:
         """`end_ids` end the reasoning instead of the gate's marker."""
         self._gate = gate
         self._token_bytes = vocab.token_bytes
-        self._closing_ids = _tokenize(gate.reasoning_end, vocab)
+        self._closing_ids = tokenize_marker(gate.reasoning_end, vocab)
         self._is_begin = _marker_finder(gate.reasoning_begin, vocab)
         self._is_end = _ends_with(end_ids) if end_ids else _marker_finder(gate.reasoning_end, vocab)
         self._is_trigger = _marker_finder(gate.trigger, vocab)
@@ -159,7 +159,7 @@ def make_gate_tracker(request: Request, vocab: GrammarVocab) -> GateTracker:
 def _marker_finder(marker: Marker, vocab: GrammarVocab) -> Finder:
     text = _text_of(marker).encode()
     if not text:
-        return _ends_with([_tokenize(marker, vocab)] if marker else [])
+        return _ends_with([tokenize_marker(marker, vocab)] if marker else [])
 
     def completes(token_ids: Ids) -> bool:
         """The last token may hold more than the end of the text."""
@@ -180,7 +180,7 @@ def _text_of(marker: Marker) -> str:
     return "".join(texts) if len(texts) == len(marker) else ""
 
 
-def _tokenize(marker: Marker, vocab: GrammarVocab) -> Ids:
+def tokenize_marker(marker: Marker, vocab: GrammarVocab) -> Ids:
     """Ids of a marker, its texts most likely tokenized so."""
     ids: list[int] = []
     for piece in marker:

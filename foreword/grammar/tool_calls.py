@@ -100,6 +100,8 @@ def tool_constraint(
     if use.choice == "required" or document is not None:
         body = writer.whole_answer(calls, use.parallel, document)
         lark = writer.finish(writer.after_reasoning(body, gate))
+        if document is None and not gate.holds_reasoning:
+            gate = replace(gate, usual=_usual_begin(bound, calls.begin + calls.call))
     elif trigger:
         reasoning_format = bound.format.reasoning
         lark = writer.finish(writer.after_trigger(calls, use.parallel, trigger, rest))
@@ -107,6 +109,7 @@ def tool_constraint(
             gate,
             holds_reasoning=False,
             trigger=trigger,
+            usual=(*rest, *_usual_begin(bound, (calls.begin + calls.call)[1:])),
             is_trigger_in_reasoning=reasoning_format is not None and reasoning_format.ended_by_call,
         )
     else:
@@ -176,6 +179,28 @@ def _is_token(marker: Marker) -> bool:
 
 def _text(marker: Marker) -> str:
     return "".join(piece for piece in marker if isinstance(piece, str))
+
+
+def _usual_begin(bound: BoundFormat, parts: Iterable[Part]) -> Marker:
+    """What the template writes up to the name of the tool, or its id."""
+    marker: list[str | int] = []
+    for part in parts:
+        if isinstance(part, str):
+            marker += bound.pieces(part)
+        elif isinstance(part, Space):
+            marker.append(part.usual)
+        else:
+            if isinstance(part, JsonCall):
+                key = part.id_key if part.id_key is not None and part.id_first else part.name_key
+                marker.append('{"' + key + '": "')
+            break
+    texts = (group for _, group in groupby(filter(None, marker), lambda piece: isinstance(piece, str)))
+    return tuple(piece for group in texts for piece in _joined(list(group)))
+
+
+def _joined(pieces: Sequence[str | int]) -> Sequence[str | int]:
+    """Neighbouring texts as one, so that they are tokenized together."""
+    return ["".join(map(str, pieces))] if isinstance(pieces[0], str) else pieces
 
 
 def _split_trigger(bound: BoundFormat, calls: ToolFormat) -> tuple[Marker, Marker]:
@@ -462,7 +487,7 @@ class _Writer:
         if described.tool.strict:
             path, _, keyword = place.rpartition(": ")
             raise InvalidRequest(
-                f"{described.field}: the keyword {keyword!r} cannot be enforced in this model's calls (at {path})",
+                f"{described.field}: {keyword!r} cannot be enforced in this model's calls (at {path})",
                 described.field,
             )
         self._dropped[f"{described.field}{place}"] = None
@@ -546,11 +571,11 @@ class _TaggedWriter:
             closer, padding = head.regex, _literal(self._part.padding)
             texts = [ANY_TEXT, *texts, f"~(/(?s:.*){closer}(?s:.*)/)"]
             body = f"({' & '.join(texts)}) /{padding}{closer}/"
-            name = self._writer.rule(f"STRING_{self._tool.index}_{_hex(path)}", body)
+            name = self._writer.rule(f"STRING_{self._tool.index}_{_hex(path)}".upper(), body)
             return [self._writer.lazy_rule(name.lower(), name), SPACE_TEXT]
         if texts:
             body = " & ".join([ANY_TEXT, *texts])
-            text = self._writer.rule(f"STRING_{self._tool.index}_{_hex(path)}", body)
+            text = self._writer.rule(f"STRING_{self._tool.index}_{_hex(path)}".upper(), body)
         else:
             text = ANY_TEXT
         if isinstance(head, _Text):  # a text before the marker is a part of the string for the lexer
@@ -629,6 +654,7 @@ class _LiteralWriter:
             case "object":
                 properties, required, may_have_others = _properties(schema)
                 if may_have_others and not properties:
+                    self._any()  # the rule of its values
                     return self._any_object()
                 entries = {
                     key: _join([_Text(self._key(key)), self._value(value, f"{path}/properties/{key}")])

@@ -48,11 +48,12 @@ class GrammarVocab:
         "_pretokenize_pattern",
         "_slices",
         "_special_in_tools",
-        "_spelled",
         "_tools_tokenizer",
         "end_id",
         "eos_ids",
         "ll_tokenizer",
+        "marker_ids",
+        "spelled",
         "token_bytes",
         "vocab_size",
     )
@@ -64,10 +65,11 @@ class GrammarVocab:
         self.eos_ids = tuple(i for i in vocabulary.eos_ids if i < vocab_size)
         # EOS ids have no bytes: their spelling inside a text consists of other tokens.
         special = sorted({i for i in (*vocabulary.special_ids, *self.eos_ids) if i < vocab_size})
-        self._spelled, self._slices = tuple(tokens), tuple(slices)
+        self.spelled, self._slices = tuple(tokens), tuple(slices)
         self.ll_tokenizer = self._make_tokenizer(special)
         markers = {i for i in vocabulary.marker_ids if i < vocab_size}.difference(special)
         self._special_in_tools = sorted(markers.union(special))
+        self.marker_ids = tuple(sorted(markers))
         self._tools_tokenizer = None if markers else self.ll_tokenizer
         self._lock = threading.Lock()
         # Its bit in a mask: the output may end. Without EOS ids it is beyond the vocabulary.
@@ -81,14 +83,14 @@ class GrammarVocab:
         )
 
     def tools_tokenizer(self) -> LLTokenizer:
-        """The tokenizer of grammars with tools, in which markers are special. The first call builds a trie."""
+        """The tokenizer of grammars with tools: markers are special. The first call builds a trie."""
         with self._lock:
             if self._tools_tokenizer is None:
                 self._tools_tokenizer = self._make_tokenizer(self._special_in_tools)
             return self._tools_tokenizer
 
     def _make_tokenizer(self, special_ids: Sequence[int]) -> LLTokenizer:
-        token_bytes = _TokenBytes(self._spelled, special_ids, self.eos_ids[0] if self.eos_ids else None)
+        token_bytes = _TokenBytes(self.spelled, special_ids, self.eos_ids[0] if self.eos_ids else None)
         return LLTokenizer(
             cast(TokenizerWrapper, token_bytes),
             eos_token=list(self.eos_ids) or None,

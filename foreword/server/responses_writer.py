@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -29,6 +29,7 @@ TEXT_EVENTS: Mapping[str, tuple[str, str]] = {
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
 Item = dict[str, Any]
+Logprob = tuple[int, dict[str, Any]]  # offset of the token in the answer's text, and its entry
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class _OpenItem:
     place: dict[str, Any]  # fields of its events
     content_group: int | None = None  # of the tokens with logprobs, see TokenLogprobText
     texts: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
 
 
 class ResponseItems:
@@ -110,16 +111,16 @@ class ResponseItems:
         done, self._open = self._open, None
         self._take_logprobs(done)
         item, text = done.item, "".join(done.texts)
-        _trim(done.logprobs, text)
+        logprobs = _trim(done.logprobs, text)
         name, key = TEXT_EVENTS[item["type"]]
         fields: dict[str, Any] = {key: text}
         if item["type"] == "message":
-            fields["logprobs"] = done.logprobs
+            fields["logprobs"] = logprobs
         elif item["type"] == "function_call":
             fields["name"] = item["name"]
         yield self.write(f"{name}.done", **done.place, **fields)
         if item["type"] in ("message", "reasoning"):
-            part = _part(item["type"], text, done.logprobs)
+            part = _part(item["type"], text, logprobs)
             item["content"] = [part]
             yield self.write("response.content_part.done", **done.place, part=part)
         else:
@@ -188,25 +189,29 @@ class ResponseItems:
 
     def _find_group(self, text: str) -> int | None:
         """Group of the next tokens that spell this text. Whitespace before it may be the chat format's."""
-        start = text.encode("utf-8", "replace").lstrip()
-        for group, tokens in groupby(self._logprobs, key=lambda token: token.content_group):
-            spelled = b"".join(token.raw for token in tokens).lstrip()
-            if (spelled or not start) and (start.startswith(spelled) or spelled.startswith(start)):
+        start = text.lstrip()
+        groups = [
+            (group, b"".join(token.raw for token in tokens).decode("utf-8", "replace").lstrip())
+            for group, tokens in groupby(self._logprobs, key=lambda token: token.content_group)
+        ]
+        for group, spelled in groups:
+            known = spelled.rstrip("\ufffd")  # without an unfinished character
+            if known and (start.startswith(known) or spelled.startswith(start)):
                 return group
-        return None
+        return groups[0][0] if len(groups) == 1 else None
 
     def _take_logprobs(self, item: _OpenItem) -> list[dict[str, Any]]:
         """Logprobs of the next tokens of this message."""
-        taken: list[dict[str, Any]] = []
+        taken: list[Logprob] = []
         while self._names is not None and self._logprobs and item.item["type"] == "message":
             group = self._logprobs[0].content_group
             if item.content_group is None or (group is not None and group > item.content_group):
                 break
             token = self._logprobs.popleft()
             if group == item.content_group:
-                taken.append(chat_logprob(token, self._names))
+                taken.append((token.offset, chat_logprob(token, self._names)))
         item.logprobs += taken
-        return taken
+        return [entry for _, entry in taken]
 
 
 def _part(item_type: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -216,15 +221,14 @@ def _part(item_type: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _trim(logprobs: list[dict[str, Any]], text: str) -> None:
-    """Drop the last tokens that the text lacks: the end of the answer, and markers of several tokens."""
-    spelled = b"".join(bytes(entry["bytes"]) for entry in logprobs)
-    raw = text.encode("utf-8", "replace")
-    # Whitespace at the start of the text may be the chat format's.
-    wanted = len(raw.lstrip()) + len(spelled) - len(spelled.lstrip())
-    length = len(spelled)
-    while logprobs and length - len(logprobs[-1]["bytes"]) >= wanted:
-        length -= len(logprobs.pop()["bytes"])
+def _trim(logprobs: Sequence[Logprob], text: str) -> list[dict[str, Any]]:
+    """Without the last tokens that the text lacks: the end of the answer, and markers of several tokens."""
+    if not logprobs:
+        return []
+    spelled = b"".join(bytes(entry["bytes"]) for _, entry in logprobs).decode("utf-8", "replace")
+    # Whitespace before the text may be the chat format's.
+    end = logprobs[0][0] + len(spelled) - len(spelled.lstrip()) + len(text.lstrip())
+    return [entry for offset, entry in logprobs if offset < end]
 
 
 class ResponsesWriter:

@@ -37,12 +37,9 @@ Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """What a model wrote, and where."""
+class _Said:
+    """What an answer says."""
 
-    token_ids: array[int]  # without the token that ended the answer
-    prompt_end: str  # text of the prompt behind its last end of a turn
-    prompt_digest: bytes
     calls: tuple[tuple[str, str, str], ...]  # id, name, arguments
     content: str
     reasoning: str
@@ -52,33 +49,41 @@ class _Answer:
         """The first call's id, or the content."""
         return self.calls[0][0] if self.calls else f"\n{self.content}"
 
-    @property
-    def num_bytes(self) -> int:
-        texts = (
-            self.prompt_end,
-            self.content,
-            self.reasoning,
-            *(part for call in self.calls for part in call),
-        )
-        return len(self.token_ids) * self.token_ids.itemsize + sum(map(len, texts)) + OVERHEAD_BYTES
-
-    def is_said_by(self, message: Mapping[str, Any]) -> bool:
-        """Whether a message of read_tool_history() is this answer, as far as clients send it back."""
+    def is_in(self, message: Mapping[str, Any]) -> bool:
+        """Whether a message of read_tool_history() says the same, as far as clients send it back."""
         calls = [(call["id"], call["function"]) for call in message.get("tool_calls") or ()]
         reasoning = message.get(REASONING) or message.get("reasoning") or ""
         content = message.get("content") or ""
         return (
             message.get("role") == "assistant"
-            and [(call_id, function["name"]) for call_id, function in calls]
-            == [call[:2] for call in self.calls]
+            and len(calls) == len(self.calls)
             and all(
-                _are_equal(function["arguments"], written)
-                for (_, function), (_, _, written) in zip(calls, self.calls, strict=True)
+                (call_id, function["name"]) == (written_id, name)
+                and _are_equal(function["arguments"], arguments)
+                for (call_id, function), (written_id, name, arguments) in zip(calls, self.calls, strict=True)
             )
             and isinstance(content, str)
             and content.strip() == self.content.strip()
             and reasoning.strip() in ("", self.reasoning.strip())
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a model wrote, and where."""
+
+    said: _Said
+    token_ids: array[int]  # without the token that ended the answer
+    prompt_digest: bytes
+    header: str  # text of the prompt behind its last end of a turn, without `prefill`
+    prefill: str  # reasoning that the prompt opens or leaves empty
+    prefill_ids: array[int]
+
+    @property
+    def num_bytes(self) -> int:
+        said = (self.said.content, self.said.reasoning, *(part for call in self.said.calls for part in call))
+        num_tokens = len(self.token_ids) + len(self.prefill_ids)
+        return num_tokens * self.token_ids.itemsize + sum(map(len, said)) + OVERHEAD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +98,23 @@ class _Placeholders:
 
     @classmethod
     def of(cls, index: int, answer: _Answer) -> _Placeholders:
-        calls = range(len(answer.calls))
+        calls = range(len(answer.said.calls))
         return cls(
             answer,
             tuple(f"fwname{index}x{i}x" for i in calls),
             tuple(f"fwarguments{index}x{i}x" for i in calls),
-            f"fwcontent{index}x" if answer.content.strip() else "",
-            f"fwreasoning{index}x" if answer.reasoning.strip() else "",
+            f"fwcontent{index}x" if answer.said.content.strip() else "",
+            f"fwreasoning{index}x" if answer.said.reasoning.strip() else "",
         )
 
     @property
+    def once(self) -> list[str]:
+        """Those that a template writes once; names stand beside results too."""
+        return [text for text in (*self.arguments, self.content, self.reasoning) if text]
+
+    @property
     def texts(self) -> list[str]:
-        return [text for text in (*self.names, *self.arguments, self.content, self.reasoning) if text]
+        return [*self.names, *self.once]
 
     def put_into(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message with placeholders."""
@@ -124,7 +134,7 @@ class _Placeholders:
 
     def restore_names(self, text: str) -> str:
         """The text with the called names, which templates write beside results too."""
-        for placeholder, (_, name, _) in zip(self.names, self.answer.calls, strict=True):
+        for placeholder, (_, name, _) in zip(self.names, self.answer.said.calls, strict=True):
             text = text.replace(placeholder, name)
         return text
 
@@ -163,13 +173,15 @@ class AnswerReplay:
         eos = self._tokenizer.eos_token_ids
         if not token_ids or token_ids[-1] not in eos:
             return
-        digest = _hash(prompt_ids).digest()
-        answer = _read_answer(events, token_ids[:-1], self._prompt_end(prompt_ids), digest)
-        if answer is None or answer.num_bytes > self._max_bytes:
+        said = _read_events(events)
+        if said is None:
+            return
+        answer = self._make_answer(said, prompt_ids, token_ids[:-1])
+        if answer.num_bytes > self._max_bytes:
             return
         with self._lock:
-            self._pop((tenant, answer.key))
-            self._answers[tenant, answer.key] = answer
+            self._pop((tenant, answer.said.key))
+            self._answers[tenant, answer.said.key] = answer
             self._num_bytes += answer.num_bytes
             while self._num_bytes > self._max_bytes:
                 self._pop(next(iter(self._answers)))
@@ -210,7 +222,7 @@ class AnswerReplay:
                 calls = message.get("tool_calls") or ()
                 key = (tenant, calls[0]["id"] if calls else f"\n{message.get('content')}")
                 answer = self._answers.get(key)
-                if answer is not None and answer.is_said_by(message):
+                if answer is not None and answer.said.is_in(message):
                     self._answers.move_to_end(key)
                     found[index] = answer
         return found
@@ -222,8 +234,9 @@ class AnswerReplay:
         prompt_hash = _hash(())
         for index, placeholders in marked.items():
             answer = placeholders.answer
-            start, end = self._find_place(text, position, placeholders, index)
+            start, end, prefill_ids = self._find_place(text, position, placeholders, index)
             segment = self._encode_segment(text[position:start], marked, index, position, add_special_tokens)
+            segment += prefill_ids
             prompt_hash.update(_to_bytes(segment))
             if prompt_hash.digest() != answer.prompt_digest:
                 raise _Misfit(index, is_elsewhere=True)
@@ -251,26 +264,29 @@ class AnswerReplay:
 
     def _find_place(
         self, text: str, position: int, placeholders: _Placeholders, index: int
-    ) -> tuple[int, int]:
-        """Where the template writes the answer: [start, end) of the text."""
-        prompt_end = placeholders.answer.prompt_end
+    ) -> tuple[int, int, Sequence[int]]:
+        """Where the template writes the answer: [start, end) of the text, and the prefill that it omits."""
+        answer = placeholders.answer
+        if any(text.count(part) != 1 for part in placeholders.once):
+            raise _Misfit(index)
         places = [text.find(part, position) for part in placeholders.texts]
         first, last = min(places), max(places)
         ends = [at for end in self._end_texts if (at := text.find(end, last)) >= 0]
-        start = text.rfind(prompt_end, position, first) if prompt_end and first >= 0 else -1
-        if start < 0 or not ends:
+        if first < 0 or not ends:
             raise _Misfit(index)  # the template drops a part, such as reasoning before the last question
-        start, end = start + len(prompt_end), min(ends)
-        if not self._is_whole(text[start:end], placeholders):
-            raise _Misfit(index)
-        return start, end
+        for prefill, prefill_ids in ((answer.prefill, ()), ("", answer.prefill_ids)):
+            before = answer.header + prefill
+            start = text.rfind(before, position, first) + len(before)
+            if start >= len(before) > 0 and self._is_whole(text[start : min(ends)], placeholders, prefill):
+                return start, min(ends), prefill_ids
+        raise _Misfit(index)
 
-    def _is_whole(self, turn: str, placeholders: _Placeholders) -> bool:
-        """Whether a text is this answer and nothing else."""
-        reasoning, answer = self._bound.format.reasoning, placeholders.answer
-        opened = reasoning is not None and _is_open(answer.prompt_end, reasoning.begin, reasoning.end)
+    def _is_whole(self, turn: str, placeholders: _Placeholders, prefill: str) -> bool:
+        """Whether a text behind `prefill` is this answer and nothing else."""
+        reasoning = self._bound.format.reasoning
+        is_open = bool(prefill) and reasoning is not None and reasoning.end not in prefill
         use = ToolUse(tuple(map(Tool, placeholders.names)))
-        written = _read_answer(parse_message(self._bound, use, turn, opened), (), "", b"")
+        written = _read_events(parse_message(self._bound, use, turn, is_open))
         return written is not None and (
             [name for _, name, _ in written.calls] == [*placeholders.names]
             and all(
@@ -281,21 +297,38 @@ class AnswerReplay:
             and written.reasoning.strip() == placeholders.reasoning
         )
 
-    def _prompt_end(self, prompt_ids: Sequence[int]) -> str:
-        """Text of the prompt's last tokens, behind the end of the last turn."""
+    def _make_answer(self, said: _Said, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> _Answer:
+        """The answer to a prompt; the tokens behind the prompt's last end of a turn identify its place."""
         tail = list(prompt_ids[-MAX_PROMPT_END:])
-        eos = self._tokenizer.eos_token_ids
-        start = max((i + 1 for i, token_id in enumerate(tail) if token_id in eos), default=0)
-        return b"".join(map(self._tokenizer.token_bytes, tail[start:])).decode("utf-8", "ignore")
+        ends = [i + 1 for i, token_id in enumerate(tail) if token_id in self._tokenizer.eos_token_ids]
+        tail = tail[max(ends, default=0) :]
+        num_prefilled = self._num_prefilled(tail)
+        header, prefill = tail[: len(tail) - num_prefilled], tail[len(tail) - num_prefilled :]
+        return _Answer(
+            said,
+            array("I", token_ids),
+            _hash(prompt_ids).digest(),
+            self._text(header),
+            self._text(prefill),
+            array("I", prefill),
+        )
+
+    def _num_prefilled(self, prompt_end: Sequence[int]) -> int:
+        """Tokens at the end of a prompt that open the reasoning, or leave it empty."""
+        reasoning = self._bound.format.reasoning
+        begin_id = None if reasoning is None else self._bound.token_ids.get(reasoning.begin)
+        if reasoning is None or begin_id not in prompt_end:
+            return 0
+        start = max(i for i, token_id in enumerate(prompt_end) if token_id == begin_id)
+        rest = self._text(prompt_end[start:]).removeprefix(reasoning.begin).strip()
+        return len(prompt_end) - start if rest in ("", reasoning.end) else 0
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return b"".join(map(self._tokenizer.token_bytes, token_ids)).decode("utf-8", "ignore")
 
     def _pop(self, key: tuple[str, str]) -> None:
         answer = self._answers.pop(key, None)
         self._num_bytes -= 0 if answer is None else answer.num_bytes
-
-
-def _is_open(text: str, begin: str, end: str) -> bool:
-    _, found, after = text.rpartition(begin)
-    return bool(found) and end not in after
 
 
 def _are_equal(arguments: Mapping[str, Any], written: str) -> bool:
@@ -316,10 +349,8 @@ def _hash(token_ids: Sequence[int]) -> hashlib.blake2b:
     return hashlib.blake2b(_to_bytes(token_ids), digest_size=16)
 
 
-def _read_answer(
-    events: Iterable[ChatEvent], token_ids: Sequence[int], prompt_end: str, prompt_digest: bytes
-) -> _Answer | None:
-    """The answer of some events; None if a call is incomplete."""
+def _read_events(events: Iterable[ChatEvent]) -> _Said | None:
+    """What an answer says; None if that is nothing, or a call is incomplete."""
     texts = {ContentText: "", ReasoningText: ""}
     calls: list[CallStart] = []
     arguments: dict[int, str] = {}
@@ -335,10 +366,7 @@ def _read_answer(
             texts[type(event)] += event.text
     if num_ends < len(calls) or not (calls or texts[ContentText].strip()):
         return None
-    return _Answer(
-        array("I", token_ids),
-        prompt_end,
-        prompt_digest,
+    return _Said(
         tuple((call.id, call.name, arguments.get(call.index, "")) for call in calls),
         texts[ContentText],
         texts[ReasoningText],

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from foreword.formats.events import (
@@ -20,9 +20,10 @@ from foreword.formats.events import (
     merge_events,
 )
 from foreword.formats.families import FORMATS
-from foreword.formats.parser import ChatParser, bind_format, parse_message, starts_in_reasoning
+from foreword.formats.parser import ChatParser, bind_format, parse_message
 from foreword.formats.record import BoundFormat
 from foreword.formats.tools import NO_TOOLS, Tool, ToolUse
+from tests.support.budget import examples
 from tests.support.chat_writers import FAMILIES, Family, Token, tokens_of, write_answer
 
 NAMES = ("get_weather", "get", "files.read-all")
@@ -76,7 +77,9 @@ SCALARS = st.one_of(
     TEXTS,
 )
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=6
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=6,
 )
 CALLS = st.lists(
     st.tuples(st.sampled_from(NAMES), st.dictionaries(KEYS, VALUES, max_size=3)), min_size=1, max_size=3
@@ -87,7 +90,9 @@ WITH_FAMILY = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda fa
 
 def _is_clean(text: str) -> bool:
     """No surrogate, control character of the tests, or whitespace at the ends."""
-    return text == text.strip(" \t\r\n") and not any(c in "\x00\x01" or "\ud800" <= c < "\ue000" for c in text)
+    return text == text.strip(" \t\r\n") and not any(
+        c in "\x00\x01" or "\ud800" <= c < "\ue000" for c in text
+    )
 
 
 def _strings(value: Any) -> list[str]:
@@ -130,7 +135,11 @@ def _cut(text: str, sizes: Sequence[int]) -> list[str]:
 
 
 def _feed(
-    bound: BoundFormat, use: ToolUse, tokens: Sequence[Token], ended_by_model: bool = True, start: bool = False
+    bound: BoundFormat,
+    use: ToolUse,
+    tokens: Sequence[Token],
+    ended_by_model: bool = True,
+    start: bool = False,
 ) -> tuple[tuple[ChatEvent, ...], ChatParser]:
     parser = ChatParser(bound, use, start, "call_{}".format)
     events = [event for token_id, text in tokens for event in parser.feed(token_id, text)]
@@ -169,6 +178,7 @@ def _calls(events: Sequence[ChatEvent]) -> list[tuple[str, Any]]:
 
 
 @WITH_FAMILY
+@settings(max_examples=examples(300))
 @given(reasoning=TEXTS, content=TEXTS, calls=st.one_of(st.just([]), CALLS), sizes=CUTS)
 def test_grouping_and_round_trip(
     family: Family, reasoning: str, content: str, calls: list[Any], sizes: list[int]
@@ -211,6 +221,7 @@ def _spelled(family: Family, bound: BoundFormat) -> list[str]:
 
 
 @WITH_FAMILY
+@settings(max_examples=examples(300))
 @given(data=st.data(), sizes=CUTS)
 def test_no_input_raises(family: Family, data: st.DataObject, sizes: list[int]) -> None:
     """Random text salted with markers, as tokens and spelled out, gives the same events in every grouping."""
@@ -218,7 +229,9 @@ def test_no_input_raises(family: Family, data: st.DataObject, sizes: list[int]) 
     sample = write_answer(family, "a" if family.reasoning else "", "b", [("get", {"city": "x", "n": [1]})])
     _, ids = tokens_of(sample, lambda text: [text])
     salt = st.sampled_from([f"\x00{text}\x01" for text in ids] or [""])
-    parts = st.lists(st.one_of(salt, SALT, st.text(max_size=5), st.sampled_from(_fragments(sample))), max_size=12)
+    parts = st.lists(
+        st.one_of(salt, SALT, st.text(max_size=5), st.sampled_from(_fragments(sample))), max_size=12
+    )
     answer = "".join(part for part in data.draw(parts))
     has_tokens, start = data.draw(st.booleans()), data.draw(st.booleans()) and fmt.reasoning is not None
     bound = bind_format(fmt, ids.get if has_tokens else lambda _: None)
@@ -236,7 +249,9 @@ def test_no_input_raises(family: Family, data: st.DataObject, sizes: list[int]) 
 
 def _fragments(sample: str) -> list[str]:
     """Pieces of a written answer, each with whole marker tokens."""
-    pieces = [piece for token in sample.split("\x00") for piece in token.replace("\x01", "\x01\x02").split("\x02")]
+    pieces = [
+        piece for token in sample.split("\x00") for piece in token.replace("\x01", "\x01\x02").split("\x02")
+    ]
     return [f"\x00{piece}" if piece.endswith("\x01") else piece for piece in pieces if piece]
 
 
@@ -278,3 +293,38 @@ def _texts(events: Sequence[ChatEvent]) -> list[tuple[str, str]]:
             case CallEnd():
                 texts.append(("end", ""))
     return texts
+
+
+LONG_PIECES = {
+    "space": " ",
+    "newlines": "\n",
+    "name": "get",
+    "brackets": "[",
+    "braces": '{"a":',
+    "closers": "</parameter>",
+    "half_closers": "</",
+    "quotes": "'",
+    "backslashes": "\\",
+    "digits": "1",
+    "words": "null ",
+    "begins": "<function=",
+}
+
+
+@WITH_FAMILY
+def test_text_held_back_is_bounded(family: Family) -> None:
+    """The time is linear: what is read is dropped, wherever a long text without an end stands in an answer."""
+    calls = [("get_weather", {"text": "some text", "n": [1, {"city": None}]})]
+    answer = write_answer(family, "Hm." if family.reasoning else "", "", calls)
+    tokens, ids = tokens_of(answer, list)
+    bound = bind_format(FORMATS[family.name], ids.get)
+    use = _use(calls)
+    for piece in LONG_PIECES.values():
+        for position in range(0, len(tokens), len(tokens) // 6):
+            parser = ChatParser(bound, use, False, "call_{}".format)
+            for token_id, text in tokens[:position]:
+                parser.feed(token_id, text)
+            for _ in range(3000 // len(piece)):
+                parser.feed(1, piece)
+                assert len(parser._buffer) < 1000
+            parser.flush()

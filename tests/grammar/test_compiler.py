@@ -25,6 +25,7 @@ EXAMPLES = {
     "lark": ('start: "a" WORD\nWORD: /[b-d]+/', "abcd", "a"),
     "gbnf": ('root ::= "a" [b-d]+', "abcd", "a"),
     "structural_tag": ('{"format": {"type": "const_string", "value": "x"}}', "x", "y"),
+    "tools": ('start: "x" %json {"const": 1}', "x1", "x2"),
 }
 
 

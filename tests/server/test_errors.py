@@ -126,11 +126,8 @@ def test_invalid_values_are_named(
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
         ("audio", {"voice": "alloy", "format": "wav"}),
         ("modalities", ["text", "audio"]),
-        ("functions", [{"name": "f"}]),
         ("logits_processors", ["x"]),
         ("reasoning_effort", "ultra"),
         ("use_beam_search", True),
@@ -259,7 +256,7 @@ def test_unknown_routes(served: RunningServer, method: str, path: str, status: i
         ("/api/chat", "use /v1/chat/completions"),
         ("/api/generate", "use /v1/completions"),
         ("/completion", "use /v1/completions"),
-        ("/v1/messages", "use /v1/chat/completions"),
+        ("/v1/messages/batches", "run-batch"),
         ("/pooling", "use /v1/embeddings"),
         ("/v2/embed", "use /v1/embeddings"),
         ("/invocations", "use /v1/chat/completions"),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from foreword.server.protocol.chat import ChatBody
 from foreword.server.protocol.completions import CompletionBody
+from foreword.server.protocol.messages_api import CountTokensBody, MessagesBody
 from tests.server.conftest import RunningServer
 from tests.support.budget import SHARED_FIXTURES, examples
 
@@ -47,6 +48,69 @@ BODIES = bodies(ChatBody, {"messages": MESSAGES | VALUES}).map(
 ) | bodies(CompletionBody, {"prompt": VALUES | st.text(max_size=8)}).map(
     lambda body: ("/v1/completions", body)
 )
+
+BLOCK_TYPES = ("text", "image", "document", "thinking", "tool_use", "tool_result", "tool_reference", "x")
+BLOCK_KEYS = (
+    "text",
+    "source",
+    "thinking",
+    "signature",
+    "id",
+    "name",
+    "input",
+    "tool_use_id",
+    "content",
+    "data",
+)
+BLOCKS = st.recursive(
+    VALUES,
+    lambda inner: st.lists(
+        st.builds(
+            lambda kind, fields: {"type": kind, **fields},
+            st.sampled_from(BLOCK_TYPES),
+            st.dictionaries(st.sampled_from(BLOCK_KEYS), inner, max_size=4),
+        ),
+        max_size=3,
+    ),
+    max_leaves=6,
+)
+TURNS = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", ""]), "content": BLOCKS}),
+    max_size=4,
+)
+TOOLS = st.lists(
+    st.dictionaries(st.sampled_from(["name", "input_schema", "type", "strict", "defer_loading"]), VALUES),
+    max_size=2,
+)
+MESSAGES_BODIES = st.builds(
+    lambda path, body, tools: (path, body | tools),
+    st.just("/v1/messages"),
+    bodies(MessagesBody, {"messages": TURNS | VALUES}),
+    st.fixed_dictionaries({}, optional={"tools": TOOLS}),
+) | bodies(CountTokensBody, {"messages": TURNS | VALUES}).map(
+    lambda body: ("/v1/messages/count_tokens", body)
+)
+
+
+@given(MESSAGES_BODIES)
+@settings(max_examples=examples(80), suppress_health_check=SHARED_FIXTURES)
+def test_any_body_of_anthropic_is_answered_or_refused(
+    served: RunningServer, case: tuple[str, dict[str, Any]]
+) -> None:
+    path, body = case
+    reply = served.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    if reply.status_code == 200:
+        if body.get("stream"):
+            assert reply.text.endswith('data: {"type":"message_stop"}\n\n')
+        else:
+            assert "input_tokens" in (reply.json() if "count" in path else reply.json()["usage"])
+        return
+    error = reply.json()
+    assert error["type"] == "error" and error["error"]["message"]
+    assert (reply.status_code, error["error"]["type"]) in [
+        (400, "invalid_request_error"),
+        (404, "not_found_error"),
+    ], reply.text
 
 
 @given(BODIES)

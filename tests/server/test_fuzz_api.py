@@ -16,6 +16,8 @@ def test_openapi_requests_are_answered_or_refused(demo: RunningServer) -> None:
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/embeddings",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/rerank",
         "/v1/score",
         "/tokenize",

@@ -261,9 +261,9 @@ def test_drafters_change_no_block(hermes: RunningServer, name: str, drafter: str
     # The SDK reads the part of a call that the limit cuts off; a whole message has an empty input.
     joined = streamed.model_copy(update={"content": joined_content(events)})
     assert blocks_of(joined) == blocks_of(plain)
-    for message in (message, streamed):
-        assert (message.stop_reason, message.stop_sequence) == (plain.stop_reason, plain.stop_sequence)
-        assert message.usage.output_tokens == plain.usage.output_tokens
+    for found in (message, streamed):
+        assert (found.stop_reason, found.stop_sequence) == (plain.stop_reason, plain.stop_sequence)
+        assert found.usage.output_tokens == plain.usage.output_tokens
     if "tool_choice" in fields:
         assert plain.stop_reason == "tool_use"
 
@@ -307,12 +307,12 @@ def test_a_session_as_of_claude_code_stays_cached(hermes: RunningServer) -> None
             context_management={"edits": []},
             metadata={"user_id": "u"},
         )
-        answer = stream(hermes, **fields)[1] if step % 2 else ask(hermes, **fields)
+        events, answer = stream(hermes, **fields)
         assert answer.stop_reason == "tool_use"
-        usage = answer.usage
-        cached = usage.cache_read_input_tokens or 0
+        usage = events[0]["message"]["usage"]
+        cached = usage["cache_read_input_tokens"]
         assert cached >= num_before - BLOCK_SIZE, f"step {step}: {cached} of {num_before} tokens are cached"
-        num_before = usage.input_tokens + cached
+        num_before = usage["input_tokens"] + cached + answer.usage.output_tokens
         call = answer.content[-1]
         assert call.type == "tool_use"
         result = {

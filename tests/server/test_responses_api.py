@@ -128,7 +128,7 @@ def test_stream_equals_the_whole_answer(tools: RunningServer, bursts: tuple[int,
         "top_logprobs": 2,
     }
     whole = create(tools, **body)
-    events, streamed = read_stream(tools.http, **body)
+    _, streamed = read_stream(tools.http, **body)
     assert without_ids(streamed) == without_ids(whole)
     assert [item["type"] for item in whole["output"]] == [
         *("reasoning", "message", "function_call", "custom_tool_call", "message")
@@ -211,7 +211,7 @@ def test_metrics_are_an_extension(served: RunningServer) -> None:
         create(served, input="Hi", metrics=True),
         read_stream(served.http, input="Hi", metrics=True)[1],
     ):
-        assert response["metrics"]["generated_tokens"] == 6, response["metrics"]
+        assert response["metrics"]["verify_steps"] == 2 and response["metrics"]["seed"] is not None
 
 
 def test_fields_are_repeated(served: RunningServer) -> None:

@@ -193,10 +193,12 @@ def test_encrypted_content_only_where_asked() -> None:
 
 
 def logprobs_of(*tokens: tuple[str, int | None]) -> list[TokenLogprobText]:
-    return [
-        TokenLogprobText(text, text.encode(), 0, TokenLogprob(ord(text[-1]), -0.5, 1, ()), group)
-        for text, group in tokens
-    ]
+    logprobs, offset = [], 0
+    for text, group in tokens:
+        logprob = TokenLogprob(ord(text[-1]), -0.5, 1, ())
+        logprobs.append(TokenLogprobText(text, text.encode(), offset, logprob, group))
+        offset += len(text)
+    return logprobs
 
 
 def test_logprobs_belong_to_their_message_whatever_the_cut() -> None:

@@ -51,7 +51,9 @@ def _qwen3_coder(calls: Sequence[Call]) -> str:
     text = []
     for name, arguments in calls:
         inner = "".join(f"<parameter={k}>\n{_raw(v)}\n</parameter>\n" for k, v in arguments.items())
-        text.append(f"{_token('<tool_call>')}\n<function={name}>\n{inner}</function>\n{_token('</tool_call>')}")
+        text.append(
+            f"{_token('<tool_call>')}\n<function={name}>\n{inner}</function>\n{_token('</tool_call>')}"
+        )
     return "\n".join(text)
 
 
@@ -143,7 +145,11 @@ def _kimi_k2(calls: Sequence[Call]) -> str:
 
 def _command_r7b(calls: Sequence[Call]) -> str:
     array = [{"tool_call_id": str(i), "tool_name": n, "parameters": a} for i, (n, a) in enumerate(calls)]
-    return _token("<|START_ACTION|>") + json.dumps(array, ensure_ascii=False, indent=4) + _token("<|END_ACTION|>")
+    return (
+        _token("<|START_ACTION|>")
+        + json.dumps(array, ensure_ascii=False, indent=4)
+        + _token("<|END_ACTION|>")
+    )
 
 
 def _minimax_m2(calls: Sequence[Call]) -> str:

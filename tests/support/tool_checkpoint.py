@@ -17,6 +17,7 @@ from tests.support.checkpoints import EOS, write_checkpoint, write_json
 
 __all__ = [
     "FAMILIES",
+    "ToolFamily",
     "WEATHER",
     "call_bias",
     "chat_template",
@@ -192,8 +193,8 @@ def reasoning_bias(begin: float = 12.0, end: float = 8.0) -> dict[int, float]:
     return {marker_id("<think>"): begin, marker_id("</think>"): end}
 
 
-def chat_template(family: str) -> str:
-    described = FAMILIES[family]
+def chat_template(family: str | ToolFamily) -> str:
+    described = FAMILIES[family] if isinstance(family, str) else family
     parts = {
         "HOW": described.how,
         "BEGIN": described.begin,

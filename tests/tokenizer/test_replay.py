@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Chat:
             self.tokenizer.chat_template = template
         self.processor = ChatInputProcessor(self.tokenizer, None, 0)
         assert self.processor.format is not None and self.processor.detection.is_proven
+        self.numbers = count()
         self.messages: list[dict[str, Any]] = [QUESTION]
         self.written: list[int] = []  # prompt and answer of the last turn, without its end
 
@@ -53,12 +55,15 @@ class Chat:
             self.processor.format,
             ToolUse(TOOLS),
             self.processor.starts_in_reasoning(prompt),
-            lambda index: f"call_{len(self.messages)}_{index}",
+            lambda index: f"call_{next(self.numbers)}_{index}",
         )
         detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=False)
         events = [
-            event for token_id in token_ids for event in parser.feed(token_id, detokenizer.feed(token_id))
+            event
+            for token_id in token_ids[:-1]
+            for event in parser.feed(token_id, detokenizer.feed(token_id))
         ]
+        events += parser.feed(end, "")
         events += parser.flush(ended_by_model=True)
         request = Request("a-0", tuple(prompt), SamplingParams(), seed=0)
         self.processor.remember(request, token_ids, events)
@@ -106,7 +111,7 @@ def test_loop_keeps_its_prefix(tmp_path: Path, family: str) -> None:
     texts = {
         "hermes": [CALL, f"<think>\nHm.\n</think>\n\n{CALLS}", f"Now\n{CALL}"],
         "hermes-thinking": [f"Hm.\n</think>\n\n{CALL}", f"Well.</think>{CALLS}"],
-        "qwen3-coder": ["<tool_call>\n<function=read>\n<parameter=path>\n x\n</parameter></function></tool_call>"] * 2,
+        "qwen3-coder": ["<tool_call><function=read><parameter=path>x</parameter></function></tool_call>"] * 2,
         "mistral-v3": [f'[TOOL_CALLS][{READ[:-1]},"id":"abcdefgh{i}"}}]' for i in range(3)],
     }  # fmt: skip
     for text in texts[family]:
@@ -181,21 +186,19 @@ def test_reasoning_that_the_template_drops_stays_dropped(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        # Writes only the last message, or each twice, or something of its own into the turn.
-        ("{%- for message in messages %}", "{%- for message in messages[-1:] if drops is not defined or 1 %}"),
-        ("{%- for message in messages %}", "{%- for message in messages + messages %}"),
-        ("@", "@"),
+        ("in messages %}", "in messages[-1:] %}"),  # the last message alone
+        ("in messages %}", "in messages + messages %}"),
+        ("<tool_call>", "Note.<tool_call>"),  # a text in the turn
     ],
-)  # fmt: skip
+)
 def test_template_that_moves_the_answer_is_rendered_plainly(tmp_path: Path, old: str, new: str) -> None:
     chat = Chat(tmp_path)
     message = chat.answer(CALL)
     chat.messages += [message, *results(message)]
     source = chat.tokenizer.chat_template
     assert source is not None
-    marked = source.replace(old, new) if old != "@" else source.replace("<tool_call>", "Note.<tool_call>")
-    assert marked != source
-    chat.processor.template.source = marked
+    assert old in source
+    chat.processor.template.source = source.replace(old, new)
     plain = chat.tokenizer.encode(chat.processor.template.render(chat.messages, tools=TOOLS), False)
     assert chat.render() == plain
 

@@ -14,7 +14,8 @@ often as the scripts repeat themselves. It does not show how predictable a model
 
 Ratios are to `off`, above 1 is better, with 95 % intervals over the rounds. Answers and their events must be
 equal in all modes, nothing may be drafted with speculation off, and the sessions claimed must run at once,
-or the exit code is 1. The prefix cache holds all sessions of a cell.
+or the exit code is 1. The prefix cache holds all sessions of a cell. Two more
+figures: microseconds of the parser for a token, and milliseconds until a grammar of 100 tools is ready.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ import functools
 import math
 import statistics
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from foreword.bench.agent.engine import AgentEngine, AgentSession
+from foreword.bench.agent.measures import measure_grammar, measure_parser
 from foreword.bench.agent.model import CONTEXT, write_checkpoint
 from foreword.bench.agent.workload import Sources, make_script
 from foreword.bench.common import (
@@ -61,23 +63,27 @@ from foreword.config.options import Config
 from foreword.core.params import Speculation
 from foreword.errors import ConfigError
 from foreword.formats.events import CallEnd
+from foreword.formats.record import BoundFormat
 
 __all__ = ["run"]
+
+MeasureCost = Callable[[AgentEngine, BoundFormat, Sources], Mapping[str, Any]]
 
 CATEGORY = "agent"
 SUFFIX = Mode("suffix", speculation=Speculation("suffix"))
 PLAIN_OFF = replace(OFF, engine=PLAIN)  # of an engine without drafters
 OWN_ANSWER_TOKENS = 96  # of answers that are not recorded
 MIN_OWN_CONTEXT = 512
-OVERSHOOT, MAX_ANSWER_TOKENS = 1.2, 1024  # of a script's context, and of its longest answer
+OVERSHOOT, MAX_ANSWER_TOKENS = 1.2, 2048  # of a script's context, and of its longest answer
 WARMUP_STEPS = 1
 ROUND_NUMBERS = 1000  # sessions of a round
+COST_S = 2.0  # of a measure of the parser or a grammar, for the estimate
 ANSWER_TOKENS, STEPS = 100, 12  # of a session, for the estimate
 
 
 def run(args: argparse.Namespace) -> int:
     contexts, loads = _numbers("contexts", args.contexts), _numbers("concurrency", args.concurrency)
-    config = read_config(args)
+    modes, config = _modes(args.modes), read_config(args)
     with BenchSession(args) as session, tempfile.TemporaryDirectory() as folder:
         with session.waiting("reading the package's files"):
             sources = Sources()
@@ -90,10 +96,20 @@ def run(args: argparse.Namespace) -> int:
             config = with_all_drafters(config)
             off = replace(config, speculate="off", draft_model=None)
             engines = {PLAIN: AgentEngine(off, recorded), ADAPTIVE: AgentEngine(config, recorded)}
-        measurement = _Measurement(engines, sources, contexts, args)
+        measurement = _Measurement(engines, sources, contexts, modes, args.rounds)
         session.run(measurement.plan(loads), f"{len(loads)} cells, {rounds_text(args.rounds)}")
         result = measurement.result("recorded answers" if recorded else str(config.model or DEMO))
-        return session.finish(result, _show, finished=len(measurement.cells), passed=result["equal"])
+        finished = len(measurement.cells) + len(measurement.costs)
+        return session.finish(result, _show, finished=finished, passed=result["equal"])
+
+
+def _modes(text: str) -> tuple[Mode, ...]:
+    """Raises ConfigError."""
+    known = {mode.name: mode for mode in (SUFFIX, AUTO)}
+    names = text.split(",")
+    if not set(names) <= set(known):
+        raise ConfigError(f"--modes must be of {', '.join(known)}, got {text!r}", "modes")
+    return tuple(known[name] for name in names)
 
 
 def _recorded_config(config: Config, model: Path, contexts: Sequence[int], load: int) -> Config:
@@ -120,41 +136,44 @@ class _Measurement:
     engines: Mapping[str, AgentEngine]
     sources: Sources
     contexts: Sequence[int]
-    args: argparse.Namespace
+    modes: Sequence[Mode]  # compared with off
+    num_rounds: int
     cells: list[dict[str, Any]] = field(default_factory=list)
+    costs: dict[str, Any] = field(default_factory=dict)  # of the parser, and of a grammar
     exact: bool = True  # hashes of logits are equal
     _pairs: dict[str, list[PairedRun]] = field(default_factory=dict)  # of the cell, by mode
     _sessions: dict[int, Sequence[AgentSession]] = field(default_factory=dict)  # of the cell, by round
 
-    @property
-    def modes(self) -> tuple[Mode, ...]:
-        names = self.args.modes.split(",")
-        known = {mode.name: mode for mode in (SUFFIX, AUTO)}
-        if not set(names) <= set(known):
-            raise ConfigError(f"--modes must be of {', '.join(known)}, got {self.args.modes!r}", "modes")
-        return tuple(known[name] for name in names)
-
     def plan(self, loads: Sequence[int]) -> list[BenchStep]:
+        engine = self.engines[ADAPTIVE]
         steps = []
+        if engine.format is not None:
+            for name, measure in (("parser", measure_parser), ("grammar", measure_grammar)):
+                run = functools.partial(self._measure_cost, name, measure, engine, engine.format)
+                steps.append(BenchStep(name, name, COST_S, run))
         for load in loads:
-            for number in range(self.args.rounds + 1):
+            for number in range(self.num_rounds + 1):
                 sizes = self._sizes(load, number)
                 seconds = sum(expected_weight(STEPS * ANSWER_TOKENS, load, size) for size in sizes) / 500
                 label = f"{load} at once, " + (
-                    f"round {number} of {self.args.rounds}" if number else "warm-up"
+                    f"round {number} of {self.num_rounds}" if number else "warm-up"
                 )
-                measure = functools.partial(self._measure, load, number)
-                steps.append(BenchStep(f"x{load}", label, seconds * (1 + len(self.modes)), measure))
+                run = functools.partial(self._measure, load, number)
+                steps.append(BenchStep(f"x{load}", label, seconds * (1 + len(self.modes)), run))
         return steps
 
     def result(self, model: str) -> dict[str, Any]:
         return {
             "model": model,
             "contexts": list(self.contexts),
-            "rounds": self.args.rounds,
+            "rounds": self.num_rounds,
             "equal": self.exact and all(of["equal"] for cell in self.cells for of in cell["modes"].values()),
+            **self.costs,
             "cells": self.cells,
         }
+
+    def _measure_cost(self, name: str, measure: MeasureCost, engine: AgentEngine, bound: BoundFormat) -> None:
+        self.costs[name] = measure(engine, bound, self.sources)
 
     def _sizes(self, load: int, number: int) -> list[int]:
         """Contexts of the sessions of a round; of the first, which is not counted, the smallest."""
@@ -195,7 +214,7 @@ class _Measurement:
         self._sessions[number] = sessions
         for mode in self.modes:
             self._pairs[mode.name].append(PairedRun(rounds[OFF.name], rounds[mode.name]))
-        if number == self.args.rounds:
+        if number == self.num_rounds:
             self.cells.append(_cell_result(load, self._pairs, list(self._sessions.values())))
 
 
@@ -334,7 +353,14 @@ def _show(result: Mapping[str, Any]) -> None:
     equal = "equal" if result["equal"] else "NOT EQUAL"
     contexts = ", ".join(map(str, result["contexts"]))
     title = f"agent: {result['model']}, contexts {contexts}; answers and events {equal}"
-    print_table(title, columns, rows, legend)
+    if rows:
+        print_table(title, columns, rows, legend)
+    for size, of in result.get("parser", {}).items():
+        print(f"parser: {of['us_per_token']:.1f} us a token of a call with {size} characters")
+    if "grammar" in result:
+        of = result["grammar"]
+        ready = f"ready after {of['first_turn_ms']:.0f} ms, next turn {of['next_turn_ms']:.0f} ms"
+        print(f"grammar of {of['tools']} tools, {of['bytes'] / 1000:.0f} KB: {ready}")
 
 
 def _row(cell: Mapping[str, Any], mode: str, of: Mapping[str, Any], session: str) -> list[str]:

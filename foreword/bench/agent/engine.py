@@ -21,7 +21,6 @@ from foreword.tokenizer.output_processor import ChoiceOutput
 __all__ = ["AgentEngine", "AgentSession"]
 
 MAX_TURNS = 64  # of a session: each turn has a seed of its own
-USE = ToolUse(TOOLS)
 NO_SCRIPT = AgentScript("", "", (), "")
 
 
@@ -44,7 +43,9 @@ class AgentEngine(LocalEngine):
     def __init__(self, config: Config, recorded: bool) -> None:
         super().__init__(config)
         self.recorded = recorded
+        self.use = ToolUse(TOOLS)
         self._chat = ChatInputProcessor(self.tokenizer, None, 0)
+        self.format = self._chat.format
         runner = self.client._engine.model_runner
         self.sampler = runner.sampler
         self._scripted = ScriptedSampler(self.sampler)
@@ -90,9 +91,9 @@ class AgentEngine(LocalEngine):
         return self._chat.render_ids(messages, {}, 0)
 
     def make_output(self, request: Request) -> ChoiceOutput:
-        if not self.recorded or self._chat.format is None:
+        if not self.recorded or self.format is None:
             return super().make_output(request)
-        parser = ChatParser(self._chat.format, USE, False, "call_{}".format)
+        parser = ChatParser(self.format, self.use, False, "call_{}".format)
         return ChoiceOutput(self.tokenizer, request, parser)
 
 

