@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from foreword.core.outputs import Draft
     from foreword.core.params import SamplingParams, Speculation
     from foreword.core.structured_output import StructuredOutput
+    from foreword.formats.tools import ReasoningOptions
     from foreword.llm import LLM
-    from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+    from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput, ToolCall
     from foreword.speculation.drafter import Drafter, DrafterContext, RequestView
 
 __all__ = [
@@ -23,11 +24,13 @@ __all__ = [
     "Drafter",
     "DrafterContext",
     "EmbeddingOutput",
+    "ReasoningOptions",
     "RequestOutput",
     "RequestView",
     "SamplingParams",
     "Speculation",
     "StructuredOutput",
+    "ToolCall",
     "__version__",
 ]
 __version__ = "0.1.0"
@@ -39,11 +42,13 @@ _LAZY_EXPORTS = {
     "Drafter": "foreword.speculation.drafter",
     "DrafterContext": "foreword.speculation.drafter",
     "EmbeddingOutput": "foreword.outputs",
+    "ReasoningOptions": "foreword.formats.tools",
     "RequestOutput": "foreword.outputs",
     "RequestView": "foreword.speculation.drafter",
     "SamplingParams": "foreword.core.params",
     "Speculation": "foreword.core.params",
     "StructuredOutput": "foreword.core.structured_output",
+    "ToolCall": "foreword.outputs",
 }
 
 

@@ -308,13 +308,14 @@ class LLM:
             raise InvalidRequest(f"{MESSAGES_HELP}, got {messages!r:.80}", "messages")
         text_messages, parts = self._chat_input.split_images(messages, local=True)
         tools = self._chat_input.described_tools(chat.tools) if chat is not None else ()
-        self._chat_input.check_tools(tools)
-        text = self._chat_input.template.render(
-            text_messages, tools=tools, reasoning=chat.reasoning if chat is not None else None
+        ids = self._chat_input.render_ids(
+            text_messages,
+            {},
+            len(parts),
+            tools=tools,
+            reasoning=chat.reasoning if chat is not None else None,
         )
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        ids = self._chat_input.check_placeholders(ids, len(parts), "messages", "the chat template")
-        return _Prompt(text, ids, parts, chat)
+        return _Prompt(self.tokenizer.decode(ids, skip_special_tokens=False), ids, parts, chat)
 
     def _parse_prompt(self, prompt: PromptInput) -> _Prompt:
         if isinstance(prompt, str):
@@ -495,6 +496,8 @@ class LLM:
                 self._client.finish(request.id, answer.num_tokens)
             if answer.finished:
                 self._recorder.on_parsed(answer.parser)
+                if answer.parser is not None:
+                    self._chat_input.remember(request, answer.token_ids, answer.events)
                 del live[request.id], self._event_queues[request.id]
             yield answer, delta
 
@@ -567,7 +570,8 @@ def _read_tool(index: int, tool: Mapping[str, Any]) -> tuple[str, Tool]:
         raise InvalidRequest(f"{field} must be an object with a name, got {function!r:.80}", field)
     parameters = function.get("parameters") or None
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise InvalidRequest(f"{field}.parameters must be a JSON schema, got {parameters!r:.80}", field)
+        name = f"{field}.parameters"
+        raise InvalidRequest(f"{name} must be a JSON schema, got {parameters!r:.80}", name)
     description = str(function.get("description") or "")
     return field, Tool(function["name"], description, parameters, bool(function.get("strict")))
 

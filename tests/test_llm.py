@@ -1,5 +1,6 @@
 """The offline API, on a real checkpoint."""
 
+import json
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -7,14 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
-from foreword import LLM, SamplingParams, Speculation
+from foreword import LLM, ReasoningOptions, SamplingParams, Speculation
 from foreword.core.outputs import StepReport
 from foreword.core.request import RequestState
 from foreword.engine.schedule_output import ScheduleOutput
 from foreword.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidRequest
 from tests.support.checkpoints import write_checkpoint
+from tests.support.images import png
+from tests.support.tool_checkpoint import WEATHER, reasoning_bias, write_tool_checkpoint
+from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
 
 TEXT = "the cat and the dog and the cat"
 
@@ -51,6 +56,76 @@ def test_chat_equals_the_rendered_text(llm: LLM) -> None:
     (text,) = llm.generate("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", params)
     assert chat.token_ids == text.token_ids
     assert [output.token_ids for output in llm.chat([messages, messages], params)] == [chat.token_ids] * 2
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    path = write_tool_checkpoint(tmp_path_factory.mktemp("calling"))
+    return LLM(str(path), threads=1, max_model_len=1024, kv_cache_memory="4000tokens")
+
+
+def test_chat_with_tools(calling: LLM) -> None:
+    params = SamplingParams(max_tokens=300, seed=2, temperature=0.8)
+    arguments: dict[str, Any] = {"tools": [WEATHER], "parallel_tool_calls": False}
+    messages = [{"role": "user", "content": "Weather in Bonn?"}]
+    (output,) = calling.chat(
+        messages, params, **arguments, tool_choice="required", reasoning=ReasoningOptions(max_tokens=5)
+    )
+    (call,) = output.tool_calls
+    assert output.finish_reason == "tool_calls" and output.text == ""
+    assert (call.id, call.name) == ("call_0", "get_weather")
+    jsonschema.validate(json.loads(call.arguments), WEATHER["function"]["parameters"])
+    function = {"name": call.name, "arguments": call.arguments}
+    result = [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": call.id, "function": function}]},
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+    ]
+    (second,) = calling.chat([*messages, *result], params, **arguments)
+    assert second.prompt is not None and call.name in second.prompt and "sunny" in second.prompt
+    assert b"foreword_tool_calls_total 0.0" not in calling.render_metrics()
+
+
+def test_reasoning_of_a_chat(calling: LLM) -> None:
+    """A stream has all of the text; an answer separates its parts."""
+    messages = [{"role": "user", "content": "Weather in Bonn?"}]
+    params = SamplingParams(max_tokens=60, seed=2, temperature=0.8, logit_bias=reasoning_bias())
+    (output,) = calling.chat(messages, params)
+    raw = "".join(piece.text for piece in calling.stream(messages, params))
+    assert output.reasoning and "<think>" in raw and "think>" not in output.text + output.reasoning
+
+
+def test_tools_beside_images(tmp_path: Path) -> None:
+    """The template knows no tools: a text describes them, and the calls have the generic format."""
+    path = write_vision_checkpoint(tmp_path, "llava", text_config={"max_position_embeddings": 4096})
+    llm = LLM(str(path), threads=1, kv_cache_memory="4000tokens")
+    parts = [{"type": "image", "image": png("red")}, {"type": "text", "text": "Where is it?"}]
+    (output,) = llm.chat(
+        [{"role": "user", "content": parts}],
+        SamplingParams(max_tokens=300, seed=2, temperature=0.8),
+        tools=[WEATHER],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        reasoning=ReasoningOptions(enabled=False),
+    )
+    (call,) = output.tool_calls
+    jsonschema.validate(json.loads(call.arguments), WEATHER["function"]["parameters"])
+    assert IMAGE_TOKEN_ID in output.prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"function": {"name": "f", "parameters": "x"}}]}, "tools[0].function.parameters"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
+        ({"tools": [WEATHER], "tool_choice": {"function": {"name": "g"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+    ],
+)
+def test_refused_tools(calling: LLM, arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        calling.chat([{"role": "user", "content": "x"}], **arguments)
+    assert caught.value.param == field and field in str(caught.value)
 
 
 @pytest.mark.parametrize("messages", ["hi", {"role": "user", "content": "hi"}, ["hi"], [["hi"]]])

@@ -73,7 +73,16 @@ REFRESH = 2.0  # the progress of a run that learns something changed after its e
 # What such a run learns: shares of kinds, in addition to their shares of the rest.
 REFRESH_SHARES: Mapping[str, Mapping[str, float]] = {
     "faq": {"faq": 0.5},
-    "tools": {"faq": 0.1, "tool call": 0.1, "tool result": 0.25, "no tool": 0.1},
+    "tools": {
+        "faq": 0.1,
+        "tool call": 0.1,
+        "tool result": 0.15,
+        "no tool": 0.1,
+        "replace": 0.15,
+        "delete": 0.05,
+        "list": 0.05,
+        "uppercase": 0.05,
+    },
 }
 
 

@@ -37,7 +37,6 @@ RATES = {"target": (0.02, 0.003), "drafter": (0.02, 0.004)}  # Muon, AdamW
 _WARM_UP_STEPS, _DECAY_FROM = 60, 0.35
 _SAVE_EVERY_S = 120.0
 BUNDLED = {"target": demo.MODEL, "drafter": demo.DRAFTER}
-_REFRESH_RATE = 0.4
 # The drafter learns from the text first, at a third of the cost, then from the target's probabilities.
 _DISTIL_FROM = 0.5
 
@@ -47,10 +46,10 @@ def row_length(progress: float) -> int:
     return 256 if progress < 0.8 else 512 if progress < 0.9 or progress >= corpus.REFRESH else 1024
 
 
-def lr_factor(step: int, progress: float, refresh: bool = False) -> float:
+def lr_factor(step: int, progress: float, refresh_rate: float | None = None) -> float:
     """Return the factor on the learning rates: warm-up, constant, then linear to zero."""
-    if refresh:
-        return _REFRESH_RATE * (1 - progress)
+    if refresh_rate is not None:
+        return refresh_rate * (1 - progress)
     return min(1.0, (step + 1) / _WARM_UP_STEPS, (1 - progress) / (1 - _DECAY_FROM))
 
 
@@ -189,10 +188,18 @@ def save_on_exit(run: Run) -> Iterator[None]:
         run.save()
 
 
-def train(run: Run, minutes: float, steps: int | None, distil: bool, refresh: str | None = None) -> None:
+def train(
+    run: Run,
+    minutes: float,
+    steps: int | None,
+    distil: bool,
+    refresh: str | None = None,
+    refresh_rate: float = 0.4,
+) -> None:
     """Train until the planned time or number of steps is over.
 
-    refresh  learn these kinds of corpus.REFRESH_SHARES, and count time and steps from now
+    refresh       learn these kinds of corpus.REFRESH_SHARES, and count time and steps from now
+    refresh_rate  its learning rates at first, as a share of those of a whole run; they fall to zero
     """
     first_step, first_s = (run.step, run.elapsed_s) if refresh else (0, 0.0)
     tokenizer = Tokenizer.from_file(str(run.folder / "tokenizer" / "tokenizer.json"))
@@ -222,7 +229,7 @@ def train(run: Run, minutes: float, steps: int | None, distil: bool, refresh: st
                 loss = distillation_loss(logits, goal, batch.labels)
             else:
                 loss = F.cross_entropy(logits, batch.labels)
-            run.update(loss, lr_factor(run.step, progress, refresh is not None))
+            run.update(loss, lr_factor(run.step, progress, refresh_rate if refresh else None))
             run.step, run.tokens = run.step + 1, run.tokens + int((batch.positions > 0).sum())
             run.elapsed_s += time.monotonic() - began
             if run.step % 10 == 0:
@@ -264,6 +271,9 @@ def main() -> None:
         "from the bundled weights where RUN has none",
     )
     parser.add_argument(
+        "--refresh-rate", type=float, default=0.4, help="learning rates of --refresh, as a share of the usual"
+    )
+    parser.add_argument(
         "--export", type=Path, help="write the running mean of the last checkpoint here, train nothing"
     )
     args = parser.parse_args()
@@ -280,7 +290,14 @@ def main() -> None:
         export(run.mean, args.role, args.export)
         tokenizers_.save(Tokenizer.from_file(str(args.run / "tokenizer" / "tokenizer.json")), args.export)
     else:
-        train(run, args.minutes, args.steps, args.role == "drafter" and not args.no_distil, args.refresh)
+        train(
+            run,
+            args.minutes,
+            args.steps,
+            args.role == "drafter" and not args.no_distil,
+            args.refresh,
+            args.refresh_rate,
+        )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from foreword.metrics.recorder import MetricsRecorder
 from foreword.server.app import create_app, loading_app
 from foreword.server.lifecycle import DrainState, Health
 from foreword.server.request_log import RequestLog
-from foreword.tokenizer.chat_template import ChatTemplate
+from foreword.tokenizer.input_processor import ChatInputProcessor
 
 __all__ = ["ServerStack"]
 
@@ -49,11 +49,12 @@ class ServerStack:
         )
         self.encoder = EncoderClient(prepared.config) if prepared.config.embedding_model else None
         self._prepared = prepared
+        self._chat_processor: ChatInputProcessor | None = None
         self._pooling_config = read_decoder_pooling_config(prepared.path)
 
     async def start(self) -> EngineInfo:
         """Load both models at once, beside them the chat template. Raises ConfigError or CheckpointError."""
-        starts: list[Coroutine[Any, Any, Any]] = [self.engine.start(), self._compile_template()]
+        starts: list[Coroutine[Any, Any, Any]] = [self.engine.start(), self._make_chat_processor()]
         if self.encoder is not None:
             starts.append(self.encoder.start())
         tasks = [asyncio.create_task(start) for start in starts]
@@ -70,9 +71,12 @@ class ServerStack:
             )
         return info
 
-    async def _compile_template(self) -> None:
-        """Start the template's worker, which the application would wait for. Raises CheckpointError."""
-        await asyncio.to_thread(ChatTemplate.from_tokenizer, self._prepared.tokenizer)
+    async def _make_chat_processor(self) -> None:
+        """Compile the template and detect its tool format, in a thread. Raises CheckpointError."""
+        prepared, config = self._prepared, self._prepared.config
+        self._chat_processor = await asyncio.to_thread(
+            ChatInputProcessor, prepared.tokenizer, prepared.processor, config.max_images, config.tool_format
+        )
 
     def loading_app(self, drain: DrainState) -> FastAPI:
         """The application until start() has returned."""
@@ -93,6 +97,7 @@ class ServerStack:
             prepared.processor,
             tuple(self._aliases),
             self.request_log,
+            self._chat_processor,
         )
 
     def _make_recorder(self) -> MetricsRecorder:

@@ -121,7 +121,7 @@ class LocalTools:
             return error_result(error)
 
     def read_file(self, path: str) -> str:
-        """The text of a file. Raises ForewordError."""
+        """The text of a file, without line ends at its end. Raises ForewordError."""
         with self._open(path, 0) as descriptor:
             mode = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(mode):
@@ -133,7 +133,7 @@ class LocalTools:
         if b"\0" in data:
             raise _ToolError("this is a binary file")
         with suppress(UnicodeDecodeError):
-            return data.decode("utf-8") or "the file is empty"
+            return data.decode("utf-8").rstrip("\n") or "the file is empty"
         raise _ToolError("this is a binary file")
 
     def list_files(self, path: str) -> str:

@@ -180,7 +180,7 @@ class Vocabulary:
     tokens: tuple[bytes, ...]  # by id; empty for ids without a token
     special_ids: tuple[int, ...]  # ascending
     eos_ids: tuple[int, ...]
-    marker_ids: tuple[int, ...] = ()  # of chat formats and not special: no text of a call holds them
+    marker_ids: tuple[int, ...] = ()  # of chat formats, special or not: no text of a call holds them
 
 
 class Grammars(Protocol):

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 SAMPLED_ROWS = (1, 16, 4, 64, 8, 2, 32, 128, 3, 6, 12, 24, 48, 96)
 PROMPT_ROWS = (1, 16, 64, 128)  # rows of a prompt, of which the last is sampled
 REQUEST_ROWS = 16  # rows of one request, and requests of one row
-CONTEXT_TOKENS, CONTEXT_ROWS = 1024, 8  # a long context, and rows of one request that attend to it
+CONTEXT_TOKENS, CONTEXT_ROWS = 4096, 8  # a long context, and rows of one request that attend to it
 FIRST_ROUND_S, ALL_ROUNDS_S = 1.5, 0.5  # time limits of a table for its first and all rounds
 MIN_SAMPLES = 3
 AGREEMENT = 1.1  # ratio of the two least samples that settles a size
@@ -116,6 +116,10 @@ class StepCostProfiler:
             _dummy_request(index, num_known, num_draft, params, block_size, context)
             for index in range(num_requests)
         ]
+        if context:  # on blocks of its own, that no request owns yet: one block again would be in the cache
+            blocks = requests[0].state.blocks
+            for index in range(len(blocks)):
+                blocks[index] = index + 1
         started = self._clock()
         self._model_runner.run(self._batch_builder.build(requests))
         return self._clock() - started
@@ -130,7 +134,8 @@ class StepCostProfiler:
         far = time_sizes(lambda n: self.time_step(n, n, context), (1, rows), self._clock)
         first = max(far.get(1, 0.0) - near[1], 0.0) / context
         all_rows = max(far.get(rows, 0.0) - near.get(rows, 0.0), 0.0) / context
-        return first, max(all_rows - first, 0.0) / (rows - 1)
+        extra = max(all_rows - first, 0.0) / (rows - 1)
+        return max(first, extra), extra  # the first row reads the memory for all
 
     def _request_cost(self) -> float:
         """Seconds of a request beyond the first: one row of each of many, against as many rows of one."""

@@ -81,10 +81,11 @@ def _write_part(part: Part, call: WrittenCall) -> str:
             return _to_json(call.arguments)
         case JsonCall():
             given = {part.name_key: call.name, part.arguments_key: call.arguments}
-            ids = {} if part.id_key is None else {part.id_key: call.id}
+            call_id = str(call.index) if part.id_is_local else call.id
+            ids = {} if part.id_key is None else {part.id_key: call_id}
             return _to_json(ids | given if part.id_first else given | ids)
         case TaggedArguments():
-            return part.between.join(_write_tagged(part, *item) for item in call.arguments.items())
+            return "".join(_write_tagged(part, *item) + part.between for item in call.arguments.items())
         case PythonArguments():
             return ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
         case BareArguments():

@@ -33,6 +33,8 @@ OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
 # Parts of llguidance's errors that show the converted grammar, which the user never saw.
 GRAMMAR_LISTING: Final = re.compile(r"^ *\d+ \| ", re.MULTILINE)
 ERROR_LOCATION: Final = re.compile(r"^at 2\(8\): (failed to compile JSON schema: )?")
+ERROR_LINE: Final = re.compile(r"^at (\d+)\(\d+\): ")
+TOOL_RULE: Final = re.compile(r"_tool(\d+)", re.IGNORECASE)  # in the name of a rule
 # Rule attributes that llguidance cannot roll back, or that the sampler controls.
 UNSUPPORTED_ATTRIBUTE: Final = re.compile(
     r"^[ \t]*[!?]?[A-Za-z_][\w-]*[ \t]*\[[^\]\n]*\b(max_tokens|stop|temperature)\b", re.MULTILINE
@@ -104,6 +106,16 @@ def _check_lark(text: str) -> None:
     check_brackets(text, "the grammar")
 
 
+def _name_tool(reason: str, lark: str) -> str:
+    """llguidance's error with the tool that its line belongs to."""
+    place = ERROR_LINE.match(reason)
+    line = lark.split("\n")[int(place[1]) - 2] if place else ""  # the first line has the options
+    tool = TOOL_RULE.search(line.partition(":")[0])
+    if place is None or tool is None:
+        return f"{reason} (fewer tools or simpler schemas fit)"
+    return f"tools[{tool[1]}]: {reason[place.end() :].removeprefix('failed to compile JSON schema: ')}"
+
+
 class CompiledGrammar:
     """Compiled once, copied for each request. Raises InvalidRequest with llguidance's reason.
 
@@ -154,5 +166,8 @@ class CompiledGrammar:
         llg = LLMatcher(ll_tokenizer, to_llguidance(structured), log_level=0, limits=parser_limits(self.kind))
         llg.consume_tokens([])  # sets its stop state
         if llg.is_error():
-            raise InvalidRequest(f"{structured.field}: {error_reason(llg)}", structured.field)
+            reason = error_reason(llg)
+            if self.kind == "tools":
+                reason = _name_tool(reason, structured.text)
+            raise InvalidRequest(f"{structured.field}: {reason}", structured.field)
         return llg

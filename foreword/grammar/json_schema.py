@@ -19,6 +19,7 @@ __all__ = [
     "GrammarError",
     "convert_schema",
     "convert_schema_text",
+    "is_pattern_known",
     "is_text_list",
     "nesting_depth",
     "read_json",
@@ -223,10 +224,10 @@ def _unsupported(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _malformed(schema: Mapping[str, Any], root: Any) -> Iterator[str]:
     """Keywords that llguidance would refuse: it knows no look-around, and no other documents."""
     pattern, reference = schema.get("pattern"), schema.get("$ref")
-    if isinstance(pattern, str) and not _is_pattern_known(pattern):
+    if isinstance(pattern, str) and not is_pattern_known(pattern):
         yield "pattern"
     patterns = schema.get("patternProperties")
-    if isinstance(patterns, Mapping) and not all(map(_is_pattern_known, patterns)):
+    if isinstance(patterns, Mapping) and not all(map(is_pattern_known, patterns)):
         yield "patternProperties"
     if (
         isinstance(reference, str) and reference[:1] == "#" and resolve_reference(reference, root) is None
@@ -262,7 +263,8 @@ def resolve_reference(reference: str, root: Any) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _is_pattern_known(pattern: str) -> bool:
+def is_pattern_known(pattern: str) -> bool:
+    """Whether llguidance can enforce a regular expression."""
     schema = json.dumps({"type": "string", "pattern": pattern})
     return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
 

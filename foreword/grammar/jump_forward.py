@@ -97,7 +97,7 @@ class JumpForward:
         return more if llg.validate_tokens(list(ids)) == len(ids) else b""
 
     def _next_marker(self, llg: LLMatcher, output: Sequence[int]) -> tuple[int, ...]:
-        """The only legal marker, after whitespace as at the begin of the call; () if there is another text."""
+        """The only legal marker, after whitespace as at the begin of the call; () where text is legal."""
         legal = [token_id for token_id in self._marker_ids if llg.validate_tokens([token_id])]
         if len(legal) != 1 or self._is_free(llg):
             return ()

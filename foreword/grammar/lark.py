@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from llguidance import regex_to_lark
@@ -11,10 +12,39 @@ from llguidance import regex_to_lark
 from foreword.grammar import limits
 from foreword.grammar.json_schema import GrammarError, nesting_depth
 
-__all__ = ["check_brackets", "escape_char", "lark_literal", "lark_regex"]
+__all__ = ["check_brackets", "embed_lark", "escape_char", "lark_literal", "lark_regex"]
 
 LARK_STRING: Final = re.compile(r"[\t\n\r -\x7e\xa0-\U0010ffff]*")  # characters of a JSON-escaped Lark string
 REPEAT: Final = re.compile(r"\{[ \t]*(\d*)[ \t]*,?[ \t]*(\d*)[ \t]*\}|~[ \t]*(\d+)(?:[ \t]*\.\.[ \t]*(\d+))?")
+
+# Lark, for `embed_lark`.
+STRING_OR_REGEX: Final = r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/'
+COMMENT: Final = re.compile(rf"({STRING_OR_REGEX})|(?://|#)[^\n]*")
+IMPORT: Final = re.compile(r"%import\s+common\.([A-Z_]+)(?:\s*->\s*([A-Z_]+))?")
+RULE: Final = re.compile(r"\s*([?!]?[A-Za-z_][A-Za-z0-9_]*)\s*:(.*)")
+LARK_PART: Final = re.compile(
+    r'(?P<string>"(?:[^"\\]|\\.)*")(?P<insensitive>i?)|(?P<regex>/(?:[^/\\]|\\.)+/)(?P<flags>[a-z]*)'
+    r"|(?P<alias>->\s*\w+)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)|(?P<other>.)"
+)
+REGEX_ATOM: Final = re.compile(
+    r"\\x[0-9a-fA-F]{2}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?:|\(\?|\{[0-9]*,?[0-9]*\}|."
+)
+REGEX_OPERATORS: Final = ("(", "(?:", ")", "|", "*", "+", "?")
+JSON_ESCAPED_CHARS: Final = (*map(chr, range(32)), '"', "\\")
+COMMON_TERMINALS: Final[Mapping[str, str]] = {
+    "CR": r"\r",
+    "LF": r"\n",
+    "NEWLINE": r"(\r?\n)+",
+    "WS": r"[ \t\f\r\n]+",
+    "WS_INLINE": r"[ \t]+",
+    "DIGIT": "[0-9]",
+    "INT": "[0-9]+",
+    "NUMBER": r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?",
+    "SIGNED_NUMBER": r"[+-]?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?",
+    "LETTER": "[a-zA-Z]",
+    "WORD": "[a-zA-Z]+",
+    "CNAME": "[a-zA-Z_][a-zA-Z0-9_]*",
+}
 
 
 def lark_literal(text: str) -> str:
@@ -53,3 +83,106 @@ def check_brackets(text: str, what: str) -> None:
 def _is_escaped(text: str, index: int) -> bool:
     before = text[:index]
     return (len(before) - len(before.rstrip("\\"))) % 2 == 1
+
+
+def embed_lark(text: str, prefix: str, in_json: bool) -> tuple[str, dict[str, str]]:
+    """A grammar's start rule and all its rules, renamed to become a part of another one.
+
+    in_json  its texts are written as in a JSON string, in the way of json.dumps
+
+    Raises GrammarError for directives other than imports of common terminals, and for attributes of rules.
+    """
+    check_brackets(text, "the grammar")
+    rules: dict[str, str] = {}
+    head, body = "", ""
+
+    def rename(name: str) -> str:
+        bare = name.lstrip("?!")
+        if bare.upper() != bare:
+            return f"{prefix}_{bare}"
+        return f"{prefix}_terminal_{bare.lower()}" if in_json else f"{prefix.upper()}_{bare}"
+
+    for line in COMMENT.sub(lambda match: match[1] or "", text).split("\n"):
+        imported = IMPORT.fullmatch(line.strip())
+        if imported is not None and imported[1] in COMMON_TERMINALS:
+            rules[rename(imported[2] or imported[1])] = _embed_regex(COMMON_TERMINALS[imported[1]], in_json)
+            continue
+        if line.lstrip().startswith("%"):
+            raise GrammarError(f"the directive {line.strip()!r:.80} is not supported here")
+        rule = RULE.fullmatch(line)
+        if rule is not None:
+            head, body = rename(rule[1]), rule[2]
+            rules[head] = ""
+        else:
+            body = line
+        if head:
+            rules[head] += " " + LARK_PART.sub(lambda part: _embed_part(part, rename, in_json), body)
+        elif body.strip():
+            raise GrammarError(f"expected a rule, got {line.strip()!r:.80}")
+    if rename("start") not in rules:
+        raise GrammarError("the grammar has no rule `start`")
+    return rename("start"), rules
+
+
+def _embed_part(part: re.Match[str], rename: Callable[[str], str], in_json: bool) -> str:
+    string, regex, name, other = part["string"], part["regex"], part["name"], part["other"]
+    if name:
+        return rename(name)
+    if regex:
+        if part["flags"]:
+            raise GrammarError(f"flags of the expression {regex!r:.80} are not supported here")
+        return _embed_regex(regex[1:-1], in_json)
+    if string:
+        try:
+            value = json.loads(string)
+        except ValueError:
+            raise GrammarError(f"the text {string:.80} has an unknown escape") from None
+        if not value:
+            return '""'
+        if part["insensitive"] and json.dumps(value)[1:-1] != value:
+            raise GrammarError(f"the text {string:.80} cannot ignore case here")
+        return (
+            lark_literal(json.dumps(value, ensure_ascii=False)[1:-1] if in_json else value)
+            + part["insensitive"]
+        )
+    if part["alias"]:
+        return ""
+    if other in "<@%&~":
+        raise GrammarError(f"{other!r} is not supported here")
+    return other
+
+
+def _embed_regex(regex: str, in_json: bool) -> str:
+    r"""With characters that JSON escapes, a part of a rule instead of a terminal.
+
+    The lexer takes the longest terminal: in /.*/, the backslash of a following `\n` would begin another escape.
+    """
+    atoms = REGEX_ATOM.findall(regex)
+    if not in_json or not any(map(_escaped_chars, atoms)):
+        return f"/{regex}/"
+    return f"({' '.join(map(_embed_atom, atoms))})"
+
+
+def _escaped_chars(atom: str) -> list[str]:
+    """Characters of an atom that JSON escapes."""
+    if atom in REGEX_OPERATORS or atom[0] == "{":
+        return []
+    if atom[:2] == "(?" or atom in ("^", "$") or atom[:2] in ("\\b", "\\B", "\\p", "\\P", "\\A", "\\z"):
+        raise GrammarError(f"{atom!r} in a regular expression is not supported here")
+    try:
+        return [char for char in JSON_ESCAPED_CHARS if re.fullmatch(atom, char)]
+    except re.error as error:
+        raise GrammarError(f"{atom!r:.80} in a regular expression: {error}") from None
+
+
+def _embed_atom(atom: str) -> str:
+    if atom in REGEX_OPERATORS or atom[0] == "{":
+        return "(" if atom == "(?:" else atom
+    escapes = [lark_literal(json.dumps(char)[1:-1]) for char in _escaped_chars(atom)]
+    if not escapes:
+        return f"/{atom}/"
+    if atom == ".":
+        escapes.insert(0, r'/[^"\\\x00-\x1f]/')
+    elif atom[0] == "[" or atom in (r"\s", r"\S", r"\D", r"\W"):
+        escapes.insert(0, rf'/[{atom}&&[^"\\\x00-\x1f]]/')
+    return f"({' | '.join(escapes)})"

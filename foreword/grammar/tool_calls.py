@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import groupby, takewhile
 from typing import Any, Final
 
@@ -39,9 +40,10 @@ from foreword.grammar.json_schema import (
     WHITESPACE,
     GrammarError,
     convert_schema,
+    is_pattern_known,
     resolve_reference,
 )
-from foreword.grammar.lark import escape_char, lark_regex
+from foreword.grammar.lark import embed_lark, escape_char, lark_regex
 
 __all__ = ["ToolConstraint", "tool_constraint"]
 
@@ -65,6 +67,7 @@ OPEN_BRACE, CLOSE_BRACE, OPEN_BRACKET, CLOSE_BRACKET, COMMA = (
     rf"/{SPACES}{{0,{MAX_SPACES}}}{sign}{SPACES}{{0,{MAX_SPACES}}}/"
     for sign in (r"\{", r"\}", r"\[", r"\]", ",")
 )
+MAX_CACHED: Final = 16  # constraints; one of 512 tools has about 1 MB
 NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -90,8 +93,45 @@ def tool_constraint(
 
     Raises InvalidRequest for a schema or grammar that cannot be enforced, unless the keyword may be dropped.
     """
+    tools = [
+        (
+            tool.name,
+            tool.parameters,
+            tool.strict,
+            tool.is_custom,
+            tool.input_grammar and [tool.input_grammar.constraint_type, tool.input_grammar.text],
+            tool.schema_field,
+        )
+        for tool in use.tools
+    ]
+    key = (
+        bound.format,
+        *sorted(bound.token_ids.items()),
+        json.dumps(tools, default=dict),
+        use.choice,
+        use.allowed,
+        use.parallel,
+    )
+    return _cached_constraint(_Task(key, reasoning, starts_in_reasoning, response_format, bound, use))
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """Arguments of `tool_constraint`; equal ones have equal constraints."""
+
+    key: tuple[Any, ...]  # of bound and use
+    reasoning: ReasoningOptions
+    starts_in_reasoning: bool
+    response_format: StructuredOutput | None
+    bound: BoundFormat = field(compare=False)
+    use: ToolUse = field(compare=False)
+
+
+@lru_cache(maxsize=MAX_CACHED)
+def _cached_constraint(task: _Task) -> ToolConstraint:
+    bound, use, response_format = task.bound, task.use, task.response_format
     tools, calls = use.callable_tools, bound.format.tools
-    gate = _reasoning_gate(bound, reasoning, starts_in_reasoning)
+    gate = _reasoning_gate(bound, task.reasoning, task.starts_in_reasoning)
     if not tools or calls is None:
         return ToolConstraint(_constrain_content(bound, gate, response_format))
     writer = _Writer(bound, use)
@@ -194,13 +234,13 @@ def _usual_begin(bound: BoundFormat, parts: Iterable[Part]) -> Marker:
                 key = part.id_key if part.id_key is not None and part.id_first else part.name_key
                 marker.append('{"' + key + '": "')
             break
-    texts = (group for _, group in groupby(filter(None, marker), lambda piece: isinstance(piece, str)))
-    return tuple(piece for group in texts for piece in _joined(list(group)))
-
-
-def _joined(pieces: Sequence[str | int]) -> Sequence[str | int]:
-    """Neighbouring texts as one, so that they are tokenized together."""
-    return ["".join(map(str, pieces))] if isinstance(pieces[0], str) else pieces
+    texts: list[str | int] = []
+    for piece in marker:
+        if isinstance(piece, str) and texts and isinstance(texts[-1], str):
+            texts[-1] += piece  # neighbouring texts are tokenized together
+        elif piece != "":
+            texts.append(piece)
+    return tuple(texts)
 
 
 def _split_trigger(bound: BoundFormat, calls: ToolFormat) -> tuple[Marker, Marker]:
@@ -240,6 +280,15 @@ class _ToolSchema:
     def field(self) -> str:
         return self.tool.schema_field or f"tools[{self.index}].function.parameters"
 
+    @property
+    def is_strict(self) -> bool:
+        return self.tool.strict or self.tool.is_custom
+
+    @property
+    def rule(self) -> str:
+        """In the names of its rules, where compiler.py finds it."""
+        return f"tool{self.index}"
+
 
 ToolItems = Callable[[_ToolSchema], list[Item]]  # what differs between tools
 
@@ -253,7 +302,7 @@ class _Writer:
         self._dropped: dict[str, None] = {}
         callable_names = {tool.name for tool in use.callable_tools}
         self._tools = [
-            _ToolSchema(index, tool, _parameters(tool, index))
+            _ToolSchema(index, tool, _parameters(tool))
             for index, tool in enumerate(use.tools)
             if tool.name in callable_names
         ]
@@ -288,12 +337,12 @@ class _Writer:
         return f"{_join([SPACE_TEXT])} {self._optional(begin)} {body} {self._optional(end)}"
 
     def after_reasoning(self, body: str, gate: AnswerGate) -> str:
-        """The body after the reasoning, if the grammar describes that."""
+        """The body after the reasoning, which is a part of the grammar if the gate does not pass it."""
+        body = " ".join([*map(self._optional, self._bound.format.dropped), body])
         if not gate.holds_reasoning:
             return body
-        between = "".join(f" {self._optional(text)}" for text in self._bound.format.dropped)
-        reasoning = f"{self._reasoning(gate)}{between}"
-        return f"{reasoning} {body}" if gate.starts_in_reasoning else f"({reasoning})? {body}"
+        reasoning = self._reasoning(gate)
+        return f"{reasoning} {body}" if gate.starts_in_reasoning else f"{reasoning}? {body}"
 
     def after_trigger(self, calls: ToolFormat, parallel: bool, trigger: Marker, rest: Marker) -> str:
         """What follows a trigger: the rest of its section, and free text up to the next trigger."""
@@ -347,9 +396,12 @@ class _Writer:
             heads.append(
                 "".join(item.regex for item in (SPACE_TEXT, *prefix, *name) if isinstance(item, _Text))
             )
-            named.append(self.rule(f"opening_{described.index}", _join([SPACE_TEXT, *prefix, *own])))
+            named.append(self.rule(f"opening_{described.rule}", _join([SPACE_TEXT, *prefix, *own])))
         other = self.rule("OTHER_TEXT", f"{ANY_TEXT} & ~(/({'|'.join(heads)})(?s:.*)/)")
         more = self._more_calls(calls, parallel)
+        if calls.separator is None and parallel:
+            section = self.rule("section", self._section(calls, calls.begin + calls.call, parallel))
+            more += f" ({_join([SPACE_TEXT])} {section})*"
         return f"(({' | '.join(named)}) {more}) | {other}"
 
     def _reasoning(self, gate: AnswerGate) -> str:
@@ -369,18 +421,22 @@ class _Writer:
         num_begin = len(parts) - len(calls.call)
         begin, call = (parts[:num_begin], calls.call) if num_begin >= 0 else ((), parts)
         opening = [*first, *self._plain_items(begin)]
-        return f"{_join(opening)} {self._call(call)} {self._more_calls(calls, parallel)}"
+        return f"{self._call(call, opening)} {self._more_calls(calls, parallel)}"
 
     def _more_calls(self, calls: ToolFormat, parallel: bool) -> str:
         """The rest of a section after a call."""
         end = _join(self._plain_items(calls.end))
         if calls.separator is None or not parallel:
             return end
-        between = _join([SPACE_TEXT, *self._plain_items(calls.separator)])
-        return f"({between} {self._call(calls.call)})* {end}"
+        between = [SPACE_TEXT, *self._plain_items(calls.separator)]
+        return f"({self._call(calls.call, between)})* {end}"
 
-    def _call(self, parts: Sequence[Part]) -> str:
-        """A call of one of the tools; what they share is written once."""
+    def _call(self, parts: Sequence[Part], opening: Sequence[Item] = ()) -> str:
+        """A call of one of the tools; what they share is written once.
+
+        The opening is joined with the call's first text: the lexer takes the longest terminal, which
+        whitespace alone would not be where other text may follow it.
+        """
         items = self._items(parts)
         own = [index for index, item in enumerate(items) if callable(item)]
         first, last = own[0], own[-1] + 1
@@ -388,10 +444,10 @@ class _Writer:
         tools = []
         for described in self._tools:
             body = _join(_evaluate(items[first:last], described))
-            tools.append(self.rule(f"{name}_{described.index}", body))
+            tools.append(self.rule(f"{name}_{described.rule}", body))
         choice = self.rule(f"{name}_any", " | ".join(tools))
-        before, after = _evaluate(items[:first], None), _evaluate(items[last:], None)
-        return f"{_join(before)} {choice} {_join(after)}"
+        before = [*opening, *_evaluate(items[:first], None)]
+        return f"{_join(before)} {choice} {_join(_evaluate(items[last:], None))}"
 
     def _items(self, parts: Iterable[Part]) -> list[Item | ToolItems]:
         return [item for part in parts for item in self._part_items(part)]
@@ -446,14 +502,31 @@ class _Writer:
             _Text(rf"{after}{JSON_SPACE}\}}"),
         ]
 
+    def lark_input(self, described: _ToolSchema, in_json: bool) -> str | None:
+        """The start rule of a custom tool's grammar; None if it has none in Lark."""
+        grammar = described.tool.input_grammar
+        if grammar is None or grammar.constraint_type != "lark":
+            return None
+        try:
+            start, rules = embed_lark(grammar.text, f"input_{described.rule}", in_json)
+        except GrammarError as error:
+            raise InvalidRequest(f"{grammar.field}: {error}", grammar.field) from None
+        for head, body in rules.items():
+            self.rule(head, body)
+        return start
+
     def _json_arguments(self, described: _ToolSchema) -> list[Item]:
+        start = self.lark_input(described, in_json=True)
+        if start is not None:
+            key = f"{_literal(json.dumps('input'))}{JSON_SPACE}:{JSON_SPACE}"
+            return [_Text(rf'\{{{JSON_SPACE}{key}"'), start, _Text(rf'"{JSON_SPACE}\}}')]
         return [self.json(described, described.parameters, "")]
 
     # Schemas.
 
     def json(self, described: _ToolSchema, schema: Any, path: str) -> str:
         """JSON by a schema at this path of the tool's parameters."""
-        dropped: list[str] | None = None if described.tool.strict else []
+        dropped: list[str] | None = None if described.is_strict else []
         try:
             converted = convert_schema(_rebase(schema, path, described.parameters), True, dropped, True)
         except GrammarError as error:
@@ -468,9 +541,9 @@ class _Writer:
         terminals = []
         for keyword in schema:
             if keyword == "pattern" and isinstance(schema["pattern"], str):
-                try:
+                if is_pattern_known(schema["pattern"]):
                     terminals.append(_search_regex(schema["pattern"]))
-                except (GrammarError, ValueError):
+                else:
                     self.drop(described, f"{path}: pattern")
             elif keyword in CONSTRAINING_KEYWORDS and keyword not in (*LENGTHS, *STRING_ALTERNATIVES):
                 self.drop(described, f"{path}: {keyword}")
@@ -484,7 +557,7 @@ class _Writer:
 
     def drop(self, described: _ToolSchema, place: str) -> None:
         """Leave out a keyword: "/properties/x: not". Raises for strict tools."""
-        if described.tool.strict:
+        if described.is_strict:
             path, _, keyword = place.rpartition(": ")
             raise InvalidRequest(
                 f"{described.field}: {keyword!r} cannot be enforced in this model's calls (at {path})",
@@ -555,6 +628,9 @@ class _TaggedWriter:
 
     def _string(self, schema: Any, types: frozenset[str], path: str) -> list[Item]:
         """A raw string and its end."""
+        start = self._writer.lark_input(self._tool, in_json=False)
+        if start is not None:
+            return [start, *self._writer.text(self._part.padding), *self._end]
         schema = schema if isinstance(schema, Mapping) else {}
         choices = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(choices, list):
@@ -571,16 +647,15 @@ class _TaggedWriter:
             closer, padding = head.regex, _literal(self._part.padding)
             texts = [ANY_TEXT, *texts, f"~(/(?s:.*){closer}(?s:.*)/)"]
             body = f"({' & '.join(texts)}) /{padding}{closer}/"
-            name = self._writer.rule(f"STRING_{self._tool.index}_{_hex(path)}".upper(), body)
+            name = self._writer.rule(f"STRING_{self._tool.rule}_{_hex(path)}".upper(), body)
             return [self._writer.lazy_rule(name.lower(), name), SPACE_TEXT]
-        if texts:
-            body = " & ".join([ANY_TEXT, *texts])
-            text = self._writer.rule(f"STRING_{self._tool.index}_{_hex(path)}".upper(), body)
-        else:
-            text = ANY_TEXT
-        if isinstance(head, _Text):  # a text before the marker is a part of the string for the lexer
-            return [f"/(?s:.*){head.regex}/", *tail]
-        return [text, *self._end]
+        closer = head.regex if isinstance(head, _Text) else ""  # text before the marker
+        if not texts:
+            return [f"/(?s:.*){closer}/", *(tail if closer else self._end)]
+        closer = _literal(self._part.padding) + closer
+        body = f"({' & '.join([ANY_TEXT, *texts])})" + (f" /{closer}/" if closer else "")
+        text = self._writer.rule(f"STRING_{self._tool.rule}_{_hex(path)}".upper(), body)
+        return [text, *(tail if isinstance(head, _Text) else self._end)]
 
 
 class _LiteralWriter:
@@ -597,6 +672,9 @@ class _LiteralWriter:
         self._words = ("True", "False", "None") if self._is_python else ("true", "false", "null")
 
     def items(self) -> list[Item]:
+        grammar = self._tool.tool.input_grammar
+        if grammar is not None:
+            raise InvalidRequest(f"{grammar.field} cannot be enforced in this model's calls", grammar.field)
         assign = "=" if self._is_python else ":"
         properties, required, may_have_others = _properties(self._tool.parameters)
         entries = {
@@ -669,7 +747,7 @@ class _LiteralWriter:
         if target is None:
             self._writer.drop(self._tool, f"{path}: $ref")
             return self._any()
-        name = f"ref_{self._tool.index}_{_hex(reference)}"
+        name = f"ref_{self._tool.rule}_{_hex(reference)}"
         if reference not in self._references:
             self._references[reference] = name
             self._writer.rule(name, self._value(target, reference.removeprefix("#")))
@@ -736,7 +814,7 @@ def _any_order(
     """
     if not entries:
         return ""
-    name = f"object_{described.index}_{_hex(path)}"
+    name = f"object_{described.rule}_{_hex(path)}"
     keys = [*required, *(key for key in entries if key not in required)]
     rules = {key: writer.rule(f"{name}_{index}", entries[key]) for index, key in enumerate(keys)}
     between = f"/{separator}{SPACES}{{0,{MAX_SPACES}}}/ " if separator else ""
@@ -770,23 +848,17 @@ def _properties(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]
     )
 
 
-def _parameters(tool: Tool, index: int) -> Mapping[str, Any]:
+def _parameters(tool: Tool) -> Mapping[str, Any]:
     """The schema of a tool's arguments."""
     if not tool.is_custom:
         parameters = tool.parameters or NO_ARGUMENTS
         return parameters if "type" in parameters else {"type": "object", **parameters}
     text: dict[str, Any] = {"type": "string"}
     grammar = tool.input_grammar
-    if grammar is not None:
-        field = f"tools[{index}].custom.format"
-        if grammar.constraint_type == "regex":
-            text["pattern"] = f"^(?:{grammar.text})$"
-        elif grammar.constraint_type == "choice":
-            text["enum"] = json.loads(grammar.text)
-        else:
-            raise InvalidRequest(
-                f"{field}: a {grammar.constraint_type} cannot be enforced inside JSON", field
-            )
+    if grammar is not None and grammar.constraint_type == "regex":
+        text["pattern"] = f"^(?:{grammar.text})$"
+    elif grammar is not None and grammar.constraint_type != "lark":
+        raise InvalidRequest(f"{grammar.field}: the input of a tool may be a regex or Lark", grammar.field)
     return {
         "type": "object",
         "properties": {"input": text},

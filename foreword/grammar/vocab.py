@@ -67,10 +67,9 @@ class GrammarVocab:
         special = sorted({i for i in (*vocabulary.special_ids, *self.eos_ids) if i < vocab_size})
         self.spelled, self._slices = tuple(tokens), tuple(slices)
         self.ll_tokenizer = self._make_tokenizer(special)
-        markers = {i for i in vocabulary.marker_ids if i < vocab_size}.difference(special)
-        self._special_in_tools = sorted(markers.union(special))
-        self.marker_ids = tuple(sorted(markers))
-        self._tools_tokenizer = None if markers else self.ll_tokenizer
+        self.marker_ids = tuple(i for i in vocabulary.marker_ids if i < vocab_size)
+        self._special_in_tools = sorted({*special, *self.marker_ids})
+        self._tools_tokenizer = self.ll_tokenizer if self._special_in_tools == special else None
         self._lock = threading.Lock()
         # Its bit in a mask: the output may end. Without EOS ids it is beyond the vocabulary.
         self.end_id = self.ll_tokenizer.eos_token

@@ -83,6 +83,7 @@ def create_app(
     processor: ImageProcessor | None = None,  # None: the model takes no images
     aliases: tuple[str, ...] = (),  # further names of the model
     request_log: RequestLog | None = None,
+    chat_processor: ChatInputProcessor | None = None,  # None: one of its own
 ) -> FastAPI:
     """The application. The caller starts and closes the clients, and drains the server.
 
@@ -94,7 +95,8 @@ def create_app(
         config=config,
         client=client,
         tokenizer=tokenizer,
-        chat_processor=ChatInputProcessor(tokenizer, processor, config.max_images, config.tool_format),
+        chat_processor=chat_processor
+        or ChatInputProcessor(tokenizer, processor, config.max_images, config.tool_format),
         recorder=recorder,
         admission=Admission(config.max_waiting, config.max_waiting_tokens, recorder.on_reject),
         keyring=Keyring(config.api_key, key_file, config.share_prefix_cache, recorder.on_reject),

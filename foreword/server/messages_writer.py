@@ -49,9 +49,14 @@ class BlockEvents:
                 case CallArguments(_, text):
                     yield self._delta(type="input_json_delta", partial_json=text)
                 case CallEnd():
-                    yield from self.close()
+                    yield from self._stop()
 
-    def close(self) -> Iterator[Event]:
+    def finish(self) -> Iterator[Event]:
+        """End the last block; as of Anthropic, a call that the end of the answer cuts off has no end."""
+        if self._kind != "tool_use":
+            yield from self._stop()
+
+    def _stop(self) -> Iterator[Event]:
         """End the open block."""
         self._held = ""
         if not self._kind:
@@ -67,8 +72,7 @@ class BlockEvents:
         if self._kind != "text":
             held = self._held + text
             if held.isspace() or not held:
-                if self._kind:
-                    yield from self.close()
+                yield from self._stop()
                 self._held = held
                 return
             yield from self._start({"type": "text", "text": ""})
@@ -76,7 +80,7 @@ class BlockEvents:
         yield self._delta(type="text_delta", text=text)
 
     def _start(self, block: Event) -> Iterator[Event]:
-        yield from self.close()
+        yield from self._stop()
         self._index, self._kind = self._index + 1, block["type"]
         yield {"type": "content_block_start", "index": self._index, "content_block": block}
 
@@ -144,8 +148,8 @@ class MessagesWriter:
         return b"".join(map(_sse, self._blocks.feed(events))) or None
 
     def last_events(self) -> Iterable[bytes]:
-        yield b"".join(map(_sse, self._blocks.close()))
-        reason, sequence = self._stop()
+        yield b"".join(map(_sse, self._blocks.finish()))
+        reason, sequence = self._stop_reason()
         yield _sse(
             {
                 "type": "message_delta",
@@ -162,9 +166,9 @@ class MessagesWriter:
     def full(self) -> dict[str, Any]:
         blocks = BlockEvents(self._id, self._hides_thinking)
         events: Sequence[ChatEvent] = () if self._fills_cache else self._output.events
-        content = join_blocks([*blocks.feed(events), *blocks.close()])
+        content = join_blocks([*blocks.feed(events), *blocks.finish()])
         usage = self._usage(self._output.num_tokens)
-        return {**self._message(content, *self._stop(), usage), **self._extras()}
+        return {**self._message(content, *self._stop_reason(), usage), **self._extras()}
 
     def record_returned(self, num_choices: int) -> None:
         """Count choices that were sent completely."""
@@ -184,7 +188,7 @@ class MessagesWriter:
             "usage": usage,
         }
 
-    def _stop(self) -> tuple[str, str | None]:
+    def _stop_reason(self) -> tuple[str, str | None]:
         """Anthropic's (stop_reason, stop_sequence)."""
         output = self._output
         if self._fills_cache:

@@ -190,7 +190,7 @@ class ResponseItems:
     def _find_group(self, text: str) -> int | None:
         """Group of the next tokens that spell this text. Whitespace before it may be the chat format's."""
         start = text.lstrip()
-        groups = [
+        groups: list[tuple[int | None, str]] = [
             (group, b"".join(token.raw for token in tokens).decode("utf-8", "replace").lstrip())
             for group, tokens in groupby(self._logprobs, key=lambda token: token.content_group)
         ]

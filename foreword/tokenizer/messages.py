@@ -185,7 +185,7 @@ def read_tool_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         elif "tool_calls" in message:
             del message["tool_calls"]  # templates ask whether there are any by the key
         if message.get("role") == "tool":
-            call_id = message.get("tool_call_id") or next(iter(open_ids), None)
+            call_id = str(message.get("tool_call_id") or next(iter(open_ids), ""))
             if call_id not in names:
                 field_name = f"{where}.tool_call_id"
                 known = f"the calls are {', '.join(list(names)[-8:])}" if names else "there is none"

@@ -267,7 +267,7 @@ class Tokenizer:
         """The bytes of all tokens."""
         tokens = tuple(self.token_bytes(token_id) for token_id in range(self.vocab_size))
         bound = [bind_format(fmt, self.token_to_id) for fmt in FORMATS.values()]
-        markers = {token_id for fmt in bound for token_id in fmt.token_ids.values()} - self.special_ids
+        markers = {token_id for fmt in bound for token_id in fmt.token_ids.values()}
         return Vocabulary(tokens, tuple(sorted(self.special_ids)), self.eos_token_ids, tuple(sorted(markers)))
 
     def token_search(self) -> TokenSearch:

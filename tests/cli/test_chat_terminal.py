@@ -26,7 +26,10 @@ LONG = "the quick brown fox jumps over the lazy dog and runs away"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A model that repeats the last message, or does as it says: wait, count, full, die."""
+    """A model that repeats the last message, or does as it says: wait, count, full, die.
+
+    With tools it calculates each message of the user.
+    """
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -35,8 +38,13 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps({"data": [{"id": "parrot"}]}))
 
     def do_POST(self) -> None:
-        messages = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        messages = body["messages"]
         match text := messages[-1]["content"]:
+            case str() if "tools" in body and messages[-1]["role"] == "user":
+                function = {"name": "calculate", "arguments": json.dumps({"expression": text})}
+                delta = {"tool_calls": [{"index": 0, "id": "a", "function": function}]}
+                self._send(200, f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n")
             case "full":
                 error = {"message": "the prompt has 99 tokens", "code": "context_length_exceeded"}
                 self._send(400, json.dumps({"error": error}))
@@ -206,6 +214,35 @@ def test_full_context_and_a_lost_connection_do_not_end_the_conversation(url: str
         terminal.read_until("disconnected")
         terminal.press("one\r")
         assert "\x1b[32m" not in terminal.read_until("2 accepted")
+
+
+def test_questions_of_tools(url: str, tmp_path: Path) -> None:
+    with chat_terminal(tmp_path, "--base-url", url, "--tools") as terminal:
+        terminal.read_until(PROMPT)
+        terminal.press("6*7\r")
+        terminal.read_until('calculate {"expression": "6*7"}')
+        terminal.read_until("[y/N/a] ")
+        terminal.press("y\r")
+        shown = without_colors(terminal.read_until(" accepted"))
+        assert "\ncalculate 42\n42\n" in shown
+        terminal.read_until(PROMPT)
+        terminal.press("8*9\r")
+        terminal.read_until("[y/N/a] ")
+        terminal.press(CTRL_D)
+        terminal.read_until("stopped;")
+        terminal.read_until(PROMPT)
+        terminal.press(UP)
+        assert "8*9" in terminal.read_until("8*9")  # answers to questions are no messages
+        terminal.interrupt()
+        terminal.read_until(PROMPT)
+        terminal.press("1/0\r")
+        terminal.read_until("[y/N/a] ")
+        terminal.interrupt()
+        terminal.read_until("stopped;")
+        terminal.read_until(PROMPT)
+        terminal.press(CTRL_D)
+        assert "Traceback" not in terminal.read_all()
+        assert terminal.process.wait(LIMIT_S) == 0
 
 
 @pytest.mark.full

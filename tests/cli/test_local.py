@@ -7,6 +7,7 @@ import pytest
 
 from foreword.cli.local_backend import LocalBackend
 from foreword.cli.main import main
+from foreword.cli.tools import TOOLS, join_calls
 from foreword.config.options import Config
 from foreword.core.params import SamplingParams
 from tests.support.checkpoints import write_checkpoint
@@ -39,6 +40,15 @@ def test_streamed_pieces_make_the_answer(local: LocalBackend, prompt: str | list
     assert answer_result.finish_reason == "length"
     assert answer_result.token_ids is not None and len(answer_result.token_ids) == 24
     assert answer_result.metrics is not None and answer_result.metrics["cached_tokens"] >= 0
+
+
+def test_demo_calls_tools() -> None:
+    local = LocalBackend(Config(kv_cache_memory="2000tokens"))
+    messages = [{"role": "user", "content": "What is 12 * (7 + 3)?"}]
+    pieces = list(local.stream(messages, SamplingParams(temperature=0.0), TOOLS))
+    (call,) = join_calls([piece.call for piece in pieces if piece.call])
+    assert (call.name, call.arguments) == ("calculate", '{"expression": "12 * (7 + 3)"}')
+    assert pieces[-1].finish_reason == "tool_calls" and not "".join(piece.text for piece in pieces)
 
 
 def test_generate_from_the_command_line(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ from foreword.errors import ConfigError, EngineDead
 from tests.server.conftest import run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput
 from tests.support.images import image_part
+from tests.support.tool_checkpoint import WEATHER, write_tool_checkpoint
 from tests.support.vision_checkpoints import write_vision_checkpoint
 from tests.support.waiting import WAIT_S, wait_until
 
@@ -380,6 +381,24 @@ def test_run_in_this_process(
     monkeypatch.setattr("foreword.cli.run_batch.ServerStack", None)  # nothing is loaded
     assert main(arguments) == 1
     assert "0 answered, 0 failed, 5 were before" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_lines_with_tools(tmp_path: Path) -> None:
+    model = write_tool_checkpoint(tmp_path / "model")
+    fields = {"tools": [WEATHER], "seed": 1, "max_tokens": 300, "think": False}
+    lines = (
+        chat("a", **fields, tool_choice="required", parallel_tool_calls=False),
+        chat("b", **fields, tool_choice={"type": "function", "function": {"name": "x"}}),
+    )
+    output = tmp_path / "out"
+    arguments = ["-i", str(write(tmp_path / "in", *lines)), "-o", str(output)]
+    assert main(["run-batch", str(model), *arguments, "--kv-cache-memory", "4000tokens"]) == 1
+    found = records(output)
+    (choice,) = found["a"]["response"]["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert found["b"]["response"]["body"]["error"]["param"] == "tool_choice"
 
 
 @pytest.mark.full

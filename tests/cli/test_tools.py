@@ -137,7 +137,8 @@ def test_a_directory_that_becomes_a_link_is_not_followed(root: Path, monkeypatch
         (b"x" * (tools.MAX_FILE_BYTES + 1), f"error: the file has more than {tools.MAX_FILE_BYTES} bytes"),
         (b"a\0b", "error: this is a binary file"),
         (b"\xff\xfe", "error: this is a binary file"),
-        ("ü".encode(), "ü"),
+        ("a\nü\n\n".encode(), "a\nü"),
+        (b"\n", "the file is empty"),
     ],
 )
 def test_files_are_bounded_texts(tmp_path: Path, data: bytes, result: str) -> None:

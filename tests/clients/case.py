@@ -24,6 +24,9 @@ OUTPUT_TOKENS = 16
 JOB_PROMPT = "Write JSON: name=Paul, age=42, city=Lisbon, job=pilot"
 JOB_MAX_TOKENS = 100
 
+TOOL_PROMPT = "What is the price of a lamp?"
+TOOL_RESULT = "125"
+
 
 class Job(BaseModel):
     """A person and what they do."""

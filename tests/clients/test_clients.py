@@ -117,6 +117,10 @@ def plain(server: ServerProcess) -> dict[str, Any]:
         "structured": json.loads(job),
         "structured_stream": json.loads(job),
         "structured_outputs": json.loads(job),
+        "responses": text,
+        "responses_stream": text,
+        "responses_structured": json.loads(job),
+        "tool_loop": {"called": ["price"], "has_result": True},
         "embeddings": [
             pytest.approx(item["embedding"], abs=1e-5)
             for item in ask("embeddings", input=case.TEXTS, encoding_format="float")["data"]

@@ -89,9 +89,24 @@ def test_chat_template_takes_system_prompts_and_tool_messages() -> None:
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": "Hi"},
         {"role": "tool", "content": "12"},
+        {"role": "tool", "content": "3"},
     ]
+    rest = (
+        "<|user|>Hello<|end|><|assistant|>Hi<|end|>"
+        "<|user|><tool_response>12</tool_response><tool_response>3</tool_response><|end|><|assistant|>"
+    )
     assert template.render(messages=messages, add_generation_prompt=True) == (
-        "<|system|>Be brief.<|end|><|user|>Hello<|end|><|assistant|>Hi<|end|><|user|>12<|end|><|assistant|>"
+        f"<|system|>Be brief.<|end|>{rest}"
+    )
+    tools = [
+        {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {}, "b": {}}}}},
+        {"type": "function", "function": {"name": "now"}},
+    ]
+    named = "Tools:\nadd(a, b)\nnow()<|end|>"
+    rendered = template.render(messages=messages, tools=tools, add_generation_prompt=True)
+    assert rendered == f"<|system|>Be brief.\n{named}{rest}"
+    assert template.render(messages=messages[1:], tools=tools, add_generation_prompt=True) == (
+        f"<|system|>{named}{rest}"
     )
 
 

@@ -9,7 +9,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from foreword import demo
-from training import corpus, evaluate, faq, page, stories, tasks
+from foreword.cli.tools import TOOLS
+from foreword.formats.tools import Tool
+from foreword.tokenizer.chat_template import ChatTemplate
+from training import corpus, evaluate, faq, page, stories, tasks, tool_tasks
+from training.tokenizer import CHAT_TEMPLATE
 
 TOKENIZER = Tokenizer.from_file(str(demo.MODEL / "tokenizer.json"))
 
@@ -59,6 +63,57 @@ def test_json_answers_are_json() -> None:
     for kind in ("json edit", "json write"):
         for sample in corpus.test_samples(kind, 50):
             json.loads(sample.answer)
+
+
+def test_calls_name_a_tool_and_its_parameters() -> None:
+    for sample in corpus.test_samples("tool call", 100):
+        signatures = dict(tool.rstrip(")").split("(") for tool in sample.tools)
+        calls = re.findall("<tool_call>(.*?)</tool_call>", sample.answer)
+        assert "".join(f"<tool_call>{call}</tool_call>" for call in calls) == sample.answer and calls
+        for call in map(json.loads, calls):
+            assert ", ".join(call["arguments"]) == signatures[call["name"]]
+
+
+def test_tools_of_the_terminal_are_trained() -> None:
+    functions = [tool["function"] for tool in TOOLS]
+    named = [f"{one['name']}({', '.join(one['parameters']['properties'])})" for one in functions]
+    assert tuple(named) == tool_tasks.FILE_TOOLS
+
+
+def test_bundled_models_have_the_chat_template() -> None:
+    for folder in (demo.MODEL, demo.DRAFTER):
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        assert config["chat_template"] == CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize("kind", corpus.TOOL_KINDS)
+def test_training_text_is_what_the_chat_template_renders(kind: str) -> None:
+    template = ChatTemplate(CHAT_TEMPLATE, {})
+    for sample in corpus.test_samples(kind, 10):
+        messages = [message for turn in (sample.before, sample) if turn for message in _messages(turn)]
+        tools = [_definition(signature) for signature in sample.tools]
+        text = template.render(messages[:-1], tools=tools)
+        assert TOKENIZER.encode(text, add_special_tokens=False).ids == evaluate.chat_ids(TOKENIZER, sample)
+        whole = template.render(messages, tools=tools, add_generation_prompt=False)
+        assert whole == text + sample.answer + corpus.END
+
+
+def _definition(signature: str) -> Tool:
+    name, fields = signature.rstrip(")").split("(")
+    properties: dict[str, object] = {field: {} for field in fields.split(", ") if field}
+    return Tool(name, parameters={"type": "object", "properties": properties})
+
+
+def _messages(turn: tasks.Sample) -> list[dict[str, object]]:
+    """The exchange as messages of OpenAI's chat."""
+    asked: list[dict[str, object]] = [{"role": "user", "content": turn.prompt}]
+    if results := re.findall("<tool_response>(.*?)</tool_response>", turn.prompt, re.DOTALL):
+        asked = [{"role": "tool", "content": result} for result in results]
+    calls = re.findall("<tool_call>(.*?)</tool_call>", turn.answer)
+    if not calls:
+        return [*asked, {"role": "assistant", "content": turn.answer}]
+    functions = [{"type": "function", "function": json.loads(call)} for call in calls]
+    return [*asked, {"role": "assistant", "content": None, "tool_calls": functions}]
 
 
 def test_replace_keeps_the_rest() -> None:

@@ -1,10 +1,13 @@
 """Timing of step sizes before the first request."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from foreword.engine.profiler import MIN_SAMPLES, SAMPLED_ROWS, time_sizes
+from foreword.core.batch import NULL_BLOCK
+from foreword.engine.profiler import MIN_SAMPLES, SAMPLED_ROWS, StepCostProfiler, time_sizes
+from foreword.engine.schedule_output import ScheduledRequest
 from foreword.speculation.control.cost_model import CostCurve
 
 FLAT_ROWS = 24  # rows of equal step time
@@ -61,3 +64,40 @@ def test_stalls_hardly_change_the_curve() -> None:
     curve = CostCurve(time_sizes(disturbed, SAMPLED_ROWS, steps.clock))
     for rows in SAMPLED_ROWS:
         assert 1.0 <= curve.at(rows) / (0.001 * max(rows / FLAT_ROWS, 1.0)) < 2.5, rows
+
+
+class Machine:
+    """Batch builder, model runner and clock of a machine where only further rows of a context take time."""
+
+    block_size = 16
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.blocks: list[int] = []
+
+    def build(self, requests: Sequence[ScheduledRequest]) -> Sequence[ScheduledRequest]:
+        self.blocks = [block for request in requests for block in request.state.blocks]
+        return requests
+
+    def run(self, requests: Sequence[ScheduledRequest]) -> None:
+        self.now += 1.0 + sum(request.start * request.num_draft_tokens for request in requests) * 1e-6
+
+    def clock(self) -> float:
+        return self.now
+
+
+def test_contexts_are_read_from_memory() -> None:
+    """One block again and again would be read from a cache, and a long context would seem free."""
+    machine = Machine()
+    profiler = StepCostProfiler(machine, machine, 64, 4096, 4, machine.clock)  # type: ignore[arg-type]
+    profiler.time_step(8, 8, context=1024)
+    assert sorted(machine.blocks) == list(range(1, len(machine.blocks) + 1))
+    profiler.time_step(8, 8)
+    assert set(machine.blocks) == {NULL_BLOCK}
+
+
+def test_first_row_of_a_context_costs_as_much_as_a_further_one() -> None:
+    machine = Machine()
+    calibration = StepCostProfiler(machine, machine, 64, 4096, 4, machine.clock).measure()  # type: ignore[arg-type]
+    assert calibration.context_cost_extra_row == pytest.approx(1e-6)
+    assert calibration.context_cost_first_row == calibration.context_cost_extra_row

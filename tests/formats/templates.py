@@ -7,7 +7,7 @@ from tests.support.tool_checkpoint import ARGUMENTS, FAMILIES, ToolFamily, chat_
 NAME = "{{ call.function.name }}"
 JSON_CALL = f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}'
 PYTHON_CALL = (
-    f"{NAME}({{% for name, value in call.function.arguments | items %}}{{% if not loop.first %}}, {{% endif %}}"
+    NAME + "({% for name, value in call.function.arguments | items %}{% if not loop.first %}, {% endif %}"
     "{{ name }}={{ value | tojson }}{% endfor %})"
 )
 ITEMS = "{% for name, value in call.function.arguments | items %}"
@@ -29,9 +29,11 @@ DEEPSEEK_V3 = (
 DEEPSEEK_V31 = f"<｜tool▁call▁begin｜>{NAME}<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
 DSML = (
     f'<｜DSML｜invoke name="{NAME}">\n{ITEMS}<｜DSML｜parameter name="{{{{ name }}}}" '
-    f'string="{{{{ (value is string) | tojson }}}}">{VALUE}</｜DSML｜parameter>\n{{% endfor %}}</｜DSML｜invoke>'
+    f'string="{{{{ (value is string) | tojson }}}}">{VALUE}</｜DSML｜parameter>\n'
+    "{% endfor %}</｜DSML｜invoke>"
 )
-MINIMAX = f'<invoke name="{NAME}">\n{ITEMS}<parameter name="{{{{ name }}}}">{VALUE}</parameter>\n{{% endfor %}}</invoke>'
+MINIMAX_VALUE = f'<parameter name="{{{{ name }}}}">{VALUE}</parameter>\n'
+MINIMAX = f'<invoke name="{NAME}">\n{ITEMS}{MINIMAX_VALUE}{{% endfor %}}</invoke>'
 
 
 def glm(newline: str) -> str:
@@ -110,7 +112,7 @@ WRITTEN = {
 }
 WRITTEN_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n@TOOLS@<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 GPT_OSS = (

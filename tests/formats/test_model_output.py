@@ -17,8 +17,8 @@ from foreword.formats.events import (
     merge_events,
 )
 from foreword.formats.families import FORMATS
-from foreword.formats.parser import ChatParser, bind_format, parse_message, starts_in_reasoning
-from foreword.formats.record import BoundFormat
+from foreword.formats.parser import ChatParser, parse_message, starts_in_reasoning
+from foreword.formats.record import BoundFormat, bind_format
 from foreword.formats.tools import NO_TOOLS, Tool, ToolUse
 
 STRING = {"type": "string"}

@@ -20,8 +20,8 @@ from foreword.formats.events import (
     merge_events,
 )
 from foreword.formats.families import FORMATS
-from foreword.formats.parser import ChatParser, bind_format, parse_message
-from foreword.formats.record import BoundFormat
+from foreword.formats.parser import ChatParser, parse_message
+from foreword.formats.record import BoundFormat, bind_format
 from foreword.formats.tools import NO_TOOLS, Tool, ToolUse
 from tests.support.budget import examples
 from tests.support.chat_writers import FAMILIES, Family, Token, tokens_of, write_answer
@@ -194,6 +194,8 @@ def test_grouping_and_round_trip(
     bound = bind_format(FORMATS[family.name], ids.get)
     for text in (*strings, reasoning, content):  # what is spelled as text in this family cannot be told
         assume(not any(spelled in text for spelled in _spelled(family, bound)))
+    if family.calls_alone:  # no marker tells a call from a text that looks like one
+        assume(not content.startswith(("{", "[")))
     use = _use(calls)
     events, _ = _feed(bound, use, tokens)
     _check_shape(events)
@@ -320,11 +322,11 @@ def test_text_held_back_is_bounded(family: Family) -> None:
     bound = bind_format(FORMATS[family.name], ids.get)
     use = _use(calls)
     for piece in LONG_PIECES.values():
-        for position in range(0, len(tokens), len(tokens) // 6):
+        for position in range(0, len(tokens), len(tokens) // 4):
             parser = ChatParser(bound, use, False, "call_{}".format)
             for token_id, text in tokens[:position]:
                 parser.feed(token_id, text)
-            for _ in range(3000 // len(piece)):
+            for _ in range(1500 // len(piece)):
                 parser.feed(1, piece)
-                assert len(parser._buffer) < 1000
+                assert len(parser._buffer) < 600
             parser.flush()

@@ -390,7 +390,7 @@ RESULT = {"role": "tool", "content": "rain"}
     [
         ({"content": None, "tool_calls": [CALL]}, '[weather {"city": "Bonn"}][rain]'),
         ({"content": "Wait.", "tool_calls": [CALL]}, '[Wait.][weather {"city": "Bonn"}][rain]'),
-        ({"role": "user", "content": "Wait.", "tool_calls": [CALL]}, '[Wait.\n[weather {"city": "Bonn"}]]'),
+        ({"role": "user", "content": "Wait.", "tool_calls": [CALL]}, '[Wait.\n[weather {"city": "Bonn"}]'),
     ],
 )
 def test_template_that_drops_some_of_a_tool_message_gets_the_rest(

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import io
 import json
+from contextlib import closing
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
 
+from foreword.cli.chat import ChatSession
+from foreword.cli.client import HTTPBackend
+from foreword.cli.tools import LocalTools
+from foreword.core.params import SamplingParams
 from tests.server.conftest import MODEL, RunningServer
 
 USER = [{"role": "user", "content": "Tell me about a person."}]
@@ -215,3 +223,30 @@ async def test_langchain_async(langchain: Any, demo: RunningServer) -> None:
     model = chat_model(langchain, demo, seed=1)
     whole = await model.ainvoke("Hello")
     assert "".join([chunk.content async for chunk in model.astream("Hello")]) == whole.content
+
+
+# foreword chat --tools
+
+
+def test_chat_of_the_terminal_calls_tools(demo: RunningServer, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("The fox lives in the forest.\n")
+    (tmp_path / "docs").mkdir()
+    shown = io.StringIO()
+    tools = LocalTools(tmp_path, None, runs_all=True)
+    with closing(HTTPBackend(demo.url, None)) as backend:
+        console = Console(file=shown, width=200)
+        session = ChatSession(backend, SamplingParams(temperature=0.0), console, False, tools=tools)
+        session.talk(
+            ["Read notes.txt", "List the files", "What is 12 * (7 + 3)?", "What is the prefix cache?"]
+        )
+    *answers, last = shown.getvalue().splitlines()
+    assert answers == [
+        "The file says:",
+        "The fox lives in the forest.",
+        "I see these files:",
+        "docs/",
+        "notes.txt",
+        "The result is 120.",
+    ]
+    assert last.startswith("The prefix cache keeps the keys and values")
+    assert session.num_failures == 0

@@ -20,14 +20,16 @@ from foreword.server.protocol.ranking import RerankBody
 from tests.server.conftest import RunningServer, run_server
 from tests.support.budget import SHARED_FIXTURES, examples
 from tests.support.fakes import FakeOutput
+from tests.support.responses_events import without_ids
 
 USER = [{"role": "user", "content": "Hi"}]
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 # (path, smallest body, table) of each route with a table.
 ROUTES: dict[str, tuple[str, dict[str, Any], Mapping[str, compat.PeerField]]] = {
     "chat": (CHAT, {"messages": USER, "seed": 1}, compat.CHAT),
     "completion": (COMPLETIONS, {"prompt": "Hi", "seed": 1}, compat.COMPLETION),
+    "responses": (RESPONSES, {"input": "Hi", "seed": 1}, compat.RESPONSES),
     "embedding": ("/v1/embeddings", {"input": "Hi"}, compat.EMBEDDING),
     "rerank": ("/v1/rerank", {"query": "a", "documents": ["b"]}, compat.RANKING),
     "score": ("/v1/score", {"text_1": "a", "text_2": "b"}, compat.RANKING),
@@ -38,6 +40,7 @@ ROUTES: dict[str, tuple[str, dict[str, Any], Mapping[str, compat.PeerField]]] = 
 ROWS = [
     *(("completion", name) for name in compat.COMPLETION),
     *(("chat", name) for name in compat.CHAT if name not in compat.GENERATION),
+    *(("responses", name) for name in compat.RESPONSES if name not in compat.GENERATION),
     *(("embedding", name) for name in compat.EMBEDDING),
     *(("rerank", name) for name in compat.RANKING if name not in compat.POOLING),
     *(("tokenize", name) for name in compat.TEMPLATE),
@@ -73,6 +76,7 @@ def answer(served: RunningServer, path: str, body: Mapping[str, Any]) -> Any:
     reply = post(served, path, body)
     assert reply.status_code == 200, reply.text
     kept = {name: value for name, value in reply.json().items() if name not in ("id", "created")}
+    kept = without_ids(kept) if path == RESPONSES else kept
     return kept, [(request.params, request.prompt_ids) for request in served.client.submitted]
 
 

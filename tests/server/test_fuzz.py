@@ -9,6 +9,14 @@ from hypothesis import strategies as st
 from foreword.server.protocol.chat import ChatBody
 from foreword.server.protocol.completions import CompletionBody
 from foreword.server.protocol.messages_api import CountTokensBody, MessagesBody
+from foreword.server.protocol.responses_api import (
+    HOSTED_ITEMS,
+    ID_PREFIXES,
+    FlatTool,
+    InputItem,
+    InputTokensBody,
+    ResponsesBody,
+)
 from tests.server.conftest import RunningServer
 from tests.support.budget import SHARED_FIXTURES, examples
 
@@ -43,9 +51,43 @@ def bodies(schema: Any, required: dict[str, Any]) -> Any:
     )
 
 
-BODIES = bodies(ChatBody, {"messages": MESSAGES | VALUES}).map(
-    lambda body: ("/v1/chat/completions", body)
-) | bodies(CompletionBody, {"prompt": VALUES | st.text(max_size=8)}).map(
+NAMES = st.sampled_from(["f", "g", "", "a b"])
+CALLED = st.fixed_dictionaries(
+    {"name": NAMES}, optional={"arguments": VALUES | st.just("{}"), "input": VALUES}
+)
+HISTORY = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "tool"]), "content": st.none() | st.text(max_size=4)},
+        optional={
+            "reasoning": VALUES | st.text(max_size=4),
+            "tool_calls": st.lists(
+                st.fixed_dictionaries({}, optional={"id": VALUES, "function": CALLED, "custom": CALLED}),
+                max_size=3,
+            ),
+            "tool_call_id": st.text(max_size=4),
+        },
+    ),
+    max_size=4,
+)
+SCHEMAS = st.fixed_dictionaries(
+    {"type": st.just("object") | VALUES},
+    optional={"properties": st.dictionaries(st.text(max_size=3), VALUES, max_size=2), "not": VALUES},
+)
+FUNCTION = st.fixed_dictionaries(
+    {"name": NAMES}, optional={"parameters": SCHEMAS, "strict": st.booleans(), "format": VALUES}
+)
+CHAT_TOOLS = st.lists(
+    st.fixed_dictionaries({}, optional={"type": VALUES, "function": FUNCTION, "custom": FUNCTION}), max_size=3
+)
+CHOICES = st.sampled_from(["auto", "none", "required"]) | st.builds(
+    lambda name: {"type": "function", "function": {"name": name}}, NAMES
+)
+CHAT_BODIES = st.builds(
+    lambda body, tools: ("/v1/chat/completions", body | tools),
+    bodies(ChatBody, {"messages": MESSAGES | HISTORY | VALUES}),
+    st.fixed_dictionaries({}, optional={"tools": CHAT_TOOLS, "tool_choice": CHOICES | VALUES}),
+)
+BODIES = CHAT_BODIES | bodies(CompletionBody, {"prompt": VALUES | st.text(max_size=8)}).map(
     lambda body: ("/v1/completions", body)
 )
 
@@ -90,6 +132,51 @@ MESSAGES_BODIES = st.builds(
 ) | bodies(CountTokensBody, {"messages": TURNS | VALUES}).map(
     lambda body: ("/v1/messages/count_tokens", body)
 )
+
+
+ITEM_TYPES = (*ID_PREFIXES, *HOSTED_ITEMS[:2], "item_reference", "x")
+ITEMS = st.lists(
+    st.builds(
+        lambda kind, fields: {"type": kind, **fields},
+        st.sampled_from(ITEM_TYPES),
+        st.dictionaries(st.sampled_from([*InputItem.model_fields]), VALUES | st.just("a"), max_size=5),
+    ),
+    max_size=4,
+)
+FLAT_TOOLS = st.lists(
+    st.builds(
+        lambda kind, fields: {"type": kind, **fields},
+        st.sampled_from(["function", "custom", "namespace", "web_search"]),
+        st.dictionaries(st.sampled_from([*FlatTool.model_fields]), VALUES | st.just("f"), max_size=4),
+    ),
+    max_size=2,
+)
+RESPONSES_BODIES = st.builds(
+    lambda path, body, tools: (path, body | tools),
+    st.just("/v1/responses"),
+    bodies(ResponsesBody, {"input": ITEMS | VALUES}),
+    st.fixed_dictionaries({}, optional={"tools": FLAT_TOOLS}),
+) | bodies(InputTokensBody, {"input": ITEMS | VALUES}).map(lambda body: ("/v1/responses/input_tokens", body))
+
+
+@given(RESPONSES_BODIES)
+@settings(max_examples=examples(80), suppress_health_check=SHARED_FIXTURES)
+def test_any_body_of_responses_is_answered_or_refused(
+    served: RunningServer, case: tuple[str, dict[str, Any]]
+) -> None:
+    path, body = case
+    reply = served.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    if reply.status_code == 200:
+        if body.get("stream"):
+            assert "event: response.completed" in reply.text or "event: response.incomplete" in reply.text
+        else:
+            assert "input_tokens" in (reply.json() if "tokens" in path else reply.json()["usage"])
+        return
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"]) in [(400, "invalid_request_error"), (404, "not_found_error")], (
+        reply.text
+    )
+    assert error["message"]
 
 
 @given(MESSAGES_BODIES)

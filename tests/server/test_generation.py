@@ -1,6 +1,9 @@
 """Generation without HTTP."""
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ from foreword.config.options import Config
 from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.errors import EngineDead, Overloaded, RequestFailed
+from foreword.formats.events import CallArguments, ChatEvent, ContentText, ReasoningText
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.server.app import create_app
 from foreword.server.context import RequestContext, ServerContext
@@ -148,9 +152,11 @@ async def test_repeated_events_equal_their_chunks(builder_type: type[ResponseBui
         builder_type(server, begun, 2, header, ResponseOptions(usage=True), *more) for _ in range(2)
     )
     texts = ["first", "", 'quotes " and \\', "lines\n\x00", "ä 漢 🙂", "last"]
-    for index, text in enumerate(texts):
-        reason = "stop" if text == "last" else None
-        delta = OutputDelta(text, TokenEvent("r", index, (index,), finish_reason=reason), reason)
+    kinds: list[Callable[[str], ChatEvent]] = [ContentText, ReasoningText, partial(CallArguments, 0)]
+    for index, (text, kind) in enumerate(product(texts, kinds)):
+        reason = "stop" if index == len(texts) * len(kinds) - 1 else None
+        event = TokenEvent("r", index, (index,), finish_reason=reason)
+        delta = OutputDelta(text, event, reason, events=(kind(text),) if text else ())
         chunk = plain.chunk(choice, delta)
         assert fast.event(choice, delta) == (None if chunk is None else sse_event(chunk))
     begun.close()

@@ -17,7 +17,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from foreword.config.options import Config
 from foreword.errors import InvalidRequest
-from foreword.server.protocol.messages_api import Conversation, MessagesBody, hide_thinking
+from foreword.server.protocol.messages_api import MessagesBody, MessagesConversation, hide_thinking
 from tests.server.conftest import MODEL, RunningServer, json_post_head, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, engine_info
 from tests.support.images import TOKENS, image_processor, image_tokenizer, png
@@ -31,7 +31,9 @@ REMINDER = "<system-reminder>Be careful.</system-reminder>"
 
 
 def client_of(server: RunningServer, key: str = "none") -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0, timeout=WAIT_S)
+    return anthropic.Anthropic(
+        base_url=server.url, api_key=key, max_retries=0, timeout=WAIT_S, _strict_response_validation=True
+    )
 
 
 def ask(server: RunningServer, **fields: Any) -> Message:
@@ -84,7 +86,7 @@ def error_of(reply: httpx.Response) -> tuple[int, str, str]:
     return reply.status_code, body["error"]["type"], body["error"]["message"]
 
 
-def conversation(messages: Any, takes_images: bool = False, **fields: Any) -> Conversation:
+def conversation(messages: Any, takes_images: bool = False, **fields: Any) -> MessagesConversation:
     return MessagesBody.model_validate({"messages": messages, **fields}).conversation(takes_images)
 
 
@@ -95,7 +97,7 @@ def tool_turns(*results: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
     return [*USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": list(given)}]
 
 
-def contents(value: Conversation) -> list[tuple[str, Any]]:
+def contents(value: MessagesConversation) -> list[tuple[str, Any]]:
     return [(message["role"], message["content"]) for message in value.messages]
 
 

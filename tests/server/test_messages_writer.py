@@ -49,7 +49,7 @@ def chat_events(items: Sequence[Any]) -> list[ChatEvent]:
 def block_events(events: Sequence[ChatEvent], hides: bool) -> list[dict[str, Any]]:
     blocks = BlockEvents("msg_1", hides)
     found = [event for chat_event in events for event in blocks.feed([chat_event])]
-    return [*found, *blocks.close()]
+    return [*found, *blocks.finish()]
 
 
 @given(EVENTS, st.booleans())
@@ -88,4 +88,5 @@ def test_call_begins_with_an_empty_delta() -> None:
 
 def test_call_that_is_cut_off_has_an_empty_input() -> None:
     cut = block_events(chat_events([['{"a"']])[:-1], False)
+    assert cut[-1]["type"] == "content_block_delta", "as in a recording of Anthropic's API"
     assert join_blocks(cut) == [{"type": "tool_use", "id": "toolu_0", "name": "f", "input": {}}]

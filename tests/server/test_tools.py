@@ -27,6 +27,7 @@ from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.budget import is_full
 from tests.support.checkpoints import EOS
 from tests.support.fakes import FakeOutput, byte_tokenizer
+from tests.support.feature_matrix import DRAFTER_COLUMNS
 from tests.support.tool_checkpoint import (
     END_OF_TURN,
     WEATHER,
@@ -58,10 +59,17 @@ def fake() -> Iterator[RunningServer]:
 @pytest.fixture(scope="module")
 def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Random weights, every drafter, and the markers as tokens."""
-    path = write_tool_checkpoint(tmp_path_factory.mktemp("hermes"), "hermes")
-    names = ",".join(name for name in DRAFTERS if name not in ("draft", "replay"))
+    folder = tmp_path_factory.mktemp("hermes")
+    recording = folder / "recording.jsonl"
+    recording.write_text(json.dumps({"prompt_token_ids": [5], "seed": 1, "token_ids": [6, 7]}) + "\n")
     config = Config(
-        model=str(path), kv_cache_memory="60000tokens", log_level="warning", threads=1, speculate=names
+        model=str(write_tool_checkpoint(folder / "model")),
+        draft_model=str(write_tool_checkpoint(folder / "drafter", dtype="bfloat16")),
+        speculate=",".join(DRAFTERS),
+        replay_file=str(recording),
+        kv_cache_memory="60000tokens",
+        log_level="warning",
+        threads=1,
     )
     prepared = prepare_checkpoint(config)
     client = SubprocessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
@@ -550,9 +558,7 @@ REQUESTS: Mapping[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "drafter", [*(("grammar", "prediction", "suffix", "ngram") if is_full() else ()), "auto"]
-)
+@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS if is_full() else ("auto",))
 @pytest.mark.parametrize("name", REQUESTS)
 def test_events_do_not_depend_on_speculation(hermes: RunningServer, name: str, drafter: str) -> None:
     fields = {**sampled(prediction={"type": "content", "content": CALL}), **REQUESTS[name], "messages": USER}

@@ -6,6 +6,18 @@ from hypothesis import strategies as st
 
 from foreword.core.outputs import DraftResult, TokenEvent
 from foreword.core.params import SamplingParams
+from foreword.formats.events import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ContentText,
+    ReasoningText,
+    merge_events,
+)
+from foreword.formats.families import FORMATS
+from foreword.formats.parser import ChatParser
+from foreword.formats.record import bind_format
+from foreword.formats.tools import Tool, ToolUse
 from foreword.tokenizer.input_processor import make_requests
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
 from tests.support.budget import examples
@@ -157,3 +169,69 @@ def test_logprobs_have_offsets_and_bytes() -> None:
         ("\ufffd", b"\xa9", 1),
         ("<|im_end|>", b"<|im_end|>", 2),
     ]
+
+
+# With a parser.
+
+FORMAT = bind_format(FORMATS["hermes"], TOKENIZER.token_to_id, TOKENIZER.special_ids)
+USE = ToolUse((Tool("f"), Tool("g")))
+ANSWER = (
+    '<think>\nÄh.\n</think>\n\nWell, \n<tool_call>\n{"name": "f", "arguments": {"a": "stop"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call> stop here'
+)
+
+
+def parsed_answer(**params: Any) -> ChoiceOutput:
+    request = make_requests([1], SamplingParams(**params), TOKENIZER, "r", 4096)[0]
+    return ChoiceOutput(TOKENIZER, request, ChatParser(FORMAT, USE, False, "call_{}".format))
+
+
+@given(BURSTS, st.sampled_from([(), ("stop",), ("ll,", "Ä"), (" s", "st")]), st.booleans())
+@settings(max_examples=examples(100))
+def test_events_do_not_depend_on_bursts(
+    bursts: tuple[int, ...], stop: tuple[str, ...], include: bool
+) -> None:
+    whole, cut = (
+        parsed_answer(stop=stop, include_stop_str_in_output=include and bool(stop)) for _ in range(2)
+    )
+    feed(whole, ANSWER, (1000,), "stop", END)
+    deltas = feed(cut, ANSWER, bursts, "stop", END)
+    assert cut.events == whole.events == merge_events(event for delta in deltas for event in delta.events)
+    assert (cut.finish_reason, cut.stop_reason) == (whole.finish_reason, whole.stop_reason)
+    assert cut.text == whole.text == "".join(delta.text for delta in deltas)
+    for delta in deltas:
+        texts = [event.text for event in delta.events if not isinstance(event, CallStart | CallEnd)]
+        assert "".join(text for text, _ in delta.pieces) == "".join(texts)
+
+
+def test_stop_strings_are_searched_in_content_alone() -> None:
+    output = parsed_answer(stop=("stop",))
+    feed(output, ANSWER, (3,), "stop", END)
+    assert output.events == (
+        ReasoningText("Äh."),
+        ContentText("Well,"),
+        *(CallStart(0, "call_0", "f"), CallArguments(0, '{"a": "stop"}'), CallEnd(0)),
+        *(CallStart(1, "call_1", "g"), CallArguments(1, "{}"), CallEnd(1)),
+        ContentText(" "),
+    )
+    assert (output.finish_reason, output.stop_reason) == ("tool_calls", "stop")
+
+
+def test_stop_string_in_what_the_parser_held_back() -> None:
+    """The end of the answer shows that a text begins no marker; it may hold a stop string."""
+    output = parsed_answer(stop=("ool",))
+    feed(output, "Hi <tool", (3,), "length")
+    assert (output.text, output.finish_reason, output.stop_reason) == ("Hi <t", "stop", "ool")
+
+
+def test_unfinished_call_is_no_reason_to_call() -> None:
+    output = parsed_answer()
+    feed(output, ANSWER[: ANSWER.index('"stop"')], (3,), "stop", END)
+    assert output.finish_reason == "stop" and output.events[-1] == CallArguments(0, '{"a": ')
+
+
+def test_events_of_a_long_answer_take_linear_time() -> None:
+    """Merging is one pass: a quadratic one would copy gigabytes."""
+    texts = [ReasoningText("x" * 50) for _ in range(40_000)]
+    (merged,) = merge_events(texts)
+    assert isinstance(merged, ReasoningText) and len(merged.text) == 2_000_000

@@ -188,7 +188,7 @@ def test_reasoning_that_the_template_drops_stays_dropped(tmp_path: Path) -> None
     [
         ("in messages %}", "in messages[-1:] %}"),  # the last message alone
         ("in messages %}", "in messages + messages %}"),
-        ("<tool_call>", "Note.<tool_call>"),  # a text in the turn
+        ("{%- if message.tool_calls %}", "{%- if message.tool_calls %}Note."),  # a text in the turn
     ],
 )
 def test_template_that_moves_the_answer_is_rendered_plainly(tmp_path: Path, old: str, new: str) -> None:

@@ -49,7 +49,7 @@ class CalledCustom(StrictModel):
     input: str = ""
 
 
-class ToolCall(StrictModel):
+class ToolCallBody(StrictModel):
     is_lenient: ClassVar[bool] = True
     id: str | None = None
     type: str | None = None
@@ -98,7 +98,7 @@ class Message(StrictModel):
     name: str | None = None
     refusal: str | None = None  # in place of the content
     reasoning_content: str | None = None  # of an assistant's message, before its content
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCallBody] | None = None
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None  # OpenAI's older form of one tool call
 
@@ -112,7 +112,7 @@ class Message(StrictModel):
         content = self.content or self.refusal or self.content
         calls = [call.to_template(f"{field}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls or ())]
         if self.function_call is not None:
-            older = ToolCall(id=self.function_call.name, function=self.function_call)
+            older = ToolCallBody(id=self.function_call.name, function=self.function_call)
             calls.append(older.to_template(f"{field}.function_call"))
         given = {
             "name": self.name,

@@ -25,7 +25,7 @@ from foreword.server.protocol.compat import MESSAGES_API, PeerField
 from foreword.server.protocol.sampling import NO_DEFAULTS, SamplingBody
 from foreword.server.protocol.structured import Constraint
 
-__all__ = ["Conversation", "ConversationBody", "CountTokensBody", "MessagesBody", "hide_thinking"]
+__all__ = ["MessagesConversation", "ConversationBody", "CountTokensBody", "MessagesBody", "hide_thinking"]
 
 # Claude Code's first system block, which is another one in each request: it would hide every cached prefix.
 BILLING_HEADER = "x-anthropic-billing-header:"
@@ -102,7 +102,7 @@ class ToolBody(StrictModel):
 
 
 @dataclass(slots=True)
-class Conversation:
+class MessagesConversation:
     """Messages in the form of chat templates.
 
     deferred    tools that are no part of the prompt's head, by name
@@ -195,14 +195,14 @@ class ConversationBody(StrictModel):
             "options": self.chat_template_kwargs,
         }
 
-    def conversation(self, takes_images: bool) -> Conversation:
+    def conversation(self, takes_images: bool) -> MessagesConversation:
         """The messages for a template.
 
         takes_images  False: images in results of tools become a text; others are refused later
         Raises InvalidRequest and Unsupported, which name the block.
         """
         deferred = {tool.name: tool for tool in self.tools or () if tool.name and tool.defer_loading}
-        conversation = Conversation(deferred)
+        conversation = MessagesConversation(deferred)
         parts = [part for part in _texts(self.system, "system") if not _is_billing_header(part)]
         # Leading system messages join the system prompt. Later ones stay where they are: at the top they
         # would change the prefix of all that follows.
@@ -221,7 +221,9 @@ class ConversationBody(StrictModel):
             conversation.add(None, "system", parts)
         return self._finish(conversation)
 
-    def _add(self, conversation: Conversation, index: int, message: MessageBody, takes_images: bool) -> None:
+    def _add(
+        self, conversation: MessagesConversation, index: int, message: MessageBody, takes_images: bool
+    ) -> None:
         name = f"messages[{index}].content"
         if message.role == "system":
             role = "tool" if conversation.last_role == "tool" else "user"
@@ -236,7 +238,7 @@ class ConversationBody(StrictModel):
                 f"messages[{index}].role",
             )
 
-    def _finish(self, conversation: Conversation) -> Conversation:
+    def _finish(self, conversation: MessagesConversation) -> MessagesConversation:
         """Set `continues`, and make lone parts texts. Raises InvalidRequest for a call without its result."""
         if conversation.last_role == "assistant":
             last, index = conversation.messages[-1], conversation.origins[-1]
@@ -314,7 +316,7 @@ class CountTokensBody(RequestBody, ConversationBody):
 class _UserTurn:
     """Blocks of a user's turn: texts and images are a message, each result of a tool is one of its own."""
 
-    def __init__(self, conversation: Conversation, index: int, takes_images: bool) -> None:
+    def __init__(self, conversation: MessagesConversation, index: int, takes_images: bool) -> None:
         self._conversation = conversation
         self._index = index
         self._takes_images = takes_images
@@ -411,7 +413,7 @@ class _UserTurn:
 
 
 def _add_assistant_turn(
-    conversation: Conversation, index: int, blocks: Sequence[Mapping[str, Any]], name: str
+    conversation: MessagesConversation, index: int, blocks: Sequence[Mapping[str, Any]], name: str
 ) -> None:
     parts: Parts = []
     thinking: list[str] = []

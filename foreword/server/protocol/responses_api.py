@@ -32,10 +32,15 @@ from foreword.server.protocol.structured import Constraint, Schema, StructuredOu
 from foreword.server.protocol.tools import check_arguments, custom_input_grammar
 
 __all__ = [
+    "HOSTED_ITEMS",
+    "ID_PREFIXES",
+    "FlatTool",
     "InputItem",
     "InputTokensBody",
+    "Item",
     "ItemConversation",
     "ItemsBody",
+    "NamedItem",
     "ResponsesBody",
     "encode_reasoning",
     "new_id",
@@ -123,12 +128,16 @@ class FlatTool(StrictModel):
 
     def to_response(self) -> dict[str, Any]:
         """The tool as the response repeats it."""
-        fields = {"type": self.type, "name": self.name, "description": self.description}
+        fields = {"type": self.type, "name": self.name}
+        if self.type == "function":
+            strict = self.strict is not False
+            described = {"description": self.description, "parameters": self.parameters, "strict": strict}
+            return {**fields, **described}
         if self.type == "namespace":
-            return {**fields, "tools": [tool.to_response() for tool in self.tools or ()]}
-        if self.type == "custom":
-            return {**fields, "format": self.format or {"type": "text"}}
-        return {**fields, "parameters": self.parameters, "strict": self.strict is not False}
+            tools = [tool.to_response() for tool in self.tools or ()]
+            return {**fields, "description": self.description or "", "tools": tools}
+        described = {} if self.description is None else {"description": self.description}
+        return {**fields, **described, "format": self.format or {"type": "text"}}
 
 
 class ReasoningFields(StrictModel):
@@ -162,8 +171,9 @@ class TextFormat(StrictModel):
         """The format as the response repeats it."""
         if self.type != "json_schema":
             return {"type": self.type}
-        fields = {"description": self.description, "name": self.name or "", "schema": self.schema_}
-        return {"type": self.type, **fields, "strict": self.strict is True}
+        fields = {"name": self.name or "", "schema": self.schema_, "strict": self.strict is True}
+        described = {} if self.description is None else {"description": self.description}
+        return {"type": self.type, **fields, **described}
 
 
 class TextBody(StrictModel):

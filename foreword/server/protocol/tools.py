@@ -14,7 +14,7 @@ from foreword.server.protocol.base import StrictModel
 __all__ = [
     "MAX_ARGUMENTS_CHARS",
     "FunctionBody",
-    "ToolBody",
+    "ChatTool",
     "ToolsBody",
     "check_arguments",
     "custom_input_grammar",
@@ -76,7 +76,7 @@ class CustomBody(StrictModel):
         return Tool(self.name, self.description or "", is_custom=True, input_grammar=grammar)
 
 
-class ToolBody(StrictModel):
+class ChatTool(StrictModel):
     is_lenient: ClassVar[bool] = True
     type: str | None = None  # "function" or "custom"
     function: FunctionBody | None = None
@@ -101,7 +101,7 @@ class ToolBody(StrictModel):
 class ToolsBody(StrictModel):
     """Chat's fields of tools, and OpenAI's older `functions` and `function_call`."""
 
-    tools: list[ToolBody] | None = None
+    tools: list[ChatTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     functions: list[FunctionBody] | None = None

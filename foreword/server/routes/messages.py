@@ -12,7 +12,7 @@ from foreword.server.chat_generation import ChatTask, count_prompt_tokens, start
 from foreword.server.context import ServerContext, ServerDep
 from foreword.server.http import JSONResponse
 from foreword.server.messages_writer import MessagesWriter
-from foreword.server.protocol.messages_api import Conversation, CountTokensBody, MessagesBody
+from foreword.server.protocol.messages_api import MessagesConversation, CountTokensBody, MessagesBody
 from foreword.server.streaming import respond
 
 __all__ = ["router"]
@@ -59,7 +59,7 @@ async def count_tokens(
 
 def _read_task(
     body: MessagesBody | CountTokensBody, request: Request, server: ServerContext, params: SamplingParams
-) -> tuple[Conversation, ChatTask]:
+) -> tuple[MessagesConversation, ChatTask]:
     conversation = body.conversation(takes_images=server.chat_processor.placeholder_id is not None)
     tools, skipped = body.tool_use(conversation.referenced)
     server.check_fields(body, request, ignored=skipped)

@@ -17,7 +17,7 @@ from foreword.server.http import JSONResponse
 from foreword.server.protocol.base import ModelName, StrictModel
 from foreword.server.protocol.chat import Message, TemplateOptions, to_template_messages
 from foreword.server.protocol.compat import TEMPLATE, PeerField
-from foreword.server.protocol.tools import ToolBody
+from foreword.server.protocol.tools import ChatTool
 
 __all__ = ["router"]
 
@@ -29,7 +29,7 @@ class TokenizeBody(TemplateOptions):
     model: ModelName = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    tools: list[ToolBody] | None = None  # of messages
+    tools: list[ChatTool] | None = None  # of messages
     add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
     return_token_strs: bool | None = None
 

@@ -9,8 +9,12 @@ from foreword.bench.agent.model import write_checkpoint
 from foreword.bench.agent.workload import AgentScript, AgentStep
 from foreword.bench.speculate.types import AUTO, OFF, BenchRepetition, Mode
 from foreword.config.options import Config
-from foreword.core.params import Speculation
+from foreword.core.outputs import TokenEvent
+from foreword.core.params import SamplingParams, Speculation
 from foreword.formats.events import CallStart
+from foreword.formats.tools import ReasoningOptions
+from foreword.grammar.tool_calls import tool_constraint
+from foreword.tokenizer.input_processor import make_requests
 
 TEXTS = [
     "I read the file and then I read the tests of the file.\n",
@@ -22,13 +26,21 @@ STEPS = tuple(
     )
     for n in range(4)
 )
+ARGUMENTS = '{"path": "src/of/a/long/path.py", "offset": 17, "limit": 93}'
 SCRIPT = AgentScript("You read files.", "Read the file.", STEPS, "I have read the file.")
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> AgentEngine:
     folder = write_checkpoint(tmp_path_factory.mktemp("agent"), TEXTS * 50)
-    config = Config(model=str(folder), overlap=False, kv_cache_memory="8000tokens", max_model_len=4000)
+    config = Config(
+        model=str(folder),
+        overlap=False,
+        kv_cache_memory="8000tokens",
+        max_model_len=4000,
+        draft_length="fixed",
+        num_speculative_tokens=4,
+    )
     return AgentEngine(config, recorded=True)
 
 
@@ -59,3 +71,41 @@ def test_calls_are_parsed_and_prompts_grow_by_the_result(engine: AgentEngine) ->
         known = (*before.prompt_ids, *before.output)
         assert result.prompt_ids[: len(known)] == known, "a replayed answer has other tokens"
         assert result.num_cached >= len(known) - block
+
+
+def drafted_tokens(engine: AgentEngine, seed: int, tenant: str, constrained: bool) -> int:
+    """Accepted draft tokens of an answer with a call of a few dozen tokens, after a prompt without it."""
+    text = f'{seed}<tool_call>\n{{"name": "read", "arguments": {ARGUMENTS}}}\n</tool_call>'
+    (end,) = engine.tokenizer.eos_token_ids
+    answer = (*engine.tokenizer.encode(text, add_special_tokens=False), end)
+    engine.use_answers([AgentSession(("task",), seed=seed, answers=(answer,))])
+    assert engine.format is not None
+    constraint = tool_constraint(engine.format, engine.use, ReasoningOptions(), False, None)
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=len(answer),
+        seed=seed,
+        speculation=Speculation("suffix"),
+        structured=constraint.structured if constrained else None,
+    )
+    prompt = engine.tokenizer.encode("the file", add_special_tokens=False)
+    request = make_requests(prompt, params, engine.tokenizer, f"{tenant}{seed}", 4000, cache_salt=tenant)[0]
+    engine.client.submit(request)
+    token_ids: list[int] = []
+    num_accepted = 0
+    while not engine.client.idle:
+        for event in engine.client.step().events:
+            assert isinstance(event, TokenEvent)
+            token_ids += event.token_ids
+            num_accepted += event.draft.num_accepted if event.draft else 0
+    assert tuple(token_ids) == answer
+    return num_accepted
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_repeated_call_is_drafted_for_its_tenant_only(engine: AgentEngine, constrained: bool) -> None:
+    """The second request has the call neither in its prompt nor, until then, in its answer."""
+    tenants = [f"{name}{constrained}" for name in ("a", "b")]
+    first = drafted_tokens(engine, 101, tenants[0], constrained)
+    assert drafted_tokens(engine, 102, tenants[0], constrained) > first + 10
+    assert drafted_tokens(engine, 103, tenants[1], constrained) == first

@@ -1,15 +1,43 @@
 import asyncio
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
-from case import JOB_MAX_TOKENS, JOB_PROMPT, KEY, MAX_TOKENS, MODEL, PROMPT, V1, Job, report
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from case import (
+    JOB_MAX_TOKENS,
+    JOB_PROMPT,
+    KEY,
+    MAX_TOKENS,
+    MODEL,
+    PROMPT,
+    TOOL_PROMPT,
+    TOOL_RESULT,
+    V1,
+    Job,
+    report,
+)
 from openai import AsyncOpenAI
 
 set_tracing_disabled(True)
+called: list[str] = []
+
+
+@function_tool
+def price(item: str) -> str:
+    """Price of an item."""
+    called.append("price")
+    return TOOL_RESULT
 
 
 async def main() -> None:
-    # The default model asks /v1/responses.
-    model = OpenAIChatCompletionsModel(MODEL, AsyncOpenAI(base_url=V1, api_key=KEY))
+    client = AsyncOpenAI(base_url=V1, api_key=KEY)
+    model, responses = OpenAIChatCompletionsModel(MODEL, client), OpenAIResponsesModel(MODEL, client)
     settings = ModelSettings(temperature=0, max_tokens=MAX_TOKENS, include_usage=True)
     agent = Agent("agent", model=model, model_settings=settings)
     typed = Agent(
@@ -18,6 +46,13 @@ async def main() -> None:
         model_settings=ModelSettings(temperature=0, max_tokens=JOB_MAX_TOKENS),
         output_type=Job,
     )
+    shop = Agent(
+        "shop",
+        model=responses,
+        tools=[price],
+        model_settings=ModelSettings(temperature=0, tool_choice="required"),
+    )
+    answer = (await Runner.run(shop, TOOL_PROMPT)).final_output
     streamed = Runner.run_streamed(agent, PROMPT)
     deltas = [
         event.data.delta
@@ -29,6 +64,10 @@ async def main() -> None:
         stream="".join(deltas),
         usage=streamed.context_wrapper.usage.output_tokens,
         structured=(await Runner.run(typed, JOB_PROMPT)).final_output.model_dump(),
+        responses_structured=(
+            await Runner.run(typed.clone(model=responses), JOB_PROMPT)
+        ).final_output.model_dump(),
+        tool_loop={"called": called, "has_result": TOOL_RESULT in answer},
     )
 
 

@@ -6,6 +6,7 @@ from case import (
     KEY,
     MAX_TOKENS,
     MODEL,
+    PROMPT,
     STORY,
     TEXTS,
     USER,
@@ -31,6 +32,12 @@ typed = {
 }
 with client.chat.completions.stream(**typed) as events:
     streamed = events.get_final_completion().choices[0].message
+brief = {"model": MODEL, "input": PROMPT, "temperature": 0, "max_output_tokens": MAX_TOKENS}
+with client.responses.stream(**brief) as pieces:
+    deltas = [piece.delta for piece in pieces if piece.type == "response.output_text.delta"]
+parsed = client.responses.parse(
+    model=MODEL, input=JOB_PROMPT, text_format=Job, temperature=0, max_output_tokens=JOB_MAX_TOKENS
+)
 # A message of an earlier answer goes back as it came: with its null fields.
 follow_up = [*HISTORY, answer, *USER]
 report(
@@ -43,5 +50,8 @@ report(
     embeddings=[item.embedding for item in client.embeddings.create(model=MODEL, input=TEXTS).data],
     tool_history=client.chat.completions.create(messages=HISTORY, **options).choices[0].message.content,
     follow_up=client.chat.completions.create(messages=follow_up, **options).choices[0].message.content,
+    responses=client.responses.create(**brief).output_text,
+    responses_stream="".join(deltas),
+    responses_structured=parsed.output_parsed.model_dump(),
     models=[card.id for card in client.models.list()],
 )
