@@ -29,7 +29,10 @@ __all__ = [
 ]
 
 # `tools` is written by grammar.tool_calls; the others by users.
-CONSTRAINT_TYPES = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf", "structural_tag", "tools")
+CONSTRAINT_TYPES = (
+    *("json_schema", "json_object", "regex", "choice", "lark", "gbnf", "structural_tag"),
+    "tools",
+)
 MAX_CONSTRAINT_BYTES = 1 << 20  # of `text`
 MAX_TOOLS_BYTES = 4 << 20  # of the `text` of tools
 

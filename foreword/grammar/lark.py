@@ -155,7 +155,7 @@ def _embed_part(part: re.Match[str], rename: Callable[[str], str], in_json: bool
 def _embed_regex(regex: str, in_json: bool) -> str:
     r"""With characters that JSON escapes, a part of a rule instead of a terminal.
 
-    The lexer takes the longest terminal: in /.*/, the backslash of a following `\n` would begin another escape.
+    The lexer takes the longest terminal: the backslash of a `\n` after /.*/ would begin another escape of it.
     """
     atoms = REGEX_ATOM.findall(regex)
     if not in_json or not any(map(_escaped_chars, atoms)):

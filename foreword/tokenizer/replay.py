@@ -277,7 +277,7 @@ class AnswerReplay:
         for prefill, prefill_ids in ((answer.prefill, ()), ("", answer.prefill_ids)):
             before = answer.header + prefill
             start = text.rfind(before, position, first) + len(before)
-            if start >= len(before) > 0 :
+            if start >= len(before) > 0 and self._is_whole(text[start : min(ends)], placeholders, prefill):
                 return start, min(ends), prefill_ids
         raise _Misfit(index)
 

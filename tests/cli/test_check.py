@@ -16,6 +16,7 @@ from foreword.demo import DRAFTER, MODEL
 from foreword.errors import ConfigError
 from tests.support.checkpoints import write_checkpoint, write_json
 from tests.support.gguf_files import Kind, write_gguf
+from tests.support.tool_checkpoint import write_tool_checkpoint
 from tests.support.vision_checkpoints import write_vision_checkpoint
 
 
@@ -114,6 +115,17 @@ def test_sampling_defaults_and_template_are_checked(
     (tmp_path / "x.jinja").write_text("{% for %}")
     code, text = check(capsys, str(path), "--chat-template", str(tmp_path / "x.jinja"))
     assert code == 1 and "syntax error in line 1" in text
+
+
+def test_tool_format_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_tool_checkpoint(tmp_path))
+    line = "tool calls: hermes (markers of the chat template), proven; reasoning between <think> and </think>"
+    assert f"ok   {line}" in check(capsys, path)[1]
+    code, text = check(capsys, path, "--tool-format", "mistral-v3")
+    assert code == 0 and "note tool calls: mistral-v3 (--tool-format), not proven (a call: " in text
+    code, text = check(capsys, path, "--tool-format", "hermess")
+    assert code == 1 and "tool_format 'hermess' is not known; did you mean hermes?" in text
+    assert "is one of auto, none, hermes, " in check(capsys, path, "--tool-format", "?")[1]
 
 
 def test_missing_added_tokens_of_the_drafter_are_counted(

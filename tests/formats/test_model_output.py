@@ -525,3 +525,9 @@ def test_reasoning_that_prompt_and_model_open() -> None:
     """local-inference-lab/vllm#22. The model opens its reasoning again where the prompt opened it."""
     events = _parse("hermes", "<think>\n<think>\na\n</think>\nb", start=True)
     assert events == (ReasoningText("a"), ContentText("b"))
+
+
+def test_spelled_opener_of_reasoning_counts_only_before_content() -> None:
+    bound = bind_format(FORMATS["hermes"], lambda _: None)
+    answer = [(1, "<think>a</think>The tag <think> opens it.")]
+    assert parse_message(bound, USE, answer) == (ReasoningText("a"), ContentText("The tag <think> opens it."))

@@ -315,7 +315,7 @@ LONG_PIECES = {
 
 @WITH_FAMILY
 def test_text_held_back_is_bounded(family: Family) -> None:
-    """The time is linear: what is read is dropped, wherever a long text without an end stands in an answer."""
+    """What is read is dropped, wherever a text without an end stands: the time is linear."""
     calls = [("get_weather", {"text": "some text", "n": [1, {"city": None}]})]
     answer = write_answer(family, "Hm." if family.reasoning else "", "", calls)
     tokens, ids = tokens_of(answer, list)

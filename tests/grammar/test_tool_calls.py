@@ -518,7 +518,13 @@ def test_custom_input_follows_its_grammar(cases: Cases, name: str) -> None:
     body = '*** Begin Patch\n*** Add File: a "b".py\n+x = "\\n"\t# é\n+\n*** Delete File: c\n*** End Patch'
     for choice in ("auto", "required"):
         structured = case.constraint(ToolUse((tool,), choice))  # type: ignore[arg-type]
-        for text, is_good in ((body, True), (body.replace("+x", "x"), False), (body[:-5], False)):
+        long = body.replace("+x", "+" + 700 * 'some "text"')
+        for text, is_good in (
+            (body, True),
+            (long, True),
+            (body.replace("+x", "x"), False),
+            (body[:-5], False),
+        ):
             call = WrittenCall("apply_patch", {"input": text}, "000000001")
             assert case.accepts(structured, case.written(call)) == is_good, text
         events = parse_tools(

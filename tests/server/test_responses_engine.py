@@ -20,7 +20,13 @@ from tests.support.tool_checkpoint import WEATHER, call_bias, reasoning_bias, wr
 PATH = "/v1/responses"
 NAMES = tuple(name for name in DRAFTERS if name not in ("draft", "replay"))  # that need no further files
 FUNCTION = {"type": "function", **WEATHER["function"]}
-PATCH_PATTERN = re.compile(r'\*\*\* Begin\n([+-][a-f"]{1,5}\n){1,3}\*\*\* End')
+PATCH_PATTERN = re.compile(r'\*\*\* Begin\n([+-][a-f"]{1,5}\n)+\*\*\* End')
+PATCH_LARK = """start: begin line+ end
+begin: "*** Begin" LF
+line: /[+-][a-f"]{1,5}/ LF
+end: "*** End"
+%import common.LF
+"""
 PATCH = {
     "type": "custom",
     "name": "apply_patch",
@@ -100,9 +106,13 @@ def test_speculation_and_stream_change_no_event(hermes: RunningServer, case: str
         assert answer["usage"]["output_tokens"] == plain["usage"]["output_tokens"]
 
 
-def test_custom_tools_input_follows_its_grammar(hermes: RunningServer) -> None:
+@pytest.mark.parametrize("syntax", ["regex", "lark"])
+def test_custom_tools_input_follows_its_grammar(hermes: RunningServer, syntax: str) -> None:
+    definition = PATCH_PATTERN.pattern if syntax == "regex" else PATCH_LARK
+    tool = {**PATCH, "format": {"type": "grammar", "syntax": syntax, "definition": definition}}
+    fields = {**CASES["custom"], "tools": [FUNCTION, tool], "parallel_tool_calls": False}
     for seed in range(4):
-        response = create(hermes, **{**CASES["custom"], "seed": seed, "parallel_tool_calls": False})
+        response = create(hermes, **{**fields, "seed": seed})
         (call,) = response["output"]
         assert (call["type"], call["name"]) == ("custom_tool_call", "apply_patch")
         assert PATCH_PATTERN.fullmatch(call["input"]), call["input"]

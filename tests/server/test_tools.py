@@ -27,6 +27,7 @@ from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.budget import is_full
 from tests.support.checkpoints import EOS
 from tests.support.fakes import FakeOutput, byte_tokenizer
+from tests.support.feature_matrix import CHAT as CHAT_FEATURES
 from tests.support.feature_matrix import DRAFTER_COLUMNS
 from tests.support.tool_checkpoint import (
     END_OF_TURN,
@@ -34,7 +35,6 @@ from tests.support.tool_checkpoint import (
     call_bias,
     chat_template,
     marker_id,
-    reasoning_bias,
     write_tool_checkpoint,
 )
 
@@ -543,26 +543,12 @@ def test_keywords_that_are_not_enforced(hermes: RunningServer, caplog: pytest.Lo
     assert error["param"] == "tools[0].function.parameters" and "not" in error["message"]
 
 
-REQUESTS: Mapping[str, dict[str, Any]] = {
-    "auto": {"tools": TOOLS, "logit_bias": bias(call_bias())},
-    "auto, one call": {"tools": TOOLS, "logit_bias": bias(call_bias()), "parallel_tool_calls": False},
-    "required": {"tools": TOOLS, "tool_choice": "required"},
-    "named, n": {"tools": TOOLS, "tool_choice": function("get_weather"), "n": 2},
-    "reasoning": {"logit_bias": bias(reasoning_bias())},
-    "reasoning with a budget, required": {
-        "tools": TOOLS,
-        "tool_choice": "required",
-        "logit_bias": bias(reasoning_bias()),
-        "thinking_token_budget": 9,
-    },
-}
-
-
 @pytest.mark.parametrize("drafter", DRAFTER_COLUMNS if is_full() else ("auto",))
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", CHAT_FEATURES)
 def test_events_do_not_depend_on_speculation(hermes: RunningServer, name: str, drafter: str) -> None:
-    fields = {**sampled(prediction={"type": "content", "content": CALL}), **REQUESTS[name], "messages": USER}
+    fields = {**sampled(prediction={"type": "content", "content": CALL}), **CHAT_FEATURES[name]}
     fields["think"] = None if "reasoning" in name else False
+    fields |= {"messages": USER, "logit_bias": bias(fields.get("logit_bias", {}))}
     plain = hermes.chat(**fields, speculation="off")
     drafted = hermes.chat(**fields, speculation=drafter)
     final, _ = streamed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -89,9 +88,7 @@ def select_rows(
     rated = [costs[0] + draft_cost, *(cost + spent for cost in costs[1:])] if spent else costs
     max_cost = plain_cost + base_step.max_delay(candidate.request for candidate in candidates)
     min_rate = MIN_SPEEDUP * num_sampled / rated[0]
-    count = best_count = best_num_rows(gains, num_sampled, rated, math.inf)
-    if count and rated[-1] > max_cost + spent:
-        count = best_num_rows(gains, num_sampled, rated, max_cost + spent)
+    count = best_count = best_num_rows(gains, num_sampled, rated, max_cost + spent)
     slacks = [candidate.request.delay_budget.allowance(plain_cost) for candidate in candidates]
     while count:
         lengths = distribute(candidates, slacks, count, costs[count] - plain_cost, plain_cost)

@@ -89,14 +89,6 @@ def test_selection_respects_delay_budgets(lead: float, length: int) -> None:
     assert choice.lengths == [length]
 
 
-def test_rows_that_only_budgets_forbid_are_limited_by_budget() -> None:
-    """They are asked for again soon; rows that do not pay are not."""
-    mine, indebted = tracked(0.0), tracked(-1.0)
-    costs = [1.0, 1.1]
-    assert select_rows([candidate(mine, 0.9)], frame_of(mine, indebted), costs, 0.0).limited_by_budget
-    assert not select_rows([candidate(mine, 0.01)], frame_of(mine, indebted), costs, 0.0).limited_by_budget
-
-
 def test_delay_budgets_are_fully_used() -> None:
     mine, other = tracked(0.0), tracked(0.25)
     choice = select_rows(
