@@ -162,7 +162,7 @@ class CompiledGrammar:
     def _compile(self) -> LLMatcher:
         structured = self._structured
         vocab = self._vocab
-        ll_tokenizer = vocab.ll_tokenizer
+        ll_tokenizer = vocab.tools_tokenizer() if self.kind == "tools" else vocab.ll_tokenizer
         llg = LLMatcher(ll_tokenizer, to_llguidance(structured), log_level=0, limits=parser_limits(self.kind))
         llg.consume_tokens([])  # sets its stop state
         if llg.is_error():

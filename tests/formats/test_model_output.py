@@ -531,3 +531,9 @@ def test_spelled_opener_of_reasoning_counts_only_before_content() -> None:
     bound = bind_format(FORMATS["hermes"], lambda _: None)
     answer = [(1, "<think>a</think>The tag <think> opens it.")]
     assert parse_message(bound, USE, answer) == (ReasoningText("a"), ContentText("The tag <think> opens it."))
+
+
+def test_json_answer_that_is_no_call_streams() -> None:
+    """Without a marker, the first key that no call has decides."""
+    parser = ChatParser(_bound("llama-json"), USE, False, "call_{}".format)
+    assert _feed(parser, '{"city": ', '"Ro') == (ContentText('{"city": "Ro'),)

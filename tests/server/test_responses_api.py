@@ -235,7 +235,7 @@ def test_fields_are_repeated(served: RunningServer) -> None:
     assert (response["background"], response["service_tier"], response["store"]) == (False, "default", True)
     bare = create(served, input="Hi", tools=[{"type": "function", "name": "f"}], store=False)
     assert bare["tools"] == [
-        {"type": "function", "name": "f", "description": None, "parameters": None, "strict": True}
+        {"type": "function", "name": "f", "description": None, "parameters": None, "strict": False}
     ]
     assert (bare["tool_choice"], bare["store"], bare["metadata"]) == ("auto", False, {})
 
@@ -545,9 +545,9 @@ def test_bad_fields_are_refused_by_name(
 def test_keywords_of_strict_tools_are_refused_by_name(tools: RunningServer) -> None:
     schema = {"type": "object", "properties": {"x": {"not": {"type": "string"}}}}
     tool = {"type": "function", "name": "f", "parameters": schema}
-    error = error_of(post(tools, input="Hi", tools=[{"type": "web_search"}, tool]))
+    error = error_of(post(tools, input="Hi", tools=[{"type": "web_search"}, {**tool, "strict": True}]))
     assert error["param"] == "tools[1].parameters" and "not" in error["message"], error
-    assert post(tools, input="Hi", tools=[{**tool, "strict": False}]).status_code == 200
+    assert post(tools, input="Hi", tools=[tool]).status_code == 200
 
 
 # The store

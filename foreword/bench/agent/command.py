@@ -73,9 +73,8 @@ CATEGORY = "agent"
 SUFFIX = Mode("suffix", speculation=Speculation("suffix"))
 PLAIN_OFF = replace(OFF, engine=PLAIN)  # of an engine without drafters
 OWN_ANSWER_TOKENS = 96  # of answers that are not recorded
-MIN_OWN_CONTEXT = 512
 OVERSHOOT, MAX_ANSWER_TOKENS = 1.2, 2048  # of a script's context, and of its longest answer
-WARMUP_STEPS = 1
+WARMUP_STEPS = 1  # of the sessions that are not counted, whose logits are hashed
 ROUND_NUMBERS = 1000  # sessions of a round
 COST_S = 2.0  # of a measure of the parser or a grammar, for the estimate
 ANSWER_TOKENS, STEPS = 100, 12  # of a session, for the estimate
@@ -182,16 +181,14 @@ class _Measurement:
 
     def _make_sessions(self, load: int, number: int) -> list[AgentSession]:
         engine = self.engines[ADAPTIVE]
-        limit = CONTEXT if engine.recorded else max(engine.max_len - OWN_ANSWER_TOKENS, MIN_OWN_CONTEXT)
-        first = number * ROUND_NUMBERS + load
-        return [
-            engine.make_session(
-                make_script(first + index, self.sources, min(size, limit), engine.count),
-                first + index,
-                OWN_ANSWER_TOKENS,
-            )
-            for index, size in enumerate(self._sizes(load, number))
-        ]
+        limit = CONTEXT if engine.recorded else engine.max_len - OWN_ANSWER_TOKENS
+        sessions = []
+        for index, size in enumerate(self._sizes(load, number), number * ROUND_NUMBERS + load):
+            script = make_script(index, self.sources, min(size, limit), engine.count)
+            if number == 0:
+                script = replace(script, steps=script.steps[:WARMUP_STEPS])
+            sessions.append(engine.make_session(script, index, OWN_ANSWER_TOKENS))
+        return sessions
 
     def _measure(self, load: int, number: int) -> None:
         sessions = tuple(self._make_sessions(load, number))

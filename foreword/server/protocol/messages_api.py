@@ -25,7 +25,7 @@ from foreword.server.protocol.compat import MESSAGES_API, PeerField
 from foreword.server.protocol.sampling import NO_DEFAULTS, SamplingBody
 from foreword.server.protocol.structured import Constraint
 
-__all__ = ["MessagesConversation", "ConversationBody", "CountTokensBody", "MessagesBody", "hide_thinking"]
+__all__ = ["ConversationBody", "CountTokensBody", "MessagesBody", "MessagesConversation", "hide_thinking"]
 
 # Claude Code's first system block, which is another one in each request: it would hide every cached prefix.
 BILLING_HEADER = "x-anthropic-billing-header:"

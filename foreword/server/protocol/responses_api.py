@@ -109,7 +109,7 @@ class FlatTool(StrictModel):
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # OpenAI's default is true here
+    strict: bool | None = None  # true refuses what cannot be enforced; many clients leave it out
     format: dict[str, Any] | None = None  # of a custom tool's input
     tools: list[FlatTool] | None = None  # of a namespace
 
@@ -123,14 +123,14 @@ class FlatTool(StrictModel):
         if self.type == "custom":
             grammar = custom_input_grammar(self.format, f"{field_name}.format")
             return field_name, Tool(name, self.description or "", is_custom=True, input_grammar=grammar)
-        strict = self.strict is not False
+        strict = self.strict is True
         return field_name, Tool(name, self.description or "", self.parameters or None, strict)
 
     def to_response(self) -> dict[str, Any]:
         """The tool as the response repeats it."""
         fields = {"type": self.type, "name": self.name}
         if self.type == "function":
-            strict = self.strict is not False
+            strict = self.strict is True
             described = {"description": self.description, "parameters": self.parameters, "strict": strict}
             return {**fields, **described}
         if self.type == "namespace":

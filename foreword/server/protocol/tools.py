@@ -13,8 +13,8 @@ from foreword.server.protocol.base import StrictModel
 
 __all__ = [
     "MAX_ARGUMENTS_CHARS",
-    "FunctionBody",
     "ChatTool",
+    "FunctionBody",
     "ToolsBody",
     "check_arguments",
     "custom_input_grammar",

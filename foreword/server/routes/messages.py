@@ -12,7 +12,7 @@ from foreword.server.chat_generation import ChatTask, count_prompt_tokens, start
 from foreword.server.context import ServerContext, ServerDep
 from foreword.server.http import JSONResponse
 from foreword.server.messages_writer import MessagesWriter
-from foreword.server.protocol.messages_api import MessagesConversation, CountTokensBody, MessagesBody
+from foreword.server.protocol.messages_api import CountTokensBody, MessagesBody, MessagesConversation
 from foreword.server.streaming import respond
 
 __all__ = ["router"]
