@@ -17,8 +17,8 @@ from tests.support.checkpoints import EOS, write_checkpoint, write_json
 
 __all__ = [
     "FAMILIES",
-    "ToolFamily",
     "WEATHER",
+    "ToolFamily",
     "call_bias",
     "chat_template",
     "marker_id",

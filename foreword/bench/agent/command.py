@@ -141,7 +141,6 @@ class _Measurement:
     costs: dict[str, Any] = field(default_factory=dict)  # of the parser, and of a grammar
     exact: bool = True  # hashes of logits are equal
     _pairs: dict[str, list[PairedRun]] = field(default_factory=dict)  # of the cell, by mode
-    _sessions: dict[int, Sequence[AgentSession]] = field(default_factory=dict)  # of the cell, by round
 
     def plan(self, loads: Sequence[int]) -> list[BenchStep]:
         engine = self.engines[ADAPTIVE]
@@ -206,13 +205,11 @@ class _Measurement:
             hashes = {tuple(result.logits_hashes for result in one.results) for one in rounds.values()}
             self.exact &= len(hashes) == 1
             self._pairs = {mode.name: [] for mode in self.modes}
-            self._sessions.clear()
             return
-        self._sessions[number] = sessions
         for mode in self.modes:
             self._pairs[mode.name].append(PairedRun(rounds[OFF.name], rounds[mode.name]))
         if number == self.num_rounds:
-            self.cells.append(_cell_result(load, self._pairs, list(self._sessions.values())))
+            self.cells.append(_cell_result(load, self._pairs))
 
 
 def _check_sessions(
@@ -227,15 +224,13 @@ def _check_sessions(
     require(f"{mode.name}: calls parsed", calls, sum(len(session.script.steps) for session in sessions))
 
 
-def _cell_result(
-    load: int, pairs: Mapping[str, Sequence[PairedRun]], sessions: Sequence[Sequence[AgentSession]]
-) -> dict[str, Any]:
+def _cell_result(load: int, pairs: Mapping[str, Sequence[PairedRun]]) -> dict[str, Any]:
     plain = [pair.plain for pair in next(iter(pairs.values()))]
     results = [result for one in plain for result in one.results]
     lengths = [len(result.prompt_ids) for result in results]
     return {
         "sessions_at_once": load,
-        "sessions": sum(map(len, sessions)),
+        "sessions": sum(len(_session_seconds(one)) for one in plain),
         "steps": len(results),
         "prompt_tokens": {"median": statistics.median(lengths), "max": max(lengths)},
         "answer_tokens": statistics.median(result.num_tokens for result in results),
