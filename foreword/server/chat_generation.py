@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from fastapi import Request
 
@@ -26,7 +26,6 @@ from foreword.tokenizer.input_processor import Prompt
 __all__ = ["ChatTask", "count_prompt_tokens", "start_chat"]
 
 logger = logging.getLogger("foreword.serve")
-MAX_LOGGED_KEYWORDS: Final = 1024  # dropped keywords of schemas, each logged once
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,20 +126,20 @@ async def _constrain(server: ServerContext, task: ChatTask, starts_in_reasoning:
     )
     # Schemas of hundreds of tools take a tenth of a second.
     constraint = await asyncio.to_thread(described) if task.tools.callable_tools else described()
-    _record_dropped(server, task.tools, constraint.dropped)
+    _record_dropped(server, constraint.dropped)
     return replace(params, structured=constraint.structured)
 
 
-def _record_dropped(server: ServerContext, use: ToolUse, dropped: Sequence[str]) -> None:
-    """Count keywords that are not enforced, and log each of a tool once."""
+def _record_dropped(server: ServerContext, dropped: Sequence[str]) -> None:
+    """Count keywords that are not enforced, and log each of them once; where they stand may be private."""
     if not dropped:
         return
     server.recorder.on_dropped_keywords(len(dropped))
-    known = server.logged_keywords
-    for text in dropped:
-        if text not in known and len(known) < MAX_LOGGED_KEYWORDS:
-            known.add(text)
-            logger.info("not enforced: %s (of %d tools)", text, len(use.tools))
+    logger.debug("keywords of tools that are not enforced: %s", "; ".join(dropped))
+    new = {text.rpartition(": ")[2] for text in dropped} - server.logged_keywords
+    if new:
+        server.logged_keywords.update(new)
+        logger.info("keywords of tools' schemas that are not enforced: %s", ", ".join(sorted(new)))
 
 
 def _new_call_id(prefix: str, index: int) -> str:

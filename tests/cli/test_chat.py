@@ -451,7 +451,7 @@ def test_leaving_the_question_ends_the_turn(root: Path, key: type[BaseException]
 
 def test_result_that_is_too_long_is_an_error_for_the_model(root: Path) -> None:
     lines, source = call_tools(root, "read_file long", "calculate 1")
-    assert lines[3:5] == ["read_file 1000 lines, 5000 characters", chat.TOO_LONG_RESULT]
+    assert lines[3:5] == ["read_file 1000 lines, 4999 characters", chat.TOO_LONG_RESULT]
     assert [len(prompt) for prompt in source.prompts] == [1, 3, 3, 5, 7]
     assert all(message["content"] != "word\n" * 1000 for message in source.prompts[3])
 

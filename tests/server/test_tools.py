@@ -538,7 +538,7 @@ def test_keywords_that_are_not_enforced(hermes: RunningServer, caplog: pytest.Lo
             chat(hermes, **sampled(tools=[function(parameters=parameters)], max_tokens=3))
     assert counters(hermes)["foreword_tool_schema_keywords_dropped_total"] == before + 2
     logged = [record.getMessage() for record in caplog.records if "not enforced" in record.getMessage()]
-    assert len(logged) == 1 and "tools[0].function.parameters/properties/a" in logged[0]
+    assert len(logged) == 1 and logged[0].endswith(": not") and "properties" not in logged[0]
     error = error_of(hermes, tools=[function(parameters=parameters, strict=True)])
     assert error["param"] == "tools[0].function.parameters" and "not" in error["message"]
 
