@@ -223,7 +223,7 @@ def make_family(name: str, path: Path, **overrides: Any) -> Family:
 
 def recorded(plain: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for prompt, answer in zip(prompts(), plain, strict=True):
-        for token_ids, _, _, _, _, seed, _ in answer["choices"]:
+        for token_ids, _, _, _, _, seed, *_ in answer["choices"]:
             yield {"prompt_token_ids": prompt, "seed": seed, "token_ids": token_ids}
 
 

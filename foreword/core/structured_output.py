@@ -53,6 +53,7 @@ class AnswerGate:
     trigger: Marker = ()  # the constraint starts after it; (): after the reasoning
     opening: str = ""  # the constraint is for answers that begin so, after whitespace; "": for all
     is_trigger_in_reasoning: bool = False  # the trigger ends the reasoning as well
+    early_begin: int | None = None  # a token that ends the reasoning and begins the constrained text
     constrains: bool = True  # False: the budget is all
     usual: Marker = ()  # how the constrained text begins if the model writes as its template does: a draft
 

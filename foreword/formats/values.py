@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
+from urllib.parse import unquote
 
 from foreword.formats.tools import Tool
 
@@ -19,6 +20,7 @@ __all__ = [
     "argument_types",
     "decode_python_escape",
     "escape",
+    "resolve_reference",
     "scalar_to_json",
 ]
 
@@ -61,13 +63,13 @@ def escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def argument_types(tool: Tool, key: str) -> frozenset[str]:
-    """JSON types that the schema allows for an argument; all of them if it does not tell."""
+def argument_types(tool: Tool, key: str | None) -> frozenset[str]:
+    """JSON types that the schema allows for an argument, None for one that it does not name."""
     root = tool.parameters or {}
     properties = root.get("properties")
-    if not isinstance(properties, Mapping) or key not in properties:
-        return ANY_TYPES
-    return _types(properties[key], root, MAX_SCHEMA_DEPTH)
+    is_named = isinstance(properties, Mapping) and key in properties
+    schema = properties[key] if is_named else root.get("additionalProperties")
+    return _types(schema, root, MAX_SCHEMA_DEPTH)
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
@@ -88,14 +90,19 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
     for option in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
         types &= _types(option, root, depth - 1)
     if isinstance(schema.get("$ref"), str):
-        types &= _types(_resolve(schema["$ref"], root), root, depth - 1)
+        types &= _types(resolve_reference(schema["$ref"], root), root, depth - 1)
     return types or ANY_TYPES
 
 
-def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
-    value: Any = root
-    for part in reference.removeprefix("#").split("/")[1:]:
-        value = value.get(part) if isinstance(value, Mapping) else None
+def resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
+    """The part of a schema that "#/..." names; None if there is none. Anchors are the root."""
+    value: Any = root if reference[:1] == "#" else None
+    for step in reference[1:].split("/")[1:]:
+        step = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            value = value.get(step) if isinstance(value, Mapping) else None
     return value
 
 

@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Final, NoReturn
-from urllib.parse import unquote
 
 from llguidance import LLMatcher
 
+from foreword.formats.values import resolve_reference
 from foreword.grammar import limits
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "is_text_list",
     "nesting_depth",
     "read_json",
-    "resolve_reference",
 ]
 
 # Linear time, also for an unterminated string.
@@ -248,18 +247,6 @@ def _malformed(schema: Mapping[str, Any], root: Any) -> Iterator[str]:
         )
     ):
         yield "type"
-
-
-def resolve_reference(reference: str, root: Any) -> Any:
-    """The part of a schema that "#/..." names; None if there is none. Anchors are the root."""
-    value = root
-    for step in reference[1:].split("/")[1:]:
-        step = unquote(step).replace("~1", "/").replace("~0", "~")
-        if isinstance(value, list) and step.isdecimal() and int(step) < len(value):
-            value = value[int(step)]
-        else:
-            value = value.get(step) if isinstance(value, Mapping) else None
-    return value
 
 
 @lru_cache(maxsize=1024)

@@ -56,7 +56,7 @@ class Matcher:
         self._executor = executor
         eos_stop_ids = [i for i in request.params.stop_token_ids if i in vocab.eos_ids]
         self._stop_tokens = StopTokens(vocab, (*request.eos_token_ids, *eos_stop_ids))
-        self._gate = make_gate_tracker(request, vocab)
+        self._gate = make_gate_tracker(request, vocab, self._stop_tokens.ids)
         self._jump_forward = JumpForward(vocab, compiled.kind)
         gate = request.params.structured.gate if request.params.structured is not None else None
         self._usual = () if gate is None else tokenize_marker(gate.usual, vocab)
@@ -112,7 +112,9 @@ class Matcher:
         begin, _, state = self._gate.walk(draft)
         if closing := self._gate.forced_ids(state):
             return self._mask_of(closing[0])
-        if begin is None or self._is_finished:
+        if begin is None:
+            return self._mask_without(self._gate.blocked_ids(state))
+        if self._is_finished:
             return None
         text, ends = self._stop_tokens.split_at_stop(draft[begin:])
         if ends:
@@ -161,6 +163,19 @@ class Matcher:
         mask = torch.zeros((self._vocab.vocab_size + 31) // 32, dtype=torch.int32)
         word, bit = _word_and_bit(token_id)
         mask[word] = bit
+        return mask
+
+    def _mask_without(self, token_ids: Sequence[int]) -> Tensor | None:
+        """The mask of all other ids; None if there are no ids."""
+        if not token_ids:
+            return None
+        size = self._vocab.vocab_size
+        mask = torch.full(((size + 31) // 32,), -1, dtype=torch.int32)
+        if size % 32:
+            mask[-1] = (1 << size % 32) - 1
+        for token_id in token_ids:
+            word, bit = _word_and_bit(token_id)
+            mask[word] &= ~bit
         return mask
 
     def _cancel_job(self) -> None:

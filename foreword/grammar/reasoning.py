@@ -50,15 +50,28 @@ class GateTracker:
         "_is_end",
         "_is_trigger",
         "_num_kept",
+        "_stop_ids",
         "_token_bytes",
         "state",
     )
 
-    def __init__(self, gate: AnswerGate, vocab: GrammarVocab, end_ids: Sequence[Sequence[int]] = ()) -> None:
-        """`end_ids` end the reasoning instead of the gate's marker."""
+    def __init__(
+        self,
+        gate: AnswerGate,
+        vocab: GrammarVocab,
+        end_ids: Sequence[Sequence[int]] = (),
+        stop_ids: Iterable[int] = (),
+    ) -> None:
+        """
+        end_ids   end the reasoning instead of the gate's marker
+        stop_ids  end the answer
+        """
         self._gate = gate
         self._token_bytes = vocab.token_bytes
         self._closing_ids = tokenize_marker(gate.reasoning_end, vocab)
+        closing = {token_id for end in (self._closing_ids, *end_ids) for token_id in end}
+        must_follow = gate.constrains and not gate.trigger and not gate.opening
+        self._stop_ids = tuple(i for i in stop_ids if i not in closing) if must_follow else ()
         self._is_begin = _marker_finder(gate.reasoning_begin, vocab)
         self._is_end = _ends_with(end_ids) if end_ids else _marker_finder(gate.reasoning_end, vocab)
         self._is_trigger = _marker_finder(gate.trigger, vocab)
@@ -92,13 +105,14 @@ class GateTracker:
             if state.is_open and not state.in_reasoning and not state.may_reason:
                 break  # for good
             forced = self.forced_ids(state)
-            if forced and token_id != forced[0]:
+            if (forced and token_id != forced[0]) or token_id in self.blocked_ids(state):
                 num_allowed = min(num_allowed, index)
             was_open, may_open, in_reasoning = state.is_open, state.may_open, state.in_reasoning
             state = self._advance(state, token_id)
             if state.is_open != was_open:
                 # An opening is a part of the constrained text; markers are not.
-                start = (index if may_open and not in_reasoning else index + 1) if state.is_open else None
+                is_part = token_id == self._gate.early_begin if in_reasoning else may_open
+                start = (index if is_part else index + 1) if state.is_open else None
         return start, num_allowed, state
 
     def forced_ids(self, state: GateState) -> Ids:
@@ -107,6 +121,10 @@ class GateTracker:
         if budget is None or not state.in_reasoning or state.num_reasoning < budget:
             return ()
         return self._closing_ids[state.num_reasoning - budget :]
+
+    def blocked_ids(self, state: GateState) -> Ids:
+        """Stop ids that may not end the answer here: what the constraint asks for is to follow."""
+        return self._stop_ids if state.in_reasoning and not state.is_open else ()
 
     def _after_reasoning(self, may_reason: bool) -> GateState:
         gate = self._gate
@@ -119,7 +137,7 @@ class GateTracker:
             if self._is_end(tail):
                 is_free = bool(gate.trigger) or not gate.constrains
                 return self._after_reasoning(may_reason=is_free and not self._begin_text)
-            if gate.is_trigger_in_reasoning and self._is_trigger(tail):
+            if (gate.is_trigger_in_reasoning and self._is_trigger(tail)) or token_id == gate.early_begin:
                 return GateState(True)
             return state._replace(num_reasoning=state.num_reasoning + 1, tail=tail)
         if self._is_trigger(tail):
@@ -146,14 +164,14 @@ class GateTracker:
         return state._replace(is_open=text.lstrip().startswith(self._gate.opening.encode()), may_open=False)
 
 
-def make_gate_tracker(request: Request, vocab: GrammarVocab) -> GateTracker:
+def make_gate_tracker(request: Request, vocab: GrammarVocab, stop_ids: Iterable[int]) -> GateTracker:
     """For the constraint of a request: its gate, or its `after`."""
     structured, end_ids = request.params.structured, request.reasoning_end_ids
     assert structured is not None
     if structured.gate is not None:
-        return GateTracker(structured.gate, vocab)
+        return GateTracker(structured.gate, vocab, stop_ids=stop_ids)
     is_reasoning = bool(end_ids) and not reasoning_ended_in_prompt(request.prompt_ids, end_ids)
-    return GateTracker(AnswerGate(starts_in_reasoning=is_reasoning), vocab, end_ids)
+    return GateTracker(AnswerGate(starts_in_reasoning=is_reasoning), vocab, end_ids, stop_ids)
 
 
 def _marker_finder(marker: Marker, vocab: GrammarVocab) -> Finder:

@@ -31,7 +31,7 @@ from foreword.formats.record import (
     ToolFormat,
 )
 from foreword.formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUse
-from foreword.formats.values import ANY_TYPES, argument_types
+from foreword.formats.values import ANY_TYPES, argument_types, resolve_reference
 from foreword.grammar import limits
 from foreword.grammar.compiler import constraint_body
 from foreword.grammar.json_schema import (
@@ -41,7 +41,6 @@ from foreword.grammar.json_schema import (
     GrammarError,
     convert_schema,
     is_pattern_known,
-    resolve_reference,
 )
 from foreword.grammar.lark import embed_lark, escape_char, lark_regex
 
@@ -61,6 +60,8 @@ ROOT: Final = "parameters"  # of a tool, in the definitions of an argument's sch
 LENGTHS: Final = ("minLength", "maxLength")
 STRING_ALTERNATIVES: Final = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref")
 NUMBER_KEYWORDS: Final = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf")
+OBJECT_KEYWORDS: Final = ("type", "properties", "required", "additionalProperties")
+DEFINITION_KEYWORDS: Final = ("$anchor", "$defs", "$id", "$schema", "definitions", "id")
 CONSTRAINING_KEYWORDS: Final = (*SUPPORTED_KEYWORDS, *UNSUPPORTED_KEYWORDS)
 EMBEDDABLE_TYPES: Final = ("json_schema", "json_object", "regex", "choice")
 OPEN_BRACE, CLOSE_BRACE, OPEN_BRACKET, CLOSE_BRACKET, COMMA = (
@@ -140,8 +141,10 @@ def _cached_constraint(task: _Task) -> ToolConstraint:
     if use.choice == "required" or document is not None:
         body = writer.whole_answer(calls, use.parallel, document)
         lark = writer.finish(writer.after_reasoning(body, gate))
-        if document is None and not gate.holds_reasoning:
-            gate = replace(gate, usual=_usual_begin(bound, calls.begin + calls.call))
+        if not gate.holds_reasoning:
+            gate = replace(gate, early_begin=_early_begin(bound, calls))
+            if document is None:
+                gate = replace(gate, usual=_usual_begin(bound, calls.begin + calls.call))
     elif trigger:
         reasoning_format = bound.format.reasoning
         lark = writer.finish(writer.after_trigger(calls, use.parallel, trigger, rest))
@@ -241,6 +244,15 @@ def _usual_begin(bound: BoundFormat, parts: Iterable[Part]) -> Marker:
         elif piece != "":
             texts.append(piece)
     return tuple(texts)
+
+
+def _early_begin(bound: BoundFormat, calls: ToolFormat) -> int | None:
+    """The token that ends the reasoning by a call, if the family's models call there."""
+    first = (calls.begin + calls.call)[0]
+    if bound.format.reasoning is None or not bound.format.reasoning.ended_by_call:
+        return None
+    pieces = bound.pieces(first) if isinstance(first, str) else ()
+    return pieces[0] if pieces and isinstance(pieces[0], int) else None
 
 
 def _split_trigger(bound: BoundFormat, calls: ToolFormat) -> tuple[Marker, Marker]:
@@ -565,6 +577,16 @@ class _Writer:
             )
         self._dropped[f"{described.field}{place}"] = None
 
+    def drop_others(
+        self, described: _ToolSchema, schema: Mapping[str, Any], path: str, keywords: Iterable[str]
+    ) -> None:
+        """Leave out what constrains, besides these keywords and definitions."""
+        for keyword, value in schema.items():
+            is_known = keyword in keywords or keyword in DEFINITION_KEYWORDS
+            is_neutral = keyword in UNSUPPORTED_KEYWORDS and value == UNSUPPORTED_KEYWORDS[keyword]
+            if keyword in CONSTRAINING_KEYWORDS and not is_known and not is_neutral:
+                self.drop(described, f"{path}: {keyword}")
+
     def rule(self, head: str, body: str) -> str:
         """Add a rule, which may be there already. Returns its name."""
         assert self._lines.setdefault(head, body) == body, f"two rules {head}"
@@ -596,10 +618,11 @@ class _TaggedWriter:
         self._end: list[Item] = [*end, SPACE_TEXT]
 
     def items(self) -> list[Item]:
-        properties, required, may_have_others = _properties(self._tool.parameters)
+        properties, required, others = _properties(self._tool.parameters)
+        self._writer.drop_others(self._tool, self._tool.parameters, "", OBJECT_KEYWORDS)
         entries = {key: self._element(key, schema) for key, schema in properties.items()}
-        if may_have_others and not properties:
-            return [SPACE_TEXT, f"({self._element(None, {})})*"]
+        if others is not None:
+            return [SPACE_TEXT, f"({self._element(None, others)})*"]
         return [SPACE_TEXT, _any_order(self._writer, self._tool, "", entries, required, "")]
 
     def _element(self, key: str | None, schema: Any) -> str:
@@ -607,8 +630,8 @@ class _TaggedWriter:
         part = self._part
         name = _Text(KEY if key is None else _literal(key))
         head = [*self._writer.marker(part.key_begin), name, *self._writer.marker(part.key_end)]
-        path = f"/properties/{key}"
-        types = ANY_TYPES if key is None else argument_types(self._tool.tool, key)
+        path = "/additionalProperties" if key is None else f"/properties/{key}"
+        types = argument_types(self._tool.tool, key)
         if self._tool.tool.is_custom:
             types = frozenset({"string"})
         bodies = []
@@ -676,13 +699,15 @@ class _LiteralWriter:
         if grammar is not None:
             raise InvalidRequest(f"{grammar.field} cannot be enforced in this model's calls", grammar.field)
         assign = "=" if self._is_python else ":"
-        properties, required, may_have_others = _properties(self._tool.parameters)
+        properties, required, others = _properties(self._tool.parameters)
+        self._writer.drop_others(self._tool, self._tool.parameters, "", OBJECT_KEYWORDS)
         entries = {
             key: _join([_Text(_literal(key) + assign), self._value(schema, f"/properties/{key}")])
             for key, schema in properties.items()
         }
-        if may_have_others and not properties:
-            entry = _join([_Text(KEY.replace(".-", "") + assign), self._any()])
+        if others is not None:
+            value = self._value(others, "/additionalProperties")
+            entry = _join([_Text(KEY.replace(".-", "") + assign), value])
             return [f"({entry} (/,{SPACES}{{0,{MAX_SPACES}}}/ {entry})*)?"]
         return [_any_order(self._writer, self._tool, "", entries, required, ",")]
 
@@ -708,11 +733,9 @@ class _LiteralWriter:
             return self._value(schema["allOf"][0], f"{path}/allOf/0")
         if not types and "properties" in schema:
             types = ["object"]
-        handled = {"type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems"}
-        for keyword in schema:
-            is_number = keyword in NUMBER_KEYWORDS and {*types} <= {"integer", "number", "null", "boolean"}
-            if keyword in CONSTRAINING_KEYWORDS and keyword not in handled and not is_number:
-                self._writer.drop(self._tool, f"{path}: {keyword}")
+        numbers = NUMBER_KEYWORDS if {*types} <= {"integer", "number", "null", "boolean"} else ()
+        handled = (*OBJECT_KEYWORDS, "items", "minItems", "maxItems", *numbers)
+        self._writer.drop_others(self._tool, schema, path, handled)
         return f"({' | '.join(self._typed(name, schema, path) for name in types)})" if types else self._any()
 
     def _typed(self, name: str, schema: Mapping[str, Any], path: str) -> str:
@@ -730,10 +753,9 @@ class _LiteralWriter:
                 low, high = schema.get("minItems", 0), schema.get("maxItems")
                 return self._list(self._value(schema.get("items"), f"{path}/items"), low, high)
             case "object":
-                properties, required, may_have_others = _properties(schema)
-                if may_have_others and not properties:
-                    self._any()  # the rule of its values
-                    return self._any_object()
+                properties, required, others = _properties(schema)
+                if others is not None:
+                    return self._object(self._value(others, f"{path}/additionalProperties"))
                 entries = {
                     key: _join([_Text(self._key(key)), self._value(value, f"{path}/properties/{key}")])
                     for key, value in properties.items()
@@ -790,14 +812,15 @@ class _LiteralWriter:
         words = " | ".join(f'"{word}"' for word in self._words)
         name = "any_value"
         self._writer.rule(
-            name, f"{self._string()} | {number} | {words} | {self._list(name)} | {self._any_object()}"
+            name, f"{self._string()} | {number} | {words} | {self._list(name)} | {self._object(name)}"
         )
         return name
 
-    def _any_object(self) -> str:
+    def _object(self, value: str) -> str:
+        """An object of any keys."""
         colon = f":{SPACES}{{0,{MAX_SPACES}}}"
         key = f"/({PYTHON_STRING}|{JSON_STRING}){colon}/" if self._is_python else f"/{KEY}{colon}/"
-        return f"{OPEN_BRACE} ({key} any_value ({COMMA} {key} any_value)*)? {CLOSE_BRACE}"
+        return f"{OPEN_BRACE} ({key} {value} ({COMMA} {key} {value})*)? {CLOSE_BRACE}"
 
 
 def _any_order(
@@ -833,19 +856,20 @@ def _any_order(
     return f"{name if separator else f'{name}_rest'}::0x0"
 
 
-def _properties(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str], bool]:
-    """The properties of an object's schema, the required ones, and whether it may have others."""
-    properties = schema.get("properties")
-    properties = properties if isinstance(properties, Mapping) else {}
+def _properties(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str], Any]:
+    """The properties of an object's schema, the required ones, and the schema of others; None: no others."""
+    others = schema.get("additionalProperties", True)
     names = schema.get("required")
     required = [
-        name for name in dict.fromkeys(names if isinstance(names, list) else ()) if name in properties
+        name for name in dict.fromkeys(names if isinstance(names, list) else ()) if isinstance(name, str)
     ]
-    return (
-        properties,
-        required,
-        "properties" not in schema and schema.get("additionalProperties") is not False,
-    )
+    properties = schema.get("properties")
+    properties = dict(properties) if isinstance(properties, Mapping) else {}
+    may_have_others = others is not False and "properties" not in schema and not required
+    if others is not False:
+        properties |= {name: others for name in required if name not in properties}
+    others = others if isinstance(others, Mapping) else {}
+    return properties, [name for name in required if name in properties], others if may_have_others else None
 
 
 def _parameters(tool: Tool) -> Mapping[str, Any]:
