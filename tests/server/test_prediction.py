@@ -59,10 +59,10 @@ def test_usage_adds_up_choices(served: RunningServer, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_usage_without_a_prediction_has_no_details(served: RunningServer, stream: bool) -> None:
+def test_usage_without_a_prediction_has_no_prediction_tokens(served: RunningServer, stream: bool) -> None:
     served.set_output(GUESSED)
-    assert details_of(served, stream) is None
-    assert details_of(served, stream, prediction=None) is None
+    for fields in ({}, {"prediction": None}):
+        assert details_of(served, stream, **fields).model_dump(exclude_none=True) == {"reasoning_tokens": 0}
 
 
 def test_rejected_tokens_are_not_completion_tokens(served: RunningServer) -> None:
