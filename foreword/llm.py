@@ -14,6 +14,7 @@ import logging
 import signal
 import threading
 import time
+import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -383,7 +384,7 @@ class LLM:
             raise InvalidRequest(
                 "structured.after cannot be used with tools that may be called", "structured"
             )
-        return params, partial(ChatParser, bound, chat.tools, starts_in_reasoning, "call_{}".format)
+        return params, partial(ChatParser, bound, chat.tools, starts_in_reasoning, _new_call_id)
 
     def _generate(self, prompts: list[_PromptRequests], progress: bool) -> list[RequestOutput]:
         outputs = [
@@ -581,6 +582,11 @@ def _read_tool_use(
 ) -> ToolUse:
     choice, allowed = parse_choice(tool_choice, "tool_choice")
     return check_tools(list(map(_read_tool, range(len(tools)), tools)), choice, allowed, parallel)
+
+
+def _new_call_id(index: int) -> str:
+    """Calls of other answers stand in the same conversation."""
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _stream_pieces(delta: OutputDelta) -> Iterator[StreamPiece]:

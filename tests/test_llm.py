@@ -73,7 +73,7 @@ def test_chat_with_tools(calling: LLM) -> None:
     )
     (call,) = output.tool_calls
     assert output.finish_reason == "tool_calls" and output.text == ""
-    assert (call.id, call.name) == ("call_0", "get_weather")
+    assert call.name == "get_weather"
     jsonschema.validate(json.loads(call.arguments), WEATHER["function"]["parameters"])
     function = {"name": call.name, "arguments": call.arguments}
     result = [
@@ -82,6 +82,14 @@ def test_chat_with_tools(calling: LLM) -> None:
     ]
     (second,) = calling.chat([*messages, *result], params, **arguments)
     assert second.prompt is not None and call.name in second.prompt and "sunny" in second.prompt
+    (third,) = calling.chat(
+        [*messages, *result],
+        params,
+        **arguments,
+        tool_choice="required",
+        reasoning=ReasoningOptions(max_tokens=5),
+    )
+    assert third.tool_calls[0].id != call.id
     assert b"foreword_tool_calls_total 0.0" not in calling.render_metrics()
 
 

@@ -50,6 +50,13 @@ def _python_list(begin: str, end: str) -> ToolFormat:
     return ToolFormat(PYTHON_CALL, (begin, SPACE, "["), COMMA, ("]", SPACE, end))
 
 
+KIMI_CALL: Final = (
+    "<|tool_call_begin|>",
+    NameInId("functions.", ":", "[0-9]+"),
+    "<|tool_call_argument_begin|>",
+    JsonArguments(),
+    "<|tool_call_end|>",
+)
 MISTRAL_V3_CALLS: Final = _json_array("[TOOL_CALLS]", None, JsonCall(id_key="id", id_pattern=ID_9))
 MISTRAL_CALL_WITH_ID: Final = ToolFormat(
     ("[TOOL_CALLS]", Name(), "[CALL_ID]", CallId(ID_9), "[ARGS]", JsonArguments())
@@ -99,7 +106,8 @@ def _dsml(name: str, section: str) -> ChatFormat:
             ("\n",),
             (Space("\n"), f"</｜DSML｜{section}>"),
         ),
-        reasoning=ReasoningFormat("<think>", "</think>", space=""),
+        also=(ToolFormat(invoke),),  # the section is left out at times
+        reasoning=ReasoningFormat("<think>", "</think>", space="", ended_by_call=True),
         inner_tokens=("｜DSML｜",),
         template_markers=("｜DSML｜", section),
     )
@@ -220,24 +228,15 @@ _ALL: Final = (
     _glm("glm-4.7", ""),
     ChatFormat(
         "kimi-k2",
-        ToolFormat(
-            (
-                "<|tool_call_begin|>",
-                NameInId("functions.", ":", "[0-9]+"),
-                "<|tool_call_argument_begin|>",
-                JsonArguments(),
-                "<|tool_call_end|>",
-            ),
-            ("<|tool_calls_section_begin|>",),
-            (),
-            ("<|tool_calls_section_end|>",),
-        ),
+        ToolFormat(KIMI_CALL, ("<|tool_calls_section_begin|>",), (), ("<|tool_calls_section_end|>",)),
+        also=(ToolFormat(KIMI_CALL),),  # the section is left out at times
         reasoning=ReasoningFormat("<think>", "</think>", space="", ended_by_call=True),
         template_markers=("<|tool_calls_section_begin|>",),
     ),
     ChatFormat(
         "lfm2",
         _python_list("<|tool_call_start|>", "<|tool_call_end|>"),
+        also=(ToolFormat(("<|tool_call_start|>", *PYTHON_CALL, "<|tool_call_end|>")),),
         reasoning=THINK,
         template_markers=("<|tool_list_start|>",),
     ),
@@ -288,14 +287,19 @@ _ALL: Final = (
         "gpt-oss",
         _harmony_call("<|channel|>commentary to=functions.", Name()),
         also=(
-            # the recipient in the header of the role, or in the channel of reasoning
-            _harmony_call("<|start|>assistant to=functions.", Name(), "<|channel|>commentary"),
+            # the recipient in the header of the role, with any channel, or in the channel of reasoning
+            _harmony_call("<|start|>assistant to=functions.", Name(), "<|channel|>"),
             _harmony_call("<|channel|>analysis to=functions.", Name()),
-            _harmony_call("to=functions.", Name(), "<|channel|>commentary"),
+            _harmony_call("to=functions.", Name(), "<|channel|>"),
         ),
         reasoning=ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>", space="", ended_by_call=True),
         content=("<|channel|>final<|message|>", "<|end|>"),
-        dropped=("<|start|>assistant", "<|channel|>commentary<|message|>", "<|return|>"),
+        dropped=(
+            "<|start|>assistant",
+            "<|channel|>commentary<|message|>",
+            "<|channel|>final <|constrain|>json<|message|>",
+            "<|return|>",
+        ),
         inner_tokens=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
         template_markers=("<|channel|>", "<|call|>"),
     ),

@@ -205,6 +205,8 @@ class ChatParser(ArgumentReader):
         self._region = _Region.REASONING if starts_in_reasoning else _Region.CONTENT
         self._space: list[str] = []  # whitespace at the end of a text, which belongs to it if it goes on
         self._drops_space = False  # whitespace at the begin of a text belongs to the marker before it
+        # Without calls, whitespace within content is sent at once: a stop string may end in it.
+        self._keeps_space = not self._tools and not syntax.content
         self._says = False  # content since the last call or reasoning
         self._opens = True  # no text yet since the begin or since the reasoning
 
@@ -257,6 +259,8 @@ class ChatParser(ArgumentReader):
         if self._drops_space:
             text = text.lstrip(WHITESPACE)
         body = text.rstrip(WHITESPACE)
+        if self._keeps_space and self._region is _Region.CONTENT and (body or self._says):
+            body = text  # `_says`: whitespace before the first text may be followed by reasoning
         if body:
             self._drops_space = self._opens = False
             if self._space:

@@ -76,9 +76,11 @@ def _num_bytes(tool: Tool, field: str, schema_field: str) -> int:
         got = "none" if kind is None else f"{kind!r:.80}"
         raise InvalidRequest(f'{path} must be a schema of type "object", got type {got}', path)
     try:
-        return len(tool.description) + len(json.dumps(tool.parameters))
+        return len(tool.description) + len(json.dumps(tool.parameters, allow_nan=False))
     except RecursionError:
         raise InvalidRequest(f"{path} is nested too deeply", path) from None
+    except ValueError as error:
+        raise InvalidRequest(f"{path} cannot be written as JSON: {error}", path) from None
 
 
 def parse_choice(value: str | Mapping[str, Any] | None, field: str) -> tuple[Choice, list[str]]:

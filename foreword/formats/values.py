@@ -14,6 +14,7 @@ from foreword.formats.tools import Tool
 __all__ = [
     "ANY_TYPES",
     "JSON_STRING",
+    "MAX_SCHEMA_DEPTH",
     "CustomInput",
     "RawValue",
     "Unescape",
@@ -22,6 +23,7 @@ __all__ = [
     "escape",
     "resolve_reference",
     "scalar_to_json",
+    "schema_types",
 ]
 
 # A JSON string up to its quote; a backslash at the end of the text stays out.
@@ -65,14 +67,17 @@ def escape(text: str) -> str:
 
 def argument_types(tool: Tool, key: str | None) -> frozenset[str]:
     """JSON types that the schema allows for an argument, None for one that it does not name."""
+    if tool.is_custom:
+        return frozenset({"string"})
     root = tool.parameters or {}
     properties = root.get("properties")
-    is_named = isinstance(properties, Mapping) and key in properties
-    schema = properties[key] if is_named else root.get("additionalProperties")
-    return _types(schema, root, MAX_SCHEMA_DEPTH)
+    if isinstance(properties, Mapping) and key in properties:
+        return schema_types(properties[key], root)
+    return schema_types(root.get("additionalProperties"), root)
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+def schema_types(schema: Any, root: Mapping[str, Any], depth: int = MAX_SCHEMA_DEPTH) -> frozenset[str]:
+    """JSON types that a part of the schema `root` allows, as far as it tells."""
     if not isinstance(schema, Mapping) or not depth:
         return ANY_TYPES
     types = ANY_TYPES
@@ -86,11 +91,11 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
         types &= {_type_of(schema["const"])}
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
-            types &= frozenset().union(*(_types(option, root, depth - 1) for option in schema[keyword]))
+            types &= frozenset().union(*(schema_types(option, root, depth - 1) for option in schema[keyword]))
     for option in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-        types &= _types(option, root, depth - 1)
+        types &= schema_types(option, root, depth - 1)
     if isinstance(schema.get("$ref"), str):
-        types &= _types(resolve_reference(schema["$ref"], root), root, depth - 1)
+        types &= schema_types(resolve_reference(schema["$ref"], root), root, depth - 1)
     return types or ANY_TYPES
 
 

@@ -22,7 +22,8 @@ __all__ = ["check_grammar"]
 def start(vocabulary: Vocabulary) -> Callable[[Connection], None]:
     """Returns the handler, which replies with the reason to reject a constraint, or ""."""
     vocab = GrammarVocab(vocabulary, len(vocabulary.tokens))
-    vocab.tools_tokenizer()  # now: a job's CPU time is limited
+    for for_tools in (False, True):
+        vocab.tokenizer(for_tools)  # now: a job's CPU time is limited
 
     def handle(connection: Connection) -> None:
         structured: StructuredOutput = connection.recv()

@@ -126,7 +126,7 @@ class CompiledGrammar:
     def __init__(self, structured: StructuredOutput, vocab: GrammarVocab, num_lexers: int = 1) -> None:
         """`num_lexers` masks can be computed in parallel."""
         self._structured = structured
-        self._vocab = vocab
+        self._ll_tokenizer = vocab.tokenizer(for_tools=self.kind == "tools")
         self._num_lexers = num_lexers
         self._lock = threading.Lock()
         begin = time.thread_time()
@@ -161,9 +161,9 @@ class CompiledGrammar:
 
     def _compile(self) -> LLMatcher:
         structured = self._structured
-        vocab = self._vocab
-        ll_tokenizer = vocab.tools_tokenizer() if self.kind == "tools" else vocab.ll_tokenizer
-        llg = LLMatcher(ll_tokenizer, to_llguidance(structured), log_level=0, limits=parser_limits(self.kind))
+        llg = LLMatcher(
+            self._ll_tokenizer, to_llguidance(structured), log_level=0, limits=parser_limits(self.kind)
+        )
         llg.consume_tokens([])  # sets its stop state
         if llg.is_error():
             reason = error_reason(llg)

@@ -7,7 +7,7 @@ the form of the record, the name of a callable tool, and arguments by that tool'
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby, takewhile
@@ -31,7 +31,7 @@ from foreword.formats.record import (
     ToolFormat,
 )
 from foreword.formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUse
-from foreword.formats.values import ANY_TYPES, argument_types, resolve_reference
+from foreword.formats.values import MAX_SCHEMA_DEPTH, argument_types, resolve_reference, schema_types
 from foreword.grammar import limits
 from foreword.grammar.compiler import constraint_body
 from foreword.grammar.json_schema import (
@@ -52,12 +52,14 @@ MAX_SPACES: Final = 16
 JSON_SPACE: Final = f"({WHITESPACE})?"
 PLAIN_CHARS: Final = frozenset(" _,:;=<>\"'%!@&")  # of a regular expression, besides letters and digits
 NUMBER: Final = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?"
-PYTHON_STRING: Final = r"'([^'\\\x00-\x1f]|\\[\\'\"nrtbf]|\\u[0-9a-fA-F]{4})*'"
+PYTHON_STRING: Final = r"'([^'\\\x00-\x1f]|\\[\\'\"nrtbf]|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4})*'"
 JSON_STRING: Final = r'"([^"\\\x00-\x1f]|\\["\\\/bfnrt]|\\u[0-9a-fA-F]{4})*"'
 KEY: Final = "[a-zA-Z_][a-zA-Z0-9_.-]*"
+LITERAL_TEXTS: Final = {"boolean": "/true|false/", "null": "/null/"}
 MAX_ANY_ORDER: Final = 64  # bits of llguidance's parameter; more arguments come in the schema's order
 ROOT: Final = "parameters"  # of a tool, in the definitions of an argument's schema
 LENGTHS: Final = ("minLength", "maxLength")
+STRING_KEYWORDS: Final = frozenset(("const", "enum", "pattern", *LENGTHS))
 STRING_ALTERNATIVES: Final = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref")
 NUMBER_KEYWORDS: Final = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf")
 OBJECT_KEYWORDS: Final = ("type", "properties", "required", "additionalProperties")
@@ -420,7 +422,9 @@ class _Writer:
         begin = [] if gate.starts_in_reasoning else self.pieces(gate.reasoning_begin)
         head, *tail = gate.reasoning_end
         if isinstance(head, int):
-            return self.rule("reasoning", _join([*begin, f"<[^{head}]>*", *self.pieces(gate.reasoning_end)]))
+            # Special tokens are no text: one of them would end the answer.
+            text = f"<[^{_id_ranges({head, *self._bound.special_ids})}]>*"
+            return self.rule("reasoning", _join([*begin, text, *self.pieces(gate.reasoning_end)]))
         end = self.lazy_rule("reasoning_end", f"/(?s:.*){_literal(head)}/")
         return self.rule("reasoning", _join([*begin, end, *self.pieces(tuple(tail))]))
 
@@ -632,16 +636,56 @@ class _TaggedWriter:
         head = [*self._writer.marker(part.key_begin), name, *self._writer.marker(part.key_end)]
         path = "/additionalProperties" if key is None else f"/properties/{key}"
         types = argument_types(self._tool.tool, key)
-        if self._tool.tool.is_custom:
-            types = frozenset({"string"})
-        bodies = []
-        if "string" in types:
-            bodies.append(_join([*head, *self._value_begin(True), *self._string(schema, types, path)]))
-            schema = _without_strings(schema)
-        if "string" not in types or (schema is not None and types & {"object", "array"}):
+        strings = list(self._string_options(schema, path)) if "string" in types else []
+        # A raw text that reads as a number or a literal is one: free text leaves objects and arrays to JSON.
+        is_any_text = any(not {*option} & STRING_KEYWORDS for option, _ in strings)
+        has_scalars = is_any_text and not part.types_in_tag
+        others = types & {"object", "array"} if has_scalars else types - {"string"}
+        bodies = [
+            _join([*head, *self._value_begin(True), *self._string(option, others, place)])
+            for option, place in strings
+        ]
+        if strings:
+            schema = self._without_strings(schema, others)
+        if not strings or (schema is not None and others):
             value = self._writer.json(self._tool, schema, path)
             bodies.append(_join([*head, *self._value_begin(False), value, SPACE_TEXT, *self._end]))
         return " | ".join(bodies)
+
+    def _string_options(
+        self, schema: Any, path: str, depth: int = MAX_SCHEMA_DEPTH
+    ) -> Iterator[tuple[Mapping[str, Any], str]]:
+        """The alternatives of a schema that allow strings, each with its path."""
+        schema, root = schema if isinstance(schema, Mapping) else {}, self._tool.parameters
+        options = _alternatives(schema, root) if depth else {}
+        for place, option in options.items():
+            if "string" in schema_types(option, root):
+                yield from self._string_options(option, path + place, depth - 1)
+        if not options:
+            yield schema, path
+
+    def _without_strings(self, schema: Any, others: Iterable[str], depth: int = MAX_SCHEMA_DEPTH) -> Any:
+        """The part of a schema that allows other values than strings; None if that is not plain.
+
+        others  the types that they may have, if the schema does not tell
+        """
+        if not isinstance(schema, Mapping) or not depth:
+            return None
+        if not schema:
+            return {"type": sorted(others)}
+        if "string" not in schema_types(schema, self._tool.parameters):
+            return schema
+        if isinstance(schema.get("type"), list):
+            return {**schema, "type": [name for name in schema["type"] if name != "string"]}
+        if isinstance(schema.get("enum"), list):
+            choices = [choice for choice in schema["enum"] if not isinstance(choice, str)]
+            return {**schema, "enum": choices} if choices else None
+        options = [
+            self._without_strings(option, others, depth - 1)
+            for option in _alternatives(schema, self._tool.parameters).values()
+        ]
+        options = [option for option in options if option is not None]
+        return {"anyOf": options} if options else None
 
     def _value_begin(self, is_string: bool) -> list[Item]:
         part = self._part
@@ -649,19 +693,18 @@ class _TaggedWriter:
         begin: list[Item] = [SPACE_TEXT, *self._writer.marker(part.value_begin)] if part.value_begin else []
         return [*self._writer.text(types), *begin, *self._writer.text(part.padding)]
 
-    def _string(self, schema: Any, types: frozenset[str], path: str) -> list[Item]:
-        """A raw string and its end."""
+    def _string(self, schema: Mapping[str, Any], others: frozenset[str], path: str) -> list[Item]:
+        """A raw string and its end; values of the other types have a form of their own."""
         start = self._writer.lark_input(self._tool, in_json=False)
         if start is not None:
             return [start, *self._writer.text(self._part.padding), *self._end]
-        schema = schema if isinstance(schema, Mapping) else {}
         choices = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(choices, list):
-            texts = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
+            texts = [choice for choice in choices if isinstance(choice, str)]
             choice = _Text("(" + "|".join(map(_literal, texts)) + ")")
             return [choice, *self._writer.text(self._part.padding), *self._end]
         texts = self._writer.string_terminals(self._tool, schema, path)
-        if types & {"object", "array"}:  # what begins like one is one
+        if others & {"object", "array"} and not self._part.types_in_tag:  # what begins like one is one
             texts.append(rf"~(/{SPACES}*[\[\{{](?s:.*)/)")
         head, *tail = self._end
         if isinstance(head, _Text) and len(tail) == 1:  # the end is a text: up to the first
@@ -669,7 +712,9 @@ class _TaggedWriter:
                 return [self._writer.lazy_rule("string_end", f"/(?s:.*){head.regex}/"), SPACE_TEXT]
             closer, padding = head.regex, _literal(self._part.padding)
             texts = [ANY_TEXT, *texts, f"~(/(?s:.*){closer}(?s:.*)/)"]
-            body = f"({' & '.join(texts)}) /{padding}{closer}/"
+            # A part of the same terminal: the lexer would stay with the text, which may go on with the end's.
+            literals = [LITERAL_TEXTS[name] for name in sorted(others & LITERAL_TEXTS.keys())]
+            body = f"({' | '.join([f'({" & ".join(texts)})', *literals])}) /{padding}{closer}/"
             name = self._writer.rule(f"STRING_{self._tool.rule}_{_hex(path)}".upper(), body)
             return [self._writer.lazy_rule(name.lower(), name), SPACE_TEXT]
         closer = head.regex if isinstance(head, _Text) else ""  # text before the marker
@@ -891,6 +936,17 @@ def _parameters(tool: Tool) -> Mapping[str, Any]:
     }
 
 
+def _id_ranges(token_ids: Iterable[int]) -> str:
+    """Ids as Lark writes them: 1,3-5."""
+    ranges: list[list[int]] = []
+    for token_id in sorted(token_ids):
+        if ranges and ranges[-1][1] == token_id - 1:
+            ranges[-1][1] = token_id
+        else:
+            ranges.append([token_id, token_id])
+    return ",".join(f"{low}-{high}" if low < high else str(low) for low, high in ranges)
+
+
 def _tool_name(described: _ToolSchema) -> list[Item]:
     return [_Text(_literal(described.tool.name))]
 
@@ -937,21 +993,16 @@ def _search_regex(pattern: str) -> str:
     return f"/{before}({body}){after}/"
 
 
-def _without_strings(schema: Any) -> Any:
-    """The part of a schema that allows other values than strings; None if that is not plain."""
-    if not isinstance(schema, Mapping):
-        return None
-    if isinstance(schema.get("type"), list):
-        return {**schema, "type": [name for name in schema["type"] if name != "string"]}
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(schema.get(keyword), list):
-            options = [
-                option
-                for option in schema[keyword]
-                if isinstance(option, Mapping) and option.get("type") not in ("string", None)
-            ]
-            return {**schema, keyword: options} if options else None
-    return {"type": ["object", "array"]} if not schema else None
+def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """The schemas that a value conforms to instead, by their paths; {}: the schema itself says it."""
+    if isinstance(schema.get("$ref"), str):
+        target = resolve_reference(schema["$ref"], root)
+        return {} if target is None else {"/$ref": target}
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(keyword)
+        if isinstance(options, list) and (keyword != "allOf" or len(options) == 1):
+            return {f"/{keyword}/{index}": option for index, option in enumerate(options)}
+    return {}
 
 
 def _rebase(schema: Any, path: str, root: Mapping[str, Any]) -> Any:

@@ -47,11 +47,10 @@ class GrammarVocab:
         "_lock",
         "_pretokenize_pattern",
         "_slices",
-        "_special_in_tools",
-        "_tools_tokenizer",
+        "_special_ids",
+        "_tokenizers",
         "end_id",
         "eos_ids",
-        "ll_tokenizer",
         "marker_ids",
         "spelled",
         "token_bytes",
@@ -66,13 +65,12 @@ class GrammarVocab:
         # EOS ids have no bytes: their spelling inside a text consists of other tokens.
         special = sorted({i for i in (*vocabulary.special_ids, *self.eos_ids) if i < vocab_size})
         self.spelled, self._slices = tuple(tokens), tuple(slices)
-        self.ll_tokenizer = self._make_tokenizer(special)
         self.marker_ids = tuple(i for i in vocabulary.marker_ids if i < vocab_size)
-        self._special_in_tools = sorted({*special, *self.marker_ids})
-        self._tools_tokenizer = self.ll_tokenizer if self._special_in_tools == special else None
+        self._special_ids = {False: tuple(special), True: tuple(sorted({*special, *self.marker_ids}))}
+        self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # by special ids
         self._lock = threading.Lock()
-        # Its bit in a mask: the output may end. Without EOS ids it is beyond the vocabulary.
-        self.end_id = self.ll_tokenizer.eos_token
+        # llguidance's end of sequence. Its bit in a mask: the output may end.
+        self.end_id = self.eos_ids[0] if self.eos_ids else vocab_size
         for token_id in special:
             tokens[token_id] = b""
         self.token_bytes = tuple(tokens)  # empty for special tokens
@@ -81,25 +79,28 @@ class GrammarVocab:
             PRETOKENIZE_MERGED_NEWLINES if b"\n " in self._ids else PRETOKENIZE_SEPARATE_NEWLINES
         )
 
-    def tools_tokenizer(self) -> LLTokenizer:
-        """The tokenizer of grammars with tools: markers are special. The first call builds a trie."""
+    def tokenizer(self, for_tools: bool) -> LLTokenizer:
+        """The tokens of a grammar; in those of tools, markers are special. The first call builds a trie."""
+        special_ids = self._special_ids[for_tools]
         with self._lock:
-            if self._tools_tokenizer is None:
-                self._tools_tokenizer = self._make_tokenizer(self._special_in_tools)
-            return self._tools_tokenizer
+            if special_ids not in self._tokenizers:
+                self._tokenizers[special_ids] = self._make_tokenizer(special_ids)
+            return self._tokenizers[special_ids]
 
     def _make_tokenizer(self, special_ids: Sequence[int]) -> LLTokenizer:
         token_bytes = _TokenBytes(self.spelled, special_ids, self.eos_ids[0] if self.eos_ids else None)
-        return LLTokenizer(
+        ll_tokenizer = LLTokenizer(
             cast(TokenizerWrapper, token_bytes),
             eos_token=list(self.eos_ids) or None,
             slices=list(self._slices),
         )
+        assert ll_tokenizer.eos_token == self.end_id, "masks have another bit for the end"
+        return ll_tokenizer
 
     @property
     def num_mask_words(self) -> int:
         """Length W of a mask in int32 words."""
-        return (self.ll_tokenizer.vocab_size + 31) // 32
+        return (max(self.vocab_size, self.end_id + 1) + 31) // 32
 
     def id_of(self, text: bytes) -> int | None:
         """The token with exactly these bytes."""

@@ -20,7 +20,9 @@ __all__ = ["Admission", "AdmissionMiddleware", "AdmissionTicket", "DrainRateEsti
 RATE_WINDOW_S = 15.0  # time constant of the drain rate
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 # Paths that need no engine slot.
-NO_ENGINE_PATHS = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+NO_ENGINE_PATHS = frozenset(
+    {"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"}
+)
 
 
 class DrainRateEstimator:

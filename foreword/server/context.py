@@ -115,15 +115,16 @@ class ServerContext:
         )[0]
 
     def check_model(self, name: str | None, permissions: KeyPermissions) -> None:
-        """Raises unless `name` is the generating model (or None) and this key may use it.
-
-        With any_model_name, each name that is not served is the generating model's.
-        """
-        if name is None or (self.config.any_model_name and name not in self.model_names):
-            name = self.model_name
+        """Raises unless `name` is the generating model (or None) and this key may use it."""
+        name = self.model_name if name is None else self.served_name(name)
         self.check_access(name, permissions)
         if name not in self._names_of(self.model_name):
             raise Unsupported(f"{name} is an encoder; {self.model_name!r} generates text", "model")
+
+    def served_name(self, name: str) -> str:
+        """With any_model_name, each name that is not served is the generating model's."""
+        is_served = not self.config.any_model_name or name in self.model_names
+        return name if is_served else self.model_name
 
     def check_access(self, name: str, permissions: KeyPermissions) -> None:
         """Raises ModelNotFound for a model that is not served, Forbidden for one this key may not use."""

@@ -40,7 +40,8 @@ class _Tenant:
     responses: OrderedDict[str, StoredResponse] = field(
         default_factory=OrderedDict
     )  # by id, oldest use first
-    response_of_item: dict[str, str] = field(default_factory=dict)  # response id by item id
+    # Ids of the responses that hold an item, by its id: clients send an item again.
+    responses_of_item: dict[str, tuple[str, ...]] = field(default_factory=dict)
     num_bytes: int = 0
 
 
@@ -103,10 +104,11 @@ class ResponseStore:
     def find_item(self, tenant: str, item_id: str, field_name: str) -> StoredResponse:
         """The response with this item. Raises ResponseNotFound."""
         held = self._tenants.get(tenant)
-        response_id = None if held is None else held.response_of_item.get(item_id)
-        if response_id is None:
-            raise ResponseNotFound(self._explain(item_id), field_name)
-        return self.get(tenant, response_id, field_name)
+        for response_id in () if held is None else held.responses_of_item.get(item_id, ()):
+            entry = self._find(tenant, response_id)
+            if entry is not None and entry.response and not self._is_expired(entry):
+                return self.get(tenant, response_id, field_name)
+        raise ResponseNotFound(self._explain(item_id), field_name)
 
     def delete(self, tenant: str, response_id: str) -> None:
         """Raises ResponseNotFound."""
@@ -134,7 +136,8 @@ class ResponseStore:
         held = self._tenants.setdefault(tenant, _Tenant())
         entry.used_s = self._clock()
         held.responses[response_id] = entry
-        held.response_of_item.update(dict.fromkeys(entry.item_ids, response_id))
+        for item_id in set(entry.item_ids):
+            held.responses_of_item[item_id] = (*held.responses_of_item.get(item_id, ()), response_id)
         held.num_bytes += size
         self.num_bytes += size
 
@@ -143,9 +146,10 @@ class ResponseStore:
         entry = None if held is None else held.responses.pop(response_id, None)
         if held is None or entry is None:
             return None
-        for item_id in entry.item_ids:  # a client may send one id in several responses
-            if held.response_of_item.get(item_id) == response_id:
-                del held.response_of_item[item_id]
+        for item_id in set(entry.item_ids):  # a client may send one id twice
+            holders = tuple(name for name in held.responses_of_item.pop(item_id) if name != response_id)
+            if holders:
+                held.responses_of_item[item_id] = holders
         held.num_bytes -= entry.num_bytes
         self.num_bytes -= entry.num_bytes
         if not held.responses:

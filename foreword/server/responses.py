@@ -258,16 +258,20 @@ class ResponseBuilder(ABC):
         if repeated is None:
             chunk = self.chunk(index, delta)
             return None if chunk is None else sse_event(chunk)
-        kind, text, marked = repeated
+        kind, text = repeated
         parts = self._event_parts.get((index, kind))
         if parts is None:
-            chunk = self.chunk(index, marked)
+            chunk = self.chunk(index, self.mark_text(delta))
             parts = self._event_parts[index, kind] = sse_event(chunk).split(json_bytes(TEXT_MARK))
         return json_bytes(text).join(parts)
 
-    def repeated_text(self, delta: OutputDelta) -> tuple[Hashable, str, OutputDelta] | None:
-        """(kind, text, the delta with TEXT_MARK for it) of a delta that is one text; None for others."""
-        return ("", delta.text, replace(delta, text=TEXT_MARK)) if delta.text else None
+    def repeated_text(self, delta: OutputDelta) -> tuple[Hashable, str] | None:
+        """(kind, text) of a delta that is one text; None for others."""
+        return ("", delta.text) if delta.text else None
+
+    def mark_text(self, delta: OutputDelta) -> OutputDelta:
+        """The delta with TEXT_MARK for its text."""
+        return replace(delta, text=TEXT_MARK)
 
     def is_empty(self, delta: OutputDelta) -> bool:
         """Whether the endpoint shows no text or call of the delta."""
@@ -414,14 +418,13 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def event(self, index: int, delta: OutputDelta) -> bytes | None:
         write = super().event
+        if len(delta.events) <= 1 and all(map(self._is_shown, delta.events)):
+            return write(index, delta)
         return b"".join(filter(None, (write(index, part) for part in self._split(delta)))) or None
 
     def _split(self, delta: OutputDelta) -> Iterable[OutputDelta]:
         """Deltas of one shown event each; the tokens and the end are in the last one."""
         shown = [event for event in delta.events if self._is_shown(event)]
-        if len(shown) <= 1 and len(shown) == len(delta.events):
-            yield delta
-            return
         pieces = {id(event): texts for event, texts in delta.pieces_by_event()}
         last = shown.pop() if shown else None
         for event in shown:
@@ -447,13 +450,16 @@ class ChatResponseBuilder(ResponseBuilder):
             self.options.reasoning or not isinstance(event, ReasoningText)
         )
 
-    def repeated_text(self, delta: OutputDelta) -> tuple[Hashable, str, OutputDelta] | None:
+    def repeated_text(self, delta: OutputDelta) -> tuple[Hashable, str] | None:
         event = delta.events[0] if len(delta.events) == 1 else None
         if event is None or isinstance(event, CallStart | CallEnd):
             return None
-        kind = (type(event), event.index if isinstance(event, CallArguments) else None)
-        marked = replace(event, text=TEXT_MARK)
-        return kind, event.text, replace(delta, text=TEXT_MARK, events=(marked,))
+        return (type(event), event.index if isinstance(event, CallArguments) else None), event.text
+
+    def mark_text(self, delta: OutputDelta) -> OutputDelta:
+        (event,) = delta.events
+        assert not isinstance(event, CallStart | CallEnd), "only texts are marked"
+        return replace(delta, text=TEXT_MARK, events=(replace(event, text=TEXT_MARK),))
 
     def is_empty(self, delta: OutputDelta) -> bool:
         return not any(map(self._is_shown, delta.events))

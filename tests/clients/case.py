@@ -24,8 +24,19 @@ OUTPUT_TOKENS = 16
 JOB_PROMPT = "Write JSON: name=Paul, age=42, city=Lisbon, job=pilot"
 JOB_MAX_TOKENS = 100
 
-TOOL_PROMPT = "What is the price of a lamp?"
-TOOL_RESULT = "125"
+TOOL_PROMPT = "What is 12 * (7 + 3)?"
+TOOL_NAME = "calculate"
+TOOL_TEXT = "Calculate an arithmetic expression."
+TOOL_SCHEMA = {
+    "type": "object",
+    "properties": {"expression": {"type": "string"}},
+    "required": ["expression"],
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": TOOL_NAME, "description": TOOL_TEXT, "parameters": TOOL_SCHEMA},
+}
+TOOL_RESULT = "120"
 
 
 class Job(BaseModel):

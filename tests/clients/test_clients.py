@@ -102,6 +102,21 @@ def plain(server: ServerProcess) -> dict[str, Any]:
     text = chat(case.USER, **limits)
     follow_up = [*case.HISTORY, {"role": "assistant", "content": text}, *case.USER]
     job = chat([{"role": "user", "content": case.JOB_PROMPT}], temperature=0, max_tokens=case.JOB_MAX_TOKENS)
+    question = [{"role": "user", "content": case.TOOL_PROMPT}]
+    first = ask("chat/completions", messages=question, tools=[case.TOOL], temperature=0)["choices"][0][
+        "message"
+    ]
+    calls = [
+        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in first["tool_calls"]
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": case.TOOL_RESULT}
+        for call in first["tool_calls"]
+    ]
+    loop = {
+        "calls": [list(call) for call in calls],
+        "text": chat([*question, first, *results], tools=[case.TOOL], temperature=0),
+    }
     echoed = ask("completions", prompt=case.PROMPT, echo=True, logprobs=1, max_tokens=1, temperature=0)
     logprobs = echoed["choices"][0]["logprobs"]
     last_word = range(case.PROMPT.rindex(" "), len(case.PROMPT))
@@ -120,7 +135,9 @@ def plain(server: ServerProcess) -> dict[str, Any]:
         "responses": text,
         "responses_stream": text,
         "responses_structured": json.loads(job),
-        "tool_loop": {"called": ["price"], "has_result": True},
+        "messages": text,
+        "messages_stream": text,
+        **dict.fromkeys(("tool_loop", "tool_loop_stream", "responses_tool_loop", "messages_tool_loop"), loop),
         "embeddings": [
             pytest.approx(item["embedding"], abs=1e-5)
             for item in ask("embeddings", input=case.TEXTS, encoding_format="float")["data"]

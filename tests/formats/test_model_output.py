@@ -215,6 +215,25 @@ XML_CALL = "<tool_call>\n<function=write>\n<parameter=text>\n{}\n</parameter>\n<
         ("gpt-oss", "<|channel|>analysis to=functions.write code<|message|>{}<|call|>", {}),
         ("gpt-oss", " to=functions.write<|channel|>commentary json<|message|>{}", {}),
         ("gpt-oss", "<|start|>assistant to=functions.write<|channel|>commentary<|message|>{}<|call|>", {}),
+        ("gpt-oss", " to=functions.write<|channel|>analysis <|constrain|>json<|message|>{}", {}),
+        ("gpt-oss", "<|start|>assistant to=functions.write<|channel|>analysis<|message|>{}<|call|>", {}),
+        # without the section or the list around it
+        (
+            "kimi-k2",
+            '<|tool_call_begin|>functions.write:0<|tool_call_argument_begin|>{"count": 2}<|tool_call_end|>',
+            {"count": 2},
+        ),
+        (
+            "lfm2",
+            '<|tool_call_start|>write(text="a, b", count=2)<|tool_call_end|>',
+            {"text": "a, b", "count": 2},
+        ),
+        (
+            "deepseek-v4",
+            '<｜DSML｜invoke name="write">\n'
+            '<｜DSML｜parameter name="text" string="true">a</｜DSML｜parameter>\n</｜DSML｜invoke>',
+            {"text": "a"},
+        ),
     ],
 )
 def test_loose_output_is_a_call(name: str, answer: str, expected: dict[str, Any]) -> None:
@@ -324,6 +343,11 @@ def test_calls_in_reasoning() -> None:
     assert _reasoning(events) == "Now."
     assert _calls(events) == [("get_time", {})]
     assert _content(events) == "\nDone."
+    invoke = '<｜DSML｜invoke name="get_time">\n</｜DSML｜invoke>'
+    dsml = f"Now.\n\n<｜DSML｜tool_calls>\n{invoke}\n</｜DSML｜tool_calls>"
+    events = _parse("deepseek-v4", dsml, start=True)
+    assert _reasoning(events) == "Now."
+    assert [event.name for event in events if isinstance(event, CallStart)] == ["get_time"]
     unknown = "I could\n<tool_call>\n<function=unknown>\n</function>\n</tool_call>\nyes</think>Done."
     events = _parse("qwen3-coder", unknown, start=True)
     assert _reasoning(events) == "I could\n\n<function=unknown>\n</function>\n\nyes"

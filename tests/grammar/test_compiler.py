@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
 
 from foreword.core.structured_output import CONSTRAINT_TYPES, StructuredOutput
 from foreword.errors import InvalidRequest
-from foreword.grammar.compiler import to_llguidance
+from foreword.grammar import compiler as compiler_module
+from foreword.grammar.compiler import CompiledGrammar, to_llguidance
 from foreword.grammar.manager import GrammarManager
+from foreword.grammar.vocab import GrammarVocab
 from tests.support.budget import examples
 from tests.support.grammar_walks import EOS, begin_request, is_legal, random_walk, tokenizer
 
@@ -85,3 +89,21 @@ def test_choices_may_hold_any_characters(grammars: GrammarManager, choices: list
     )
     assert b"".join(map(tokenizer().token_bytes, output[:-1])).decode() in choices
     assert all(is_legal(grammars, StructuredOutput("choice", json.dumps(choices)), text) for text in choices)
+
+
+def test_first_grammar_is_as_cheap_as_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trie of the vocabulary is built once, and only the one that is needed: no part of a compilation."""
+    now = 0.0
+
+    class SlowVocab(GrammarVocab):
+        def tokenizer(self, for_tools: bool) -> LLTokenizer:
+            nonlocal now
+            now += 9.0
+            return super().tokenizer(for_tools)
+
+    monkeypatch.setattr(compiler_module.time, "thread_time", lambda: now)
+    vocabulary = replace(tokenizer().vocabulary(), marker_ids=(300,))
+    vocab = SlowVocab(vocabulary, len(vocabulary.tokens))
+    compiled = CompiledGrammar(StructuredOutput("tools", EXAMPLES["tools"][0]), vocab)
+    assert compiled.recompile() is not None and not compiled.is_lexer_full
+    assert vocab.tokenizer(for_tools=False) is not vocab.tokenizer(for_tools=True)

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from foreword.core.batch import SampleRow
 from foreword.core.params import SamplingParams
@@ -245,6 +246,11 @@ def test_matcher_starts_after_the_resumed_output(grammars: GrammarManager) -> No
 END = (41, 42)
 
 
+def _is_all_but_eos(mask: Tensor | None) -> bool:
+    """What may follow inside of reasoning: the constrained text is still to come."""
+    return legal_ids(mask) == [i for i in range(vocab_size()) if i != EOS]
+
+
 def test_reasoning_ends_inside_a_draft(grammars: GrammarManager) -> None:
     grammar = begin_request(grammars, CASES["choice"], reasoning_end_ids=(END, (43,)))
     answer = encode("yes")
@@ -253,17 +259,18 @@ def test_reasoning_ends_inside_a_draft(grammars: GrammarManager) -> None:
     assert grammar.num_legal(draft) == len(draft) - 1
     assert grammar.num_legal((9, 9, 9)) == 3
     assert grammar.num_legal((9, *END, 9)) == 3
-    assert grammar.mask(draft[:4]) is None and not grammar.must_end(draft[:4])
+    assert _is_all_but_eos(grammar.mask(draft[:4])) and not grammar.must_end(draft[:4])
+    assert grammar.num_legal((9, EOS, 9)) == 1
     fresh = begin_request(grammars, CASES["choice"])
     assert legal_ids(grammar.mask(draft[:5])) == legal_ids(fresh.mask(()))
     assert legal_ids(grammar.mask(draft[: 5 + len(answer)])) == legal_ids(fresh.mask(answer))
     state = RequestState(request(CASES["choice"]), 0, 2048, grammar)
     grammars.start_masks([SampleRow(state, draft[:n]) for n in range(len(draft) - 1)])
-    assert [grammar.mask(draft[:n]) is None for n in range(len(draft) - 1)] == [
+    assert [_is_all_but_eos(grammar.mask(draft[:n])) for n in range(len(draft) - 1)] == [
         n < 5 for n in range(len(draft) - 1)
     ]
     grammar.accept(draft[:4])  # ends with the first token of an end sequence
-    assert grammar.mask(()) is None and grammar.mask((9,)) is None
+    assert _is_all_but_eos(grammar.mask(())) and _is_all_but_eos(grammar.mask((9,)))
     assert legal_ids(grammar.mask((42,))) == legal_ids(fresh.mask(()))
     grammar.accept((42, *answer[:1]))
     fresh.accept(answer[:1])
@@ -276,7 +283,7 @@ def test_reasoning_may_end_in_the_prompt(grammars: GrammarManager) -> None:
     grammar = begin_request(
         grammars, CASES["choice"], reasoning_end_ids=(END,), prompt_ids=(1, 41, 42, *range(50, 120))
     )
-    assert grammar.mask(()) is None
+    assert _is_all_but_eos(grammar.mask(()))
 
 
 def test_full_lexer_is_replaced(grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch) -> None:

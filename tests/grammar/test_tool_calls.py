@@ -253,6 +253,54 @@ def test_forced_call_may_reason_first(cases: Cases, name: str, has_markers: bool
     assert not case.accepts(opened, f"{thought}No.")
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "kimi-k2"])
+@pytest.mark.parametrize("choice", ["required", "document"])
+def test_answer_does_not_end_inside_reasoning(cases: Cases, name: str, choice: str) -> None:
+    """Where a call or a document must follow. A call ends it where the family's models call inside of it."""
+    case = cases.get(name)
+    vocab, reasoning = case.vocab, case.vocab.bound.format.reasoning
+    assert reasoning is not None
+    document = StructuredOutput.json_schema({"type": "object", "properties": {"a": {"const": 1}}}, field="f")
+    use = ToolUse(TOOLS, "required") if choice == "required" else NO_TOOLS
+    structured = case.constraint(use, ReasoningOptions(), True, None if use.tools else document)
+    begun = case.constraint(use, ReasoningOptions(), False, None if use.tools else document)
+    thought = tuple(vocab.encode("I <b>"))
+    allowed = [i for i in range(len(vocab.vocabulary.tokens)) if i != vocab.eos]
+    for grammar, start in ((case.begin(structured), ()), (case.begin(begun), vocab.encode(reasoning.begin))):
+        grammar.accept(start)
+        assert grammar.num_legal((*thought, vocab.eos, 9)) == len(thought)
+        assert [_mask_ids(grammar, thought[:n]) for n in range(3)] == [allowed] * 3
+        grammar.accept(thought)
+        assert _mask_ids(grammar) == allowed and not grammar.must_end(())
+    rest = case.written(CALL) if use.tools else '{"a": 1}'
+    assert case.accepts(structured, f"I <b>{reasoning.end}{rest}")
+    if use.tools:
+        assert case.accepts(structured, f"I <b>{rest}") == reasoning.ended_by_call
+        opener, bad = rest[: rest.index("get_")], rest.replace("get_", "got_")
+        draft = vocab.encode(f"I {bad}")
+        if reasoning.ended_by_call:
+            grammar = case.begin(structured)
+            assert grammar.num_legal(draft) == len(vocab.encode(f"I {opener}g"))
+            drafted = _mask_ids(grammar, tuple(vocab.encode(f"I {opener}g")))
+            grammar.accept(vocab.encode(f"I {opener}g"))
+            assert drafted == _mask_ids(grammar) and ord("o") not in drafted
+    auto = case.begin(case.constraint(ToolUse(TOOLS), ReasoningOptions(), True))
+    assert auto.mask(()) is None and auto.num_legal((*thought, vocab.eos)) == len(thought) + 1
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gpt-oss"])
+def test_described_reasoning_holds_no_special_token(cases: Cases, name: str) -> None:
+    """Where the marker is more than a token, the grammar has the reasoning too."""
+    case = cases.get(name)
+    reasoning = case.vocab.bound.format.reasoning
+    assert reasoning is not None
+    grammar = case.begin(case.constraint(ToolUse(TOOLS, "required"), ReasoningOptions()))
+    grammar.accept(case.vocab.encode(f"{reasoning.begin} I"))
+    mask = _mask_ids(grammar)
+    assert mask is not None and case.vocab.eos not in mask and ord("x") in mask
+    assert grammar.num_legal([ord("x"), case.vocab.eos]) == 1
+
+
 def _request(case: Case, structured: StructuredOutput, **fields: object) -> Request:
     params = SamplingParams(structured=structured)
     return Request("r", (1, 2), params, 0, eos_token_ids=(case.vocab.eos,), **fields)  # type: ignore[arg-type]
@@ -361,6 +409,107 @@ def test_keyword_that_cannot_be_enforced_is_dropped_unless_strict(cases: Cases, 
     with pytest.raises(InvalidRequest, match=r"tools\[1\]\.function\.parameters: .*'uniqueItems'") as caught:
         tool_constraint(case.vocab.bound, strict, NO_REASONING, False, None)
     assert caught.value.param == "tools[1].function.parameters"
+
+
+OTHERS = {
+    "type": "object",
+    "properties": {
+        "map": {"type": "object", "additionalProperties": {"type": "integer"}},
+        "named": {"type": "object", "required": ["a"]},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "pythonic", "functiongemma"])
+def test_arguments_that_the_schema_does_not_name(cases: Cases, name: str) -> None:
+    case = cases.get(name)
+
+    def accepts(parameters: dict[str, object], arguments: dict[str, object]) -> bool:
+        structured = case.constraint(ToolUse((Tool("put", parameters=parameters),), "required"))
+        return case.accepts(structured, case.written(WrittenCall("put", arguments)))
+
+    assert accepts(OTHERS, {"map": {"b": 1, "c": 2}, "named": {"a": "x"}})
+    assert not accepts(OTHERS, {"map": {"b": "1"}})
+    assert not accepts(OTHERS, {"named": {}})
+    integers = {"type": "object", "additionalProperties": {"type": "integer"}}
+    assert accepts(integers, {"n": 1, "m": 2}) and not accepts(integers, {"n": 1, "m": [2]})
+    texts = {"type": "object", "additionalProperties": {"type": "string"}}
+    assert accepts(texts, {"n": "1"})
+    use = ToolUse((Tool("put", parameters=texts),))
+    events = parse_tools(case.vocab, use, case.vocab.encode(case.written(WrittenCall("put", {"n": "1"}))))
+    assert [json.loads(arguments) for _, arguments in calls_of(events)] == [{"n": "1"}]
+
+
+UNIT = {"enum": ["c", "f"]}
+PERSON = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+ALTERNATIVES = [
+    ({"$ref": "#/$defs/U"}, ["c"], ["x", None]),
+    ({"anyOf": [{"$ref": "#/$defs/U"}, {"type": "null"}]}, ["f", None], ["x"]),
+    ({"allOf": [{"$ref": "#/$defs/U"}]}, ["c"], ["x"]),
+    ({"anyOf": [{"$ref": "#/$defs/P"}, {"type": "string", "maxLength": 2}]}, ["ab", {"n": 1}], ["abc", {}]),
+    ({"anyOf": [{"type": "string", "minLength": 9}, {"type": "null"}]}, [9 * "x", None], ["x"]),
+    ({"type": ["string", "integer"], "maxLength": 2}, ["ab", 12345], ["abc"]),
+]
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "deepseek-v3.2", "minimax-m2"])
+@pytest.mark.parametrize(("schema", "good", "bad"), ALTERNATIVES)
+def test_alternatives_of_an_argument(
+    cases: Cases, name: str, schema: dict[str, object], good: list[object], bad: list[object]
+) -> None:
+    case = cases.get(name)
+    parameters = {"type": "object", "properties": {"x": schema}, "$defs": {"U": UNIT, "P": PERSON}}
+    use = ToolUse((Tool("put", parameters=parameters),), "required")
+    for values, is_good in ((good, True), (bad, False)):
+        for value in values:
+            text = case.written(WrittenCall("put", {"x": value}))
+            assert case.accepts(case.constraint(use), text) == is_good, text
+            calls = calls_of(parse_tools(case.vocab, use, case.vocab.encode(text)))
+            assert not is_good or json.loads(calls[0][1]) == {"x": value}
+
+
+VALUES_BY_TYPE = [
+    ({"type": ["string", "null"]}, ["x", None]),
+    ({"enum": ["a", 1, None]}, ["a", 1, None]),
+    ({"anyOf": [{}, {"type": "null"}]}, ["x", -0.5, None, {"a": [1]}, True]),
+    ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}, ["x", [1]]),
+    ({"type": "string"}, ["1", "null", "[1]", "\x00'\"\\"]),
+]
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "deepseek-v3.2", "minimax-m2", "lfm2"])
+@pytest.mark.parametrize(("schema", "values"), VALUES_BY_TYPE)
+def test_each_type_of_an_argument_can_be_written(
+    cases: Cases, name: str, schema: dict[str, object], values: list[object]
+) -> None:
+    case = cases.get(name)
+    tool = Tool("put", parameters={"type": "object", "properties": {"x": schema}})
+    for value in values:
+        text = case.written(WrittenCall("put", {"x": value}))
+        assert case.accepts(case.constraint(ToolUse((tool,), "required")), text), text
+        calls = calls_of(parse_tools(case.vocab, ToolUse((tool,)), case.vocab.encode(text)))
+        assert [json.loads(arguments) for _, arguments in calls] == [{"x": value}]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_custom_input_that_reads_as_a_number(cases: Cases, name: str) -> None:
+    case = cases.get(name)
+    use = ToolUse((Tool("run", is_custom=True),), "required")
+    for text in ("1", "null", "[1]", "True"):
+        answer = case.written(WrittenCall("run", {"input": text}, "000000001"))
+        assert case.accepts(case.constraint(use), answer)
+        assert calls_of(parse_tools(case.vocab, use, case.vocab.encode(answer))) == [("run", text)]
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder", "pythonic"])
+def test_keyword_of_all_arguments_is_dropped_unless_strict(cases: Cases, name: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "minProperties": 1}
+    bound = cases.get(name).vocab.bound
+    made = tool_constraint(bound, ToolUse((Tool("put", parameters=schema),)), NO_REASONING, False, None)
+    assert made.dropped == ("tools[0].function.parameters: minProperties",)
+    with pytest.raises(InvalidRequest, match="'minProperties' cannot be enforced"):
+        use = ToolUse((Tool("put", parameters=schema, strict=True),))
+        tool_constraint(bound, use, NO_REASONING, False, None)
 
 
 MESSY = {

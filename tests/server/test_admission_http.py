@@ -51,6 +51,11 @@ def test_full_server_refuses_before_reading_the_body(full: RunningServer) -> Non
 
 def test_full_server_answers_without_engine(full: RunningServer) -> None:
     assert full.http.post("/tokenize", json={"prompt": "abc"}).json()["count"] == 3
+    for path, body in (
+        ("/v1/responses/input_tokens", {"input": "abc"}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "abc"}]}),
+    ):
+        assert full.http.post(path, json=body).json()["input_tokens"] > 3
     assert full.http.get("/v1/models").status_code == 200
     for path in POSTS:
         reply = full.http.post(path, content=b"not even JSON")

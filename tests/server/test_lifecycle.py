@@ -81,6 +81,26 @@ async def test_unfinished_answers_get_an_error(stream: bool, status: int) -> Non
     assert not server.client.live and server.admission.num_open == 0 and len(server.client.aborted) == 6
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "last"),
+    [
+        ("/v1/responses", {"input": "Hi"}, "response.failed"),
+        ("/v1/messages", {"messages": BODY["messages"], "max_tokens": 9}, "error"),
+    ],
+)
+async def test_error_of_a_cut_stream_has_the_form_of_its_api(
+    path: str, body: dict[str, Any], last: str
+) -> None:
+    server = await draining_server(HANGS)
+    open_ = asyncio.create_task(server.http.post(path, json={**body, "stream": True}))
+    await wait_until_async(lambda: server.client.stats.step == HANGS.hang_after)
+    server.drain.draining = True
+    server.drain.cancel_open()
+    events = (await open_).text.removesuffix("\n\n").split("\n\n")
+    assert events[-1].startswith(f"event: {last}\n") and "shutting down" in events[-1]
+    assert not any("[DONE]" in event for event in events)
+
+
 async def test_other_requests_get_an_error() -> None:
     server = await draining_server(HANGS)
     open_ = asyncio.create_task(server.http.post("/v1/embeddings", json={"input": "text"}))

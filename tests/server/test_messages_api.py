@@ -305,6 +305,7 @@ def test_unknown_models_map_to_the_served_one() -> None:
         body = {"model": "gpt-9", "messages": USER}
         assert server.http.post("/v1/chat/completions", json=body).status_code == 200
         assert [card["id"] for card in server.http.get("/v1/models").json()["data"]] == [MODEL]
+        assert server.http.get("/v1/models/claude-sonnet-5").json()["id"] == MODEL
 
 
 def test_request_headers_are_accepted(served: RunningServer) -> None:
@@ -318,6 +319,17 @@ def test_server_tools_are_skipped_and_named(served: RunningServer) -> None:
     reply = served.http.post(PATH, json={"messages": USER, "max_tokens": 2, "tools": tools})
     assert reply.status_code == 200, reply.text
     assert reply.headers["x-foreword-ignored-fields"] == "tools[0].web_search_20250305"
+
+
+@pytest.mark.parametrize("choice", [{"type": "tool", "name": "web_search"}, {"type": "any"}])
+def test_choice_of_a_skipped_tool_is_auto(served: RunningServer, choice: dict[str, Any]) -> None:
+    tools = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}]  # as Claude Code asks
+    body = {"messages": USER, "max_tokens": 2, "tools": tools, "tool_choice": choice}
+    reply = served.http.post(PATH, json=body)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-foreword-ignored-fields"] == "tools[0].web_search_20250305, tool_choice"
+    body["tool_choice"] = {"type": "tool", "name": "other"}
+    assert served.http.post(PATH, json=body).status_code == 400
 
 
 # Conversations

@@ -112,7 +112,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert held.num_bytes == sum(entry.num_bytes for entry in held.responses.values()) > 0
             times = [entry.used_s for entry in held.responses.values()]
             assert times == sorted(times)
-            assert set(held.response_of_item.values()) <= set(held.responses)
+            holders = {(name, item) for item, names in held.responses_of_item.items() for name in names}
+            assert holders == {(name, i) for name, entry in held.responses.items() for i in entry.item_ids}
+            assert all(held.responses_of_item.values())
 
 
 StoreMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30)
@@ -172,6 +174,21 @@ def test_unfinished_response_is_not_visible_and_can_be_discarded() -> None:
     add(store, "", "resp_0")
     store.discard("", "resp_0")
     assert is_stored(store, "", "resp_0")
+
+
+def test_item_is_found_in_any_response_that_holds_it() -> None:
+    store = ResponseStore(20 * ENTRY_BYTES, TTL_S)
+    add(store, "", "resp_0")
+    for response_id in IDS[1:3]:  # clients send the item again
+        store.begin("", response_id, StoredResponse("resp_0", b"[]", ("out_resp_0", "out_resp_0")))
+        assert store.find_item("", "out_resp_0", "input[0].id").item_ids[0] == "in_resp_0"
+    store.discard("", "resp_1")
+    store.complete("", response("resp_2"))
+    store.delete("", "resp_0")
+    assert store.find_item("", "out_resp_0", "input[0].id").item_ids[0] == "out_resp_0"
+    store.delete("", "resp_2")
+    with pytest.raises(ResponseNotFound):
+        store.find_item("", "out_resp_0", "input[0].id")
 
 
 def test_errors_name_the_options() -> None:

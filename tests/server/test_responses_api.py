@@ -487,6 +487,35 @@ def test_tools_of_other_servers_are_skipped_and_named(tools: RunningServer) -> N
     assert structured is not None and "price" in structured.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ('"tools": [{"type": "function", "name": "f", "parameters": {"type": "object", "x": NaN}}]', "tools"),
+        (
+            '"tools": [{"type": "function", "name": "f"}], "tool_choice": {"name": "f", "x": 1e999}',
+            "tool_choice",
+        ),
+    ],
+)
+def test_numbers_without_json_are_refused(
+    tools: RunningServer, fields: str, field: str, stream: bool
+) -> None:
+    """The response repeats these fields."""
+    body = f'{{"input": "Hi", "stream": {str(stream).lower()}, {fields}}}'
+    reply = tools.http.post(PATH, content=body, headers={"content-type": "application/json"})
+    assert error_of(reply)["param"].startswith(field)
+
+
+@pytest.mark.parametrize("choice", [{"type": "web_search"}, "required"])
+def test_choice_of_a_hosted_tool_is_auto(tools: RunningServer, choice: Any) -> None:
+    reply = post(tools, input="Hi", tools=[{"type": "web_search"}], tool_choice=choice)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["X-Foreword-Ignored-Fields"] == "tools[0].web_search, tool_choice"
+    for other in ({"type": "web_search"}, {"type": ["web_search"]}):
+        assert post(tools, input="Hi", tools=[FUNCTION], tool_choice=other).status_code == 400
+
+
 def test_tools_of_a_namespace(tools: RunningServer) -> None:
     space = {"type": "namespace", "name": "shop", "description": "A shop", "tools": [FUNCTION]}
     tools.set_output(FakeOutput(CALL_TEXT.replace("price", "shop.price")))

@@ -6,7 +6,7 @@ import codecs
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
@@ -70,6 +70,7 @@ def tool_vocab(name: str, has_markers: bool = True, is_special: bool = False) ->
     bound = bind_format(FORMATS[name], token_to_id)
     eos, markers = len(tokens), tuple(ids.values())
     special = (*markers, eos) if is_special else (eos,)
+    bound = replace(bound, special_ids=frozenset(special))
     return ToolVocab(bound, Vocabulary((*tokens, b"<eos>"), special, (eos,), markers))
 
 

@@ -1,6 +1,7 @@
 from itertools import cycle
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -222,6 +223,16 @@ def test_stop_string_in_what_the_parser_held_back() -> None:
     output = parsed_answer(stop=("ool",))
     feed(output, "Hi <tool", (3,), "length")
     assert (output.text, output.finish_reason, output.stop_reason) == ("Hi <t", "stop", "ool")
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral-args", "llama-json"])
+def test_stop_string_of_newlines_ends_the_answer_at_its_token(name: str) -> None:
+    """Without tools whitespace is not held back: newlines without end would never stop the answer."""
+    request = make_requests([1], SamplingParams(stop=("\n\n",)), TOKENIZER, "r", 4096)[0]
+    parser = ChatParser(bind_format(FORMATS[name], TOKENIZER.token_to_id), ToolUse(), False, str)
+    output = ChoiceOutput(TOKENIZER, request, parser)
+    feed(output, "Hi\n\n\n\n\n\nyou")
+    assert (output.text, output.num_tokens, output.stop_reason) == ("Hi", 4, "\n\n")
 
 
 def test_unfinished_call_is_no_reason_to_call() -> None:

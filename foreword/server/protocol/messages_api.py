@@ -264,10 +264,12 @@ class ConversationBody(StrictModel):
         """
         tools: list[tuple[str, Tool]] = []
         skipped: list[str] = []
+        server_tools: set[str | None] = set()  # names
         for index, tool in enumerate(self.tools or ()):
             name = f"tools[{index}]"
             if tool.type not in (None, "custom"):
                 skipped.append(f"{name}.{tool.type}")
+                server_tools.add(tool.name)
             elif not tool.defer_loading or tool.name in referenced:
                 tools.append((name, tool.tool(name)))
         choice = self.tool_choice or ToolChoiceBody(type="auto")
@@ -275,6 +277,12 @@ class ConversationBody(StrictModel):
             raise InvalidRequest(
                 "tool_choice.name belongs to type 'tool', which needs it", "tool_choice.name"
             )
+        if (choice.type == "tool" and choice.name in server_tools) or (
+            choice.type == "any" and skipped and not tools
+        ):
+            # Claude Code asks so for a search: the model answers without it.
+            choice = choice.model_copy(update={"type": "auto", "name": None})
+            skipped.append("tool_choice")
         return check_tools(
             tools,
             CHOICES[choice.type],

@@ -137,7 +137,11 @@ class FlatTool(StrictModel):
             tools = [tool.to_response() for tool in self.tools or ()]
             return {**fields, "description": self.description or "", "tools": tools}
         described = {} if self.description is None else {"description": self.description}
-        return {**fields, **described, "format": self.format or {"type": "text"}}
+        format_ = self.format or {}
+        kept = {"type": "text"}
+        if format_.get("type") == "grammar":
+            kept = {name: format_.get("grammar", format_)[name] for name in ("syntax", "definition")}
+        return {**fields, **described, "format": {**kept, "type": format_.get("type") or "text"}}
 
 
 class ReasoningFields(StrictModel):
@@ -227,12 +231,21 @@ class ItemsBody(StrictModel):
                 tools.append(tool.tool(name))
             else:
                 skipped.append(f"{name}.{tool.type}")
-        choice, allowed = parse_choice(self._choice_of_own_tools(), "tool_choice")
+        given = self._choice_of_own_tools()
+        if given is None and self.tool_choice is not None:
+            skipped.append("tool_choice")
+        choice, allowed = parse_choice(given, "tool_choice")
         return check_tools(tools, choice, allowed, self.parallel_tool_calls is not False), skipped
 
     def _choice_of_own_tools(self) -> str | dict[str, Any] | None:
-        """`tool_choice` without the skipped tools in a list of allowed ones."""
+        """`tool_choice` without skipped tools: None if it asks for one, or for any of only such."""
         choice = self.tool_choice
+        types = {tool.type for tool in self.tools or ()}
+        hosted = types - {*OWN_TOOLS, "namespace"}
+        if (isinstance(choice, dict) and str(choice.get("type")) in hosted) or (
+            choice == "required" and types and types == hosted
+        ):
+            return None
         allowed = choice.get("tools") if isinstance(choice, dict) else None
         if not isinstance(choice, dict) or not isinstance(allowed, list):
             return choice
@@ -331,6 +344,10 @@ class ResponsesBody(SamplingBody, ItemsBody):
         return [text, *super()._constraints(options)]
 
     def _check_fields(self) -> None:
+        try:
+            json.dumps(self.tool_choice, allow_nan=False)  # the response repeats it
+        except ValueError as error:
+            raise InvalidRequest(f"tool_choice cannot be written as JSON: {error}", "tool_choice") from None
         for index, name in enumerate(self.include or ()):
             if name not in INCLUDABLE:
                 field = f"include[{index}]"

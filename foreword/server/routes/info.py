@@ -31,6 +31,7 @@ async def model(name: str, permissions: PermissionsDep, server: ServerDep) -> Re
     """Facts of one model."""
     if not name:  # a slash at the end of the path
         return await models(permissions, server)
+    name = server.served_name(name)
     server.check_access(name, permissions)
     return JSONResponse(_model_card(server, name))
 

@@ -55,14 +55,15 @@ async def create_response(
     context = server.request_context(permissions, body, body.timeout)
     task, conversation, items = await _read_task(body, request, server, permissions.fairness_key, params)
     response_id = f"resp_{uuid.uuid4().hex}"
+    store, tenant = server.response_store, permissions.fairness_key
+    stores = body.store is not False and store.enabled
+    encoded = await offload_if_large(request, lambda: json_bytes(items)) if stores else b""
     with conversation.rename_fields():
         if body.truncation == "auto":
             task = await _drop_turns(server, request, context, task)
         generation = await start_chat(server, request, context, task, response_id)
-    store, tenant = server.response_store, permissions.fairness_key
-    stores = body.store is not False and store.enabled
+    # From here on respond() must come without a wait: it frees the generation if the client disconnects.
     if stores:
-        encoded = await offload_if_large(request, lambda: json_bytes(items))
         item_ids = tuple(item["id"] for item in items)
         store.begin(tenant, response_id, StoredResponse(body.previous_response_id, encoded, item_ids))
         generation.on_close(partial(store.discard, tenant, response_id))

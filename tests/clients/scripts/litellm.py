@@ -1,3 +1,6 @@
+import json
+from typing import Any
+
 import litellm
 from case import (
     BASE,
@@ -10,6 +13,9 @@ from case import (
     PROMPT,
     STORY,
     TEXTS,
+    TOOL,
+    TOOL_PROMPT,
+    TOOL_RESULT,
     USER,
     V1,
     Job,
@@ -27,6 +33,27 @@ job = litellm.completion(
     response_format=Job,
 )
 ranked = litellm.rerank(**{**where, "api_base": BASE}, query=PROMPT, documents=TEXTS)
+
+
+def loop(model: str, base: str, stream: bool = False) -> dict[str, Any]:
+    messages: list[Any] = [{"role": "user", "content": TOOL_PROMPT}]
+    calls: list[Any] = []
+    while True:
+        answer = litellm.completion(
+            model, messages, tools=[TOOL], temperature=0, api_base=base, api_key=KEY, stream=stream
+        )
+        if stream:
+            answer = litellm.stream_chunk_builder(list(answer))
+        message = answer.choices[0].message
+        if not message.tool_calls:
+            return {"calls": calls, "text": message.content}
+        calls += [[call.function.name, json.loads(call.function.arguments)] for call in message.tool_calls]
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": TOOL_RESULT} for call in message.tool_calls
+        ]
+        messages += [message.model_dump(), *results]
+
+
 report(
     text=litellm.completion(messages=USER, **options).choices[0].message.content,
     stream="".join(chunk.choices[0].delta.content or "" for chunk in chunks),
@@ -39,5 +66,9 @@ report(
     structured=Job.model_validate_json(job.choices[0].message.content).model_dump(),
     embeddings=[item["embedding"] for item in litellm.embedding(**where, input=TEXTS).data],
     tool_history=litellm.completion(messages=HISTORY, **options).choices[0].message.content,
+    tool_loop=loop(f"openai/{MODEL}", V1),
+    tool_loop_stream=loop(f"hosted_vllm/{MODEL}", V1, stream=True),
+    responses_tool_loop=loop(f"openai/responses/{MODEL}", V1),
+    messages_tool_loop=loop(f"anthropic/{MODEL}", BASE),
     ranking=[[item["index"], item["relevance_score"]] for item in ranked.results],
 )

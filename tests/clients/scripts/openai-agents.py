@@ -1,4 +1,6 @@
 import asyncio
+import json
+from typing import Any
 
 from agents import (
     Agent,
@@ -16,8 +18,10 @@ from case import (
     MAX_TOKENS,
     MODEL,
     PROMPT,
+    TOOL_NAME,
     TOOL_PROMPT,
     TOOL_RESULT,
+    TOOL_TEXT,
     V1,
     Job,
     report,
@@ -25,14 +29,19 @@ from case import (
 from openai import AsyncOpenAI
 
 set_tracing_disabled(True)
-called: list[str] = []
 
 
-@function_tool
-def price(item: str) -> str:
-    """Price of an item."""
-    called.append("price")
+@function_tool(name_override=TOOL_NAME, description_override=TOOL_TEXT)
+def calculate(expression: str) -> str:
     return TOOL_RESULT
+
+
+def loop(result: Any) -> dict[str, Any]:
+    calls = [item.raw_item for item in result.new_items if item.type == "tool_call_item"]
+    return {
+        "calls": [[call.name, json.loads(call.arguments)] for call in calls],
+        "text": result.final_output,
+    }
 
 
 async def main() -> None:
@@ -46,19 +55,16 @@ async def main() -> None:
         model_settings=ModelSettings(temperature=0, max_tokens=JOB_MAX_TOKENS),
         output_type=Job,
     )
-    shop = Agent(
-        "shop",
-        model=responses,
-        tools=[price],
-        model_settings=ModelSettings(temperature=0, tool_choice="required"),
-    )
-    answer = (await Runner.run(shop, TOOL_PROMPT)).final_output
+    counter = Agent("counter", model=model, tools=[calculate], model_settings=ModelSettings(temperature=0))
     streamed = Runner.run_streamed(agent, PROMPT)
     deltas = [
         event.data.delta
         async for event in streamed.stream_events()
         if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
     ]
+    streamed_loop = Runner.run_streamed(counter, TOOL_PROMPT)
+    async for _ in streamed_loop.stream_events():
+        pass
     report(
         text=(await Runner.run(agent, PROMPT)).final_output,
         stream="".join(deltas),
@@ -67,7 +73,9 @@ async def main() -> None:
         responses_structured=(
             await Runner.run(typed.clone(model=responses), JOB_PROMPT)
         ).final_output.model_dump(),
-        tool_loop={"called": called, "has_result": TOOL_RESULT in answer},
+        tool_loop=loop(await Runner.run(counter, TOOL_PROMPT)),
+        tool_loop_stream=loop(streamed_loop),
+        responses_tool_loop=loop(await Runner.run(counter.clone(model=responses), TOOL_PROMPT)),
     )
 
 

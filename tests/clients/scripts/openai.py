@@ -1,3 +1,6 @@
+import json
+from typing import Any
+
 import openai
 from case import (
     HISTORY,
@@ -9,6 +12,9 @@ from case import (
     PROMPT,
     STORY,
     TEXTS,
+    TOOL,
+    TOOL_PROMPT,
+    TOOL_RESULT,
     USER,
     V1,
     Job,
@@ -38,6 +44,45 @@ with client.responses.stream(**brief) as pieces:
 parsed = client.responses.parse(
     model=MODEL, input=JOB_PROMPT, text_format=Job, temperature=0, max_output_tokens=JOB_MAX_TOKENS
 )
+
+
+def loop() -> dict[str, Any]:
+    messages: list[Any] = [{"role": "user", "content": TOOL_PROMPT}]
+    calls: list[Any] = []
+    while True:
+        with client.chat.completions.stream(
+            messages=messages, tools=[TOOL], model=MODEL, temperature=0
+        ) as events:
+            message = events.get_final_completion().choices[0].message
+        if not message.tool_calls:
+            return {"calls": calls, "text": message.content}
+        calls += [[call.function.name, json.loads(call.function.arguments)] for call in message.tool_calls]
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": TOOL_RESULT} for call in message.tool_calls
+        ]
+        messages += [message, *results]
+
+
+def responses_loop() -> dict[str, Any]:
+    tool = {"type": "function", **TOOL["function"], "strict": False}
+    items: Any = TOOL_PROMPT
+    calls: list[Any] = []
+    previous = None
+    while True:
+        answer = client.responses.create(
+            model=MODEL, input=items, tools=[tool], temperature=0, previous_response_id=previous
+        )
+        called = [item for item in answer.output if item.type == "function_call"]
+        if not called:
+            return {"calls": calls, "text": answer.output_text}
+        calls += [[call.name, json.loads(call.arguments)] for call in called]
+        items = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": TOOL_RESULT}
+            for call in called
+        ]
+        previous = answer.id
+
+
 # A message of an earlier answer goes back as it came: with its null fields.
 follow_up = [*HISTORY, answer, *USER]
 report(
@@ -50,6 +95,8 @@ report(
     embeddings=[item.embedding for item in client.embeddings.create(model=MODEL, input=TEXTS).data],
     tool_history=client.chat.completions.create(messages=HISTORY, **options).choices[0].message.content,
     follow_up=client.chat.completions.create(messages=follow_up, **options).choices[0].message.content,
+    tool_loop_stream=loop(),
+    responses_tool_loop=responses_loop(),
     responses=client.responses.create(**brief).output_text,
     responses_stream="".join(deltas),
     responses_structured=parsed.output_parsed.model_dump(),

@@ -1,7 +1,21 @@
 import asyncio
 
-from case import JOB_MAX_TOKENS, JOB_PROMPT, KEY, MAX_TOKENS, MODEL, PROMPT, V1, Job, report
-from pydantic_ai import Agent, NativeOutput
+from case import (
+    JOB_MAX_TOKENS,
+    JOB_PROMPT,
+    KEY,
+    MAX_TOKENS,
+    MODEL,
+    PROMPT,
+    TOOL_NAME,
+    TOOL_PROMPT,
+    TOOL_RESULT,
+    TOOL_TEXT,
+    V1,
+    Job,
+    report,
+)
+from pydantic_ai import Agent, NativeOutput, Tool
 from pydantic_ai.messages import (
     ModelRequest,
     ModelResponse,
@@ -20,6 +34,24 @@ typed = Agent(
     output_type=NativeOutput(Job),
     model_settings={"temperature": 0, "max_tokens": JOB_MAX_TOKENS},
 )
+
+
+def calculate(expression: str) -> str:
+    return TOOL_RESULT
+
+
+solver = Agent(
+    model,
+    tools=[Tool(calculate, name=TOOL_NAME, description=TOOL_TEXT)],
+    model_settings={"temperature": 0},
+)
+solved = solver.run_sync(TOOL_PROMPT)
+calls = [
+    [part.tool_name, part.args_as_dict()]
+    for message in solved.all_messages()
+    for part in message.parts
+    if isinstance(part, ToolCallPart)
+]
 history = [
     ModelRequest(parts=[UserPromptPart("What is the price?")]),
     ModelResponse(parts=[ToolCallPart("price", '{"item": "lamp"}', tool_call_id="call_1")]),
@@ -39,5 +71,6 @@ report(
     stream=text,
     usage=usage,
     structured=typed.run_sync(JOB_PROMPT).output.model_dump(),
+    tool_loop={"calls": calls, "text": solved.output},
     tool_history=agent.run_sync(PROMPT, message_history=history).output,
 )
