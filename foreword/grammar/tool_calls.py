@@ -707,23 +707,25 @@ class _TaggedWriter:
         if others & {"object", "array"} and not self._part.types_in_tag:  # what begins like one is one
             texts.append(rf"~(/{SPACES}*[\[\{{](?s:.*)/)")
         head, *tail = self._end
+        # A part of the same terminal: the lexer would stay with the text, which may go on with the end's.
+        names = () if self._part.types_in_tag else sorted(others & LITERAL_TEXTS.keys())
+        literals = [LITERAL_TEXTS[name] for name in names]
         if isinstance(head, _Text) and len(tail) == 1:  # the end is a text: up to the first
             if not texts:
                 return [self._writer.lazy_rule("string_end", f"/(?s:.*){head.regex}/"), SPACE_TEXT]
             closer, padding = head.regex, _literal(self._part.padding)
-            texts = [ANY_TEXT, *texts, f"~(/(?s:.*){closer}(?s:.*)/)"]
-            # A part of the same terminal: the lexer would stay with the text, which may go on with the end's.
-            literals = [LITERAL_TEXTS[name] for name in sorted(others & LITERAL_TEXTS.keys())]
-            body = f"({' | '.join([f'({" & ".join(texts)})', *literals])}) /{padding}{closer}/"
+            text = f"({' & '.join([ANY_TEXT, *texts, f'~(/(?s:.*){closer}(?s:.*)/)'])})"
+            body = f"({' | '.join([text, *literals])}) /{padding}{closer}/"
             name = self._writer.rule(f"STRING_{self._tool.rule}_{_hex(path)}".upper(), body)
             return [self._writer.lazy_rule(name.lower(), name), SPACE_TEXT]
         closer = head.regex if isinstance(head, _Text) else ""  # text before the marker
         if not texts:
             return [f"/(?s:.*){closer}/", *(tail if closer else self._end)]
         closer = _literal(self._part.padding) + closer
-        body = f"({' & '.join([ANY_TEXT, *texts])})" + (f" /{closer}/" if closer else "")
-        text = self._writer.rule(f"STRING_{self._tool.rule}_{_hex(path)}".upper(), body)
-        return [text, *(tail if isinstance(head, _Text) else self._end)]
+        text = f"({' & '.join([ANY_TEXT, *texts])})"
+        body = f"({' | '.join([text, *literals])})" + (f" /{closer}/" if closer else "")
+        name = self._writer.rule(f"STRING_{self._tool.rule}_{_hex(path)}".upper(), body)
+        return [name, *(tail if isinstance(head, _Text) else self._end)]
 
 
 class _LiteralWriter:
