@@ -24,21 +24,24 @@ class AttentionConfig:
     scale: float  # scores are (q . k) * scale
     window: int | None = None
     softcap: float | None = None
+    norms_all_heads: bool = False  # the norms of q and k are over all heads together, not over each
+    norms_after_rope: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Inputs shared by all layers with one window; cos_sin and positions as in Ops.rope."""
+    """Inputs shared by all layers of one type; cos_sin and positions as in Ops.rope."""
 
     batch: Batch
-    cos_sin: Tensor
+    cos_sin: Tensor  # of keys
+    query_cos_sin: Tensor  # the same tensor, unless queries are scaled by their position
     attention_metadata: AttentionMetadata
     positions: Tensor
     mrope_sections: MRopeSections | None = None
 
 
 class Attention:
-    """Fused qkv projection, norms of each q and k head (both or neither), RoPE, output projection."""
+    """Fused qkv projection, norms of q and k (both or neither), RoPE, output projection."""
 
     def __init__(
         self,
@@ -64,12 +67,24 @@ class Attention:
         heads, all_heads = config.heads, config.heads + config.kv_heads
         qkv = self._qkv(x).view(x.shape[0], all_heads + config.kv_heads, config.head_dim)
         q, k, v = qkv[:, :heads], qkv[:, heads:all_heads], qkv[:, all_heads:]
-        if self._q_norm is not None and self._k_norm is not None:
-            q, k = self._q_norm(q), self._k_norm(k)
-        q = self._ops.rope_and_cache(
-            q, k, v, context.cos_sin, context.positions, context.mrope_sections, cache, batch.slots
-        )
+        if not config.norms_after_rope:
+            q, k = self._normalize(q, self._q_norm), self._normalize(k, self._k_norm)
+        rotation = context.positions, context.mrope_sections
+        if config.norms_after_rope or context.query_cos_sin is not context.cos_sin:
+            q = self._ops.rope(q, context.query_cos_sin, *rotation)
+            k = self._ops.rope(k, context.cos_sin, *rotation)
+            if config.norms_after_rope:
+                q, k = self._normalize(q, self._q_norm), self._normalize(k, self._k_norm)
+            self._ops.write_kv(k, v, cache, batch.slots)
+        else:
+            q = self._ops.rope_and_cache(q, k, v, context.cos_sin, *rotation, cache, batch.slots)
         attended = self._ops.attention(
             q, cache, batch, config.scale, config.window, config.softcap, context.attention_metadata
         )
         return self._out(attended.flatten(1), residual)
+
+    def _normalize(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """[T, heads, D] -> [T, heads, D]"""
+        if norm is None:
+            return x
+        return norm(x.flatten(1)).view(x.shape) if self._config.norms_all_heads else norm(x)

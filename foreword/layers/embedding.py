@@ -11,13 +11,13 @@ __all__ = ["Embedding"]
 
 
 class Embedding:
-    """Rows of a packed weight [V, H] as `dtype`, times `scale` rounded to `dtype` (as Gemma was trained)."""
+    """Rows of a packed weight [V, H], times `scale`, as `dtype`."""
 
     def __init__(self, ops: Ops, weight: PackedLinear, dtype: torch.dtype, scale: float = 1.0) -> None:
         self._ops = ops
         self._weight = weight
         self._dtype = dtype
-        self._scale = torch.tensor(scale, dtype=dtype).item()
+        self._scale = scale
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, H]"""

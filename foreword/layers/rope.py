@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foreword.kernels.ops import MRopeSections
 
-__all__ = ["ROPE_TYPES", "Rope", "RopeConfig", "rope_frequencies"]
+__all__ = ["NO_ROPE", "ROPE_TYPES", "Rope", "RopeConfig", "rope_frequencies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,29 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     mrope_sections: MRopeSections | None = None  # axis of each angle, in models with M-RoPE
+    # Queries at position p are scaled by 1 + query_beta * log(1 + floor(p / original_max_position)).
+    query_beta: float = 0.0
+
+
+# Layers without positional encoding turn two values of each head by no angle, which changes no bit.
+NO_ROPE = RopeConfig("linear", theta=10000.0, rotary_dim=2, factor=math.inf)
 
 
 class Rope:
-    """cos_sin float32 [max_len, D_rot]: cosines of D_rot / 2 angles of each position, then their sines."""
+    """cos_sin float32 [max_len, D_rot]: cosines of D_rot / 2 angles of each position, then their sines.
+
+    query_cos_sin is that of queries: the same tensor, unless they are scaled by their position.
+    """
 
     def __init__(self, config: RopeConfig, max_len: int, device: str) -> None:
         inverse, scale = rope_frequencies(config, max_len)
-        angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inverse
-        self.cos_sin = torch.cat((angles.cos() * scale, angles.sin() * scale), -1).to(device)
+        positions = torch.arange(max_len, dtype=torch.float32)[:, None]
+        angles = positions * inverse
+        cos_sin = torch.cat((angles.cos() * scale, angles.sin() * scale), -1)
+        self.cos_sin = self.query_cos_sin = cos_sin.to(device)
+        if config.query_beta and max_len > config.original_max_position:
+            lengths = torch.floor(positions / config.original_max_position)
+            self.query_cos_sin = (cos_sin * (1 + config.query_beta * lengths.log1p())).to(device)
 
 
 def rope_frequencies(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:

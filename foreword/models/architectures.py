@@ -8,25 +8,41 @@ from types import MappingProxyType
 from foreword.errors import CheckpointError
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig
+from foreword.models.ernie4_5 import Ernie45
+from foreword.models.exaone4 import Exaone4
 from foreword.models.gemma2 import Gemma2
 from foreword.models.gemma3_text import Gemma3Text
+from foreword.models.granite import Granite
+from foreword.models.hunyuan_v1_dense import HunyuanDense
 from foreword.models.llama import Llama
+from foreword.models.ministral3 import Ministral3
 from foreword.models.mistral import Mistral
+from foreword.models.olmo2 import Olmo2
+from foreword.models.olmo3 import Olmo3
 from foreword.models.phi3 import Phi3
 from foreword.models.qwen2 import Qwen2
 from foreword.models.qwen3 import Qwen3
+from foreword.models.smollm3 import SmolLM3
 
 __all__ = ["ARCHITECTURES", "read_decoder"]
 
 ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
     {
+        "ernie4_5": Ernie45,
+        "exaone4": Exaone4,
         "gemma2": Gemma2,
         "gemma3_text": Gemma3Text,
+        "granite": Granite,
+        "hunyuan_v1_dense": HunyuanDense,
         "llama": Llama,
+        "ministral3": Ministral3,
         "mistral": Mistral,
+        "olmo2": Olmo2,
+        "olmo3": Olmo3,
         "phi3": Phi3,
         "qwen2": Qwen2,
         "qwen3": Qwen3,
+        "smollm3": SmolLM3,
     }
 )
 

@@ -76,11 +76,8 @@ class Model(Protocol):
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Hidden states [T, H] of all rows; writes K and V of all rows to the cache."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> float32 [R, V]"""
-
     def compile_logits(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
-        """Compile forward() and the logits of sampled rows, float32 [R, V], valid until the next call."""
+        """Compile the layers and the logits of sampled rows, float32 [R, V], valid until the next call."""
 
     def compile_hidden(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
         """Compile forward() and the hidden states of sampled rows [R, H], valid until the next call."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from foreword.models.config import ConfigReader
-from foreword.models.decoder import DecoderConfig, LayerType
+from foreword.models.decoder import DecoderConfig, LayerType, QKNorm
 from foreword.models.rope import read_rope, scaled_context_length
 
-__all__ = ["ACTIVATIONS", "read_decoder_config", "read_head_dim", "read_layer_windows"]
+__all__ = ["ACTIVATIONS", "read_decoder_config", "read_head_dim", "read_layer_windows", "read_num_layers"]
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -32,6 +32,9 @@ def read_decoder_config(
     qkv_bias: bool = False,
     out_bias: bool = False,
     mlp_bias: bool = False,
+    qk_norm: QKNorm | None = None,
+    eps: float = 1e-6,
+    theta: float = 10000.0,
     activation_key: str = "hidden_act",
     tie_word_embeddings: bool = False,
 ) -> DecoderConfig:
@@ -39,7 +42,7 @@ def read_decoder_config(
 
     windows      one per layer, if any layer has a sliding window; or else
     layer_types  one per layer, if they differ in RoPE too
-    head_dim, tie_word_embeddings  defaults
+    head_dim, eps, theta, tie_word_embeddings  defaults
     """
     hidden, heads = config.get_int("hidden_size", high=MAX_HIDDEN_SIZE), config.get_int("num_attention_heads")
     kv_heads = config.get_int("num_key_value_heads", heads)
@@ -51,8 +54,8 @@ def read_decoder_config(
         raise config.error("num_attention_heads", limit)
     positions = config.get_int("max_position_embeddings")
     if layer_types is None:
-        rope = read_rope(config, head_dim, positions)
-        layer_types = [LayerType(window, rope) for window in windows or (None,) * _read_num_layers(config)]
+        rope = read_rope(config, head_dim, positions, theta)
+        layer_types = [LayerType(window, rope) for window in windows or (None,) * read_num_layers(config)]
     return DecoderConfig(
         architecture=architecture,
         dtype=config.get_dtype(),
@@ -63,7 +66,7 @@ def read_decoder_config(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         context_length=min(scaled_context_length(layer_type.rope, positions) for layer_type in layer_types),
-        eps=config.get_float("rms_norm_eps", 1e-6),
+        eps=config.get_float("rms_norm_eps", eps),
         activation=config.get_choice(activation_key, ACTIVATIONS),
         layer_types=tuple(layer_types),
         tie_word_embeddings=config.get_bool("tie_word_embeddings", tie_word_embeddings),
@@ -71,6 +74,7 @@ def read_decoder_config(
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
     )
 
 
@@ -84,7 +88,7 @@ def read_layer_windows(
     config: ConfigReader, window: int | None, is_sliding: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
     """The window of each layer: from `layer_types`, or else where `is_sliding(index)` holds."""
-    num_layers = _read_num_layers(config)
+    num_layers = read_num_layers(config)
     default = tuple(LAYER_TYPES[is_sliding(index)] for index in range(num_layers))
     types = config.get_strs("layer_types", num_layers) or default
     for layer_type in types:
@@ -95,5 +99,5 @@ def read_layer_windows(
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in types)
 
 
-def _read_num_layers(config: ConfigReader) -> int:
+def read_num_layers(config: ConfigReader) -> int:
     return config.get_int("num_hidden_layers", high=MAX_LAYERS)

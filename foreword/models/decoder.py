@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foreword.config.resolve import ModelInfo
 from foreword.core.batch import Batch, ImageFeatures, KVLayer
-from foreword.kernels.ops import DraftLoop, Ops
+from foreword.kernels.ops import AttentionMetadata, DraftLoop, Ops
 from foreword.layers.attention import Attention, AttentionConfig, ForwardContext
 from foreword.layers.embedding import Embedding
 from foreword.layers.linear import Linear, load_linear
@@ -22,8 +22,9 @@ from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
 from foreword.models.base import KVCache, Precision, VisionEncoder
 from foreword.models.config import ConfigReader
+from foreword.models.weights import DeinterleavedWeights
 
-__all__ = ["Decoder", "DecoderConfig", "DecoderLayer", "LayerBuilder", "LayerType"]
+__all__ = ["Decoder", "DecoderConfig", "DecoderLayer", "LayerBuilder", "LayerType", "QKNorm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,15 @@ class LayerType:
 
     window: int | None  # tokens; None: full attention
     rope: RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """RMS norms of queries and keys."""
+
+    names: tuple[str, str] = ("q_norm", "k_norm")  # in the checkpoint
+    all_heads: bool = False  # over all heads together, not over each
+    after_rope: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +65,12 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: QKNorm | None = None
+    interleaved_rope: bool = False  # RoPE turns pairs of neighbours, not the two halves of a head
     norm_offset: float = 0.0  # added to norm weights
-    embedding_scale: float = 1.0
+    embedding_scale: float = 1.0  # of tokens, rounded to the activations' type (as Gemma was trained)
+    input_scale: float = 1.0  # of tokens and image features
+    logit_scale: float = 1.0
     attn_softcap: float | None = None
     logit_softcap: float | None = None
 
@@ -83,26 +97,33 @@ class LayerBuilder:
     def norm(self, name: str) -> RMSNorm:
         return self._norm(self._weights, name, self._config.hidden_size)
 
-    def attention(self, name: str, fused: str | None = None, qk_norm: bool = False) -> Attention:
+    def attention(self, name: str, fused: str | None = None) -> Attention:
         """`fused` names a projection with q, k and v; otherwise they are separate tensors."""
-        config = self._config
+        config, norm = self._config, self._config.qk_norm
         weights = self._weights.prefixed(f"{name}.")
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        if config.interleaved_rope:
+            assert fused is None and norm is None
+            heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+            weights = DeinterleavedWeights(weights, heads)
+        size = config.head_dim
+        q, kv = config.num_heads * size, config.num_kv_heads * size
         outputs = {fused: q + 2 * kv} if fused else {"q_proj": q, "k_proj": kv, "v_proj": kv}
         return Attention(
             self.ops,
             AttentionConfig(
                 heads=config.num_heads,
                 kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
+                head_dim=size,
                 scale=config.attn_scale,
                 window=self._layer_type.window,
                 softcap=config.attn_softcap,
+                norms_all_heads=norm is not None and norm.all_heads,
+                norms_after_rope=norm is not None and norm.after_rope,
             ),
             self._linear(weights, config.hidden_size, outputs, config.qkv_bias),
             self._linear(weights, q, {"o_proj": config.hidden_size}, config.out_bias),
-            self._norm(weights, "q_norm", config.head_dim) if qk_norm else None,
-            self._norm(weights, "k_norm", config.head_dim) if qk_norm else None,
+            None if norm is None else self._norm(weights, norm.names[0], q if norm.all_heads else size),
+            None if norm is None else self._norm(weights, norm.names[1], kv if norm.all_heads else size),
         )
 
     def mlp(self, name: str, fused: str | None = None) -> MLP:
@@ -143,7 +164,8 @@ class Decoder(ABC):
         body = weights.prefixed("model.")
         hidden, weight_format = config.hidden_size, precision.embedding_format
         embedding = load_linear(ops, body, weight_format, hidden, {"embed_tokens": self.vocab_size})
-        self._embedding = Embedding(ops, embedding, precision.dtype, config.embedding_scale)
+        scale = torch.tensor(config.embedding_scale, dtype=precision.dtype).item()
+        self._embedding = Embedding(ops, embedding, precision.dtype, scale * config.input_scale)
         self._layer_types = tuple(dict.fromkeys(config.layer_types))
         self._layer_type_indexes = tuple(map(self._layer_types.index, config.layer_types))
         self._layers = []
@@ -151,7 +173,9 @@ class Decoder(ABC):
             layer_weights = body.prefixed(f"layers.{index}.")
             builder = LayerBuilder(ops, config, precision, layer_type, layer_weights)
             self._layers.append(self.build_layer(builder))
-        self._norm = RMSNorm(ops, body.tensor("norm.weight", hidden), config.eps, config.norm_offset)
+        norm_weight = body.tensor("norm.weight", hidden) + config.norm_offset
+        self._norm = RMSNorm(ops, norm_weight, config.eps)
+        self._head_norm = RMSNorm(ops, norm_weight * config.logit_scale, config.eps)
         head = embedding
         if not config.tie_word_embeddings:
             head = load_linear(ops, weights, weight_format, hidden, {"lm_head": self.vocab_size})
@@ -177,16 +201,21 @@ class Decoder(ABC):
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Hidden states [T, H] of all rows; writes K and V of all rows to the cache."""
+        return self._norm(self._run_layers(batch, kv_cache))
+
+    def _run_layers(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+        """Output of the last layer [T, H]"""
         x = self._embedding(batch.token_ids)
         features = batch.image_features
         if features is not None:
-            self.ops.scatter_rows(x, features.rows, features.values[:, : self.config.hidden_size])
-        contexts = [self._forward_context(batch, layer_type) for layer_type in self._layer_types]
+            values = features.values[:, : self.config.hidden_size]
+            self.ops.scatter_rows(x, features.rows, values * self.config.input_scale)
+        contexts = self._forward_contexts(batch)
         for index, (layer, type_index) in enumerate(zip(self._layers, self._layer_type_indexes, strict=True)):
             x = layer(x, contexts[type_index], kv_cache.layer(index))
             if features is not None:
                 self._add_deepstack(x, features, index + 1)
-        return self._norm(x)
+        return x
 
     def _add_deepstack(self, x: Tensor, features: ImageFeatures, layer_index: int) -> None:
         """Add the vision encoder's features of inner blocks after the first layers (DeepStack)."""
@@ -196,17 +225,18 @@ class Decoder(ABC):
             rows = self.ops.index_rows(x, features.rows)
             self.ops.scatter_rows(x, features.rows, self.ops.add(rows, values.contiguous()))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> float32 [R, V]"""
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Rows after the head's norm, [R, H] -> float32 [R, V]"""
         logits = self._lm_head(hidden)
         cap = self.config.logit_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)
 
     def compile_logits(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
-        """Compile forward() and the logits of sampled rows, float32 [R, V], valid until the next call."""
+        """Compile the layers and the logits of sampled rows, float32 [R, V], valid until the next call."""
 
         def sampled_logits(batch: Batch) -> Tensor:
-            return self.logits(self.ops.index_rows(self.forward(batch, kv_cache), batch.sample_rows))
+            hidden = self._head_norm(self._run_layers(batch, kv_cache))
+            return self._logits(self.ops.index_rows(hidden, batch.sample_rows))
 
         return self._compile(sampled_logits)
 
@@ -231,12 +261,20 @@ class Decoder(ABC):
         """Whether batches need mrope_positions."""
         return any(layer_type.rope.mrope_sections is not None for layer_type in self._layer_types)
 
-    def _forward_context(self, batch: Batch, layer_type: LayerType) -> ForwardContext:
-        metadata = self.ops.build_attention_metadata(batch, layer_type.window)
+    def _forward_contexts(self, batch: Batch) -> list[ForwardContext]:
+        """One for each layer type; those with the same window share the metadata."""
+        windows = dict.fromkeys(layer_type.window for layer_type in self._layer_types)
+        metadata = {window: self.ops.build_attention_metadata(batch, window) for window in windows}
+        return [self._forward_context(batch, item, metadata[item.window]) for item in self._layer_types]
+
+    def _forward_context(
+        self, batch: Batch, layer_type: LayerType, metadata: AttentionMetadata
+    ) -> ForwardContext:
         sections = layer_type.rope.mrope_sections
         positions = batch.positions if sections is None else batch.mrope_positions
         assert positions is not None, "batch without M-RoPE positions"
-        return ForwardContext(batch, self._ropes[layer_type.rope].cos_sin, metadata, positions, sections)
+        rope = self._ropes[layer_type.rope]
+        return ForwardContext(batch, rope.cos_sin, rope.query_cos_sin, metadata, positions, sections)
 
 
 class _ImageAwareForward:

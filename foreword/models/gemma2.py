@@ -12,7 +12,7 @@ from foreword.models.common import read_decoder_config, read_layer_windows
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
 
-__all__ = ["Gemma2", "apply_gemma_options"]
+__all__ = ["Gemma2", "Gemma2Layer", "apply_gemma_options"]
 
 HEAD_DIM = 256
 WINDOW = 4096

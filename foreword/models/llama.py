@@ -10,7 +10,7 @@ from foreword.models.common import read_decoder_config
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
 
-__all__ = ["Llama"]
+__all__ = ["Llama", "LlamaLayer"]
 
 
 class LlamaLayer:

@@ -7,9 +7,15 @@ from dataclasses import replace
 
 from foreword.kernels.ops import MRopeSections
 from foreword.layers.rope import ROPE_TYPES, RopeConfig
-from foreword.models.config import ConfigReader
+from foreword.models.config import MAX_INT, ConfigReader
 
-__all__ = ["read_rope", "read_rope_section", "scaled_context_length"]
+__all__ = [
+    "read_local_and_global_rope",
+    "read_query_scaled_rope",
+    "read_rope",
+    "read_rope_section",
+    "scaled_context_length",
+]
 
 ROPE_TYPE_NAMES = {name: name for name in ROPE_TYPES} | {"su": "longrope", "mrope": "default"}
 
@@ -35,6 +41,37 @@ def read_rope(
         reason = f"has {sum(mrope_sections.sections)} angles, and a head has {rope.rotary_dim // 2}"
         raise section.error("mrope_section", reason)
     return replace(rope, mrope_sections=mrope_sections)
+
+
+def read_local_and_global_rope(
+    config: ConfigReader, head_dim: int, local_theta: float, global_theta: float
+) -> tuple[RopeConfig, RopeConfig]:
+    """RoPE of layers with a window and of the others, in either layout: `rope_scaling` is for the latter."""
+    context_length = config.get_int("max_position_embeddings")
+    nested, scaling = config.get_section("rope_parameters"), config.get_section("rope_scaling")
+    empty = ConfigReader({}, config.source)
+    local_options = (nested and nested.get_section("sliding_attention")) or empty
+    global_options = (nested and nested.get_section("full_attention")) or scaling or empty
+    if nested is not None:
+        nested.check_all_read()
+    return (
+        read_rope_section(local_options, head_dim, context_length, local_theta),
+        read_rope_section(global_options, head_dim, context_length, global_theta),
+    )
+
+
+def read_query_scaled_rope(config: ConfigReader, head_dim: int, context_length: int) -> RopeConfig:
+    """YaRN with `llama_4_scaling_beta`, the growth of queries with their position."""
+    options = config.get_section("rope_parameters") or config.get_section("rope_scaling")
+    if options is None:
+        raise config.error("rope_parameters", "is missing")
+    options.require_value("max_position_embeddings", context_length)
+    beta = options.get_float("llama_4_scaling_beta")
+    theta = config.get_float("rope_theta", 10000.0)
+    rope = read_rope_section(options, head_dim, context_length, theta)
+    if rope.rope_type != "yarn" or rope.rotary_dim != head_dim:
+        raise options.error("rope_type", "must be yarn here, with all values of a head rotated")
+    return replace(rope, query_beta=beta)
 
 
 def read_rope_section(
@@ -128,7 +165,7 @@ def _with_longrope(
 def scaled_context_length(rope: RopeConfig, context_length: int) -> int:
     """Context length of the model: dynamic and yarn extend max_position_embeddings."""
     if rope.rope_type == "dynamic":
-        return math.floor(context_length * rope.factor)
+        return min(math.floor(context_length * rope.factor), MAX_INT)
     if rope.rope_type == "yarn":
-        return max(context_length, math.floor(rope.original_max_position * rope.factor))
+        return min(max(context_length, math.floor(rope.original_max_position * rope.factor)), MAX_INT)
     return context_length

@@ -6,13 +6,14 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from foreword.errors import CheckpointError
-from foreword.kernels.ops import Matrix
+from foreword.kernels.ops import Matrix, QuantizedBlocks
 from foreword.kernels.reference.backend import ReferenceOps, ReferenceWeight
 from foreword.layers.weights import Weights
 from foreword.models.config import read_json
@@ -20,6 +21,7 @@ from foreword.models.device_loader import DeviceLoader
 from foreword.models.safetensors import SafetensorsFile
 
 __all__ = [
+    "DeinterleavedWeights",
     "DummyWeights",
     "FileWeights",
     "HeaderWeights",
@@ -28,6 +30,7 @@ __all__ = [
     "MetaWeights",
     "MultipartWeights",
     "PrefixedWeights",
+    "deinterleave_heads",
 ]
 
 DUMMY_VECTOR_STD = 0.02  # around 1 for norm weights, around 0 for biases
@@ -231,6 +234,34 @@ class PrefixedWeights:
         return PrefixedWeights(self._weights, self._prefix + prefix)
 
 
+class DeinterleavedWeights(PrefixedWeights):
+    """Weights of a layer whose RoPE turns neighbours: rows of q and k in the order of RoPE in halves.
+
+    Scores stay the same, since rows of q and k move alike. `num_heads` maps projections to their heads.
+    """
+
+    def __init__(self, weights: Weights, num_heads: Mapping[str, int]) -> None:
+        super().__init__(weights, "")
+        self._num_heads = num_heads
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self._reorder(name, super().tensor(name, *shape))
+
+    @contextmanager
+    def weights(self, out_features: Mapping[str, int], in_features: int) -> Iterator[Sequence[Matrix]]:
+        with super().weights(out_features, in_features) as matrices:
+            yield [
+                replace(matrix, data=self._reorder(name, matrix.data))
+                if isinstance(matrix, QuantizedBlocks)
+                else self._reorder(name, matrix)
+                for name, matrix in zip(out_features, matrices, strict=True)
+            ]
+
+    def _reorder(self, name: str, rows: Tensor) -> Tensor:
+        heads = self._num_heads.get(name.partition(".")[0])
+        return rows if heads is None else deinterleave_heads(rows, heads)
+
+
 class HeadlessWeights(PrefixedWeights):
     """Weights of a checkpoint saved without its head: names lack `model.`."""
 
@@ -272,6 +303,11 @@ class MultipartWeights(PrefixedWeights):
             if name.startswith(ours):
                 return actual + name.removeprefix(ours)
         return name
+
+
+def deinterleave_heads(rows: Tensor, num_heads: int) -> Tensor:
+    """Rows [N, ...] of q or k with each head's even rows before its odd rows."""
+    return rows.view(num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def unexpected_tensors_error(path: Path, names: Sequence[str]) -> CheckpointError:

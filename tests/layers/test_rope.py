@@ -1,5 +1,6 @@
 """RoPE frequencies against transformers."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from foreword.layers.rope import ROPE_TYPES, Rope, RopeConfig, rope_frequencies
+from foreword.kernels.reference.backend import ReferenceOps
+from foreword.layers.rope import NO_ROPE, ROPE_TYPES, Rope, RopeConfig, rope_frequencies
 
 DIM, CONTEXT = 32, 4096
 OURS: dict[str, dict[str, Any]] = {
@@ -68,6 +70,22 @@ def test_cos_sin_rows():
     angles = torch.tensor([7.0, 0.7])
     torch.testing.assert_close(rope.cos_sin[0], torch.tensor([1.0, 1.0, 0.0, 0.0]))
     torch.testing.assert_close(rope.cos_sin[7], torch.cat((angles.cos(), angles.sin())))
+
+
+def test_no_rope_changes_no_bit():
+    rope = Rope(NO_ROPE, 50, "cpu")
+    x = torch.randn(50, 3, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(ReferenceOps().rope(x, rope.cos_sin, torch.arange(50)), x)
+
+
+def test_queries_are_scaled_from_the_original_context_on():
+    config = RopeConfig("default", 100.0, 4, original_max_position=20, query_beta=0.5)
+    short, long = (Rope(config, size, "cpu") for size in (20, 50))
+    assert short.query_cos_sin is short.cos_sin
+    assert torch.equal(long.query_cos_sin[:20], long.cos_sin[:20])
+    for start, factor in ((20, 1 + 0.5 * math.log(2)), (40, 1 + 0.5 * math.log(3))):
+        rows = slice(start, min(start + 20, 50))
+        torch.testing.assert_close(long.query_cos_sin[rows], long.cos_sin[rows] * factor)
 
 
 def test_longer_table_extends_the_shorter_one():

@@ -78,6 +78,57 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "smollm3-listed-layers": ("smollm3", {"num_hidden_layers": 2, "no_rope_layers": [0, 1, 1]}),
+    "smollm3-windows": (
+        "smollm3",
+        {
+            "num_hidden_layers": 3,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "smollm3-yarn": ("smollm3", {"rope_scaling": YARN, "tie_word_embeddings": True}),
+    "granite-tied": (
+        "granite",
+        {"tie_word_embeddings": True, "rms_norm_eps": 0.1, "embedding_multiplier": 1.0},
+    ),
+    "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "olmo2-odd-shape": ("olmo2", {**ODD, "head_dim": ..., "attention_bias": True}),
+    "olmo3-older-layout": (
+        "olmo3",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ...,
+            "rope_parameters": ...,
+            "rope_theta": 500000.0,
+            "rope_scaling": {**YARN, "rope_type": "yarn", "attention_factor": 1.2},
+        },
+    ),
+    "ministral3-window": ("ministral3", {"sliding_window": 20}),
+    "ministral3-odd-shape": ("ministral3", ODD),
+    "exaone4-default-pattern": ("exaone4", {"layer_types": ..., "num_hidden_layers": 5}),
+    "exaone4-no-window": (
+        "exaone4",
+        {
+            "layer_types": ["full_attention"] * 2,
+            "sliding_window": None,
+            "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 32},
+        },
+    ),
+    "ernie-odd-shape": ("ernie4_5", {**ODD, "use_bias": True, "tie_word_embeddings": True}),
+    "hunyuan-odd-shape": ("hunyuan_v1_dense", ODD),
+    "hunyuan-plain-rope": ("hunyuan_v1_dense", {"rope_scaling": ..., "attention_bias": True}),
+    "hunyuan-rope-parameters": (
+        "hunyuan_v1_dense",
+        {
+            "rope_theta": ...,
+            "rope_scaling": ...,
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 7.0, "factor": 1.0, "rope_theta": 5000.0},
+        },
+    ),
 }
 
 

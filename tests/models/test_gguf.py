@@ -141,6 +141,29 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Write | None]] = {
         {},
         factors("rope_freqs.weight", llama3_divisors(16)),
     ),
+    "ernie4_5-biases": ("ernie4_5", {"use_bias": True}, {}, None),
+    "exaone4-no-window": (
+        "exaone4",
+        {"layer_types": ["full_attention"] * 2, "sliding_window": None},
+        {"attention__sliding_window": None, "attention__sliding_window_pattern": None},
+        None,
+    ),
+    "exaone4-default-pattern": (
+        "exaone4",
+        {"layer_types": ..., "sliding_window_pattern": 4, "num_hidden_layers": 5},
+        {},
+        None,
+    ),
+    "granite-no-scales": (
+        "granite",
+        {"attention_multiplier": 0.25, "embedding_multiplier": 1.0, "residual_multiplier": 1.0},
+        {"attention__scale": None, "embedding_scale": 0.0, "residual_scale": None},
+        None,
+    ),
+    "hunyuan-biases": ("hunyuan_v1_dense", {"attention_bias": True}, {}, None),
+    "mistral3-without-query-scale": ("mistral", {"head_dim": 16}, {"architecture": "mistral3"}, None),
+    "olmo3-attention-factor": ("olmo3", {}, {"rope__scaling__yarn_attn_factor": 1.1386294}, None),
+    "smollm3-biases": ("smollm3", {"attention_bias": True, "mlp_bias": True}, {}, None),
     "phi3-partial": ("phi3", {"partial_rotary_factor": 0.5}, {}, None),
     "phi3-no-window": ("phi3", {}, {"attention__sliding_window": None}, None),
     "phi3-window": ("phi3", {"sliding_window": 30}, {}, None),
@@ -164,6 +187,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Write | None]] = {
 }
 
 
+# Keys are float32: divisors of frequencies, multipliers, the stretched base.
+ROUNDED_CASES = ("llama-llama3", "granite", "ministral3", "hunyuan_v1_dense", "hunyuan-biases")
+
+
 def pair(case: str, tmp_path: Path) -> tuple[Path, Path]:
     family, options, keys, more = CASES[case]
     checkpoint = write_checkpoint(tmp_path / "checkpoint", family, **options)
@@ -174,7 +201,7 @@ def pair(case: str, tmp_path: Path) -> tuple[Path, Path]:
 def test_float32_gguf_has_the_checkpoints_bits(case: str, tmp_path: Path) -> None:
     checkpoint, file = pair(case, tmp_path)
     theirs, ours = ForwardHelper(checkpoint).logits(PROMPT), ForwardHelper(file).logits(PROMPT)
-    if case == "llama-llama3":  # the divisors are rounded once more
+    if case in ROUNDED_CASES:
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
     else:
         assert torch.equal(ours, theirs)
@@ -188,7 +215,7 @@ def test_float32_gguf_has_the_checkpoints_bits(case: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "kind", [Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.BF16, Kind.F16]
 )
-@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma2", "ernie4_5"])
 def test_quantized_gguf_equals_rounded_checkpoint(family: str, kind: Kind, tmp_path: Path) -> None:
     scalar = {"query_pre_attn_scalar": 32} if family == "gemma2" else {}
     checkpoint = write_checkpoint(tmp_path / "checkpoint", family, **WIDE, **scalar)
@@ -377,10 +404,38 @@ def test_unsupported_keys_are_named(
 
 
 @pytest.mark.parametrize(
+    "family, keys, message",
+    [
+        ("exaone4", {"rope__freq_base_swa": 5000.0}, "`exaone4.rope.freq_base_swa` must be 10000.0 here"),
+        (
+            "granite",
+            {"rope__scaling__finetuned": False},
+            "`granite.rope.scaling.finetuned` must be true here",
+        ),
+        ("granite", {"logit_scale": None}, "lacks `granite.logit_scale`"),
+        (
+            "hunyuan_v1_dense",
+            {"rope__scaling__factor": 2.0},
+            "`hunyuan-dense.rope.scaling.factor` must be 1.0",
+        ),
+        ("ministral3", {"rope__scaling__type": "none"}, "`mistral3.rope.scaling.type` must be yarn beside"),
+        ("olmo2", {"block_count": 3}, "tensor `blk.2.post_attention_norm.weight` is missing"),
+        ("smollm3", {"attention__sliding_window": 32}, "`smollm3.attention.sliding_window` = 32 is not"),
+    ],
+)
+def test_unsupported_keys_of_families_are_named(
+    family: str, keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    file = write_gguf(write_checkpoint(tmp_path / "checkpoint", family), tmp_path / "model.gguf", **keys)
+    with pytest.raises(CheckpointError, match=message):
+        load(file)
+
+
+@pytest.mark.parametrize(
     ("architecture", "expected_message"),
     [
         *(
-            (name, f"'{name}' is not supported; known: gemma2, gemma3, llama")
+            (name, f"'{name}' is not supported; known: ernie4_5, .*gemma3, .*llama")
             for name in ("gemma", "qwen3moe", "mamba")
         ),
         (

@@ -233,7 +233,7 @@ NAMED: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_attn_factor": 0.8},
-        "rope.scaling.yarn_attn_factor` must be 1.0 here, got 0.8",
+        "rope.scaling.yarn_attn_factor` must be 1 or 1.13863 here, got 0.8",
     ),
 ]
 

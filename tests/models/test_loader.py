@@ -13,7 +13,7 @@ from foreword.errors import CheckpointError
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.base import Precision
 from foreword.models.loader import load_model, read_model_info
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import YARN, write_checkpoint
 from tests.support.forward_helpers import ForwardHelper
 
 
@@ -108,6 +108,28 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"layer_types": ["full_attention"]}, "layer_types"),
     ("qwen2", {"use_mrope": True}, "use_mrope"),
     ("phi3", {"attention_bias": True}, "attention_bias"),
+    ("smollm3", {"no_rope_layers": [1, 1, 0]}, "no_rope_layers"),
+    ("smollm3", {"no_rope_layers": [1, 1, 2, 0]}, "no_rope_layers"),
+    ("granite", {"residual_multiplier": 0.0}, "residual_multiplier"),
+    ("olmo2", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("olmo3", {"rope_parameters": {"chunked_attention": {"rope_type": "default"}}}, "chunked_attention"),
+    ("ministral3", {"rope_parameters": ...}, "rope_parameters"),
+    ("ministral3", {"rope_parameters": YARN}, "llama_4_scaling_beta"),
+    ("ministral3", {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}}, "rope_type"),
+    (
+        "ministral3",
+        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "max_position_embeddings": 64}},
+        "max_position_embeddings",
+    ),
+    ("exaone4", {"layer_types": ..., "sliding_window_pattern": "LLLG"}, "sliding_window_pattern"),
+    ("exaone4", {"attention_bias": True}, "attention_bias"),
+    ("ernie4_5", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("hunyuan_v1_dense", {"use_cla": True}, "use_cla"),
+    ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm"),
+    ("hunyuan_v1_dense", {"num_experts": 16}, "num_experts"),
+    ("hunyuan_v1_dense", {"rope_scaling": {"type": "linear", "alpha": 3.0, "factor": 2.0}}, "type"),
+    ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 1e-9}}, "alpha"),
+    ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 9.0}, "head_dim": 2}, "head_dim"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma3_text", {"rope_parameters": {"linear_attention": {"rope_type": "default"}}}, "linear_attention"),
 ]
@@ -141,7 +163,7 @@ def test_unknown_architecture_lists_known_ones(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"model_type \['llama'\] is not supported"):
         read_model_info(path)
     (path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    with pytest.raises(CheckpointError, match=r"'mamba' is not supported; known: gemma2, .*llama"):
+    with pytest.raises(CheckpointError, match=r"'mamba' is not supported; known: ernie4_5, .*llama"):
         read_model_info(path)
 
 

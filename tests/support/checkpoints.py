@@ -20,6 +20,7 @@ __all__ = [
     "EOS",
     "FAMILIES",
     "VOCAB_SIZE",
+    "YARN",
     "Shapes",
     "linear_shapes",
     "norm_shapes",
@@ -75,6 +76,12 @@ GEMMA: dict[str, Any] = {
     "sliding_window": 24,
     "tie_word_embeddings": True,
 }
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -88,6 +95,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 10000.0,
         "sliding_window_pattern": 2,
     },
+    "smollm3": {"num_hidden_layers": 4, "use_sliding_window": False},
+    "granite": {
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 1.5,
+    },
+    "olmo2": {},
+    "olmo3": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 24,
+        "rope_theta": ...,
+        "rope_parameters": {
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "ministral3": {
+        "head_dim": 16,
+        "rope_theta": ...,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+    },
+    "exaone4": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24},
+    "ernie4_5": {"head_dim": 16, "use_bias": False},
+    "hunyuan_v1_dense": {
+        "head_dim": 16,
+        "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+    },
 }
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -97,7 +132,16 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
 }
+POST_NORM_FAMILIES = ("olmo2", "olmo3", "exaone4")
 
 
 def write_checkpoint(
@@ -168,9 +212,8 @@ def random_weights(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
 
 def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
     """Layers must outweigh a tied embedding, or every token would repeat itself."""
-    gemma = config["model_type"].startswith("gemma")
     if name.endswith("norm.weight"):
-        return 0.2 * value + _norm_center(name, gemma)
+        return 0.2 * value + _norm_center(name, config["model_type"])
     if name.endswith("bias"):
         return 0.3 * value
     if "embed_tokens" in name or "lm_head" in name:
@@ -178,9 +221,10 @@ def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
     return value * (1.6 / math.sqrt(value.shape[-1]))
 
 
-def _norm_center(name: str, gemma: bool) -> float:
-    if not gemma:
-        return 1.0
+def _norm_center(name: str, family: str) -> float:
+    if not family.startswith("gemma"):
+        is_branch_end = family in POST_NORM_FAMILIES and "post_" in name
+        return (0.7 if "attention" in name else 2.0) if is_branch_end else 1.0
     if "post_" in name:
         return 40.0 if "attention" in name else 20.0
     return 1.0 if "q_norm" in name or "k_norm" in name else 0.0
@@ -208,7 +252,10 @@ def shapes(config: dict[str, Any]) -> Shapes:
 
 
 def _norm_shapes(config: dict[str, Any]) -> Shapes:
-    names = ["input_layernorm", "post_attention_layernorm"]
+    if config["model_type"] in POST_NORM_FAMILIES:
+        names = ["post_attention_layernorm", "post_feedforward_layernorm"]
+    else:
+        names = ["input_layernorm", "post_attention_layernorm"]
     if config["model_type"].startswith("gemma"):
         names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     return {f"{name}.weight": (config["hidden_size"],) for name in names}
@@ -221,12 +268,17 @@ def _attention_shapes(config: dict[str, Any]) -> Shapes:
     outputs = {"qkv_proj": q + 2 * kv} if family == "phi3" else {"q_proj": q, "k_proj": kv, "v_proj": kv}
     result: Shapes = {f"self_attn.{name}.weight": (size, hidden) for name, size in outputs.items()}
     result["self_attn.o_proj.weight"] = (hidden, q)
-    if family == "qwen2" or config.get("attention_bias"):
+    has_bias = config.get("attention_bias") or config.get("use_bias")
+    if family == "qwen2" or has_bias:
         result |= {f"self_attn.{name}.bias": (size,) for name, size in outputs.items()}
-    if config.get("attention_bias"):
+    if has_bias:
         result["self_attn.o_proj.bias"] = (hidden,)
-    if family in ("qwen3", "gemma3_text"):
+    if family in ("qwen3", "gemma3_text", "exaone4"):
         result |= {f"self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
+    if family in ("olmo2", "olmo3"):
+        result |= {"self_attn.q_norm.weight": (q,), "self_attn.k_norm.weight": (kv,)}
+    if family == "hunyuan_v1_dense":
+        result |= {f"self_attn.{name}_layernorm.weight": (head_dim,) for name in ("query", "key")}
     return result
 
 
@@ -237,7 +289,7 @@ def _mlp_shapes(config: dict[str, Any]) -> Shapes:
     )
     result: Shapes = {f"mlp.{name}.weight": (width, hidden) for name, width in outputs.items()}
     result["mlp.down_proj.weight"] = (hidden, size)
-    if config.get("mlp_bias"):
+    if config.get("mlp_bias") or config.get("use_bias"):
         result |= {f"mlp.{name}.bias": (width,) for name, width in {**outputs, "down_proj": hidden}.items()}
     return result
 

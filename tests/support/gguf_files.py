@@ -23,7 +23,14 @@ from tests.support.gguf_k_quants import K_QUANTS
 
 __all__ = ["RawGGUF", "quantize", "write_byte_level", "write_gguf", "write_sentencepiece"]
 
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+ARCHITECTURES = {
+    "mistral": "llama",
+    "gemma3_text": "gemma3",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "ministral3": "mistral3",
+    "olmo3": "olmo2",
+}
+PERMUTED_FAMILIES = ("granite", "llama", "ministral3", "mistral", "smollm3")
 Array = npt.NDArray[Any]
 Write = Callable[[gguf.GGUFWriter], None]
 
@@ -33,15 +40,17 @@ def write_gguf(
     path: Path,
     tensor_type: Kind | Callable[[str], Kind] = Kind.F32,
     more: Write | None = None,
+    architecture: str = "",
     **metadata: Any,
 ) -> Path:
     """Convert a checkpoint of tests/support/checkpoints.py; `tensor_type` may depend on the name.
 
-    more      writes further keys and tensors
-    metadata  keys of the architecture, dots as two underscores; None removes one
+    more          writes further keys and tensors
+    architecture  of the file, if not the usual one of the family
+    metadata      keys of the architecture, dots as two underscores; None removes one
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    architecture = architecture or ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, architecture)
     keys = _keys(config) | {key.replace("__", "."): value for key, value in metadata.items()}
     for key, value in keys.items():
@@ -88,11 +97,42 @@ def _keys(config: dict[str, Any]) -> dict[str, Any]:
         "rope.freq_base": config.get("rope_theta"),
         "vocab_size": config["vocab_size"],
     }
-    if config["model_type"].startswith("gemma") or config["model_type"] == "phi3":
+    return keys | _family_keys(config)
+
+
+def _family_keys(config: dict[str, Any]) -> dict[str, Any]:
+    family = config["model_type"]
+    keys: dict[str, Any] = {}
+    if family.startswith("gemma") or family in ("phi3", "exaone4", "olmo3"):
         keys["attention.sliding_window"] = config["sliding_window"] or 0
-    if config["model_type"] == "gemma2":
+    if family in ("exaone4", "olmo3") and config.get("layer_types"):
+        is_sliding = [item == "sliding_attention" for item in config["layer_types"]]
+        keys["attention.sliding_window_pattern"] = is_sliding
+    if family == "gemma2":
         keys["attn_logit_softcapping"] = config["attn_logit_softcapping"]
         keys["final_logit_softcapping"] = config["final_logit_softcapping"]
+    if family == "granite":
+        keys["attention.scale"] = config["attention_multiplier"]
+        keys["embedding_scale"] = config["embedding_multiplier"]
+        keys["residual_scale"] = config["residual_multiplier"]
+        keys["logit_scale"] = config["logits_scaling"]
+    rope = config.get("rope_parameters", {})
+    rope = rope.get("full_attention", rope)
+    if rope.get("rope_type") == "yarn":
+        keys["rope.freq_base"] = rope["rope_theta"]
+        keys["rope.scaling.type"] = "yarn"
+        keys["rope.scaling.factor"] = rope["factor"]
+        keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if family == "ministral3":
+        keys["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        keys["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    if family == "hunyuan_v1_dense":  # the converter stretches the base
+        size = config["head_dim"]
+        alpha = config["rope_scaling"]["alpha"]
+        keys["rope.freq_base"] = config["rope_theta"] * alpha ** (size / (size - 2))
+        keys["rope.scaling.type"] = "none"
+        keys["rope.scaling.factor"] = 1.0
+        keys["rope.scaling.original_context_length"] = config["max_position_embeddings"]
     return keys
 
 
@@ -114,7 +154,7 @@ def to_gguf_layout(name: str, tensor: Tensor, config: dict[str, Any]) -> Array:
     family = config["model_type"]
     if family.startswith("gemma") and name.endswith("norm.weight"):
         value = value + 1
-    if family in ("llama", "mistral") and (".q_proj." in name or ".k_proj." in name):
+    if family in PERMUTED_FAMILIES and (".q_proj." in name or ".k_proj." in name):
         key = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
         heads = config[key] or config["num_attention_heads"]
         value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)

@@ -10,18 +10,26 @@ from typing import Any
 from foreword.errors import CheckpointError
 from foreword.models.gguf.header import GGUFFile
 from foreword.models.gguf.metadata import MetadataReader
-from foreword.models.gguf.rope import TensorReader, read_rope_theta, rope_options
+from foreword.models.gguf.rope import DEFAULT_THETA, TensorReader, read_rope_theta, rope_options
+from foreword.models.gguf.tensors import POST_NORM_ARCHITECTURES
 
 __all__ = ["MODEL_TYPES", "read_hf_config"]
 
 MODEL_TYPES: Mapping[str, str] = MappingProxyType(
     {
+        "ernie4_5": "ernie4_5",
+        "exaone4": "exaone4",
         "gemma2": "gemma2",
         "gemma3": "gemma3_text",
+        "granite": "granite",
+        "hunyuan-dense": "hunyuan_v1_dense",
         "llama": "llama",
+        "mistral3": "mistral",  # ministral3 if it scales queries
+        "olmo2": "olmo2",  # olmo3 if it has a window
         "phi3": "phi3",
         "qwen2": "qwen2",
         "qwen3": "qwen3",
+        "smollm3": "smollm3",
     }
 )
 MMPROJ_ARCHITECTURE = "clip"  # of a vision encoder in a separate file
@@ -31,11 +39,23 @@ Options = dict[str, Any]
 DTYPES: Mapping[str, str] = MappingProxyType({"f32": "float32", "f16": "float16"})
 QUANTIZATION_VERSION = 2  # of the blocks' layout
 # Every n-th layer has full attention, the others a window.
-GEMMA_WINDOW_PERIOD: Mapping[str, int] = MappingProxyType({"gemma2": 2, "gemma3": 6})
+WINDOW_PERIOD: Mapping[str, int] = MappingProxyType({"exaone4": 4, "gemma2": 2, "gemma3": 6, "olmo2": 4})
 GEMMA2_WINDOW = 4096
 LOCAL_THETA = 10000.0
 # The 27B models scale scores by hidden size / heads instead of the head size; only the layer count tells.
 GEMMA_27B_NUM_LAYERS: Mapping[str, int] = MappingProxyType({"gemma2": 46, "gemma3": 62})
+# No key declares biases: where the architecture leaves them open, the first layer's tensors decide.
+BIAS_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "ernie4_5": {"use_bias": "attn_q"},
+        "granite": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        "hunyuan-dense": {"attention_bias": "attn_q"},
+        "llama": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        "olmo2": {"attention_bias": "attn_q"},
+        "qwen3": {"attention_bias": "attn_q"},
+        "smollm3": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+    }
+)
 FUSED_PROJECTIONS = ("phi3",)  # architectures with q, k and v in one tensor, and gate and up in one
 # Keys that are accepted with these values only.
 NOOP_VALUES: Mapping[str, Any] = MappingProxyType(
@@ -99,8 +119,9 @@ def _check_layers(metadata: MetadataReader) -> None:
     layers, tensors = metadata.get_int("block_count"), len(metadata.tensors)
     if layers > tensors:
         raise metadata.error("block_count", f"is {layers}, but the file has {tensors} tensors")
+    norm = "post_attention_norm" if metadata.architecture in POST_NORM_ARCHITECTURES else "attn_norm"
     for layer, expected, reason in ((layers - 1, True, "missing"), (layers, False, "there too")):
-        name = f"blk.{layer}.attn_norm.weight"
+        name = f"blk.{layer}.{norm}.weight"
         if (name in metadata.tensors) is not expected:
             raise metadata.error("block_count", f"is {layers}, but tensor `{name}` is {reason}")
 
@@ -132,7 +153,7 @@ def _shape_options(metadata: MetadataReader) -> Options:
     head_dim, heads = metadata.get_head_dim(), metadata.get_int("attention.head_count")
     metadata.require_value("attention.value_length", head_dim)
     return {
-        "model_type": MODEL_TYPES[metadata.architecture],
+        "model_type": _read_model_type(metadata),
         "torch_dtype": _majority_dtype(metadata),
         "vocab_size": metadata.tensor_info("token_embd.weight").shape[0],
         "hidden_size": metadata.get_int("embedding_length"),
@@ -147,6 +168,15 @@ def _shape_options(metadata: MetadataReader) -> Options:
     }
 
 
+def _read_model_type(metadata: MetadataReader) -> str:
+    """An architecture of files may be two model types."""
+    if metadata.architecture == "olmo2" and _read_window(metadata):
+        return "olmo3"
+    if metadata.architecture == "mistral3" and metadata.get_optional_float("attention.temperature_scale"):
+        return "ministral3"
+    return MODEL_TYPES[metadata.architecture]
+
+
 def _majority_dtype(metadata: MetadataReader) -> str:
     """Data type of most weights."""
     values: Counter[str] = Counter()
@@ -156,23 +186,38 @@ def _majority_dtype(metadata: MetadataReader) -> str:
 
 
 def _bias_options(metadata: MetadataReader) -> Options:
-    """No key declares biases: where the architecture leaves them open, the first layer's tensors decide."""
-    options: Options = {}
-    if metadata.architecture in ("llama", "qwen3"):
-        options["attention_bias"] = "blk.0.attn_q.bias" in metadata.tensors
-    if metadata.architecture == "llama":
-        options["mlp_bias"] = "blk.0.ffn_up.bias" in metadata.tensors
-    return options
+    options = BIAS_OPTIONS.get(metadata.architecture, {})
+    return {option: f"blk.0.{name}.bias" in metadata.tensors for option, name in options.items()}
 
 
 def _family_options(metadata: MetadataReader) -> Options:
-    """Activation (no key declares it), windows and softcaps."""
-    if metadata.architecture in GEMMA_WINDOW_PERIOD:
+    """Activation (no key declares it), windows, softcaps and multipliers."""
+    if metadata.architecture.startswith("gemma"):
         return {"hidden_activation": "gelu_pytorch_tanh"} | _gemma_options(metadata)
+    options: Options = {"hidden_act": "silu"}
+    if metadata.architecture == "granite":
+        return options | _granite_options(metadata)
+    if metadata.architecture == "mistral3":
+        return options | {"sliding_window": None}
     if metadata.architecture == "phi3":
-        window = metadata.get_int("attention.sliding_window", 0, low=0) or None
-        return {"hidden_act": "silu", "sliding_window": window}
-    return {"hidden_act": "silu"}
+        return options | {"sliding_window": _read_window(metadata)}
+    if metadata.architecture == "exaone4" or _read_model_type(metadata) == "olmo3":
+        theta = read_rope_theta(metadata, "rope.freq_base", DEFAULT_THETA)
+        metadata.require_value("rope.freq_base_swa", theta)
+        layer_types = _read_layer_types(metadata, metadata.get_int("block_count"))
+        return options | {"sliding_window": _read_window(metadata), "layer_types": layer_types}
+    return options
+
+
+def _granite_options(metadata: MetadataReader) -> Options:
+    metadata.require_value("rope.scaling.finetuned", True)  # false means no RoPE here
+    return {
+        "attention_multiplier": metadata.get_optional_float("attention.scale")
+        or metadata.get_head_dim() ** -0.5,
+        "embedding_multiplier": metadata.get_optional_float("embedding_scale") or 1.0,
+        "residual_multiplier": metadata.get_optional_float("residual_scale") or 1.0,
+        "logits_scaling": metadata.get_float("logit_scale"),
+    }
 
 
 def _gemma_options(metadata: MetadataReader) -> Options:
@@ -182,27 +227,31 @@ def _gemma_options(metadata: MetadataReader) -> Options:
         "query_pre_attn_scalar": share if layers == GEMMA_27B_NUM_LAYERS[name] else metadata.get_head_dim(),
         "layer_types": _read_layer_types(metadata, layers),
         "final_logit_softcapping": metadata.get_optional_float("final_logit_softcapping"),
-        "sliding_window": metadata.get_int("attention.sliding_window", GEMMA2_WINDOW, low=0) or GEMMA2_WINDOW,
+        "sliding_window": _read_window(metadata) or GEMMA2_WINDOW,
     }
     if name == "gemma2":
         return options | {"attn_logit_softcapping": metadata.get_optional_float("attn_logit_softcapping")}
     return options | {"rope_local_base_freq": read_rope_theta(metadata, "rope.freq_base_swa", LOCAL_THETA)}
 
 
+def _read_window(metadata: MetadataReader) -> int | None:
+    """None means full attention in all layers."""
+    default = GEMMA2_WINDOW if metadata.architecture == "gemma2" else 0
+    return metadata.get_int("attention.sliding_window", default, low=0) or None
+
+
 def _read_layer_types(metadata: MetadataReader, num_layers: int) -> list[str]:
-    """From a period or a list of flags; a Gemma 3 without a window has full attention in all layers."""
-    default = 0 if metadata.architecture == "gemma3" else GEMMA2_WINDOW
-    if not metadata.get_int("attention.sliding_window", default, low=0):
+    """From a period or a list of flags."""
+    default = WINDOW_PERIOD[metadata.architecture]
+    if _read_window(metadata) is None:
         return ["full_attention"] * num_layers
-    pattern = metadata.get("attention.sliding_window_pattern", GEMMA_WINDOW_PERIOD[metadata.architecture])
+    pattern = metadata.get("attention.sliding_window_pattern", default)
     if isinstance(pattern, list):
         if len(pattern) != num_layers or not all(isinstance(item, bool) for item in pattern):
             reason = f"must be a number or {num_layers} flags, got {len(pattern)} values"
             raise metadata.error("attention.sliding_window_pattern", reason)
         sliding = pattern
     else:
-        period = metadata.get_int(
-            "attention.sliding_window_pattern", GEMMA_WINDOW_PERIOD[metadata.architecture]
-        )
+        period = metadata.get_int("attention.sliding_window_pattern", default)
         sliding = [(index + 1) % period != 0 for index in range(num_layers)]
     return ["sliding_attention" if item else "full_attention" for item in sliding]

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from foreword.models.gguf.metadata import MetadataReader
 
-__all__ = ["TensorReader", "read_rope_theta", "rope_options"]
+__all__ = ["DEFAULT_THETA", "TensorReader", "read_rope_theta", "rope_options"]
 
 Options = dict[str, Any]
 TensorReader = Callable[[str], list[float]]  # reads the values of a small tensor by name
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 ROPE_FREQS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = ROPE_TENSORS
+YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+DEFAULT_THETA = 10000.0
 SCALING_TYPES = ("none", "linear", "yarn", "longrope")
 
 
 def rope_options(metadata: MetadataReader, read_tensor: TensorReader) -> Options:
     """`rope_theta`, `rope_scaling` and, where only a part of each head rotates, `partial_rotary_factor`."""
-    theta = read_rope_theta(metadata, "rope.freq_base", 10000.0)
+    theta = read_rope_theta(metadata, "rope.freq_base", DEFAULT_THETA)
     options = {"rope_theta": theta} | _partial_rotary_options(metadata)
     metadata.ignore("rope.scaling.finetuned")
     scaling = _scaling_options(metadata, read_tensor)
@@ -47,6 +50,8 @@ def _partial_rotary_options(metadata: MetadataReader) -> Options:
 
 def _scaling_options(metadata: MetadataReader, read_tensor: TensorReader) -> Options:
     scaling_type = metadata.get_choice("rope.scaling.type", SCALING_TYPES, "linear")
+    if scaling_type != "yarn" and _read_query_beta(metadata):
+        raise metadata.error("rope.scaling.type", "must be yarn beside `attention.temperature_scale`")
     original = metadata.get_int("rope.scaling.original_context_length", metadata.get_int("context_length"))
     if ROPE_FREQS in metadata.tensors:
         return _frequency_scaling(metadata, scaling_type, read_tensor)
@@ -57,7 +62,10 @@ def _scaling_options(metadata: MetadataReader, read_tensor: TensorReader) -> Opt
         raise metadata.error("rope.scaling.type", reason)
     if scaling_type == "yarn":
         return _yarn_scaling(metadata, original)
-    return _linear_scaling(metadata) if scaling_type == "linear" else {}
+    if scaling_type == "linear":
+        return _linear_scaling(metadata)
+    metadata.require_value("rope.scaling.factor", 1.0)
+    return {}
 
 
 def _linear_scaling(metadata: MetadataReader) -> Options:
@@ -69,16 +77,31 @@ def _linear_scaling(metadata: MetadataReader) -> Options:
 
 
 def _yarn_scaling(metadata: MetadataReader, original_max_position: int) -> Options:
-    """The attention factor is derived from `factor`: llama.cpp versions disagree on explicit ones."""
-    for key in ("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor"):
-        metadata.require_value(key, 1.0)
-    options = {
+    """The attention factor is derived from `factor`: llama.cpp versions disagree on other explicit ones."""
+    metadata.require_value("rope.scaling.yarn_ext_factor", 1.0)
+    factor = metadata.get_float("rope.scaling.factor")
+    derived = 1 + 0.1 * math.log(max(factor, 1.0))
+    for key in ("rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor"):
+        value = metadata.get_float(key, 1.0)
+        if value != 1 and not math.isclose(value, derived, rel_tol=1e-4):
+            raise metadata.error(key, f"must be 1 or {derived:.6g} here, got {value:g}")
+    options: Options = {
         "type": "yarn",
-        "factor": metadata.get_float("rope.scaling.factor"),
+        "factor": factor,
         "original_max_position_embeddings": original_max_position,
     }
+    if metadata.architecture == "mistral3":
+        beta, multiplier = _read_query_beta(metadata), metadata.get_optional_float(YARN_LOG_MULTIPLIER)
+        options |= {"llama_4_scaling_beta": beta} if beta else {}
+        options |= {"mscale": 1.0, "mscale_all_dim": multiplier} if multiplier else {}
     betas = [name for name in ("beta_fast", "beta_slow") if f"rope.scaling.yarn_{name}" in metadata]
     return options | {name: metadata.get_float(f"rope.scaling.yarn_{name}") for name in betas}
+
+
+def _read_query_beta(metadata: MetadataReader) -> float | None:
+    """Ministral 3's `llama_4_scaling_beta`"""
+    is_known = metadata.architecture == "mistral3"
+    return metadata.get_optional_float("attention.temperature_scale") if is_known else None
 
 
 def _frequency_scaling(metadata: MetadataReader, scaling_type: str, read_tensor: TensorReader) -> Options:

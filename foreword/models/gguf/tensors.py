@@ -21,9 +21,16 @@ from foreword.models.gguf.dequantize import DEQUANTIZERS, dequantize
 from foreword.models.gguf.header import GGUFFile, TensorInfo
 from foreword.models.gguf.rope import ROPE_TENSORS
 from foreword.models.mmap_file import MappedFile
-from foreword.models.weights import PrefixedWeights, unexpected_tensors_error
+from foreword.models.weights import PrefixedWeights, deinterleave_heads, unexpected_tensors_error
 
-__all__ = ["GGUFWeights", "check_tensor_types", "gguf_name", "read_rope_factors", "with_memory_info"]
+__all__ = [
+    "POST_NORM_ARCHITECTURES",
+    "GGUFWeights",
+    "check_tensor_types",
+    "gguf_name",
+    "read_rope_factors",
+    "with_memory_info",
+]
 
 FLOAT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -37,7 +44,8 @@ GPU_BYTES_PER_VALUE: Mapping[str, float] = MappingProxyType({"q8_0": 34 / 32, "q
 TILE_ROWS = 16  # rows of a packed tile; the last tile is padded
 TILE_SCALE_BYTES = 320  # scales of a tile's block of 256 columns
 TILE_PAIR_SCALE_BYTES = 64  # scales of a tile's two blocks of 32 columns
-PERMUTED_QK_ARCHITECTURES = ("llama",)  # the converter reorders rows of q and k
+# The converter reorders rows of q and k.
+PERMUTED_QK_ARCHITECTURES = ("granite", "llama", "mistral3", "smollm3")
 LAYER_TENSOR_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 EMBEDDING_TENSOR, HEAD_TENSOR = "token_embd.weight", "output.weight"
 MODEL_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
@@ -57,6 +65,8 @@ LAYER_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         "self_attn.o_proj": "attn_output",
         "self_attn.q_norm": "attn_q_norm",
         "self_attn.k_norm": "attn_k_norm",
+        "self_attn.query_layernorm": "attn_q_norm",
+        "self_attn.key_layernorm": "attn_k_norm",
         "post_attention_layernorm": "ffn_norm",
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
@@ -64,7 +74,8 @@ LAYER_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         "mlp.down_proj": "ffn_down",
     }
 )
-GEMMA_NORM_NAMES: Mapping[str, str] = MappingProxyType(
+POST_NORM_ARCHITECTURES = ("exaone4", "olmo2")  # no norms before the branches
+POST_NORM_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "post_attention_layernorm": "post_attention_norm",
         "pre_feedforward_layernorm": "ffn_norm",
@@ -78,8 +89,9 @@ def gguf_name(name: str, architecture: str) -> str:
     match = LAYER_TENSOR_PATTERN.fullmatch(name)
     if match is None:
         return MODEL_TENSOR_NAMES[name]
-    inner = dict(LAYER_TENSOR_NAMES) | (dict(GEMMA_NORM_NAMES) if architecture.startswith("gemma") else {})
-    return f"blk.{match[1]}.{inner[match[2]]}.{match[3]}"
+    has_post_norms = architecture.startswith("gemma") or architecture in POST_NORM_ARCHITECTURES
+    inner = POST_NORM_NAMES.get(match[2]) if has_post_norms else None
+    return f"blk.{match[1]}.{inner or LAYER_TENSOR_NAMES[match[2]]}.{match[3]}"
 
 
 def with_memory_info(model_info: ModelInfo, gguf: GGUFFile) -> ModelInfo:
@@ -232,8 +244,7 @@ class GGUFWeights:
         is_permuted = ".self_attn.q_proj." in name or ".self_attn.k_proj." in name
         if self._num_heads is None or not is_permuted:
             return rows
-        heads = self._num_heads[".k_proj." in name]
-        return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+        return deinterleave_heads(rows, self._num_heads[".k_proj." in name])
 
     def _release(self, info: TensorInfo) -> None:
         self._files[info.file].release(info.offset, info.num_bytes)

@@ -220,14 +220,16 @@ def read_llava_config(
 def _read_text_decoder(config: ConfigReader, default_model_type: str) -> tuple[type[Decoder], DecoderConfig]:
     """Read `text_config`; data type and tying of the outer config override it. Raises CheckpointError.
 
-    The head belongs to the whole model in transformers, so a softcap of text_config does not apply.
+    The head belongs to the whole model in transformers, so softcap and scale of text_config do not apply.
     """
     text = config.get_section("text_config") or ConfigReader({}, f"{config.source}: text_config")
     text = text.with_defaults(TEXT_CONFIG_DEFAULTS.get(str(text.get("model_type", default_model_type)), {}))
     architecture, decoder = read_decoder(text, default_model_type)
     tied = config.get_bool("tie_word_embeddings", False) or decoder.tie_word_embeddings
     dtype = config.get_dtype() if "dtype" in config or "torch_dtype" in config else decoder.dtype
-    return architecture, replace(decoder, tie_word_embeddings=tied, dtype=dtype, logit_softcap=None)
+    return architecture, replace(
+        decoder, tie_word_embeddings=tied, dtype=dtype, logit_softcap=None, logit_scale=1.0
+    )
 
 
 def _read_vit(config: ConfigReader) -> tuple[type[VisionTransformer], ViTConfig]:

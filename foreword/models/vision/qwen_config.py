@@ -10,7 +10,7 @@ from types import MappingProxyType
 from foreword.kernels.ops import MRopeSections
 from foreword.models.common import MAX_HIDDEN_SIZE, MAX_LAYERS, read_decoder_config, read_head_dim
 from foreword.models.config import ConfigReader
-from foreword.models.decoder import DecoderConfig, LayerType
+from foreword.models.decoder import DecoderConfig, LayerType, QKNorm
 from foreword.models.qwen2 import read_qwen_layer_windows
 from foreword.models.qwen3 import HEAD_DIM
 from foreword.models.rope import read_rope
@@ -64,7 +64,13 @@ def read_qwen3_decoder(config: ConfigReader) -> DecoderConfig:
     bias = text.get_bool("attention_bias", False)
     layer_types = [LayerType(window, rope) for window in read_qwen_layer_windows(text)]
     decoder = read_decoder_config(
-        text, "qwen3_vl", layer_types=layer_types, head_dim=HEAD_DIM, qkv_bias=bias, out_bias=bias
+        text,
+        "qwen3_vl",
+        layer_types=layer_types,
+        head_dim=HEAD_DIM,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=QKNorm(),
     )
     return _merge_text_config(config, text, decoder)
 

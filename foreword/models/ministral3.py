@@ -1,0 +1,37 @@
+"""Ministral 3: Mistral with YaRN, and queries scaled by their position beyond the original context."""
+
+from __future__ import annotations
+
+from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows
+from foreword.models.config import ConfigReader
+from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, LayerType
+from foreword.models.llama import LlamaLayer
+from foreword.models.rope import read_query_scaled_rope
+
+__all__ = ["Ministral3"]
+
+HEAD_DIM = 128
+EPS = 1e-5
+
+
+class Ministral3(Decoder):
+    """Text checkpoints; the scale of queries is `llama_4_scaling_beta`."""
+
+    @classmethod
+    def read_config(cls, config: ConfigReader) -> DecoderConfig:
+        """config.json of model_type `ministral3`"""
+        window = config.get_optional_int("sliding_window")
+        windows = read_layer_windows(config, window, lambda index: window is not None)
+        context_length = config.get_int("max_position_embeddings")
+        rope = read_query_scaled_rope(config, read_head_dim(config, HEAD_DIM), context_length)
+        return read_decoder_config(
+            config,
+            "ministral3",
+            layer_types=[LayerType(window, rope) for window in windows],
+            head_dim=HEAD_DIM,
+            eps=EPS,
+        )
+
+    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
+        """Build one layer."""
+        return LlamaLayer(builder)

@@ -1,0 +1,41 @@
+"""OLMo 3: OLMo 2's layers, three of four with a sliding window; RoPE scaling is for the others."""
+
+from __future__ import annotations
+
+from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows
+from foreword.models.config import ConfigReader
+from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, LayerType, QKNorm
+from foreword.models.olmo2 import EPS, Olmo2Layer
+from foreword.models.rope import read_local_and_global_rope
+
+__all__ = ["Olmo3"]
+
+WINDOW = 4096
+WINDOW_PERIOD = 4  # every n-th layer has full attention
+THETA = 500_000.0
+
+
+class Olmo3(Decoder):
+    """Both kinds of layers have their own RoPE, of the same frequencies before scaling."""
+
+    @classmethod
+    def read_config(cls, config: ConfigReader) -> DecoderConfig:
+        """config.json of model_type `olmo3`"""
+        bias = config.get_bool("attention_bias", False)
+        window = config.get_optional_int("sliding_window", default=WINDOW)
+        windows = read_layer_windows(config, window, lambda index: (index + 1) % WINDOW_PERIOD != 0)
+        theta = config.get_float("rope_theta", THETA)
+        local_rope, global_rope = read_local_and_global_rope(config, read_head_dim(config), theta, theta)
+        return read_decoder_config(
+            config,
+            "olmo3",
+            layer_types=[LayerType(window, local_rope if window else global_rope) for window in windows],
+            eps=EPS,
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm=QKNorm(all_heads=True),
+        )
+
+    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
+        """Build one layer."""
+        return Olmo2Layer(builder)
