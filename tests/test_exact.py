@@ -153,11 +153,11 @@ class Family:
 
 
 def fingerprint(output: RequestOutput) -> dict[str, Any]:
-    """Every part of an answer that speculation, batching and caching must not change."""
+    """Every part of an answer that speculation, batching and caching must not change. Ids of calls may."""
     choices = [
         (
             *(c.token_ids, c.logits_hashes, c.text, c.finish_reason, c.stop_reason, c.seed, c.logprobs),
-            *(c.reasoning, c.tool_calls),
+            *(c.reasoning, *((call.name, call.arguments) for call in c.tool_calls)),
         )
         for c in output.outputs
     ]
