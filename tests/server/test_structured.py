@@ -229,9 +229,10 @@ def test_answers_conform_to_schemas(demo: RunningServer) -> None:
         assert (text, reason) == (other.choices[0].message.content, other.choices[0].finish_reason), number
         if reason == "stop":
             finished += 1
+            # The year 0 is one of RFC 3339, but none of Python's dates, which the checker uses.
             Draft202012Validator(
                 make_schema(number), format_checker=Draft202012Validator.FORMAT_CHECKER
-            ).validate(json.loads(text))
+            ).validate(json.loads(text.replace('"0000-', '"2000-')))
     assert finished >= 0.95 * len(numbers)
     assert sum(one.metrics.get("draft_tokens", 0) for one in drafted) > 0
 
