@@ -81,14 +81,14 @@ REFUSED_RESULT: Final = error_result("the user refused this call")
 
 
 class _ToolError(ForewordError):
-    """What the model is told instead of a result."""
+    """The error message that replaces a result."""
 
 
 class LocalTools:
     """Runs calls in one directory.
 
     root       files outside are refused, also behind links
-    ask        shows a question and returns the answer; None: nobody can be asked, and calls are refused
+    ask        shows a question and returns the answer; None: no terminal, so calls are refused
     runs_all   calls run without a question
     """
 

@@ -158,7 +158,7 @@ def test_other_keys_see_nothing() -> None:
     assert is_stored(store, "alice", "resp_0")
 
 
-def test_response_larger_than_the_store_is_not_kept_and_drops_no_other() -> None:
+def test_too_large_response_is_not_kept_and_drops_no_other() -> None:
     store = ResponseStore(MAX_BYTES, TTL_S)
     add(store, "", "resp_0")
     add(store, "", "resp_1", size=MAX_BYTES)
