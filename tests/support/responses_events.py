@@ -11,8 +11,9 @@ import httpx
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel
 
-# Fields of Open Responses that OpenAI's types lack (of a delta's logprobs: `bytes`), and Foreword's own.
-EXTENSIONS = frozenset({"bytes", "store", "presence_penalty", "frequency_penalty", "metrics"})
+# Fields of Open Responses that OpenAI's types lack (of a delta's logprobs: `bytes`; of a call's end: `name`, which
+# openai 2 demands and 3 dropped), and Foreword's own.
+EXTENSIONS = frozenset({"bytes", "name", "store", "presence_penalty", "frequency_penalty", "metrics"})
 
 
 @cache
