@@ -23,15 +23,20 @@ __all__ = [
     "DraftLoop",
     "DraftSamplingParams",
     "DraftTokens",
+    "ExpertsConfig",
+    "Float8Blocks",
+    "GroupedInts",
     "MRopeSections",
     "Matrix",
     "Ops",
+    "PackedExperts",
     "PackedLinear",
     "QuantizedBlocks",
     "UnfusedOps",
 ]
 
 PackedLinear = Any  # result of pack_linear() of the same backend
+PackedExperts = Any  # result of pack_experts() of the same backend
 AttentionMetadata = Any  # result of build_attention_metadata() of the same backend
 
 
@@ -44,7 +49,46 @@ class QuantizedBlocks:
     columns: int
 
 
-Matrix = Tensor | QuantizedBlocks  # [N, K]
+@dataclass(frozen=True, slots=True)
+class GroupedInts:
+    """A quantized matrix [N, K] of AWQ, GPTQ or compressed-tensors: (value - zero) * scale, by groups."""
+
+    bits: int  # of a value: 4 or 8
+    group_size: int  # values of a row that share a scale and a zero; K for one group a row
+    values: Tensor  # uint8 [N, K * bits / 8]; of 4 bits, the first value is in the low nibble
+    scales: Tensor  # float32 [N, K / group_size]
+    zeros: Tensor  # uint8 [N, K / group_size]
+    input_order: Tensor | None = None  # int64 [K]: column i multiplies input input_order[i] (GPTQ's desc_act)
+
+    @property
+    def columns(self) -> int:
+        return self.values.shape[1] * 8 // self.bits
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Blocks:
+    """A matrix [N, K] of float8_e4m3fn with a float32 scale for each block of rows and columns."""
+
+    values: Tensor  # float8_e4m3fn [N, K]
+    scales: Tensor  # float32 [ceil(N / rows), ceil(K / columns)]
+    block_shape: tuple[int, int]  # rows and columns; (1, K) for a scale a row
+
+    @property
+    def columns(self) -> int:
+        return self.values.shape[1]
+
+
+Matrix = Tensor | QuantizedBlocks | GroupedInts | Float8Blocks  # [N, K]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts: how rows choose experts, and what an expert computes."""
+
+    num_experts: int  # E
+    top_k: int  # experts of a row: those of the largest logits, ties to the lowest id
+    renormalize: bool  # weights are the softmax over the chosen logits, not over all of them
+    activation: str  # as in gated_act()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +188,7 @@ class Ops(Protocol):
         """Lay out a matrix [N, K], given as parts stacked along N, once at load; bias [N].
 
         weight_format  of tensors: "float32", "bfloat16", "float16", "int8" or "fp8" (a scale for each row) or
-                       "int4" (a scale for each 32 values of a row); QuantizedBlocks keep their format
+                       "int4" (a scale for each 32 values of a row); quantized matrices keep their format
         """
 
     def linear(
@@ -157,6 +201,26 @@ class Ops(Protocol):
 
     def linear_gated_act(self, x: Tensor, weight: PackedLinear, activation: str) -> Tensor:
         """gated_act(linear(x, weight), activation): x [T, K], weight [2I, K] -> [T, I]."""
+
+    def pack_experts(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear]) -> PackedExperts:
+        """Weights [2I, H] and [H, I] of each expert, with their biases; the parts may be moved."""
+
+    def experts(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        weights: PackedExperts,
+        config: ExpertsConfig,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, H], router logits float32 [T, E] -> [T, H]: the weighted sum of a row's experts, plus add_to.
+
+        Experts compute linear(gated_act(linear(x))), the last product in float32. The sum is in float32, in
+        order of falling logits, and is rounded once. Each expert's weights are read once for all its rows.
+        """
+
+    def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x [T, H] * sigmoid(gate), gate [T, 1], computed in float32."""
 
     def embedding(
         self, token_ids: Tensor, weight: PackedLinear, dtype: torch.dtype, scale: float = 1.0
@@ -185,7 +249,11 @@ class Ops(Protocol):
         """
 
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
-        """gate_up [T, 2I] -> activation(gate) * up [T, I]; activation is "silu", "gelu" or "gelu_tanh"."""
+        """gate_up [T, 2I] -> activation(gate) * up [T, I].
+
+        activation is "silu", "gelu", "gelu_tanh", or
+        "gpt_oss": g * sigmoid(1.702 * g) * (u + 1), with g = min(gate, 7) and u = up within -7 and 7.
+        """
 
     def rope_and_cache(
         self,
@@ -215,11 +283,13 @@ class Ops(Protocol):
         window: int | None = None,
         softcap: float | None = None,
         metadata: AttentionMetadata | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, Hq, D] -> [T, Hq, D]; padding rows yield zeros.
 
         Row t attends to the positions of its own request in (positions[t] - window, positions[t]]; scores are
         capped to softcap * tanh(s / softcap). `metadata` is build_attention_metadata(batch, window).
+        sinks float32 [Hq]: a further score of each head that takes its share of the softmax and has no value.
         """
 
     def varlen_attention(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foreword.kernels.ops import QuantizedBlocks
+from foreword.kernels.ops import Float8Blocks, GroupedInts, QuantizedBlocks
 
 __all__ = [
     "QUANT_BLOCKS",
@@ -49,8 +49,33 @@ QUANT_BLOCKS = {
 }
 
 
-def dequantize(blocks: QuantizedBlocks) -> Tensor:
+def dequantize(matrix: QuantizedBlocks | GroupedInts | Float8Blocks) -> Tensor:
     """float32 [N, K]"""
+    if isinstance(matrix, GroupedInts):
+        return _dequantize_grouped(matrix)
+    if isinstance(matrix, Float8Blocks):
+        return _dequantize_float8(matrix)
+    return _dequantize_blocks(matrix)
+
+
+def _dequantize_grouped(matrix: GroupedInts) -> Tensor:
+    """Columns in the order of inputs."""
+    values = _unpack_nibbles(matrix.values, 1) if matrix.bits == 4 else matrix.values
+    groups = values.to(torch.float32).view(len(values), -1, matrix.group_size)
+    weight = ((groups - matrix.zeros[..., None]) * matrix.scales[..., None]).flatten(1)
+    if matrix.input_order is None:
+        return weight
+    return torch.empty_like(weight).index_copy_(1, matrix.input_order, weight)
+
+
+def _dequantize_float8(matrix: Float8Blocks) -> Tensor:
+    rows, columns = matrix.values.shape
+    block_rows, block_columns = matrix.block_shape
+    scales = matrix.scales.repeat_interleave(block_rows, 0)[:rows]
+    return matrix.values.to(torch.float32) * scales.repeat_interleave(block_columns, 1)[:, :columns]
+
+
+def _dequantize_blocks(blocks: QuantizedBlocks) -> Tensor:
     block = QUANT_BLOCKS[blocks.format]
     rows = blocks.data.shape[0]
     assert (

@@ -150,7 +150,9 @@ class CpuOps(NativeSampling, UnfusedOps):
         window: int | None = None,
         softcap: float | None = None,
         metadata: None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        assert sinks is None
         return self._execute(
             Opcode.ATTENTION,
             (q,),

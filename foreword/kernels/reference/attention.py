@@ -170,21 +170,29 @@ def _has_fully_masked_row(tile: QueryTile, kv_tile: int, window: int | None) -> 
 
 
 def attend(
-    q: Tensor, cache: KVLayer, metadata: ReferenceAttnMetadata, scale: float, softcap: float | None
+    q: Tensor,
+    cache: KVLayer,
+    metadata: ReferenceAttnMetadata,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [T, Hq, D] -> [T, Hq, D]; zeros for rows without a tile.
+    """q [T, Hq, D] -> [T, Hq, D]; zeros for rows without a tile. sinks float32 [Hq].
 
     Adding -inf to the score of a masked position makes its weight 0, which is exact for finite values. But
     0 x NaN is NaN, and unwritten slots may hold anything: if the result is not finite, the group is computed
     again, and masked values are replaced by 0 for each row.
     """
     out = q.new_zeros(q.shape)
+    head_sinks = None if sinks is None else sinks.view(1, cache.k.shape[1], 1, -1, 1) * LOG2_E
     for group in metadata.groups:
         queries = _gather_queries(q, cache.k.shape[1], group)
         queries *= scale if softcap is not None else scale * LOG2_E
-        result = _attend_group(queries, cache, metadata.block_size, group, softcap, select_values=False)
+        result = _attend_group(queries, cache, metadata.block_size, group, softcap, head_sinks)
         if not math.isfinite(result.sum().item()):
-            result = _attend_group(queries, cache, metadata.block_size, group, softcap, select_values=True)
+            result = _attend_group(
+                queries, cache, metadata.block_size, group, softcap, head_sinks, select_values=True
+            )
         tiles = result.permute(0, 2, 1, 3, 4).reshape(-1, *q.shape[1:])
         out.index_copy_(0, group.valid_rows, tiles.index_select(0, group.valid_places).to(q.dtype))
     return out
@@ -198,9 +206,15 @@ def _gather_queries(q: Tensor, kv_heads: int, group: TileGroup) -> Tensor:
 
 
 def _attend_group(
-    q: Tensor, cache: KVLayer, block_size: int, group: TileGroup, softcap: float | None, select_values: bool
+    q: Tensor,
+    cache: KVLayer,
+    block_size: int,
+    group: TileGroup,
+    softcap: float | None,
+    sinks: Tensor | None,
+    select_values: bool = False,
 ) -> Tensor:
-    """q float32 [n, Hk, Q_TILE, G, D] -> the same shape"""
+    """q float32 [n, Hk, Q_TILE, G, D] -> the same shape; sinks [1, Hk, 1, G, 1]"""
     state: SoftmaxState | None = None
     for step in group.steps:
         keys = _gather_kv(cache.k, cache.k_scale, block_size, step)
@@ -211,7 +225,9 @@ def _attend_group(
         else:
             _merge(state, part, step)
     assert state is not None
-    return state.values / state.exp_sum
+    if sinks is None:
+        return state.values / state.exp_sum
+    return state.values / (state.exp_sum + _exp2((sinks - state.max_score).contiguous()))
 
 
 def _attend_tile(

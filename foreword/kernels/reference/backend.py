@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foreword.core.batch import Batch, KVLayer
-from foreword.kernels.ops import Matrix, MRopeSections, QuantizedBlocks, UnfusedOps
+from foreword.kernels.ops import ExpertsConfig, Matrix, MRopeSections, UnfusedOps
 from foreword.kernels.quantization import dequantize, fake_quantize
 from foreword.kernels.reference.attention import ReferenceAttnMetadata, attend, build_attention_metadata
 from foreword.kernels.reference.sampling import ReferenceSampling
@@ -26,12 +26,20 @@ __all__ = ["FastMathOps", "ReferenceOps", "cu_seqlens_to_lens", "reference_threa
 
 VECTOR_MULTIPLE = 64  # row widths without a remainder in any CPU's vector loop
 GRAIN_SIZE = 32768  # values; torch splits larger element-wise work among threads
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of "gpt_oss"
+
+
+def _swish(gate: Tensor) -> Tensor:
+    """Of "gpt_oss", whose gate is at most SWIGLU_LIMIT."""
+    gate = gate.clamp(max=SWIGLU_LIMIT)
+    return gate * torch.sigmoid(gate * SWIGLU_ALPHA)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gpt_oss": _swish,
 }
 
 
@@ -59,6 +67,14 @@ class ReferenceWeight:
     values: Tensor  # [N, K]
     bias: Tensor | None  # [N]
     by_dtype: dict[torch.dtype, TypedWeight] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceExperts:
+    """Weights of each expert."""
+
+    gate_up: tuple[ReferenceWeight, ...]  # [2I, H]
+    down: tuple[ReferenceWeight, ...]  # [H, I]
 
 
 class ReferenceOps(ReferenceSampling, UnfusedOps):
@@ -91,6 +107,44 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         product = self._matmul(x, self._get_typed_weight(weight, x.dtype))
         product = product if dtype is None else product.to(dtype)
         return product if add_to is None else self.add(add_to, product)
+
+    def pack_experts(
+        self, gate_up: Sequence[ReferenceWeight], down: Sequence[ReferenceWeight]
+    ) -> ReferenceExperts:
+        return ReferenceExperts(tuple(gate_up), tuple(down))
+
+    def experts(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        weights: ReferenceExperts,
+        config: ExpertsConfig,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
+        """See Ops.experts: one expert after the other, then the sum of each row's outputs."""
+        order = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, : config.top_k]
+        chosen = logits.gather(1, order)
+        powers = self._apply_by_tile(torch.exp, chosen - chosen[:, :1])
+        all_powers = powers if config.renormalize else self._apply_by_tile(torch.exp, logits - chosen[:, :1])
+        total = _sum_in_order(all_powers)
+        outputs = torch.zeros(*order.shape, x.shape[1], dtype=torch.float32, device=x.device)
+        for expert in sorted(set(order.flatten().tolist())):
+            rows, ranks = torch.nonzero(order == expert, as_tuple=True)
+            inputs = x.index_select(0, rows)
+            outputs[rows, ranks] = self._run_expert(inputs, weights, expert, config.activation)
+        result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for rank in range(config.top_k):
+            result = result + outputs[:, rank] * (powers[:, rank] / total)[:, None]
+        return (result if add_to is None else result + add_to).to(x.dtype)
+
+    def _run_expert(self, x: Tensor, weights: ReferenceExperts, expert: int, activation: str) -> Tensor:
+        """float32 [T, H]"""
+        inner = self.linear_gated_act(x, weights.gate_up[expert], activation)
+        return self.linear(inner, weights.down[expert], torch.float32)
+
+    def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        scale = self._apply_by_tile(torch.sigmoid, gate.to(torch.float32))
+        return (x.to(torch.float32) * scale).to(x.dtype)
 
     def embedding(
         self, token_ids: Tensor, weight: ReferenceWeight, dtype: torch.dtype, scale: float = 1.0
@@ -164,7 +218,8 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         gate, up = gate_up.chunk(2, -1)
         gate = gate.to(torch.float32).contiguous()
         pieces = [act(piece) for piece in torch.split(gate, _max_rows_per_call(gate.shape[1], self.row_tile))]
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).mul_(up).to(gate_up.dtype)
+        activated = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return activated.mul_(_clamp_up(up, activation)).to(gate_up.dtype)
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
         for vectors, values, scales in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
@@ -187,8 +242,9 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         window: int | None = None,
         softcap: float | None = None,
         metadata: ReferenceAttnMetadata | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return attend(q, cache, metadata or build_attention_metadata(batch, window), scale, softcap)
+        return attend(q, cache, metadata or build_attention_metadata(batch, window), scale, softcap, sinks)
 
     def varlen_attention(
         self,
@@ -239,9 +295,19 @@ def _max_rows_per_call(width: int, max_rows: int) -> int:
     return max(min(max_rows, GRAIN_SIZE // width), 1)
 
 
+def _sum_in_order(values: Tensor) -> Tensor:
+    """[T, n] -> [T]: torch's sum would depend on T."""
+    return functools.reduce(torch.add, values.unbind(1))
+
+
+def _clamp_up(up: Tensor, activation: str) -> Tensor:
+    """The factor of the activated gate."""
+    return up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1.0 if activation == "gpt_oss" else up
+
+
 def _cast_part(part: Matrix, weight_format: str) -> Tensor:
     """The values of a part in this weight format."""
-    if isinstance(part, QuantizedBlocks):
+    if not isinstance(part, Tensor):
         return dequantize(part)
     if weight_format in ("int8", "int4", "fp8"):
         return fake_quantize(part, weight_format)
@@ -270,7 +336,7 @@ class FastMathOps(ReferenceOps):
 
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
-        return ACTIVATIONS[activation](gate) * up
+        return ACTIVATIONS[activation](gate) * _clamp_up(up, activation)
 
     def _apply_by_tile(self, operation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return operation(x)
