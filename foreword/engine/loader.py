@@ -533,7 +533,12 @@ class _Loader:
         resolved = self.resolved
         max_rows, max_len = resolved.max_num_batched_tokens, resolved.max_model_len
         profiler = StepCostProfiler(
-            components.batch_builder, components.model_runner, max_rows, max_len, resolved.max_num_seqs
+            components.batch_builder,
+            components.model_runner,
+            components.proposer.vocab_size,
+            max_rows,
+            max_len,
+            resolved.max_num_seqs,
         )
         calibration = profiler.measure()
         drafters = components.proposer.model_drafters

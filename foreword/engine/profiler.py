@@ -53,6 +53,7 @@ MIN_SIZES = 2  # timed regardless: one size says nothing about the cost of more 
 MIN_GRAPH_ROWS, MAX_VERIFY_GRAPH_ROWS = 256, 512  # of the largest graph, unless max_num_seqs is larger
 MAX_IMAGE_TOKENS = 16_384  # upper bound of image processors
 NUM_LOGPROBS = 20
+TOKEN_STRIDE = 7919  # between the ids of neighbouring tokens; prime
 
 ALL_PARAMS = SamplingParams(  # every kind of sampling
     temperature=0.8,
@@ -84,6 +85,7 @@ class StepCostProfiler:
         self,
         batch_builder: BatchBuilder,
         model_runner: ModelRunner,
+        vocab_size: int,
         max_rows: int,  # of a step
         max_len: int,  # of a request
         max_requests: int,  # of a step
@@ -91,6 +93,7 @@ class StepCostProfiler:
     ) -> None:
         self._batch_builder = batch_builder
         self._model_runner = model_runner
+        self._vocab_size = vocab_size
         self._max_rows = max_rows
         self._max_len = max_len
         self._max_requests = max_requests
@@ -113,7 +116,7 @@ class StepCostProfiler:
         num_known, num_draft = num_rows - num_sampled + 1, num_sampled - 1
         params, block_size = SamplingParams(temperature=0.0), self._batch_builder.block_size
         requests = [
-            _dummy_request(index, num_known, num_draft, params, block_size, context)
+            _dummy_request(index, num_known, num_draft, params, block_size, context, self._vocab_size)
             for index in range(num_requests)
         ]
         if context:  # on blocks of its own, that no request owns yet: one block again would be in the cache
@@ -149,13 +152,23 @@ class StepCostProfiler:
 
 
 def _dummy_request(
-    index: int, num_tokens: int, num_draft: int, params: SamplingParams, block_size: int, context: int = 0
+    index: int,
+    num_tokens: int,
+    num_draft: int,
+    params: SamplingParams,
+    block_size: int,
+    context: int = 0,
+    vocab_size: int = 1,
 ) -> ScheduledRequest:
-    """A request with `num_tokens` uncomputed tokens after `context`, all on the scratch block."""
-    request = Request(f"dummy-{index}", (0,) * (context + num_tokens), params, seed=index)
+    """A request with `num_tokens` uncomputed tokens after `context`, all on the scratch block.
+
+    Tokens are spread over the vocabulary: rows of the same token would choose the same experts.
+    """
     length = context + num_tokens + num_draft
+    token_ids = [(index * length + i) * TOKEN_STRIDE % vocab_size for i in range(length)]
+    request = Request(f"dummy-{index}", tuple(token_ids[: context + num_tokens]), params, seed=index)
     state = RequestState(request, index, length + 2)
-    state.set_draft((0,) * num_draft, "dummy")
+    state.set_draft(tuple(token_ids[context + num_tokens :]), "dummy")
     state.blocks.extend([NULL_BLOCK] * -(-length // block_size))
     return ScheduledRequest(state, context, num_tokens, is_sampled=True, num_draft_tokens=len(state.draft))
 

@@ -74,8 +74,10 @@ class Machine:
     def __init__(self) -> None:
         self.now = 0.0
         self.blocks: list[int] = []
+        self.token_ids: list[int] = []
 
     def build(self, requests: Sequence[ScheduledRequest]) -> Sequence[ScheduledRequest]:
+        self.token_ids = [token for r in requests for token in (*r.state.tokens, *r.state.draft)]
         self.blocks = [block for request in requests for block in request.state.blocks]
         return requests
 
@@ -89,15 +91,24 @@ class Machine:
 def test_contexts_are_read_from_memory() -> None:
     """One block again and again would be read from a cache, and a long context would seem free."""
     machine = Machine()
-    profiler = StepCostProfiler(machine, machine, 64, 4096, 4, machine.clock)  # type: ignore[arg-type]
+    profiler = StepCostProfiler(machine, machine, 1000, 64, 4096, 4, machine.clock)  # type: ignore[arg-type]
     profiler.time_step(8, 8, context=1024)
     assert sorted(machine.blocks) == list(range(1, len(machine.blocks) + 1))
     profiler.time_step(8, 8)
     assert set(machine.blocks) == {NULL_BLOCK}
 
 
+@pytest.mark.parametrize("num_requests", [1, 4])
+def test_rows_have_different_tokens(num_requests: int) -> None:
+    """Rows of the same token would choose the same experts, and further rows would seem free."""
+    machine = Machine()
+    profiler = StepCostProfiler(machine, machine, 1000, 64, 4096, 4, machine.clock)  # type: ignore[arg-type]
+    profiler.time_step(16 // num_requests, 16 // num_requests, num_requests=num_requests)
+    assert len(set(machine.token_ids)) == len(machine.token_ids) == 16
+
+
 def test_first_row_of_a_context_costs_as_much_as_a_further_one() -> None:
     machine = Machine()
-    calibration = StepCostProfiler(machine, machine, 64, 4096, 4, machine.clock).measure()  # type: ignore[arg-type]
+    calibration = StepCostProfiler(machine, machine, 1000, 64, 4096, 4, machine.clock).measure()  # type: ignore[arg-type]
     assert calibration.context_cost_extra_row == pytest.approx(1e-6)
     assert calibration.context_cost_first_row == calibration.context_cost_extra_row

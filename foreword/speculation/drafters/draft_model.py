@@ -212,6 +212,7 @@ class EagerDraftLoop:
 
 MAX_WINDOW = 4096  # tokens; older context costs more than it adds to acceptance
 TIMED_DRAFT_LEN = 4  # tokens per draft while timing passes
+DUMMY_STRIDE = 7919  # between the ids of neighbouring tokens while timing passes; prime
 RECOMPUTED_TOKENS = 2  # last known tokens that a device step recomputes: neither has KV after full acceptance
 
 
@@ -494,7 +495,9 @@ class ModelDrafter:
         blocks = [NULL_BLOCK] * -(-self._window // self._block_size)
         dummies = []
         for n in range(count):
-            token_ids, max_tokens = [0] * len(range(n, num_rows, count)), draft_len if n < num_sampled else 0
+            # Tokens differ: rows of the same token would choose the same experts.
+            token_ids = [row * DUMMY_STRIDE % self._vocab_size for row in range(n, num_rows, count)]
+            max_tokens = draft_len if n < num_sampled else 0
             job = DraftJob(token_ids, 0, blocks, 1, max_tokens, -math.inf, draft_state.sampling)
             dummies.append(_PendingDraft(n, DraftRequest(state), draft_state, job))
         return dummies
