@@ -32,7 +32,7 @@ __all__ = [
     "supported_isas",
 ]
 
-ABI_VERSION = 8  # version of the signatures and structures below, as in api.cpp
+ABI_VERSION = 9  # version of the signatures and structures below, as in api.cpp
 ISAS = ("portable", "avx2", "avx2-vnni", "avx512", "amx", "neon")  # enum Isa
 FORMAT_NAMES = [
     "float32",
@@ -43,11 +43,21 @@ FORMAT_NAMES = [
     "q8_0",
     "q5_0",
     "q4_0",
+    "q4_1",
+    "q5_1",
+    "iq4_nl",
+    "mxfp4",
+    "grouped4",
+    "grouped8",
+    "float8",
     "q4_k",
     "q5_k",
     "q6_k",
+    "q2_k",
+    "q3_k",
+    "iq4_xs",
 ]
-FORMAT_IDS = MappingProxyType({name: number for number, name in enumerate(FORMAT_NAMES)})  # enum Kind
+FORMAT_IDS = MappingProxyType({name: number for number, name in enumerate(FORMAT_NAMES)})  # enum Format
 DTYPE_IDS = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.int8: 2})  # enum Type
 
 

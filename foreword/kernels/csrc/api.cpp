@@ -15,7 +15,7 @@ using foreword::TILE;
 extern "C" {
 
 // Version of the functions here, in filters.cpp, sampler.cpp and suffix.cpp, and of their structures.
-int64_t foreword_native_version() { return 8; }
+int64_t foreword_native_version() { return 9; }
 
 int32_t foreword_supported(int32_t isa) { return foreword::supported(static_cast<Isa>(isa)); }
 

@@ -17,8 +17,12 @@ enum class Type : int32_t { F32, BF16, I8 };
 
 constexpr int64_t bytes_of(Type type) { return type == Type::F32 ? 4 : type == Type::BF16 ? 2 : 1; }
 
-// Formats of packed weights and of files; files have neither I8 nor I4.
-enum class Format : int32_t { F32, BF16, F16, I8, I4, Q8_0, Q5_0, Q4_0, Q4_K, Q5_K, Q6_K };
+// Formats of packed weights and of files; files have neither I8 nor I4. G4, G8 (grouped integers) and F8 (blocks of
+// float8_e4m3) come from safetensors, the formats after I4 from GGUF; those from Q4_K on have blocks of 256.
+enum class Format : int32_t {
+    F32, BF16, F16, I8, I4, Q8_0, Q5_0, Q4_0, Q4_1, Q5_1, IQ4_NL, MXFP4, G4, G8, F8, Q4_K, Q5_K, Q6_K, Q2_K, Q3_K, IQ4_XS
+};
+constexpr int NUM_FORMATS = static_cast<int>(Format::IQ4_XS) + 1;
 
 constexpr bool is_dense(Format format) { return format <= Format::F16; }
 

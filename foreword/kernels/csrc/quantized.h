@@ -65,6 +65,7 @@ using RoundRows = void (*)(const RowSize&, Type, const RowView& x, int64_t k, co
 using Product = void (*)(const uint8_t* tile, const RowSize&, const Group&, const Output&);
 
 constexpr int index_of(Format format) { return static_cast<int>(format) - static_cast<int>(Format::I8); }
+constexpr int NUM_QUANTIZED = index_of(static_cast<Format>(NUM_FORMATS));
 
 //   max_group  rows, at most MAX_GROUP
 //   x_words    words of a quad of x for weights of 8 bits: 1 or 2; for other weights it is 1
@@ -74,8 +75,8 @@ constexpr int index_of(Format format) { return static_cast<int>(format) - static
 struct QuantizedKernels {
     int64_t max_group, x_words;
     Product pair;
-    RoundRows round_rows[8];
-    Product products[8][MAX_GROUP];
+    RoundRows round_rows[NUM_QUANTIZED];
+    Product products[NUM_QUANTIZED][MAX_GROUP];
 };
 
 const QuantizedKernels& quantized_portable();
