@@ -9,7 +9,8 @@ shapes of known models (--files): minutes, and some GB. Every answer has the req
 
 Regime: engines of one group (one precision) are loaded together, each in a process of its own, and
 measured in turn, round after round, in rotated order; the memory's bandwidth and the rate of products on
-registers are read at the start of each round. A figure is the median over rounds, a ratio the median over
+registers are read at the start of each round. With --alone, one engine is in memory at a time: each round
+starts each engine anew, from the page cache. A figure is the median over rounds, a ratio the median over
 rounds of figures of the same round. No speculation, no prefix cache.
 
     decode     tokens/s of one request after a prompt of 32 tokens
@@ -37,6 +38,7 @@ the exit code is 1. Prints a table for each group and then one JSON line.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import random
@@ -144,15 +146,38 @@ class PeerMeasure:
 
 @dataclass(slots=True)
 class LoadedEngine:
-    """A running engine and its figures by measure, one a round."""
+    """An engine and its figures by measure, one a round."""
 
     engine: PeerEngine
-    worker: Worker
-    facts: Mapping[str, Any]
+    start: Callable[[], Worker]
+    load: Callable[[Worker], Mapping[str, Any]]
+    worker: Worker | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    peak_bytes: int = 0  # of the process; set by close()
     rounds: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     overheads: list[float] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)  # by measure; its figures are void
     answers: dict[str, Any] = field(default_factory=dict)  # token ids of Foreword's first round, by measure
+
+    def open(self) -> None:
+        """Start it and load the model. Raises RuntimeError, and RegimeError for another instruction set."""
+        self.worker = self.start()
+        self.facts = self.load(self.worker)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.worker is None:
+            return
+        with contextlib.suppress(RuntimeError, OSError, IndexError):  # it has crashed
+            served = self.engine.script == "served"
+            self.peak_bytes = self.worker("peak") if served else self.worker.peak_bytes
+        self.worker.close()
+        self.worker = None
+
+    def run(self, measure: PeerMeasure, is_counted: bool) -> None:
+        """Raises RuntimeError and RegimeError."""
+        assert self.worker is not None
+        self.add(measure, self.worker(measure.command, **measure.arguments), is_counted)
 
     def add(self, measure: PeerMeasure, answer: Mapping[str, Any], is_counted: bool) -> None:
         """Count the figure of a round. Raises RegimeError."""
@@ -224,6 +249,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only engines with this in their name, and Foreword"
     )
+    parser.add_argument("--alone", action="store_true", help="one engine in memory at a time")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="length of an answer")
     parser.add_argument(
@@ -276,20 +302,26 @@ def _measure_group(
     errors: dict[str, str] = {}
     try:
         for engine in _engines(group, args):
-            worker = _start(engine, environment, pythons, log)
+            one = LoadedEngine(
+                engine,
+                functools.partial(_start, engine, environment, pythons, log),
+                functools.partial(_load, engine, folder, args),
+            )
             try:
-                loaded[engine.name] = LoadedEngine(engine, worker, _load(engine, worker, folder, args))
+                one.open()
+                loaded[engine.name] = one
             except (RuntimeError, RegimeError) as error:
                 errors[engine.name] = str(error)
-                worker.close()
+            if args.alone or engine.name in errors:
+                one.close()
         ceilings.products = dict.fromkeys((_isa(one, args) for one in loaded.values()), 0.0)
         measures = _measures(MODELS[model].vocab, args)
-        _measure(list(loaded.values()), measures, ceilings, args.rounds)
+        _measure(list(loaded.values()), measures, ceilings, args.rounds, args.alone)
         _compare_answers(loaded)
-        figures = {name: _figures(one, model, args, ceilings, loaded) for name, one in loaded.items()}
     finally:
         for one in loaded.values():
-            one.worker.close()
+            one.close()
+    figures = {name: _figures(one, model, args, ceilings, loaded) for name, one in loaded.items()}
     for name, one in loaded.items():
         errors |= {f"{name}, {measure}": error for measure, error in one.errors.items()}
     ratios = _ratios(loaded)
@@ -339,7 +371,7 @@ def _start(engine: PeerEngine, environment: PeerEnvironment, pythons: Mapping[st
     return Worker(pythons.get(engine.script, environment.python), script, log, environment.variables)
 
 
-def _load(engine: PeerEngine, worker: Worker, folder: Path, args: argparse.Namespace) -> Mapping[str, Any]:
+def _load(engine: PeerEngine, folder: Path, args: argparse.Namespace, worker: Worker) -> Mapping[str, Any]:
     """Load the model; returns facts. Raises RuntimeError, and RegimeError for another instruction set."""
     streams = len(args.contexts) or MAX_STREAMS
     needed = [length + args.tokens + 2 for length in args.contexts]
@@ -437,11 +469,16 @@ def _supports(engine: PeerEngine, measure: PeerMeasure, is_counted: bool) -> boo
 
 
 def _measure(
-    loaded: Sequence[LoadedEngine], measures: Sequence[PeerMeasure], ceilings: Ceilings, rounds: int
+    loaded: Sequence[LoadedEngine],
+    measures: Sequence[PeerMeasure],
+    ceilings: Ceilings,
+    rounds: int,
+    alone: bool = False,
 ) -> None:
     """Fill in the rounds. An uncounted first call allocates."""
-    plan = list(_schedule(loaded, measures, rounds + 1))
+    plan = list((_schedule_alone if alone else _schedule)(loaded, measures, rounds + 1))
     last = -1
+    running: LoadedEngine | None = None
     for round_, measure, one in track_progress(plan, "measuring", len(plan)):
         if round_ > last:
             last = round_
@@ -449,7 +486,13 @@ def _measure(
         if measure.name in one.errors:
             continue
         try:
-            one.add(measure, one.worker(measure.command, **measure.arguments), round_ > 0)
+            if alone and one is not running:
+                if running is not None:
+                    running.close()
+                running = one
+                one.open()
+                one.run(measure, is_counted=False)
+            one.run(measure, round_ > 0)
         except (RuntimeError, RegimeError) as error:
             one.errors[measure.name] = str(error)
             one.rounds.pop(measure.name, None)
@@ -480,6 +523,17 @@ def _schedule(
                     yield round_, measure, by_name[name]
 
 
+def _schedule_alone(
+    loaded: Sequence[LoadedEngine], measures: Sequence[PeerMeasure], rounds: int
+) -> Iterator[tuple[int, PeerMeasure, LoadedEngine]]:
+    """All measures of an engine, then those of the next one."""
+    for round_ in range(rounds):
+        for one in rotate(list(loaded), round_):
+            for measure in measures:
+                if _supports(one.engine, measure, round_ > 0):
+                    yield round_, measure, one
+
+
 def _figures(
     one: LoadedEngine,
     model: str,
@@ -489,12 +543,7 @@ def _figures(
 ) -> dict[str, Any]:
     """Medians, and shares of the ceilings; None where a check failed."""
     facts = loaded["foreword"].facts  # of the same weights
-    served = one.engine.script == "served"
-    figures: dict[str, Any] = {
-        **one.facts,
-        "peak_bytes": one.worker("peak") if served else one.worker.peak_bytes,
-        **dict.fromkeys(one.errors),
-    }
+    figures: dict[str, Any] = {**one.facts, "peak_bytes": one.peak_bytes, **dict.fromkeys(one.errors)}
     if one.engine.is_foreword and not args.contexts:
         figures["of_limit"] = figures["peak_bytes"] / (
             facts["weight_bytes"] + facts["kv_bytes"] + FIXED_BYTES
