@@ -14,7 +14,7 @@ from foreword.config.resolve import ModelInfo
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
-from foreword.models.architectures import ARCHITECTURES, read_decoder
+from foreword.models.architectures import ARCHITECTURES, missing_feature, read_decoder
 from foreword.models.base import Model, Precision
 from foreword.models.config import ConfigReader, read_json
 from foreword.models.decoder import Decoder, DecoderConfig
@@ -216,6 +216,7 @@ def _read_known_decoder(reader: ConfigReader) -> tuple[type[Decoder], DecoderCon
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(sorted((*ARCHITECTURES, *VISION_MODELS)))
         remote = "; the code in `auto_map` is not run: no code of a checkpoint is"
-        problem = f"is not supported{remote if 'auto_map' in reader else ''}"
+        reason = missing_feature(str(model_type)) or (remote if "auto_map" in reader else "")
+        problem = f"is not supported{reason}"
         raise CheckpointError(f"{reader.source}: model_type {model_type!r:.80} {problem}; known: {known}")
     return read_decoder(reader)

@@ -162,8 +162,24 @@ def test_unknown_architecture_lists_known_ones(tmp_path: Path):
     (path / "config.json").write_text(json.dumps({"model_type": ["llama"]}))
     with pytest.raises(CheckpointError, match=r"model_type \['llama'\] is not supported"):
         read_model_info(path)
-    (path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    with pytest.raises(CheckpointError, match=r"'mamba' is not supported; known: ernie4_5, .*llama"):
+    (path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(CheckpointError, match=r"'gpt2' is not supported; known: ernie4_5, .*llama"):
+        read_model_info(path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "feature"),
+    [
+        ("deepseek_v3", "multi-head latent attention"),
+        ("qwen3_5_moe", "recurrent layers"),
+        ("gemma4_text", "Gemma 4"),
+        ("eagle", "trained heads"),
+    ],
+)
+def test_missing_feature_is_named(model_type: str, feature: str, tmp_path: Path):
+    path = write_checkpoint(tmp_path)
+    (path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(CheckpointError, match=rf"'{model_type}' is not supported \(it needs {feature}"):
         read_model_info(path)
 
 

@@ -11,8 +11,8 @@ import httpx
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel
 
-# Fields of Open Responses that OpenAI's types lack (of a delta's logprobs: `bytes`; of a call's end: `name`, which
-# openai 2 demands and 3 dropped), and Foreword's own.
+# Fields that OpenAI's types lack: those of Open Responses (of a delta's logprobs: `bytes`), a call's `name`
+# at its end (openai 2 demands it, 3 dropped it), and Foreword's own.
 EXTENSIONS = frozenset({"bytes", "name", "store", "presence_penalty", "frequency_penalty", "metrics"})
 
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from foreword.errors import CheckpointError
+from foreword.models.architectures import missing_feature
 from foreword.models.gguf.header import GGUFFile
 from foreword.models.gguf.metadata import MetadataReader
 from foreword.models.gguf.rope import DEFAULT_THETA, TensorReader, read_rope_theta, rope_options
@@ -99,9 +100,8 @@ def _read_architecture(gguf: GGUFFile) -> str:
                 "model",
             )
         known = ", ".join(sorted(MODEL_TYPES))
-        raise CheckpointError(
-            f"{gguf.path}: `general.architecture` {name!r} is not supported; known: {known}", "model"
-        )
+        problem = f"`general.architecture` {name!r} is not supported{missing_feature(name)}"
+        raise CheckpointError(f"{gguf.path}: {problem}; known: {known}", "model")
     return name
 
 
