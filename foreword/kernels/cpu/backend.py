@@ -14,6 +14,7 @@ from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
 from foreword.kernels.cpu.library import (
     DTYPE_IDS,
     AddressSpace,
+    AttentionLayer,
     DraftArgs,
     Instruction,
     KVPointers,
@@ -24,15 +25,15 @@ from foreword.kernels.cpu.library import (
     load_library,
     supported_isas,
 )
-from foreword.kernels.cpu.packing import CpuLinear, Packer
+from foreword.kernels.cpu.packing import CpuExperts, CpuLinear, Packer, join_experts
 from foreword.kernels.cpu.program import TRACE_ROWS, TRACE_SAMPLED, Program, ProgramBuilder, build_inputs
 from foreword.kernels.cpu.sampling import NativeSampling
-from foreword.kernels.ops import Matrix, MRopeSections, UnfusedOps
+from foreword.kernels.ops import ExpertsConfig, Matrix, MRopeSections, UnfusedOps
 from foreword.kernels.reference.backend import cu_seqlens_to_lens
 
 __all__ = ["CpuOps"]
 
-ACTIVATIONS = MappingProxyType({"silu": 0, "gelu": 1, "gelu_tanh": 2})  # enum Activation
+ACTIVATIONS = MappingProxyType({"silu": 0, "gelu": 1, "gelu_tanh": 2, "gpt_oss": 3})  # enum Activation
 NULL_OPERAND = Operand(AddressSpace.ABSOLUTE, 0, 0, 0)
 
 
@@ -87,6 +88,36 @@ class CpuOps(NativeSampling, UnfusedOps):
             columns = out[:, block.first_row : block.first_row + block.weight.n]
             self._execute(Opcode.LINEAR, (x,), columns, target=block.weight, keep_alive=block)
         return out if add_to is None else self.add(add_to, out)
+
+    def pack_experts(self, gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear]) -> CpuExperts:
+        return join_experts(gate_up, down)
+
+    def experts(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        weights: CpuExperts,
+        config: ExpertsConfig,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
+        assert logits.dtype == torch.float32 and logits.shape == (x.shape[0], config.num_experts)
+        assert x.shape[1] == weights.pointers.hidden and config.num_experts == weights.pointers.count
+        assert 0 < config.top_k <= config.num_experts and (add_to is None or add_to.dtype == x.dtype)
+        return self._execute(
+            Opcode.EXPERTS,
+            (x, logits) if add_to is None else (x, logits, add_to),
+            torch.empty(x.shape, dtype=x.dtype),
+            target=weights.pointers,
+            keep_alive=weights,
+            sizes=(config.top_k, config.renormalize, ACTIVATIONS[config.activation]),
+        )
+
+    def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        assert gate.shape == (x.shape[0], 1)
+        sizes = (x.shape[1], DTYPE_IDS[gate.dtype])
+        return self._execute(
+            Opcode.SCALE_BY_SIGMOID, (x, gate), torch.empty(x.shape, dtype=x.dtype), sizes=sizes
+        )
 
     def embedding(
         self, token_ids: Tensor, weight: CpuLinear, dtype: torch.dtype, scale: float = 1.0
@@ -152,13 +183,14 @@ class CpuOps(NativeSampling, UnfusedOps):
         metadata: None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        assert sinks is None
+        assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == q.shape[1:2])
+        head_sinks = None if sinks is None else sinks.contiguous()
         return self._execute(
             Opcode.ATTENTION,
             (q,),
             torch.zeros(q.shape, dtype=q.dtype),
-            target=_kv_pointers(cache),
-            keep_alive=cache,
+            target=AttentionLayer(_kv_pointers(cache), None if head_sinks is None else head_sinks.data_ptr()),
+            keep_alive=(cache, head_sinks),
             sizes=(q.shape[1], window or 0),
             scalars=(scale, softcap or 0.0),
             batch=batch,

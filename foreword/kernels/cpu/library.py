@@ -19,7 +19,10 @@ __all__ = [
     "ISAS",
     "NUM_SPACES",
     "AddressSpace",
+    "AttentionLayer",
     "DraftArgs",
+    "ExpertMatrices",
+    "Experts",
     "Instruction",
     "KVPointers",
     "Opcode",
@@ -72,6 +75,8 @@ class Opcode(IntEnum):
     WRITE_KV = 7
     ATTENTION = 8
     SOFTCAP = 9
+    EXPERTS = 10
+    SCALE_BY_SIGMOID = 11
 
 
 class AddressSpace(IntEnum):
@@ -174,6 +179,30 @@ class KVPointers(ctypes.Structure):
         ("v_scale", c_void_p),
         ("heads", c_int64),
         ("dim", c_int64),
+    )
+
+
+class AttentionLayer(ctypes.Structure):
+    """K and V of one layer, and the sinks of its heads (or null)."""
+
+    _fields_ = (("kv", KVPointers), ("sinks", c_void_p))
+
+
+class ExpertMatrices(ctypes.Structure):
+    """One matrix of each expert: blocks[starts[e]] to blocks[starts[e + 1]]."""
+
+    _fields_ = (("blocks", c_void_p), ("starts", c_void_p))
+
+
+class Experts(ctypes.Structure):
+    """The packed weights of a mixture of experts; csrc/experts.h defines the fields."""
+
+    _fields_ = (
+        ("count", c_int64),
+        ("hidden", c_int64),
+        ("inner", c_int64),
+        ("gate_up", ExpertMatrices),
+        ("down", ExpertMatrices),
     )
 
 

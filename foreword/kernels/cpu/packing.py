@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.kernels.cpu.library import FORMAT_IDS, Weight
+from foreword.kernels.cpu.library import FORMAT_IDS, ExpertMatrices, Experts, Weight
 from foreword.kernels.ops import Matrix, QuantizedBlocks
 from foreword.utils.hugepages import HugePages
 
-__all__ = ["CpuLinear", "PackedBlock", "Packer"]
+__all__ = ["CpuExperts", "CpuLinear", "PackedBlock", "Packer", "join_experts"]
 
 DTYPE_FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -36,6 +36,14 @@ class CpuLinear:
     blocks: tuple[PackedBlock, ...]
     out_features: int
     in_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class CpuExperts:
+    """The matrices of a mixture of experts."""
+
+    pointers: Experts
+    keep_alive: tuple[object, ...]  # owns the memory of `pointers`
 
 
 class Packer:
@@ -77,6 +85,28 @@ class Packer:
         block_bias = bias[first_row : first_row + n]
         weight = Weight(format_id, 0, n, k, data, block_bias.data_ptr())
         return PackedBlock(weight, first_row, (tiles, block_bias))
+
+
+def join_experts(gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear]) -> CpuExperts:
+    """Weights [2I, H] and [H, I] of each expert."""
+    hidden, inner = gate_up[0].in_features, down[0].in_features
+    assert all((matrix.out_features, matrix.in_features) == (2 * inner, hidden) for matrix in gate_up)
+    assert all((matrix.out_features, matrix.in_features) == (hidden, inner) for matrix in down)
+    assert len(gate_up) == len(down)
+    first, second = _join_blocks(gate_up), _join_blocks(down)
+    matrices = (ExpertMatrices(*map(ctypes.addressof, arrays)) for arrays in (first, second))
+    return CpuExperts(
+        Experts(len(down), hidden, inner, *matrices), (first, second, tuple(gate_up), tuple(down))
+    )
+
+
+def _join_blocks(
+    matrices: Sequence[CpuLinear],
+) -> tuple[ctypes.Array[Weight], ctypes.Array[ctypes.c_int64]]:
+    """The blocks of all matrices, and where those of each begin."""
+    blocks = [block.weight for matrix in matrices for block in matrix.blocks]
+    starts = np.cumsum([0, *(len(matrix.blocks) for matrix in matrices)]).tolist()
+    return (Weight * len(blocks))(*blocks), (ctypes.c_int64 * len(starts))(*starts)
 
 
 def _num_columns(part: Matrix) -> int:

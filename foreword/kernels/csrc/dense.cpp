@@ -13,6 +13,25 @@ constexpr int64_t ITEMS_PER_THREAD = 8;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+using Kernels = const DenseKernel& (*)(Format);
+
+Kernels dense_kernels(Isa isa) {
+#if FOREWORD_X86
+    if (isa == Isa::AMX) return dense_amx;
+    if (isa == Isa::AVX512) return dense_avx512;
+    if (isa >= Isa::AVX2) return dense_avx2;
+#elif FOREWORD_ARM
+    if (isa == Isa::NEON) return dense_neon;
+#endif
+    static_cast<void>(isa);
+    return dense_portable;
+}
+
+template <Kernels KERNELS>
+void linear(Context& context, const LinearArgs& args) {
+    KERNELS(args.weight.format).linear(context, args);
+}
+
 }  // namespace
 
 // Few rows: weights are streamed, so a work item is a run of weights. Many rows: it needs full inner loops.
@@ -30,14 +49,16 @@ DenseTiling choose_tiling(const DenseShape& shape, int threads) {
 
 Linear dense_linear(Isa isa) {
 #if FOREWORD_X86
-    if (isa == Isa::AMX) return dense_amx;
-    if (isa == Isa::AVX512) return dense_avx512;
-    if (isa >= Isa::AVX2) return dense_avx2;
+    if (isa == Isa::AMX) return linear<dense_amx>;
+    if (isa == Isa::AVX512) return linear<dense_avx512>;
+    if (isa >= Isa::AVX2) return linear<dense_avx2>;
 #elif FOREWORD_ARM
-    if (isa == Isa::NEON) return dense_neon;
+    if (isa == Isa::NEON) return linear<dense_neon>;
 #endif
     static_cast<void>(isa);
-    return dense_portable;
+    return linear<dense_portable>;
 }
+
+LinearParts dense_parts(Isa isa, Format format) { return dense_kernels(isa)(format).parts; }
 
 }  // namespace foreword

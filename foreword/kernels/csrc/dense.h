@@ -10,13 +10,19 @@
 
 namespace foreword {
 
-void dense_portable(Context& context, const LinearArgs& args);
+// The product with one format.
+struct DenseKernel {
+    Linear linear;
+    LinearParts parts;
+};
+
+const DenseKernel& dense_portable(Format format);
 #if FOREWORD_X86
-void dense_avx2(Context& context, const LinearArgs& args);
-void dense_avx512(Context& context, const LinearArgs& args);
-void dense_amx(Context& context, const LinearArgs& args);
+const DenseKernel& dense_avx2(Format format);
+const DenseKernel& dense_avx512(Format format);
+const DenseKernel& dense_amx(Format format);
 #elif FOREWORD_ARM
-void dense_neon(Context& context, const LinearArgs& args);
+const DenseKernel& dense_neon(Format format);
 #endif
 
 constexpr int64_t CHAIN = 256;              // values of k

@@ -113,19 +113,42 @@ public:
           steps_((args.weight.k + STEP_VALUES - 1) / STEP_VALUES) {}
 
     void run(Context& context) {
-        arrange(context);
+        use_panel(context.shared.get(panel_bytes()));
+        const auto fill = [&](int64_t row, int thread) { arrange(row, context.pool, thread); };
+        if (panel_bytes() > MIN_PARALLEL_BYTES) {
+            context.pool.run(groups_ * height_, fill);
+        } else {
+            arrange(context.pool, 0);
+        }
         const int64_t tiles = num_tiles(args_.weight.n), each = tiling_.item_tiles;
         context.pool.run((tiles + each - 1) / each, [&](int64_t item, int thread) {
-            const int64_t end = smaller((item + 1) * each, tiles);
-            const int64_t bytes = round_up(tiling_.strip_tiles, MAX_TILES) * tile_sums() * 4;
-            auto* sums = reinterpret_cast<float*>(context.pool.scratch(thread, bytes));
-            for (int64_t first = item * each; first < end; first += tiling_.strip_tiles) {
-                const int64_t count = smaller(tiling_.strip_tiles, end - first);
-                std::memset(sums, 0, bytes);
-                multiply(first, count, sums);
-                finish(args_, {sums, first_row_, rows_, first, count, tile_sums()});
-            }
+            multiply(item * each, smaller((item + 1) * each, tiles), context.pool, thread);
         });
+    }
+
+    // Of x as the inner loops read it: [group][step][row of the group][STEP_VALUES].
+    int64_t panel_bytes() const { return groups_ * group_bytes(); }
+
+    void use_panel(char* panel) {
+        panel_ = panel;
+        x_ = rows_ == 1 && readable_in_place() ? row_of_x(0) : panel;
+    }
+
+    // Write x to the panel.
+    void arrange(ThreadPool& pool, int thread) const {
+        for (int64_t row = 0; row < groups_ * height_; row++) arrange(row, pool, thread);
+    }
+
+    // The columns of tiles [begin, end).
+    void multiply(int64_t begin, int64_t end, ThreadPool& pool, int thread) const {
+        const int64_t bytes = round_up(tiling_.strip_tiles, MAX_TILES) * tile_sums() * 4;
+        auto* sums = reinterpret_cast<float*>(pool.scratch(thread, bytes));
+        for (int64_t first = begin; first < end; first += tiling_.strip_tiles) {
+            const int64_t count = smaller(tiling_.strip_tiles, end - first);
+            std::memset(sums, 0, bytes);
+            multiply_strip(first, count, sums);
+            finish(args_, {sums, first_row_, rows_, first, count, tile_sums()});
+        }
     }
 
 private:
@@ -134,28 +157,20 @@ private:
 
     const char* row_of_x(int64_t row) const { return args_.x.data + (first_row_ + (row < rows_ ? row : 0)) * args_.x.stride; }
 
-    // Arrange x_ for the inner loops: [group][step][row of the group][STEP_VALUES].
-    void arrange(Context& context) {
-        const bool readable_in_place = args_.x_type == Type::BF16 && args_.weight.k % STEP_VALUES == 0;
-        x_ = row_of_x(0);
-        if (readable_in_place && rows_ == 1) return;
-        char* panel = context.shared.get(groups_ * group_bytes());
-        x_ = panel;
-        const auto fill = [&](int64_t row, int thread) {
-            const char* from = row_of_x(row);
-            if (!readable_in_place) {
-                auto* copy = reinterpret_cast<uint32_t*>(context.pool.scratch(thread, steps_ * LINE));
-                pair_values(from, args_.x_type, args_.weight.k, steps_ * STEP_PAIRS, copy);
-                from = reinterpret_cast<const char*>(copy);
-            }
-            char* to = panel + row / height_ * group_bytes() + row % height_ * LINE;
-            for (int64_t step = 0; step < steps_; step++) std::memcpy(to + step * height_ * LINE, from + step * LINE, LINE);
-        };
-        if (groups_ * group_bytes() > MIN_PARALLEL_BYTES) return context.pool.run(groups_ * height_, fill);
-        for (int64_t row = 0; row < groups_ * height_; row++) fill(row, 0);
+    bool readable_in_place() const { return args_.x_type == Type::BF16 && args_.weight.k % STEP_VALUES == 0; }
+
+    void arrange(int64_t row, ThreadPool& pool, int thread) const {
+        const char* from = row_of_x(row);
+        if (!readable_in_place()) {
+            auto* copy = reinterpret_cast<uint32_t*>(pool.scratch(thread, steps_ * LINE));
+            pair_values(from, args_.x_type, args_.weight.k, steps_ * STEP_PAIRS, copy);
+            from = reinterpret_cast<const char*>(copy);
+        }
+        char* to = panel_ + row / height_ * group_bytes() + row % height_ * LINE;
+        for (int64_t step = 0; step < steps_; step++) std::memcpy(to + step * height_ * LINE, from + step * LINE, LINE);
     }
 
-    void multiply(int64_t first, int64_t count, float* sums) const {
+    void multiply_strip(int64_t first, int64_t count, float* sums) const {
         const int64_t together = groups_ == 1 ? MAX_TILES : MAX_TILES / 2;
         shape_registers(height_);
         memory_barrier();
@@ -201,20 +216,40 @@ private:
     const int64_t first_row_, rows_;
     const DenseTiling tiling_;
     const int64_t groups_, height_, steps_;
-    const char* x_ = nullptr;
+    char* panel_ = nullptr;
+    const char* x_ = nullptr;  // the panel, or the only row in place
+};
+
+DenseTiling tiling_of(const LinearArgs& args, int threads) {
+    const bool few = args.rows <= HEIGHT;
+    const int64_t bytes = tile_bytes(args.weight.format, args.weight.k);
+    return choose_tiling({args.rows, num_tiles(args.weight.n), bytes, few ? HEIGHT : 2 * HEIGHT, few ? MAX_TILES : MAX_TILES / 2},
+                         threads);
+}
+
+// The only pass of LinearParts.
+Pass whole_pass(const LinearArgs& args, char* panel) {
+    Pass pass(args, 0, args.rows, tiling_of(args, 1));
+    pass.use_panel(panel);
+    return pass;
+}
+
+constexpr DenseKernel KERNEL = {
+    [](Context& context, const LinearArgs& args) {
+        const DenseTiling tiling = tiling_of(args, context.pool.size());
+        for (int64_t row = 0; row < args.rows; row += tiling.pass_rows)
+            Pass(args, row, smaller(tiling.pass_rows, args.rows - row), tiling).run(context);
+    },
+    {[](const LinearArgs& args) { return whole_pass(args, nullptr).panel_bytes(); },
+     [](const LinearArgs& args, char* panel, ThreadPool& pool, int thread) { whole_pass(args, panel).arrange(pool, thread); },
+     [](const LinearArgs& args, char* panel, int64_t tile, int64_t count, ThreadPool& pool, int thread) {
+         whole_pass(args, panel).multiply(tile, tile + count, pool, thread);
+     }},
 };
 
 }  // namespace
 
-void dense_amx(Context& context, const LinearArgs& args) {
-    if (args.weight.format != Format::BF16) return dense_avx512(context, args);
-    const bool few = args.rows <= HEIGHT;
-    const int64_t bytes = tile_bytes(args.weight.format, args.weight.k);
-    const DenseShape shape{args.rows, num_tiles(args.weight.n), bytes, few ? HEIGHT : 2 * HEIGHT, few ? MAX_TILES : MAX_TILES / 2};
-    const DenseTiling tiling = choose_tiling(shape, context.pool.size());
-    for (int64_t row = 0; row < args.rows; row += tiling.pass_rows)
-        Pass(args, row, smaller(tiling.pass_rows, args.rows - row), tiling).run(context);
-}
+const DenseKernel& dense_amx(Format format) { return format == Format::BF16 ? KERNEL : dense_avx512(format); }
 
 }  // namespace foreword
 

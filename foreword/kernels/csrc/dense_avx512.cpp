@@ -62,13 +62,7 @@ struct Loops {
 
 }  // namespace
 
-void dense_avx512(Context& context, const LinearArgs& args) {
-    switch (args.weight.format) {
-        case Format::BF16: return multiply_dense<PairCore>(context, args);
-        case Format::F16: return multiply_dense<F16Core<Vector>>(context, args);
-        default: return multiply_dense<F32Core<Vector>>(context, args);
-    }
-}
+const DenseKernel& dense_avx512(Format format) { return kernel_of<PairCore, F16Core<Vector>, F32Core<Vector>>(format); }
 
 }  // namespace foreword
 

@@ -46,13 +46,7 @@ struct Loops {
 
 }  // namespace
 
-void dense_neon(Context& context, const LinearArgs& args) {
-    switch (args.weight.format) {
-        case Format::BF16: return multiply_dense<BF16Core<Vector>>(context, args);
-        case Format::F16: return multiply_dense<F16Core<Vector>>(context, args);
-        default: return multiply_dense<F32Core<Vector>>(context, args);
-    }
-}
+const DenseKernel& dense_neon(Format format) { return kernel_of<BF16Core<Vector>, F16Core<Vector>, F32Core<Vector>>(format); }
 
 }  // namespace foreword
 

@@ -65,12 +65,6 @@ struct Loops {
 
 }  // namespace
 
-void dense_portable(Context& context, const LinearArgs& args) {
-    switch (args.weight.format) {
-        case Format::BF16: return multiply_dense<BF16Core<Vector>>(context, args);
-        case Format::F16: return multiply_dense<F16Core<Vector>>(context, args);
-        default: return multiply_dense<F32Core<Vector>>(context, args);
-    }
-}
+const DenseKernel& dense_portable(Format format) { return kernel_of<BF16Core<Vector>, F16Core<Vector>, F32Core<Vector>>(format); }
 
 }  // namespace foreword

@@ -11,7 +11,8 @@
 #include "elementwise.inc"
 
 namespace foreword {
-const RowKernels ROWS_NEON = {rms_norm, rope, gated_act, embedding, add, softcap, write_kv};
+const RowKernels ROWS_NEON = {rms_norm, rope, gated_act, gated_act_alone, embedding, add, softcap,
+                              scale_by_sigmoid, weighted_sum, write_kv};
 }
 
 #endif

@@ -56,6 +56,20 @@ using Linear = void (*)(Context&, const LinearArgs&);
 Linear dense_linear(Isa isa);      // F32, BF16, F16
 Linear quantized_linear(Isa isa);  // all other formats; activations are quantized to int8 by row
 
+// The same product in parts of one thread, for callers that share out the work of several: lay_out() writes x to a panel
+// of panel_bytes(), then multiply() computes the columns of tiles [tile, tile + count) for all rows, at most PANEL_ROWS.
+struct LinearParts {
+    int64_t (*panel_bytes)(const LinearArgs&);
+    void (*lay_out)(const LinearArgs&, char* panel, ThreadPool&, int thread);
+    void (*multiply)(const LinearArgs&, char* panel, int64_t tile, int64_t count, ThreadPool&, int thread);
+};
+
+constexpr int64_t PANEL_ROWS = 64;
+constexpr int64_t PART_TILES = 4;  // `tile` and `count` are multiples, but for the last tiles
+
+LinearParts dense_parts(Isa isa, Format format);
+LinearParts quantized_parts(Isa isa);
+
 // Rotates the first `rotary` values of each of `heads` vectors [dim] a row, in halves. Values beyond `rotary` are copied.
 //   cos_sin     float32 [positions, rotary]: cosines of rotary / 2 angles, then their sines
 //   angle_axes  int32 [rotary / 2]: the M-RoPE axis of each angle; null: one position per row
@@ -78,9 +92,10 @@ struct RmsNormArgs {
     int64_t heads, width, rows;
 };
 
-enum class Activation : int32_t { SILU, GELU, GELU_TANH };
+enum class Activation : int32_t { SILU, GELU, GELU_TANH, GPT_OSS };
 
 // x [rows, 2 * width] -> y [rows, width] = activation(x[:, :width]) * x[:, width:], in float32, rounded once.
+// GPT_OSS: g * sigmoid(1.702 g) * (u + 1), with g = min(gate, 7) and u = up within -7 and 7. y may be the gates.
 struct GatedActArgs {
     Activation activation;
     Type type;
@@ -112,6 +127,24 @@ struct SoftcapArgs {
     int64_t width, rows;
 };
 
+// y = x * sigmoid(gate), gate [rows] of gate_type, in float32, rounded once
+struct ScaleBySigmoidArgs {
+    Type type, gate_type;
+    RowView x, gate, y;
+    int64_t width, rows;
+};
+
+// y = the sum over j < terms of factors[row * terms + j] * x[places[row * terms + j]], in order, plus add_to unless it is
+// null: in float32 without fused operations, rounded once. x float32; add_to and y of `type`.
+struct WeightedSumArgs {
+    const int64_t* places;
+    const float* factors;
+    int64_t terms;
+    Type type;
+    RowView x, add_to, y;
+    int64_t width, rows;
+};
+
 // K and V of one layer [S, heads, dim]. With type I8, float32 scales [S, heads]: the largest magnitude of the
 // vector / 127, written with the vector.
 struct KV {
@@ -137,9 +170,12 @@ struct RowKernels {
     void (*rms_norm)(Context&, const RmsNormArgs&);
     void (*rope)(Context&, const RopeArgs&);
     void (*gated_act)(Context&, const GatedActArgs&);
+    void (*gated_act_alone)(const GatedActArgs&);  // by the calling thread
     void (*embedding)(Context&, const EmbeddingArgs&);
     void (*add)(Context&, const AddArgs&);
     void (*softcap)(Context&, const SoftcapArgs&);
+    void (*scale_by_sigmoid)(Context&, const ScaleBySigmoidArgs&);
+    void (*weighted_sum)(Context&, const WeightedSumArgs&);
     void (*write_kv)(Context&, const WriteKVArgs&);
 };
 
@@ -148,8 +184,8 @@ const RowKernels& row_kernels(Isa isa);
 // q [rows, heads * dim] of `type` -> out, the same. Row t of request b (query_start_loc[b] <= t < query_start_loc[b + 1])
 // attends to the positions p of b with positions[t] - window < p <= positions[t], which lie in slot
 // block_tables[b * table_width + p / block_size] * block_size + p % block_size. window 0: unlimited.
-// Scores are (q . k) * scale, capped to softcap * tanh(s / softcap) unless softcap is 0. Query head h reads the
-// KV head h / (heads / kv.heads). Masked values are selected away, never multiplied: they may be NaN.
+// Scores are (q . k) * scale, capped to softcap * tanh(s / softcap) unless softcap is 0. sinks [heads] or null: a further
+// score of each head, without a value. Query head h reads the KV head h / (heads / kv.heads). Masked values are selected away, never multiplied: they may be NaN.
 struct AttentionArgs {
     const KV& kv;
     const int64_t* positions;
@@ -160,6 +196,7 @@ struct AttentionArgs {
     RowView q, out;
     int64_t heads, window;
     float scale, softcap;
+    const float* sinks;
 };
 
 using Attention = void (*)(Context&, const AttentionArgs&);

@@ -2,12 +2,14 @@
 
 #include <cstring>
 
+#include "experts.h"
 #include "float_mode.h"
 
 namespace foreword {
 
 CpuContext::CpuContext(Isa isa, int num_threads)
-    : pool_(num_threads),
+    : isa_(isa),
+      pool_(num_threads),
       rows_(row_kernels(isa)),
       dense_(dense_linear(isa)),
       quantized_(quantized_linear(isa)),
@@ -32,6 +34,8 @@ public:
             case Opcode::WRITE_KV: return write_kv(c);
             case Opcode::ATTENTION: return attention(c);
             case Opcode::SOFTCAP: return softcap(c);
+            case Opcode::EXPERTS: return experts(c);
+            case Opcode::SCALE_BY_SIGMOID: return scale_by_sigmoid(c);
         }
     }
 
@@ -87,17 +91,31 @@ private:
         cpu_.rows_.write_kv(context_, {kv, ints(c.in[2]), c.type, rows(c.in[0]), rows(c.in[1]), count(c)});
     }
 
-    // in: q; object: KV; sizes: heads, window; numbers: scale, softcap
+    // in: q; object: AttentionLayer; sizes: heads, window; numbers: scale, softcap
     void attention(const Instruction& c) {
-        cpu_.attention_(context_, {*static_cast<const KV*>(c.object), ints(AddressSpace::POSITIONS),
+        const auto& [kv, sinks] = *static_cast<const AttentionLayer*>(c.object);
+        cpu_.attention_(context_, {kv, ints(AddressSpace::POSITIONS),
                                    ints(AddressSpace::BLOCK_TABLES), ints(AddressSpace::QUERY_START_LOC),
                                    inputs_.num_requests, inputs_.table_width, inputs_.block_size, c.type, rows(c.in[0]),
-                                   rows(c.out), c.sizes[0], c.sizes[1], c.numbers[0], c.numbers[1]});
+                                   rows(c.out), c.sizes[0], c.sizes[1], c.numbers[0], c.numbers[1], sinks});
     }
 
     // out: x, in place; sizes: width; numbers: cap
     void softcap(const Instruction& c) {
         cpu_.rows_.softcap(context_, {c.numbers[0], rows(c.out), c.sizes[0], count(c)});
+    }
+
+    // in: x, logits, add_to (or null); object: Experts; sizes: top_k, renormalize, activation
+    void experts(const Instruction& c) {
+        const auto& weights = *static_cast<const Experts*>(c.object);
+        run_experts(context_, cpu_.isa_, {weights, c.sizes[0], c.sizes[1] != 0, static_cast<Activation>(c.sizes[2]), c.type,
+                                          rows(c.in[0]), rows(c.in[1]), rows(c.in[2]), rows(c.out), count(c)});
+    }
+
+    // in: x, gate; sizes: width, type of the gate
+    void scale_by_sigmoid(const Instruction& c) {
+        const auto gate_type = static_cast<Type>(c.sizes[1]);
+        cpu_.rows_.scale_by_sigmoid(context_, {c.type, gate_type, rows(c.in[0]), rows(c.in[1]), rows(c.out), c.sizes[0], count(c)});
     }
 
     int64_t count(const Instruction& c) const { return c.sampled ? inputs_.num_sampled : inputs_.num_rows; }

@@ -7,7 +7,9 @@
 
 namespace foreword {
 
-enum class Opcode : int32_t { LINEAR, EMBEDDING, ADD, INDEX_ROWS, RMS_NORM, ROPE, GATED_ACT, WRITE_KV, ATTENTION, SOFTCAP };
+enum class Opcode : int32_t {
+    LINEAR, EMBEDDING, ADD, INDEX_ROWS, RMS_NORM, ROPE, GATED_ACT, WRITE_KV, ATTENTION, SOFTCAP, EXPERTS, SCALE_BY_SIGMOID
+};
 
 // The base of an address.
 enum class AddressSpace : int64_t {
@@ -26,6 +28,12 @@ struct Operand {
 struct RopeTable {
     const float* cos_sin;
     const int32_t* angle_axes;
+};
+
+// K and V of a layer, and sinks [heads] or null.
+struct AttentionLayer {
+    KV kv;
+    const float* sinks;
 };
 
 // One operation; the functions of program.cpp define its fields.
@@ -56,6 +64,7 @@ public:
     ThreadPool& pool() { return pool_; }
 
 private:
+    const Isa isa_;
     ThreadPool pool_;
     Buffer shared_;
     const RowKernels& rows_;

@@ -42,20 +42,26 @@ int64_t tiles_of_item(const LinearArgs& args, int64_t stride, int64_t together, 
     return std::max(together, std::min(ITEM_BYTES / stride, tiles / (ITEMS_EACH * threads)));
 }
 
-Plan make_plan(const QuantizedKernels& kernels, Context& context, const LinearArgs& args) {
+Plan make_plan(const QuantizedKernels& kernels, const LinearArgs& args, int threads) {
     const Weight& weight = args.weight;
     const RowSize size = row_size(weight.format, weight.k);
     const int64_t row_words = bits_of(weight.format) == 8 ? size.quads * kernels.x_words : size.quads;
     const int64_t stride = tile_bytes(weight.format, weight.k);
     const int64_t together = tiles_together(kernels, args);
-    const int64_t item_tiles = tiles_of_item(args, stride, together, context.pool.size());
+    const int64_t item_tiles = tiles_of_item(args, stride, together, threads);
     const int64_t group = kernels.max_group;
     const int64_t chunk = std::max<int64_t>(1, CHUNK_BYTES / (4 * row_words) / group) * group;
-    auto* words = reinterpret_cast<int32_t*>(context.shared.get(4 * args.rows * (row_words + size.scales + size.sums)));
-    auto* scales = reinterpret_cast<float*>(words + args.rows * row_words);
-    auto* sums = words + args.rows * (row_words + size.scales);
     const int64_t column_items = ceil_div(num_tiles(weight.n), item_tiles);
-    return {kernels, args, size, row_words, stride, item_tiles, column_items, chunk, group, words, scales, sums};
+    return {kernels, args, size, row_words, stride, item_tiles, column_items, chunk, group, nullptr, nullptr, nullptr};
+}
+
+int64_t rounded_bytes(const Plan& plan) { return 4 * plan.args.rows * (plan.row_words + plan.size.scales + plan.size.sums); }
+
+// The memory of all rounded rows.
+void use_memory(Plan& plan, char* memory) {
+    plan.words = reinterpret_cast<int32_t*>(memory);
+    plan.scales = reinterpret_cast<float*>(plan.words + plan.args.rows * plan.row_words);
+    plan.sums = plan.words + plan.args.rows * (plan.row_words + plan.size.scales);
 }
 
 // The group from row `begin`.
@@ -107,29 +113,61 @@ void multiply_tiles(const Plan& plan, int64_t tile, int64_t count, int64_t row_b
     }
 }
 
+// Tiles [tile, tile_end) one after the other, each with all of the rows.
+void multiply_run(const Plan& plan, int64_t tile, int64_t tile_end, int64_t row_begin, int64_t row_end) {
+    const int64_t together = tiles_together(plan.kernels, plan.args);
+    for (int64_t t = tile; t < tile_end; t += together) {
+        multiply_tiles(plan, t, std::min(together, tile_end - t), row_begin, row_end);
+    }
+}
+
 // Items cover all columns for one chunk of rows before the next chunk. Within an item, groups of rows run in turn through
 // its tiles, which stay in a cache; their outputs are adjacent.
 void multiply_item(const Plan& plan, int64_t item) {
     const int64_t tile = item % plan.column_items * plan.item_tiles, row = item / plan.column_items * plan.chunk_rows;
     const int64_t tile_end = std::min(tile + plan.item_tiles, num_tiles(plan.args.weight.n));
     const int64_t row_end = std::min(row + plan.chunk_rows, plan.args.rows);
-    const int64_t together = tiles_together(plan.kernels, plan.args);
-    for (int64_t r = row; r < row_end; r += TURN_ROWS) {
-        for (int64_t t = tile; t < tile_end; t += together) {
-            multiply_tiles(plan, t, std::min(together, tile_end - t), r, std::min(r + TURN_ROWS, row_end));
-        }
-    }
+    for (int64_t r = row; r < row_end; r += TURN_ROWS) multiply_run(plan, tile, tile_end, r, std::min(r + TURN_ROWS, row_end));
 }
 
 template <const QuantizedKernels& (*KERNELS)()>
 void linear(Context& context, const LinearArgs& args) {
-    const Plan plan = make_plan(KERNELS(), context, args);
+    Plan plan = make_plan(KERNELS(), args, context.pool.size());
+    use_memory(plan, context.shared.get(rounded_bytes(plan)));
     round_rows(context.pool, plan);
     const int64_t chunks = ceil_div(args.rows, plan.chunk_rows);
     context.pool.run(plan.column_items * chunks, [&](int64_t item, int) { multiply_item(plan, item); });
 }
 
+template <const QuantizedKernels& (*KERNELS)()>
+constexpr LinearParts PARTS = {
+    [](const LinearArgs& args) { return rounded_bytes(make_plan(KERNELS(), args, 1)); },
+    [](const LinearArgs& args, char* panel, ThreadPool&, int) {
+        Plan plan = make_plan(KERNELS(), args, 1);
+        use_memory(plan, panel);
+        for (int64_t row = 0; row < args.rows; row += plan.group_rows) round_group(plan, row);
+    },
+    [](const LinearArgs& args, char* panel, int64_t tile, int64_t count, ThreadPool&, int) {
+        Plan plan = make_plan(KERNELS(), args, 1);
+        use_memory(plan, panel);
+        multiply_run(plan, tile, tile + count, 0, args.rows);
+    },
+};
+
 }  // namespace
+
+LinearParts quantized_parts(Isa isa) {
+#if FOREWORD_X86
+    if (isa == Isa::AMX) return QUANTIZED_AMX_PARTS;
+    if (isa == Isa::AVX512) return PARTS<quantized_avx512>;
+    if (isa == Isa::AVX2_VNNI) return PARTS<quantized_avx2_vnni>;
+    if (isa == Isa::AVX2) return PARTS<quantized_avx2>;
+#elif FOREWORD_ARM
+    if (isa == Isa::NEON) return PARTS<quantized_neon>;
+#endif
+    (void)isa;
+    return PARTS<quantized_portable>;
+}
 
 Linear quantized_linear(Isa isa) {
 #if FOREWORD_X86

@@ -85,6 +85,7 @@ const QuantizedKernels& quantized_avx2();
 const QuantizedKernels& quantized_avx2_vnni();
 const QuantizedKernels& quantized_avx512();
 void quantized_amx(Context&, const LinearArgs&);  // uses AVX-512 for few rows
+extern const LinearParts QUANTIZED_AMX_PARTS;
 #elif FOREWORD_ARM
 const QuantizedKernels& quantized_neon();
 #endif

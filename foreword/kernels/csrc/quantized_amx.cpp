@@ -46,14 +46,21 @@ MultiplyTiles multiply_tiles_of(Format format) {
     }
 }
 
-// Quantized rows [first, first + rows) in the shared buffer.
-Panel make_panel(Context& context, const LinearArgs& args, int64_t first, int64_t rows) {
+// Quantized rows [first, first + rows), without memory.
+Panel make_panel(const LinearArgs& args, int64_t first, int64_t rows) {
     const RowSize size = row_size(args.weight.format, args.weight.k);
     const int64_t steps = (size.quads + STEP_QUADS - 1) / STEP_QUADS, groups = round_up((rows + HEIGHT - 1) / HEIGHT, 2);
-    char* memory = context.shared.get(groups * HEIGHT * (steps * LINE + 4 * (size.scales + size.sums)));
-    auto* scales = reinterpret_cast<float*>(memory + groups * HEIGHT * steps * LINE);
-    auto* sums = reinterpret_cast<int32_t*>(scales + groups * HEIGHT * size.scales);
-    return {size, first, rows, steps, groups, memory, scales, sums};
+    return {size, first, rows, steps, groups, nullptr, nullptr, nullptr};
+}
+
+int64_t panel_bytes(const Panel& panel) {
+    return panel.groups * HEIGHT * (panel.steps * LINE + 4 * (panel.size.scales + panel.size.sums));
+}
+
+void use_memory(Panel& panel, char* memory) {
+    panel.x = memory;
+    panel.scales = reinterpret_cast<float*>(memory + panel.groups * HEIGHT * panel.steps * LINE);
+    panel.sums = reinterpret_cast<int32_t*>(panel.scales + panel.groups * HEIGHT * panel.size.scales);
 }
 
 void round_to_panel(const LinearArgs& args, const Panel& panel, int64_t row, char* scratch) {
@@ -77,25 +84,50 @@ int64_t scratch_bytes(Format format, const Panel& panel) {
     return format == Format::I8 ? panel.groups * 2 * STEP_BYTES : unpacked_bytes(format, panel.steps) + 6 * STEP_BYTES;
 }
 
+// Tiles [tile, end).
+void multiply_run(const LinearArgs& args, const Panel& panel, int64_t tile, int64_t end, ThreadPool& pool, int thread) {
+    const MultiplyTiles multiply = multiply_tiles_of(args.weight.format);
+    shape_registers(args.weight.format);
+    for (; tile < end; tile += 2) multiply(args, panel, tile, pool.scratch(thread, scratch_bytes(args.weight.format, panel)));
+    _tile_release();
+}
+
 void multiply_panel(Context& context, const LinearArgs& args, const Panel& panel) {
     const int64_t tiles = num_tiles(args.weight.n), fair = tiles / (ITEMS_EACH * context.pool.size());
     const int64_t each = smaller(round_up(fair + 1, 2), MAX_ITEM_TILES);
-    const MultiplyTiles multiply = multiply_tiles_of(args.weight.format);
     context.pool.run((tiles + each - 1) / each, [&](int64_t item, int thread) {
-        shape_registers(args.weight.format);
-        for (int64_t tile = item * each; tile < smaller((item + 1) * each, tiles); tile += 2) {
-            multiply(args, panel, tile, context.pool.scratch(thread, scratch_bytes(args.weight.format, panel)));
-        }
-        _tile_release();
+        multiply_run(args, panel, item * each, smaller((item + 1) * each, tiles), context.pool, thread);
     });
 }
 
+bool has_few_rows(const LinearArgs& args) { return args.rows < min_rows(args.weight.format); }
+
 }  // namespace
 
+const LinearParts QUANTIZED_AMX_PARTS = {
+    [](const LinearArgs& args) {
+        return has_few_rows(args) ? quantized_parts(Isa::AVX512).panel_bytes(args) : panel_bytes(make_panel(args, 0, args.rows));
+    },
+    [](const LinearArgs& args, char* memory, ThreadPool& pool, int thread) {
+        if (has_few_rows(args)) return quantized_parts(Isa::AVX512).lay_out(args, memory, pool, thread);
+        Panel panel = make_panel(args, 0, args.rows);
+        use_memory(panel, memory);
+        char* scratch = pool.scratch(thread, panel.steps * LINE);
+        for (int64_t row = 0; row < args.rows; row++) round_to_panel(args, panel, row, scratch);
+    },
+    [](const LinearArgs& args, char* memory, int64_t tile, int64_t count, ThreadPool& pool, int thread) {
+        if (has_few_rows(args)) return quantized_parts(Isa::AVX512).multiply(args, memory, tile, count, pool, thread);
+        Panel panel = make_panel(args, 0, args.rows);
+        use_memory(panel, memory);
+        multiply_run(args, panel, tile, tile + count, pool, thread);
+    },
+};
+
 void quantized_amx(Context& context, const LinearArgs& args) {
-    if (args.rows < min_rows(args.weight.format)) return quantized_linear(Isa::AVX512)(context, args);
+    if (has_few_rows(args)) return quantized_linear(Isa::AVX512)(context, args);
     for (int64_t row = 0; row < args.rows; row += PASS_ROWS) {
-        const Panel panel = make_panel(context, args, row, smaller(PASS_ROWS, args.rows - row));
+        Panel panel = make_panel(args, row, smaller(PASS_ROWS, args.rows - row));
+        use_memory(panel, context.shared.get(panel_bytes(panel)));
         round_rows(context, args, panel);
         multiply_panel(context, args, panel);
     }

@@ -1,0 +1,295 @@
+// Experts: rows are grouped by expert, and the products of all experts are shared out together.
+#include "experts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "packing.h"
+#include "portable_math.h"
+#include "topk.h"
+
+namespace foreword {
+namespace {
+
+constexpr int64_t ITEM_BYTES = 96 << 10;           // of weights that one item reads, about
+constexpr int64_t ITEMS_EACH = 4;                  // work items per thread, at least: they do not take equally long
+constexpr int64_t MEMORY_BYTES = 64 << 20;         // that the rows of one pass take, about
+constexpr int64_t LINE = 64;                         // bytes; memory of a thread begins with one
+constexpr int64_t MIN_SHARED_VALUES = 1 << 14;     // values; fewer are laid out sooner than a thread wakes
+
+// The chosen experts of a row, by rank, and their factors.
+void choose_experts(const float* logits, const ExpertsArgs& args, int64_t* chosen, float* factors) {
+    const int64_t count = args.experts.count;
+    bool usable = true;
+    std::vector<Entry> best;
+    best.reserve(args.top_k + 1);
+    for (int64_t id = 0; id < count; id++) {
+        const Entry entry{logits[id], static_cast<int32_t>(id)};
+        usable &= !std::isnan(entry.value);
+        if (static_cast<int64_t>(best.size()) == args.top_k && !ranks_before(entry, best.back())) continue;
+        best.insert(std::upper_bound(best.begin(), best.end(), entry, ranks_before), entry);
+        if (static_cast<int64_t>(best.size()) > args.top_k) best.pop_back();
+    }
+    const double top = best.front().value;
+    usable &= std::isfinite(top);
+    int64_t total = 0;  // of integers: their order is free
+    if (usable && args.renormalize) {
+        for (const Entry& entry : best) total += exp_fixed_point(entry.value - top);
+    } else if (usable) {
+        for (int64_t id = 0; id < count; id++) total += exp_fixed_point(logits[id] - top);
+    }
+    for (int64_t rank = 0; rank < args.top_k; rank++) {
+        chosen[rank] = usable ? best[rank].id : rank;
+        const double power = usable ? static_cast<double>(exp_fixed_point(best[rank].value - top)) : NAN;
+        factors[rank] = static_cast<float>(power / static_cast<double>(total));
+    }
+}
+
+// Rows of one expert: places [first, first + rows) in the order of experts. The panels of its first matrix, one for each
+// block, begin at panels_[gate_up_panel], those of its second at panels_[down_panel].
+struct Unit {
+    int64_t expert, first, rows;
+    size_t gate_up_panel, down_panel;
+};
+
+// Tiles [tile, tile + count) of a block of a unit's expert.
+struct Item {
+    const Unit* unit;
+    int64_t block, tile, count;
+};
+
+// Rows [first_row, first_row + rows) of x. Memory of a place, one for each row and rank:
+//   inner_    of `type`: the row of x, then gate_up(x), then the activation in its first half
+//   outputs_  float32: the output of the expert; it replaces the panels of x
+class Pass {
+public:
+    Pass(Context& context, Isa isa, const ExpertsArgs& args, int64_t first_row, int64_t rows)
+        : context_(context),
+          pool_(context.pool),
+          isa_(isa),
+          rows_of_(row_kernels(isa)),
+          args_(args),
+          experts_(args.experts),
+          first_row_(first_row),
+          rows_(rows),
+          inner_stride_(inner_stride(args)) {}
+
+    void run() {
+        choose();
+        group();
+        reserve();
+        const auto count = static_cast<int64_t>(units_.size());
+        const auto lay_out = [&](int64_t item, int thread) { lay_out_rows(units_[item], thread); };
+        if (num_places() * experts_.hidden >= MIN_SHARED_VALUES) {
+            pool_.run(count, lay_out);
+        } else {
+            for (int64_t item = 0; item < count; item++) lay_out(item, 0);
+        }
+        multiply(experts_.gate_up, &Unit::gate_up_panel);
+        pool_.run(count, [&](int64_t item, int thread) { activate(units_[item], thread); });
+        multiply(experts_.down, &Unit::down_panel);
+        rows_of_.weighted_sum(context_, {places_.data(), factors_.data(), args_.top_k, args_.type, outputs(0), row_at(args_.add_to),
+                                         row_at(args_.y), experts_.hidden, rows_});
+    }
+
+    // Bytes that a row takes, about.
+    static int64_t row_bytes(Isa isa, const ExpertsArgs& args) {
+        const Experts& experts = args.experts;
+        const auto panel = [&](const ExpertMatrices& matrices) {
+            int64_t bytes = 0;
+            for (int64_t block = matrices.starts[0]; block < matrices.starts[1]; block++) {
+                const Weight& weight = matrices.blocks[block];
+                bytes += parts(isa, weight).panel_bytes({weight, args.type, Type::F32, {}, {}, 1});
+            }
+            return bytes;
+        };
+        const int64_t outputs = std::max(panel(experts.gate_up), experts.hidden * bytes_of(Type::F32));
+        return args.top_k * (inner_stride(args) + outputs + panel(experts.down));
+    }
+
+private:
+    using Panel = size_t Unit::*;
+
+    static LinearParts parts(Isa isa, const Weight& weight) {
+        return is_dense(weight.format) ? dense_parts(isa, weight.format) : quantized_parts(isa);
+    }
+
+    static int64_t inner_stride(const ExpertsArgs& args) {
+        return round_up(std::max(args.experts.hidden, 2 * args.experts.inner) * bytes_of(args.type), LINE);
+    }
+
+    int64_t num_places() const { return rows_ * args_.top_k; }
+
+    RowView row_at(const RowView& view, int64_t row = 0) const {
+        return {view.data == nullptr ? nullptr : view.data + (first_row_ + row) * view.stride, view.stride};
+    }
+
+    RowView inner(int64_t place) const { return {inner_ + place * inner_stride_, inner_stride_}; }
+
+    RowView outputs(int64_t place) const {
+        const int64_t stride = experts_.hidden * bytes_of(Type::F32);
+        return {outputs_ + place * stride, stride};
+    }
+
+    void choose() {
+        chosen_.resize(num_places());
+        factors_.resize(num_places());
+        const auto choose = [&](int64_t row, int) {
+            const auto* logits = reinterpret_cast<const float*>(row_at(args_.logits, row).data);
+            choose_experts(logits, args_, &chosen_[row * args_.top_k], &factors_[row * args_.top_k]);
+        };
+        if (rows_ * experts_.count >= MIN_SHARED_VALUES) return pool_.run(rows_, choose);
+        for (int64_t row = 0; row < rows_; row++) choose(row, 0);
+    }
+
+    // Sort by expert, and cut the rows of each into units.
+    void group() {
+        std::vector<int64_t> ends(experts_.count + 1);
+        for (const int64_t expert : chosen_) ends[expert + 1]++;
+        for (int64_t expert = 0; expert < experts_.count; expert++) ends[expert + 1] += ends[expert];
+        places_.resize(num_places());
+        row_of_place_.resize(num_places());
+        std::vector<int64_t> next(ends.begin(), ends.end() - 1);
+        for (int64_t i = 0; i < num_places(); i++) {
+            places_[i] = next[chosen_[i]]++;
+            row_of_place_[places_[i]] = i / args_.top_k;
+        }
+        for (int64_t expert = 0; expert < experts_.count; expert++) {
+            for (int64_t first = ends[expert]; first < ends[expert + 1]; first += PANEL_ROWS) {
+                units_.push_back({expert, first, std::min(PANEL_ROWS, ends[expert + 1] - first), 0, 0});
+            }
+        }
+    }
+
+    // Lay out the memory of all places and panels.
+    void reserve() {
+        const int64_t inner = num_places() * inner_stride_;
+        const int64_t outputs = round_up(num_places() * experts_.hidden * bytes_of(Type::F32), LINE);
+        const int64_t panels = add_panels(experts_.gate_up, &Unit::gate_up_panel, inner);
+        const int64_t end = add_panels(experts_.down, &Unit::down_panel, std::max(panels, inner + outputs));
+        inner_ = context_.shared.get(end);
+        outputs_ = inner_ + inner;
+    }
+
+    // Offsets from `at` on; returns the end.
+    int64_t add_panels(const ExpertMatrices& matrices, Panel panel, int64_t at) {
+        for (Unit& unit : units_) {
+            unit.*panel = panels_.size();
+            for (int64_t block = matrices.starts[unit.expert]; block < matrices.starts[unit.expert + 1]; block++) {
+                const Weight& weight = matrices.blocks[block];
+                panels_.push_back(at);
+                at += round_up(parts(isa_, weight).panel_bytes(linear_args(unit, panel, weight, 0)), LINE);
+            }
+        }
+        return at;
+    }
+
+    // A block that makes the columns from `column` on.
+    LinearArgs linear_args(const Unit& unit, Panel panel, const Weight& weight, int64_t column) const {
+        if (panel == &Unit::down_panel) {
+            RowView y = outputs(unit.first);
+            y.data += column * bytes_of(Type::F32);
+            return {weight, args_.type, Type::F32, inner(unit.first), y, unit.rows};
+        }
+        RowView y = inner(unit.first);
+        y.data += column * bytes_of(args_.type);
+        const RowView x = unit.rows == 1 ? row_at(args_.x, row_of_place_[unit.first]) : inner(unit.first);
+        return {weight, args_.type, args_.type, x, y, unit.rows};
+    }
+
+    void lay_out(const Unit& unit, const ExpertMatrices& matrices, Panel panel, int thread) const {
+        for (int64_t block = 0; block < matrices.starts[unit.expert + 1] - matrices.starts[unit.expert]; block++) {
+            const Weight& weight = matrices.blocks[matrices.starts[unit.expert] + block];
+            char* memory = inner_ + panels_[unit.*panel + block];
+            parts(isa_, weight).lay_out(linear_args(unit, panel, weight, 0), memory, pool_, thread);
+        }
+    }
+
+    // One row alone is read in place.
+    void lay_out_rows(const Unit& unit, int thread) const {
+        const int64_t bytes = experts_.hidden * bytes_of(args_.type);
+        for (int64_t row = 0; unit.rows > 1 && row < unit.rows; row++) {
+            std::memcpy(inner(unit.first + row).data, row_at(args_.x, row_of_place_[unit.first + row]).data, bytes);
+        }
+        lay_out(unit, experts_.gate_up, &Unit::gate_up_panel, thread);
+    }
+
+    void activate(const Unit& unit, int thread) const {
+        const RowView rows = inner(unit.first);
+        rows_of_.gated_act_alone({args_.activation, args_.type, rows, rows, experts_.inner, unit.rows});
+        lay_out(unit, experts_.down, &Unit::down_panel, thread);
+    }
+
+    // The units of an expert use a few tiles one after the other, so that they stay in a cache.
+    void add_items(const ExpertMatrices& matrices, const Unit* begin, const Unit* end, int64_t item_bytes) {
+        for (int64_t block = matrices.starts[begin->expert]; block < matrices.starts[begin->expert + 1]; block++) {
+            const Weight& weight = matrices.blocks[block];
+            const int64_t tiles = num_tiles(weight.n);
+            const int64_t each = round_up(std::max<int64_t>(item_bytes / tile_bytes(weight.format, weight.k), 1), PART_TILES);
+            for (int64_t tile = 0; tile < tiles; tile += each) {
+                for (const Unit* unit = begin; unit < end; unit++) {
+                    items_.push_back({unit, block, tile, std::min(each, tiles - tile)});
+                }
+            }
+        }
+    }
+
+    // body(first unit, end) for the units of each expert.
+    template <class Body>
+    void each_expert(const Body& body) const {
+        const Unit* const last = units_.data() + units_.size();
+        for (const Unit *unit = units_.data(), *end = unit; unit < last; unit = end) {
+            while (end < last && end->expert == unit->expert) end++;
+            body(unit, end);
+        }
+    }
+
+    void multiply(const ExpertMatrices& matrices, Panel panel) {
+        int64_t bytes = 0;
+        each_expert([&](const Unit* unit, const Unit*) {
+            for (int64_t block = matrices.starts[unit->expert]; block < matrices.starts[unit->expert + 1]; block++) {
+                const Weight& weight = matrices.blocks[block];
+                bytes += num_tiles(weight.n) * tile_bytes(weight.format, weight.k);
+            }
+        });
+        items_.clear();
+        const int64_t item_bytes = std::min(ITEM_BYTES, bytes / (ITEMS_EACH * pool_.size()));
+        each_expert([&](const Unit* begin, const Unit* end) { add_items(matrices, begin, end, item_bytes); });
+        pool_.run(static_cast<int64_t>(items_.size()), [&](int64_t item, int thread) { run_item(matrices, panel, items_[item], thread); });
+    }
+
+    void run_item(const ExpertMatrices& matrices, Panel panel, const Item& item, int thread) const {
+        const int64_t first = matrices.starts[item.unit->expert];
+        int64_t column = 0;
+        for (int64_t block = first; block < item.block; block++) column += matrices.blocks[block].n;
+        const Weight& weight = matrices.blocks[item.block];
+        char* memory = inner_ + panels_[item.unit->*panel + item.block - first];
+        parts(isa_, weight).multiply(linear_args(*item.unit, panel, weight, column), memory, item.tile, item.count, pool_, thread);
+    }
+
+    Context& context_;
+    ThreadPool& pool_;
+    const Isa isa_;
+    const RowKernels& rows_of_;
+    const ExpertsArgs& args_;
+    const Experts& experts_;
+    const int64_t first_row_, rows_, inner_stride_;
+    std::vector<int64_t> chosen_, places_, row_of_place_;  // chosen_ and places_ by row and rank
+    std::vector<float> factors_;
+    std::vector<Unit> units_;
+    std::vector<int64_t> panels_;  // offsets from inner_
+    std::vector<Item> items_;
+    char* inner_ = nullptr;
+    char* outputs_ = nullptr;
+};
+
+}  // namespace
+
+void run_experts(Context& context, Isa isa, const ExpertsArgs& args) {
+    const int64_t most = std::max<int64_t>(MEMORY_BYTES / Pass::row_bytes(isa, args), 1);
+    for (int64_t row = 0; row < args.rows; row += most) Pass(context, isa, args, row, std::min(most, args.rows - row)).run();
+}
+
+}  // namespace foreword
