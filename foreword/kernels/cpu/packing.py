@@ -94,10 +94,12 @@ def join_experts(gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear]) -> Cpu
     assert all((matrix.out_features, matrix.in_features) == (hidden, inner) for matrix in down)
     assert len(gate_up) == len(down)
     first, second = _join_blocks(gate_up), _join_blocks(down)
-    matrices = (ExpertMatrices(*map(ctypes.addressof, arrays)) for arrays in (first, second))
-    return CpuExperts(
-        Experts(len(down), hidden, inner, *matrices), (first, second, tuple(gate_up), tuple(down))
-    )
+    matrices = [
+        ExpertMatrices(ctypes.addressof(blocks), ctypes.addressof(starts))
+        for blocks, starts in (first, second)
+    ]
+    keep_alive = (first, second, tuple(gate_up), tuple(down))
+    return CpuExperts(Experts(len(down), hidden, inner, *matrices), keep_alive)
 
 
 def _join_blocks(
