@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t ITEM_BYTES = 96 << 10;           // of weights that one item reads, about
 constexpr int64_t ITEMS_EACH = 4;                  // work items per thread, at least: they do not take equally long
-constexpr int64_t MEMORY_BYTES = 64 << 20;         // that the rows of one pass take, about
+constexpr int64_t MEMORY_BYTES = 128 << 20;        // that the rows of one pass take, about
 constexpr int64_t LINE = 64;                         // bytes; memory of a thread begins with one
 constexpr int64_t MIN_SHARED_VALUES = 1 << 14;     // values; fewer are laid out sooner than a thread wakes
 
@@ -288,8 +288,8 @@ private:
 }  // namespace
 
 void run_experts(Context& context, Isa isa, const ExpertsArgs& args) {
-    const int64_t most = std::max<int64_t>(MEMORY_BYTES / Pass::row_bytes(isa, args), 1);
-    for (int64_t row = 0; row < args.rows; row += most) Pass(context, isa, args, row, std::min(most, args.rows - row)).run();
+    const int64_t passes = args.rows * Pass::row_bytes(isa, args) / MEMORY_BYTES + 1, rows = (args.rows + passes - 1) / passes;
+    for (int64_t row = 0; row < args.rows; row += rows) Pass(context, isa, args, row, std::min(rows, args.rows - row)).run();
 }
 
 }  // namespace foreword

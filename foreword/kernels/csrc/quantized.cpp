@@ -139,18 +139,24 @@ void linear(Context& context, const LinearArgs& args) {
     context.pool.run(plan.column_items * chunks, [&](int64_t item, int) { multiply_item(plan, item); });
 }
 
+// With groups of about the same size: a last group of a few rows would take as long as one of many.
+Plan make_part_plan(const QuantizedKernels& kernels, const LinearArgs& args, char* memory) {
+    Plan plan = make_plan(kernels, args, 1);
+    const int64_t groups = ceil_div(args.rows, plan.group_rows);
+    if (tiles_together(kernels, args) == 1) plan.group_rows = std::min(round_up(ceil_div(args.rows, groups), 4), plan.group_rows);
+    use_memory(plan, memory);
+    return plan;
+}
+
 template <const QuantizedKernels& (*KERNELS)()>
 constexpr LinearParts PARTS = {
     [](const LinearArgs& args) { return rounded_bytes(make_plan(KERNELS(), args, 1)); },
     [](const LinearArgs& args, char* panel, ThreadPool&, int) {
-        Plan plan = make_plan(KERNELS(), args, 1);
-        use_memory(plan, panel);
+        const Plan plan = make_part_plan(KERNELS(), args, panel);
         for (int64_t row = 0; row < args.rows; row += plan.group_rows) round_group(plan, row);
     },
     [](const LinearArgs& args, char* panel, int64_t tile, int64_t count, ThreadPool&, int) {
-        Plan plan = make_plan(KERNELS(), args, 1);
-        use_memory(plan, panel);
-        multiply_run(plan, tile, tile + count, 0, args.rows);
+        multiply_run(make_part_plan(KERNELS(), args, panel), tile, tile + count, 0, args.rows);
     },
 };
 
