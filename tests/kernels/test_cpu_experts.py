@@ -1,0 +1,232 @@
+"""Mixtures of experts on every instruction set: the reference's values, and row invariance."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foreword.kernels.cpu.backend import CpuOps
+from foreword.kernels.cpu.library import supported_isas
+from foreword.kernels.ops import ExpertsConfig, Matrix, Ops, PackedExperts
+from foreword.kernels.quantization import QUANT_BLOCKS, dequantize
+from foreword.kernels.reference.backend import ReferenceOps
+from tests.support.budget import examples
+from tests.support.cpu_kernels import cpu_ops_by_threads, isas_under_test, randn, same_bits
+from tests.support.quantized_weights import WEIGHT_FORMATS, random_blocks
+
+DENSE_FORMATS = ("float32", "bfloat16", "float16")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gpt_oss")
+MAX_ROWS = 200  # up to four panels of an expert
+
+pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
+each_isa = pytest.mark.parametrize("isa", isas_under_test())
+each_format = pytest.mark.parametrize("weight_format", (*DENSE_FORMATS, *WEIGHT_FORMATS))
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Random weights [2I, H] and [H, I] of each expert, with biases; H and I are multiples of 256."""
+
+    weight_format: str
+    num_experts: int = 6
+    hidden: int = 256
+    inner: int = 256
+    mixed: bool = False  # the gate has another format than the matrix above it
+
+    def matrix(self, rows: int, columns: int, seed: int) -> Matrix:
+        if self.weight_format not in QUANT_BLOCKS:
+            return randn(rows, columns, seed=seed) / math.sqrt(columns)
+        scale = block_scale(self.weight_format) / math.sqrt(columns)
+        return random_blocks(self.weight_format, rows, columns, seed, scale)
+
+    def gate_up(self, expert: int) -> list[Matrix]:
+        up = self.matrix(self.inner, self.hidden, 2 * expert)
+        gate = randn(self.inner, self.hidden, seed=100 + expert).to(torch.bfloat16) / 16
+        return [gate, up] if self.mixed else [self.matrix(2 * self.inner, self.hidden, 2 * expert)]
+
+    def bias(self, rows: int, seed: int) -> Tensor:
+        return randn(rows, seed=seed) / 4
+
+    def pack(self, ops: Ops) -> PackedExperts:
+        experts = range(self.num_experts)
+        gate_up = [
+            ops.pack_linear(self.gate_up(e), self.weight_format, self.bias(2 * self.inner, e))
+            for e in experts
+        ]
+        down = [
+            ops.pack_linear(
+                [self.matrix(self.hidden, self.inner, 2 * e + 1)],
+                self.weight_format,
+                self.bias(self.hidden, 50 + e),
+            )
+            for e in experts
+        ]
+        return ops.pack_experts(gate_up, down)
+
+    def config(self, top_k: int = 3, renormalize: bool = True, activation: str = "silu") -> ExpertsConfig:
+        return ExpertsConfig(self.num_experts, top_k, renormalize, activation)
+
+
+@functools.cache
+def block_scale(weight_format: str) -> float:
+    """Scale of random_blocks() whose values have about a standard deviation of one."""
+    return 1 / float(dequantize(random_blocks(weight_format, 32, 256, scale=1.0)).std())
+
+
+@functools.cache
+def packed(mixture: Mixture, isa: str, threads: int = 1) -> tuple[CpuOps, PackedExperts]:
+    ops = cpu_ops_by_threads(isa)[threads - 1]
+    return ops, mixture.pack(ops)
+
+
+def skewed_logits(rows: int, experts: int, seed: int = 1) -> Tensor:
+    """Nearly all rows choose the first expert, few the last, and rows have ties."""
+    logits = randn(rows, experts, seed=seed) - torch.arange(experts) * 0.4
+    return (logits * 4).round() / 4
+
+
+@each_isa
+@each_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_experts_match_reference(isa: str, weight_format: str, dtype: torch.dtype, renormalize: bool) -> None:
+    """Apart from what products round: activations to int8 or bfloat16, and results to bfloat16."""
+    mixture, x, add_to = Mixture(weight_format), randn(40, 256).to(dtype), randn(40, 256, seed=2).to(dtype)
+    logits = skewed_logits(40, mixture.num_experts)
+    ops, weights = packed(mixture, isa, 2)
+    reference = ReferenceOps()
+    for activation in ACTIVATIONS:
+        config = mixture.config(3, renormalize, activation)
+        expected = reference.experts(x, logits, mixture.pack(reference), config, add_to).double()
+        actual = ops.experts(x, logits, weights, config, add_to).double()
+        is_exact = dtype == torch.float32 and weight_format in ("float32", "float16")
+        assert (actual - expected).abs().max() <= (2e-6 if is_exact else 0.06) * expected.abs().max()
+        assert (actual - expected).norm() <= (1e-6 if is_exact else 0.03) * expected.norm()
+
+
+@each_isa
+@each_format
+@pytest.mark.parametrize("mixed", [False, True])
+def test_chosen_expert_is_the_ordinary_products(isa: str, weight_format: str, mixed: bool) -> None:
+    """Bit for bit, with one expert a row; also of weights in two formats."""
+    mixture = Mixture(weight_format, mixed=mixed)
+    ops, weights = packed(mixture, isa, 2)
+    x, logits = randn(MAX_ROWS, 256, dtype=torch.bfloat16), skewed_logits(MAX_ROWS, 6)
+    actual = ops.experts(x, logits, weights, mixture.config(1))
+    for expert in range(6):
+        rows = logits.argmax(1) == expert
+        assert rows.any()
+        gate_up = ops.pack_linear(mixture.gate_up(expert), weight_format, mixture.bias(512, expert))
+        down = ops.pack_linear(
+            [mixture.matrix(256, 256, 2 * expert + 1)], weight_format, mixture.bias(256, 50 + expert)
+        )
+        inner = ops.linear_gated_act(x[rows], gate_up, "silu")
+        expected = ops.linear(inner, down, torch.float32).to(torch.bfloat16)
+        assert same_bits(actual[rows], expected), expert
+
+
+@each_isa
+@each_format
+@settings(max_examples=examples(10))
+@given(
+    start=st.integers(0, MAX_ROWS - 1),
+    count=st.sampled_from([1, 2, 3, 5, 8, 13, 17, 40, 80, MAX_ROWS]),
+    threads=st.sampled_from([1, 2, 3]),
+    top_k=st.sampled_from([1, 2, 6]),
+    with_sum=st.booleans(),
+)
+def test_rows_are_batch_invariant(
+    isa: str, weight_format: str, start: int, count: int, threads: int, top_k: int, with_sum: bool
+) -> None:
+    mixture = Mixture(weight_format)
+    whole = whole_result(mixture, isa, top_k, with_sum)
+    x, logits, add_to = inputs(mixture)
+    ops, weights = packed(mixture, isa, threads)
+    rows = slice(start, start + count)
+    part = ops.experts(
+        x[rows], logits[rows], weights, mixture.config(top_k), add_to[rows] if with_sum else None
+    )
+    assert same_bits(part, whole[rows])
+
+
+@functools.cache
+def inputs(mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, logits and a sum; rows 5 to 7 are extreme."""
+    x, add_to = (randn(MAX_ROWS, mixture.hidden, seed=seed) for seed in (3, 4))
+    x[5] *= 1e20
+    x[6] = 0.0
+    x[7, 3] = math.nan
+    return x, skewed_logits(MAX_ROWS, mixture.num_experts), add_to
+
+
+@functools.cache
+def whole_result(mixture: Mixture, isa: str, top_k: int, with_sum: bool) -> Tensor:
+    ops, weights = packed(mixture, isa)
+    x, logits, add_to = inputs(mixture)
+    return ops.experts(x, logits, weights, mixture.config(top_k), add_to if with_sum else None)
+
+
+@each_isa
+def test_ties_go_to_the_lowest_id(isa: str) -> None:
+    mixture, x = Mixture("float32"), randn(4, 256)
+    ops, weights = packed(mixture, isa)
+    logits = torch.tensor(
+        [[0.0, 1, 2, 2, 1, 2], [0, 0, 0, 0, 0, 0], [-0.0, 0, 1, 0, 1, 1], [3, 3, 4, 3, 3, 3]]
+    )
+    first = [(2, 3), (0, 1), (2, 4), (2, 0)]
+    without = torch.full_like(logits, -math.inf)
+    for row, chosen in enumerate(first):
+        without[row, list(chosen)] = logits[row, list(chosen)]
+    config = mixture.config(2)
+    assert same_bits(ops.experts(x, logits, weights, config), ops.experts(x, without, weights, config))
+
+
+@each_isa
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_factors_are_a_softmax(isa: str, renormalize: bool) -> None:
+    """Outputs of experts are constants, so that results show the factors."""
+    ops, outputs = cpu_ops_by_threads(isa)[0], torch.eye(5)
+    gate_up = [ops.pack_linear([torch.zeros(2, 5)], "float32") for _ in range(5)]
+    down = [ops.pack_linear([torch.zeros(5, 1)], "float32", outputs[e]) for e in range(5)]
+    logits = torch.cat((randn(30, 5) * 10, torch.tensor([[0.0, -50, 0, -800, -math.inf]])))
+    actual = ops.experts(
+        torch.ones(31, 5), logits, ops.pack_experts(gate_up, down), ExpertsConfig(5, 3, renormalize, "silu")
+    )
+    chosen = torch.sort(logits, descending=True, stable=True).indices[:, :3]
+    kept = torch.full_like(logits, -math.inf).scatter(1, chosen, logits.gather(1, chosen)).double()
+    total = (kept if renormalize else logits.double()).logsumexp(1, keepdim=True)
+    torch.testing.assert_close(actual.double(), (kept - total).exp(), rtol=1e-7, atol=1e-12)
+
+
+@each_isa
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_rows_with_broken_logits_are_nan(isa: str, renormalize: bool) -> None:
+    mixture, x = Mixture("q4_0"), randn(8, 256)
+    ops, weights = packed(mixture, isa, 2)
+    logits = randn(8, 6, seed=1)
+    clean = ops.experts(x, logits, weights, mixture.config(2, renormalize))
+    logits[1, 5] = logits[2] = math.nan
+    logits[4, 0] = math.inf
+    logits[6] = -math.inf
+    broken = ops.experts(x, logits, weights, mixture.config(2, renormalize))
+    assert broken[[1, 2, 4, 6]].isnan().all()
+    assert same_bits(broken[[0, 3, 5, 7]], clean[[0, 3, 5, 7]])
+
+
+@each_isa
+def test_long_prompts_take_several_passes(isa: str) -> None:
+    """Memory is bounded: the rows of 200 MB of results have the bits of few rows."""
+    mixture = Mixture("int8", num_experts=8, hidden=64, inner=8192)
+    rows = 200 if isa != "portable" else 175
+    ops, weights = packed(mixture, isa, 2)
+    x, logits, config = randn(rows, 64), randn(rows, 8, seed=1), mixture.config(8)
+    whole = ops.experts(x, logits, weights, config)
+    for part in (slice(0, 3), slice(rows // 2 - 1, rows // 2 + 2), slice(rows - 2, rows)):
+        assert same_bits(ops.experts(x[part], logits[part], weights, config), whole[part])
