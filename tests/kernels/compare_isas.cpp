@@ -8,11 +8,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "attention.h"
+#include "experts.h"
 #include "float_mode.h"
 #include "packing.h"
 #include "quantized.h"
@@ -224,11 +226,15 @@ void check_rows(Type type) {
         const RowView rows = x.view(type, first);
         row_kernels(isa).rope(context, {angles.data(), nullptr, positions(first), type, rows, y, HEADS, DIM, DIM - 4, count});
     }});
-    for (const Activation act : {Activation::SILU, Activation::GELU, Activation::GELU_TANH}) {
+    for (const Activation act : {Activation::SILU, Activation::GELU, Activation::GELU_TANH, Activation::GPT_OSS}) {
         check({"gated_act", HEADS * DIM / 2, type, 1e-5, [&](Isa isa, Context& context, int64_t first, int64_t count, RowView y) {
             row_kernels(isa).gated_act(context, {act, type, x.view(type, first), y, HEADS * DIM / 2, count});
         }});
     }
+    check({"scale_by_sigmoid", HEADS * DIM, type, 1e-5, [&](Isa isa, Context& context, int64_t first, int64_t count, RowView y) {
+        const RowView rows = x.view(type, first), gate = other.view(Type::BF16, first);
+        row_kernels(isa).scale_by_sigmoid(context, {type, Type::BF16, rows, gate, y, HEADS * DIM, count});
+    }});
     check({"add", HEADS * DIM, type, 1e-7, [&](Isa isa, Context& context, int64_t first, int64_t count, RowView y) {
         row_kernels(isa).add(context, {type, x.view(type, first), other.view(type, first), y, HEADS * DIM, count});
     }});
@@ -278,8 +284,32 @@ void check_write_kv(Type kv_type, Type type) {
     }});
 }
 
+// Seven experts of which a row chooses three; most rows choose the first. Quantized rows may round to other integers.
+void check_experts(Format format, Type type) {
+    constexpr int64_t COUNT = 7, HIDDEN = 2 * SUPER, INNER = SUPER, TOP_K = 3;
+    std::vector<std::unique_ptr<Packed>> gate_up, down;
+    std::vector<Weight> gate_up_blocks, down_blocks;
+    std::vector<int64_t> starts = {0};
+    for (int64_t expert = 0; expert < COUNT; expert++) {
+        gate_up.push_back(std::make_unique<Packed>(format, 2 * INNER, HIDDEN));
+        down.push_back(std::make_unique<Packed>(format, HIDDEN, INNER));
+        gate_up_blocks.push_back(gate_up.back()->weight);
+        down_blocks.push_back(down.back()->weight);
+        starts.push_back(expert + 1);
+    }
+    const Experts experts{COUNT, HIDDEN, INNER, {gate_up_blocks.data(), starts.data()}, {down_blocks.data(), starts.data()}};
+    Rows x = Rows::extreme(HIDDEN), logits(ROWS, COUNT), add_to(ROWS, HIDDEN);
+    for (int64_t row = 0; row < ROWS; row++) logits.wide[row * COUNT] += 1.0f;
+    logits.wide[11 * COUNT + 3] = NAN;
+    const std::string name = "experts of format " + std::to_string(static_cast<int>(format));
+    check({name, HIDDEN, type, is_dense(format) ? 2e-5 : 0.05, [&](Isa isa, Context& context, int64_t first, int64_t count, RowView y) {
+        run_experts(context, isa, {experts, TOP_K, true, Activation::SILU, type, x.view(type, first),
+                                   logits.view(Type::F32, first), add_to.view(type, first), y, count});
+    }});
+}
+
 // Three requests with 1, 13 and 21 rows and up to 1100 positions; unwritten slots hold NaN.
-void check_attention(Type kv_type, Type type, int64_t dim, int64_t window, float softcap) {
+void check_attention(Type kv_type, Type type, int64_t dim, int64_t window, float softcap, bool sunk = false) {
     constexpr int64_t KV_HEADS = 2, HEADS = 2 * 7, BLOCK = 16, TABLE = 70, SLOTS = 3 * TABLE * BLOCK;
     const int64_t starts[] = {0, 1, 14, ROWS}, first_positions[] = {1099, 500, 0};
     Cache cache(kv_type, SLOTS, KV_HEADS, dim);
@@ -297,13 +327,14 @@ void check_attention(Type kv_type, Type type, int64_t dim, int64_t window, float
     Buffer shared;
     Context alone{pool, shared};
     row_kernels(Isa::PORTABLE).write_kv(alone, {cache.kv, slots.data(), Type::F32, k.view(Type::F32, 0), v.view(Type::F32, 0), written});
+    const std::vector<float> sinks = uniforms(HEADS);
     const std::string name = "attention, cache " + std::to_string(static_cast<int>(kv_type)) + ", dim " + std::to_string(dim);
     const bool rounds_operands = kv_type != Type::F32 && (isa_under_test == Isa::AVX512 || isa_under_test == Isa::AMX);
     check({name, HEADS * dim, type, rounds_operands ? 0.02 : 1e-5, [&](Isa isa, Context& context, int64_t first, int64_t count, RowView y) {
         int64_t clipped[4];
         for (int i = 0; i < 4; i++) clipped[i] = std::min(std::max<int64_t>(starts[i] - first, 0), count);
         attention(isa)(context, {cache.kv, &positions[first], tables.data(), clipped, 3, TABLE, BLOCK, type, q.view(type, first), y,
-                                 HEADS, window, 0.3f, softcap});
+                                 HEADS, window, 0.3f, softcap, sunk ? sinks.data() : nullptr});
     }});
 }
 
@@ -315,7 +346,9 @@ void check_all() {
             check_write_kv(kv_type, type);
             check_attention(kv_type, type, 33, 0, 0.0f);
             check_attention(kv_type, type, 64, 40, 20.0f);
+            check_attention(kv_type, type, 64, 0, 0.0f, true);
         }
+        for (const Format format : {Format::F32, Format::BF16, Format::I8, Format::Q4_0, Format::Q4_K}) check_experts(format, type);
     }
 }
 

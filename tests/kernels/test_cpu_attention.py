@@ -89,6 +89,7 @@ class Requests:
         dtype: torch.dtype,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """[length - start, heads, D]: rows [start, length) of request 0, every step in `dtype`."""
         slots, group = self.slots(0, length), heads // self.kv.k.shape[1]
@@ -107,7 +108,10 @@ class Requests:
         seen = position[None, :] <= position[start:, None]
         if window is not None:
             seen &= position[None, :] > position[start:, None] - window
-        return (scores.masked_fill(~seen, -math.inf).softmax(-1) @ v).transpose(0, 1)
+        scores = scores.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.to(dtype)[:, None, None].expand(-1, len(seen), 1)), -1)
+        return (scores.softmax(-1)[..., :length] @ v).transpose(0, 1)
 
 
 def _empty_cache(slots: int, heads: int, dim: int, dtype: torch.dtype) -> KVLayer:
@@ -137,7 +141,10 @@ def agree(left: Rows, right: Rows) -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(14, 2, 64), (3, 1, 8), (2, 2, 80), (1, 1, 256), (9, 1, 7)]
 )
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (70, None), (None, 2.0)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "sunk"),
+    [(None, None, False), (70, None, False), (None, 2.0, False), (70, None, True), (None, 2.0, True)],
+)
 def test_attention_is_softmax_over_visible_positions(
     isa: str,
     cached: torch.dtype,
@@ -146,18 +153,26 @@ def test_attention_is_softmax_over_visible_positions(
     dim: int,
     window: int | None,
     softcap: float | None,
+    sunk: bool,
 ):
     """The error is at most twice that of plain torch, or a few float32 units: sums differ by machine."""
     start, length = SPLIT - 5, SPLIT + 20
+    sinks = torch.linspace(7.0, -3.0, heads) if sunk else None
     for dtype in TYPES:
         requests = Requests([length], kv_heads, dim, cached, dtype)
         rows = requests.run(
-            cpu_ops_by_threads(isa)[0], [(0, start, length)], heads, window=window, softcap=softcap
+            cpu_ops_by_threads(isa)[0],
+            [(0, start, length)],
+            heads,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
         )
         actual = torch.stack(list(rows.values())).double()
         plain = torch.float32 if dtype == cached == torch.float32 else torch.bfloat16
         exact, rounded = (
-            requests.textbook(start, length, heads, by, window, softcap) for by in (torch.float64, plain)
+            requests.textbook(start, length, heads, by, window, softcap, sinks)
+            for by in (torch.float64, plain)
         )
         assert (actual - exact).abs().max() <= max(2 * (rounded - exact).abs().max(), 2e-6)
 
@@ -200,6 +215,7 @@ def test_block_placement_changes_no_bit(isa: str, block_size: int):
     window=st.sampled_from([None, 7, 530]),
     softcap=st.sampled_from([None, 20.0]),
     cached=st.sampled_from(CACHES),
+    sunk=st.booleans(),
 )
 def test_mixed_batch_equals_each_row_alone(
     isa: str,
@@ -208,18 +224,16 @@ def test_mixed_batch_equals_each_row_alone(
     window: int | None,
     softcap: float | None,
     cached: torch.dtype,
+    sunk: bool,
 ):
     requests = Requests([start + count for start, count in spans], cached=cached)
     mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
-    together = requests.run(cpu_ops_by_threads(isa)[1], mixed, heads, window=window, softcap=softcap)
+    options = {"window": window, "softcap": softcap, "sinks": randn(heads) if sunk else None}
+    together = requests.run(cpu_ops_by_threads(isa)[1], mixed, heads, **options)
     for request, start, end in mixed:
         for position in {start, (start + end) // 2, end - 1}:
             alone = requests.run(
-                cpu_ops_by_threads(isa)[0],
-                [(request, position, position + 1)],
-                heads,
-                window=window,
-                softcap=softcap,
+                cpu_ops_by_threads(isa)[0], [(request, position, position + 1)], heads, **options
             )
             agree(alone, together)
     assert all(value.isfinite().all() for value in together.values())
@@ -262,6 +276,17 @@ def test_masked_non_finite_values_do_not_reach_a_row(
                 assert same_bits(value, clean[0, position]), position
             else:
                 assert not value.isfinite().any(), position
+
+
+@each_isa
+def test_extreme_sinks(isa: str):
+    """A sink far above the scores leaves zeros, and one far below changes nothing."""
+    requests, span, ops = Requests([SPLIT + 60]), [(0, SPLIT - 10, SPLIT + 60)], cpu_ops_by_threads(isa)[0]
+    sinks = torch.tensor([1e30, 500.0, -500.0, -1e30, math.inf, -math.inf])
+    sunk, plain = requests.run(ops, span, sinks=sinks), requests.run(ops, span)
+    for key, value in sunk.items():
+        assert not value[[0, 1, 4]].any()
+        assert same_bits(value[[2, 3, 5]], plain[key][[2, 3, 5]])
 
 
 @each_isa

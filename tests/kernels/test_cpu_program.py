@@ -14,9 +14,10 @@ from foreword.core.images import MRopePositions, PromptImage
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.cpu.program import Buffer, plan_arena
-from foreword.kernels.ops import MRopeSections
+from foreword.kernels.ops import ExpertsConfig, MRopeSections
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, DIM, INNER = 97, 48, 4, 2, 16, 40
+EXPERTS = ExpertsConfig(num_experts=5, top_k=2, renormalize=True, activation="gpt_oss")
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
 
 pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
@@ -47,6 +48,13 @@ class SmallModel:
         self.out = ops.pack_linear([weight(HIDDEN, HEADS * DIM)], weight_format)
         self.gate_up = ops.pack_linear([weight(INNER, HIDDEN), weight(INNER, HIDDEN)], weight_format)
         self.down = ops.pack_linear([weight(HIDDEN, INNER)], weight_format)
+        self.router = ops.pack_linear([weight(EXPERTS.num_experts, HIDDEN)], "float32")
+        self.shared_gate = ops.pack_linear([weight(1, HIDDEN)], "float32")
+        self.experts = ops.pack_experts(
+            [ops.pack_linear([weight(2 * INNER, HIDDEN)], weight_format) for _ in range(EXPERTS.num_experts)],
+            [ops.pack_linear([weight(HIDDEN, INNER)], weight_format) for _ in range(EXPERTS.num_experts)],
+        )
+        self.sinks = torch.randn(HEADS, generator=rng)
         angles = torch.arange(200.0)[:, None] * torch.tensor([1.0, 0.3, 0.1])
         self.rope = torch.cat((angles.cos(), angles.sin()), -1)
         self.kv = self.cache()
@@ -61,6 +69,9 @@ class SmallModel:
         for _ in range(2):
             x = ops.add(x, self.attention(ops.rms_norm(x, self.norm, 1e-6), batch))
             x = ops.add(x, ops.linear(ops.gated_act(ops.linear(x, self.gate_up), "silu"), self.down))
+            shared = ops.scale_by_sigmoid(x, ops.linear(x, self.shared_gate))
+            x = ops.experts(x, ops.linear(x, self.router, torch.float32), self.experts, EXPERTS, shared)
+            x = ops.experts(x, ops.linear(x, self.router, torch.float32), self.experts, EXPERTS)
         x = ops.index_rows(ops.rms_norm(x, self.norm, 1e-6), batch.sample_rows)
         return ops.softcap(ops.linear(x, self.table, torch.float32), 30.0)
 
@@ -72,7 +83,9 @@ class SmallModel:
         assert positions is not None
         q = ops.rope(ops.rms_norm(q, self.head_norm, 1e-6), self.rope, positions, self.axes)
         ops.write_kv(ops.rope(k, self.rope, positions, self.axes), v, self.kv, batch.slots)
-        return ops.linear(ops.attention(q, self.kv, batch, 0.25, window=9).view(x.shape[0], -1), self.out)
+        return ops.linear(
+            ops.attention(q, self.kv, batch, 0.25, window=9, sinks=self.sinks).view(x.shape[0], -1), self.out
+        )
 
 
 def batches(mrope: bool = False) -> list[Batch]:

@@ -65,6 +65,8 @@ def operations(width: int) -> dict[str, Callable[[CpuOps, Tensor], Tensor]]:
         "silu": lambda ops, x: ops.gated_act(x, "silu"),
         "gelu": lambda ops, x: ops.gated_act(x, "gelu"),
         "gelu_tanh": lambda ops, x: ops.gated_act(x, "gelu_tanh"),
+        "gpt_oss": lambda ops, x: ops.gated_act(x, "gpt_oss"),
+        "scale_by_sigmoid": lambda ops, x: ops.scale_by_sigmoid(x[:, :width], x[:, width : width + 1]),
         "add": lambda ops, x: ops.add(x[:, :width], x[:, width:]),
         "softcap": lambda ops, x: ops.softcap(x.to(torch.float32), 3.0),
     }
@@ -160,6 +162,32 @@ def test_gated_act(isa: str, dtype: torch.dtype, activation: str):
     x = torch.stack((gate, randn(len(gate), dtype=dtype))).flatten()[None]
     expected = ACTIVATIONS[activation](gate.double()) * x[0, len(gate) :].double()
     close(cpu_ops_by_threads(isa)[0].gated_act(x, activation)[0], expected)
+
+
+@each_isa
+@each_type
+def test_gpt_oss_clamps_gate_and_up(isa: str, dtype: torch.dtype):
+    gate, up = torch.linspace(-30, 30, 4001).to(dtype), (randn(4001) * 8).to(dtype)
+    wide, inner = gate.double().clamp(max=7.0), up.double().clamp(-7.0, 7.0)
+    expected = wide * torch.sigmoid(1.702 * wide) * (inner + 1)
+    close(cpu_ops_by_threads(isa)[0].gated_act(torch.cat((gate, up))[None], "gpt_oss")[0], expected)
+
+
+@each_isa
+def test_gpt_oss_propagates_nan(isa: str):
+    x = torch.tensor([[math.nan, 1.0, math.inf, -math.inf, 1.0, math.nan, 1.0, 1.0]])
+    (out,) = cpu_ops_by_threads(isa)[0].gated_act(x, "gpt_oss")
+    assert out[:2].isnan().all() and out[2] == pytest.approx(14.0, rel=1e-4)
+
+
+@each_isa
+@each_type
+@pytest.mark.parametrize("gate_dtype", TYPES)
+def test_scale_by_sigmoid(isa: str, dtype: torch.dtype, gate_dtype: torch.dtype):
+    x, gate = randn(9, 77, dtype=dtype), torch.linspace(-20, 20, 9).to(gate_dtype)[:, None]
+    expected = x.double() * torch.sigmoid(gate.double())
+    for ops in cpu_ops_by_threads(isa):
+        close(ops.scale_by_sigmoid(x, gate), expected)
 
 
 @each_isa
