@@ -70,6 +70,10 @@ class ConfigReader:
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self._values)
+
     def get(self, key: str, default: Any = MISSING) -> Any:
         """The raw value; null counts as missing."""
         self._read_keys.add(key)

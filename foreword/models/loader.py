@@ -22,6 +22,8 @@ from foreword.models.device_loader import DeviceLoader
 from foreword.models.gguf.config import read_hf_config
 from foreword.models.gguf.header import GGUFFile, is_gguf, open_gguf, split_files
 from foreword.models.gguf.tensors import GGUFWeights, check_tensor_types, read_rope_factors, with_memory_info
+from foreword.models.quantized.config import CONFIG_FILES, Quantization, read_quantization
+from foreword.models.quantized.weights import QuantizedWeights
 from foreword.models.vision.base import PREPROCESSOR_FILE, PROCESSOR_FILE, VisionModel
 from foreword.models.vision.llava import Llava
 from foreword.models.vision.llava_next import LlavaNext
@@ -54,10 +56,19 @@ INFO_MAX_MODEL_LEN = 1  # positions: read_model_info() needs no RoPE tables
 
 
 def read_model_info(path: Path, gguf_dequantize: bool = False) -> ModelInfo:
-    """Read model information from config.json or GGUF metadata, not from weights. Raises CheckpointError."""
+    """Read model information from config.json or GGUF metadata, and of quantized weights from the headers.
+
+    Raises CheckpointError.
+    """
     precision, weights = Precision.from_dtypes("float32"), MetaWeights()
     if not is_gguf(path):
-        return _build_model(_read_config(path), MetaOps(), precision, weights, "cpu", INFO_MAX_MODEL_LEN).info
+        spec = _read_config(path)
+        if spec.quantization is None:
+            return _build_model(spec, MetaOps(), precision, weights, "cpu", INFO_MAX_MODEL_LEN).info
+        files = QuantizedWeights(path, spec.quantization)
+        renamed = _rename_weights(spec, HeaderWeights(files.check_shape), files.names)
+        model = _build_model(spec, MetaOps(), precision, renamed, "cpu", INFO_MAX_MODEL_LEN)
+        return files.with_memory_info(model.info)
     gguf = open_gguf(path)
     architecture, config = _read_gguf_config(gguf)
     check_tensor_types(gguf, gguf_dequantize)
@@ -79,7 +90,8 @@ def check_weights(path: Path, gguf_dequantize: bool = False) -> int:
         architecture(config, MetaOps(), precision, headers, "cpu", INFO_MAX_MODEL_LEN)
         tensors.check_all_read()
         return tensors.num_bytes
-    spec, files = _read_config(path), FileWeights(path)
+    spec = _read_config(path)
+    files = _open_files(path, spec)
     renamed = _rename_weights(spec, HeaderWeights(files.check_shape), files.names)
     _build_model(spec, MetaOps(), precision, renamed, "cpu", INFO_MAX_MODEL_LEN)
     files.check_all_read(_ignored_weights(spec, renamed, files.names))
@@ -90,7 +102,8 @@ def weight_files(path: Path) -> list[Path]:
     """Files that determine the model's results: weights and configs."""
     if path.is_file():
         return split_files(path)
-    configs = [path / "config.json", path / PREPROCESSOR_FILE, path / PROCESSOR_FILE]
+    names = ("config.json", *CONFIG_FILES, PREPROCESSOR_FILE, PROCESSOR_FILE)
+    configs = [path / name for name in names]
     return [*(file for file in configs if file.is_file()), *sorted(path.glob("*.safetensors"))]
 
 
@@ -123,11 +136,22 @@ def load_model(
             weights.check_all_read()
             return model
         spec = _read_config(path)
-        files = FileWeights(path, progress, device_loader)
+        files = _open_files(path, spec, progress, device_loader)
         renamed = _rename_weights(spec, files, files.names)
         model = _build_model(spec, ops, precision, renamed, device, max_model_len)
         files.check_all_read(_ignored_weights(spec, renamed, files.names))
         return model
+
+
+def _open_files(
+    path: Path,
+    spec: _ModelSpec,
+    progress: Callable[[int, int], None] | None = None,
+    device_loader: DeviceLoader | None = None,
+) -> FileWeights:
+    if spec.quantization is None:
+        return FileWeights(path, progress, device_loader)
+    return QuantizedWeights(path, spec.quantization, progress, device_loader)
 
 
 def _open_device_loader(device: str) -> AbstractContextManager[DeviceLoader | None]:
@@ -141,6 +165,11 @@ def _load_dummy_model(path: Path, ops: Ops, precision: Precision, device: str, m
         problem = "load_format dummy needs a directory with a config.json"
         raise CheckpointError(f"{path}: {problem}", "load_format")
     spec = _read_config(path)
+    if spec.quantization is not None:
+        problem = (
+            f"load_format dummy needs a plain checkpoint; this one is quantized ({spec.quantization.method})"
+        )
+        raise CheckpointError(f"{path}: {problem}", "load_format")
     weights = DummyWeights(device, getattr(torch, spec.config.dtype))
     return _build_model(spec, ops, precision, weights, device, max_model_len)
 
@@ -153,6 +182,7 @@ class _ModelSpec:
     config: DecoderConfig
     vision: VisionModel | None = None  # of vision-language models
     name: str = ""  # model_type of vision-language models
+    quantization: Quantization | None = None
 
 
 def _build_model(
@@ -196,12 +226,13 @@ def _read_config(path: Path) -> _ModelSpec:
     if not file.is_file():
         raise CheckpointError(f"{path} is not a checkpoint: it has no config.json")
     reader = ConfigReader(read_json(file), str(file))
+    quantization = read_quantization(reader, path)
     model_type = reader.get("model_type")
     if not isinstance(model_type, str) or model_type not in VISION_MODELS:
-        return _ModelSpec(*_read_known_decoder(reader))
+        return _ModelSpec(*_read_known_decoder(reader), quantization=quantization)
     vision = VISION_MODELS[model_type].from_config(reader, path)
     reader.check_all_read()
-    return _ModelSpec(vision.decoder_type, vision.decoder_config, vision, model_type)
+    return _ModelSpec(vision.decoder_type, vision.decoder_config, vision, model_type, quantization)
 
 
 def _read_gguf_config(gguf: GGUFFile) -> tuple[type[Decoder], DecoderConfig]:

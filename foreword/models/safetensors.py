@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,9 +17,20 @@ from foreword.errors import CheckpointError
 from foreword.models.device_loader import FileSpan
 from foreword.models.mmap_file import MappedFile
 
-__all__ = ["SafetensorsFile", "TensorEntry"]
+__all__ = ["DTYPES", "QUANTIZED_DTYPES", "SafetensorsFile", "TensorEntry"]
 
 DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16})
+# Of the parts of quantized matrices.
+QUANTIZED_DTYPES = MappingProxyType(
+    {
+        **DTYPES,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+    }
+)
 MAX_HEADER_BYTES = 100 << 20  # limit of the reference implementation
 LFS_MARK = b"version https://git-lfs"
 METADATA_KEY = "__metadata__"
@@ -46,13 +58,13 @@ class SafetensorsFile:
     def num_bytes(self) -> int:
         return self._file.num_bytes
 
-    def tensor(self, name: str) -> Tensor:
-        """The mapped tensor: float32, bfloat16 or float16."""
+    def tensor(self, name: str, dtypes: Mapping[str, torch.dtype] = DTYPES) -> Tensor:
+        """The mapped tensor, of one of these types."""
         entry = self.entries[name]
-        if entry.dtype_name not in DTYPES:
-            rule = f"weights must be {', '.join(DTYPES)}"
+        if entry.dtype_name not in dtypes:
+            rule = f"weights must be {', '.join(dtypes)}"
             raise CheckpointError(f"{self.path}: tensor `{name}` is of type {entry.dtype_name}; {rule}")
-        count, dtype = math.prod(entry.shape), DTYPES[entry.dtype_name]
+        count, dtype = math.prod(entry.shape), dtypes[entry.dtype_name]
         if entry.num_bytes != count * dtype.itemsize:
             values = f"{list(entry.shape)} of type {entry.dtype_name}"
             raise self._corrupt_file_error(f"tensor `{name}` {values} has {entry.num_bytes} bytes")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foreword.errors import CheckpointError
-from foreword.kernels.ops import Matrix, QuantizedBlocks
+from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlocks
 from foreword.kernels.reference.backend import ReferenceOps, ReferenceWeight
 from foreword.layers.weights import Weights
 from foreword.models.config import read_json
@@ -251,11 +251,24 @@ class DeinterleavedWeights(PrefixedWeights):
     def weights(self, out_features: Mapping[str, int], in_features: int) -> Iterator[Sequence[Matrix]]:
         with super().weights(out_features, in_features) as matrices:
             yield [
-                replace(matrix, data=self._reorder(name, matrix.data))
-                if isinstance(matrix, QuantizedBlocks)
-                else self._reorder(name, matrix)
+                self._reorder_matrix(name, matrix)
                 for name, matrix in zip(out_features, matrices, strict=True)
             ]
+
+    def _reorder_matrix(self, name: str, matrix: Matrix) -> Matrix:
+        if isinstance(matrix, QuantizedBlocks):
+            return replace(matrix, data=self._reorder(name, matrix.data))
+        if isinstance(matrix, GroupedInts):
+            values, scales, zeros = (
+                self._reorder(name, rows) for rows in (matrix.values, matrix.scales, matrix.zeros)
+            )
+            return replace(matrix, values=values, scales=scales, zeros=zeros)
+        if isinstance(matrix, Float8Blocks):  # a scale for each row: rows leave their blocks
+            block_rows, block_columns = matrix.block_shape
+            scales = matrix.scales.repeat_interleave(block_rows, 0)[: len(matrix.values)]
+            values, scales = self._reorder(name, matrix.values), self._reorder(name, scales)
+            return Float8Blocks(values, scales, (1, block_columns))
+        return self._reorder(name, matrix)
 
     def _reorder(self, name: str, rows: Tensor) -> Tensor:
         heads = self._num_heads.get(name.partition(".")[0])

@@ -1,0 +1,1 @@
+"""Checkpoints quantized with AWQ, GPTQ, compressed-tensors or in FP8."""
