@@ -51,7 +51,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
         "short_factor",
     ),
-    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ("llama", {"num_key_value_heads": 3}, "num_key_value_heads"),
     ("llama", {"hidden_size": "64"}, "hidden_size"),
     ("llama", {"hidden_size": ...}, "hidden_size"),
