@@ -47,6 +47,17 @@ class ModelInfo:
     activation_values_per_row: int = 0  # peak values of one row of a forward pass, estimated
     gpu_packed_bytes: int = 0  # weights that a GPU keeps packed; others become the activations' type
     gpu_packed_parameters: int = 0
+    num_experts: int = 0  # of a layer with a mixture of experts; 0: no experts
+    experts_per_token: int = 0
+    expert_parameters: int = 0  # of all experts but shared ones
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token reads, and the embedding."""
+        if not self.num_experts:
+            return self.parameters
+        used = self.expert_parameters * self.experts_per_token // self.num_experts
+        return self.parameters - self.expert_parameters + used
 
 
 @dataclass(frozen=True, slots=True)

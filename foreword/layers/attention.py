@@ -51,6 +51,7 @@ class Attention:
         out: Linear,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         self._ops = ops
         self._config = config
@@ -58,6 +59,7 @@ class Attention:
         self._out = out
         self._q_norm = q_norm
         self._k_norm = k_norm
+        self._sinks = sinks  # float32 [Hq], see Ops.attention
 
     def __call__(
         self, x: Tensor, context: ForwardContext, cache: KVLayer, residual: Tensor | None = None
@@ -79,7 +81,14 @@ class Attention:
         else:
             q = self._ops.rope_and_cache(q, k, v, context.cos_sin, *rotation, cache, batch.slots)
         attended = self._ops.attention(
-            q, cache, batch, config.scale, config.window, config.softcap, context.attention_metadata
+            q,
+            cache,
+            batch,
+            config.scale,
+            config.window,
+            config.softcap,
+            context.attention_metadata,
+            self._sinks,
         )
         return self._out(attended.flatten(1), residual)
 

@@ -31,5 +31,11 @@ class Weights(Protocol):
         They may lie in a mapped file that is released at the end of the `with` block: copy before.
         """
 
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint stores a tensor under this very name; False if there are no files."""
+
+    def stacked(self, name: str, index: int, *shape: int) -> AbstractContextManager[Matrix]:
+        """Matrix `index` of the tensor of this name and shape [E, N, K], like one of weights()."""
+
     def prefixed(self, prefix: str) -> Weights:
         """The same tensors; names are completed by the prefix."""

@@ -12,16 +12,22 @@ from foreword.models.ernie4_5 import Ernie45
 from foreword.models.exaone4 import Exaone4
 from foreword.models.gemma2 import Gemma2
 from foreword.models.gemma3_text import Gemma3Text
+from foreword.models.gpt_oss import GptOss
 from foreword.models.granite import Granite
+from foreword.models.granitemoe import GraniteMoe, GraniteMoeShared
 from foreword.models.hunyuan_v1_dense import HunyuanDense
 from foreword.models.llama import Llama
 from foreword.models.ministral3 import Ministral3
 from foreword.models.mistral import Mistral
+from foreword.models.mixtral import Mixtral
 from foreword.models.olmo2 import Olmo2
 from foreword.models.olmo3 import Olmo3
+from foreword.models.olmoe import Olmoe
 from foreword.models.phi3 import Phi3
 from foreword.models.qwen2 import Qwen2
+from foreword.models.qwen2_moe import Qwen2Moe
 from foreword.models.qwen3 import Qwen3
+from foreword.models.qwen3_moe import Qwen3Moe
 from foreword.models.smollm3 import SmolLM3
 
 __all__ = ["ARCHITECTURES", "missing_feature", "read_decoder"]
@@ -72,16 +78,23 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
         "exaone4": Exaone4,
         "gemma2": Gemma2,
         "gemma3_text": Gemma3Text,
+        "gpt_oss": GptOss,
         "granite": Granite,
+        "granitemoe": GraniteMoe,
+        "granitemoeshared": GraniteMoeShared,
         "hunyuan_v1_dense": HunyuanDense,
         "llama": Llama,
         "ministral3": Ministral3,
         "mistral": Mistral,
+        "mixtral": Mixtral,
         "olmo2": Olmo2,
         "olmo3": Olmo3,
+        "olmoe": Olmoe,
         "phi3": Phi3,
         "qwen2": Qwen2,
+        "qwen2_moe": Qwen2Moe,
         "qwen3": Qwen3,
+        "qwen3_moe": Qwen3Moe,
         "smollm3": SmolLM3,
     }
 )

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from foreword.kernels.ops import ExpertsConfig
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import DecoderConfig, LayerType, QKNorm
+from foreword.models.experts import ExpertNames, MoEConfig
 from foreword.models.rope import read_rope, scaled_context_length
 
-__all__ = ["ACTIVATIONS", "read_decoder_config", "read_head_dim", "read_layer_windows", "read_num_layers"]
+__all__ = [
+    "ACTIVATIONS",
+    "read_decoder_config",
+    "read_head_dim",
+    "read_layer_windows",
+    "read_moe_config",
+    "read_num_layers",
+]
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -19,6 +28,8 @@ ACTIVATIONS = {
 }
 MAX_LAYERS = 1024
 MAX_HIDDEN_SIZE = 1 << 17  # values of a vector between or within layers
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts")
+MAX_EXPERTS = 1 << 16  # of all layers
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -75,6 +86,41 @@ def read_decoder_config(
         out_bias=out_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
+    )
+
+
+def read_moe_config(
+    config: ConfigReader,
+    names: ExpertNames,
+    *,
+    renormalize: bool,
+    activation: str | None = None,
+    size_key: str = "intermediate_size",
+    has_experts: Sequence[bool] | None = None,
+    shared_intermediate_size: int = 0,
+    is_gpt_oss: bool = False,
+) -> MoEConfig:
+    """Read the experts of a decoder, by default in all layers. Raises CheckpointError."""
+    num_layers = read_num_layers(config)
+    key = next((key for key in EXPERT_COUNT_KEYS if key in config), EXPERT_COUNT_KEYS[0])
+    num_experts = config.get_int(key, high=MAX_EXPERTS // num_layers)
+    for other in EXPERT_COUNT_KEYS:
+        config.require_value(other, num_experts)
+    top_k = config.get_int("num_experts_per_tok")
+    if top_k > num_experts:
+        raise config.error("num_experts_per_tok", f"must be at most `{key}`, {num_experts}, got {top_k}")
+    for training_key in ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"):
+        config.get(training_key, None)
+    return MoEConfig(
+        ExpertsConfig(
+            num_experts, top_k, renormalize, activation or config.get_choice("hidden_act", ACTIVATIONS)
+        ),
+        config.get_int(size_key, high=MAX_HIDDEN_SIZE),
+        tuple(has_experts or (True,) * num_layers),
+        names,
+        shared_intermediate_size,
+        bias=is_gpt_oss,
+        is_gpt_oss=is_gpt_oss,
     )
 
 

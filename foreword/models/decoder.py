@@ -17,11 +17,13 @@ from foreword.layers.attention import Attention, AttentionConfig, ForwardContext
 from foreword.layers.embedding import Embedding
 from foreword.layers.linear import Linear, load_linear
 from foreword.layers.mlp import MLP
+from foreword.layers.moe import MoE, SharedExpert
 from foreword.layers.norm import RMSNorm
 from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
 from foreword.models.base import KVCache, Precision, VisionEncoder
 from foreword.models.config import ConfigReader
+from foreword.models.experts import MoEConfig, load_experts, load_router
 from foreword.models.weights import DeinterleavedWeights
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderLayer", "LayerBuilder", "LayerType", "QKNorm"]
@@ -73,6 +75,8 @@ class DecoderConfig:
     logit_scale: float = 1.0
     attn_softcap: float | None = None
     logit_softcap: float | None = None
+    attn_sinks: bool = False  # a score of each head without a value, see Ops.attention
+    moe: MoEConfig | None = None
 
 
 class DecoderLayer(Protocol):
@@ -86,12 +90,13 @@ class LayerBuilder:
     """Builds the parts of one layer from tensors, by their names in the checkpoint."""
 
     def __init__(
-        self, ops: Ops, config: DecoderConfig, precision: Precision, layer_type: LayerType, weights: Weights
+        self, ops: Ops, config: DecoderConfig, precision: Precision, index: int, weights: Weights
     ) -> None:
+        """weights of layer `index`"""
         self.ops = ops
         self._config = config
         self._precision = precision
-        self._layer_type = layer_type
+        self._index = index
         self._weights = weights
 
     def norm(self, name: str) -> RMSNorm:
@@ -115,7 +120,7 @@ class LayerBuilder:
                 kv_heads=config.num_kv_heads,
                 head_dim=size,
                 scale=config.attn_scale,
-                window=self._layer_type.window,
+                window=config.layer_types[self._index].window,
                 softcap=config.attn_softcap,
                 norms_all_heads=norm is not None and norm.all_heads,
                 norms_after_rope=norm is not None and norm.after_rope,
@@ -124,17 +129,45 @@ class LayerBuilder:
             self._linear(weights, q, {"o_proj": config.hidden_size}, config.out_bias),
             None if norm is None else self._norm(weights, norm.names[0], q if norm.all_heads else size),
             None if norm is None else self._norm(weights, norm.names[1], kv if norm.all_heads else size),
+            weights.tensor("sinks", config.num_heads) if config.attn_sinks else None,
         )
 
-    def mlp(self, name: str, fused: str | None = None) -> MLP:
+    def feed_forward(self) -> MLP | MoE:
+        """The mixture of experts of this layer, or else its MLP."""
+        moe = self._config.moe
+        return self.mlp("mlp") if moe is None or not moe.has_experts[self._index] else self._moe(moe)
+
+    def mlp(
+        self, name: str, fused: str | None = None, down_name: str = "down_proj", size: int | None = None
+    ) -> MLP:
         """`fused` names a projection with gate and up; otherwise they are separate tensors."""
         config = self._config
         weights = self._weights.prefixed(f"{name}.")
-        size = config.intermediate_size
+        size = size or config.intermediate_size
         outputs = {fused: 2 * size} if fused else {"gate_proj": size, "up_proj": size}
         gate_up = self._linear(weights, config.hidden_size, outputs, config.mlp_bias)
-        down = self._linear(weights, size, {"down_proj": config.hidden_size}, config.mlp_bias)
+        down = self._linear(weights, size, {down_name: config.hidden_size}, config.mlp_bias)
         return MLP(gate_up, down, config.activation)
+
+    def _moe(self, moe: MoEConfig) -> MoE:
+        ops, hidden, names = self.ops, self._config.hidden_size, moe.names
+        weights = self._weights.prefixed(f"{names.module}.")
+        router = load_router(ops, weights, names.router, moe.experts.num_experts, hidden, moe.bias)
+        experts = load_experts(ops, weights, self._precision.linear_format, moe, hidden)
+        return MoE(ops, moe.experts, router, experts, self._shared_expert(moe))
+
+    def _shared_expert(self, moe: MoEConfig) -> SharedExpert | None:
+        names, weights, hidden = moe.names, self._weights, self._config.hidden_size
+        if not moe.shared_intermediate_size:
+            return None
+        fused, down = names.shared_fused or (None, "down_proj")
+        if not weights.has(f"{names.shared}.{fused}.weight"):
+            fused, down = None, "down_proj"
+        mlp = self.mlp(names.shared, fused, down, moe.shared_intermediate_size)
+        gate = None
+        if names.shared_gate is not None:
+            gate = load_router(self.ops, weights, names.shared_gate, 1, hidden, bias=False)
+        return SharedExpert(self.ops, mlp, gate)
 
     def _linear(self, weights: Weights, inputs: int, outputs: Mapping[str, int], bias: bool) -> Linear:
         packed = load_linear(self.ops, weights, self._precision.linear_format, inputs, outputs, bias)
@@ -169,9 +202,9 @@ class Decoder(ABC):
         self._layer_types = tuple(dict.fromkeys(config.layer_types))
         self._layer_type_indexes = tuple(map(self._layer_types.index, config.layer_types))
         self._layers = []
-        for index, layer_type in enumerate(config.layer_types):
+        for index in range(len(config.layer_types)):
             layer_weights = body.prefixed(f"layers.{index}.")
-            builder = LayerBuilder(ops, config, precision, layer_type, layer_weights)
+            builder = LayerBuilder(ops, config, precision, index, layer_weights)
             self._layers.append(self.build_layer(builder))
         norm_weight = body.tensor("norm.weight", hidden) + config.norm_offset
         self._norm = RMSNorm(ops, norm_weight, config.eps)
@@ -298,6 +331,9 @@ class _ImageAwareDraftLoop(_ImageAwareForward):
 
 def _model_info(config: DecoderConfig, num_parameters: int) -> ModelInfo:
     projected = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    inner, moe = 3 * config.intermediate_size, config.moe
+    if moe is not None:
+        inner = max(inner, moe.experts.top_k * (3 * moe.intermediate_size + config.hidden_size))
     return ModelInfo(
         architecture=config.architecture,
         context_len=config.context_length,
@@ -307,5 +343,15 @@ def _model_info(config: DecoderConfig, num_parameters: int) -> ModelInfo:
         kv_values_per_token=2 * len(config.layer_types) * config.num_kv_heads * config.head_dim,
         kv_vectors_per_token=2 * len(config.layer_types) * config.num_kv_heads,
         embedding_parameters=config.vocab_size * config.hidden_size * (2 - config.tie_word_embeddings),
-        activation_values_per_row=3 * config.hidden_size + max(3 * config.intermediate_size, 2 * projected),
+        activation_values_per_row=3 * config.hidden_size + max(inner, 2 * projected),
+        num_experts=moe.experts.num_experts if moe else 0,
+        experts_per_token=moe.experts.top_k if moe else 0,
+        expert_parameters=_expert_parameters(moe, config.hidden_size) if moe else 0,
     )
+
+
+def _expert_parameters(moe: MoEConfig, hidden_size: int) -> int:
+    """Of all experts but the shared ones."""
+    of_one = 3 * moe.intermediate_size * hidden_size
+    of_one += (2 * moe.intermediate_size + hidden_size) * moe.bias
+    return sum(moe.has_experts) * moe.experts.num_experts * of_one

@@ -14,13 +14,13 @@ __all__ = ["Llama", "LlamaLayer"]
 
 
 class LlamaLayer:
-    """Norm, attention, norm, gated MLP, with a residual around each branch."""
+    """Norm, attention, norm, gated MLP or mixture of experts, with a residual around each branch."""
 
     def __init__(self, builder: LayerBuilder) -> None:
         self._attention_norm = builder.norm("input_layernorm")
         self._attention = builder.attention("self_attn")
         self._mlp_norm = builder.norm("post_attention_layernorm")
-        self._mlp = builder.mlp("mlp")
+        self._mlp = builder.feed_forward()
 
     def __call__(self, x: Tensor, context: ForwardContext, cache: KVLayer) -> Tensor:
         """x [T, H] -> [T, H]"""

@@ -86,13 +86,13 @@ def check_weights(path: Path, gguf_dequantize: bool = False) -> int:
         gguf = open_gguf(path)
         architecture, config = _read_gguf_config(gguf)
         tensors = GGUFWeights(gguf, (config.num_heads, config.num_kv_heads), gguf_dequantize)
-        headers = HeaderWeights(tensors.lookup)
+        headers = HeaderWeights(tensors.lookup, tensors.has)
         architecture(config, MetaOps(), precision, headers, "cpu", INFO_MAX_MODEL_LEN)
         tensors.check_all_read()
         return tensors.num_bytes
     spec = _read_config(path)
     files = _open_files(path, spec)
-    renamed = _rename_weights(spec, HeaderWeights(files.check_shape), files.names)
+    renamed = _rename_weights(spec, HeaderWeights(files.check_shape, files.has), files.names)
     _build_model(spec, MetaOps(), precision, renamed, "cpu", INFO_MAX_MODEL_LEN)
     files.check_all_read(_ignored_weights(spec, renamed, files.names))
     return files.num_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -45,6 +45,13 @@ class TensorEntry:
     start: int
     num_bytes: int
 
+    def part(self, index: int | None) -> TensorEntry:
+        """Entry `index` of the first dimension; None for the whole tensor."""
+        if index is None:
+            return self
+        size = self.num_bytes // self.shape[0]
+        return replace(self, shape=self.shape[1:], start=self.start + index * size, num_bytes=size)
+
 
 class SafetensorsFile:
     """Raises CheckpointError for a file that is missing, damaged or incomplete."""
@@ -58,8 +65,10 @@ class SafetensorsFile:
     def num_bytes(self) -> int:
         return self._file.num_bytes
 
-    def tensor(self, name: str, dtypes: Mapping[str, torch.dtype] = DTYPES) -> Tensor:
-        """The mapped tensor, of one of these types."""
+    def tensor(
+        self, name: str, dtypes: Mapping[str, torch.dtype] = DTYPES, index: int | None = None
+    ) -> Tensor:
+        """The mapped tensor of one of these types, or entry `index` of its first dimension."""
         entry = self.entries[name]
         if entry.dtype_name not in dtypes:
             rule = f"weights must be {', '.join(dtypes)}"
@@ -68,15 +77,19 @@ class SafetensorsFile:
         if entry.num_bytes != count * dtype.itemsize:
             values = f"{list(entry.shape)} of type {entry.dtype_name}"
             raise self._corrupt_file_error(f"tensor `{name}` {values} has {entry.num_bytes} bytes")
-        return self._file.tensor(dtype, entry.start, count).view(entry.shape)
+        part = entry.part(index)
+        return self._file.tensor(dtype, part.start, math.prod(part.shape)).view(part.shape)
 
-    def span(self, name: str) -> FileSpan:
+    def span(self, name: str, index: int | None = None) -> FileSpan:
         """Location of the tensor's bytes."""
-        return FileSpan(self.path, self.entries[name].start, self.entries[name].num_bytes)
+        entry = self.entries[name].part(index)
+        return FileSpan(self.path, entry.start, entry.num_bytes)
 
-    def release(self, name: str) -> None:
-        """Release the memory of the tensor's pages."""
-        self._file.release(self.entries[name].start, self.entries[name].num_bytes)
+    def release(self, name: str, index: int | None = None) -> int:
+        """Release the memory of the tensor's pages; returns their bytes."""
+        entry = self.entries[name].part(index)
+        self._file.release(entry.start, entry.num_bytes)
+        return entry.num_bytes
 
     def _read_entries(self) -> dict[str, TensorEntry]:
         length = int.from_bytes(self._file.read(0, 8), "little")

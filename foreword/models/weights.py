@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,7 +19,7 @@ from foreword.kernels.reference.backend import ReferenceOps, ReferenceWeight
 from foreword.layers.weights import Weights
 from foreword.models.config import read_json
 from foreword.models.device_loader import DeviceLoader
-from foreword.models.safetensors import SafetensorsFile
+from foreword.models.safetensors import DTYPES, QUANTIZED_DTYPES, SafetensorsFile
 
 __all__ = [
     "DeinterleavedWeights",
@@ -31,6 +32,7 @@ __all__ = [
     "MultipartWeights",
     "PrefixedWeights",
     "deinterleave_heads",
+    "join_mxfp4",
 ]
 
 DUMMY_VECTOR_STD = 0.02  # around 1 for norm weights, around 0 for biases
@@ -38,6 +40,8 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 SHARD_PATTERN = re.compile(r".+-\d+-of-(\d+)\.safetensors")
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+MXFP4_PARTS = ("blocks", "scales")  # suffixes of the two tensors of a matrix in MXFP4
+MXFP4_BLOCK = 32  # values with one scale
 DERIVED_SUFFIXES = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # buffers in old checkpoints
 
 
@@ -66,6 +70,13 @@ class MetaWeights:
     def weights(self, out_features: Mapping[str, int], in_features: int) -> Iterator[Sequence[Matrix]]:
         yield [self.tensor(name, size, in_features) for name, size in out_features.items()]
 
+    def has(self, name: str) -> bool:
+        return False
+
+    @contextmanager
+    def stacked(self, name: str, index: int, *shape: int) -> Iterator[Matrix]:
+        yield self.tensor(name, *shape[1:])
+
     def prefixed(self, prefix: str) -> Weights:
         return self
 
@@ -73,14 +84,25 @@ class MetaWeights:
 class HeaderWeights(MetaWeights):
     """Tensors without memory, whose names and shapes are checked against other weights' file headers."""
 
-    def __init__(self, check_shape: Callable[[str, Sequence[int]], object]) -> None:
-        """check_shape: raises CheckpointError"""
+    def __init__(
+        self, check_shape: Callable[[str, Sequence[int]], object], has: Callable[[str], bool]
+    ) -> None:
+        """check_shape raises CheckpointError; has() is that of the other weights."""
         super().__init__()
         self._check_shape = check_shape
+        self._has = has
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         self._check_shape(name, shape)
         return super().tensor(name, *shape)
+
+    def has(self, name: str) -> bool:
+        return self._has(name)
+
+    @contextmanager
+    def stacked(self, name: str, index: int, *shape: int) -> Iterator[Matrix]:
+        self._check_shape(name, shape)
+        yield super().tensor(name, *shape[1:])
 
     def prefixed(self, prefix: str) -> Weights:
         return PrefixedWeights(self, prefix)
@@ -111,6 +133,13 @@ class DummyWeights:
             self._normal(name, (size, in_features), self._dtype, in_features**-0.5)
             for name, size in out_features.items()
         ]
+
+    def has(self, name: str) -> bool:
+        return False
+
+    @contextmanager
+    def stacked(self, name: str, index: int, *shape: int) -> Iterator[Matrix]:
+        yield self._normal(f"{name}.{index}", shape[1:], self._dtype, shape[-1] ** -0.5)
 
     def prefixed(self, prefix: str) -> Weights:
         return PrefixedWeights(self, prefix)
@@ -158,13 +187,14 @@ class FileWeights:
 
     def check_shape(self, name: str, shape: Sequence[int]) -> None:
         """Raises CheckpointError if a file's header has no such tensor, or another shape."""
-        if name not in self._file_by_name:
-            raise CheckpointError(f"{self._path}: tensor `{name}` {list(shape)} is missing")
-        actual = self._file_by_name[name].entries[name].shape
-        if tuple(actual) != tuple(shape):
-            sizes = f"is {list(actual)}, the config says {list(shape)}"
-            raise CheckpointError(f"{self._path}: tensor `{name}` {sizes}")
-        self._read_names.add(name)
+        for part, part_shape in self._parts(name, shape).items():
+            if part not in self._file_by_name:
+                raise CheckpointError(f"{self._path}: tensor `{part}` {list(part_shape)} is missing")
+            actual = self._file_by_name[part].entries[part].shape
+            if actual != part_shape:
+                sizes = f"is {list(actual)}, the config says {list(part_shape)}"
+                raise CheckpointError(f"{self._path}: tensor `{part}` {sizes}")
+            self._read_names.add(part)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """float32 tensor of this shape, a copy."""
@@ -178,6 +208,20 @@ class FileWeights:
         yield [self._read_tensor(name, (size, in_features)) for name, size in out_features.items()]
         for name in out_features:
             self._release(name)
+
+    def has(self, name: str) -> bool:
+        return name in self._file_by_name
+
+    @contextmanager
+    def stacked(self, name: str, index: int, *shape: int) -> Iterator[Matrix]:
+        """One matrix as it is in the file; its pages are released at the end."""
+        self.check_shape(name, shape)
+        parts = self._parts(name, shape)
+        tensors = [self._load(part, index, packed=part != name) for part in parts]
+        self.num_parameters += math.prod(shape[1:])
+        yield tensors[0] if len(tensors) == 1 else join_mxfp4(*tensors)
+        for part in parts:
+            self._release(part, index)
 
     def prefixed(self, prefix: str) -> Weights:
         return PrefixedWeights(self, prefix)
@@ -194,17 +238,31 @@ class FileWeights:
     def _read_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor on the engine's device."""
         self.check_shape(name, shape)
+        self.num_parameters += math.prod(shape)
+        return self._load(name)
+
+    def _load(self, name: str, index: int | None = None, packed: bool = False) -> Tensor:
+        """The tensor, or entry `index` of its first dimension, on the engine's device."""
         file = self._file_by_name[name]
-        tensor = file.tensor(name)  # mapped, not yet read
-        self.num_parameters += tensor.numel()
+        dtypes = QUANTIZED_DTYPES if packed else DTYPES
+        tensor = file.tensor(name, dtypes, index)  # mapped, not yet read
         if self._device_loader is None:
             return tensor
-        return self._device_loader.tensor(file.span(name), tensor.dtype, shape)
+        return self._device_loader.tensor(file.span(name, index), tensor.dtype, tensor.shape)
 
-    def _release(self, name: str) -> None:
-        file = self._file_by_name[name]
-        file.release(name)
-        self._bytes_done += file.entries[name].num_bytes
+    def _parts(self, name: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """The tensors that hold this one in the files, and their shapes: itself, or MXFP4's two."""
+        blocks, scales = (f"{name}_{part}" for part in MXFP4_PARTS)
+        if blocks not in self._file_by_name:
+            return {name: tuple(shape)}
+        if shape[-1] % MXFP4_BLOCK:
+            rule = f"rows of MXFP4 are whole blocks of {MXFP4_BLOCK} values, not {shape[-1]}"
+            raise CheckpointError(f"{self._path}: tensor `{blocks}`: {rule}")
+        groups = (*shape[:-1], shape[-1] // MXFP4_BLOCK)
+        return {blocks: (*groups, MXFP4_BLOCK // 2), scales: groups}
+
+    def _release(self, name: str, index: int | None = None) -> None:
+        self._bytes_done += self._file_by_name[name].release(name, index)
         if self._progress is not None:
             self._progress(self._bytes_done, self._bytes_total)
 
@@ -229,6 +287,12 @@ class PrefixedWeights:
         return self._weights.weights(
             {self._prefix + name: size for name, size in out_features.items()}, in_features
         )
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(self._prefix + name)
+
+    def stacked(self, name: str, index: int, *shape: int) -> AbstractContextManager[Matrix]:
+        return self._weights.stacked(self._prefix + name, index, *shape)
 
     def prefixed(self, prefix: str) -> Weights:
         return PrefixedWeights(self._weights, self._prefix + prefix)
@@ -307,6 +371,12 @@ class MultipartWeights(PrefixedWeights):
             {self.name_in_file(name): size for name, size in out_features.items()}, in_features
         )
 
+    def has(self, name: str) -> bool:
+        return self._weights.has(self.name_in_file(name))
+
+    def stacked(self, name: str, index: int, *shape: int) -> AbstractContextManager[Matrix]:
+        return self._weights.stacked(self.name_in_file(name), index, *shape)
+
     def prefixed(self, prefix: str) -> Weights:
         return PrefixedWeights(self._weights, self.name_in_file(prefix))
 
@@ -316,6 +386,17 @@ class MultipartWeights(PrefixedWeights):
             if name.startswith(ours):
                 return actual + name.removeprefix(ours)
         return name
+
+
+def join_mxfp4(blocks: Tensor, scales: Tensor) -> QuantizedBlocks:
+    """A matrix from gpt-oss's tensors: blocks uint8 [N, K / 32, 16], scales uint8 [N, K / 32].
+
+    There the low nibbles are the even values of a block; in GGUF's layout they are its first half.
+    """
+    values = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+    first, second = values[..., : MXFP4_BLOCK // 2], values[..., MXFP4_BLOCK // 2 :]
+    data = torch.cat((scales[..., None], first | second << 4), -1)
+    return QuantizedBlocks("mxfp4", data.flatten(1), blocks.shape[1] * MXFP4_BLOCK)
 
 
 def deinterleave_heads(rows: Tensor, num_heads: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 __all__ = [
     "EOS",
     "FAMILIES",
+    "MOE_FAMILIES",
     "VOCAB_SIZE",
     "YARN",
     "Shapes",
@@ -82,6 +83,13 @@ YARN: dict[str, Any] = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GRANITE: dict[str, Any] = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.5,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -96,12 +104,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
     },
     "smollm3": {"num_hidden_layers": 4, "use_sliding_window": False},
-    "granite": {
-        "attention_multiplier": 0.3,
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.7,
-        "logits_scaling": 1.5,
-    },
+    "granite": GRANITE,
     "olmo2": {},
     "olmo3": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -123,7 +126,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
     },
+    "qwen3_moe": {**EXPERTS, "head_dim": 16, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    "qwen2_moe": {**EXPERTS, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {**EXPERTS, "intermediate_size": 48},
+    "gpt_oss": {
+        **EXPERTS,
+        "num_experts": ...,
+        "num_local_experts": 8,
+        "intermediate_size": 48,
+        "head_dim": 16,
+        "sliding_window": 24,
+        "rope_theta": ...,
+        "rope_parameters": {**YARN, "truncate": False},
+    },
+    "granitemoe": {
+        **GRANITE,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 48,
+    },
+    "granitemoeshared": {
+        **GRANITE,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 48,
+        "shared_intermediate_size": 80,
+    },
 }
+MOE_FAMILIES = tuple(family for family, options in FAMILIES.items() if "num_experts_per_tok" in options)
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -140,6 +171,13 @@ ARCHITECTURES = {
     "exaone4": "Exaone4ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
 }
 POST_NORM_FAMILIES = ("olmo2", "olmo3", "exaone4")
 
@@ -214,7 +252,7 @@ def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
     """Layers must outweigh a tied embedding, or every token would repeat itself."""
     if name.endswith("norm.weight"):
         return 0.2 * value + _norm_center(name, config["model_type"])
-    if name.endswith("bias"):
+    if name.endswith(("bias", "sinks")):
         return 0.3 * value
     if "embed_tokens" in name or "lm_head" in name:
         return value * (0.3 if config["tie_word_embeddings"] else 1.0)
@@ -246,7 +284,9 @@ def shapes(config: dict[str, Any]) -> Shapes:
         result["lm_head.weight"] = (vocab, hidden)
     for index in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{index}."
-        layer = {**_norm_shapes(config), **_attention_shapes(config), **_mlp_shapes(config)}
+        is_dense = config["model_type"] not in MOE_FAMILIES or index in config.get("mlp_only_layers", [])
+        feed_forward = _mlp_shapes(config) if is_dense else _moe_shapes(config)
+        layer = {**_norm_shapes(config), **_attention_shapes(config), **feed_forward}
         result |= {prefix + name: shape for name, shape in layer.items()}
     return result
 
@@ -268,15 +308,17 @@ def _attention_shapes(config: dict[str, Any]) -> Shapes:
     outputs = {"qkv_proj": q + 2 * kv} if family == "phi3" else {"q_proj": q, "k_proj": kv, "v_proj": kv}
     result: Shapes = {f"self_attn.{name}.weight": (size, hidden) for name, size in outputs.items()}
     result["self_attn.o_proj.weight"] = (hidden, q)
-    has_bias = config.get("attention_bias") or config.get("use_bias")
-    if family == "qwen2" or has_bias:
+    has_bias = config.get("attention_bias", family == "gpt_oss") or config.get("use_bias")
+    if family in ("qwen2", "qwen2_moe") or has_bias:
         result |= {f"self_attn.{name}.bias": (size,) for name, size in outputs.items()}
     if has_bias:
         result["self_attn.o_proj.bias"] = (hidden,)
-    if family in ("qwen3", "gemma3_text", "exaone4"):
+    if family in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4"):
         result |= {f"self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
-    if family in ("olmo2", "olmo3"):
+    if family in ("olmo2", "olmo3", "olmoe"):
         result |= {"self_attn.q_norm.weight": (q,), "self_attn.k_norm.weight": (kv,)}
+    if family == "gpt_oss":
+        result["self_attn.sinks"] = (heads,)
     if family == "hunyuan_v1_dense":
         result |= {f"self_attn.{name}_layernorm.weight": (head_dim,) for name in ("query", "key")}
     return result
@@ -291,6 +333,43 @@ def _mlp_shapes(config: dict[str, Any]) -> Shapes:
     result["mlp.down_proj.weight"] = (hidden, size)
     if config.get("mlp_bias") or config.get("use_bias"):
         result |= {f"mlp.{name}.bias": (width,) for name, width in {**outputs, "down_proj": hidden}.items()}
+    return result
+
+
+def _moe_shapes(config: dict[str, Any]) -> Shapes:
+    """Experts as on the hub: one by one, or all in one tensor (gpt-oss and Granite)."""
+    family, hidden = config["model_type"], config["hidden_size"]
+    experts = config.get("num_experts") or config["num_local_experts"]
+    size = config.get("moe_intermediate_size", config["intermediate_size"])
+    shared = config.get("shared_expert_intermediate_size") or config.get("shared_intermediate_size")
+    if family == "gpt_oss":
+        return {
+            **linear_shapes("mlp.router", experts, hidden),
+            "mlp.experts.gate_up_proj": (experts, hidden, 2 * size),
+            "mlp.experts.gate_up_proj_bias": (experts, 2 * size),
+            "mlp.experts.down_proj": (experts, size, hidden),
+            "mlp.experts.down_proj_bias": (experts, hidden),
+        }
+    if family.startswith("granite"):
+        result: Shapes = {
+            "block_sparse_moe.router.layer.weight": (experts, hidden),
+            "block_sparse_moe.input_linear.weight": (experts, 2 * size, hidden),
+            "block_sparse_moe.output_linear.weight": (experts, hidden, size),
+        }
+        if shared:
+            result["shared_mlp.input_linear.weight"] = (2 * shared, hidden)
+            result["shared_mlp.output_linear.weight"] = (hidden, shared)
+        return result
+    module = "block_sparse_moe" if family == "mixtral" else "mlp"
+    result = {f"{module}.gate.weight": (experts, hidden)}
+    gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    for expert in range(experts):
+        for name, shape in ((gate, (size, hidden)), (up, (size, hidden)), (down, (hidden, size))):
+            result[f"{module}.experts.{expert}.{name}.weight"] = shape
+    if shared:
+        result |= {f"mlp.shared_expert.{name}_proj.weight": (shared, hidden) for name in ("gate", "up")}
+        result["mlp.shared_expert.down_proj.weight"] = (hidden, shared)
+        result["mlp.shared_expert_gate.weight"] = (1, hidden)
     return result
 
 

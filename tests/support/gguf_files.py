@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,11 +27,18 @@ __all__ = ["RawGGUF", "quantize", "write_byte_level", "write_gguf", "write_sente
 ARCHITECTURES = {
     "mistral": "llama",
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+    "granitemoeshared": "granitemoe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "ministral3": "mistral3",
+    "mixtral": "llama",
     "olmo3": "olmo2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
 }
-PERMUTED_FAMILIES = ("granite", "llama", "ministral3", "mistral", "smollm3")
+PERMUTED_FAMILIES = ("llama", "ministral3", "mistral", "mixtral", "smollm3")
+EXPERT_PATTERN = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+MIXTRAL_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 Array = npt.NDArray[Any]
 Write = Callable[[gguf.GGUFWriter], None]
 
@@ -41,12 +49,14 @@ def write_gguf(
     tensor_type: Kind | Callable[[str], Kind] = Kind.F32,
     more: Write | None = None,
     architecture: str = "",
+    fuse_experts: bool = False,
     **metadata: Any,
 ) -> Path:
     """Convert a checkpoint of tests/support/checkpoints.py; `tensor_type` may depend on the name.
 
     more          writes further keys and tensors
     architecture  of the file, if not the usual one of the family
+    fuse_experts  gate and up of all experts in one tensor
     metadata      keys of the architecture, dots as two underscores; None removes one
     """
     config = json.loads((checkpoint / "config.json").read_text())
@@ -61,11 +71,12 @@ def write_gguf(
     write_byte_level(
         writer, backend, "gpt-2", bos="<bos>", eos="<eos>", add_bos=False, template=template, size=size
     )
-    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+    for name, tensor in stack_experts(load_file(checkpoint / "model.safetensors"), fuse_experts).items():
         file_name = gguf_name(name, architecture)
         values = to_gguf_layout(name, tensor, config)
         named_type = tensor_type(file_name) if callable(tensor_type) else tensor_type
-        stored_type = named_type if values.ndim == 2 else Kind.F32  # vectors stay float32
+        is_float = values.ndim == 1 or "ffn_gate_inp" in file_name or file_name.endswith("bias")
+        stored_type = Kind.F32 if is_float else named_type
         writer.add_tensor(file_name, quantize(values, stored_type), raw_dtype=stored_type)
     if more is not None:
         more(writer)
@@ -78,6 +89,42 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def stack_experts(tensors: dict[str, Tensor], fused: bool) -> dict[str, Tensor]:
+    """Tensors by names that gguf_name() knows: of experts one for gate, up and down, as in GGUF files."""
+    result: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        module, _, last = name.rpartition(".experts.")
+        if match := EXPERT_PATTERN.fullmatch(name):
+            kind = MIXTRAL_NAMES.get(match[3], match[3])
+            experts.setdefault(f"{match[1]}.{kind}", {})[int(match[2])] = tensor
+        elif last.startswith("gate_up_proj"):  # gpt-oss: rows of gate and up alternate
+            rows = tensor.mT if tensor.ndim == 3 else tensor
+            suffix = last.removeprefix("gate_up_proj")
+            result[f"{module}.experts.gate_proj{suffix}"] = rows[:, ::2]
+            result[f"{module}.experts.up_proj{suffix}"] = rows[:, 1::2]
+        elif last == "down_proj":
+            result[name] = tensor.mT
+        elif name.endswith("moe.input_linear.weight"):
+            prefix = name.removesuffix("input_linear.weight")
+            result[f"{prefix}experts.gate_proj"], result[f"{prefix}experts.up_proj"] = tensor.chunk(2, 1)
+        elif name.endswith("moe.output_linear.weight"):
+            result[f"{name.removesuffix('output_linear.weight')}experts.down_proj"] = tensor
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            for half, kind in zip(tensor.chunk(2), ("gate_proj", "up_proj"), strict=True):
+                result[name.replace("input_linear", kind)] = half
+        else:
+            result[name.replace("shared_mlp.output_linear", "shared_mlp.down_proj")] = tensor
+    for name, parts in experts.items():
+        result[name] = torch.stack([parts[index] for index in range(len(parts))])
+    if fused:
+        for name in [name for name in result if name.endswith("experts.gate_proj")]:
+            module = name.removesuffix("gate_proj")
+            gate, up = result.pop(name), result.pop(f"{module}up_proj")
+            result[f"{module}gate_up_proj"] = torch.cat((gate, up), 1)
+    return result
 
 
 def _keys(config: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +150,7 @@ def _keys(config: dict[str, Any]) -> dict[str, Any]:
 def _family_keys(config: dict[str, Any]) -> dict[str, Any]:
     family = config["model_type"]
     keys: dict[str, Any] = {}
-    if family.startswith("gemma") or family in ("phi3", "exaone4", "olmo3"):
+    if family.startswith("gemma") or family in ("phi3", "exaone4", "olmo3", "gpt_oss"):
         keys["attention.sliding_window"] = config["sliding_window"] or 0
     if family in ("exaone4", "olmo3") and config.get("layer_types"):
         is_sliding = [item == "sliding_attention" for item in config["layer_types"]]
@@ -111,7 +158,17 @@ def _family_keys(config: dict[str, Any]) -> dict[str, Any]:
     if family == "gemma2":
         keys["attn_logit_softcapping"] = config["attn_logit_softcapping"]
         keys["final_logit_softcapping"] = config["final_logit_softcapping"]
-    if family == "granite":
+    if "num_experts_per_tok" in config:
+        keys["expert_count"] = config.get("num_experts") or config["num_local_experts"]
+        keys["expert_used_count"] = config["num_experts_per_tok"]
+        keys["expert_feed_forward_length"] = config.get("moe_intermediate_size")
+        shared = ("shared_expert_intermediate_size", "shared_intermediate_size")
+        keys["expert_shared_feed_forward_length"] = next(
+            (config[key] for key in shared if key in config), None
+        )
+    if family == "gpt_oss":
+        keys["expert_feed_forward_length"] = config["intermediate_size"]
+    if family.startswith("granite"):
         keys["attention.scale"] = config["attention_multiplier"]
         keys["embedding_scale"] = config["embedding_multiplier"]
         keys["residual_scale"] = config["residual_multiplier"]
@@ -154,17 +211,21 @@ def to_gguf_layout(name: str, tensor: Tensor, config: dict[str, Any]) -> Array:
     family = config["model_type"]
     if family.startswith("gemma") and name.endswith("norm.weight"):
         value = value + 1
-    if family in PERMUTED_FAMILIES and (".q_proj." in name or ".k_proj." in name):
+    if (family in PERMUTED_FAMILIES or family.startswith("granite")) and (
+        ".q_proj." in name or ".k_proj." in name
+    ):
         key = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
         heads = config[key] or config["num_attention_heads"]
         value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+    if name.endswith("shared_expert_gate.weight"):
+        value = value.squeeze(0)
     return value.numpy()
 
 
 def quantize(value: Array, tensor_type: Kind) -> Array:
     """[N, K] -> blocks of `tensor_type`, bytes [N, bytes of a row]; floats stay floats."""
     if tensor_type in K_QUANTS:
-        return K_QUANTS[tensor_type](value).reshape(value.shape[0], -1)
+        return K_QUANTS[tensor_type](value).reshape(*value.shape[:-1], -1)
     return gguf.quantize(np.ascontiguousarray(value), tensor_type)
 
 

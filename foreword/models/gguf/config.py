@@ -22,14 +22,19 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "exaone4": "exaone4",
         "gemma2": "gemma2",
         "gemma3": "gemma3_text",
+        "gpt-oss": "gpt_oss",
         "granite": "granite",
+        "granitemoe": "granitemoe",  # granitemoeshared if it has a shared expert
         "hunyuan-dense": "hunyuan_v1_dense",
-        "llama": "llama",
+        "llama": "llama",  # mixtral if it has experts
         "mistral3": "mistral",  # ministral3 if it scales queries
         "olmo2": "olmo2",  # olmo3 if it has a window
+        "olmoe": "olmoe",
         "phi3": "phi3",
         "qwen2": "qwen2",
+        "qwen2moe": "qwen2_moe",
         "qwen3": "qwen3",
+        "qwen3moe": "qwen3_moe",
         "smollm3": "smollm3",
     }
 )
@@ -40,7 +45,9 @@ Options = dict[str, Any]
 DTYPES: Mapping[str, str] = MappingProxyType({"f32": "float32", "f16": "float16"})
 QUANTIZATION_VERSION = 2  # of the blocks' layout
 # Every n-th layer has full attention, the others a window.
-WINDOW_PERIOD: Mapping[str, int] = MappingProxyType({"exaone4": 4, "gemma2": 2, "gemma3": 6, "olmo2": 4})
+WINDOW_PERIOD: Mapping[str, int] = MappingProxyType(
+    {"exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4}
+)
 GEMMA2_WINDOW = 4096
 LOCAL_THETA = 10000.0
 # The 27B models scale scores by hidden size / heads instead of the head size; only the layer count tells.
@@ -49,21 +56,27 @@ GEMMA_27B_NUM_LAYERS: Mapping[str, int] = MappingProxyType({"gemma2": 46, "gemma
 BIAS_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "ernie4_5": {"use_bias": "attn_q"},
+        "gpt-oss": {"attention_bias": "attn_q"},
         "granite": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        "granitemoe": {"attention_bias": "attn_q"},
         "hunyuan-dense": {"attention_bias": "attn_q"},
         "llama": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
         "olmo2": {"attention_bias": "attn_q"},
+        "olmoe": {"attention_bias": "attn_q"},
         "qwen3": {"attention_bias": "attn_q"},
+        "qwen3moe": {"attention_bias": "attn_q"},
         "smollm3": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
     }
 )
+QWEN_MOE_ARCHITECTURES = ("qwen2moe", "qwen3moe")
+MOE_ARCHITECTURES = ("gpt-oss", "granitemoe", "olmoe", *QWEN_MOE_ARCHITECTURES)
+SHARED_SIZE = "expert_shared_feed_forward_length"
+SOFTMAX_GATING = 1
 FUSED_PROJECTIONS = ("phi3",)  # architectures with q, k and v in one tensor, and gate and up in one
 # Keys that are accepted with these values only.
 NOOP_VALUES: Mapping[str, Any] = MappingProxyType(
     {
         "attention.causal": True,
-        "expert_count": 0,
-        "expert_used_count": 0,
         "pooling_type": 0,
         "tensor_data_layout": "Meta AI original pth",
         "use_parallel_residual": False,
@@ -81,7 +94,11 @@ def read_hf_config(gguf: GGUFFile, read_tensor: TensorReader) -> Options:
     keys.require_general_value("general.quantization_version", QUANTIZATION_VERSION)
     _check_shape(keys)
     options = (
-        _shape_options(keys) | _bias_options(keys) | rope_options(keys, read_tensor) | _family_options(keys)
+        _shape_options(keys)
+        | _expert_options(keys)
+        | _bias_options(keys)
+        | rope_options(keys, read_tensor)
+        | _family_options(keys)
     )
     for key, value in NOOP_VALUES.items():
         keys.require_value(key, value)
@@ -111,8 +128,45 @@ def _check_shape(metadata: MetadataReader) -> None:
     hidden = metadata.get_int("embedding_length")
     _check_dimension(metadata, "embedding_length", "token_embd.weight", 1, hidden)
     _check_heads(metadata)
+    if _has_experts(metadata):
+        _check_experts(metadata)
+        return
     size = metadata.get_int("feed_forward_length") * (1 + (metadata.architecture in FUSED_PROJECTIONS))
     _check_dimension(metadata, "feed_forward_length", "blk.0.ffn_up.weight", 0, size)
+
+
+def _has_experts(metadata: MetadataReader) -> bool:
+    return metadata.architecture in MOE_ARCHITECTURES or _is_mixtral(metadata)
+
+
+def _is_mixtral(metadata: MetadataReader) -> bool:
+    return metadata.architecture == "llama" and metadata.get_int("expert_count", 0, low=0) > 0
+
+
+def _check_experts(metadata: MetadataReader) -> None:
+    """The first layer decides: in GGUF files all layers have experts."""
+    if "blk.0.ffn_up.0.weight" in metadata.tensors:
+        hint = "tensors for each expert are of files from before 2024; convert the model again"
+        raise metadata.error("expert_count", hint)
+    for key, dimension, expected in (
+        ("expert_count", 0, metadata.get_int("expert_count")),
+        (_expert_size_key(metadata), 2, metadata.get_int(_expert_size_key(metadata))),
+    ):
+        _check_dimension(metadata, key, "blk.0.ffn_down_exps.weight", dimension, expected, 3)
+
+
+def _read_intermediate_size(metadata: MetadataReader) -> int:
+    """Of an MLP, or of an expert in architectures without MLPs."""
+    if not _has_experts(metadata):
+        return metadata.get_int("feed_forward_length")
+    size = metadata.get_int(_expert_size_key(metadata))
+    dense_size = metadata.get_int("feed_forward_length", size)
+    return dense_size if metadata.architecture in QWEN_MOE_ARCHITECTURES else size
+
+
+def _expert_size_key(metadata: MetadataReader) -> str:
+    key = "expert_feed_forward_length"
+    return key if key in metadata else "feed_forward_length"
 
 
 def _check_layers(metadata: MetadataReader) -> None:
@@ -138,12 +192,12 @@ def _check_heads(metadata: MetadataReader) -> None:
 
 
 def _check_dimension(
-    metadata: MetadataReader, key: str, tensor_name: str, dimension: int, expected: int
+    metadata: MetadataReader, key: str, tensor_name: str, dimension: int, expected: int, num_dims: int = 2
 ) -> None:
-    """The matrix must have `expected` rows (dimension 0) or columns (1), as `key` implies."""
+    """The tensor must have `expected` matrices, rows or columns (the last dimension), as `key` implies."""
     shape = metadata.tensor_info(tensor_name).shape
-    if len(shape) != 2 or shape[dimension] != expected:
-        axis = ("rows", "columns")[dimension]
+    if len(shape) != num_dims or shape[dimension] != expected:
+        axis = ("matrices", "rows", "columns")[3 - num_dims + dimension]
         raise metadata.error(
             key, f"makes {expected} {axis} of tensor `{tensor_name}`, which is {list(shape)}"
         )
@@ -157,7 +211,7 @@ def _shape_options(metadata: MetadataReader) -> Options:
         "torch_dtype": _majority_dtype(metadata),
         "vocab_size": metadata.tensor_info("token_embd.weight").shape[0],
         "hidden_size": metadata.get_int("embedding_length"),
-        "intermediate_size": metadata.get_int("feed_forward_length"),
+        "intermediate_size": _read_intermediate_size(metadata),
         "num_hidden_layers": metadata.get_int("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.get_int("attention.head_count_kv", heads),
@@ -174,6 +228,10 @@ def _read_model_type(metadata: MetadataReader) -> str:
         return "olmo3"
     if metadata.architecture == "mistral3" and metadata.get_optional_float("attention.temperature_scale"):
         return "ministral3"
+    if _is_mixtral(metadata):
+        return "mixtral"
+    if metadata.architecture == "granitemoe" and metadata.get_int(SHARED_SIZE, 0, low=0):
+        return "granitemoeshared"
     return MODEL_TYPES[metadata.architecture]
 
 
@@ -185,8 +243,34 @@ def _majority_dtype(metadata: MetadataReader) -> str:
     return values.most_common(1)[0][0]
 
 
+def _expert_options(metadata: MetadataReader) -> Options:
+    """The architecture fixes the router's rule; keys can only repeat it."""
+    if not _has_experts(metadata):
+        for key in ("expert_count", "expert_used_count"):
+            metadata.require_value(key, 0)
+        return {}
+    name = metadata.architecture
+    renormalizes = name not in ("olmoe", "qwen2moe")
+    metadata.require_value("expert_gating_func", SOFTMAX_GATING)
+    metadata.require_value("expert_weights_norm", renormalizes)
+    metadata.require_value("expert_weights_scale", 1.0)
+    options: Options = {
+        "num_experts": metadata.get_int("expert_count"),
+        "num_experts_per_tok": metadata.get_int("expert_used_count"),
+    }
+    if name in QWEN_MOE_ARCHITECTURES:
+        options["moe_intermediate_size"] = metadata.get_int(_expert_size_key(metadata))
+    if name in ("olmoe", *QWEN_MOE_ARCHITECTURES):
+        options["norm_topk_prob"] = renormalizes
+    if name == "qwen2moe":
+        options["shared_expert_intermediate_size"] = metadata.get_int(SHARED_SIZE)
+    if name == "granitemoe" and metadata.get_int(SHARED_SIZE, 0, low=0):
+        options["shared_intermediate_size"] = metadata.get_int(SHARED_SIZE)
+    return options
+
+
 def _bias_options(metadata: MetadataReader) -> Options:
-    options = BIAS_OPTIONS.get(metadata.architecture, {})
+    options = {} if _is_mixtral(metadata) else BIAS_OPTIONS.get(metadata.architecture, {})
     return {option: f"blk.0.{name}.bias" in metadata.tensors for option, name in options.items()}
 
 
@@ -195,12 +279,17 @@ def _family_options(metadata: MetadataReader) -> Options:
     if metadata.architecture.startswith("gemma"):
         return {"hidden_activation": "gelu_pytorch_tanh"} | _gemma_options(metadata)
     options: Options = {"hidden_act": "silu"}
-    if metadata.architecture == "granite":
+    if metadata.architecture in ("granite", "granitemoe"):
         return options | _granite_options(metadata)
     if metadata.architecture == "mistral3":
         return options | {"sliding_window": None}
     if metadata.architecture == "phi3":
         return options | {"sliding_window": _read_window(metadata)}
+    if metadata.architecture == "gpt-oss":
+        theta = read_rope_theta(metadata, "rope.freq_base", DEFAULT_THETA)
+        metadata.require_value("rope.freq_base_swa", theta)
+        layer_types = _read_layer_types(metadata, metadata.get_int("block_count"))
+        return options | {"sliding_window": _read_window(metadata), "layer_types": layer_types}
     if metadata.architecture == "exaone4" or _read_model_type(metadata) == "olmo3":
         theta = read_rope_theta(metadata, "rope.freq_base", DEFAULT_THETA)
         metadata.require_value("rope.freq_base_swa", theta)

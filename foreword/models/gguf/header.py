@@ -6,7 +6,7 @@ import math
 import mmap
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -96,6 +96,11 @@ class TensorInfo:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape[:-1]) * self.row_bytes
+
+    def part(self, index: int) -> TensorInfo:
+        """Entry `index` of the first dimension."""
+        start = self.offset + index * (self.num_bytes // self.shape[0])
+        return replace(self, shape=self.shape[1:], offset=start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,8 @@ def _yarn_scaling(metadata: MetadataReader, original_max_position: int) -> Optio
         "factor": factor,
         "original_max_position_embeddings": original_max_position,
     }
+    if metadata.architecture == "gpt-oss":
+        options["truncate"] = False  # no key tells
     if metadata.architecture == "mistral3":
         beta, multiplier = _read_query_beta(metadata), metadata.get_optional_float(YARN_LOG_MULTIPLIER)
         options |= {"llama_4_scaling_beta": beta} if beta else {}

@@ -45,14 +45,24 @@ TILE_ROWS = 16  # rows of a packed tile; the last tile is padded
 TILE_SCALE_BYTES = 320  # scales of a tile's block of 256 columns
 TILE_PAIR_SCALE_BYTES = 64  # scales of a tile's two blocks of 32 columns
 # The converter reorders rows of q and k.
-PERMUTED_QK_ARCHITECTURES = ("granite", "llama", "mistral3", "smollm3")
-LAYER_TENSOR_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+PERMUTED_QK_ARCHITECTURES = ("granite", "granitemoe", "llama", "mistral3", "smollm3")
+LAYER_TENSOR_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:[._](weight|bias))?")
 EMBEDDING_TENSOR, HEAD_TENSOR = "token_embd.weight", "output.weight"
 MODEL_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "model.embed_tokens.weight": EMBEDDING_TENSOR,
         "model.norm.weight": "output_norm.weight",
         "lm_head.weight": HEAD_TENSOR,
+    }
+)
+ROUTERS = ("mlp.gate", "mlp.router", "block_sparse_moe.gate", "block_sparse_moe.router.layer")
+EXPERT_MODULES = ("mlp.experts", "block_sparse_moe.experts")
+EXPERT_TENSORS: Mapping[str, str] = MappingProxyType(
+    {
+        "gate_proj": "ffn_gate_exps",
+        "up_proj": "ffn_up_exps",
+        "gate_up_proj": "ffn_gate_up_exps",
+        "down_proj": "ffn_down_exps",
     }
 )
 LAYER_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
@@ -72,9 +82,19 @@ LAYER_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
         "mlp.up_proj": "ffn_up",
         "mlp.gate_up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
+        "self_attn.sinks": "attn_sinks",
+        "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+        **dict.fromkeys(ROUTERS, "ffn_gate_inp"),
+        **{f"{module}.{name}": EXPERT_TENSORS[name] for module in EXPERT_MODULES for name in EXPERT_TENSORS},
+        **{
+            f"{module}.{name}_proj": f"ffn_{name}_shexp"
+            for module in ("mlp.shared_expert", "shared_mlp")
+            for name in ("gate", "up", "down")
+        },
     }
 )
 POST_NORM_ARCHITECTURES = ("exaone4", "olmo2")  # no norms before the branches
+POST_ATTENTION_NORM_ARCHITECTURES = (*POST_NORM_ARCHITECTURES, "gpt-oss")  # by name
 POST_NORM_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "post_attention_layernorm": "post_attention_norm",
@@ -88,10 +108,11 @@ def gguf_name(name: str, architecture: str) -> str:
     """Name in GGUF files of the tensor called `name` in Hugging Face's format."""
     match = LAYER_TENSOR_PATTERN.fullmatch(name)
     if match is None:
-        return MODEL_TENSOR_NAMES[name]
-    has_post_norms = architecture.startswith("gemma") or architecture in POST_NORM_ARCHITECTURES
+        return MODEL_TENSOR_NAMES.get(name, name)
+    has_post_norms = architecture.startswith("gemma") or architecture in POST_ATTENTION_NORM_ARCHITECTURES
     inner = POST_NORM_NAMES.get(match[2]) if has_post_norms else None
-    return f"blk.{match[1]}.{inner or LAYER_TENSOR_NAMES[match[2]]}.{match[3]}"
+    inner = inner or LAYER_TENSOR_NAMES.get(match[2], match[2])
+    return f"blk.{match[1]}.{inner}.{match[3] or 'weight'}"
 
 
 def with_memory_info(model_info: ModelInfo, gguf: GGUFFile) -> ModelInfo:
@@ -115,6 +136,8 @@ def with_memory_info(model_info: ModelInfo, gguf: GGUFFile) -> ModelInfo:
 
 def _packed_bytes(info: TensorInfo) -> int:
     """Bytes in the layout of the CPU kernels, slightly more than in the file."""
+    if len(info.shape) > 2:  # experts are packed one by one
+        return info.shape[0] * _packed_bytes(info.part(0))
     columns, block_values = info.shape[-1], info.tensor_type.block_values
     blocks = columns // block_values
     is_k_quant = block_values > 32
@@ -177,9 +200,10 @@ class GGUFWeights:
         info = self.lookup(name, shape)
         if info.tensor_type.name not in FLOAT_DTYPES:
             raise self._tensor_error(info, f"must be of type {', '.join(FLOAT_DTYPES)}")
+        self.num_parameters += info.num_values
         tensor = self._unpermute(name, self._read_floats(info)).to(torch.float32, copy=True)
         self._release(info)
-        return tensor
+        return tensor.view(shape)
 
     @contextmanager
     def weights(self, out_features: Mapping[str, int], in_features: int) -> Iterator[Sequence[Matrix]]:
@@ -188,6 +212,16 @@ class GGUFWeights:
         yield [self._matrix(name, info) for name, info in infos.items()]
         for info in infos.values():
             self._release(info)
+
+    def has(self, name: str) -> bool:
+        return self._find(name) is not None
+
+    @contextmanager
+    def stacked(self, name: str, index: int, *shape: int) -> Iterator[Matrix]:
+        """One matrix as it is in the file; its pages are released at the end."""
+        info = self.lookup(name, shape).part(index)
+        yield self._matrix(name, info)
+        self._release(info)
 
     def prefixed(self, prefix: str) -> Weights:
         return PrefixedWeights(self, prefix)
@@ -207,19 +241,22 @@ class GGUFWeights:
 
     def lookup(self, name: str, shape: Sequence[int]) -> TensorInfo:
         """The tensor's entry in the header. Raises CheckpointError if it is missing or has another shape."""
-        file_name = gguf_name(name, self._architecture)
-        info = self._gguf.tensors.get(file_name)
+        info = self._find(name)
         if info is None:
+            file_name = gguf_name(name, self._architecture)
             raise CheckpointError(
                 f"{self._gguf.path}: tensor `{file_name}` {list(shape)} is missing", "model"
             )
-        if info.shape != tuple(shape):
+        if info.shape != tuple(shape) and (1, *info.shape) != tuple(shape):  # a single row may be a vector
             raise self._tensor_error(info, f"is {list(info.shape)}, the metadata says {list(shape)}")
-        self._read_names.add(file_name)
-        self.num_parameters += info.num_values
+        self._read_names.add(info.name)
         return info
 
+    def _find(self, name: str) -> TensorInfo | None:
+        return self._gguf.tensors.get(gguf_name(name, self._architecture))
+
     def _matrix(self, name: str, info: TensorInfo) -> Matrix:
+        self.num_parameters += info.num_values
         type_name = info.tensor_type.name
         if type_name in FLOAT_DTYPES:
             return self._unpermute(name, self._read_floats(info))

@@ -1,0 +1,186 @@
+"""Loads the experts of a mixture, one by one, from the layouts of tensors in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from foreword.errors import CheckpointError
+from foreword.kernels.ops import ExpertsConfig, Matrix, Ops, PackedExperts, QuantizedBlocks
+from foreword.layers.linear import Linear
+from foreword.layers.weights import Weights
+
+__all__ = ["ExpertNames", "MoEConfig", "load_experts", "load_router"]
+
+FUSED = ("experts.gate_up_proj", "experts.down_proj")  # of all experts: gate and up, down
+SEPARATE = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")  # of all experts, in GGUF files
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names of a mixture's tensors in Hugging Face's format."""
+
+    module: str = "mlp"  # in the layer
+    router: str = "gate"  # in the module, like those of experts
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of one expert
+    fused: tuple[str, str] = FUSED
+    shared: str = "mlp.shared_expert"  # in the layer
+    shared_gate: str | None = None
+    shared_fused: tuple[str, str] | None = None  # of the shared expert: gate and up, down
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """Mixtures of experts in the layers of a decoder."""
+
+    experts: ExpertsConfig
+    intermediate_size: int  # I: of one expert
+    has_experts: tuple[bool, ...]  # one per layer; the others have an MLP
+    names: ExpertNames = ExpertNames()
+    shared_intermediate_size: int = 0  # 0: no shared expert
+    bias: bool = False  # of router and experts
+    is_gpt_oss: bool = False  # see _GptOssExperts
+
+
+def load_router(ops: Ops, weights: Weights, name: str, num_rows: int, hidden_size: int, bias: bool) -> Linear:
+    """A layer [N, H] whose weight and results are float32, whatever the quantization."""
+    weight = weights.tensor(f"{name}.weight", num_rows, hidden_size)
+    if not weight.isfinite().all():
+        raise CheckpointError(f"tensor `{name}.weight` of a router holds NaN or infinity", "model")
+    biases = weights.tensor(f"{name}.bias", num_rows) if bias else None
+    return Linear(ops, ops.pack_linear([weight], "float32", biases), torch.float32)
+
+
+def load_experts(
+    ops: Ops, weights: Weights, weight_format: str, config: MoEConfig, hidden_size: int
+) -> PackedExperts:
+    """Pack all experts of a mixture; only one of them is in memory unpacked. weights: of its module."""
+    tensors = _find_tensors(weights, config, hidden_size)
+    gate_up, down = [], []
+    for expert in range(config.experts.num_experts):
+        gate_up_bias, down_bias = tensors.biases(expert) if config.bias else (None, None)
+        with tensors.gate_up(expert) as parts:
+            gate_up.append(ops.pack_linear(parts, weight_format, gate_up_bias))
+        with tensors.down(expert) as parts:
+            down.append(ops.pack_linear(parts, weight_format, down_bias))
+    return ops.pack_experts(gate_up, down)
+
+
+def _find_tensors(weights: Weights, config: MoEConfig, hidden_size: int) -> _ExpertTensors:
+    """The layout in the files: a tensor for each expert, unless there are tensors for all."""
+    if config.is_gpt_oss and (weights.has(FUSED[0]) or weights.has(f"{FUSED[0]}_blocks")):
+        return _GptOssExperts(weights, config, hidden_size)
+    for *gate_up, down in (config.names.fused, FUSED, SEPARATE):
+        if weights.has(gate_up[0]):
+            return _StackedExperts(weights, config, hidden_size, gate_up, down)
+    return _ExpertTensors(weights, config, hidden_size)
+
+
+class _ExpertTensors:
+    """Matrices and biases of one expert after the other, from a tensor for each."""
+
+    def __init__(self, weights: Weights, config: MoEConfig, hidden_size: int) -> None:
+        self._weights = weights
+        self._names = config.names
+        self._num_experts = config.experts.num_experts
+        self._inner = config.intermediate_size
+        self._hidden = hidden_size
+
+    def gate_up(self, expert: int) -> AbstractContextManager[Sequence[Matrix]]:
+        """Parts of [2I, H]"""
+        gate, up, _ = self._projections(expert)
+        sizes = {f"{gate}.weight": self._inner, f"{up}.weight": self._inner}
+        return self._weights.weights(sizes, self._hidden)
+
+    def down(self, expert: int) -> AbstractContextManager[Sequence[Matrix]]:
+        """Parts of [H, I]"""
+        return self._weights.weights({f"{self._projections(expert)[2]}.weight": self._hidden}, self._inner)
+
+    def biases(self, expert: int) -> tuple[Tensor, Tensor]:
+        """[2I] and [H]"""
+        sizes = self._inner, self._inner, self._hidden
+        gate, up, down = (
+            self._weights.tensor(f"{name}.bias", size)
+            for name, size in zip(self._projections(expert), sizes, strict=True)
+        )
+        return torch.cat((gate, up)), down
+
+    def _projections(self, expert: int) -> list[str]:
+        return [f"experts.{expert}.{name}" for name in self._names.projections]
+
+
+class _StackedExperts(_ExpertTensors):
+    """One tensor of each kind for all experts: gate and up, or both in one, and down."""
+
+    def __init__(
+        self, weights: Weights, config: MoEConfig, hidden_size: int, gate_up: Sequence[str], down: str
+    ) -> None:
+        super().__init__(weights, config, hidden_size)
+        self._gate_up_names = gate_up
+        self._down_name = down
+        if config.bias:
+            inner = self._num_experts, self._inner
+            gate_up_biases = [weights.tensor(f"{name}_bias", *inner) for name in SEPARATE[:2]]
+            self._gate_up_bias = torch.cat(gate_up_biases, 1)
+            self._down_bias = weights.tensor(f"{SEPARATE[2]}_bias", self._num_experts, hidden_size)
+
+    @contextmanager
+    def gate_up(self, expert: int) -> Iterator[Sequence[Matrix]]:
+        shape = self._num_experts, 2 * self._inner // len(self._gate_up_names), self._hidden
+        with ExitStack() as stack:
+            yield [
+                stack.enter_context(self._weights.stacked(name, expert, *shape))
+                for name in self._gate_up_names
+            ]
+
+    @contextmanager
+    def down(self, expert: int) -> Iterator[Sequence[Matrix]]:
+        shape = self._num_experts, self._hidden, self._inner
+        with self._weights.stacked(self._down_name, expert, *shape) as matrix:
+            yield [matrix]
+
+    def biases(self, expert: int) -> tuple[Tensor, Tensor]:
+        return self._gate_up_bias[expert], self._down_bias[expert]
+
+
+class _GptOssExperts(_ExpertTensors):
+    """Rows of gate and up alternate. Floats are [E, in, out]; blocks of MXFP4 are [E, out, in]."""
+
+    def __init__(self, weights: Weights, config: MoEConfig, hidden_size: int) -> None:
+        super().__init__(weights, config, hidden_size)
+        gate_up, down = (f"{name}_bias" for name in self._names.fused)
+        self._gate_up_bias = weights.tensor(gate_up, self._num_experts, 2 * self._inner)
+        self._down_bias = weights.tensor(down, self._num_experts, hidden_size)
+
+    @contextmanager
+    def gate_up(self, expert: int) -> Iterator[Sequence[Matrix]]:
+        with self._stacked(self._names.fused[0], expert, 2 * self._inner, self._hidden) as matrix:
+            yield [_take_rows(matrix, slice(first, None, 2)) for first in range(2)]
+
+    @contextmanager
+    def down(self, expert: int) -> Iterator[Sequence[Matrix]]:
+        with self._stacked(self._names.fused[1], expert, self._hidden, self._inner) as matrix:
+            yield [_take_rows(matrix, slice(None))]
+
+    def biases(self, expert: int) -> tuple[Tensor, Tensor]:
+        gate_up = self._gate_up_bias[expert]
+        return torch.cat((gate_up[::2], gate_up[1::2])), self._down_bias[expert]
+
+    @contextmanager
+    def _stacked(self, name: str, expert: int, rows: int, columns: int) -> Iterator[Matrix]:
+        """[rows, columns]"""
+        is_float = self._weights.has(name)
+        shape = (columns, rows) if is_float else (rows, columns)
+        with self._weights.stacked(name, expert, self._num_experts, *shape) as matrix:
+            yield matrix.t() if isinstance(matrix, Tensor) else matrix
+
+
+def _take_rows(matrix: Matrix, rows: slice) -> Matrix:
+    if isinstance(matrix, Tensor):
+        return matrix[rows].contiguous()
+    assert isinstance(matrix, QuantizedBlocks)
+    return replace(matrix, data=matrix.data[rows].contiguous())

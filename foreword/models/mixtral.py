@@ -1,0 +1,32 @@
+"""Mixtral: Mistral's layers with a mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from foreword.models.common import read_decoder_config, read_moe_config, read_num_layers
+from foreword.models.config import ConfigReader
+from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
+from foreword.models.experts import ExpertNames
+from foreword.models.llama import LlamaLayer
+
+__all__ = ["Mixtral"]
+
+NAMES = ExpertNames(module="block_sparse_moe", projections=("w1", "w3", "w2"))
+
+
+class Mixtral(Decoder):
+    """A window, if any, is in all layers."""
+
+    @classmethod
+    def read_config(cls, config: ConfigReader) -> DecoderConfig:
+        """config.json of model_type `mixtral`"""
+        window = config.get_optional_int("sliding_window")
+        base = read_decoder_config(
+            config, "mixtral", windows=(window,) * read_num_layers(config), eps=1e-5, theta=1e6
+        )
+        return replace(base, moe=read_moe_config(config, NAMES, renormalize=True))
+
+    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
+        """Build one layer."""
+        return LlamaLayer(builder)

@@ -1,0 +1,30 @@
+"""OLMoE: Llama's layers with a mixture of experts and norms of all heads of q and of k together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from foreword.models.common import read_decoder_config, read_moe_config
+from foreword.models.config import ConfigReader
+from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, QKNorm
+from foreword.models.experts import ExpertNames
+from foreword.models.llama import LlamaLayer
+
+__all__ = ["Olmoe"]
+
+
+class Olmoe(Decoder):
+    """Checkpoints that clip q, k and v are refused."""
+
+    @classmethod
+    def read_config(cls, config: ConfigReader) -> DecoderConfig:
+        """config.json of model_type `olmoe`"""
+        bias = config.get_bool("attention_bias", False)
+        qk_norm = QKNorm(all_heads=True)
+        base = read_decoder_config(config, "olmoe", eps=1e-5, qkv_bias=bias, out_bias=bias, qk_norm=qk_norm)
+        renormalize = config.get_bool("norm_topk_prob", False)
+        return replace(base, moe=read_moe_config(config, ExpertNames(), renormalize=renormalize))
+
+    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
+        """Build one layer."""
+        return LlamaLayer(builder)
