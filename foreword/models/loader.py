@@ -66,7 +66,7 @@ def read_model_info(path: Path, gguf_dequantize: bool = False) -> ModelInfo:
         if spec.quantization is None:
             return _build_model(spec, MetaOps(), precision, weights, "cpu", INFO_MAX_MODEL_LEN).info
         files = QuantizedWeights(path, spec.quantization)
-        renamed = _rename_weights(spec, HeaderWeights(files.check_shape), files.names)
+        renamed = _rename_weights(spec, HeaderWeights(files.check_shape, files.has), files.names)
         model = _build_model(spec, MetaOps(), precision, renamed, "cpu", INFO_MAX_MODEL_LEN)
         return files.with_memory_info(model.info)
     gguf = open_gguf(path)
