@@ -1,14 +1,14 @@
 """`foreword bench kernels`: every operation of a forward pass against the machine's ceilings.
 
 Regime: random weights in the shapes of a known model (or one matrix NxK), bfloat16 activations (float32
-for float32 and float16 weights). A case is one compiled function that runs an operation over as many
-weights or KV caches as the model has layers, so that they come from memory, or over fewer where that takes
-long. Cases of one format are timed in turn, round after round; torch reads the memory right before each
-whose data does not fit into a cache. A time is the median over rounds, a share or ratio the median over
-rounds of values measured next to each other. Bytes are those of the format (q8_0: 34 for 32 values). The
-product rate is that of a loop on registers with the instruction set's own multiply-adds, or the largest of
-the run where there is no such loop. A share above 105 % is an error, and so is a row that has other bits
-alone than among the rows of its case.
+for float32 and float16 weights). Experts are one layer of Qwen3-30B-A3B with its router. A case is one
+compiled function that runs an operation over as many weights or KV caches as the model has layers, so that
+they come from memory, or over fewer where that takes long. Cases of one format are timed in turn, round
+after round; torch reads the memory right before each whose data does not fit into a cache. A time is the
+median over rounds, a share or ratio the median over rounds of values measured next to each other. Bytes are
+those of the format (q8_0: 34 for 32 values). The product rate is that of a loop on registers with the
+instruction set's own multiply-adds, or the largest of the run where there is no such loop. A share above
+105 % is an error, and so is a row that has other bits alone than among the rows of its case.
 """
 
 from __future__ import annotations
@@ -31,10 +31,18 @@ from foreword.bench.inputs import BLOCK_SIZE, VOCAB_SIZE, RandomInputs, sampling
 from foreword.bench.regime import VOID, RegimeError, checked_share, require, shared_cache_bytes
 from foreword.bench.roofline import MemoryReader, product_rate
 from foreword.bench.session import BenchSession, BenchStep
-from foreword.bench.shapes import PARTS, WEIGHT_FORMATS, ModelShape, WeightMatrix, read_shape
+from foreword.bench.shapes import (
+    EXPERTS_SHAPE,
+    PARTS,
+    WEIGHT_FORMATS,
+    ExpertsShape,
+    ModelShape,
+    WeightMatrix,
+    read_shape,
+)
 from foreword.core.batch import Batch
 from foreword.errors import ConfigError
-from foreword.kernels.ops import Ops, PackedLinear
+from foreword.kernels.ops import ExpertsConfig, Ops, PackedLinear
 from foreword.kernels.registry import select_backend
 
 __all__ = ["CaseGroup", "CaseTimings", "KernelBenchSizes", "KernelCase", "KernelCases", "run"]
@@ -45,6 +53,7 @@ MAX_HEAD_ROWS = 16  # of logits in one batch
 MAX_VALUES = 1 << 26  # of one result
 REPEATS = 16  # of an operation that takes microseconds
 MAX_POSITION = 1 << 12  # of RoPE's table
+EXPERT_ROUTERS = 8
 MEMORY_SHARE = 2  # data of this many times the cache comes from memory
 
 
@@ -59,6 +68,8 @@ class KernelBenchSizes:
     attention_rows: tuple[int, ...] = (1, 8)
     row_counts: tuple[int, ...] = (1, 8, 512)
     sampler_rows: tuple[int, ...] = (1, 8)
+    experts: ExpertsShape = EXPERTS_SHAPE
+    expert_rows: tuple[int, ...] = (1, 16, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +146,52 @@ class KernelCases:
                         2.0 * matrix.n * matrix.k * count,
                         fmt.peak_format,
                     )
+
+    def experts(self, name: str, shape: ExpertsShape, rows: Sequence[int]) -> Iterator[KernelCase]:
+        """A router and its experts. Copies have other routers, so that they read other experts."""
+        ops, fmt = self.ops, WEIGHT_FORMATS[name]
+        dtype = torch.float32 if fmt.peak_format == "float32" else torch.bfloat16
+        matrices = []
+        for matrix in shape.matrices:
+            source = self.inputs.weight(name, matrix.n, matrix.k)
+            matrices.append([ops.pack_linear([source], name) for _ in range(matrix.copies)])
+        weights, config = (
+            ops.pack_experts(*matrices),
+            ExpertsConfig(shape.num_experts, shape.top_k, True, "silu"),
+        )
+        table = ops.pack_linear([self.inputs.normal(VOCAB_SIZE, shape.hidden)], "bfloat16")
+        routers = [
+            ops.pack_linear([self.inputs.normal(shape.num_experts, shape.hidden)], "float32")
+            for _ in range(EXPERT_ROUTERS)
+        ]
+
+        @functools.cache
+        def forward(copies: int) -> Callable[[Batch], Tensor]:
+            def run_experts(x: Tensor, batch: Batch) -> Tensor:
+                for router in routers[:copies]:
+                    y = ops.experts(x, ops.linear(x, router, torch.float32), weights, config)
+                return y
+
+            return self._forward(shape.hidden, run_experts, dtype, table)
+
+        def count_chosen(router: PackedLinear, count: int) -> int:
+            """Experts that the batch of RandomInputs reads."""
+            x = ops.embedding(torch.arange(count) % VOCAB_SIZE, table, dtype)
+            return len(ops.top_ids(ops.linear(x, router, torch.float32), shape.top_k).unique())
+
+        for count in rows:
+            call, copies = self._timed_copies(forward, EXPERT_ROUTERS, count)
+            chosen = statistics.mean(count_chosen(router, count) for router in routers[:copies])
+            yield KernelCase(
+                f"experts {shape.top_k} of {shape.num_experts}",
+                name,
+                count,
+                call,
+                copies,
+                chosen * sum(map(fmt.num_bytes, shape.matrices)) + 4 * shape.num_experts * shape.hidden,
+                2.0 * count * shape.top_k * sum(matrix.n * matrix.k for matrix in shape.matrices),
+                fmt.peak_format,
+            )
 
     def attention(
         self,
@@ -221,11 +278,15 @@ class KernelCases:
         return self._forward(width, repeat)
 
     def _forward(
-        self, width: int, op: Callable[[Tensor, Batch], Tensor], dtype: torch.dtype = torch.bfloat16
+        self,
+        width: int,
+        op: Callable[[Tensor, Batch], Tensor],
+        dtype: torch.dtype = torch.bfloat16,
+        table: PackedLinear | None = None,
     ) -> Callable[[Batch], Tensor]:
-        """A compiled pass: random activations [T, width], then `op`."""
+        """A compiled pass: random activations [T, width] (rows of `table`), then `op`."""
         ops = self.ops
-        table = ops.pack_linear([self.inputs.normal(VOCAB_SIZE, width)], "bfloat16")
+        table = table or ops.pack_linear([self.inputs.normal(VOCAB_SIZE, width)], "bfloat16")
         return ops.compile(
             lambda batch: ops.index_rows(
                 op(ops.embedding(batch.token_ids, table, dtype), batch), batch.sample_rows
@@ -271,7 +332,7 @@ def run(args: argparse.Namespace, sizes: KernelBenchSizes | None = None) -> int:
             types = sorted({"bfloat16", *(WEIGHT_FORMATS[name].peak_format for name in formats)})
             loops = functools.partial(_product_rates, types, getattr(ops, "isa", ""), threads, args.rounds)
             before = loops()
-        groups = _groups(KernelCases(ops, shape), formats if "linear" in parts else (), parts, rows, sizes)
+        groups = _groups(KernelCases(ops, shape), formats, parts, rows, sizes)
         expected_s = {group.name: group.num_cases * (MAX_CALL_S + SETTLE_S) for group in groups}
         steps = [
             step
@@ -366,7 +427,12 @@ def _groups(
     sizes: KernelBenchSizes,
 ) -> list[CaseGroup]:
     partial, shape = functools.partial, cases.shape
-    groups = [_linear_group(cases, name, rows) for name in formats]
+    groups = [_linear_group(cases, name, rows) for name in formats] if "linear" in parts else []
+    if "experts" in parts and shape.layers:
+        fitting = [name for name in formats if all(map(WEIGHT_FORMATS[name].fits, sizes.experts.matrices))]
+        for name in fitting:
+            make = partial(cases.experts, name, sizes.experts, sizes.expert_rows)
+            groups.append(CaseGroup(f"experts {name}", make, len(sizes.expert_rows)))
     if "attention" in parts and shape.layers:
         lengths = (sizes.contexts, sizes.prompts, sizes.attention_rows, sizes.working_set)
         count = len(sizes.contexts) * len(sizes.attention_rows) + len(sizes.prompts)

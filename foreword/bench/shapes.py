@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from foreword.errors import ConfigError
 
 __all__ = [
+    "EXPERTS_SHAPE",
     "PARTS",
     "SHAPES",
     "WEIGHT_FORMATS",
+    "ExpertsShape",
     "ModelShape",
     "WeightFormat",
     "WeightMatrix",
@@ -19,7 +21,7 @@ __all__ = [
     "read_shape",
 ]
 
-PARTS = ("linear", "attention", "rows", "sampler")  # of `foreword bench kernels`
+PARTS = ("linear", "experts", "attention", "rows", "sampler")  # of `foreword bench kernels`
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,22 @@ class ModelShape:
     head_dim: int = 0
     vocab: int = 0
     tie_word_embeddings: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """One layer of a mixture of experts."""
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    inner: int
+
+    @property
+    def matrices(self) -> tuple[WeightMatrix, WeightMatrix]:
+        """Of one expert."""
+        gate_up = WeightMatrix("gate_up", 2 * self.inner, self.hidden, self.num_experts)
+        return gate_up, WeightMatrix("down", self.hidden, self.inner, self.num_experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +121,8 @@ def model_shape(
     sizes = (layers, hidden, intermediate, heads, kv_heads, head_dim, vocab)
     return ModelShape(name, matrices, *sizes, tie_word_embeddings)
 
+
+EXPERTS_SHAPE = ExpertsShape(num_experts=128, top_k=8, hidden=2048, inner=768)  # Qwen3-30B-A3B
 
 SHAPES: Mapping[str, ModelShape] = {
     shape.name: shape

@@ -11,7 +11,7 @@ import torch
 from foreword.bench import kernels
 from foreword.bench.kernels import CaseTimings, KernelBenchSizes, KernelCase, KernelCases
 from foreword.bench.roofline import PEAK_TYPES, MemoryReader, product_rate
-from foreword.bench.shapes import WEIGHT_FORMATS, ModelShape, WeightMatrix, read_shape
+from foreword.bench.shapes import WEIGHT_FORMATS, ExpertsShape, ModelShape, WeightMatrix, read_shape
 from foreword.cli.main import main
 from foreword.errors import ConfigError
 from foreword.kernels.cpu.library import supported_isas
@@ -28,6 +28,8 @@ SIZES = KernelBenchSizes(
     attention_rows=(1, 3),
     row_counts=(1, 2),
     sampler_rows=(1, 2),
+    experts=ExpertsShape(num_experts=6, top_k=2, hidden=256, inner=256),
+    expert_rows=(1, 3),
 )
 
 
@@ -35,7 +37,7 @@ SIZES = KernelBenchSizes(
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny sizes; torch keeps its threads."""
     monkeypatch.setattr(kernels, "KernelBenchSizes", lambda: SIZES)
-    monkeypatch.setattr(kernels, "shared_cache_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(kernels, "shared_cache_bytes", lambda: 1 << 24)
     read = lambda text, working_set: TINY if text == "tiny" else read_shape(text, 1)  # noqa: E731
     monkeypatch.setattr(kernels, "read_shape", read)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
@@ -55,6 +57,11 @@ def test_bench_kernels_measures_every_part(isa: str, capsys: pytest.CaptureFixtu
     assert {of for op, of, _ in cases if op == "linear down"} == {"bfloat16", "int8", "q4_k"}
     head = {of for op, of, _ in cases if op == "linear head"}
     assert head == {"bfloat16", "int8"}, "32 values are no block of q4_k"
+    experts = {(of, rows) for op, of, rows in cases if op == "experts 2 of 6"}
+    assert experts == {(of, rows) for of in ("bfloat16", "int8", "q4_k") for rows in (1, 3)}
+    matrix_bytes = 3 * 256 * 256 * 2 * 144 / 256  # of two experts
+    one = cases["experts 2 of 6", "q4_k", 1]
+    assert one["gb_s"] * one["us"] * 1e3 == pytest.approx(matrix_bytes + 4 * 6 * 256)
     assert {op for op, _, _ in cases if op.startswith(("decode", "prompt"))} == {"decode at 40", "prompt"}
     assert {"norm", "rope", "gated silu", "greedy", "top-p 0.95"} <= {op for op, _, _ in cases}
     assert all(case["us"] > 0 for case in cases.values())
