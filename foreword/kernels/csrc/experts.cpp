@@ -13,11 +13,11 @@
 namespace foreword {
 namespace {
 
-constexpr int64_t ITEM_BYTES = 96 << 10;           // of weights that one item reads, about
-constexpr int64_t ITEMS_EACH = 4;                  // work items per thread, at least: they do not take equally long
-constexpr int64_t MEMORY_BYTES = 128 << 20;        // that the rows of one pass take, about
-constexpr int64_t LINE = 64;                         // bytes; memory of a thread begins with one
-constexpr int64_t MIN_SHARED_VALUES = 1 << 14;     // values; fewer are laid out sooner than a thread wakes
+constexpr int64_t ITEM_BYTES = 96 << 10;        // of weights that one item reads, about
+constexpr int64_t ITEMS_EACH = 4;               // work items per thread, at least: they do not take equally long
+constexpr int64_t MEMORY_BYTES = 128 << 20;     // that the rows of one pass take, about
+constexpr int64_t MIN_SHARED_VALUES = 1 << 14;  // values; fewer are laid out sooner than a thread wakes
+constexpr int64_t LINE = 64;                    // bytes: the alignment of rows and panels
 
 // The chosen experts of a row, by rank, and their factors.
 void choose_experts(const float* logits, const ExpertsArgs& args, int64_t* chosen, float* factors) {
@@ -47,20 +47,39 @@ void choose_experts(const float* logits, const ExpertsArgs& args, int64_t* chose
     }
 }
 
-// Rows of one expert: places [first, first + rows) in the order of experts. The panels of its first matrix, one for each
-// block, begin at panels_[gate_up_panel], those of its second at panels_[down_panel].
+enum Side { GATE_UP, DOWN };
+
+// Some rows of one expert: places [first, first + rows) in the order of experts. The panels of its first block of each
+// side have the offsets panels_[panel[side]], those of the others follow.
 struct Unit {
     int64_t expert, first, rows;
-    size_t gate_up_panel, down_panel;
+    size_t panel[2];
 };
 
-// Tiles [tile, tile + count) of a block of a unit's expert.
+// Tiles [tile, tile + count) of a block of the unit's expert.
 struct Item {
     const Unit* unit;
     int64_t block, tile, count;
 };
 
-// Rows [first_row, first_row + rows) of x. Memory of a place, one for each row and rank:
+// The blocks of one expert's matrix.
+struct Blocks {
+    const Weight *first, *last;
+
+    const Weight* begin() const { return first; }
+    const Weight* end() const { return last; }
+};
+
+Blocks blocks_of(const Experts& experts, Side side, int64_t expert) {
+    const ExpertMatrices& matrices = side == GATE_UP ? experts.gate_up : experts.down;
+    return {matrices.blocks + matrices.starts[expert], matrices.blocks + matrices.starts[expert + 1]};
+}
+
+LinearParts parts_of(Isa isa, const Weight& weight) {
+    return is_dense(weight.format) ? dense_parts(isa, weight.format) : quantized_parts(isa);
+}
+
+// Rows [first_row, first_row + rows) of x. A place is a row and a rank; in memory, each has
 //   inner_    of `type`: the row of x, then gate_up(x), then the activation in its first half
 //   outputs_  float32: the output of the expert; it replaces the panels of x
 class Pass {
@@ -69,7 +88,6 @@ public:
         : context_(context),
           pool_(context.pool),
           isa_(isa),
-          rows_of_(row_kernels(isa)),
           args_(args),
           experts_(args.experts),
           first_row_(first_row),
@@ -80,42 +98,33 @@ public:
         choose();
         group();
         reserve();
-        const auto count = static_cast<int64_t>(units_.size());
+        const auto units = static_cast<int64_t>(units_.size());
         const auto lay_out = [&](int64_t item, int thread) { lay_out_rows(units_[item], thread); };
         if (num_places() * experts_.hidden >= MIN_SHARED_VALUES) {
-            pool_.run(count, lay_out);
+            pool_.run(units, lay_out);
         } else {
-            for (int64_t item = 0; item < count; item++) lay_out(item, 0);
+            for (int64_t item = 0; item < units; item++) lay_out(item, 0);
         }
-        multiply(experts_.gate_up, &Unit::gate_up_panel);
-        pool_.run(count, [&](int64_t item, int thread) { activate(units_[item], thread); });
-        multiply(experts_.down, &Unit::down_panel);
-        rows_of_.weighted_sum(context_, {places_.data(), factors_.data(), args_.top_k, args_.type, outputs(0), row_at(args_.add_to),
-                                         row_at(args_.y), experts_.hidden, rows_});
+        multiply(GATE_UP);
+        pool_.run(units, [&](int64_t item, int thread) { activate(units_[item], thread); });
+        multiply(DOWN);
+        row_kernels(isa_).weighted_sum(context_, {places_.data(), factors_.data(), args_.top_k, args_.type, outputs(0),
+                                                  row_at(args_.add_to), row_at(args_.y), experts_.hidden, rows_});
     }
 
     // Bytes that a row takes, about.
     static int64_t row_bytes(Isa isa, const ExpertsArgs& args) {
-        const Experts& experts = args.experts;
-        const auto panel = [&](const ExpertMatrices& matrices) {
-            int64_t bytes = 0;
-            for (int64_t block = matrices.starts[0]; block < matrices.starts[1]; block++) {
-                const Weight& weight = matrices.blocks[block];
-                bytes += parts(isa, weight).panel_bytes({weight, args.type, Type::F32, {}, {}, 1});
+        int64_t panels[2] = {};
+        for (const Side side : {GATE_UP, DOWN}) {
+            for (const Weight& weight : blocks_of(args.experts, side, 0)) {
+                panels[side] += parts_of(isa, weight).panel_bytes({weight, args.type, Type::F32, {}, {}, 1});
             }
-            return bytes;
-        };
-        const int64_t outputs = std::max(panel(experts.gate_up), experts.hidden * bytes_of(Type::F32));
-        return args.top_k * (inner_stride(args) + outputs + panel(experts.down));
+        }
+        const int64_t outputs = std::max(panels[GATE_UP], args.experts.hidden * bytes_of(Type::F32));
+        return args.top_k * (inner_stride(args) + outputs + panels[DOWN]);
     }
 
 private:
-    using Panel = size_t Unit::*;
-
-    static LinearParts parts(Isa isa, const Weight& weight) {
-        return is_dense(weight.format) ? dense_parts(isa, weight.format) : quantized_parts(isa);
-    }
-
     static int64_t inner_stride(const ExpertsArgs& args) {
         return round_up(std::max(args.experts.hidden, 2 * args.experts.inner) * bytes_of(args.type), LINE);
     }
@@ -144,7 +153,7 @@ private:
         for (int64_t row = 0; row < rows_; row++) choose(row, 0);
     }
 
-    // Sort by expert, and cut the rows of each into units.
+    // Sort the places by expert, and cut those of each into units.
     void group() {
         std::vector<int64_t> ends(experts_.count + 1);
         for (const int64_t expert : chosen_) ends[expert + 1]++;
@@ -158,7 +167,7 @@ private:
         }
         for (int64_t expert = 0; expert < experts_.count; expert++) {
             for (int64_t first = ends[expert]; first < ends[expert + 1]; first += PANEL_ROWS) {
-                units_.push_back({expert, first, std::min(PANEL_ROWS, ends[expert + 1] - first), 0, 0});
+                units_.push_back({expert, first, std::min(PANEL_ROWS, ends[expert + 1] - first), {}});
             }
         }
     }
@@ -167,76 +176,71 @@ private:
     void reserve() {
         const int64_t inner = num_places() * inner_stride_;
         const int64_t outputs = round_up(num_places() * experts_.hidden * bytes_of(Type::F32), LINE);
-        const int64_t panels = add_panels(experts_.gate_up, &Unit::gate_up_panel, inner);
-        const int64_t end = add_panels(experts_.down, &Unit::down_panel, std::max(panels, inner + outputs));
+        const int64_t panels = add_panels(GATE_UP, inner);
+        const int64_t end = add_panels(DOWN, std::max(panels, inner + outputs));
         inner_ = context_.shared.get(end);
         outputs_ = inner_ + inner;
     }
 
     // Offsets from `at` on; returns the end.
-    int64_t add_panels(const ExpertMatrices& matrices, Panel panel, int64_t at) {
+    int64_t add_panels(Side side, int64_t at) {
         for (Unit& unit : units_) {
-            unit.*panel = panels_.size();
-            for (int64_t block = matrices.starts[unit.expert]; block < matrices.starts[unit.expert + 1]; block++) {
-                const Weight& weight = matrices.blocks[block];
+            unit.panel[side] = panels_.size();
+            for (const Weight& weight : blocks_of(experts_, side, unit.expert)) {
                 panels_.push_back(at);
-                at += round_up(parts(isa_, weight).panel_bytes(linear_args(unit, panel, weight, 0)), LINE);
+                at += round_up(parts_of(isa_, weight).panel_bytes(linear_args(unit, side, weight, 0)), LINE);
             }
         }
         return at;
     }
 
-    // A block that makes the columns from `column` on.
-    LinearArgs linear_args(const Unit& unit, Panel panel, const Weight& weight, int64_t column) const {
-        if (panel == &Unit::down_panel) {
-            RowView y = outputs(unit.first);
-            y.data += column * bytes_of(Type::F32);
-            return {weight, args_.type, Type::F32, inner(unit.first), y, unit.rows};
+    // The product with a block, which makes the columns from `column` on. One row alone is read in place.
+    LinearArgs linear_args(const Unit& unit, Side side, const Weight& weight, int64_t column) const {
+        const RowView from = inner(unit.first);
+        if (side == DOWN) {
+            const RowView to = outputs(unit.first);
+            return {weight, args_.type, Type::F32, from, {to.data + column * bytes_of(Type::F32), to.stride}, unit.rows};
         }
-        RowView y = inner(unit.first);
-        y.data += column * bytes_of(args_.type);
-        const RowView x = unit.rows == 1 ? row_at(args_.x, row_of_place_[unit.first]) : inner(unit.first);
-        return {weight, args_.type, args_.type, x, y, unit.rows};
+        const RowView x = unit.rows == 1 ? row_at(args_.x, row_of_place_[unit.first]) : from;
+        return {weight, args_.type, args_.type, x, {from.data + column * bytes_of(args_.type), from.stride}, unit.rows};
     }
 
-    void lay_out(const Unit& unit, const ExpertMatrices& matrices, Panel panel, int thread) const {
-        for (int64_t block = 0; block < matrices.starts[unit.expert + 1] - matrices.starts[unit.expert]; block++) {
-            const Weight& weight = matrices.blocks[matrices.starts[unit.expert] + block];
-            char* memory = inner_ + panels_[unit.*panel + block];
-            parts(isa_, weight).lay_out(linear_args(unit, panel, weight, 0), memory, pool_, thread);
+    void lay_out(const Unit& unit, Side side, int thread) const {
+        size_t panel = unit.panel[side];
+        for (const Weight& weight : blocks_of(experts_, side, unit.expert)) {
+            parts_of(isa_, weight).lay_out(linear_args(unit, side, weight, 0), inner_ + panels_[panel++], pool_, thread);
         }
     }
 
-    // One row alone is read in place.
     void lay_out_rows(const Unit& unit, int thread) const {
         const int64_t bytes = experts_.hidden * bytes_of(args_.type);
-        for (int64_t row = 0; unit.rows > 1 && row < unit.rows; row++) {
-            std::memcpy(inner(unit.first + row).data, row_at(args_.x, row_of_place_[unit.first + row]).data, bytes);
+        for (int64_t place = unit.first; unit.rows > 1 && place < unit.first + unit.rows; place++) {
+            std::memcpy(inner(place).data, row_at(args_.x, row_of_place_[place]).data, bytes);
         }
-        lay_out(unit, experts_.gate_up, &Unit::gate_up_panel, thread);
+        lay_out(unit, GATE_UP, thread);
     }
 
     void activate(const Unit& unit, int thread) const {
         const RowView rows = inner(unit.first);
-        rows_of_.gated_act_alone({args_.activation, args_.type, rows, rows, experts_.inner, unit.rows});
-        lay_out(unit, experts_.down, &Unit::down_panel, thread);
+        row_kernels(isa_).gated_act_alone({args_.activation, args_.type, rows, rows, experts_.inner, unit.rows});
+        lay_out(unit, DOWN, thread);
     }
 
-    // The units of an expert use a few tiles one after the other, so that they stay in a cache.
-    void add_items(const ExpertMatrices& matrices, const Unit* begin, const Unit* end, int64_t item_bytes) {
-        for (int64_t block = matrices.starts[begin->expert]; block < matrices.starts[begin->expert + 1]; block++) {
-            const Weight& weight = matrices.blocks[block];
+    // Items of units [begin, end) of one expert. They use a few tiles one after the other, so that these stay in a cache.
+    void add_items(Side side, const Unit* begin, const Unit* end, int64_t item_bytes) {
+        const Blocks blocks = blocks_of(experts_, side, begin->expert);
+        for (const Weight& weight : blocks) {
             const int64_t tiles = num_tiles(weight.n);
             const int64_t each = round_up(std::max<int64_t>(item_bytes / tile_bytes(weight.format, weight.k), 1), PART_TILES);
             for (int64_t tile = 0; tile < tiles; tile += each) {
                 for (const Unit* unit = begin; unit < end; unit++) {
-                    items_.push_back({unit, block, tile, std::min(each, tiles - tile)});
+                    items_.push_back({unit, &weight - blocks.first, tile, std::min(each, tiles - tile)});
                 }
             }
         }
     }
 
-    // body(first unit, end) for the units of each expert.
+    // body(first unit, end) for each expert that has any.
     template <class Body>
     void each_expert(const Body& body) const {
         const Unit* const last = units_.data() + units_.size();
@@ -246,33 +250,32 @@ private:
         }
     }
 
-    void multiply(const ExpertMatrices& matrices, Panel panel) {
+    void multiply(Side side) {
         int64_t bytes = 0;
         each_expert([&](const Unit* unit, const Unit*) {
-            for (int64_t block = matrices.starts[unit->expert]; block < matrices.starts[unit->expert + 1]; block++) {
-                const Weight& weight = matrices.blocks[block];
+            for (const Weight& weight : blocks_of(experts_, side, unit->expert)) {
                 bytes += num_tiles(weight.n) * tile_bytes(weight.format, weight.k);
             }
         });
-        items_.clear();
         const int64_t item_bytes = std::min(ITEM_BYTES, bytes / (ITEMS_EACH * pool_.size()));
-        each_expert([&](const Unit* begin, const Unit* end) { add_items(matrices, begin, end, item_bytes); });
-        pool_.run(static_cast<int64_t>(items_.size()), [&](int64_t item, int thread) { run_item(matrices, panel, items_[item], thread); });
+        items_.clear();
+        each_expert([&](const Unit* begin, const Unit* end) { add_items(side, begin, end, item_bytes); });
+        pool_.run(static_cast<int64_t>(items_.size()), [&](int64_t item, int thread) { run_item(side, items_[item], thread); });
     }
 
-    void run_item(const ExpertMatrices& matrices, Panel panel, const Item& item, int thread) const {
-        const int64_t first = matrices.starts[item.unit->expert];
+    void run_item(Side side, const Item& item, int thread) const {
+        const Weight* blocks = blocks_of(experts_, side, item.unit->expert).first;
         int64_t column = 0;
-        for (int64_t block = first; block < item.block; block++) column += matrices.blocks[block].n;
-        const Weight& weight = matrices.blocks[item.block];
-        char* memory = inner_ + panels_[item.unit->*panel + item.block - first];
-        parts(isa_, weight).multiply(linear_args(*item.unit, panel, weight, column), memory, item.tile, item.count, pool_, thread);
+        for (int64_t block = 0; block < item.block; block++) column += blocks[block].n;
+        const Weight& weight = blocks[item.block];
+        char* panel = inner_ + panels_[item.unit->panel[side] + item.block];
+        const LinearArgs args = linear_args(*item.unit, side, weight, column);
+        parts_of(isa_, weight).multiply(args, panel, item.tile, item.count, pool_, thread);
     }
 
     Context& context_;
     ThreadPool& pool_;
     const Isa isa_;
-    const RowKernels& rows_of_;
     const ExpertsArgs& args_;
     const Experts& experts_;
     const int64_t first_row_, rows_, inner_stride_;
