@@ -35,6 +35,7 @@ from foreword.tokenizer.gguf import build_gguf_tokenizer
 from foreword.tokenizer.tokenizer import Tokenizer
 from tests.support.checkpoints import write_checkpoint
 from tests.support.gguf_files import RawGGUF, write_gguf
+from tests.support.quantized_checkpoints import write_quantized
 
 __all__ = ["FuzzTarget", "file_targets"]
 
@@ -44,6 +45,9 @@ SMALL: Mapping[str, Any] = {
     "num_hidden_layers": 1,
     "num_key_value_heads": 2,
 }
+# Two groups a row.
+SMALL_GROUPED = {**SMALL, "hidden_size": 64, "intermediate_size": 64, "tie_word_embeddings": True}
+QUANTIZED = ("awq", "gptq-act-order", "pack-quantized-asymmetric", "int-quantized", "fp8-block")
 POSITIONS = 16  # of models that are loaded
 MESSAGES = [{"role": "user", "content": "Hello ü"}]
 UNICODE = ("utf-8", "surrogateescape")
@@ -74,6 +78,8 @@ def file_targets() -> Mapping[str, Callable[[], FuzzTarget]]:
         "gguf": _gguf,
         "gguf-metadata": _gguf_metadata,
         "config": _config,
+        "quantized": _quantized,
+        "quantized-config": _quantized_config,
         "tokenizer": _tokenizer,
         "encoder": _encoder,
         "options": _options,
@@ -215,6 +221,52 @@ def _config() -> FuzzTarget:
         tokenizer = (checkpoint / "tokenizer.json").read_bytes()
     modules = ("models/", "checkpoint.py", "layers/")
     return FuzzTarget(seeds, run, (CheckpointError,), modules, change_json, share=0.5)
+
+
+def _quantized() -> FuzzTarget:
+    """Weights of a quantized checkpoint, whose metadata name the config."""
+
+    def run(data: bytes, folder: Path) -> None:
+        kind = next((kind for kind in configs if f'"{kind}"'.encode() in data), QUANTIZED[0])
+        _load_quantized(configs[kind], data, folder)
+
+    checkpoints = _quantized_checkpoints()
+    configs = {kind: config for kind, (config, _) in checkpoints.items()}
+    seeds = [stored for _, stored in checkpoints.values()]
+    modules = ("models/quantized/", "models/weights.py")
+    return FuzzTarget(seeds, run, (CheckpointError,), modules, change_safetensors, share=0.5)
+
+
+def _quantized_config() -> FuzzTarget:
+    """config.json of a quantized checkpoint; the line before it names the weights."""
+
+    def run(data: bytes, folder: Path) -> None:
+        kind, _, config = data.partition(b"\n")
+        _load_quantized(config, weights.get(kind.decode(*UNICODE), weights[QUANTIZED[0]]), folder)
+
+    checkpoints = _quantized_checkpoints()
+    weights = {kind: stored for kind, (_, stored) in checkpoints.items()}
+    seeds = [f"{kind}\n".encode() + config for kind, (config, _) in checkpoints.items()]
+    return FuzzTarget(seeds, run, (CheckpointError,), ("models/quantized/",), change_lines, share=0.5)
+
+
+def _quantized_checkpoints() -> dict[str, tuple[bytes, bytes]]:
+    """config.json and weights by format."""
+    result = {}
+    with TemporaryDirectory() as folder:
+        source = write_checkpoint(Path(folder) / "source", dtype="bfloat16", **SMALL_GROUPED)
+        for kind in QUANTIZED:
+            path = Path(folder) / kind
+            write_quantized(source, path, kind)
+            result[kind] = (path / "config.json").read_bytes(), (path / "model.safetensors").read_bytes()
+    return result
+
+
+def _load_quantized(config: bytes, weights: bytes, folder: Path) -> None:
+    _write(folder / "config.json", config)
+    _write(folder / "model.safetensors", weights)
+    read_model_info(folder)
+    load_model(folder, ReferenceOps(), Precision.from_dtypes("float32"), "cpu", POSITIONS)
 
 
 def _tokenizer() -> FuzzTarget:

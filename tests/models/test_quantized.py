@@ -390,6 +390,17 @@ def test_contents_are_refused_by_name(
         load(path)
 
 
+def test_quantized_norm_is_refused(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    write_quantized(source, path, "int-quantized")
+    change_tensors(path, **{"model.norm.weight": torch.ones(64).to(torch.int8)})
+    config = compressed("int-quantized", strategy="channel")
+    change_config(path, quantization_config={**config, "ignore": []})
+    for open_ in (check_weights, load):
+        with pytest.raises(CheckpointError, match=r"model\.norm\.weight. is quantized, but must be plain"):
+            open_(path)
+
+
 def test_truncated_file_is_refused(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "model"
     write_quantized(source, path, "gptq")

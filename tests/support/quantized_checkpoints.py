@@ -290,18 +290,18 @@ def write_quantized(
         tensors, matrix = known.quantize(value, chance)
         stored |= {name.removesuffix("weight") + suffix: tensor for suffix, tensor in tensors.items()}
         floats[name] = to_tensor(matrix)
-    _copy(source, path, stored)
+    _copy(source, path, stored, kind)
     change_config(path, quantization_config=known.config)
     if plain is not None:
-        _copy(source, plain, {name: value.to(torch.float32) for name, value in floats.items()})
+        _copy(source, plain, {name: value.to(torch.float32) for name, value in floats.items()}, "plain")
         change_config(plain, torch_dtype="float32")
     return floats
 
 
-def _copy(source: Path, path: Path, tensors: Tensors) -> None:
+def _copy(source: Path, path: Path, tensors: Tensors, kind: str) -> None:
     shutil.copytree(source, path)
     (path / "model.safetensors").unlink()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt", "kind": kind})
 
 
 def change_config(path: Path, **options: Any) -> None:
