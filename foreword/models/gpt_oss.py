@@ -33,7 +33,6 @@ class GptOss(Decoder):
         config.get("initial_context_length", None)  # repeated in the options of RoPE
         if "rope_parameters" not in config and "rope_scaling" not in config:
             raise config.error("rope_scaling", "is missing")
-        _read_quantization(config)
         bias = config.get_bool("attention_bias", True)
         base = read_decoder_config(
             config,
@@ -51,12 +50,3 @@ class GptOss(Decoder):
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""
         return LlamaLayer(builder)
-
-
-def _read_quantization(config: ConfigReader) -> None:
-    """The tensors tell which weights are MXFP4: those of experts."""
-    section = config.get_section("quantization_config")
-    if section is not None:
-        section.require_value("quant_method", "mxfp4")
-        section.get("modules_to_not_convert", None)
-        section.check_all_read()

@@ -66,9 +66,9 @@ class SafetensorsFile:
         return self._file.num_bytes
 
     def tensor(
-        self, name: str, dtypes: Mapping[str, torch.dtype] = DTYPES, index: int | None = None
+        self, name: str, index: int | None = None, dtypes: Mapping[str, torch.dtype] = DTYPES
     ) -> Tensor:
-        """The mapped tensor of one of these types, or entry `index` of its first dimension."""
+        """The mapped tensor, or entry `index` of its first dimension, of one of these types."""
         entry = self.entries[name]
         if entry.dtype_name not in dtypes:
             rule = f"weights must be {', '.join(dtypes)}"

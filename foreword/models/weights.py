@@ -19,7 +19,7 @@ from foreword.kernels.reference.backend import ReferenceOps, ReferenceWeight
 from foreword.layers.weights import Weights
 from foreword.models.config import read_json
 from foreword.models.device_loader import DeviceLoader
-from foreword.models.safetensors import DTYPES, QUANTIZED_DTYPES, SafetensorsFile
+from foreword.models.safetensors import DTYPES, SafetensorsFile
 
 __all__ = [
     "DeinterleavedWeights",
@@ -40,6 +40,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 SHARD_PATTERN = re.compile(r".+-\d+-of-(\d+)\.safetensors")
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+MXFP4_DTYPES = {"U8": torch.uint8}
 MXFP4_PARTS = ("blocks", "scales")  # suffixes of the two tensors of a matrix in MXFP4
 MXFP4_BLOCK = 32  # values with one scale
 DERIVED_SUFFIXES = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # buffers in old checkpoints
@@ -217,7 +218,7 @@ class FileWeights:
         """One matrix as it is in the file; its pages are released at the end."""
         self.check_shape(name, shape)
         parts = self._parts(name, shape)
-        tensors = [self._load(part, index, packed=part != name) for part in parts]
+        tensors = [self._load(part, index, DTYPES if part == name else MXFP4_DTYPES) for part in parts]
         self.num_parameters += math.prod(shape[1:])
         yield tensors[0] if len(tensors) == 1 else join_mxfp4(*tensors)
         for part in parts:
@@ -241,11 +242,12 @@ class FileWeights:
         self.num_parameters += math.prod(shape)
         return self._load(name)
 
-    def _load(self, name: str, index: int | None = None, packed: bool = False) -> Tensor:
+    def _load(
+        self, name: str, index: int | None = None, dtypes: Mapping[str, torch.dtype] = DTYPES
+    ) -> Tensor:
         """The tensor, or entry `index` of its first dimension, on the engine's device."""
         file = self._file_by_name[name]
-        dtypes = QUANTIZED_DTYPES if packed else DTYPES
-        tensor = file.tensor(name, dtypes, index)  # mapped, not yet read
+        tensor = file.tensor(name, index, dtypes)  # mapped, not yet read
         if self._device_loader is None:
             return tensor
         return self._device_loader.tensor(file.span(name, index), tensor.dtype, tensor.shape)
