@@ -14,8 +14,8 @@ starts each engine anew, from the page cache. A figure is the median over rounds
 rounds of figures of the same round. No speculation, no prefix cache.
 
     decode     tokens/s of one request after a prompt of 32 tokens
-    of read    bytes of the weights times decode, as a share of the bandwidth read in the same round; empty
-               where a cache may hold the weights
+    of read    bytes of the weights (of experts: those of one row) times decode, as a share of the bandwidth
+               read in the same round; empty where a cache may hold the weights
     of peak    operations of the layers times the rate of the first prompt, as a share of a loop on registers
                with the instruction set's own multiply-adds
     512, 2048  tokens/s of a prompt until its first token
@@ -51,6 +51,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers_experts import EXPERT_MODELS
 from peers_models import MODELS
 from peers_setup import PeerEnvironment, make_environment, make_files, make_vllm
 from peers_worker import Worker
@@ -77,6 +78,7 @@ MAX_STREAMS = 16
 PROMPT = 32
 ROWS_CONTEXT, ROW_COUNTS = 256, (1, 4, 8, 16)
 READ_BYTES = 1 << 30
+SHAPES = {**MODELS, **EXPERT_MODELS}
 CACHE_MARGIN = 2  # weights of this many times the largest cache come from memory
 
 
@@ -115,6 +117,7 @@ GROUPS: Mapping[str, tuple[PeerEngine, ...]] = {
     "q8_0": (*_foreword_engines("q8_0.gguf"), PeerEngine("llama.cpp q8_0", "llama_cpp", "q8_0.gguf")),
     "q4_0": (*_foreword_engines("q4_0.gguf"), PeerEngine("llama.cpp q4_0", "llama_cpp", "q4_0.gguf")),
     "q4_k_m": (*_foreword_engines("q4_k_m.gguf"), PeerEngine("llama.cpp q4_k_m", "llama_cpp", "q4_k_m.gguf")),
+    "mxfp4": (*_foreword_engines("mxfp4.gguf"), PeerEngine("llama.cpp mxfp4", "llama_cpp", "mxfp4.gguf")),
     "int8": (
         *_foreword_engines("", quantization="int8"),
         PeerEngine("openvino int8", "openvino", "openvino-int8"),
@@ -237,7 +240,7 @@ def _parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--models", type=names(MODELS), default=["qwen2.5-0.5b", "llama-3.2-1b"], metavar="LIST"
+        "--models", type=names(SHAPES), default=["qwen2.5-0.5b", "llama-3.2-1b"], metavar="LIST"
     )
     parser.add_argument("--groups", type=names(GROUPS), default=list(GROUPS), metavar="LIST")
     parser.add_argument(
@@ -315,7 +318,7 @@ def _measure_group(
             if args.alone or engine.name in errors:
                 one.close()
         ceilings.products = dict.fromkeys((_isa(one, args) for one in loaded.values()), 0.0)
-        measures = _measures(MODELS[model].vocab, args)
+        measures = _measures(SHAPES[model].vocab, args)
         _measure(list(loaded.values()), measures, ceilings, args.rounds, args.alone)
         _compare_answers(loaded)
     finally:
@@ -553,10 +556,11 @@ def _figures(
     shares: dict[str, float] = {}
     if "decode" in one.rounds and facts["weight_bytes"] > CACHE_MARGIN * shared_cache_bytes():
         pairs = zip(one.rounds["decode"], ceilings.bandwidths, strict=True)
-        shares["of_read"] = statistics.median(rate * facts["weight_bytes"] / read for rate, read in pairs)
+        read_bytes = EXPERT_MODELS[model].read_bytes() if model in EXPERT_MODELS else facts["weight_bytes"]
+        shares["of_read"] = statistics.median(rate * read_bytes / read for rate, read in pairs)
     product = ceilings.products[_isa(one, args)]
     if not args.contexts and product and (rate := figures.get(f"prompt {args.prompts[0]}")):
-        shares["of_peak"] = 2 * MODELS[model].layer_weights() * rate / product
+        shares["of_peak"] = 2 * SHAPES[model].layer_weights() * rate / product
     for name, share in shares.items():
         try:
             figures[name] = checked_share(share, 1.0)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-__all__ = ["MODELS", "PeerModelShape", "write_checkpoint"]
+__all__ = ["MODELS", "PeerModelShape", "make_tokenizer", "write_checkpoint"]
 
 EOS = "<|end|>"
 CONTEXT = 40960
@@ -100,7 +100,7 @@ def write_checkpoint(shape: PeerModelShape, folder: Path) -> None:
     _write_json(
         folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS}
     )
-    _tokenizer(shape.vocab).save(str(folder / "tokenizer.json"))
+    make_tokenizer(shape.vocab).save(str(folder / "tokenizer.json"))
     generator = torch.Generator().manual_seed(0)
     tensors = {name: _random(name, size, generator) for name, size in shape.shapes()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -115,7 +115,7 @@ def _random(name: str, size: tuple[int, ...], generator: torch.Generator) -> Ten
     return value.mul_((0.3 if "embed" in name else GAIN) / math.sqrt(size[-1])).bfloat16()
 
 
-def _tokenizer(vocab_size: int) -> Tokenizer:
+def make_tokenizer(vocab_size: int) -> Tokenizer:
     """Byte-level BPE whose merges fill the vocabulary: pairs of bytes, then triples."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = list(islice(_merges(alphabet), vocab_size - len(alphabet) - 1))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from peers_experts import EXPERT_MODELS, write_gguf
 from peers_models import MODELS, write_checkpoint
 
 __all__ = ["TO_GGUF", "PeerEnvironment", "convert", "make_environment", "make_files", "make_vllm"]
@@ -105,7 +106,10 @@ def _pip(python: str, action: str, *words: str, variables: Mapping[str, str] | N
 
 
 def make_files(environment: PeerEnvironment, name: str, folder: Path) -> None:
-    """Write missing files: checkpoint, GGUF files, OpenVINO folders."""
+    """Write missing files: checkpoint, GGUF files, OpenVINO folders; one GGUF file for experts."""
+    if name in EXPERT_MODELS:
+        write_gguf(EXPERT_MODELS[name], folder / EXPERT_MODELS[name].file)
+        return
     write_checkpoint(MODELS[name], folder)
     bf16, f16 = folder / "bf16.gguf", folder / "f16.gguf"
     convert(environment, TO_GGUF, "gguf", folder, bf16)
