@@ -28,6 +28,7 @@ UNUSED_SUFFIXES = (
     *(".input_scale", ".input_zero_point", ".k_scale", ".k_zero_point", ".q_scale"),
     *(".v_scale", ".v_zero_point"),
 )
+MUST_BE_PLAIN = "is quantized, but must be plain here"
 TILE_ROWS = 16  # rows of a packed tile of the CPU kernels; the last tile is padded
 SCALE_BYTES, ZERO_BYTES = 4, 1  # in memory
 
@@ -65,13 +66,15 @@ class QuantizedWeights(FileWeights):
             super().check_shape(name, shape)
         elif len(shape) > 2:
             raise self._error(name, "of all experts is quantized; experts with a tensor each work")
+        elif len(shape) == 2:
+            self._check_matrix(name, scheme, *shape)
         else:
-            self._check_matrix(name, scheme, shape)
+            raise self._error(name, MUST_BE_PLAIN)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """float32 tensor of this shape, a copy."""
         if self._scheme(name) is not None:
-            raise self._error(name, "is quantized, but must be plain here")
+            raise self._error(name, MUST_BE_PLAIN)
         return super().tensor(name, *shape)
 
     @contextmanager
@@ -85,7 +88,7 @@ class QuantizedWeights(FileWeights):
                 matrices.append(self._read_tensor(name, (rows, in_features)))
                 names.append(name)
             else:
-                stored = self._check_matrix(name, scheme, (rows, in_features))
+                stored = self._check_matrix(name, scheme, rows, in_features)
                 matrices.append(self._read_matrix(name, scheme, stored, rows, in_features))
                 names += stored.values()
         yield matrices
@@ -148,9 +151,8 @@ class QuantizedWeights(FileWeights):
             raise self._error(stored, problem)
         return scheme
 
-    def _check_matrix(self, name: str, scheme: Scheme, shape: Sequence[int]) -> dict[str, str]:
+    def _check_matrix(self, name: str, scheme: Scheme, rows: int, columns: int) -> dict[str, str]:
         """Check the matrix's tensors in the files' headers; their names by suffix. Raises CheckpointError."""
-        rows, columns = shape
         prefix = name.removesuffix("weight")
         try:
             demanded = scheme.tensors(rows, columns)
