@@ -7,7 +7,8 @@ import re
 import shlex
 from pathlib import Path
 
-from foreword.cli.terminal import format_bytes, format_count
+from foreword.cli.terminal import format_count
+from foreword.config.memory import format_bytes
 from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo
 from foreword.demo import BUNDLED

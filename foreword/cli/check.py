@@ -15,8 +15,8 @@ from rich.console import Console
 from foreword.checkpoint import apply_options, check_draft_model, read_tokenizer, resolve_paths
 from foreword.cli.flags import read_config
 from foreword.cli.startup import startup_line
-from foreword.cli.terminal import format_bytes, format_count
-from foreword.config.memory import cpu_reserve, kv_bytes_per_token
+from foreword.cli.terminal import format_count
+from foreword.config.memory import cpu_reserve, format_bytes, kv_bytes_per_token
 from foreword.config.options import Config
 from foreword.config.resolve import ModelInfo, ResolvedConfig, draft_size_warning, resolve
 from foreword.engine.loader import detect_hardware, make_plugins, types_in_use

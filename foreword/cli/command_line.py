@@ -18,6 +18,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -296,7 +297,7 @@ def run_command_line(words: Sequence[str], is_process: bool = False) -> int:
 def _check_config(args: argparse.Namespace, fetch: bool) -> Config:
     """The options; unknown variables get a warning. Raises ConfigError or CheckpointError.
 
-    fetch  download models with a hub id now: the hub's progress bars and the start-up line share a terminal
+    fetch  download models with a hub id now, before the start-up line of the command
     """
     config = read_config(args)
     if args.command == "serve":
@@ -314,9 +315,18 @@ def _check_config(args: argparse.Namespace, fetch: bool) -> Config:
         ]
         for name in names:
             if name is not None and name not in BUNDLED and find_local(name, BUNDLED) is None and fetch:
-                print_line(prog, f"fetching {name}, unless it is in the hub's cache", logging.INFO)
-                resolve_path(name)
+                _fetch(prog, name)
     return config
+
+
+def _fetch(prog: str, name: str) -> None:
+    """Download a model unless it is in the hub's cache. Raises CheckpointError."""
+    print_line(prog, f"fetching {name}, unless it is in the hub's cache", logging.INFO)
+    startup_line.begin(f"{prog}: fetching {name}", at_once=False)
+    try:
+        resolve_path(name, partial(startup_line.on_load, "download"))
+    finally:
+        startup_line.end()
 
 
 def _check_server_files(config: Config) -> None:

@@ -1,6 +1,7 @@
 """The start-up line on stderr: what a command waits for, from its first moment until it is ready.
 
 On a terminal it is one line that updates itself and vanishes; elsewhere it is repeated while the wait lasts.
+Bytes that are loaded or fetched are shown with their rate and the time left, on a terminal also as a bar.
 This module imports nothing that takes time, because the line precedes the imports that do.
 """
 
@@ -10,6 +11,10 @@ import os
 import sys
 import threading
 import time
+import unicodedata
+from collections import deque
+
+from foreword.config.memory import format_bytes
 
 __all__ = ["StartupLine", "startup_line"]
 
@@ -17,7 +22,31 @@ REFRESH_S = 0.2  # of a terminal's line
 REPEAT_S = 1.5  # elsewhere: no silence of 2 s
 LONG_WAIT_S, LONG_REPEAT_S = 60.0, 10.0  # after a minute a log needs fewer lines
 CLEAR = "\r\x1b[2K"
+BYTE_STAGES = ("weights", "download")
+RATE_WINDOW_S, MIN_RATE_S = 5.0, 0.3  # of the samples that a rate is computed from
+BAR_CELLS = 20
+MINUTE_S, HOUR_S = 60, 3600
 MIB, GIB = 1 << 20, 1 << 30
+
+
+class _Rate:
+    """Bytes a second over the last seconds."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque()  # (time, bytes done)
+        self._total = 0
+
+    def update(self, done: int, total: int) -> float:
+        """The rate, or 0 as long as it is not known. Fewer bytes than before are those of the next model."""
+        now = time.monotonic()
+        if total != self._total or (self._samples and done < self._samples[-1][1]):
+            self._samples.clear()
+        self._total = total
+        self._samples.append((now, done))
+        while now - self._samples[0][0] > RATE_WINDOW_S and len(self._samples) > 2:
+            self._samples.popleft()
+        began, first = self._samples[0]
+        return (done - first) / (now - began) if now - began >= MIN_RATE_S else 0.0
 
 
 class StartupLine:
@@ -31,6 +60,8 @@ class StartupLine:
         self._fd = fd
         self._is_terminal = False
         self._text = self._stage = ""
+        self._bar = ""  # before the stage, on terminals
+        self._rate = _Rate()
         self._started_s = self._shown_s = 0.0
         self._done = threading.Event()
         self._done.set()
@@ -46,7 +77,7 @@ class StartupLine:
         if self.log_format == "json":
             return
         self._is_terminal = os.isatty(self._fd)
-        self._text, self._stage = text, ""
+        self._text, self._stage, self._bar = text, "", ""
         self._started_s = self._shown_s = time.monotonic()
         self._done.clear()
         if at_once:
@@ -56,18 +87,22 @@ class StartupLine:
 
     def stage(self, text: str) -> None:
         """What the command waits for now; without effect after end()."""
-        self._stage = text
+        self._stage, self._bar = text, ""
 
     def on_load(self, stage: str, done: int, total: int) -> None:
-        """A stage of loading, see OnLoadProgress."""
-        if done < total and stage != "weights":
+        """A stage of loading, see OnLoadProgress; "download" too has bytes."""
+        if done >= total:
+            self.stage("" if stage == "download" else "warm-up and calibration")
+        elif stage not in BYTE_STAGES:
             verb = "compiling kernels" if stage == "kernels" else "capturing CUDA graphs"
             self.stage(f"{verb}, {done} of {total}")
-        elif done < total:
-            unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
-            self.stage(f"weights, {done / unit:.1f} of {total / unit:.1f} {name}")
         else:
-            self.stage("warm-up and calibration")
+            unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
+            rate = self._rate.update(done, total)
+            left = f", {format_bytes(rate)}/s, {_format_seconds((total - done) / rate)} left" if rate else ""
+            self._stage = f"{stage}, {done / unit:.1f} of {total / unit:.1f} {name}{left}"
+            filled = BAR_CELLS * done // total
+            self._bar = f"[{'=' * filled}{' ' * (BAR_CELLS - filled)}] "
 
     def end(self) -> None:
         """Stop, and clear a terminal's line. Also without begin()."""
@@ -92,19 +127,43 @@ class StartupLine:
     def _show(self) -> None:
         self._shown_s = time.monotonic()
         elapsed_s = self._shown_s - self._started_s
-        stage = f": {self._stage}" if self._stage else ""
-        line = f"{self._text}{stage}" + (f" ({elapsed_s:.0f} s)" if elapsed_s >= 1 else " ...")
-        if self._is_terminal:
-            # The cursor stays at the left, so that a log line overwrites this one.
-            self._write(f"{CLEAR}{line[: _terminal_width(self._fd) - 1]}\r")
-        else:
-            self._write(f"{line}\n")
+        text, stage = self._text, f": {self._stage}" if self._stage else ""
+        end = f" ({elapsed_s:.0f} s)" if elapsed_s >= 1 else " ..."
+        if not self._is_terminal:
+            self._write(f"{text}{stage}{end}\n")
+            return
+        room = _terminal_width(self._fd) - 1
+        bar = self._bar if _num_cells(f"{text}{stage}{end}{self._bar}") <= room else ""
+        text = _cut(text, room - _num_cells(f"{stage}{end}{bar}"))  # the progress is news, the text is not
+        # The cursor stays at the left, so that a log line overwrites this one.
+        self._write(f"{CLEAR}{_cut(text + stage.replace(': ', f': {bar}', 1) + end, room)}\r")
 
     def _write(self, text: str) -> None:
         try:
             os.write(self._fd, text.encode(sys.getfilesystemencoding(), "replace"))
         except OSError:
             self._done.set()  # nobody reads it
+
+
+def _format_seconds(seconds: float) -> str:
+    if seconds < MINUTE_S:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / MINUTE_S), HOUR_S // MINUTE_S)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def _num_cells(text: str) -> int:
+    """Columns of a terminal."""
+    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
+
+
+def _cut(text: str, num_cells: int) -> str:
+    """The text, or as much of it as fits, with an ellipsis."""
+    if _num_cells(text) <= num_cells:
+        return text
+    while text and _num_cells(text) > num_cells - 3:
+        text = text[:-1]
+    return f"{text}..."[: max(num_cells, 0)]
 
 
 def _terminal_width(fd: int) -> int:

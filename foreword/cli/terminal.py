@@ -27,7 +27,6 @@ from foreword.utils import logging as logs
 __all__ = [
     "StyledText",
     "WordWrapper",
-    "format_bytes",
     "format_count",
     "loading_bar",
     "progress_bar",
@@ -106,15 +105,6 @@ def set_up_logging(level: str, log_format: str = "text") -> None:
         ("httpcore", logging.WARNING),
     ):
         logging.getLogger(name).setLevel(max(minimum, logging.getLogger().level))
-
-
-def format_bytes(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
 
 
 def format_count(count: float) -> str:

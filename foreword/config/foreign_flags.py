@@ -27,7 +27,7 @@ NO_TLS = "TLS ends at a proxy in front of the server"
 REQUEST_FIELD = "it is a field of each request"
 HUB_CACHE = "the variable HF_HOME names the hub's cache"
 CHECKPOINT_DECIDES = "config.json decides; edit the checkpoint's file"
-DOWNLOAD = "download the file and pass its path, or pass the hub id of a safetensors checkpoint"
+DOWNLOAD = "download the file and pass its path, or pass a hub id such as organisation/name:Q4_K_M"
 EXACT = "acceptance is always exact"
 
 
@@ -214,7 +214,9 @@ FOREIGN_FLAGS: Mapping[str, tuple[ForeignFlag, ...]] = MappingProxyType(
         ),
         "llama-server, llama-box": (
             _same("-m", "--model"),
-            _refused("-hf -hfr --hf-repo -hff --hf-file -mu --model-url", DOWNLOAD),
+            _same("-hf -hfr --hf-repo", "--model"),
+            _refused("-hff --hf-file", "append it to the hub id: organisation/name:FILE.gguf"),
+            _refused("-mu --model-url", DOWNLOAD),
             _same("-a --alias", "--served-model-name"),
             _refused(
                 "-c --ctx-size",

@@ -10,6 +10,7 @@ __all__ = [
     "ModelInfo",
     "cpu_reserve",
     "estimate_memory",
+    "format_bytes",
     "kv_bytes_per_token",
     "min_free_bytes",
     "weight_bytes",
@@ -25,6 +26,15 @@ WORKSPACE_DIVISOR, MAX_WORKSPACE_BYTES = 64, 1 << 30  # of attention, as in kern
 MARGIN_DIVISOR, MAX_MARGIN_BYTES = 64, 512 << 20  # share of the GPU's memory, and its limit
 CUDA_GRAPH_DIVISOR, MAX_CUDA_GRAPH_BYTES = 64, 1 << 30
 CPU_RESERVE_DIVISOR, MIN_CPU_RESERVE_BYTES = 10, GIB
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 __all__ = ["OnLoadProgress", "Readiness"]
 
-# (stage, done, total): bytes of "weights"; "kernels" compiled for a GPU; CUDA "graphs" captured
+# (stage, done, total): bytes of a "download" or "weights"; "kernels" compiled for a GPU; "graphs" captured
 OnLoadProgress = Callable[[str, int, int], None]
 
 

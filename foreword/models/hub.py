@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Collection
 from pathlib import Path
 
 from foreword.errors import CheckpointError, did_you_mean
 from foreword.models.gguf.header import is_gguf
+from foreword.models.hub_download import OnBytes, fetch
 
 __all__ = ["find_local", "resolve_path"]
 
-DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+# organisation/name, with ":" and the end of a GGUF file's name, or with ":" or "/" and its name
+HUB_ID = re.compile(
+    r"(?:hf\.co/|huggingface\.co/)?([\w.-]+/[\w.-]+)(?::([\w./-]+)|/([\w./-]+\.gguf))?", re.ASCII | re.I
+)
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx")
 MODEL_FILES = (".gguf", *WEIGHT_FILES)
 MAX_NAMES = 5  # that an error lists
 DIRECTORY = "a directory with config.json, tokenizer.json and *.safetensors"
-KINDS = f"a model is {DIRECTORY}, a GGUF file, or a hub id such as organisation/name"
+KINDS = (
+    f"a model is {DIRECTORY}, a GGUF file, or a hub id such as organisation/name or organisation/name:Q4_K_M"
+)
 
 
-def resolve_path(name_or_path: str) -> Path:
-    """The directory or file itself, or the hub's cache directory of a model id. Raises CheckpointError."""
-    return find_local(name_or_path) or _download(name_or_path)
+def resolve_path(name_or_path: str, on_bytes: OnBytes | None = None) -> Path:
+    """The directory or file itself, or the model of a hub id in the hub's cache, downloaded if it lacks it.
+
+    on_bytes  of a download: bytes done and in total
+    Raises CheckpointError.
+    """
+    path = find_local(name_or_path)
+    if path is not None:
+        return path
+    match = HUB_ID.fullmatch(name_or_path)
+    assert match is not None, "find_local() refuses other names"
+    return fetch(match[1], match[2] or match[3] or "", on_bytes)
 
 
 def find_local(name: str, bundled: Collection[str] = ()) -> Path | None:
-    """The directory or file, or None for a hub id.
+    """The directory or file, or None for a hub id, also with a GGUF file of it.
 
     A path that exists in part, a URL, or a name of another form is no hub id.
 
@@ -48,22 +61,20 @@ def find_local(name: str, bundled: Collection[str] = ()) -> Path | None:
             f"{name} is a URL: download the model and pass its path, or pass its hub id (organisation/name)",
             "model",
         )
-    if name.startswith((".", "/", "~")) or name.endswith(("/", *MODEL_FILES)) or _is_partly_there(path):
+    hub_id = HUB_ID.fullmatch(name)
+    has_file = hub_id is not None and bool(hub_id[2] or hub_id[3])
+    if name.startswith((".", "/", "~")) or _is_partly_there(path):
         raise CheckpointError(_describe_missing(path, name), "model")
-    repository, colon, tag = name.partition(":")
-    if colon and HUB_ID.fullmatch(repository):
-        raise CheckpointError(
-            f"{name}: {tag or 'a tag'} would be one GGUF file of {repository}, which is not fetched yet; "
-            "download the .gguf file and pass its path",
-            "model",
-        )
-    if colon or "/" not in name:
-        library = " (names of ollama's library are not known)" if colon else ""
+    if not has_file and name.endswith(("/", *MODEL_FILES)):
+        raise CheckpointError(_describe_missing(path, name), "model")
+    if hub_id is not None:
+        return None
+    is_tagged = ":" in name
+    if is_tagged or "/" not in name:
+        library = " (names of ollama's library are not known)" if is_tagged else ""
         hint = did_you_mean(name, [*bundled, *_names(Path())])
         raise CheckpointError(f"there is no model {name}{library}{hint or f'; {KINDS}'}", "model")
-    if not HUB_ID.fullmatch(name):
-        raise CheckpointError(_describe_missing(path, name), "model")
-    return None
+    raise CheckpointError(_describe_missing(path, name), "model")
 
 
 def _check_directory(path: Path) -> Path:
@@ -127,15 +138,3 @@ def _names(directory: Path) -> list[str]:
 
 def _list(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
-
-
-def _download(model_id: str) -> Path:
-    hub = importlib.import_module("huggingface_hub")  # slow to import, and rarely needed
-    try:
-        return Path(hub.snapshot_download(model_id, allow_patterns=list(DOWNLOAD_PATTERNS)))
-    except Exception as error:  # the client raises errors of several libraries
-        lines = str(error).splitlines() or [type(error).__name__]
-        raise CheckpointError(
-            f"{model_id} is neither a directory nor available from the hub ({lines[0]}). Without a network, "
-            f"download it elsewhere with `hf download {model_id} --local-dir DIR` and use the directory"
-        ) from error

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -277,15 +278,21 @@ def test_second_model_by_flag_is_answered(capsys: pytest.CaptureFixture[str]) ->
 def test_hub_model_is_fetched_before_the_start_up_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fetch(name: str) -> Path:
+    def fetch(name: str, on_bytes: Callable[[int, int], None]) -> Path:
+        assert startup_line.is_shown
+        on_bytes(1 << 20, 4 << 20)
+        shown.append(startup_line._stage)
         raise CheckpointError(f"{name} is not there")
 
+    shown: list[str] = []
+    startup_line = command_line.startup_line
     monkeypatch.setattr(command_line, "resolve_path", fetch)
-    monkeypatch.setattr(command_line.startup_line, "begin", lambda text: pytest.fail("too early"))
+    monkeypatch.setattr(command_line, "_describe_start", lambda *_: pytest.fail("too early"))
     assert command_line.run_command_line(["serve", "someone/some-model"], is_process=True) == 2
     first, last = capsys.readouterr().err.splitlines()
     assert first.endswith(": fetching someone/some-model, unless it is in the hub's cache")
     assert last == "foreword serve: someone/some-model is not there"
+    assert shown == ["download, 1.0 of 4.0 MiB"] and not startup_line.is_shown
 
 
 def test_unknown_variable_is_a_warning(

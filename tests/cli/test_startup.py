@@ -66,6 +66,53 @@ def test_loading_is_a_stage(
     assert f"loading demo: {stage} ..." in read_until(reader, stage + " ...")
 
 
+def test_rate_and_time_left_follow_the_last_seconds(
+    pipe: tuple[int, StartupLine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(startup.time, "monotonic", lambda: now)
+    _, line = pipe
+    shown = []
+    for seconds, done in ((0, 0), (1, 1), (1, 2), (1, 2.5), (4, 3), (600, 4), (1, 1)):
+        now += seconds
+        line.on_load("download", int(done * 1024 * MIB), 6 * 1024 * MIB)
+        shown.append(line._stage.removeprefix("download, "))
+    assert shown == [
+        "0.0 of 6.0 GiB",
+        "1.0 of 6.0 GiB, 1.00 GiB/s, 5 s left",
+        "2.0 of 6.0 GiB, 1.00 GiB/s, 4 s left",
+        "2.5 of 6.0 GiB, 853.3 MiB/s, 4 s left",
+        "3.0 of 6.0 GiB, 204.8 MiB/s, 15 s left",
+        "4.0 of 6.0 GiB, 1.7 MiB/s, 20 min left",
+        "1.0 of 6.0 GiB",  # the next model
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "text", "expected"),
+    [
+        (90, "loading demo", "loading demo: [==========          ] weights, 3.0 of 6.0 MiB ..."),
+        (60, "loading demo", "loading demo: weights, 3.0 of 6.0 MiB ..."),
+        (39, "模型模型 demo", "模型模...: weights, 3.0 of 6.0 MiB ..."),
+        (10, "loading demo", ": weig..."),
+    ],
+)
+def test_line_is_never_wider_than_the_terminal(
+    columns: int, text: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bar goes first, then the end of the text: what remains is the progress."""
+    leader, terminal = pty.openpty()
+    monkeypatch.setattr(startup, "_terminal_width", lambda fd: columns)
+    line = StartupLine(terminal)
+    line.begin(text, at_once=False)
+    line.on_load("weights", 3 * MIB, 6 * MIB)
+    last = expected[-12:]
+    assert f"{CLEAR}{expected}\r" in read_until(leader, f"{last}\r")
+    line.end()
+    os.close(terminal)
+    os.close(leader)
+
+
 def test_nothing_is_written_after_the_end(pipe: tuple[int, StartupLine]) -> None:
     reader, line = pipe
     line.begin("loading demo")

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from foreword.errors import CheckpointError
+from foreword.models import hub
 from foreword.models.hub import find_local, resolve_path
 
 
@@ -17,7 +18,7 @@ def test_directory_resolves_to_itself(tmp_path: Path):
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with models; the hub must not be asked."""
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr(hub, "fetch", lambda *_: pytest.fail("asked the hub"))
     monkeypatch.chdir(tmp_path)
     for name in (
         "models/qwen2/config.json",
@@ -52,10 +53,9 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("missing", "there is no model missing; a model is a directory with config.json"),
         ("model", "there is no model model; did you mean models?"),
         ("llama3:8b", "there is no model llama3:8b (names of ollama's library are not known)"),
-        (
-            "some/name:Q4_K_M",
-            "Q4_K_M would be one GGUF file of some/name, which is not fetched yet",
-        ),
+        ("models/qwen2:Q4_K_M", "no directory or file models/qwen2:Q4_K_M: models has no qwen2:Q4_K_M"),
+        ("models/deep/x.gguf", "models has no deep; it has qwen2"),
+        ("some/name:", "there is no model some/name: (names of ollama's library"),
         ("https://hub.example/some/name", "is a URL: download the model and pass its path"),
         ("model.bin", "holds weights alone: pass the directory"),
         ("weights/model.safetensors", "holds weights alone: pass the directory"),
@@ -92,20 +92,8 @@ def test_gguf_file_resolves_to_itself(tmp_path: Path):
     assert resolve_path(str(tmp_path / "blob")) == tmp_path / "blob"
 
 
-def test_model_id_is_downloaded_without_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    asked: list[tuple[str, list[str]]] = []
-
-    def download(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert resolve_path("someone/some-model") == tmp_path
-    assert asked[0][0] == "someone/some-model" and not any("bin" in pattern for pattern in asked[0][1])
-
-
 def test_offline_error_names_the_download_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match="hf download someone/some-model --local-dir DIR"):
         resolve_path("someone/some-model")
