@@ -25,7 +25,7 @@ from foreword.engine.model_runner import ModelRunner
 from foreword.engine.schedule_output import ScheduledRequest
 from foreword.models.base import VisionEncoder
 from foreword.speculation.base import ModelBasedDrafter
-from foreword.speculation.control.cost_model import Calibration
+from foreword.speculation.control.cost_model import Calibration, CostCurve
 
 __all__ = [
     "CudaMemoryMeter",
@@ -46,7 +46,9 @@ SAMPLED_ROWS = (1, 16, 4, 64, 8, 2, 32, 128, 3, 6, 12, 24, 48, 96)
 PROMPT_ROWS = (1, 16, 64, 128)  # rows of a prompt, of which the last is sampled
 REQUEST_ROWS = 16  # rows of one request, and requests of one row
 CONTEXT_TOKENS, CONTEXT_ROWS = 4096, 8  # a long context, and rows of one request that attend to it
-FIRST_ROUND_S, ALL_ROUNDS_S = 1.5, 0.5  # time limits of a table for its first and all rounds
+ROUNDS_S = 0.5  # time limit of a table
+SLOW_STEP_S = 0.05  # of one row: from here on each size is timed once, since the start waits for it
+SLOW_ROWS = (16, 4)
 MIN_SAMPLES = 3
 AGREEMENT = 1.1  # ratio of the two least samples that settles a size
 MIN_SIZES = 2  # timed regardless: one size says nothing about the cost of more rows
@@ -101,6 +103,9 @@ class StepCostProfiler:
 
     def measure(self) -> Calibration:
         max_rows = min(self._max_rows, self._max_len - 2)
+        row_s = self.time_step(1, 1)
+        if row_s > SLOW_STEP_S:
+            return self._measure_slow(row_s, max_rows)
         first_row, extra_row = self._context_costs()
         sampled_rows, prompt_rows = _sizes_up_to(max_rows, SAMPLED_ROWS), _sizes_up_to(max_rows, PROMPT_ROWS)
         return Calibration(
@@ -110,6 +115,21 @@ class StepCostProfiler:
             context_cost_extra_row=extra_row,
             request_cost=self._request_cost(),
         )
+
+    def _measure_slow(self, row_s: float, max_rows: int) -> Calibration:
+        """The table of a model whose steps take long: noise is small beside them, and each corrects it.
+
+        The cost of a context is shared by the rows alike, and that of a request is left out: it is the host's.
+        """
+        sampled = {1: row_s} | {n: self.time_step(n, n) for n in SLOW_ROWS if n <= max_rows}
+        prompt = {n: self.time_step(n, 1) for n in SLOW_ROWS[:1] if n <= max_rows}
+        rows = min(CONTEXT_ROWS, max_rows)
+        context = min(CONTEXT_TOKENS, self._max_len - rows - 2)
+        per_row = 0.0
+        if context >= 1 and rows >= 2:
+            near = CostCurve(sampled).at(rows)
+            per_row = max(self.time_step(rows, rows, context) - near, 0.0) / context / rows
+        return Calibration(sampled, {1: row_s} | prompt, per_row, per_row)
 
     def time_step(self, num_rows: int, num_sampled: int, context: int = 0, num_requests: int = 1) -> float:
         """Seconds of a step of requests after `context` tokens, each with num_sampled - 1 draft rows."""
@@ -191,11 +211,11 @@ def time_sizes(time_rows: TimeRows, sizes: Sequence[int], clock: Callable[[], fl
     seconds: dict[int, list[float]] = {}
     started = clock()
     for size in sizes:
-        if clock() - started > FIRST_ROUND_S and len(seconds) >= MIN_SIZES:
+        if clock() - started > ROUNDS_S and len(seconds) >= MIN_SIZES:
             break
         seconds[size] = [time_rows(size)]
     unsettled = list(seconds)
-    while unsettled and clock() - started < ALL_ROUNDS_S:
+    while unsettled and clock() - started < ROUNDS_S:
         for size in unsettled:
             insort(seconds[size], time_rows(size))
         unsettled = [size for size in unsettled if not _is_settled(seconds[size])]

@@ -141,6 +141,7 @@ class Tokenizer:
         "_backend",
         "_byte_decoder",
         "_bytes_by_id",
+        "_gaps",
         "_token_search",
         "chat_template",
         "eos_token_ids",
@@ -166,13 +167,15 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes_by_id: dict[int, bytes] = {}
         self._token_search: TokenSearch | None = None
+        used_ids = set(backend.get_vocab(with_added_tokens=True).values())
         # Highest id + 1; a model's vocabulary may be padded beyond it.
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = max(used_ids, default=-1) + 1
         if self.vocab_size > MAX_TOKENS:
             raise CheckpointError(
                 f"the tokenizer has a token with id {self.vocab_size - 1}; ids are below {MAX_TOKENS}",
                 "model",
             )
+        self._gaps = tuple(token_id for token_id in range(self.vocab_size) if token_id not in used_ids)
         self.special_tokens = dict(files.special_tokens)  # text by name (`bos_token`, ...)
         self.chat_template = files.chat_template  # Jinja source
         self.response_template = files.response_template  # transformers' description of answers
@@ -278,8 +281,8 @@ class Tokenizer:
 
     def unassigned_ids(self, model_vocab_size: int) -> tuple[int, ...]:
         """Ids of the model's vocabulary without a token: padding, never sampled."""
-        used = set(self._backend.get_vocab(with_added_tokens=True).values())
-        return tuple(token_id for token_id in range(model_vocab_size) if token_id not in used)
+        gaps = (token_id for token_id in self._gaps if token_id < model_vocab_size)
+        return (*gaps, *range(self.vocab_size, model_vocab_size))
 
     def diff(self, other: Tokenizer) -> str | None:
         """The first token that differs in `other`, as text; None if `other` can draft for this tokenizer.

@@ -1,7 +1,7 @@
 """Timing of step sizes before the first request."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -71,7 +71,9 @@ class Machine:
 
     block_size = 16
 
-    def __init__(self) -> None:
+    def __init__(self, step_s: Callable[[int], float] = lambda rows: 0.01) -> None:
+        self._step_s = step_s  # by rows
+        self.num_steps = 0
         self.now = 0.0
         self.blocks: list[int] = []
         self.token_ids: list[int] = []
@@ -82,7 +84,9 @@ class Machine:
         return requests
 
     def run(self, requests: Sequence[ScheduledRequest]) -> None:
-        self.now += 1.0 + sum(request.start * request.num_draft_tokens for request in requests) * 1e-6
+        self.num_steps += 1
+        self.now += self._step_s(sum(1 + request.num_draft_tokens for request in requests))
+        self.now += sum(request.start * request.num_draft_tokens for request in requests) * 1e-6
 
     def clock(self) -> float:
         return self.now
@@ -112,3 +116,16 @@ def test_first_row_of_a_context_costs_as_much_as_a_further_one() -> None:
     calibration = StepCostProfiler(machine, machine, 1000, 64, 4096, 4, machine.clock).measure()  # type: ignore[arg-type]
     assert calibration.context_cost_extra_row == pytest.approx(1e-6)
     assert calibration.context_cost_first_row == calibration.context_cost_extra_row
+
+
+@pytest.mark.parametrize("row_s", [0.06, 0.2, 5.0])
+def test_slow_model_is_timed_in_a_few_steps(row_s: float) -> None:
+    """The start waits for them: less than a second where a step of one row takes 0.2 s."""
+    machine = Machine(lambda rows: row_s * (0.9 + 0.1 * rows))
+    profiler = StepCostProfiler(machine, machine, 1000, 512, 8192, 64, machine.clock)  # type: ignore[arg-type]
+    calibration = profiler.measure()
+    curve = CostCurve(calibration.all_rows_sampled)
+    assert [curve.at(n) for n in (1, 8, 16)] == pytest.approx([row_s * (0.9 + 0.1 * n) for n in (1, 8, 16)])
+    assert machine.num_steps <= 5
+    # The machine's first row reads a context for free, which here is not told from the others.
+    assert calibration.context_cost_extra_row == pytest.approx(7 / 8 * 1e-6, rel=0.01)

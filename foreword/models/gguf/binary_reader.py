@@ -101,7 +101,10 @@ class BinaryReader:
             strings.append(data[start + 8 : stop])
             start = stop
         self.position = start
-        return [self._decode(raw, field) for raw in strings]
+        try:
+            return list(map(bytes.decode, strings))
+        except UnicodeDecodeError:
+            return [self._decode(raw, field) for raw in strings]  # its error quotes the string
 
     def _advance(self, num_bytes: int, field: str) -> int:
         """Skip `num_bytes` and return where they start."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import re
@@ -22,6 +23,7 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32  # bytes
 MAX_ALIGNMENT = 1 << 20  # bytes
 MAX_DIMS = 4
+MAX_CACHED_HEADERS = 8
 MIN_ENTRY_BYTES = 8 + 4 + 1  # metadata entry: length of the key, type, value
 MIN_TENSOR_INFO_BYTES = 8 + 4 + 8 + 4 + 8  # length of the name, dimensions, one of them, type, offset
 SPLIT_FILE_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -143,12 +145,26 @@ def split_files(path: Path) -> list[Path]:
 
 def _read_header(path: Path) -> GGUFFile:
     try:
-        if path.stat().st_size == 0:
-            raise CheckpointError(f"{path} is empty", "model")
+        status = path.stat()
+    except OSError as error:
+        raise _read_error(path, error) from None
+    if status.st_size == 0:
+        raise CheckpointError(f"{path} is empty", "model")
+    return _read_unchanged_header(path, status.st_ino, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(MAX_CACHED_HEADERS)
+def _read_unchanged_header(path: Path, inode: int, mtime_ns: int, size: int) -> GGUFFile:
+    """A start reads the header three times, which takes long with a vocabulary in it."""
+    try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _HeaderReader(BinaryReader(data, path), path, len(data)).read()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", "model") from None
+        raise _read_error(path, error) from None
+
+
+def _read_error(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: {error.strerror or error}", "model")
 
 
 class _HeaderReader:
