@@ -219,7 +219,7 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         gate = gate.to(torch.float32).contiguous()
         pieces = [act(piece) for piece in torch.split(gate, _max_rows_per_call(gate.shape[1], self.row_tile))]
         activated = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return activated.mul_(_clamp_up(up, activation)).to(gate_up.dtype)
+        return activated.mul_(_clamp_up(up.to(torch.float32), activation)).to(gate_up.dtype)
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
         for vectors, values, scales in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):

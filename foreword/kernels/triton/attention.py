@@ -103,6 +103,7 @@ class TritonAttention:
         window: int | None = None,
         softcap: float | None = None,
         metadata: AttentionMetadata | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See Ops.attention; a head of a row that attends to a non-finite value is NaN."""
         metadata = metadata or TritonAttnMetadata(batch, window)
@@ -133,8 +134,9 @@ class TritonAttention:
                 counters = self._get_counters(q.device)
             tables = batch.block_tables
             attend[pairs, launch.num_programs](
-                *(q, k, v, cache.k_scale, cache.v_scale, out, partials, split_stats, counters, launch.tiles),
-                *(batch.request_index, batch.positions, tables, tables.shape[0] - 1, tables.shape[1]),
+                *(q, k, v, cache.k_scale, cache.v_scale, sinks),
+                *(out, partials, split_stats, counters, launch.tiles, batch.request_index),
+                *(batch.positions, tables, tables.shape[0] - 1, tables.shape[1]),
                 *(metadata.max_splits, launch.num_columns, q.stride(0), q.stride(1), factor, cap),
                 KV_HEADS=kv_heads,
                 GROUP=group,

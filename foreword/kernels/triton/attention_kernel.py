@@ -171,12 +171,17 @@ def _attend_split(
 
 
 @triton.jit
-def _store_output(out, places, exists, valid, total, values, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store columns at out + places [NQ]; padding is 0.
+def _store_output(
+    out, places, exists, valid, top, total, values, sinks, heads, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Store columns at out + places [NQ]; padding is 0. A head's sink joins its softmax as the last score.
 
     A non-finite column becomes all NaN, as which values were NaN depends on the division of work. Adding 0
     turns -0 into +0, as the sign of a zero depends on it too.
     """
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=exists, other=0.0) * LOG2_E
+        _, total, values = _merge(top, total, values, sink, 1.0, tl.zeros_like(values))
     d = tl.arange(0, BLOCK_D)
     result = values / tl.where(valid, total, 1.0)[None, :] + 0.0
     result = tl.where((_is_finite(total, values) == 1)[None, :], result, float("nan"))
@@ -186,7 +191,7 @@ def _store_output(out, places, exists, valid, total, values, D: tl.constexpr, BL
 
 @triton.jit(do_not_specialize=["num_requests", "table_width", "max_splits", "num_columns"])
 def attend(
-    q, k, v, k_scale, v_scale, out, partials, split_stats, counters, tiles, request_index, positions,
+    q, k, v, k_scale, v_scale, sinks, out, partials, split_stats, counters, tiles, request_index, positions,
     block_tables, num_requests, table_width, max_splits, num_columns, q_row, q_head, scale, softcap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
@@ -197,6 +202,7 @@ def attend(
 
     q, out         [T, KV_HEADS * GROUP, D]; q has strides q_row and q_head, out is contiguous
     k, v           [S, KV_HEADS, D], uint8 for float8 bits; k_scale, v_scale float32 [S, KV_HEADS] or None
+    sinks          float32 [KV_HEADS * GROUP] or None: a further score of each head, without a value
     tiles          int32 [tiles, 2]: first row and number of rows, of one request except padding
     partials       float32 [pairs, max_splits, num_columns, D]: values of each split, unless WHOLE
     split_stats    float32 [pairs, max_splits, 2, num_columns]: maximum and sum of each split, unless WHOLE
@@ -254,7 +260,7 @@ def attend(
             queries, k, v, k_scale, v_scale, table, begin, high + 1, low, high, at, scale, softcap,
             KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT, FLOAT8, True, STAGES,
         )  # fmt: skip
-        _store_output(out, places, exists, valid, total, values, D, BLOCK_D)
+        _store_output(out, places, exists, valid, top, total, values, sinks, heads, D, BLOCK_D)
     else:
         if (program == 0) & (num_splits <= 0):
             zeros = tl.zeros([NQ, BLOCK_D], tl.float32).to(out.dtype.element_ty)
@@ -273,7 +279,7 @@ def attend(
                     FLOAT8, False, STAGES,
                 )  # fmt: skip
                 if num_splits == 1:
-                    _store_output(out, places, exists, valid, total, values, D, BLOCK_D)
+                    _store_output(out, places, exists, valid, top, total, values, sinks, heads, D, BLOCK_D)
                 else:
                     first_column = (base + split) * num_columns
                     tl.store(partials + first_column * D + inner, values, mask=kept)
@@ -295,5 +301,5 @@ def attend(
                     places_of_split = partials + first_column * D + inner
                     partial = tl.load(places_of_split, mask=kept, other=0.0, cache_modifier=".cg")
                     top, total, values = _merge(top, total, values, next_top, next_total, partial)
-                _store_output(out, places, exists, valid, total, values, D, BLOCK_D)
+                _store_output(out, places, exists, valid, top, total, values, sinks, heads, D, BLOCK_D)
                 tl.store(counters + pair, 0)

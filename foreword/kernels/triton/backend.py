@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foreword.core.batch import KVLayer
-from foreword.kernels.ops import Matrix, MRopeSections, PackedLinear
+from foreword.kernels.ops import Matrix, MRopeSections, PackedExperts, PackedLinear
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton import elementwise, rope
 from foreword.kernels.triton.attention import TritonAttention
 from foreword.kernels.triton.decode_ops import TritonDecodeOps
-from foreword.kernels.triton.linear import TritonLinear
+from foreword.kernels.triton.experts import TritonExperts
 from foreword.kernels.triton.precompile import precompile
 from foreword.kernels.triton.sampling import TritonSampling
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 UNQUANTIZED_FORMATS = ("float32", "bfloat16", "float16")
 
 
-class TritonOps(TritonLinear, TritonAttention, TritonSampling, ReferenceOps):
+class TritonOps(TritonExperts, TritonAttention, TritonSampling, ReferenceOps):
     """Inherits the reference's operations that round at most once or never run within a step."""
 
     name = "triton"
@@ -49,6 +49,9 @@ class TritonOps(TritonLinear, TritonAttention, TritonSampling, ReferenceOps):
 
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
         return elementwise.gated_act(gate_up, activation)
+
+    def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        return elementwise.scale_by_sigmoid(x, gate)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return elementwise.softcap(x, cap)
@@ -86,7 +89,7 @@ class DenseWeight:
 class TritonFastMath(TritonOps):
     """`--fast-math`: matrix products of cuBLAS, whose bits depend on the batch.
 
-    Quantized weights keep the kernels of TritonOps: cuBLAS has no product for them.
+    Quantized weights and experts keep the kernels of TritonOps: cuBLAS has no product for them.
     """
 
     name = "triton-fast-math"
@@ -100,6 +103,17 @@ class TritonFastMath(TritonOps):
         dtype = getattr(torch, weight_format)
         matrix = torch.cat([part.to(dtype) for part in tensors])
         return DenseWeight(matrix, None if bias is None else bias.to(dtype))
+
+    def pack_experts(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear]) -> PackedExperts:
+        return super().pack_experts(
+            *([self._pack_dense(part) for part in parts] for parts in (gate_up, down))
+        )
+
+    def _pack_dense(self, weight: PackedLinear) -> PackedLinear:
+        if not isinstance(weight, DenseWeight):
+            return weight
+        dtype = str(weight.matrix.dtype).removeprefix("torch.")
+        return super().pack_linear([weight.matrix], dtype, weight.bias)
 
     def linear(
         self, x: Tensor, weight: PackedLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None

@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from foreword.kernels.triton.gemm_pack import fp16_from_bits, unpack_word, values_per_word
 from foreword.kernels.triton.variants import launches_dependents
 
-__all__ = ["activate", "embed_kernel", "gated_act", "rms_norm", "softcap"]
+__all__ = ["activate_gate", "embed_kernel", "gated_act", "rms_norm", "scale_by_sigmoid", "softcap"]
 
 BLOCK = 1024  # values of a program of gated_act() and softcap()
 NORM_VALUES_PER_PROGRAM = 2048  # narrower rows share a program
@@ -21,10 +21,24 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
+SWIGLU_LIMIT = tl.constexpr(7.0)
+SWIGLU_ALPHA = tl.constexpr(1.702)
 
 
 @triton.jit
-def activate(x, NAME: tl.constexpr):
+def activate_gate(gate, up, NAME: tl.constexpr):
+    """Activated gate times up, float32; NAME as in Ops.gated_act."""
+    if NAME == "gpt_oss":
+        # NaN stays: min and max would return the limit.
+        gate = tl.where(gate > SWIGLU_LIMIT, SWIGLU_LIMIT, gate)
+        up = tl.where(up > SWIGLU_LIMIT, SWIGLU_LIMIT, tl.where(up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, up))
+        return gate * _sigmoid(gate * SWIGLU_ALPHA) * (up + 1.0)
+    else:
+        return _activate(gate, NAME) * up
+
+
+@triton.jit
+def _activate(x, NAME: tl.constexpr):
     """float32 -> float32; NAME is "silu", "gelu" (by the error function) or "gelu_tanh"."""
     if NAME == "silu":
         return x * _sigmoid(x)
@@ -52,8 +66,18 @@ def _gated_act_kernel(
     inside = column < WIDTH
     gate = tl.load(gate_up + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    result = (activate(gate, ACTIVATION) * up).to(out.dtype.element_ty)
+    result = activate_gate(gate, up, ACTIVATION).to(out.dtype.element_ty)
     tl.store(out + row * WIDTH + column, result, mask=inside)
+
+
+@triton.jit
+def _scale_by_sigmoid_kernel(x, gate, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    values = tl.load(x + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    result = values * _sigmoid(tl.load(gate + row).to(tl.float32))
+    tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -86,6 +110,17 @@ def gated_act(gate_up: Tensor, activation: str) -> Tensor:
         operands, options = (gate_up, out, gate_up.stride(0)), {"BLOCK": BLOCK, "enable_fp_fusion": False}
         grid = num_rows, triton.cdiv(width, BLOCK)
         _gated_act_kernel[grid](*operands, WIDTH=width, ACTIVATION=activation, **options)
+    return out
+
+
+def scale_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """Ops.scale_by_sigmoid"""
+    x, (num_rows, width) = x.contiguous(), x.shape
+    out = torch.empty_like(x)
+    if num_rows:
+        grid = num_rows, triton.cdiv(width, BLOCK)
+        operands = x, gate.contiguous(), out
+        _scale_by_sigmoid_kernel[grid](*operands, WIDTH=width, BLOCK=BLOCK, enable_fp_fusion=False)
     return out
 
 

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from foreword.kernels.triton.elementwise import activate
+from foreword.kernels.triton.elementwise import activate_gate
 from foreword.kernels.triton.gemm_pack import fp16_from_bits, unpack_word, values_per_word
 from foreword.kernels.triton.variants import is_enabled
 
@@ -103,7 +103,8 @@ WIDE_TILES = (Tile(128, 128, 128, 64, 8, 4), Tile(None, 128, 256, 64, 8, 3, one_
 
 @triton.jit(do_not_specialize=["T", "SPLITS"])
 def gemm_kernel(
-    x, w, scales, bias, add_to, y, partial_sums, tile_counters, T, N, K, BLOCKS, SPLITS,
+    x, w, scales, bias, add_to, y, partial_sums, tile_counters, row_tiles, input_rows,
+    T, N, K, BLOCKS, SPLITS,
     FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, SPLIT_MODE: tl.constexpr, EVEN_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DOT_N: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PDL: tl.constexpr, PREFETCH: tl.constexpr,
@@ -113,6 +114,9 @@ def gemm_kernel(
     With ACTIVATION, y [T, N] is activation(first N rows of w) times the other N rows.
 
     w              in the layout of gemm_pack.py: BLOCKS of BK columns
+    row_tiles      int32 [tiles, 3]: the expert of BN rows of y from the second number on, and the end of its
+                   rows; expert -1: no rows. Weights of experts are stacked. None: one weight for all rows
+    input_rows     int32 [T]: the row of x of each row of y; None: the same row
     SPLIT_MODE     "none": one split of K; "serial": a program computes all splits in order; "split_k": each
                    split has its own program_id(1), and the last program of a tile adds them in order
     partial_sums   float32 [tiles, SPLITS, BN, BM], for "split_k"
@@ -124,27 +128,41 @@ def gemm_kernel(
     """
     tile = tl.program_id(0)
     M = 2 * N if ACTIVATION is not None else N
-    m, n = _pick_tile(tile, tl.cdiv(M, BM), tl.cdiv(T, BN), GROUP_M)
+    if row_tiles is None:
+        m, n = _pick_tile(tile, tl.cdiv(M, BM), tl.cdiv(T, BN), GROUP_M)
+        column = n * BN
+    else:
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        m, n = _pick_tile(tile, tl.cdiv(M, BM), tl.num_programs(0) // tl.cdiv(M, BM), GROUP_M)
+        expert = tl.load(row_tiles + 3 * n)
+        if expert < 0:
+            return
+        column = tl.load(row_tiles + 3 * n + 1)
+        T = tl.load(row_tiles + 3 * n + 2)
     rows = m * BM + tl.arange(0, BM)
     if ACTIVATION is not None:
         # Eight gate rows, then their eight up rows: one thread has both in its registers.
         rows = tl.minimum(rows // 16 * 8 + rows % 8, N - 1) + rows % 16 // 8 * N
     else:
         rows = tl.minimum(rows, N - 1)
-    column = n * BN
+    if row_tiles is not None:
+        rows += expert * (tl.cdiv(M, 64) * 64)
     if SPLIT_MODE == "split_k":
         split = tl.program_id(1)
         first, last = BLOCKS * split // SPLITS, BLOCKS * (split + 1) // SPLITS
     else:
         first, last = 0, BLOCKS
-    if PDL:
+    if PDL and row_tiles is None:
         _prefetch_blocks(w, rows, first, last, BLOCKS, FORMAT, BK, PREFETCH)
         gdc_wait()
         gdc_launch_dependents()
     if SPLIT_MODE == "split_k":
         sums = _dot_blocks(
-            x, w, scales, rows, column, first, last, T, BLOCKS, K, FORMAT, EVEN_K, BM, BN, DOT_N, BK
-        )
+            x, w, scales, input_rows, rows, column, first, last, T, BLOCKS, K,
+            FORMAT, EVEN_K, BM, BN, DOT_N, BK,
+        )  # fmt: skip
         places = partial_sums + tile * (SPLITS * BN * BM) + tl.arange(0, BM)[:, None]
         places += tl.arange(0, DOT_N)[None, :] * BM
         columns = column + tl.arange(0, DOT_N)[None, :]
@@ -168,19 +186,20 @@ def gemm_kernel(
     else:
         if SPLIT_MODE == "none":
             sums = _dot_blocks(
-                x, w, scales, rows, column, 0, BLOCKS, T, BLOCKS, K, FORMAT, EVEN_K, BM, BN, DOT_N, BK
-            )
+                x, w, scales, input_rows, rows, column, 0, BLOCKS, T, BLOCKS, K,
+                FORMAT, EVEN_K, BM, BN, DOT_N, BK,
+            )  # fmt: skip
         else:
             sums = _zeros(BM, BN, DOT_N)
             for each in range(SPLITS):
                 first, last = BLOCKS * each // SPLITS, BLOCKS * (each + 1) // SPLITS
                 parts = _dot_blocks(
-                    x, w, scales, rows, column, first, last, T, BLOCKS, K,
+                    x, w, scales, input_rows, rows, column, first, last, T, BLOCKS, K,
                     FORMAT, EVEN_K, BM, BN, DOT_N, BK,
                 )  # fmt: skip
                 totals = ()
                 for c in tl.static_range(BN // DOT_N):
-                    totals = totals + (sums[c] + parts[c],)  # noqa: RUF005 (Triton has no unpacking)
+                    totals = totals + (sums[c] + parts[c],)  # noqa: RUF005
                 sums = totals
         for c in tl.static_range(BN // DOT_N):
             _store_epilogue(
@@ -228,13 +247,13 @@ def _zeros(BM: tl.constexpr, BN: tl.constexpr, DOT_N: tl.constexpr):
 
 @triton.jit
 def _dot_blocks(
-    x, w, scales, rows, column, first, last, T, BLOCKS, K,
+    x, w, scales, input_rows, rows, column, first, last, T, BLOCKS, K,
     FORMAT: tl.constexpr, EVEN_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DOT_N: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Blocks first to last of w's rows [BM] times rows column to column + BN of x, unscaled by row.
+    """Blocks first to last of w's rows [BM] times rows column to column + BN of y, unscaled by row.
 
-    Returns float32 [BM, DOT_N] for each DOT_N rows of x.
+    Returns float32 [BM, DOT_N] for each DOT_N rows of y.
     """
     values: tl.constexpr = values_per_word(FORMAT)
     width: tl.constexpr = BK // values  # words of a row in a block
@@ -243,7 +262,16 @@ def _dot_blocks(
     columns = column + tl.arange(0, DOT_N)
     start = (rows // 64).to(tl.int64) * BLOCKS + first
     w += (start * (64 * width) + rows % 64 * width)[:, None] + k[None, :]
-    x += columns.to(tl.int64)[None, :] * K + (first * BK + k)[:, None]
+    offsets = ()  # of the inputs of each DOT_N rows
+    if input_rows is None:
+        x += columns.to(tl.int64)[None, :] * K + (first * BK + k)[:, None]
+        for c in tl.static_range(BN // DOT_N):
+            offsets = offsets + (c * DOT_N * K,)  # noqa: RUF005 (Triton has no unpacking)
+    else:
+        x += (first * BK + k)[:, None]
+        for c in tl.static_range(BN // DOT_N):
+            row = tl.load(input_rows + c * DOT_N + columns, mask=columns < T - c * DOT_N, other=0)
+            offsets = offsets + ((row.to(tl.int64) * K)[None, :],)  # noqa: RUF005
     if grouped:
         scales += start * (32 * values) + rows % 64
         pairs = _load_pairs(scales, values // 2)
@@ -262,7 +290,7 @@ def _dot_blocks(
                 inside = (columns < T - c * DOT_N)[None, :]
                 if not EVEN_K:
                     inside = inside & (i * BK + width * j + k < K)[:, None]
-                part = tl.load(x + c * DOT_N * K + width * j, mask=inside, other=0.0)
+                part = tl.load(x + offsets[c] + width * j, mask=inside, other=0.0)
                 if grouped:
                     product = tl.dot(piece, part, input_precision="ieee")
                 else:
@@ -305,7 +333,7 @@ def _store_epilogue(
         total = total + tl.load(bias + rows)[:, None]
     if ACTIVATION is not None:
         gate, up = tl.split(total.reshape(BM // 16, 2, 8, BN).permute(0, 2, 3, 1))
-        total = (activate(gate, ACTIVATION) * up).reshape(BM // 2, BN)
+        total = activate_gate(gate, up, ACTIVATION).reshape(BM // 2, BN)
         out = m * (BM // 2) + tl.arange(0, BM // 2)
     else:
         out = m * BM + tl.arange(0, BM)

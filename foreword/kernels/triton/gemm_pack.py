@@ -25,7 +25,7 @@ Hopper, with words 16. Scales come in pairs because loads below 4 bytes are not 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from foreword.errors import CheckpointError
 from foreword.kernels.ops import Matrix, QuantizedBlocks
 from foreword.kernels.quantization import dequantize, quantize, split_blocks
 
@@ -45,6 +46,7 @@ __all__ = [
     "masked_shift_ptx",
     "num_splits",
     "pack",
+    "stack",
     "to_float8",
     "unpack_word",
     "values_per_word",
@@ -55,6 +57,7 @@ MAX_SLICE_VALUES = 1 << 23  # values packed at a time, 32 MiB as float32
 TARGET_NUM_PROGRAMS = 256  # programs that fill a GPU
 MIN_SPLIT_COLUMNS = 256  # columns
 MAX_SPLITS = 16
+MIN_CHOSEN_EXPERTS = 4  # of a row, in most models: their programs run at once
 ROW_SCALED_FORMATS = ("int8", "fp8")
 GROUP_SCALED_FORMATS = ("int4", "q8_0")
 
@@ -106,6 +109,27 @@ def pack(parts: Sequence[Matrix], weight_format: str, bias: Tensor | None) -> Pa
     float_bias = None if bias is None else bias.to(torch.float32)
     splits = num_splits(rows, columns, packed_format)
     return PackedWeight(packed_format, data, scales, float_bias, rows, columns, data.shape[1], splits)
+
+
+def stack(experts: Sequence[PackedWeight]) -> PackedWeight:
+    """Weights of the same shape, one after the other; rows and splits are those of one of them.
+
+    Raises CheckpointError if their formats differ.
+    """
+    first = experts[0]
+    if any(expert.format != first.format for expert in experts):
+        formats = sorted({expert.format for expert in experts})
+        raise CheckpointError(f"experts of one layer have several formats: {', '.join(formats)}")
+    padding = -first.rows % PANEL_ROWS
+    scales = [expert.scales for expert in experts if expert.scales is not None]
+    biases = [F.pad(expert.bias, (0, padding)) for expert in experts if expert.bias is not None]
+    return replace(
+        first,
+        data=torch.cat([expert.data for expert in experts]),
+        scales=torch.cat(scales) if scales else None,
+        bias=torch.cat(biases) if biases else None,
+        splits=num_splits(MIN_CHOSEN_EXPERTS * first.rows, first.columns, first.format),
+    )
 
 
 def _slice(parts: Sequence[Matrix], first: int, last: int) -> list[Matrix]:

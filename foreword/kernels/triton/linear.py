@@ -27,7 +27,7 @@ from foreword.kernels.triton.gemm import (
 from foreword.kernels.triton.gemm_pack import PackedWeight, columns_per_block, pack
 from foreword.kernels.triton.variants import launches_dependents
 
-__all__ = ["TritonLinear"]
+__all__ = ["RowGroups", "TritonLinear"]
 
 GROUP_M = 8  # weight tiles of a group in gemm_kernel()
 BLOCKS_PER_PROGRAM = 16  # of embed_kernel()
@@ -39,6 +39,16 @@ class Workspace:
     tile_counters: Tensor  # int32: programs done with a tile; zeros between launches
     tiles: Mapping[str, Sequence[Tile]]  # of the device
     pdl: bool  # see launches_dependents()
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroups:
+    """Rows of a result that have weights of different experts: see gemm_kernel()."""
+
+    num_rows: int
+    rows_per_expert: int  # on average: chooses the tile
+    row_tiles: Mapping[int, Tensor]  # by BN
+    input_rows: Tensor | None
 
 
 class TritonLinear(ReferenceOps):
@@ -86,6 +96,10 @@ class TritonLinear(ReferenceOps):
             )
         return out
 
+    def _pick_tile(self, x: Tensor, weight: PackedWeight, num_rows: int) -> Tile:
+        tiles = self._workspaces[x.device].tiles
+        return pick_tile(weight.format, x.itemsize, num_rows, weight.splits, tiles)
+
     def _launch_gemm(
         self,
         x: Tensor,
@@ -94,22 +108,28 @@ class TritonLinear(ReferenceOps):
         dtype: torch.dtype,
         activation: str | None,
         add_to: Tensor | None,
+        groups: RowGroups | None = None,
     ) -> Tensor:
-        rows = x.shape[0]
+        """Rows of x times weight; with `groups`, rows of the result times the weights of their experts."""
+        rows = x.shape[0] if groups is None else groups.num_rows
         assert x.shape[1] == weight.columns
         y = torch.empty(rows, out_features, dtype=dtype, device=x.device)
         if rows == 0:
             return y
         workspace = self._workspaces[x.device]
-        tile = pick_tile(weight.format, x.itemsize, rows, weight.splits, workspace.tiles)
-        num_tiles = -(-weight.rows // tile.bm) * -(-rows // tile.bn)
-        split_mode = pick_split_mode(num_tiles, tile, weight.splits, rows)
+        rows_per_weight = rows if groups is None else groups.rows_per_expert
+        tile = self._pick_tile(x, weight, rows_per_weight)
+        row_tiles = None if groups is None else groups.row_tiles[tile.bn]
+        num_row_tiles = -(-rows // tile.bn) if row_tiles is None else len(row_tiles)
+        num_tiles = -(-weight.rows // tile.bm) * num_row_tiles
+        split_mode = pick_split_mode(num_tiles, tile, weight.splits, rows_per_weight)
         block = columns_per_block(weight.format)
         packed = weight.data, weight.scales, weight.bias
         residual = None if add_to is None else add_to.contiguous()
         sizes = rows, out_features, weight.columns, weight.blocks, weight.splits
         gemm_kernel[(num_tiles, weight.splits if split_mode == "split_k" else 1)](
-            *(x.contiguous(), *packed, residual, y, workspace.partial_sums, workspace.tile_counters, *sizes),
+            *(x.contiguous(), *packed, residual, y, workspace.partial_sums, workspace.tile_counters),
+            *(row_tiles, None if groups is None else groups.input_rows, *sizes),
             FORMAT=weight.format,
             ACTIVATION=activation,
             SPLIT_MODE=split_mode,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ class Cache:
 
 
 def run(
-    cache: Cache, spans: list[Span], heads: int, row_tile: int = 1, **options: float | None
+    cache: Cache, spans: list[Span], heads: int, row_tile: int = 1, **options: Any
 ) -> dict[tuple[int, int], Tensor]:
     """Outputs by (request, position)."""
     batch = cache.batch(spans, row_tile)
@@ -108,18 +109,26 @@ def agree(left: dict[tuple[int, int], Tensor], right: dict[tuple[int, int], Tens
     softcap=st.sampled_from([None, 2.0]),
     stored=st.sampled_from(["float32", "int8", "fp8"]),
     row_tile=st.sampled_from([1, 4]),
+    sink=st.sampled_from([None, -3.0, 1.0, 300.0]),
 )
-def test_attention_matches_reference(spans, heads, dim, window, softcap, stored, row_tile) -> None:
+def test_attention_matches_reference(spans, heads, dim, window, softcap, stored, row_tile, sink) -> None:
     group, kv_heads = heads
+    sinks = None if sink is None else randn(group * kv_heads, seed=5) + sink
     cache = Cache([start + count for start, count in spans], kv_heads, dim, stored)
     mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
     batch = cache.batch(mixed, 1)
     expected = REFERENCE.attention(
-        cache.queries(batch, mixed, group * kv_heads), cache.layer, batch, dim**-0.5, window, softcap
+        cache.queries(batch, mixed, group * kv_heads),
+        cache.layer,
+        batch,
+        dim**-0.5,
+        window,
+        softcap,
+        None,
+        sinks,
     )
-    actual = torch.stack(
-        list(run(cache, mixed, group * kv_heads, row_tile, window=window, softcap=softcap).values())
-    )
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
+    actual = torch.stack(list(run(cache, mixed, group * kv_heads, row_tile, **options).values()))
     torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
 
 
@@ -131,12 +140,20 @@ def test_attention_matches_reference(spans, heads, dim, window, softcap, stored,
     softcap=st.sampled_from([None, 20.0]),
     stored=st.sampled_from(["float32", "int8", "fp8"]),
     programs=st.sampled_from([1, 2, 7, 528]),
+    has_sinks=st.booleans(),
 )
 def test_rows_do_not_depend_on_chunks_or_programs(
-    cuts: list[int], group: int, window: int | None, softcap: float | None, stored: str, programs: int
+    cuts: list[int],
+    group: int,
+    window: int | None,
+    softcap: float | None,
+    stored: str,
+    programs: int,
+    has_sinks: bool,
 ) -> None:
     cache = Cache([80], 1, 20, stored)
-    options = {"window": window, "softcap": softcap}
+    sinks = randn(group, seed=5) if has_sinks else None
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
     whole = run(cache, [(0, 0, 80)], group, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "TARGET_NUM_PROGRAMS", programs)
@@ -164,6 +181,12 @@ def test_rows_do_not_depend_on_neighbours_or_tiles(
     for span in mixed:
         agree(run(cache, [span], 6, window=window), together)
     assert all(value.isfinite().all() for value in together.values())
+
+
+def test_sink_of_no_weight_changes_no_bit() -> None:
+    cache = Cache([80], 2, 16)
+    spans = [(0, 3, 5), (0, 70, 80)]
+    agree(run(cache, spans, 6, sinks=torch.full((6,), -1e9)), run(cache, spans, 6))
 
 
 def test_splits_that_depend_on_context_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ def source(
     whole: bool = False,
     dtype: str = "bf16",
     pdl: bool = False,
+    sinks: bool = False,
 ) -> KernelSource:
     """The kernel as TritonAttention launches it."""
     quantized = stored in ("i8", "u8")
@@ -57,12 +58,13 @@ def source(
         "k": f"*{stored}",
         "v": f"*{stored}",
         **scales,
+        **({"sinks": "*fp32"} if sinks else {}),
         "out": f"*{dtype}",
         **shared,
         **POINTERS,
         **NUMBERS,
     }
-    absent = {"k_scale", "v_scale", "partials", "split_stats", "counters"} - arguments.keys()
+    absent = {"k_scale", "v_scale", "sinks", "partials", "split_stats", "counters"} - arguments.keys()
     constants = dict.fromkeys(absent) | {
         "KV_HEADS": 8,
         "GROUP": 4,
@@ -200,6 +202,19 @@ def test_two_programs_share_a_multiprocessor() -> None:
         assert source_.num_warps * 32 * made.registers <= 65536 // 2
         assert made.shared + 1024 <= 228 * 1024 // 2
         assert made.stack <= 128
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_sinks_are_merged_after_all_positions(capability: int) -> None:
+    """The same sums and products with sinks as without, and no more programs' registers."""
+    for whole in (False, True):
+        made, without = compile_all(
+            [source(capability, 32, dim=64, whole=whole, sinks=sinks) for sinks in (True, False)]
+        )
+        assert (made.products, made.operands) == (without.products, without.operands)
+        assert order_of_sums(made) == order_of_sums(without)
+        assert made.count(r"fma\.rn\.f32") == without.count(r"fma\.rn\.f32")
+        assert made.registers * 4 * 32 <= 65536 // 2 and made.stack <= 128
 
 
 def test_float8_is_converted_by_the_hardware() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton import elementwise
-from foreword.kernels.triton.elementwise import gated_act, rms_norm, softcap
+from foreword.kernels.triton.elementwise import gated_act, rms_norm, scale_by_sigmoid, softcap
 from tests.support.budget import examples
 from tests.support.device import DEVICE
 from tests.support.triton_compile import KernelSource, compile_all
@@ -23,7 +23,7 @@ def on_device() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "gpt_oss"])
 @pytest.mark.parametrize("width", [5, 1500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_match_reference(activation: str, width: int, dtype: torch.dtype) -> None:
@@ -33,6 +33,17 @@ def test_activations_match_reference(activation: str, width: int, dtype: torch.d
         gated_act(x, activation), ReferenceOps().gated_act(x, activation), atol=rounding, rtol=rounding
     )
     assert gated_act(x[:0], activation).shape == (0, width)
+
+
+@pytest.mark.parametrize("width", [5, 1500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scale_by_sigmoid_matches_reference(width: int, dtype: torch.dtype) -> None:
+    x, gate = torch.randn(4, width).to(dtype), torch.tensor([[-200.0], [-1.0], [0.5], [200.0]]).to(dtype)
+    rounding = 1e-6 if dtype == torch.float32 else 8e-3
+    expected = ReferenceOps().scale_by_sigmoid(x, gate)
+    torch.testing.assert_close(scale_by_sigmoid(x, gate), expected, atol=rounding, rtol=rounding)
+    assert torch.equal(scale_by_sigmoid(x[2:3], gate[2:3]), scale_by_sigmoid(x, gate)[2:3])
+    assert scale_by_sigmoid(x[:0], gate[:0]).shape == (0, width)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-2, 1.0, 100.0, 1e30])

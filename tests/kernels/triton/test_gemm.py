@@ -37,8 +37,9 @@ def source(
     even: bool = True,
     x: str = "bf16",
     pdl: bool = False,
+    experts: bool = False,
 ) -> KernelSource:
-    """gemm_kernel() launched for a shape that is a multiple of 16."""
+    """gemm_kernel() launched for a shape that is a multiple of 16; gate and up of experts gather rows."""
     scales = (
         {"scales": "*fp32"}
         if form in ROW_SCALED_FORMATS
@@ -46,7 +47,9 @@ def source(
         if form in GROUP_SCALED_FORMATS
         else {}
     )
-    residual = {"add_to": f"*{x}"} if activation is None else {}
+    residual = {"add_to": f"*{x}"} if activation is None and not experts else {}
+    groups = {"row_tiles": "*i32"} if experts else {}
+    groups |= {"input_rows": "*i32"} if experts and activation is not None else {}
     integers = dict.fromkeys(("T", "N", "K", "BLOCKS", "SPLITS"), "i32")
     arguments = {
         "x": f"*{x}",
@@ -54,10 +57,11 @@ def source(
         **scales,
         "bias": "*fp32",
         **residual,
-        "y": f"*{x}",
+        "y": "*fp32" if experts and activation is None else f"*{x}",
     }
-    arguments |= {"partial_sums": "*fp32", "tile_counters": "*i32", **integers}
-    constants = {name: None for name in ("scales", "add_to") if name not in arguments}
+    arguments |= {"partial_sums": "*fp32", "tile_counters": "*i32", **groups, **integers}
+    optional = ("scales", "add_to", "row_tiles", "input_rows")
+    constants = {name: None for name in optional if name not in arguments}
     constants |= {"FORMAT": form, "ACTIVATION": activation, "SPLIT_MODE": split_mode, "EVEN_K": even}
     constants |= {"BM": tile.bm, "BN": tile.bn, "DOT_N": tile.dot_n, "BK": columns_per_block(form)}
     constants |= {"GROUP_M": 8, "PDL": pdl, "PREFETCH": tile.num_stages}
@@ -79,6 +83,11 @@ def sources(capability: int) -> Iterator[KernelSource]:
         yield from (source(capability, form, tile, "split_k") for tile in quantized)
         yield source(capability, form, quantized[-1], "serial", "silu")
     yield source(capability, "int4", quantized[0], "none", x="fp16")
+    for tile in (dense[0], dense[-1]):
+        yield source(capability, "dense", tile, "none", "silu", experts=True)
+        yield source(capability, "dense", tile, "serial", experts=True)
+    yield source(capability, "int4", quantized[0], "split_k", "silu", experts=True)
+    yield source(capability, "int4", quantized[-1], "none", "gpt_oss", experts=True)
 
 
 def check(made: KernelBinary, each: KernelSource) -> None:

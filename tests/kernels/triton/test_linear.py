@@ -31,7 +31,7 @@ FEW_COUNTS = (1, 17, 33, 65, 257)  # one for each tile
 ALONE = (0, 1, 31, 64, 129, 256)
 KINDS = ("float32", "int8", "int4", "fp8")
 ALL_KINDS = (*KINDS, "q8_0")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gpt_oss")
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
