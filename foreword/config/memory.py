@@ -11,6 +11,8 @@ __all__ = [
     "cpu_reserve",
     "estimate_memory",
     "format_bytes",
+    "float8_bytes",
+    "grouped_bytes",
     "kv_bytes_per_token",
     "min_free_bytes",
     "weight_bytes",
@@ -25,6 +27,7 @@ CUDA_CONTEXT_BYTES = 512 << 20  # CUDA's own
 WORKSPACE_DIVISOR, MAX_WORKSPACE_BYTES = 64, 1 << 30  # of attention, as in kernels/triton/attention.py
 MARGIN_DIVISOR, MAX_MARGIN_BYTES = 64, 512 << 20  # share of the GPU's memory, and its limit
 CUDA_GRAPH_DIVISOR, MAX_CUDA_GRAPH_BYTES = 64, 1 << 30
+TILE_ROWS, TILE_ALIGNMENT = 16, 64  # of packed weights on the CPU: csrc/packing.h
 CPU_RESERVE_DIVISOR, MIN_CPU_RESERVE_BYTES = 10, GIB
 
 
@@ -163,6 +166,20 @@ def kv_bytes_per_token(model: ModelInfo, kv_dtype: str) -> int:
     """Bytes of one token in the KV cache, including scales."""
     scales = model.kv_vectors_per_token * SCALE_BYTES if kv_dtype in ("int8", "fp8") else 0
     return int(model.kv_values_per_token * DTYPE_BYTES[kv_dtype]) + scales
+
+
+def grouped_bytes(rows: int, columns: int, bits: int, group_size: int) -> int:
+    """Bytes of a packed matrix of 4 or 8 bits with a scale and a zero for each group_size values of a row."""
+    groups = -(-columns // group_size)
+    zeros = -(-groups * TILE_ROWS // TILE_ALIGNMENT) * TILE_ALIGNMENT
+    values = -(-columns // 32) * 32 * TILE_ROWS * bits // 8
+    return -(-rows // TILE_ROWS) * (zeros + groups * TILE_ROWS * 4 + values)
+
+
+def float8_bytes(rows: int, columns: int, block_columns: int) -> int:
+    """Bytes of a packed matrix of float8 with a scale for each block_columns values of a row."""
+    scales = (1 + -(-columns // block_columns)) * 4  # and the first sums
+    return -(-rows // TILE_ROWS) * TILE_ROWS * (scales + -(-columns // 32) * 32)
 
 
 def weight_bytes(

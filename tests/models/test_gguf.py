@@ -296,7 +296,8 @@ def test_packed_bytes_match_the_kernels(kind: Kind, columns: int, tmp_path: Path
     file = write_gguf(write_checkpoint(tmp_path / "checkpoint", **options), tmp_path / "model.gguf", kind)
     shapes = [info.shape for info in open_gguf(file).tensors.values() if len(info.shape) == 2]
     assert read_model_info(file).packed_bytes == sum(
-        library.foreword_packed_bytes(FORMAT_IDS[kind.name.lower()], rows, length) for rows, length in shapes
+        library.foreword_packed_bytes(FORMAT_IDS[kind.name.lower()], rows, length, 0)
+        for rows, length in shapes
     )
 
 

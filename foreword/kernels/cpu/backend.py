@@ -86,7 +86,8 @@ class CpuOps(NativeSampling, UnfusedOps):
         out = torch.empty(x.shape[0], weight.out_features, dtype=dtype or x.dtype)
         for block in weight.blocks:
             columns = out[:, block.first_row : block.first_row + block.weight.n]
-            self._execute(Opcode.LINEAR, (x,), columns, target=block.weight, keep_alive=block)
+            inputs = x if block.input_order is None else self._gather_columns(x, block.input_order)
+            self._execute(Opcode.LINEAR, (inputs,), columns, target=block.weight, keep_alive=block)
         return out if add_to is None else self.add(add_to, out)
 
     def pack_experts(self, gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear]) -> CpuExperts:
@@ -123,6 +124,7 @@ class CpuOps(NativeSampling, UnfusedOps):
         self, token_ids: Tensor, weight: CpuLinear, dtype: torch.dtype, scale: float = 1.0
     ) -> Tensor:
         (block,) = weight.blocks
+        assert block.input_order is None
         out = torch.empty(token_ids.shape[0], weight.in_features, dtype=dtype)
         return self._execute(
             Opcode.EMBEDDING, (token_ids,), out, target=block.weight, keep_alive=block, scalars=(scale,)
@@ -214,6 +216,12 @@ class CpuOps(NativeSampling, UnfusedOps):
         starts, seq_lens = tuple(cu_seqlens_q), tuple(lengths.tolist())
         batch = Batch(positions, positions, positions, tables, starts, seq_lens, positions, block_size=1)
         return self.attention(q, KVLayer(k.contiguous(), v.contiguous()), batch, scale)
+
+    def _gather_columns(self, x: Tensor, order: Tensor) -> Tensor:
+        """x[:, order]"""
+        out, address = torch.empty(x.shape[0], len(order), dtype=x.dtype), order.data_ptr()
+        sizes = (len(order),)
+        return self._execute(Opcode.GATHER_COLUMNS, (x,), out, target=address, keep_alive=order, sizes=sizes)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """In place."""

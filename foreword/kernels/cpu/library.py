@@ -77,6 +77,7 @@ class Opcode(IntEnum):
     SOFTCAP = 9
     EXPERTS = 10
     SCALE_BY_SIGMOID = 11
+    GATHER_COLUMNS = 12
 
 
 class AddressSpace(IntEnum):
@@ -149,11 +150,11 @@ class DraftArgs(ctypes.Structure):
 
 
 class Weight(ctypes.Structure):
-    """A packed weight [n, k]."""
+    """A packed weight [n, k]; group_size of grouped formats only (csrc/kernels.h)."""
 
     _fields_ = (
         ("format", c_int32),
-        ("reserved", c_int32),
+        ("group_size", c_int32),
         ("n", c_int64),
         ("k", c_int64),
         ("tiles", c_void_p),
@@ -230,8 +231,8 @@ SIGNATURES = MappingProxyType(
         "foreword_machine_delete": (None, c_void_p),
         "foreword_run": (None, *RUN_ARGS),
         "foreword_draft": (None, *RUN_ARGS, POINTER(DraftArgs)),
-        "foreword_packed_bytes": (c_int64, c_int32, c_int64, c_int64),
-        "foreword_pack": (None, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
+        "foreword_packed_bytes": (c_int64, c_int32, c_int64, c_int64, c_int64),
+        "foreword_pack": (None, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p),
         "foreword_unpack": (None, c_void_p, POINTER(Weight), c_void_p),
         "foreword_suffix_new": (c_void_p, c_int32, c_void_p, c_int64, c_char_p, c_int64),
         "foreword_suffix_delete": (None, c_void_p),

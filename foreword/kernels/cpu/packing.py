@@ -11,13 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foreword.errors import CheckpointError
 from foreword.kernels.cpu.library import FORMAT_IDS, ExpertMatrices, Experts, Weight
-from foreword.kernels.ops import Matrix, QuantizedBlocks
+from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlocks
 from foreword.utils.hugepages import HugePages
 
 __all__ = ["CpuExperts", "CpuLinear", "PackedBlock", "Packer", "join_experts"]
 
 DTYPE_FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+GROUP_MULTIPLES = {"grouped4": 32, "grouped8": 32, "float8": 128}  # of values that share a scale
+MAX_ZEROS = {4: 16, 8: 255}  # by bits; GPTQ adds one to those of its file
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class PackedBlock:
     weight: Weight
     first_row: int
     keep_alive: tuple[Tensor, ...]  # owns the memory of `weight`
+    input_order: Tensor | None = None  # int64 [K]: column i multiplies input input_order[i]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,16 @@ class CpuExperts:
 
     pointers: Experts
     keep_alive: tuple[object, ...]  # owns the memory of `pointers`
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """What parts of one block have in common."""
+
+    source: str  # formats, as in FORMAT_NAMES
+    target: str
+    group_size: int = 0
+    input_order: bytes | None = None
 
 
 class Packer:
@@ -65,26 +79,26 @@ class Packer:
     def _pack_blocks(
         self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None
     ) -> Iterator[PackedBlock]:
-        first = 0
-        for source, same_format in groupby(parts, _source_format):
-            rows = np.concatenate([_row_pointers(part) for part in same_format])
-            target = source if source not in DTYPE_FORMATS.values() else weight_format
-            yield self._pack_block(rows, source, target, _num_columns(parts[0]), first, bias)
+        first, k = 0, _num_columns(parts[0])
+        for layout, parts_of_block in groupby(parts, lambda part: _layout_of(part, weight_format)):
+            rows = np.concatenate([_row_pointers(part) for part in parts_of_block])
+            yield self._pack_block(rows, layout, k, first, bias)
             first += len(rows)
 
     def _pack_block(
-        self, row_pointers: np.ndarray, source: str, target: str, k: int, first_row: int, bias: Tensor | None
+        self, rows: np.ndarray, layout: PackedLayout, k: int, first_row: int, bias: Tensor | None
     ) -> PackedBlock:
-        n = len(row_pointers)
-        format_id, rows = FORMAT_IDS[target], row_pointers.ctypes.data
-        tiles = self._memory.allocate(self._library.foreword_packed_bytes(format_id, n, k))
-        data = tiles.data_ptr()
-        self._library.foreword_pack(self._cpu_context, format_id, FORMAT_IDS[source], rows, n, k, data)
-        if bias is None:
-            return PackedBlock(Weight(format_id, 0, n, k, data, None), first_row, (tiles,))
-        block_bias = bias[first_row : first_row + n]
-        weight = Weight(format_id, 0, n, k, data, block_bias.data_ptr())
-        return PackedBlock(weight, first_row, (tiles, block_bias))
+        n, format_id, group_size = len(rows), FORMAT_IDS[layout.target], layout.group_size
+        tiles = self._memory.allocate(self._library.foreword_packed_bytes(format_id, n, k, group_size))
+        data, pointers = tiles.data_ptr(), _pointers_to(rows) if rows.ndim == 2 else rows
+        source_id, address = FORMAT_IDS[layout.source], pointers.ctypes.data
+        self._library.foreword_pack(self._cpu_context, format_id, source_id, address, n, k, group_size, data)
+        block_bias = None if bias is None else bias[first_row : first_row + n]
+        bias_address = None if block_bias is None else block_bias.data_ptr()
+        weight = Weight(format_id, group_size, n, k, data, bias_address)
+        keep_alive = (tiles,) if block_bias is None else (tiles, block_bias)
+        order = None if layout.input_order is None else _order_of(layout.input_order)
+        return PackedBlock(weight, first_row, keep_alive, order)
 
 
 def join_experts(gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear]) -> CpuExperts:
@@ -93,6 +107,10 @@ def join_experts(gate_up: Sequence[CpuLinear], down: Sequence[CpuLinear]) -> Cpu
     assert all((matrix.out_features, matrix.in_features) == (2 * inner, hidden) for matrix in gate_up)
     assert all((matrix.out_features, matrix.in_features) == (hidden, inner) for matrix in down)
     assert len(gate_up) == len(down)
+    if any(block.input_order is not None for matrix in (*gate_up, *down) for block in matrix.blocks):
+        raise CheckpointError(
+            "experts whose inputs have an order of their own (GPTQ's desc_act) are not supported"
+        )
     first, second = _join_blocks(gate_up), _join_blocks(down)
     matrices = [
         ExpertMatrices(ctypes.addressof(blocks), ctypes.addressof(starts))
@@ -112,16 +130,70 @@ def _join_blocks(
 
 
 def _num_columns(part: Matrix) -> int:
-    return part.columns if isinstance(part, QuantizedBlocks) else part.shape[1]
+    return part.shape[1] if isinstance(part, Tensor) else part.columns
 
 
-def _source_format(part: Matrix) -> str:
-    return part.format if isinstance(part, QuantizedBlocks) else DTYPE_FORMATS[part.dtype]
+def _layout_of(part: Matrix, weight_format: str) -> PackedLayout:
+    if isinstance(part, QuantizedBlocks):
+        return PackedLayout(part.format, part.format)
+    if isinstance(part, Float8Blocks):
+        return PackedLayout("float8", "float8", _group_size("float8", part.block_shape[1], part.columns))
+    if isinstance(part, GroupedInts):
+        return _layout_of_ints(part)
+    return PackedLayout(DTYPE_FORMATS[part.dtype], weight_format)
+
+
+def _layout_of_ints(part: GroupedInts) -> PackedLayout:
+    source, columns = f"grouped{part.bits}", part.columns
+    group_size = _group_size(source, part.group_size, columns)
+    assert int(part.zeros.max()) <= MAX_ZEROS[part.bits], "a zero outside the values"
+    order = part.input_order
+    is_sorted = order is None or torch.equal(order, torch.arange(columns))
+    order_bytes = None if order is None or is_sorted else order.numpy().tobytes()
+    is_symmetric = part.bits == 8 and group_size >= columns and bool((part.zeros == 128).all())
+    if is_symmetric:  # a scale for each row
+        return PackedLayout(source, "int8", 0, order_bytes)
+    return PackedLayout(source, source, group_size, order_bytes)
+
+
+def _group_size(source: str, group_size: int, columns: int) -> int:
+    """Values of a row that share a scale, rounded up if all do."""
+    multiple = GROUP_MULTIPLES[source]
+    if group_size >= columns:
+        return -(-columns // multiple) * multiple
+    if group_size % multiple:
+        raise CheckpointError(
+            f"weights with a scale for each {group_size} values of a row: the CPU kernels of {source} "
+            f"support multiples of {multiple}, or one scale for the whole row"
+        )
+    return group_size
 
 
 def _row_pointers(part: Matrix) -> np.ndarray:
-    """uint64 [N]: address of each row."""
-    data = part.data if isinstance(part, QuantizedBlocks) else part
+    """Address of each row: uint64 [N], or [N, 3] of values, scales and zeros (struct GroupedRow)."""
+    if isinstance(part, GroupedInts):
+        return np.stack(
+            [_row_addresses(part.values), _row_addresses(part.scales), _row_addresses(part.zeros)], 1
+        )
+    if isinstance(part, Float8Blocks):
+        values = _row_addresses(part.values)
+        scales = _row_addresses(part.scales).repeat(part.block_shape[0])[: len(values)]
+        return np.stack([values, scales, np.zeros_like(values)], 1)
+    return _row_addresses(part.data if isinstance(part, QuantizedBlocks) else part)
+
+
+def _row_addresses(data: Tensor) -> np.ndarray:
+    """uint64 [N]"""
     assert data.device.type == "cpu" and (data.stride(1) == 1 or data.shape[1] == 1)
     stride = data.stride(0) * data.itemsize
     return data.data_ptr() + np.arange(data.shape[0], dtype=np.uint64) * np.uint64(stride)
+
+
+def _pointers_to(rows: np.ndarray) -> np.ndarray:
+    """uint64 [N]: address of each row of an array, which must outlive them."""
+    return rows.ctypes.data + np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.strides[0])
+
+
+def _order_of(order_bytes: bytes) -> Tensor:
+    """int64 [K]"""
+    return torch.from_numpy(np.frombuffer(order_bytes, np.int64).copy())

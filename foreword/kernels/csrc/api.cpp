@@ -1,5 +1,6 @@
 // The C interface for kernels/cpu/library.py. Callers have checked types, shapes and sizes.
 
+#include <algorithm>
 #include <exception>
 
 #include "draft.h"
@@ -40,19 +41,19 @@ void foreword_draft(CpuContext* cpu, const foreword::Instruction* instructions, 
     foreword::run_draft(*cpu, {instructions, count}, *inputs, *draft);
 }
 
-int64_t foreword_packed_bytes(int32_t format, int64_t n, int64_t k) {
-    return foreword::num_tiles(n) * foreword::tile_bytes(static_cast<Format>(format), k);
+int64_t foreword_packed_bytes(int32_t format, int64_t n, int64_t k, int64_t group_size) {
+    return foreword::num_tiles(n) * foreword::tile_bytes(static_cast<Format>(format), k, group_size);
 }
 
-// rows: n pointers to rows of format `source`.
-void foreword_pack(CpuContext* cpu, int32_t format, int32_t source, const void* const* rows, int64_t n, int64_t k, uint8_t* tiles) {
+// rows: n pointers to rows of format `source`, or to their GroupedRow.
+void foreword_pack(CpuContext* cpu, int32_t format, int32_t source, const void* const* rows, int64_t n, int64_t k,
+                   int64_t group_size, uint8_t* tiles) {
     const auto to = static_cast<Format>(format), from = static_cast<Format>(source);
-    const auto pack = foreword::is_dense(to) ? foreword::pack_dense_tile : foreword::pack_quantized_tile;
-    const int64_t size = foreword::tile_bytes(to, k);
+    const int64_t size = foreword::tile_bytes(to, k, group_size);
     const foreword::FloatMode mode;
     cpu->pool().run(foreword::num_tiles(n), [&](int64_t tile, int) {
-        const int64_t first = tile * TILE;
-        pack(to, from, rows + first, first + TILE <= n ? TILE : n - first, k, tiles + tile * size);
+        const int64_t count = std::min(TILE, n - tile * TILE);
+        foreword::pack_tile(to, from, rows + tile * TILE, count, k, group_size, tiles + tile * size);
     });
 }
 

@@ -1,8 +1,8 @@
-// Products with dense weights (F32, BF16, F16): the part that all instruction sets share.
+// Products with dense weights (F32, BF16, F16, F8): the part that all instruction sets share.
 //
 // y[row, column] is a sum of chains, added in order: one for each CHAIN values of k, multiplied and added one after the
 // other from zero. So errors grow with the square root of k, as in torch. Tiling and threading only move sums between
-// registers and memory and change no bit. (AMX: one chain, in the order of its instruction.)
+// registers and memory and change no bit. F8: chains of F8_CHAIN values, times their scales. (AMX: one chain, in the order of its instruction.)
 #pragma once
 
 #include "kernels.h"

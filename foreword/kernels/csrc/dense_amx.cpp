@@ -222,7 +222,7 @@ private:
 
 DenseTiling tiling_of(const LinearArgs& args, int threads) {
     const bool few = args.rows <= HEIGHT;
-    const int64_t bytes = tile_bytes(args.weight.format, args.weight.k);
+    const int64_t bytes = tile_bytes(args.weight);
     return choose_tiling({args.rows, num_tiles(args.weight.n), bytes, few ? HEIGHT : 2 * HEIGHT, few ? MAX_TILES : MAX_TILES / 2},
                          threads);
 }

@@ -30,6 +30,13 @@ struct Vector {
     static Part multiply_add(Part a, Part b, Part c) { return _mm256_fmadd_ps(a, b, c); }
     static Part halves(const uint8_t* from) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
 
+    static void small_floats(const uint8_t* from, Part (&parts)[2]) {
+        const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+        const __m256i floats = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+        parts[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(floats));
+        parts[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(floats, 1));
+    }
+
     static Part first_of_pairs(const uint8_t* from) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs(from), 16)); }
 
     static Part second_of_pairs(const uint8_t* from) {
@@ -39,23 +46,26 @@ struct Vector {
     static __m256i pairs(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 };
 
-// 16 registers: two for the sums of each row and tile, two (BF16: four) for the weights, one or two for x.
+// 16 registers: two for the sums of each row and tile, two (BF16, F8: four) for the weights, one or two for x.
 template <class Core>
 struct Loops {
     static constexpr Loop FEW[] = {loop<Core, 1, 2>(), loop<Core, 2, 2>(), loop<Core, 4, 1>()};
     static constexpr Loop MANY[] = {loop<Core, 6, 1>(), loop<Core, 4, 1>()};
 };
 
-template <>
-struct Loops<BF16Core<Vector>> {
-    using Core = BF16Core<Vector>;
+template <class Core>
+struct PairLoops {
     static constexpr Loop FEW[] = {loop<Core, 1, 2>(), loop<Core, 2, 1>(), loop<Core, 4, 1>()};
     static constexpr Loop MANY[] = {loop<Core, 4, 1>()};
 };
+template <>
+struct Loops<BF16Core<Vector>> : PairLoops<BF16Core<Vector>> {};
+template <>
+struct Loops<F8Core<Vector>> : PairLoops<F8Core<Vector>> {};
 
 }  // namespace
 
-const DenseKernel& dense_avx2(Format format) { return kernel_of<BF16Core<Vector>, F16Core<Vector>, F32Core<Vector>>(format); }
+const DenseKernel& dense_avx2(Format format) { return kernel_of<BF16Core<Vector>, F16Core<Vector>, F32Core<Vector>, F8Core<Vector>>(format); }
 
 }  // namespace foreword
 

@@ -29,6 +29,11 @@ struct Vector {
     static Part plus(Part a, Part b) { return _mm512_add_ps(a, b); }
     static Part multiply_add(Part a, Part b, Part c) { return _mm512_fmadd_ps(a, b, c); }
     static Part halves(const uint8_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
+
+    static void small_floats(const uint8_t* from, Part (&parts)[1]) {
+        const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+        parts[0] = _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80))));
+    }
 };
 
 // VDPBF16PS: pairs of weights times pairs of x.
@@ -36,7 +41,7 @@ struct PairCore {
     using Sum = __m512;
     using Weights = __m512bh;
     static constexpr int64_t STEP_VALUES = 2, STEP_UNITS = 1, STEP_BYTES = 4 * TILE;
-    static constexpr bool PAIRS = true, ROUNDED = true;
+    static constexpr bool PAIRS = true, ROUNDED = true, SCALED = false;
 
     static Sum zero() { return _mm512_setzero_ps(); }
     static Sum load(const float* from) { return _mm512_loadu_ps(from); }
@@ -62,7 +67,7 @@ struct Loops {
 
 }  // namespace
 
-const DenseKernel& dense_avx512(Format format) { return kernel_of<PairCore, F16Core<Vector>, F32Core<Vector>>(format); }
+const DenseKernel& dense_avx512(Format format) { return kernel_of<PairCore, F16Core<Vector>, F32Core<Vector>, F8Core<Vector>>(format); }
 
 }  // namespace foreword
 

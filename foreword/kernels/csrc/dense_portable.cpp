@@ -18,6 +18,7 @@ struct Vector {
     typedef float Part __attribute__((vector_size(16)));
     typedef uint32_t Bits __attribute__((vector_size(16)));
     typedef uint16_t Halves __attribute__((vector_size(8)));
+    typedef uint8_t Bytes __attribute__((vector_size(4)));
     static constexpr int WIDTH = 4;
 
     static Part zero() { return Part{}; }
@@ -38,6 +39,14 @@ struct Vector {
         const Part magnitude = reinterpret_cast<Part>((half & 0x7fff) << 13) * 0x1p112f;
         const Bits not_finite = reinterpret_cast<Bits>((half & 0x7c00) == 0x7c00) & 0x7f800000;
         return reinterpret_cast<Part>(reinterpret_cast<Bits>(magnitude) | not_finite | (half & 0x8000) << 16);
+    }
+
+    static void small_floats(const uint8_t* from, Part (&parts)[4]) {
+        for (int i = 0; i < 4; i++) {
+            const Bits bits = __builtin_convertvector(read<Bytes>(from + 4 * i), Bits);
+            const Part magnitude = reinterpret_cast<Part>((bits & 0x7f) << 20) * 0x1p112f;
+            parts[i] = reinterpret_cast<Part>(reinterpret_cast<Bits>(magnitude) | (bits & 0x80) << 24);
+        }
     }
 
     static Part first_of_pairs(const uint8_t* from) { return reinterpret_cast<Part>(read<Bits>(from) << 16); }
@@ -65,6 +74,6 @@ struct Loops {
 
 }  // namespace
 
-const DenseKernel& dense_portable(Format format) { return kernel_of<BF16Core<Vector>, F16Core<Vector>, F32Core<Vector>>(format); }
+const DenseKernel& dense_portable(Format format) { return kernel_of<BF16Core<Vector>, F16Core<Vector>, F32Core<Vector>, F8Core<Vector>>(format); }
 
 }  // namespace foreword

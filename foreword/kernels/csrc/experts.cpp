@@ -231,7 +231,7 @@ private:
         const Blocks blocks = blocks_of(experts_, side, begin->expert);
         for (const Weight& weight : blocks) {
             const int64_t tiles = num_tiles(weight.n);
-            const int64_t each = round_up(std::max<int64_t>(item_bytes / tile_bytes(weight.format, weight.k), 1), PART_TILES);
+            const int64_t each = round_up(std::max<int64_t>(item_bytes / tile_bytes(weight), 1), PART_TILES);
             for (int64_t tile = 0; tile < tiles; tile += each) {
                 for (const Unit* unit = begin; unit < end; unit++) {
                     items_.push_back({unit, &weight - blocks.first, tile, std::min(each, tiles - tile)});
@@ -254,7 +254,7 @@ private:
         int64_t bytes = 0;
         each_expert([&](const Unit* unit, const Unit*) {
             for (const Weight& weight : blocks_of(experts_, side, unit->expert)) {
-                bytes += num_tiles(weight.n) * tile_bytes(weight.format, weight.k);
+                bytes += num_tiles(weight.n) * tile_bytes(weight);
             }
         });
         const int64_t item_bytes = std::min(ITEM_BYTES, bytes / (ITEMS_EACH * pool_.size()));

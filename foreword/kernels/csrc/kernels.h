@@ -24,7 +24,11 @@ enum class Format : int32_t {
 };
 constexpr int NUM_FORMATS = static_cast<int>(Format::IQ4_XS) + 1;
 
-constexpr bool is_dense(Format format) { return format <= Format::F16; }
+// Scales come apart from the values, one for each `group_size` values of a row.
+constexpr bool is_grouped(Format format) { return format == Format::G4 || format == Format::G8 || format == Format::F8; }
+
+// Multiplied as floats.
+constexpr bool is_dense(Format format) { return format <= Format::F16 || format == Format::F8; }
 
 // A matrix: row r is at data + r * stride bytes; the values of a row are contiguous.
 struct RowView {
@@ -35,10 +39,10 @@ struct RowView {
 constexpr int64_t TILE = 16;  // output columns packed together
 
 // A packed weight [n, k]: y = x W^T + bias. `tiles` holds TILE rows of W each (the last one zero-padded), in the
-// layout of packing.h. bias [n] is float32 or null.
+// layout of packing.h. Of grouped formats, group_size values of k share a scale; others have 0. bias [n] is float32 or null.
 struct Weight {
     Format format;
-    int32_t reserved;
+    int32_t group_size;
     int64_t n, k;
     const uint8_t* tiles;
     const float* bias;
@@ -53,7 +57,7 @@ struct LinearArgs {
 };
 
 using Linear = void (*)(Context&, const LinearArgs&);
-Linear dense_linear(Isa isa);      // F32, BF16, F16
+Linear dense_linear(Isa isa);      // F32, BF16, F16, F8
 Linear quantized_linear(Isa isa);  // all other formats; activations are quantized to int8 by row
 
 // The same product in parts of one thread, for callers that share out the work of several: lay_out() writes x to a panel

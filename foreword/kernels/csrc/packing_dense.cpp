@@ -77,7 +77,7 @@ void pack_dense_tile(Format format, Format source, const void* const* rows, int6
 }
 
 void unpack_dense_row(const Weight& weight, int64_t row, float* out) {
-    const uint8_t* tile = weight.tiles + row / TILE * tile_bytes(weight.format, weight.k);
+    const uint8_t* tile = weight.tiles + row / TILE * tile_bytes(weight);
     for (int64_t i = 0; i < weight.k; i++)
         dequantize(weight.format, tile + place(weight.format, row % TILE, i) * value_bytes(weight.format), 1, out + i);
 }

@@ -299,7 +299,8 @@ void unpack_super_row(Format format, const uint8_t* tile, int64_t column, int64_
 
 }  // namespace
 
-int64_t tile_bytes(Format format, int64_t k) {
+int64_t tile_bytes(Format format, int64_t k, int64_t group_size) {
+    if (is_grouped(format)) return grouped_tile_bytes(format, k, group_size);
     if (format == Format::F32) return TILE * 4 * round_up(k, 32);
     if (is_dense(format)) return TILE * 2 * round_up(k, 32);
     if (format == Format::I8) return TILE * round_up(k, I8_MULTIPLE) + TILE * 4;
@@ -309,7 +310,7 @@ int64_t tile_bytes(Format format, int64_t k) {
 }
 
 void pack_quantized_tile(Format format, Format source, const void* const* rows, int64_t count, int64_t k, uint8_t* tile) {
-    std::memset(tile, 0, tile_bytes(format, k));
+    std::memset(tile, 0, tile_bytes(format, k, 0));
     if (format == Format::I8) return pack_int8_tile(source, rows, count, k, tile);
     if (format == Format::I4) return pack_int4_tile(source, rows, count, k, tile);
     for (int64_t column = 0; column < count; column++) {
@@ -318,7 +319,7 @@ void pack_quantized_tile(Format format, Format source, const void* const* rows, 
 }
 
 void unpack_quantized_row(const Weight& weight, int64_t row, float* out) {
-    const uint8_t* tile = weight.tiles + row / TILE * tile_bytes(weight.format, weight.k);
+    const uint8_t* tile = weight.tiles + row / TILE * tile_bytes(weight);
     if (weight.format == Format::I8) return unpack_int8_row(tile, row % TILE, weight.k, out);
     if (is_super(weight.format)) return unpack_super_row(weight.format, tile, row % TILE, weight.k, out);
     unpack_small_row(weight.format, tile, row % TILE, weight.k, out);

@@ -6,6 +6,18 @@
 #include "float_mode.h"
 
 namespace foreword {
+namespace {
+
+constexpr int64_t MIN_SHARED_VALUES = 1 << 15;  // fewer are gathered sooner than a thread wakes
+
+template <class Value>
+void gather_values(const char* x, const int64_t* columns, int64_t count, char* y) {
+    const auto* from = reinterpret_cast<const Value*>(x);
+    auto* to = reinterpret_cast<Value*>(y);
+    for (int64_t i = 0; i < count; i++) to[i] = from[columns[i]];
+}
+
+}  // namespace
 
 CpuContext::CpuContext(Isa isa, int num_threads)
     : isa_(isa),
@@ -36,6 +48,7 @@ public:
             case Opcode::SOFTCAP: return softcap(c);
             case Opcode::EXPERTS: return experts(c);
             case Opcode::SCALE_BY_SIGMOID: return scale_by_sigmoid(c);
+            case Opcode::GATHER_COLUMNS: return gather_columns(c);
         }
     }
 
@@ -116,6 +129,16 @@ private:
     void scale_by_sigmoid(const Instruction& c) {
         const auto gate_type = static_cast<Type>(c.sizes[1]);
         cpu_.rows_.scale_by_sigmoid(context_, {c.type, gate_type, rows(c.in[0]), rows(c.in[1]), rows(c.out), c.sizes[0], count(c)});
+    }
+
+    // in: x; object: int64 numbers of its columns; sizes: how many
+    void gather_columns(const Instruction& c) {
+        const auto gather = c.type == Type::BF16 ? gather_values<uint16_t> : gather_values<uint32_t>;
+        const auto* columns = static_cast<const int64_t*>(c.object);
+        const RowView x = rows(c.in[0]), y = rows(c.out);
+        const auto gather_row = [&](int64_t row, int) { gather(x.data + row * x.stride, columns, c.sizes[0], y.data + row * y.stride); };
+        if (count(c) * c.sizes[0] >= MIN_SHARED_VALUES) return context_.pool.run(count(c), gather_row);
+        for (int64_t row = 0; row < count(c); row++) gather_row(row, 0);
     }
 
     int64_t count(const Instruction& c) const { return c.sampled ? inputs_.num_sampled : inputs_.num_rows; }

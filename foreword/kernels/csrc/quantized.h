@@ -29,17 +29,25 @@ constexpr Rounding rounding_of(Format format) {
     return {SMALL, SMALL};
 }
 
-// Elements of one rounded row: quads of values, float32 scales, sums of 4 bytes.
+// Elements of one rounded row: quads of values, float32 scales, sums of 4 bytes. group_blocks: blocks of weights that share a
+// scale (G4, G8).
 struct RowSize {
     int64_t quads, scales, sums;
+    int64_t group_blocks = 1;
 };
 
-inline RowSize row_size(Format format, int64_t k) {
-    if (format == Format::I8) return {round_up(k, I8_MULTIPLE) / 4, 1, 1};
+// Sums of a block. G8 has one for a zero of 128 and one for the rest of the zero.
+constexpr int64_t sums_of(Format format) {
+    if (format == Format::G8) return 2;
     const Rounding rounding = rounding_of(format);
-    const int64_t blocks = (k + rounding.block - 1) / rounding.block;
     const int64_t parts = rounding.block / rounding.part;
-    return {blocks * rounding.block / 4, blocks, blocks * (zero_of(format) == 0 ? parts / 2 : parts)};
+    return zero_of(format) == 0 ? parts / 2 : parts;
+}
+
+inline RowSize row_size(const Weight& weight) {
+    if (weight.format == Format::I8) return {round_up(weight.k, I8_MULTIPLE) / 4, 1, 1};
+    const int64_t block = rounding_of(weight.format).block, blocks = (weight.k + block - 1) / block;
+    return {blocks * block / 4, blocks, blocks * sums_of(weight.format), is_grouped(weight.format) ? weight.group_size / SMALL : 1};
 }
 
 // A group of rounded rows; each pointer is its first element.

@@ -39,6 +39,8 @@ MultiplyTiles multiply_tiles_of(Format format) {
         case Format::I8: return multiply_tiles_of<Format::I8>();
         case Format::Q8_0: return multiply_tiles_of<Format::Q8_0>();
         case Format::Q5_0: return multiply_tiles_of<Format::Q5_0>();
+        case Format::G4: return multiply_tiles_of<Format::G4>();
+        case Format::G8: return multiply_tiles_of<Format::G8>();
         case Format::Q4_K: return multiply_tiles_of<Format::Q4_K>();
         case Format::Q5_K: return multiply_tiles_of<Format::Q5_K>();
         case Format::Q6_K: return multiply_tiles_of<Format::Q6_K>();
@@ -48,7 +50,7 @@ MultiplyTiles multiply_tiles_of(Format format) {
 
 // Quantized rows [first, first + rows), without memory.
 Panel make_panel(const LinearArgs& args, int64_t first, int64_t rows) {
-    const RowSize size = row_size(args.weight.format, args.weight.k);
+    const RowSize size = row_size(args.weight);
     const int64_t steps = (size.quads + STEP_QUADS - 1) / STEP_QUADS, groups = round_up((rows + HEIGHT - 1) / HEIGHT, 2);
     return {size, first, rows, steps, groups, nullptr, nullptr, nullptr};
 }

@@ -77,6 +77,24 @@ inline int32_t start_value(Ints sum) {
     return _mm_cvtsi128_si32(_mm_packs_epi32(_mm_mullo_epi32(halves, _mm_set1_epi32(-ZERO)), halves));
 }
 
+// Of a group with zeros: zeros of 4 bits twice each, of 8 bits less 128; `sums` are the negative sums of x.
+struct ZeroStarts {
+    const Pairs& zeros;
+    const int32_t* sums;
+};
+template <int BITS>
+inline Pairs zeros_of(const uint8_t* p) {
+    const Ints zeros = widen_unsigned(p);
+    if (BITS == 4) return twice(zeros);
+    const Ints signed_zeros = subtract(zeros, all(128));
+    const __m256i low = _mm256_set1_epi32(0xffff);
+    return {{_mm256_and_si256(signed_zeros.half[0], low), _mm256_and_si256(signed_zeros.half[1], low)}};
+}
+template <int STRIDE, int BITS>
+inline ZeroStarts starts_of(const Pairs& zeros, const int32_t* sums) {
+    return {zeros, sums};
+}
+
 template <int BITS>
 struct Weights {
     Quads quads[8];
@@ -139,6 +157,12 @@ alignas(32) constexpr uint16_t EVEN[16] = {255, 255, 255, 255, 255, 255, 255, 25
 #define ADD_SQUARES_OF_FEW(r, lo, hi) ADD_SQUARE(r, 8, 10, lo) ADD_SQUARE(r, 9, 11, hi)
 #define NEXT_SQUARES "add $64, %[w]\n\tadd $2*%c[stride], %[x]\n\t"
 
+// The second sum of each row times zeros.
+#define ADD_ZEROS(r, lo, hi)                                                                                               \
+    "vpbroadcastd %c[stride]+4*" #r "(%[starts]), %%ymm12\n\t"                                                             \
+    "vpmaddwd (%[zeros]), %%ymm12, %%ymm13\n\tvpaddd %%ymm13, %%ymm" #lo ", %%ymm" #lo "\n\t"                             \
+    "vpmaddwd 32(%[zeros]), %%ymm12, %%ymm12\n\tvpaddd %%ymm12, %%ymm" #hi ", %%ymm" #hi "\n\t"
+
 // One row needs no order of instructions, and is sooner done with signed bytes: |w| times x with the sign of w.
 inline void add_row(Ints& sum, const uint8_t* group, const int32_t* x) {
     const __m256i flip = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
@@ -161,6 +185,10 @@ inline void add_row(Ints& sum, const uint8_t* group, const int32_t* x) {
 #define END_SQUARES(ROWS) FOR_##ROWS(ADD_VALUES)
 #define BEGIN_SQUARES_FEW(ROWS) ZERO_PRODUCTS FOR_##ROWS(LOAD_START)
 #define END_SQUARES_FEW(ROWS) FOR_##ROWS(SUBTRACT_PRODUCTS) FOR_##ROWS(ADD_VALUES)
+#define BEGIN_GROUPED(ROWS) BEGIN_SQUARES(ROWS) FOR_##ROWS(ADD_ZEROS)
+#define END_GROUPED(ROWS) END_SQUARES(ROWS)
+#define BEGIN_GROUPED_FEW(ROWS) BEGIN_SQUARES_FEW(ROWS) FOR_##ROWS(ADD_ZEROS)
+#define END_GROUPED_FEW(ROWS) END_SQUARES_FEW(ROWS)
 
 #define SQUARES(ROWS, KIND, ...)                                                                                           \
     {                                                                                                                      \
@@ -198,6 +226,24 @@ inline void add_small_dot(Floats* sums, const Floats& scale, const float* x_scal
 #undef SQUARES_OF
 }
 
+template <int STRIDE, int ROWS>
+inline void add_small_dot(Floats* sums, const Floats& scale, const float* x_scales, const Weights<8>& weights, const int32_t* x,
+                          const ZeroStarts& grouped) {
+    const int32_t* starts = grouped.sums;
+    if constexpr (STRIDE == 1) {
+        const Pairs& zeros = grouped.zeros;
+        Ints sum = multiply_small({{zeros.half[0], zeros.half[1]}}, starts[1]);
+        add_row(sum, weights.group, x);
+        *sums = multiply_add(to_floats(sum), scaled(scale, *x_scales), *sums);
+    }
+#define SQUARES_OF(ROWS)                                                                                                   \
+    SQUARES(ROWS, GROUPED, [starts] "r"(starts), [zeros] "r"(&grouped.zeros), [scale] "r"(&scale), [x_scales] "r"(x_scales))
+    if constexpr (ROWS == 2) SQUARES_OF(2)
+    if constexpr (ROWS == 3) SQUARES_OF(3)
+    if constexpr (ROWS == 4) SQUARES_OF(4)
+#undef SQUARES_OF
+}
+
 // |x| <= 127. A start value makes weights signed: words before the last ones may wrap.
 template <int BITS, int COUNT>
 constexpr int fit(bool is_signed) {
@@ -214,15 +260,24 @@ constexpr int fit(bool is_signed) {
 #define ADD_SCALED(r, lo, hi) MULTIPLY_WORDS(lo, hi) ADD_SUMS(r, lo, hi)
 #define ADD_SMALL(r, lo, hi) MULTIPLY_WORDS(lo, hi) ADD_VALUES(r, lo, hi)
 #define BEGIN_BYTES(ROWS) FOR_##ROWS(LOAD_START)
+#define LOAD_ZERO_START(r, lo, hi)                                                                                         \
+    "vpbroadcastd 4*" #r "(%[starts]), %%ymm12\n\tvpmullw (%[zeros]), %%ymm12, %%ymm" #lo "\n\t"                          \
+    "vpmullw 32(%[zeros]), %%ymm12, %%ymm" #hi "\n\t"
+#define BEGIN_ZEROS(ROWS) FOR_##ROWS(LOAD_ZERO_START)
 #define END_SCALED(ROWS) FOR_##ROWS(ADD_SCALED)
 #define END_SMALL(ROWS) FOR_##ROWS(ADD_SMALL)
 
+inline __m256i start_words(const int32_t* starts, int) { return _mm256_set1_epi32(*starts); }
+inline __m256i start_words(const ZeroStarts& starts, int half) {
+    return _mm256_mullo_epi16(starts.zeros.half[half], _mm256_set1_epi32(*starts.sums));
+}
+
 // factors . (start + w . x), where w . x is added in 16 bits. See add_row.
-template <int COUNT>
-inline Ints dot_row(const Quads* w, const int32_t* x, const int32_t* starts, const Pairs& factors) {
+template <int COUNT, class Starts>
+inline Ints dot_row(const Quads* w, const int32_t* x, const Starts& starts, const Pairs& factors) {
     Ints sum;
     UNROLLED for (int i = 0; i < 2; i++) {
-        __m256i words = _mm256_set1_epi32(*starts);
+        __m256i words = start_words(starts, i);
         UNROLLED for (int j = 0; j < COUNT; j++) {
             words = _mm256_add_epi16(words, _mm256_maddubs_epi16(w[j].half[i], _mm256_set1_epi32(x[j])));
         }
@@ -256,6 +311,27 @@ inline void add_small_dot(Floats* sums, const Floats& scale, const float* x_scal
 #define BYTES(ROWS)                                                                                                        \
     LOOP(ROWS, 8, BEGIN_BYTES, LOAD_BYTES, ADD_BYTES, NEXT_BYTES, END_SMALL, [factors] "r"(ONES), [starts] "r"(starts),       \
          [scale] "r"(&scale), [x_scales] "r"(x_scales))
+    if constexpr (ROWS == 2) BYTES(2);
+    if constexpr (ROWS == 3) BYTES(3);
+    if constexpr (ROWS == 4) BYTES(4);
+    if constexpr (ROWS == 5) BYTES(5);
+    if constexpr (ROWS == 6) BYTES(6);
+#undef BYTES
+}
+
+// Zeros of 4 bits are at most 16: sums fit as in signed weights.
+template <int STRIDE, int ROWS>
+inline void add_small_dot(Floats* sums, const Floats& scale, const float* x_scales, const Weights<4>& weights, const int32_t* x,
+                          const ZeroStarts& grouped) {
+    const Quads* w = weights.quads;
+    static_assert(8 * 2 * 127 * 16 <= 32767);
+    if constexpr (ROWS == 1) {
+        const __m256i ones = _mm256_set1_epi16(1);
+        *sums = multiply_add(to_floats(dot_row<8>(w, x, grouped, {{ones, ones}})), scaled(scale, *x_scales), *sums);
+    }
+#define BYTES(ROWS)                                                                                                        \
+    LOOP(ROWS, 8, BEGIN_ZEROS, LOAD_BYTES, ADD_BYTES, NEXT_BYTES, END_SMALL, [factors] "r"(ONES), [zeros] "r"(&grouped.zeros), \
+         [starts] "r"(grouped.sums), [scale] "r"(&scale), [x_scales] "r"(x_scales))
     if constexpr (ROWS == 2) BYTES(2);
     if constexpr (ROWS == 3) BYTES(3);
     if constexpr (ROWS == 4) BYTES(4);

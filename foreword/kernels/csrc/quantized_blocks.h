@@ -17,6 +17,7 @@ constexpr bool is_super(Format format) { return format >= Format::Q4_K; }
 constexpr int bits_of(Format format) {
     switch (format) {
         case Format::I8:
+        case Format::G8:
         case Format::Q8_0: return 8;
         case Format::Q6_K: return 6;
         case Format::Q5_0:

@@ -54,6 +54,9 @@ inline Floats add(const Floats& a, const Floats& b) {
 inline Ints multiply(const Ints& a, const Ints& b) {
     return each<Ints>([&](int i) { return vmulq_s32(a.part[i], b.part[i]); });
 }
+inline Ints multiply_small(const Ints& a, int32_t b) {
+    return each<Ints>([&](int i) { return vmulq_n_s32(a.part[i], b); });
+}
 inline Floats multiply(const Floats& a, const Floats& b) {
     return each<Floats>([&](int i) { return vmulq_f32(a.part[i], b.part[i]); });
 }
@@ -179,6 +182,10 @@ constexpr int WHOLE_RUN = 6, SUM_REGISTERS = 4, UNROLLED_ROWS = 1;
 template <>
 inline int32_t start_value<8, 128>(const Ints&) {
     return 0;
+}
+template <>
+inline Ints zeros_of<8>(const uint8_t* p) {
+    return widen_signed(vreinterpretq_s8_u8(veorq_u8(vld1q_u8(p), vdupq_n_u8(0x80))));
 }
 
 #include "quantized_kernels.inc"

@@ -47,6 +47,7 @@ inline Floats add(const Floats& a, const Floats& b) {
 inline Ints multiply(const Ints& a, const Ints& b) {
     return each<Ints>([&](int c) { return a.at[c] * b.at[c]; });
 }
+inline Ints multiply_small(const Ints& a, int32_t b) { return multiply(a, all(b)); }
 inline Floats multiply(const Floats& a, const Floats& b) {
     return each<Floats>([&](int c) { return a.at[c] * b.at[c]; });
 }
