@@ -31,13 +31,14 @@ from tests.support.quantized_checkpoints import (
     write_quantized,
 )
 
+SHAPE = {"intermediate_size": 320}  # several blocks of FP8
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 DOWN_PROJ = "model.layers.1.mlp.down_proj"
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("source") / "model", "llama", seed=1)
+    return write_checkpoint(tmp_path_factory.mktemp("source") / "model", "llama", seed=1, **SHAPE)
 
 
 def load(path: Path) -> Model:
@@ -96,7 +97,7 @@ def test_act_order_keeps_groups_and_reorders_inputs(source: Path, tmp_path: Path
 def test_logits_equal_the_dequantized_checkpoint_in_transformers(
     kind: str, family: str, tmp_path: Path
 ) -> None:
-    source = write_checkpoint(tmp_path / "source", family, seed=1)
+    source = write_checkpoint(tmp_path / "source", family, seed=1, **SHAPE)
     write_quantized(source, tmp_path / "model", kind, plain=tmp_path / "plain")
     prompt = torch.randint(0, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     transformers.utils.logging.disable_progress_bar()
@@ -279,8 +280,8 @@ REFUSED_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("fp8-block", {"weight_block_size": [0, 128]}, "`weight_block_size`"),
     ("fp8-block", {"weight_block_size": [128]}, "`weight_block_size`"),
-    ("fp8-block", {"weight_block_size": [48, 20]}, "blocks of 20 columns"),
-    ("fp8-block", {"weight_block_size": [128, 128]}, "weight_scale_inv. is .*, the config says \\[1, 1\\]"),
+    ("fp8-block", {"weight_block_size": [48, 32]}, "blocks of 32 columns"),
+    ("fp8-block", {"weight_block_size": [64, 128]}, r"weight_scale_inv. is .*, the config says \[1, 1\]"),
     ("fp8-block", {"fmt": "e5m2"}, "`fmt`"),
     ("fp8-block", {"activation_scheme": "token"}, "`activation_scheme`"),
 ]

@@ -28,7 +28,8 @@ __all__ = [
 
 FLOATS = ("F32", "BF16", "F16")
 WORD_BITS = 32
-KERNEL_BLOCK = 32  # columns: a group holds a multiple of them, or the whole row
+# Columns: a group holds a multiple of them, or the whole row.
+INT_BLOCK, FLOAT8_BLOCK = 32, 128
 MAX_SCALE = 1e30  # products of a scale and a value stay finite
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble of a word, lowest first
 # Swaps that transpose 8 words of 8 nibbles: distance of the words, shift, and the bits that stay.
@@ -64,8 +65,8 @@ class Scheme(Protocol):
     def bits(self) -> int:
         """Of a value in memory."""
 
-    def num_scales(self, rows: int, columns: int) -> int:
-        """Scales of a matrix in memory."""
+    def num_groups(self, columns: int) -> int:
+        """Groups of values of a row that share a scale in memory. Raises SchemeError."""
 
     def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
         """The tensors by suffix. Raises SchemeError for sizes that cannot be stored or computed."""
@@ -86,14 +87,11 @@ class GroupedScheme:
         size = self.group_size or columns
         if columns % size:
             raise SchemeError(self.values, f"has {columns} columns, no multiple of the group size {size}")
-        if size % KERNEL_BLOCK and size != columns:
-            raise SchemeError(self.values, f"has groups of {size} values; a multiple of {KERNEL_BLOCK} works")
+        if size % INT_BLOCK and size != columns:
+            raise SchemeError(self.values, f"has groups of {size} values; a multiple of {INT_BLOCK} works")
         if columns * self.bits % 8:
             raise SchemeError(self.values, f"has {columns} columns; rows must be whole bytes")
         return columns // size
-
-    def num_scales(self, rows: int, columns: int) -> int:
-        return rows * self.num_groups(columns)
 
     @property
     def values(self) -> str:
@@ -245,19 +243,16 @@ class Float8:
     values: str = "weight"
     bits: int = 8
 
-    def num_scales(self, rows: int, columns: int) -> int:
-        if self.block_shape is None:
-            return rows
-        block_rows, block_columns = self.block_shape
-        return -(-rows // block_rows) * -(-columns // block_columns)
+    def num_groups(self, columns: int) -> int:
+        return 1 if self.block_shape is None else -(-columns // self.block_shape[1])
 
     def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
         if self.block_shape is None:
             shapes = _scale_shapes(rows, 1)
         else:
             block_rows, block_columns = self.block_shape
-            if block_columns % KERNEL_BLOCK and block_columns < columns:
-                problem = f"has blocks of {block_columns} columns; a multiple of {KERNEL_BLOCK} works"
+            if block_columns % FLOAT8_BLOCK and block_columns < columns:
+                problem = f"has blocks of {block_columns} columns; a multiple of {FLOAT8_BLOCK} works"
                 raise SchemeError(self.scale, problem)
             shapes = ((-(-rows // block_rows), -(-columns // block_columns)),)
         return {

@@ -30,7 +30,7 @@ UNUSED_SUFFIXES = (
 )
 MUST_BE_PLAIN = "is quantized, but must be plain here"
 TILE_ROWS = 16  # rows of a packed tile of the CPU kernels; the last tile is padded
-SCALE_BYTES, ZERO_BYTES = 4, 1  # in memory
+SCALE_BYTES = 5  # and the zero's
 
 
 class QuantizedWeights(FileWeights):
@@ -201,8 +201,6 @@ class QuantizedWeights(FileWeights):
 
 
 def _packed_bytes(scheme: Scheme, rows: int, columns: int) -> int:
-    """Bytes of a matrix as the kernels keep it."""
-    padded = -(-rows // TILE_ROWS) * TILE_ROWS
-    return padded * columns * scheme.bits // 8 + scheme.num_scales(padded, columns) * (
-        SCALE_BYTES + ZERO_BYTES
-    )
+    """Bytes of a matrix in the layout of the CPU kernels; a GPU keeps about as many."""
+    padded_rows = -(-rows // TILE_ROWS) * TILE_ROWS
+    return padded_rows * (columns * scheme.bits // 8 + scheme.num_groups(columns) * SCALE_BYTES)
