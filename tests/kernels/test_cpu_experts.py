@@ -188,21 +188,43 @@ def test_ties_go_to_the_lowest_id(isa: str) -> None:
     assert same_bits(ops.experts(x, logits, weights, config), ops.experts(x, without, weights, config))
 
 
+def factors_of(ops: CpuOps, logits: Tensor, config: ExpertsConfig) -> Tensor:
+    """float32 [T, E]: the factor of each expert, the result of experts with unit vectors as outputs."""
+    count = config.num_experts
+    gate_up = [ops.pack_linear([torch.zeros(2, count)], "float32") for _ in range(count)]
+    down = [ops.pack_linear([torch.zeros(count, 1)], "float32", torch.eye(count)[e]) for e in range(count)]
+    return ops.experts(torch.ones(len(logits), count), logits, ops.pack_experts(gate_up, down), config)
+
+
 @each_isa
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_factors_are_a_softmax(isa: str, renormalize: bool) -> None:
-    """Outputs of experts are constants, so that results show the factors."""
-    ops, outputs = cpu_ops_by_threads(isa)[0], torch.eye(5)
-    gate_up = [ops.pack_linear([torch.zeros(2, 5)], "float32") for _ in range(5)]
-    down = [ops.pack_linear([torch.zeros(5, 1)], "float32", outputs[e]) for e in range(5)]
     logits = torch.cat((randn(30, 5) * 10, torch.tensor([[0.0, -50, 0, -800, -math.inf]])))
-    actual = ops.experts(
-        torch.ones(31, 5), logits, ops.pack_experts(gate_up, down), ExpertsConfig(5, 3, renormalize, "silu")
-    )
+    actual = factors_of(cpu_ops_by_threads(isa)[0], logits, ExpertsConfig(5, 3, renormalize, "silu"))
     chosen = torch.sort(logits, descending=True, stable=True).indices[:, :3]
     kept = torch.full_like(logits, -math.inf).scatter(1, chosen, logits.gather(1, chosen)).double()
     total = (kept if renormalize else logits.double()).logsumexp(1, keepdim=True)
     torch.testing.assert_close(actual.double(), (kept - total).exp(), rtol=1e-7, atol=1e-12)
+
+
+@each_isa
+def test_sum_is_in_order_of_falling_logits(isa: str) -> None:
+    """Bit for bit: one product and one sum after the other in float32, add_to at the end."""
+    mixture, x, logits, add_to = (
+        Mixture("float32"),
+        randn(20, 256),
+        randn(20, 6, seed=1),
+        randn(20, 256, seed=2),
+    )
+    ops, weights = packed(mixture, isa, 2)
+    config = mixture.config(6)
+    factors, order = factors_of(ops, logits, config), logits.argsort(1, descending=True)
+    expected = torch.zeros(20, 256)
+    for rank in range(6):
+        only = torch.full_like(logits, -math.inf).scatter(1, order[:, rank : rank + 1], 0.0)
+        outputs = ops.experts(x, only, weights, mixture.config(1))
+        expected = expected + outputs * factors.gather(1, order[:, rank : rank + 1])
+    assert same_bits(ops.experts(x, logits, weights, config, add_to), expected + add_to)
 
 
 @each_isa
@@ -222,9 +244,8 @@ def test_rows_with_broken_logits_are_nan(isa: str, renormalize: bool) -> None:
 
 @each_isa
 def test_long_prompts_take_several_passes(isa: str) -> None:
-    """Memory is bounded: the rows of 200 MB of results have the bits of few rows."""
-    mixture = Mixture("int8", num_experts=8, hidden=64, inner=8192)
-    rows = 200 if isa != "portable" else 175
+    """Memory is bounded: rows that take 177 MB, more than MEMORY_BYTES, have the bits of few rows."""
+    mixture, rows = Mixture("int8", num_experts=8, hidden=64, inner=8192), 300
     ops, weights = packed(mixture, isa, 2)
     x, logits, config = randn(rows, 64), randn(rows, 8, seed=1), mixture.config(8)
     whole = ops.experts(x, logits, weights, config)

@@ -22,7 +22,7 @@ constexpr int64_t LINE = 64;                    // bytes: the alignment of rows 
 // The chosen experts of a row, by rank, and their factors.
 void choose_experts(const float* logits, const ExpertsArgs& args, int64_t* chosen, float* factors) {
     const int64_t count = args.experts.count;
-    bool usable = true;
+    bool usable = true;  // without a finite maximum, total is 0
     std::vector<Entry> best;
     best.reserve(args.top_k + 1);
     for (int64_t id = 0; id < count; id++) {
@@ -33,17 +33,16 @@ void choose_experts(const float* logits, const ExpertsArgs& args, int64_t* chose
         if (static_cast<int64_t>(best.size()) > args.top_k) best.pop_back();
     }
     const double top = best.front().value;
-    usable &= std::isfinite(top);
     int64_t total = 0;  // of integers: their order is free
-    if (usable && args.renormalize) {
+    if (args.renormalize) {
         for (const Entry& entry : best) total += exp_fixed_point(entry.value - top);
-    } else if (usable) {
+    } else {
         for (int64_t id = 0; id < count; id++) total += exp_fixed_point(logits[id] - top);
     }
     for (int64_t rank = 0; rank < args.top_k; rank++) {
-        chosen[rank] = usable ? best[rank].id : rank;
-        const double power = usable ? static_cast<double>(exp_fixed_point(best[rank].value - top)) : NAN;
-        factors[rank] = static_cast<float>(power / static_cast<double>(total));
+        const auto power = static_cast<double>(exp_fixed_point(best[rank].value - top));
+        chosen[rank] = best[rank].id;
+        factors[rank] = usable ? static_cast<float>(power / static_cast<double>(total)) : NAN;
     }
 }
 
