@@ -32,7 +32,7 @@ from tests.support.gguf_files import write_gguf
 from tests.support.kernel_rows import RowDependentOps
 
 MAX_MODEL_LEN = 127  # one below a block boundary
-QUICK_FAMILIES = ("llama",)
+QUICK_FAMILIES = ("llama", "gpt_oss")
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "speculate": (
