@@ -12,7 +12,7 @@ from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.base import Precision
 from foreword.models.loader import ARCHITECTURES, load_model, read_model_info
-from tests.support.checkpoints import FAMILIES, VOCAB_SIZE, write_checkpoint
+from tests.support.checkpoints import FAMILIES, MOE_FAMILIES, VOCAB_SIZE, write_checkpoint
 from tests.support.forward_helpers import ForwardHelper
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -129,6 +129,52 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "dynamic", "alpha": 7.0, "factor": 1.0, "rope_theta": 5000.0},
         },
     ),
+    "qwen3-moe-dense-layers": (
+        "qwen3_moe",
+        {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
+    "qwen3-moe-window": (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "attention_bias": True},
+    ),
+    "qwen3-moe-odd-shape": ("qwen3_moe", {**ODD, "moe_intermediate_size": 36, "num_experts": 5}),
+    "qwen3-moe-all-experts": ("qwen3_moe", {"num_experts_per_tok": 8}),
+    "qwen2-moe-renormalized": ("qwen2_moe", {"norm_topk_prob": True, "qkv_bias": True}),
+    "qwen2-moe-windows": (
+        "qwen2_moe",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2},
+    ),
+    "mixtral-window": ("mixtral", {"sliding_window": 20, "num_experts_per_tok": 1}),
+    "olmoe-biases": ("olmoe", {"norm_topk_prob": True, "attention_bias": True, "clip_qkv": None}),
+    "gpt-oss-no-window": ("gpt_oss", {"sliding_window": 24, "layer_types": ["full_attention"] * 2}),
+    "gpt-oss-hub": (  # the keys of the published files
+        "gpt_oss",
+        {
+            "experts_per_token": 3,
+            "initial_context_length": 64,
+            "swiglu_limit": 7.0,
+            "rope_parameters": ...,
+            "rope_theta": 150000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+        },
+    ),
+    "granitemoe-tied": (
+        "granitemoe",
+        {
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 0.1,
+            "embedding_multiplier": 1.0,
+            "attention_bias": True,
+        },
+    ),
+    "granitemoeshared-not-shared": ("granitemoeshared", {"shared_intermediate_size": 0}),
 }
 
 
@@ -198,7 +244,7 @@ def test_native_kernels_agree_with_the_reference(family: str, isa: str, tmp_path
 
 
 @pytest.mark.parametrize("isa", supported_isas())
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2_moe", "gpt_oss"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -213,8 +259,12 @@ def test_native_kernels_agree_with_the_reference(family: str, isa: str, tmp_path
 def test_native_kernels_at_low_precision(
     isa: str, family: str, options: dict[str, str], tmp_path: Path, prompt: list[int]
 ):
-    """Within a tenth of the logits' spread: quantized weights round activations too."""
-    path = write_checkpoint(tmp_path / family, family)
+    """Within a tenth of the logits' spread: quantized weights round activations too.
+
+    All experts are chosen: a rounded router may choose others, and either choice is right.
+    """
+    choices = {"num_experts_per_tok": 8} if family in MOE_FAMILIES else {}
+    path = write_checkpoint(tmp_path / family, family, **choices)
     ours = ForwardHelper(path, ops=CpuOps(isa, threads=1), block_size=4, **options)
     logits, expected = ours.logits(prompt), ForwardHelper(path, **options).logits(prompt)
     assert (logits - expected).norm() < 0.1 * expected.norm()

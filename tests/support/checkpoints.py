@@ -284,7 +284,9 @@ def shapes(config: dict[str, Any]) -> Shapes:
         result["lm_head.weight"] = (vocab, hidden)
     for index in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{index}."
+        is_sparse = (index + 1) % config.get("decoder_sparse_step", 1) == 0
         is_dense = config["model_type"] not in MOE_FAMILIES or index in config.get("mlp_only_layers", [])
+        is_dense |= not is_sparse
         feed_forward = _mlp_shapes(config) if is_dense else _moe_shapes(config)
         layer = {**_norm_shapes(config), **_attention_shapes(config), **feed_forward}
         result |= {prefix + name: shape for name, shape in layer.items()}
