@@ -68,7 +68,7 @@ def stack(tensors: Tensors) -> None:
 
 
 def to_mxfp4(tensors: Tensors) -> Tensors:
-    """Replace gpt-oss's float experts by random blocks; returns the same weights as transformers reads them."""
+    """Replace gpt-oss's float experts by random blocks; returns the weights that transformers reads."""
     generator = torch.Generator().manual_seed(5)
     floats = dict(tensors)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -317,7 +317,7 @@ def test_gguf_tensors_of_single_experts_are_refused(tmp_path: Path) -> None:
         writer.add_tensor("blk.0.ffn_up.0.weight", np.zeros((96, 64), np.float32))
 
     checkpoint = write_checkpoint(tmp_path / "checkpoint", "mixtral")
-    with pytest.raises(CheckpointError, match="`llama.expert_count`.* convert the model again"):
+    with pytest.raises(CheckpointError, match=r"`llama.expert_count`.* convert the model again"):
         read_model_info(write_gguf(checkpoint, tmp_path / "model.gguf", more=add))
 
 
