@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import tokenizers
+from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models
 
 from benchmarks.fuzz_mutate import Mutate, change_bytes, change_json, change_lines, change_safetensors
@@ -33,11 +34,13 @@ from foreword.server.auth.key_file import read_key_file
 from foreword.tokenizer.chat_template import ChatTemplate
 from foreword.tokenizer.gguf import build_gguf_tokenizer
 from foreword.tokenizer.tokenizer import Tokenizer
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import replace_by_mxfp4, write_checkpoint
 from tests.support.gguf_files import RawGGUF, write_gguf
 from tests.support.quantized_checkpoints import write_quantized
 
 __all__ = ["FuzzTarget", "file_targets"]
+
+Checkpoints = Mapping[str, tuple[bytes, bytes]]  # config.json and weights by kind
 
 SMALL: Mapping[str, Any] = {
     "hidden_size": 32,
@@ -78,8 +81,10 @@ def file_targets() -> Mapping[str, Callable[[], FuzzTarget]]:
         "gguf": _gguf,
         "gguf-metadata": _gguf_metadata,
         "config": _config,
-        "quantized": _quantized,
-        "quantized-config": _quantized_config,
+        "quantized": lambda: _weights_of(_quantized_checkpoints(), "models/quantized/"),
+        "quantized-config": lambda: _configs_of(_quantized_checkpoints(), "models/quantized/"),
+        "experts": lambda: _weights_of(_expert_checkpoints(), "models/experts.py"),
+        "experts-config": lambda: _configs_of(_expert_checkpoints(), "models/experts.py"),
         "tokenizer": _tokenizer,
         "encoder": _encoder,
         "options": _options,
@@ -145,7 +150,7 @@ def _gguf() -> FuzzTarget:
 
     seeds = [RawGGUF.sample().bytes()]
     with TemporaryDirectory() as folder:
-        for family in ("llama", "gemma2", "phi3"):
+        for family in ("llama", "gemma2", "phi3", "qwen2_moe", "gpt_oss"):
             checkpoint = write_checkpoint(Path(folder) / family, family, **SMALL)
             seeds.append(write_gguf(checkpoint, Path(folder) / f"{family}.gguf").read_bytes())
     return FuzzTarget(seeds, run, (CheckpointError,), ("models/gguf/", "tokenizer/gguf"), share=0.5)
@@ -223,34 +228,46 @@ def _config() -> FuzzTarget:
     return FuzzTarget(seeds, run, (CheckpointError,), modules, change_json, share=0.5)
 
 
-def _quantized() -> FuzzTarget:
-    """Weights of a quantized checkpoint, whose metadata name the config."""
+def _weights_of(checkpoints: Checkpoints, module: str) -> FuzzTarget:
+    """Weights of checkpoints, whose metadata name the config."""
 
     def run(data: bytes, folder: Path) -> None:
-        kind = next((kind for kind in configs if f'"{kind}"'.encode() in data), QUANTIZED[0])
-        _load_quantized(configs[kind], data, folder)
+        kind = next((kind for kind in configs if f'"{kind}"'.encode() in data), next(iter(configs)))
+        _load_checkpoint(configs[kind], data, folder)
 
-    checkpoints = _quantized_checkpoints()
     configs = {kind: config for kind, (config, _) in checkpoints.items()}
     seeds = [stored for _, stored in checkpoints.values()]
-    modules = ("models/quantized/", "models/weights.py")
+    modules = (module, "models/weights.py")
     return FuzzTarget(seeds, run, (CheckpointError,), modules, change_safetensors, share=0.5)
 
 
-def _quantized_config() -> FuzzTarget:
-    """config.json of a quantized checkpoint; the line before it names the weights."""
+def _configs_of(checkpoints: Checkpoints, module: str) -> FuzzTarget:
+    """config.json of checkpoints; the line before it names the weights."""
 
     def run(data: bytes, folder: Path) -> None:
         kind, _, config = data.partition(b"\n")
-        _load_quantized(config, weights.get(kind.decode(*UNICODE), weights[QUANTIZED[0]]), folder)
+        _load_checkpoint(config, weights.get(kind.decode(*UNICODE), next(iter(weights.values()))), folder)
 
-    checkpoints = _quantized_checkpoints()
     weights = {kind: stored for kind, (_, stored) in checkpoints.items()}
     seeds = [f"{kind}\n".encode() + config for kind, (config, _) in checkpoints.items()]
-    return FuzzTarget(seeds, run, (CheckpointError,), ("models/quantized/",), change_lines, share=0.5)
+    return FuzzTarget(seeds, run, (CheckpointError,), (module,), change_lines, share=0.5)
 
 
-def _quantized_checkpoints() -> dict[str, tuple[bytes, bytes]]:
+def _expert_checkpoints() -> Checkpoints:
+    """One by one, in one tensor, behind a shared expert, and in MXFP4."""
+    result = {}
+    with TemporaryDirectory() as folder:
+        for family in ("qwen3_moe", "qwen2_moe", "granitemoeshared", "gpt_oss"):
+            path = write_checkpoint(Path(folder) / family, family, **SMALL, num_experts_per_tok=2)
+            tensors = load_file(path / "model.safetensors")
+            if family == "gpt_oss":
+                replace_by_mxfp4(tensors)
+            save_file(tensors, path / "model.safetensors", metadata={"kind": family})
+            result[family] = (path / "config.json").read_bytes(), (path / "model.safetensors").read_bytes()
+    return result
+
+
+def _quantized_checkpoints() -> Checkpoints:
     """config.json and weights by format."""
     result = {}
     with TemporaryDirectory() as folder:
@@ -262,7 +279,7 @@ def _quantized_checkpoints() -> dict[str, tuple[bytes, bytes]]:
     return result
 
 
-def _load_quantized(config: bytes, weights: bytes, folder: Path) -> None:
+def _load_checkpoint(config: bytes, weights: bytes, folder: Path) -> None:
     _write(folder / "config.json", config)
     _write(folder / "model.safetensors", weights)
     read_model_info(folder)

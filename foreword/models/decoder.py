@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foreword.config.resolve import ModelInfo
 from foreword.core.batch import Batch, ImageFeatures, KVLayer
+from foreword.errors import CheckpointError
 from foreword.kernels.ops import AttentionMetadata, DraftLoop, Ops
 from foreword.layers.attention import Attention, AttentionConfig, ForwardContext
 from foreword.layers.embedding import Embedding
@@ -23,7 +24,7 @@ from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
 from foreword.models.base import KVCache, Precision, VisionEncoder
 from foreword.models.config import ConfigReader
-from foreword.models.experts import MoEConfig, load_experts, load_router
+from foreword.models.experts import MoEConfig, load_experts
 from foreword.models.weights import DeinterleavedWeights
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderLayer", "LayerBuilder", "LayerType", "QKNorm"]
@@ -150,24 +151,31 @@ class LayerBuilder:
         return MLP(gate_up, down, config.activation)
 
     def _moe(self, moe: MoEConfig) -> MoE:
-        ops, hidden, names = self.ops, self._config.hidden_size, moe.names
-        weights = self._weights.prefixed(f"{names.module}.")
-        router = load_router(ops, weights, names.router, moe.experts.num_experts, hidden, moe.bias)
-        experts = load_experts(ops, weights, self._precision.linear_format, moe, hidden)
-        return MoE(ops, moe.experts, router, experts, self._shared_expert(moe))
+        module = moe.names.module
+        router = self._router(f"{module}.{moe.names.router}", moe.experts.num_experts, moe.bias)
+        weights, weight_format = self._weights.prefixed(f"{module}."), self._precision.linear_format
+        experts = load_experts(self.ops, weights, weight_format, moe, self._config.hidden_size)
+        return MoE(self.ops, moe.experts, router, experts, self._shared_expert(moe))
 
     def _shared_expert(self, moe: MoEConfig) -> SharedExpert | None:
-        names, weights, hidden = moe.names, self._weights, self._config.hidden_size
+        names = moe.names
         if not moe.shared_intermediate_size:
             return None
         fused, down = names.shared_fused or (None, "down_proj")
-        if not weights.has(f"{names.shared}.{fused}.weight"):
+        if not self._weights.has(f"{names.shared}.{fused}.weight"):
             fused, down = None, "down_proj"
         mlp = self.mlp(names.shared, fused, down, moe.shared_intermediate_size)
-        gate = None
-        if names.shared_gate is not None:
-            gate = load_router(self.ops, weights, names.shared_gate, 1, hidden, bias=False)
+        gate = None if names.shared_gate is None else self._router(names.shared_gate, 1)
         return SharedExpert(self.ops, mlp, gate)
+
+    def _router(self, name: str, num_rows: int, bias: bool = False) -> Linear:
+        """A layer [N, H] whose weight and results are float32, whatever the quantization."""
+        weight = self._weights.tensor(f"{name}.weight", num_rows, self._config.hidden_size)
+        if not weight.isfinite().all():
+            problem = f"`model.layers.{self._index}.{name}.weight` of a router holds NaN or infinity"
+            raise CheckpointError(f"tensor {problem}", "model")
+        biases = self._weights.tensor(f"{name}.bias", num_rows) if bias else None
+        return Linear(self.ops, self.ops.pack_linear([weight], "float32", biases), torch.float32)
 
     def _linear(self, weights: Weights, inputs: int, outputs: Mapping[str, int], bias: bool) -> Linear:
         packed = load_linear(self.ops, weights, self._precision.linear_format, inputs, outputs, bias)

@@ -9,12 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from foreword.errors import CheckpointError
 from foreword.kernels.ops import ExpertsConfig, Matrix, Ops, PackedExperts, QuantizedBlocks
-from foreword.layers.linear import Linear
 from foreword.layers.weights import Weights
 
-__all__ = ["ExpertNames", "MoEConfig", "load_experts", "load_router"]
+__all__ = ["ExpertNames", "MoEConfig", "load_experts"]
 
 FUSED = ("experts.gate_up_proj", "experts.down_proj")  # of all experts: gate and up, down
 SEPARATE = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")  # of all experts, in GGUF files
@@ -44,15 +42,6 @@ class MoEConfig:
     shared_intermediate_size: int = 0  # 0: no shared expert
     bias: bool = False  # of router and experts
     is_gpt_oss: bool = False  # see _GptOssExperts
-
-
-def load_router(ops: Ops, weights: Weights, name: str, num_rows: int, hidden_size: int, bias: bool) -> Linear:
-    """A layer [N, H] whose weight and results are float32, whatever the quantization."""
-    weight = weights.tensor(f"{name}.weight", num_rows, hidden_size)
-    if not weight.isfinite().all():
-        raise CheckpointError(f"tensor `{name}.weight` of a router holds NaN or infinity", "model")
-    biases = weights.tensor(f"{name}.bias", num_rows) if bias else None
-    return Linear(ops, ops.pack_linear([weight], "float32", biases), torch.float32)
 
 
 def load_experts(

@@ -23,7 +23,7 @@ from foreword.models.base import Precision
 from foreword.models.device_loader import DeviceLoader
 from foreword.models.loader import check_weights, load_model, read_model_info
 from foreword.models.weights import FileWeights, join_mxfp4
-from tests.support.checkpoints import MOE_FAMILIES, write_checkpoint
+from tests.support.checkpoints import MOE_FAMILIES, replace_by_mxfp4, write_checkpoint
 from tests.support.forward_helpers import ForwardHelper
 from tests.support.gguf_files import quantize, write_gguf
 
@@ -69,15 +69,10 @@ def stack(tensors: Tensors) -> None:
 
 def to_mxfp4(tensors: Tensors) -> Tensors:
     """Replace gpt-oss's float experts by random blocks; returns the weights that transformers reads."""
-    generator = torch.Generator().manual_seed(5)
     floats = dict(tensors)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, columns, rows = tensors.pop(name).shape
-        shape = experts, rows, columns // 32
-        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(120, 123, shape, generator=generator, dtype=torch.uint8)
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
-        floats[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    for name in replace_by_mxfp4(tensors):
+        parts = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+        floats[name] = convert_moe_packed_tensors(*parts, dtype=torch.float32)
     return floats
 
 

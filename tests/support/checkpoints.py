@@ -26,6 +26,7 @@ __all__ = [
     "linear_shapes",
     "norm_shapes",
     "random_weights",
+    "replace_by_mxfp4",
     "write_checkpoint",
     "write_drafter",
     "write_json",
@@ -246,6 +247,18 @@ def random_weights(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
         name: _scaled(name, torch.randn(shape, generator=generator), config)
         for name, shape in shapes(config).items()
     }
+
+
+def replace_by_mxfp4(tensors: dict[str, Tensor]) -> list[str]:
+    """Replace gpt-oss's float experts by random blocks; returns the names of what was replaced."""
+    generator = torch.Generator().manual_seed(5)
+    names = [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]
+    for name in names:
+        experts, columns, rows = tensors.pop(name).shape
+        shape = experts, rows, columns // 32
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(120, 123, shape, generator=generator, dtype=torch.uint8)
+    return names
 
 
 def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
