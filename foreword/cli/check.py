@@ -6,7 +6,7 @@ It reads config.json or the GGUF header, and the tokenizers, but no weights. Exi
 from __future__ import annotations
 
 import argparse
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,16 @@ from foreword.checkpoint import apply_options, check_draft_model, read_tokenizer
 from foreword.cli.flags import read_config
 from foreword.cli.startup import startup_line
 from foreword.cli.terminal import format_count
-from foreword.config.memory import cpu_reserve, format_bytes, kv_bytes_per_token
+from foreword.config.memory import format_bytes
 from foreword.config.options import Config
-from foreword.config.resolve import ModelInfo, ResolvedConfig, draft_size_warning, resolve
+from foreword.config.plan import MemoryPart, plan_memory
+from foreword.config.resolve import (
+    ModelInfo,
+    ResolvedConfig,
+    draft_size_warning,
+    fitting_options,
+    resolve,
+)
 from foreword.engine.loader import detect_hardware, make_plugins, types_in_use
 from foreword.errors import ForewordError
 from foreword.kernels.registry import native_unavailable_reason
@@ -30,6 +37,7 @@ from foreword.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["CheckResult", "run", "run_checks"]
 
+INDENT = " " * 7
 IMAGE_SIZES = ((640, 480), (1920, 1080), (1080, 1920))  # example widths and heights, for their token counts
 
 
@@ -176,26 +184,23 @@ def _check_drafter_size(target: ModelInfo, drafter: ModelInfo) -> CheckResult:
 def _check_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) -> Iterator[CheckResult]:
     try:
         hardware = detect_hardware(config, target)
+    except ForewordError as error:
+        yield CheckResult(False, f"memory: {error}")
+        return
+    try:
         chosen = resolve(config, hardware, target, drafter)
     except ForewordError as error:
         yield CheckResult(False, f"memory: {error}")
+        yield CheckResult(None, _describe_plan(plan_memory(config, hardware, target, drafter)))
         return
     missing = native_unavailable_reason(chosen.device, types_in_use(chosen))
     for note in (*chosen.notes, *filter(None, [missing])):
         yield CheckResult(None, note)
-    reserve = ""
-    if chosen.device == "cpu" and config.kv_cache_memory is None:
-        reserve = f", of which {format_bytes(cpu_reserve(hardware.free_bytes))} stay in reserve"
-    yield CheckResult(
-        True,
-        f"memory: weights {format_bytes(chosen.weight_bytes)} in {chosen.weight_format}, "
-        f"KV cache {format_bytes(chosen.kv_bytes)}; {format_bytes(hardware.free_bytes)} free{reserve}",
-    )
-    if chosen.memory is not None:
-        yield CheckResult(True, f"{hardware.gpu}: {chosen.memory}")
-        if chosen.memory.kv_cache < chosen.kv_bytes:
-            yield CheckResult(None, "by this estimate it does not fit; loading measures it")
-    yield _check_kv_cache(chosen, target, drafter)
+    yield CheckResult(True, _describe_plan(plan_memory(config, hardware, target, drafter, chosen)))
+    if chosen.memory is not None and chosen.memory.kv_cache < chosen.kv_bytes:
+        hints = fitting_options(config, hardware, [target, *filter(None, [drafter])])
+        helps = f"; what would help: {', '.join(hints)}" if hints else ""
+        yield CheckResult(None, f"by this estimate it does not fit, and loading measures it{helps}")
     drafts = f"at most {chosen.num_speculative_tokens} tokens a request and step"
     yield CheckResult(
         True,
@@ -207,20 +212,21 @@ def _check_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) 
         yield _check_plugins(config, chosen, target)
 
 
+def _describe_plan(parts: Sequence[MemoryPart]) -> str:
+    """One line for each part of the memory, aligned."""
+    names = [f"  {part.name}" if part.is_subset else part.name for part in parts]
+    sizes = [format_bytes(part.num_bytes) for part in parts]
+    width, size_width = max(map(len, names)), max(map(len, sizes))
+    lines = (
+        f"{INDENT}{name:{width}}  {size:>{size_width}}  {part.detail}".rstrip()
+        for name, size, part in zip(names, sizes, parts, strict=True)
+    )
+    return "\n".join(("memory:", *lines))
+
+
 def _check_plugins(config: Config, chosen: ResolvedConfig, target: ModelInfo) -> CheckResult:
     try:
         names = ", ".join(make_plugins(config, chosen, target, never_sampled_ids=()))
     except ForewordError as error:
         return CheckResult(False, f"own drafters: {error}")
     return CheckResult(True, f"own drafters: {names}")
-
-
-def _check_kv_cache(chosen: ResolvedConfig, target: ModelInfo, drafter: ModelInfo | None) -> CheckResult:
-    models = [target] if drafter is None else [target, drafter]
-    per_token = format_bytes(sum(kv_bytes_per_token(facts, chosen.kv_cache_dtype) for facts in models))
-    tokens = chosen.num_blocks * chosen.block_size
-    return CheckResult(
-        True,
-        f"KV cache: {per_token} a token in {chosen.kv_cache_dtype}, "
-        f"{format_bytes(chosen.kv_bytes)} for {tokens} tokens",
-    )

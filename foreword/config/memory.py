@@ -8,6 +8,7 @@ __all__ = [
     "GIB",
     "DeviceMemory",
     "ModelInfo",
+    "PackedFormat",
     "cpu_reserve",
     "estimate_memory",
     "float8_bytes",
@@ -16,6 +17,7 @@ __all__ = [
     "kv_bytes_per_token",
     "min_free_bytes",
     "weight_bytes",
+    "weight_bytes_by_format",
 ]
 
 GIB = 1 << 30
@@ -41,6 +43,15 @@ def format_bytes(count: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedFormat:
+    """Matrices that stay quantized as they are in the files."""
+
+    name: str
+    num_bytes: int  # in the layout of the CPU kernels
+    expert_bytes: int = 0  # those of experts
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Properties of a checkpoint that resolve() needs. Packed weights keep the file's quantized format."""
 
@@ -60,6 +71,7 @@ class ModelInfo:
     activation_values_per_row: int = 0  # peak values of one row of a forward pass, estimated
     gpu_packed_bytes: int = 0  # weights that a GPU keeps packed; others become the activations' type
     gpu_packed_parameters: int = 0
+    packed_formats: tuple[PackedFormat, ...] = ()  # of packed_bytes
     num_experts: int = 0  # of a layer with a mixture of experts; 0: no experts
     experts_per_token: int = 0
     expert_parameters: int = 0  # of all experts but shared ones
@@ -185,25 +197,46 @@ def float8_bytes(rows: int, columns: int, block_columns: int) -> int:
 def weight_bytes(
     model: ModelInfo, dtype: str, weight_dtype: str, quantization: str | None, kernel_backend: str
 ) -> int:
-    """Bytes of a model's weights on the device.
+    """Bytes of a model's weights on the device."""
+    parts = weight_bytes_by_format(model, dtype, weight_dtype, quantization, kernel_backend)
+    return int(sum(parts.values()))
+
+
+def weight_bytes_by_format(
+    model: ModelInfo, dtype: str, weight_dtype: str, quantization: str | None, kernel_backend: str
+) -> dict[str, float]:
+    """Bytes of a model's weights on the device, by format; a vision encoder's are those of "vision encoder".
 
     Quantization leaves the embedding and the head in 8 bits, and a vision encoder in `dtype`, the type of
     activations. Backend "native" keeps packed weights; "triton" keeps some and converts others to `dtype`;
     "torch" holds quantized weights as float32; weights of another type than `dtype` have a copy in it.
     """
+    parts: dict[str, float] = {}
+
+    def add(name: str, num_bytes: float) -> None:
+        if num_bytes:
+            parts[name] = parts.get(name, 0.0) + num_bytes
+
     vision_dtype = dtype if quantization else weight_dtype
+    text_parameters = model.parameters - model.vision_parameters
     if kernel_backend == "torch":
-        text_parameters = model.parameters - model.vision_parameters
         num_quantized = text_parameters if quantization else model.packed_parameters
-        per_quantized = sum(DTYPE_BYTES[name] for name in {"float32", dtype})
-        per_dense = sum(DTYPE_BYTES[name] for name in {vision_dtype, dtype})
-        return int(num_quantized * per_quantized + (model.parameters - num_quantized) * per_dense)
-    outer = model.embedding_parameters - model.packed_embedding_parameters
-    layers = model.parameters - model.packed_parameters - model.vision_parameters - outer
-    unpacked = layers * DTYPE_BYTES[quantization or weight_dtype]
-    unpacked += outer * DTYPE_BYTES["int8" if quantization else weight_dtype]
-    unpacked += model.vision_parameters * DTYPE_BYTES[vision_dtype]
+        for name in dict.fromkeys(("float32", dtype)):
+            add(name, num_quantized * DTYPE_BYTES[name])
+        for name in dict.fromkeys((vision_dtype, dtype)):
+            add(name, (text_parameters - num_quantized) * DTYPE_BYTES[name])
+            add("vision encoder", model.vision_parameters * DTYPE_BYTES[name])
+        return parts
     if kernel_backend == "native":
-        return int(unpacked + (model.packed_bytes or 0))
-    converted = (model.packed_parameters - model.gpu_packed_parameters) * DTYPE_BYTES[dtype]
-    return int(unpacked + model.gpu_packed_bytes + converted)
+        for packed in model.packed_formats or (PackedFormat("quantized", model.packed_bytes or 0),):
+            add(packed.name, packed.num_bytes)
+    else:
+        add("quantized", model.gpu_packed_bytes)
+        add(dtype, (model.packed_parameters - model.gpu_packed_parameters) * DTYPE_BYTES[dtype])
+    outer = model.embedding_parameters - model.packed_embedding_parameters
+    layers = text_parameters - model.packed_parameters - outer
+    layer_format, outer_format = quantization or weight_dtype, "int8" if quantization else weight_dtype
+    add(layer_format, layers * DTYPE_BYTES[layer_format])
+    add(outer_format, outer * DTYPE_BYTES[outer_format])
+    add("vision encoder", model.vision_parameters * DTYPE_BYTES[vision_dtype])
+    return parts

@@ -6,8 +6,9 @@ A restarted engine receives it unchanged. Imports no torch, because the API proc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 from foreword.config.memory import (
@@ -29,8 +30,11 @@ __all__ = [
     "HardwareInfo",
     "ModelInfo",
     "ResolvedConfig",
+    "batch_limits",
     "check_max_model_len",
     "draft_size_warning",
+    "fitting_options",
+    "min_context",
     "resolve",
     "resolve_dtypes",
     "with_kv_cache",
@@ -42,6 +46,8 @@ MAX_CPU_KV_BYTES = 4 * GIB
 MIN_CONTEXT = 512  # tokens that the default KV cache must hold; less with max_model_len
 LARGE_GPU_BYTES = 64 * GIB
 LARGE_GPU_BATCHED_TOKENS, SMALL_GPU_BATCHED_TOKENS = 8192, 2048  # limited by the memory of their logits
+GPU_SIZES = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192, 288)  # GiB
+MAX_GPU_HINTS = 5
 DRAFT_SIZE_RATIO = (10, 50)  # target parameters / draft model parameters where drafting usually pays
 MIN_THREADED_WEIGHT_BYTES = 32 << 20  # below this size, threads wait as long as they work
 # Fields of Config that ResolvedConfig takes as they are.
@@ -143,7 +149,7 @@ def resolve(
     try:
         return _resolve(config, hardware, models)
     except _DoesNotFit as error:
-        hints = ", ".join(_fitting_options(config, hardware, models))
+        hints = ", ".join(fitting_options(config, hardware, models))
         raise ConfigError(f"{error.message}. What would help: {hints}", error.param) from None
 
 
@@ -156,7 +162,7 @@ def _resolve(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]
     model = models[0]
     dtype, weight_dtype = resolve_dtypes(config, hardware, model)
     sizes = _memory_sizes(config, hardware, models)
-    max_num_seqs, max_num_batched_tokens = _resolve_batch_limits(config, hardware)
+    max_num_seqs, max_num_batched_tokens = batch_limits(config, hardware)
     gets_remaining_memory = hardware.device == "cuda" and config.kv_cache_memory is None
     max_tokens = config.max_model_len or model.context_len
     max_useful_blocks = max_num_seqs * _blocks_for(max_tokens, config.block_size)
@@ -208,8 +214,10 @@ def _memory_sizes(config: Config, hardware: HardwareInfo, models: Sequence[Model
     )
 
 
-def _fitting_options(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> list[str]:
+def fitting_options(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> list[str]:
     """Flags with which the models fit, each tried: single ones, else combined. Then the memory for none."""
+    if hardware.device == "cuda" and config.kv_cache_memory is None:
+        return _fitting_gpu_options(config, hardware, models)
     smaller: list[dict[str, Any]] = [{"quantization": "int8"}, {"quantization": "int4"}]
     smaller += [{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}]
     variants = [(changes, models, "") for changes in ({}, *smaller)]
@@ -221,8 +229,7 @@ def _fitting_options(config: Config, hardware: HardwareInfo, models: Sequence[Mo
             options = {**changes, **sizes}
             length = len(options) + bool(words)
             if length and _fits(config, options, hardware, chosen):
-                flags = (f"--{name.replace('_', '-')} {value}" for name, value in options.items())
-                by_length[length].append(" ".join(filter(None, (words, *flags))))
+                by_length[length].append(" ".join(filter(None, (words, _format_flags(options)))))
     hints = next(filter(None, by_length.values()), [])
     without_cache_size = replace(config, kv_cache_memory=None)
     for changed, words in ((config, ""), (without_cache_size, " and no --kv-cache-memory")):
@@ -230,6 +237,38 @@ def _fitting_options(config: Config, hardware: HardwareInfo, models: Sequence[Mo
         if _fits(changed, {}, replace(hardware, free_bytes=needed), models):
             return [*hints, f"{math.ceil(needed / GIB * 100) / 100:.2f} GiB of free memory{words}"]
     return hints
+
+
+def _fitting_gpu_options(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> list[str]:
+    """As fitting_options(), by the estimate of a GPU's memory."""
+    changes: list[dict[str, Any]] = [{"gpu_memory_utilization": 0.95}]
+    changes += [{"max_num_batched_tokens": tokens} for tokens in (SMALL_GPU_BATCHED_TOKENS, 512)]
+    changes += [{"enforce_eager": True}, {"kv_cache_dtype": "fp8"}]
+    changes += [{"quantization": "fp8"}, {"quantization": "int4"}]
+    if config.max_model_len is not None:
+        left = _gpu_memory(config, hardware, models).kv_cache // _memory_sizes(config, hardware, models).block
+        changes.insert(0, {"max_model_len": max(left, 0) * config.block_size})
+    changes = [
+        each for each in changes if all(getattr(config, name) != value for name, value in each.items())
+    ]
+    hints = [_format_flags(options) for options in changes if _fits(config, options, hardware, models)]
+    if len(models) > 1 and _fits(config, {}, hardware, models[:1]):
+        hints.append("no --draft-model")
+    if not hints:
+        pairs = [{**first, **second} for first, second in combinations(changes, 2)]
+        pairs = [pair for pair in pairs if len(pair) == 2]
+        hints = [_format_flags(options) for options in pairs if _fits(config, options, hardware, models)]
+    used = hardware.total_bytes - hardware.free_bytes
+    for size in GPU_SIZES:
+        larger = replace(hardware, total_bytes=size * GIB, free_bytes=size * GIB - used)
+        if size * GIB > hardware.total_bytes and _fits(config, {}, larger, models):
+            return [*hints[:MAX_GPU_HINTS], f"a GPU of {size} GiB"]
+    return hints[:MAX_GPU_HINTS]
+
+
+def _format_flags(options: Mapping[str, Any]) -> str:
+    flags = ((f"--{name.replace('_', '-')}", value) for name, value in options.items())
+    return " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags)
 
 
 def _cache_options(
@@ -241,7 +280,7 @@ def _cache_options(
     free = max(hardware.free_bytes - size.weights, 0)
     reserve = cpu_reserve(hardware.free_bytes) if hardware.device == "cpu" else 0
     roomy, tight = (max(left, 0) // size.block * block_size for left in (free - reserve, free))
-    need, cache = _min_context(config, models[0]), roomy
+    need, cache = min_context(config, models[0]), roomy
     if config.kv_cache_memory is not None:
         cache = min(_parse_num_blocks(config, size.block) * block_size, tight)
     yield {}
@@ -255,7 +294,7 @@ def _sufficient_bytes(config: Config, hardware: HardwareInfo, models: Sequence[M
     size = _memory_sizes(config, hardware, models)
     if config.kv_cache_memory is not None:
         return size.weights + _parse_num_blocks(config, size.block) * size.block
-    min_blocks = _blocks_for(_min_context(config, models[0]), config.block_size)
+    min_blocks = _blocks_for(min_context(config, models[0]), config.block_size)
     return min_free_bytes(size.weights + min_blocks * size.block)
 
 
@@ -264,11 +303,12 @@ def _fits(
 ) -> bool:
     try:
         changed = replace(config, **options)
+        _check_dtypes(changed, hardware)
         check_max_model_len(changed, models[0].context_len)
-        _resolve(changed, hardware, models)
+        resolved = _resolve(changed, hardware, models)
     except ConfigError:
         return False
-    return True
+    return resolved.memory is None or resolved.memory.kv_cache >= resolved.kv_bytes
 
 
 def draft_size_warning(target_parameters: int, draft_parameters: int) -> str | None:
@@ -287,26 +327,33 @@ def draft_size_warning(target_parameters: int, draft_parameters: int) -> str | N
 def _fit_gpu_memory(
     resolved: ResolvedConfig, config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]
 ) -> ResolvedConfig:
-    """Size the KV cache by the estimated free memory of the GPU."""
-    rows = resolved.max_num_batched_tokens
-    memory = estimate_memory(
-        hardware.total_bytes,
-        hardware.free_bytes,
-        config.gpu_memory_utilization,
-        resolved.weight_bytes,
-        activations=max(activation_bytes(info, resolved.dtype, rows) for info in models),
-        image_cache=resolved.image_cache_bytes if models[0].image_token_id is not None else 0,
-        cuda_graphs=hardware.kernel_backend == "triton" and not config.enforce_eager,
-    )
+    """Size the KV cache by the estimated free memory of the GPU. Raises _DoesNotFit."""
+    memory = _gpu_memory(config, hardware, models)
     try:
-        return with_kv_cache(resolved, config, memory, models)
-    except ConfigError as error:
+        return _with_kv_cache(resolved, config, memory, models)
+    except _DoesNotFit as error:
         # Only the weights are certain: if they leave room, the loaded models are measured before refusing.
         try:
             optimistic = replace(memory, activations=0, cuda_graphs=0)
-            return replace(with_kv_cache(resolved, config, optimistic, models), memory=memory)
-        except ConfigError:
+            return replace(_with_kv_cache(resolved, config, optimistic, models), memory=memory)
+        except _DoesNotFit:
             raise error from None
+
+
+def _gpu_memory(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> DeviceMemory:
+    """The estimate before loading."""
+    dtype, _ = resolve_dtypes(config, hardware, models[0])
+    _, rows = batch_limits(config, hardware)
+    has_images = models[0].image_token_id is not None
+    return estimate_memory(
+        hardware.total_bytes,
+        hardware.free_bytes,
+        config.gpu_memory_utilization,
+        _memory_sizes(config, hardware, models).weights,
+        activations=max(activation_bytes(info, dtype, rows) for info in models),
+        image_cache=parse_bytes("image_cache_memory", config.image_cache_memory) if has_images else 0,
+        cuda_graphs=hardware.kernel_backend == "triton" and not config.enforce_eager,
+    )
 
 
 def with_kv_cache(
@@ -314,15 +361,26 @@ def with_kv_cache(
 ) -> ResolvedConfig:
     """Size KV cache and context by a GPU's remaining memory, at most to what can ever be used.
 
-    `models` are the target and, if any, the draft model. Raises ConfigError, with the memory estimate,
+    `models` are the target and, if any, the draft model. Raises ConfigError, with the measured memory,
     if the requested context or a single block does not fit.
     """
+    try:
+        return _with_kv_cache(resolved, config, memory, models)
+    except _DoesNotFit as error:
+        hints = _measured_hints(resolved, config, memory, models)
+        raise ConfigError(f"{error.message}. What would help: {hints}", error.param) from None
+
+
+def _with_kv_cache(
+    resolved: ResolvedConfig, config: Config, memory: DeviceMemory, models: Sequence[ModelInfo]
+) -> ResolvedConfig:
+    """As with_kv_cache(), but without hints. Raises _DoesNotFit."""
     block_size = resolved.block_size
     per_token = sum(kv_bytes_per_token(info, resolved.kv_cache_dtype) for info in models)
     max_tokens = config.max_model_len or models[0].context_len
     room = memory.kv_cache // (block_size * per_token)
     if room < _blocks_for(config.max_model_len or 1, block_size):
-        raise _out_of_memory_error(config, memory, per_token, max(room, 0) * block_size, len(models))
+        raise _out_of_memory_error(config, memory, per_token)
     num_blocks = min(room, resolved.max_num_seqs * _blocks_for(max_tokens, block_size))
     return replace(
         resolved,
@@ -334,10 +392,7 @@ def with_kv_cache(
     )
 
 
-def _out_of_memory_error(
-    config: Config, memory: DeviceMemory, bytes_per_token: int, num_tokens_left: int, num_models: int
-) -> ConfigError:
-    """`num_tokens_left` is the number of tokens that fit into the KV cache."""
+def _out_of_memory_error(config: Config, memory: DeviceMemory, bytes_per_token: int) -> _DoesNotFit:
     length = config.max_model_len
     if length is None:
         name, problem = "model", "the model does not fit"
@@ -346,6 +401,16 @@ def _out_of_memory_error(
         name, problem = "max_model_len", f"max_model_len {length} does not fit"
         left = f"{max(memory.kv_cache, 0) / GIB:.2f} GiB are left"
         need = f"its KV cache needs {length * bytes_per_token / GIB:.2f} GiB, {left}"
+    return _DoesNotFit(f"{problem}: {need} ({memory})", name)
+
+
+def _measured_hints(
+    resolved: ResolvedConfig, config: Config, memory: DeviceMemory, models: Sequence[ModelInfo]
+) -> str:
+    """What helps once the models are loaded; not tried, since that would load them again."""
+    length, block_size = config.max_model_len, resolved.block_size
+    per_token = sum(kv_bytes_per_token(info, resolved.kv_cache_dtype) for info in models)
+    num_tokens_left = max(memory.kv_cache // (block_size * per_token), 0) * block_size
     hints = {
         f"--max-model-len {num_tokens_left}": length and num_tokens_left >= 2,
         "a smaller model": not length or num_tokens_left < 2,
@@ -353,11 +418,10 @@ def _out_of_memory_error(
         "fewer --max-num-batched-tokens": True,
         "--quantization fp8, int8 or int4": not config.quantization,
         "--kv-cache-dtype fp8 or int8": config.kv_cache_dtype == "auto" and length,
-        "no --draft-model": num_models > 1,
+        "no --draft-model": len(models) > 1,
         "--enforce-eager": memory.cuda_graphs,
     }
-    options = ", ".join(hint for hint, applies in hints.items() if applies)
-    return ConfigError(f"{problem}: {need} ({memory}). What would help: {options}", name)
+    return ", ".join(hint for hint, applies in hints.items() if applies)
 
 
 def _check_dtypes(config: Config, hardware: HardwareInfo) -> None:
@@ -419,7 +483,7 @@ def _num_speculative_tokens(config: Config) -> int:
     return 32 if config.draft_length == "adaptive" else 4
 
 
-def _resolve_batch_limits(config: Config, hardware: HardwareInfo) -> tuple[int, int]:
+def batch_limits(config: Config, hardware: HardwareInfo) -> tuple[int, int]:
     """max_num_seqs and max_num_batched_tokens; if one is configured, it limits the other."""
     num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
     if hardware.device != "cuda":
@@ -448,7 +512,7 @@ def _resolve_kv_dtype(config: Config, dtype: str) -> str:
     return dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
 
 
-def _min_context(config: Config, model: ModelInfo) -> int:
+def min_context(config: Config, model: ModelInfo) -> int:
     """Tokens that the KV cache must hold."""
     return config.max_model_len or min(model.context_len, MIN_CONTEXT)
 
@@ -457,7 +521,7 @@ def _default_num_blocks(config: Config, hardware: HardwareInfo, model: ModelInfo
     """KV blocks on a CPU: a share of the free memory, or more where the context needs it and it is there."""
     free = hardware.free_bytes
     usable = free - cpu_reserve(free)
-    need = _min_context(config, model)
+    need = min_context(config, model)
     room, min_blocks = (usable - size.weights) // size.block, _blocks_for(need, config.block_size)
     if room < min_blocks:
         name = "model" if config.max_model_len is None else "max_model_len"

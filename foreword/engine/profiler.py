@@ -119,7 +119,7 @@ class StepCostProfiler:
     def _measure_slow(self, row_s: float, max_rows: int) -> Calibration:
         """The table of a model whose steps take long: noise is small beside them, and each corrects it.
 
-        The cost of a context is shared by the rows alike, and that of a request is left out: it is the host's.
+        Rows share the cost of a context alike; that of a request is left out, since it is the host's.
         """
         sampled = {1: row_s} | {n: self.time_step(n, n) for n in SLOW_ROWS if n <= max_rows}
         prompt = {n: self.time_step(n, 1) for n in SLOW_ROWS[:1] if n <= max_rows}

@@ -39,7 +39,8 @@ def test_demo_fits(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = check(capsys, "demo", "--draft-model", "demo")
     assert code == 0
     assert "draft tokenizer: the same, token by token" in text
-    assert "KV cache: 3.5 KiB a token" in text
+    assert re.search(r"\n {7}draft model +[0-9.]+ KiB  bfloat16 ", text)
+    assert re.search(r"\n {7}KV cache +[0-9.]+ MiB  \d+ tokens in bfloat16, 3.5 KiB a token\n", text)
     assert not any(line.startswith("no ") for line in text.splitlines())
 
 
@@ -144,11 +145,25 @@ def test_cpu_memory_is_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     cpu = HardwareInfo("cpu", 4, 20 << 30, True)
     monkeypatch.setattr(command, "detect_hardware", lambda *_: cpu)
     text = check(capsys, "demo")[1]
+    lines = text[text.index("ok   memory:") :].splitlines()
+    assert lines[0] == "ok   memory:" and lines[1].split()[0] == "weights"
     assert re.search(
-        r"ok   memory: weights .* in .*, KV cache .*; 20.00 GiB free, of which 2.00 GiB stay in", text
+        r"^ {7}sum +\d+\.\d MiB  of 20.00 GiB free, of which 2.00 GiB stay in reserve$", text, re.M
     )
     _, text = check(capsys, "demo", "--kv-cache-memory", "100tokens")
-    assert "20.00 GiB free\n" in text
+    assert "of 20.00 GiB free\n" in text
+
+
+def test_model_that_does_not_fit_has_a_plan_and_flags_that_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "detect_hardware", lambda *_: HardwareInfo("cpu", 4, 11 << 20, True))
+    code, text = check(capsys, "demo")
+    assert code == 1
+    assert re.search(r"no   memory: the model does not fit: .* What would help: .*--quantization int4", text)
+    assert re.search(
+        r"note memory:\n {7}weights +9.2 MiB  bfloat16 9.2 MiB\n {7}KV cache +[0-9.]+ MiB  512", text
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,7 +268,8 @@ def test_gpu_memory_is_shown(
     assert (
         "note dtype bfloat16 is not supported on Tesla T4 (compute capability 7.5): float16 instead" in text
     )
-    assert "ok   Tesla T4: 14.40 of 16.00 GiB may be used; estimated: weights 0.01, activations" in text
+    assert re.search(r"\n {7}sum +[0-9.]+ GiB  of 14.40 GiB that may be used; 15.00 GiB are free\n", text)
+    assert re.search(r"\n {7}CUDA and other processes +1.00 GiB\n", text)
     assert "by this estimate it does not fit" not in text
     assert ("note Triton is not installed" in text) is (reason is not None)
 
@@ -265,4 +281,7 @@ def test_doubtful_estimate_is_a_note(
     monkeypatch.setattr(command, "detect_hardware", lambda *_: tiny)
     monkeypatch.setattr(command, "native_unavailable_reason", lambda *_: None)
     code, text = check(capsys, "demo", "--max-num-batched-tokens", "60000", "--max-num-seqs", "8")
-    assert code == 0 and "note by this estimate it does not fit; loading measures it" in text
+    assert (
+        code == 0
+        and "note by this estimate it does not fit, and loading measures it; what would help: --max" in text
+    )

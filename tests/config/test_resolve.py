@@ -1,5 +1,6 @@
 """resolve(): from Config to ResolvedConfig."""
 
+import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,13 @@ from hypothesis import strategies as st
 
 from foreword.config.memory import cpu_reserve, min_free_bytes
 from foreword.config.options import Config
-from foreword.config.resolve import HardwareInfo, ModelInfo, draft_size_warning, resolve
+from foreword.config.resolve import (
+    HardwareInfo,
+    ModelInfo,
+    draft_size_warning,
+    fitting_options,
+    resolve,
+)
 from foreword.errors import ConfigError
 
 GIB = 1 << 30
@@ -427,18 +434,33 @@ def test_context_beyond_gpu_memory_is_refused() -> None:
         "21.60 of 24.00 GiB may be used; estimated: weights 14.96, activations 2.54, CUDA graphs 0.38, "
         "CUDA and other" in text
     )
-    fits = re.search(r"--max-model-len (\d+)", text)
-    assert fits is not None
-    length = int(fits[1])
-    assert resolve(Config(max_model_len=length), QUARTER, EIGHT_B).max_model_len == length
-    for flag in (
-        "--gpu-memory-utilization",
-        "--max-num-batched-tokens",
-        "--quantization",
-        "--kv-cache-dtype",
-        "--enforce-eager",
-    ):
-        assert flag in text
+    assert text.endswith("What would help: --max-model-len 19248, a GPU of 40 GiB")
+    assert resolve(Config(max_model_len=19248), QUARTER, EIGHT_B).max_model_len == 19248
+    resolve(Config(max_model_len=131072), _gpu_of(40), EIGHT_B)
+
+
+def _gpu_of(size: int) -> HardwareInfo:
+    """As QUARTER, by GiB."""
+    used = QUARTER.total_bytes - QUARTER.free_bytes
+    return replace(QUARTER, total_bytes=size * GIB, free_bytes=size * GIB - used)
+
+
+@pytest.mark.parametrize("size", [1, 6, 10, 12, 16])
+@pytest.mark.parametrize("options", [{}, {"max_model_len": 30_000}, {"draft_model": "d"}])
+def test_each_gpu_hint_fits_by_the_estimate(size: int, options: dict[str, Any]) -> None:
+    config, machine = Config(**options), _gpu_of(size)
+    models = [EIGHT_B, MODEL] if "draft_model" in options else [EIGHT_B]
+    hints = fitting_options(config, machine, models)
+    assert hints and len(hints) <= 6
+    for hint in hints:
+        chosen, tried = machine, config
+        if gpu := re.fullmatch(r"a GPU of (\d+) GiB", hint):
+            chosen = _gpu_of(int(gpu[1]))
+        for name, value in re.findall(r"(?<!no )--([a-z-]+)(?: ([\w.]+))?", hint):
+            read = json.loads(value or "true") if re.fullmatch(r"[\d.]*", value) else value
+            tried = replace(tried, **{name.replace("-", "_"): read})
+        resolved = resolve(tried, chosen, *(models[:1] if "no --draft-model" in hint else models))
+        assert resolved.memory is not None and resolved.memory.kv_cache >= resolved.kv_bytes > 0
 
 
 def test_uncertain_estimate_does_not_refuse() -> None:
@@ -459,7 +481,8 @@ def test_model_beyond_gpu_memory_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match=expected_message) as refused:
         resolve(Config(draft_model="d"), small, EIGHT_B, MODEL)
-    assert "no --draft-model" in refused.value.message and refused.value.param == "model"
+    hints = "What would help: --quantization fp8, --quantization int4, a GPU of 24 GiB"
+    assert refused.value.message.endswith(hints) and refused.value.param == "model"
 
 
 def test_configured_cache_size_is_kept() -> None:

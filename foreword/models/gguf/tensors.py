@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from foreword.config.memory import PackedFormat
 from foreword.config.resolve import ModelInfo
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Matrix, QuantizedBlocks
@@ -47,6 +48,7 @@ TILE_PAIR_SCALE_BYTES = 64  # scales of a tile's two blocks of 32 columns
 # The converter reorders rows of q and k.
 PERMUTED_QK_ARCHITECTURES = ("granite", "granitemoe", "llama", "mistral3", "smollm3")
 LAYER_TENSOR_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:[._](weight|bias))?")
+EXPERTS_MARK = "_exps."  # in names of tensors
 EMBEDDING_TENSOR, HEAD_TENSOR = "token_embd.weight", "output.weight"
 MODEL_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -121,6 +123,7 @@ def with_memory_info(model_info: ModelInfo, gguf: GGUFFile) -> ModelInfo:
     if not packed:
         return model_info
     outer = [info for info in packed if info.name in (EMBEDDING_TENSOR, HEAD_TENSOR)]
+    formats = [_packed_format(name, packed) for name in {info.tensor_type.name for info in packed}]
     on_gpu = [info for info in packed if info.tensor_type.name in GPU_BYTES_PER_VALUE]
     return replace(
         model_info,
@@ -131,7 +134,15 @@ def with_memory_info(model_info: ModelInfo, gguf: GGUFFile) -> ModelInfo:
             int(info.num_values * GPU_BYTES_PER_VALUE[info.tensor_type.name]) for info in on_gpu
         ),
         gpu_packed_parameters=sum(info.num_values for info in on_gpu),
+        packed_formats=tuple(sorted(formats, key=lambda each: (-each.num_bytes, each.name))),
     )
+
+
+def _packed_format(name: str, tensors: Sequence[TensorInfo]) -> PackedFormat:
+    """Memory of the tensors of a type."""
+    sizes = {info.name: _packed_bytes(info) for info in tensors if info.tensor_type.name == name}
+    experts = sum(size for tensor, size in sizes.items() if EXPERTS_MARK in tensor)
+    return PackedFormat(name, sum(sizes.values()), experts)
 
 
 def _packed_bytes(info: TensorInfo) -> int:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from torch import Tensor
 
+from foreword.config.memory import PackedFormat
 from foreword.config.resolve import ModelInfo
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix
 from foreword.models.device_loader import DeviceLoader
 from foreword.models.quantized.config import Quantization
-from foreword.models.quantized.schemes import Scheme, SchemeError
+from foreword.models.quantized.schemes import GroupedScheme, Scheme, SchemeError
 from foreword.models.safetensors import DTYPES, QUANTIZED_DTYPES
 from foreword.models.weights import FileWeights
 
@@ -29,6 +30,7 @@ UNUSED_SUFFIXES = (
     *(".v_scale", ".v_zero_point"),
 )
 MUST_BE_PLAIN = "is quantized, but must be plain here"
+EXPERTS_MARK = ".experts."  # in names of matrices
 TILE_ROWS = 16  # rows of a packed tile of the CPU kernels; the last tile is padded
 SCALE_BYTES = 5  # and the zero's
 
@@ -123,7 +125,19 @@ class QuantizedWeights(FileWeights):
             packed_embedding_parameters=head,
             gpu_packed_bytes=packed_bytes,
             gpu_packed_parameters=parameters,
+            packed_formats=tuple(self._packed_formats()),
         )
+
+    def _packed_formats(self) -> Iterator[PackedFormat]:
+        """Memory by format."""
+        by_format: dict[str, dict[str, int]] = {}  # bytes by name of the matrix
+        for name, matrix in self._quantized.items():
+            scheme = matrix[0]
+            format_name = f"int{scheme.bits}" if isinstance(scheme, GroupedScheme) else "float8"
+            by_format.setdefault(format_name, {})[name] = _packed_bytes(*matrix)
+        for format_name, sizes in by_format.items():
+            experts = sum(size for name, size in sizes.items() if EXPERTS_MARK in name)
+            yield PackedFormat(format_name, sum(sizes.values()), experts)
 
     def _stored_values(self, name: str) -> str | None:
         """Suffix of the tensor of quantized values; None for a plain tensor or a missing one."""
