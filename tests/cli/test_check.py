@@ -154,6 +154,18 @@ def test_cpu_memory_is_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "of 20.00 GiB free\n" in text
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_experts_are_a_part_of_the_weights(
+    is_packed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_checkpoint(tmp_path / "model", "qwen3_moe", moe_intermediate_size=32)
+    if is_packed:
+        path = write_gguf(path, tmp_path / "model.gguf", Kind.Q8_0)
+    text = check(capsys, str(path))[1]
+    line = next(line for line in text.splitlines() if line.startswith("         experts"))
+    assert re.search(r"experts +[0-9.]+ KiB  \d in a layer, \d a token, which reads [0-9.]+ KiB of", line)
+
+
 def test_model_that_does_not_fit_has_a_plan_and_flags_that_help(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
