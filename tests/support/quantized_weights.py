@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foreword.kernels.ops import Matrix, QuantizedBlocks
+from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlocks
 from foreword.kernels.quantization import QUANT_BLOCKS, dequantize, fake_quantize
 
 SCALE_OFFSETS = {"q6_k": (208,), "q4_k": (0, 2), "q5_k": (0, 2)}  # of float16 scales in a block; others: (0,)
@@ -29,6 +29,37 @@ def random_blocks(
         halves = (torch.randn(*shape, 1, generator=generator) * scale).to(torch.float16)
         data[..., place : place + 2] = halves.view(torch.uint8)
     return QuantizedBlocks(weight_format, data.reshape(rows, -1), columns)
+
+
+def random_grouped_ints(
+    bits: int,
+    rows: int,
+    columns: int,
+    group_size: int,
+    seed: int = 0,
+    scale: float = 0.1,
+    dtype: torch.dtype = torch.float16,
+) -> GroupedInts:
+    """Scales of `dtype`, as in a checkpoint."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = rows, columns // group_size
+    return GroupedInts(
+        bits,
+        group_size,
+        torch.randint(0, 256, (rows, columns * bits // 8), dtype=torch.uint8, generator=generator),
+        (torch.randn(shape, generator=generator) * scale).to(dtype).to(torch.float32),
+        torch.randint(0, 1 << bits, shape, dtype=torch.uint8, generator=generator),
+    )
+
+
+def random_float8_blocks(
+    rows: int, columns: int, block_shape: tuple[int, int], seed: int = 0, scale: float = 0.01
+) -> Float8Blocks:
+    generator = torch.Generator().manual_seed(seed)
+    values = (torch.randn(rows, columns, generator=generator) * 40).to(torch.float8_e4m3fn)
+    height, width = block_shape
+    scales = torch.randn(-(-rows // height), -(-columns // width), generator=generator) * scale
+    return Float8Blocks(values, scales, block_shape)
 
 
 def random_matrix(weight_format: str, rows: int, columns: int, seed: int = 0) -> Matrix:

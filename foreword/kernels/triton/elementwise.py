@@ -8,7 +8,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from foreword.kernels.triton.gemm_pack import fp16_from_bits, unpack_word, values_per_word
+from foreword.kernels.triton.gemm_pack import (
+    get_scale,
+    get_zero,
+    has_zeros,
+    scale_words,
+    unpack_word,
+    values_per_word,
+)
 from foreword.kernels.triton.variants import launches_dependents
 
 __all__ = ["activate_gate", "embed_kernel", "gated_act", "rms_norm", "scale_by_sigmoid", "softcap"]
@@ -150,12 +157,19 @@ def embed_kernel(
     place = row // 64 * BLOCKS + blocks  # int64
     k = tl.arange(0, width)
     words = tl.load(w + (place * (64 * width) + row % 64 * width)[:, None] + k[None, :], mask=inside, other=0)
+    block_scales = ()
+    for i in tl.static_range(scale_words(FORMAT)):
+        scale_places = place * (64 * scale_words(FORMAT)) + 64 * i + row % 64
+        pair = tl.load(scales + scale_places, mask=blocks < BLOCKS, other=0)
+        block_scales = block_scales + (pair,)  # noqa: RUF005 (Triton has no unpacking)
     for j in tl.static_range(values):
-        value = unpack_word(words, j, FORMAT, tl.float32).to(tl.float32)
-        if FORMAT == "int4" or FORMAT == "q8_0":
-            scale_places = place * (32 * values) + 64 * (j // 2) + row % 64
-            pair = tl.load(scales + scale_places, mask=blocks < BLOCKS, other=0)
-            value *= fp16_from_bits(pair, j % 2)[:, None]
+        if has_zeros(FORMAT):
+            zero = get_zero(block_scales, j, FORMAT)[:, None]
+            value = unpack_word(words, j, FORMAT, tl.float32, zero)
+        else:
+            value = unpack_word(words, j, FORMAT, tl.float32).to(tl.float32)
+        if scale_words(FORMAT) > 0:
+            value *= get_scale(block_scales, j, FORMAT)[:, None]
         elif FORMAT != "dense":
             value *= tl.load(scales + row)
         columns = (blocks * BK + width * j)[:, None] + k[None, :]

@@ -1,7 +1,7 @@
 """The matrix product of linear layers: y^T = W x^T, with weights on the M side of tensor core instructions.
 
-Each value of y is one chain of additions: block by block within a split of K, then split by split; with a
-scale for each 32 columns, the products of these are summed first and then scaled in float32. The shape of a
+Each value of y is one chain of additions: block by block within a split of K, then split by split; where
+some columns share a scale, the products of these are summed first and then scaled in float32. The shape of a
 tile and the split mode change no bit, as one instruction serves every number of rows: m16n8k16 up to Ampere
 and Ada; on Hopper m64nNk16 with one N for each weight format, because no document says that sums are the same
 for another N. There x is padded with zeros, which are never read from memory.
@@ -35,7 +35,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foreword.kernels.triton.elementwise import activate_gate
-from foreword.kernels.triton.gemm_pack import fp16_from_bits, unpack_word, values_per_word
+from foreword.kernels.triton.gemm_pack import (
+    get_scale,
+    get_zero,
+    has_zeros,
+    runs_per_scale,
+    scale_words,
+    unpack_word,
+    values_per_word,
+)
 from foreword.kernels.triton.variants import is_enabled
 
 __all__ = [
@@ -257,7 +265,8 @@ def _dot_blocks(
     """
     values: tl.constexpr = values_per_word(FORMAT)
     width: tl.constexpr = BK // values  # words of a row in a block
-    grouped: tl.constexpr = FORMAT == "int4" or FORMAT == "q8_0"
+    count: tl.constexpr = scale_words(FORMAT)
+    runs: tl.constexpr = runs_per_scale(FORMAT)
     k = tl.arange(0, width)
     columns = column + tl.arange(0, DOT_N)
     start = (rows // 64).to(tl.int64) * BLOCKS + first
@@ -272,52 +281,58 @@ def _dot_blocks(
         for c in tl.static_range(BN // DOT_N):
             row = tl.load(input_rows + c * DOT_N + columns, mask=columns < T - c * DOT_N, other=0)
             offsets = offsets + ((row.to(tl.int64) * K)[None, :],)  # noqa: RUF005
-    if grouped:
-        scales += start * (32 * values) + rows % 64
-        pairs = _load_pairs(scales, values // 2)
+    if count > 0:
+        scales += start * (64 * count) + rows % 64
+        block_scales = _load_scales(scales, count)
     sums = _zeros(BM, BN, DOT_N)
     tl.assume(first < last)  # a loop that may be skipped makes ptxas serialize the instructions (C7515)
     for i in range(first, last):
         words = tl.load(w)
-        if grouped:
+        if count > 0:
             # Triton pipelines loads of operands alone: load the next block's scales one block ahead.
-            scales += tl.where(i + 1 < last, 32 * values, 0)
-            next_pairs = _load_pairs(scales, values // 2)
+            scales += tl.where(i + 1 < last, 64 * count, 0)
+            next_scales = _load_scales(scales, count)
+        products = sums
         for j in tl.static_range(values):
-            piece = unpack_word(words, j, FORMAT, x.dtype.element_ty)
+            if has_zeros(FORMAT):
+                zero = get_zero(block_scales, j, FORMAT)[:, None]
+                piece = unpack_word(words, j, FORMAT, x.dtype.element_ty, zero)
+            else:
+                piece = unpack_word(words, j, FORMAT, x.dtype.element_ty)
+            previous = products
             products = ()
             for c in tl.static_range(BN // DOT_N):
                 inside = (columns < T - c * DOT_N)[None, :]
                 if not EVEN_K:
                     inside = inside & (i * BK + width * j + k < K)[:, None]
                 part = tl.load(x + offsets[c] + width * j, mask=inside, other=0.0)
-                if grouped:
+                if count > 0 and j % runs == 0:
                     product = tl.dot(piece, part, input_precision="ieee")
                 else:
-                    product = tl.dot(piece, part, sums[c], input_precision="ieee")
+                    product = tl.dot(piece, part, previous[c], input_precision="ieee")
                 products = products + (product,)  # noqa: RUF005
-            if grouped:
-                scale = fp16_from_bits(pairs[j // 2], j % 2)[:, None].broadcast_to(BM, DOT_N)
+            if count == 0:
+                sums = products
+            elif j % runs == runs - 1:
+                scale = get_scale(block_scales, j, FORMAT)[:, None].broadcast_to(BM, DOT_N)
                 scaled = ()
                 for c in tl.static_range(BN // DOT_N):
                     scaled = scaled + (tl.fma(products[c], scale, sums[c]),)  # noqa: RUF005
                 sums = scaled
-            else:
-                sums = products
         w += 64 * width
         x += BK
-        if grouped:
-            pairs = next_pairs
+        if count > 0:
+            block_scales = next_scales
     return sums
 
 
 @triton.jit
-def _load_pairs(scales, COUNT: tl.constexpr):
-    """Pairs of scales of a block, int32 [BM] each."""
-    pairs = ()
+def _load_scales(scales, COUNT: tl.constexpr):
+    """Words of scales of a block, int32 [BM] each."""
+    words = ()
     for i in tl.static_range(COUNT):
-        pairs = pairs + (tl.load(scales + 64 * i),)  # noqa: RUF005
-    return pairs
+        words = words + (tl.load(scales + 64 * i),)  # noqa: RUF005
+    return words
 
 
 @triton.jit

@@ -16,10 +16,19 @@ output, gate-up, down), Qwen2.5 0.5B has 3, 3, 2 and 16. The GPU at hand does no
 | int8, fp8 | int16 [64, 64]: low bytes are columns 0 to 63, high bytes 64 to 127 | float32, one per row |
 | q8_0 | int16 [64, 32]: low bytes are columns 0 to 31, high bytes 32 to 63 | int32 [1, 64]: two float16 |
 | int4 | int16 [64, 32]: 4 values + 8 a word, lowest bits are columns 0 to 31 | int32 [2, 64]: two each |
+| mxfp4 | as int4, of E2M1 values | int32 [1, 64]: four exponents |
+| fp8_blocks | as fp8 | int32 [1, 64]: a float32 |
+| grouped4_G | as int4, of values from 0 to 15 | int32 [128 / G, 64]: float32 scale and zero |
+| grouped8_G | as q8_0, of values - 128 | int32 [64 / G, 64]: the same |
 
-fp8 is float8_e4m3fn; q8_0 and int4 have a scale for each 32 columns. Words are as wide as the tensor core
-operands, so one shared memory layout serves both: with bytes, the compiler copies 8 bytes at a time on
-Hopper, with words 16. Scales come in pairs because loads below 4 bytes are not pipelined.
+fp8 is float8_e4m3fn; q8_0, int4 and mxfp4 have a scale for each 32 columns. fp8_blocks has one for each block
+and row: those of a checkpoint belong to several of them. grouped4 and grouped8 are GroupedInts with groups of
+G columns at most: 32, 64 or a block. Their zeros are in the eight lowest bits of the scales, which are 0 in
+scales that were float16 or bfloat16; matrices with other scales become dense.
+
+Words are as wide as the tensor core operands, so one shared memory layout serves both: with bytes, the
+compiler copies 8 bytes at a time on Hopper, with words 16. Scales come in words because loads below 4 bytes
+are not pipelined.
 """
 
 from __future__ import annotations
@@ -34,18 +43,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foreword.errors import CheckpointError
-from foreword.kernels.ops import Matrix, QuantizedBlocks
+from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlocks
 from foreword.kernels.quantization import dequantize, quantize, split_blocks
 
 __all__ = [
     "PANEL_ROWS",
     "PackedWeight",
     "columns_per_block",
-    "fp16_from_bits",
     "from_float8",
+    "get_scale",
+    "get_zero",
+    "has_zeros",
     "masked_shift_ptx",
     "num_splits",
     "pack",
+    "runs_per_scale",
+    "scale_words",
     "stack",
     "to_float8",
     "unpack_word",
@@ -59,7 +72,9 @@ MIN_SPLIT_COLUMNS = 256  # columns
 MAX_SPLITS = 16
 MIN_CHOSEN_EXPERTS = 4  # of a row, in most models: their programs run at once
 ROW_SCALED_FORMATS = ("int8", "fp8")
-GROUP_SCALED_FORMATS = ("int4", "q8_0")
+GROUPED_INT_FORMATS = ("grouped4_128", "grouped4_64", "grouped4_32", "grouped8_64", "grouped8_32")
+GROUP_SCALED_FORMATS = ("int4", "q8_0", "fp8_blocks", *GROUPED_INT_FORMATS)
+ZERO_BITS = tl.constexpr(255)  # of a scale's float32: they hold the zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +87,12 @@ class PackedWeight:
     columns: int  # K
     blocks: int  # along K
     splits: int  # of the sum over K
+    input_order: Tensor | None = None  # int64 [K]: the input of each column
 
 
+@triton.constexpr_function
 def columns_per_block(weight_format: str) -> int:
-    return 128 if weight_format in ("int8", "fp8", "int4") else 64
+    return 64 if weight_format in ("dense", "q8_0", "grouped8_64", "grouped8_32") else 128
 
 
 def num_splits(rows: int, columns: int, weight_format: str) -> int:
@@ -88,13 +105,13 @@ def num_splits(rows: int, columns: int, weight_format: str) -> int:
 def pack(parts: Sequence[Matrix], weight_format: str, bias: Tensor | None) -> PackedWeight:
     """See Ops.pack_linear.
 
-    q4_0 (as int4) and q8_0 blocks keep their format. Other blocks and mixed parts become dense values of
-    weight_format, or bfloat16 if that is quantized. Temporary memory is a few slices of rows.
+    Matrices in the formats above keep their values, with q4_0 as int4. Others and mixed parts become dense
+    values of weight_format, or bfloat16 if that is quantized. Temporary memory is a few slices of rows.
     """
     packed_format = _pick_format(parts, weight_format)
     rows = sum(_num_rows(part) for part in parts)
-    columns = {part.columns if isinstance(part, QuantizedBlocks) else part.shape[1] for part in parts}.pop()
-    quantized = weight_format in (*ROW_SCALED_FORMATS, *GROUP_SCALED_FORMATS)
+    columns = {part.shape[1] if isinstance(part, Tensor) else part.columns for part in parts}.pop()
+    quantized = weight_format in (*ROW_SCALED_FORMATS, "int4")
     dtype = torch.bfloat16 if quantized else getattr(torch, weight_format)
     height = max(MAX_SLICE_VALUES // columns // PANEL_ROWS, 1) * PANEL_ROWS
     packed: tuple[Tensor, ...] = ()
@@ -108,15 +125,18 @@ def pack(parts: Sequence[Matrix], weight_format: str, bias: Tensor | None) -> Pa
         scales = scales.flatten()
     float_bias = None if bias is None else bias.to(torch.float32)
     splits = num_splits(rows, columns, packed_format)
-    return PackedWeight(packed_format, data, scales, float_bias, rows, columns, data.shape[1], splits)
+    order = None if packed_format == "dense" else _get_input_order(parts[0])
+    return PackedWeight(packed_format, data, scales, float_bias, rows, columns, data.shape[1], splits, order)
 
 
 def stack(experts: Sequence[PackedWeight]) -> PackedWeight:
     """Weights of the same shape, one after the other; rows and splits are those of one of them.
 
-    Raises CheckpointError if their formats differ.
+    Raises CheckpointError if their formats differ, or if they need columns of inputs in another order.
     """
     first = experts[0]
+    if any(expert.input_order is not None for expert in experts):
+        raise CheckpointError("the GPU has no kernel for experts in GPTQ with desc_act")
     if any(expert.format != first.format for expert in experts):
         formats = sorted({expert.format for expert in experts})
         raise CheckpointError(f"experts of one layer have several formats: {', '.join(formats)}")
@@ -138,39 +158,129 @@ def _slice(parts: Sequence[Matrix], first: int, last: int) -> list[Matrix]:
     for part in parts:
         rows = slice(max(first, 0), max(last, 0))
         if rows.start < min(rows.stop, _num_rows(part)):
-            pieces.append(
-                QuantizedBlocks(part.format, part.data[rows], part.columns)
-                if isinstance(part, QuantizedBlocks)
-                else part[rows]
-            )
+            pieces.append(_slice_part(part, rows))
         first, last = first - _num_rows(part), last - _num_rows(part)
     return pieces
 
 
-def _pack_slice(parts: Sequence[Matrix], weight_format: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Panels of all parts, and their scales unless dense, [panels, ...] each."""
-    if weight_format == "dense":
-        matrices = (dequantize(part) if isinstance(part, QuantizedBlocks) else part for part in parts)
-        return (_to_panels(torch.cat([matrix.to(dtype) for matrix in matrices]), PANEL_ROWS),)
-    quantized = [
-        split_blocks(part) if isinstance(part, QuantizedBlocks) else quantize(part, weight_format)
-        for part in parts
-    ]
-    quants = torch.cat([part.quants for part in quantized]).flatten(1)
-    scales = torch.cat([part.scales for part in quantized])
-    pack_format = _pack_row_scaled if weight_format in ROW_SCALED_FORMATS else _pack_group_scaled
-    return pack_format(quants, scales, weight_format)
+def _slice_part(part: Matrix, rows: slice) -> Matrix:
+    if isinstance(part, Tensor):
+        return part[rows]
+    if isinstance(part, QuantizedBlocks):
+        return replace(part, data=part.data[rows])
+    if isinstance(part, GroupedInts):
+        return replace(part, values=part.values[rows], scales=part.scales[rows], zeros=part.zeros[rows])
+    height, width = part.block_shape
+    scales = part.scales.repeat_interleave(height, 0)[rows]
+    return Float8Blocks(part.values[rows], scales[: len(part.values[rows])], (1, width))
 
 
 def _num_rows(part: Matrix) -> int:
-    return part.data.shape[0] if isinstance(part, QuantizedBlocks) else part.shape[0]
+    if isinstance(part, Tensor):
+        return part.shape[0]
+    return (part.data if isinstance(part, QuantizedBlocks) else part.values).shape[0]
+
+
+def _get_input_order(part: Matrix) -> Tensor | None:
+    return part.input_order if isinstance(part, GroupedInts) else None
 
 
 def _pick_format(parts: Sequence[Matrix], weight_format: str) -> str:
-    stored = {part.format if isinstance(part, QuantizedBlocks) else "" for part in parts}
-    if stored == {""}:
+    formats = {_format_of(part, weight_format) for part in parts}
+    first, *others = (_get_input_order(part) for part in parts)
+    same_order = all(
+        (order is None) == (first is None) and (order is None or first is None or torch.equal(order, first))
+        for order in others
+    )
+    return formats.pop() if len(formats) == 1 and same_order else "dense"
+
+
+def _format_of(part: Matrix, weight_format: str) -> str:
+    if isinstance(part, Tensor):
         return weight_format if weight_format in (*ROW_SCALED_FORMATS, "int4") else "dense"
-    return {"q4_0": "int4", "q8_0": "q8_0"}.get(stored.pop(), "dense") if len(stored) == 1 else "dense"
+    if isinstance(part, QuantizedBlocks):
+        return {"q4_0": "int4", "q8_0": "q8_0"}.get(part.format, "dense")
+    if isinstance(part, Float8Blocks):
+        return _format_of_float8(part)
+    return _format_of_ints(part)
+
+
+def _format_of_float8(part: Float8Blocks) -> str:
+    """unpack_word() knows no NaN."""
+    if part.block_shape[1] >= part.columns:
+        name = "fp8"
+    elif part.block_shape[1] % columns_per_block("fp8_blocks") == 0:
+        name = "fp8_blocks"
+    else:
+        return "dense"
+    return "dense" if bool((part.values.view(torch.uint8) & 0x7F == 0x7F).any()) else name
+
+
+def _format_of_ints(part: GroupedInts) -> str:
+    size, block = part.group_size, columns_per_block(f"grouped{part.bits}_64")
+    if part.bits == 8 and size == part.columns and bool((part.zeros == 128).all()):
+        return "int8"
+    if bool((part.scales.view(torch.int32) & ZERO_BITS.value).any()):
+        return "dense"
+    widths = (block,) if size == part.columns else (width for width in (block, 64, 32) if size % width == 0)
+    width = next(iter(widths), None)
+    return "dense" if width is None else f"grouped{part.bits}_{width}"
+
+
+def _pack_slice(parts: Sequence[Matrix], weight_format: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Panels of all parts, and their scales unless dense, [panels, ...] each."""
+    width = columns_per_block(weight_format)
+    if weight_format == "dense":
+        matrices = (part if isinstance(part, Tensor) else dequantize(part) for part in parts)
+        return (_to_panels(torch.cat([matrix.to(dtype) for matrix in matrices]), width),)
+    encoded = [_encode(part, weight_format) for part in parts]
+    codes, scales = (torch.cat(each) for each in zip(*encoded, strict=True))
+    data = _pack_words(_to_panels(codes, width), values_per_word(weight_format))
+    if weight_format in ROW_SCALED_FORMATS:
+        return data, F.pad(scales[:, 0], (0, -len(scales) % PANEL_ROWS)).view(-1, PANEL_ROWS)
+    words = _to_panels(scales, scale_words(weight_format))  # [panels, blocks, 64, words]
+    return data, words.transpose(2, 3).contiguous()
+
+
+def _encode(part: Matrix, weight_format: str) -> tuple[Tensor, Tensor]:
+    """Codes int8 [N, K] and scales: float32 [N, 1] of rows, or int32 [N, words of all blocks]."""
+    if isinstance(part, GroupedInts):
+        return _encode_ints(part, weight_format)
+    if isinstance(part, Float8Blocks):
+        return _encode_float8(part, weight_format)
+    quantized = split_blocks(part) if isinstance(part, QuantizedBlocks) else quantize(part, weight_format)
+    codes = quantized.quants.flatten(1)
+    if weight_format == "fp8":
+        return codes.to(torch.float8_e4m3fn).view(torch.int8), quantized.scales
+    if weight_format == "int8":
+        return codes.to(torch.int8), quantized.scales
+    halves = quantized.scales.to(torch.float16)
+    words = F.pad(halves, (0, -halves.shape[1] % (2 * scale_words(weight_format)))).view(torch.int32)
+    return (codes + 8 if weight_format == "int4" else codes).to(torch.int8), words
+
+
+def _encode_ints(part: GroupedInts, weight_format: str) -> tuple[Tensor, Tensor]:
+    flipped = part.values ^ 128
+    if weight_format == "int8":
+        return flipped.view(torch.int8), part.scales
+    codes = torch.stack((part.values & 15, part.values >> 4), 2).flatten(1) if part.bits == 4 else flipped
+    words = part.scales.view(torch.int32) | part.zeros.to(torch.int32)
+    width = int(weight_format.split("_")[1])
+    return codes.view(torch.int8), _spread(words, part.group_size, width, part.columns)
+
+
+def _encode_float8(part: Float8Blocks, weight_format: str) -> tuple[Tensor, Tensor]:
+    height, width = part.block_shape
+    scales = part.scales.repeat_interleave(height, 0)[: len(part.values)]
+    if weight_format == "fp8_blocks":
+        scales = _spread(scales, width, columns_per_block(weight_format), part.columns).view(torch.int32)
+    return part.values.view(torch.int8), scales
+
+
+def _spread(scales: Tensor, group_size: int, width: int, columns: int) -> Tensor:
+    """Scales of groups [N, columns / group_size] -> of each `width` columns."""
+    starts = torch.arange(0, columns, width, device=scales.device)
+    return scales.index_select(1, starts // group_size)
 
 
 def _to_panels(matrix: Tensor, width: int) -> Tensor:
@@ -181,29 +291,12 @@ def _to_panels(matrix: Tensor, width: int) -> Tensor:
     return matrix.reshape(-1, PANEL_ROWS, matrix.shape[1] // width, width).transpose(1, 2).contiguous()
 
 
-def _pack_row_scaled(quants: Tensor, scales: Tensor, weight_format: str) -> tuple[Tensor, Tensor]:
-    """quants float32 [N, K], scales [N, 1] -> [panels, ...] and [panels, 64]"""
-    values = quants.to(torch.int8 if weight_format == "int8" else torch.float8_e4m3fn).view(torch.int8)
-    padded_scales = F.pad(scales[:, 0], (0, -len(scales) % PANEL_ROWS))
-    panels = _to_panels(values, columns_per_block(weight_format))
-    return _pack_words(panels, 2), padded_scales.view(-1, PANEL_ROWS)
-
-
-def _pack_group_scaled(quants: Tensor, scales: Tensor, weight_format: str) -> tuple[Tensor, Tensor]:
-    """quants float32 [N, K], scales [N, K / 32]"""
-    values = 4 if weight_format == "int4" else 2
-    panels = _to_panels(quants.to(torch.int8), columns_per_block(weight_format))
-    data = _pack_words(panels + 8 if weight_format == "int4" else panels, values)
-    pairs = _to_panels(scales.to(torch.float16), values).view(torch.int32)  # [panels, blocks, 64, values / 2]
-    return data, pairs.transpose(2, 3).contiguous()
-
-
-def _pack_words(panels: Tensor, values_per_word: int) -> Tensor:
+def _pack_words(panels: Tensor, values: int) -> Tensor:
     """int8 [..., BK] -> int16 [..., BK / values]: runs of BK / values columns, lowest bits first."""
-    bits = 16 // values_per_word
-    runs = panels.unflatten(-1, (values_per_word, -1))
+    bits = 16 // values
+    runs = panels.unflatten(-1, (values, -1))
     words = torch.zeros_like(runs[..., 0, :], dtype=torch.int16)
-    for j in range(values_per_word):
+    for j in range(values):
         words |= (runs[..., j, :].to(torch.int16) & (1 << bits) - 1) << bits * j
     return words
 
@@ -244,7 +337,28 @@ def from_float8(x, dtype: tl.constexpr):
 
 @triton.constexpr_function
 def values_per_word(weight_format: str) -> int:
-    return {"dense": 1, "int4": 4}.get(weight_format, 2)
+    return 1 if weight_format == "dense" else 4 if weight_format.startswith(("int4", "grouped4")) else 2
+
+
+@triton.constexpr_function
+def scale_words(weight_format: str) -> int:
+    """Words of scales of a row in a block; 0: none, or scales of rows."""
+    if weight_format.startswith("grouped"):
+        return columns_per_block(weight_format) // int(weight_format.split("_")[1])
+    return {"int4": 2, "q8_0": 1, "fp8_blocks": 1}.get(weight_format, 0)
+
+
+@triton.constexpr_function
+def has_zeros(weight_format: str) -> bool:
+    return weight_format.startswith("grouped")
+
+
+@triton.constexpr_function
+def runs_per_scale(weight_format: str) -> int:
+    """Runs of columns, one of each place in a word, with one scale."""
+    if weight_format.startswith("grouped"):
+        return int(weight_format.split("_")[1]) // 32
+    return 2 if weight_format == "fp8_blocks" else 1
 
 
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no PTX and no bfloat16
@@ -271,29 +385,36 @@ def _masked_shift(words, flip, SHIFT: tl.constexpr, MASK: tl.constexpr):
 
 
 @triton.jit
-def unpack_word(words, j: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
+def unpack_word(words, j: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr, zero=None):
     """The values at place j of each word in dtype, exactly; dense words are values already.
 
     16-bit types by magic numbers, as conversions of integers and of float8 are slow: bits that are put into
     the mantissa of 2^7 (bfloat16) or 2^10 (float16) add themselves to it. fp8 weights are never NaN.
+    zero: int32, subtracted from values and broadcast; differences have eight bits and a sign.
     """
+    nibbles: tl.constexpr = values_per_word(FORMAT) == 4
+    float8: tl.constexpr = FORMAT == "fp8" or FORMAT == "fp8_blocks"
     if FORMAT == "dense":
         return words
     elif dtype == tl.float32:
-        if FORMAT == "int4":
-            return (((words >> 4 * j) & 15) - 8).to(tl.float32)
-        elif FORMAT == "fp8":
+        if nibbles:
+            return (((words >> 4 * j) & 15) - (8 if zero is None else zero)).to(tl.float32)
+        elif float8:
             return from_float8(((words >> 8 * j) & 255).to(tl.uint8), tl.float32)
         else:
-            return (words << 8 * (1 - j) >> 8).to(tl.float32)
+            value = (words << 8 * (1 - j) >> 8).to(tl.float32)
+            return value if zero is None else value - (zero - 128).to(tl.float32)
     else:
         is_bfloat16: tl.constexpr = dtype == tl.bfloat16
         POWER: tl.constexpr = 128 if is_bfloat16 else 1024
         power = tl.full(words.shape, 0x4300 if is_bfloat16 else 0x6400, tl.int16)
-        if FORMAT == "int4":
-            value = _masked_shift(words, power, 4 * j, 15).to(dtype, bitcast=True)
-            return (_computable(value) - (POWER + 8.0)).to(dtype)
-        elif FORMAT == "fp8":
+        if nibbles:
+            value = _computable(_masked_shift(words, power, 4 * j, 15).to(dtype, bitcast=True))
+            if zero is None:
+                return (value - (POWER + 8.0)).to(dtype)
+            else:
+                return (value - _add_power(zero, dtype)).to(dtype)
+        elif float8:
             # Exponent and mantissa as they are: the value times 2^(difference of exponent biases).
             LEFT: tl.constexpr = 4 if is_bfloat16 else 7
             sign = _masked_shift(words, tl.zeros_like(words), 8 * j - 8, -0x8000)
@@ -303,10 +424,43 @@ def unpack_word(words, j: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexp
             # The mantissa has place for seven bits of eight. The sign makes 2^8 of the 2^7 to be subtracted.
             low = _masked_shift(words, power, 8 * j, 0x7F).to(dtype, bitcast=True)
             high = _masked_shift(words, power, 8 * j, 0x80).to(dtype, bitcast=True)
-            return (_computable(low) - _computable(high)).to(dtype)
+            value = _computable(low) - _computable(high)
+            if zero is None:
+                return value.to(dtype)
+            else:
+                low = _add_power(zero & 0x7F, dtype)
+                high = _add_power((zero & 0x80) ^ 0x80, dtype)
+                return (value - (low - high)).to(dtype)
         else:
-            value = _masked_shift(words, power ^ 0x80, 8 * j, 0xFF).to(dtype, bitcast=True)
-            return (_computable(value) - (POWER + 128.0)).to(dtype)
+            value = _computable(_masked_shift(words, power ^ 0x80, 8 * j, 0xFF).to(dtype, bitcast=True))
+            if zero is None:
+                return (value - (POWER + 128.0)).to(dtype)
+            else:
+                return (value - _add_power(zero, dtype)).to(dtype)
+
+
+@triton.jit
+def _add_power(zero, dtype: tl.constexpr):
+    """int32 -> 128 + zero for zeros below 128 or at 128 in bfloat16, 1024 + zero in float16."""
+    POWER: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+    return _computable((zero | POWER).to(tl.int16).to(dtype, bitcast=True))
+
+
+@triton.jit
+def get_zero(words, j: tl.constexpr, FORMAT: tl.constexpr):
+    """The zero of run j as int32, from the words of a block's scales; only if has_zeros()."""
+    return words[j // runs_per_scale(FORMAT)] & ZERO_BITS
+
+
+@triton.jit
+def get_scale(words, j: tl.constexpr, FORMAT: tl.constexpr):
+    """The float32 scale of run j, from the words of a block's scales."""
+    if FORMAT == "int4" or FORMAT == "q8_0":
+        return fp16_from_bits(words[j // 2], j % 2)
+    elif FORMAT == "fp8_blocks":
+        return words[0].to(tl.float32, bitcast=True)
+    else:
+        return (words[j // runs_per_scale(FORMAT)] & ~ZERO_BITS).to(tl.float32, bitcast=True)
 
 
 @triton.jit

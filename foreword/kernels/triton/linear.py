@@ -116,6 +116,8 @@ class TritonLinear(ReferenceOps):
         y = torch.empty(rows, out_features, dtype=dtype, device=x.device)
         if rows == 0:
             return y
+        if weight.input_order is not None:
+            x = x.index_select(1, weight.input_order)
         workspace = self._workspaces[x.device]
         rows_per_weight = rows if groups is None else groups.rows_per_expert
         tile = self._pick_tile(x, weight, rows_per_weight)

@@ -10,7 +10,12 @@ import torch
 
 from foreword.kernels.triton import gemm, variants
 from foreword.kernels.triton.gemm import HOPPER_TILES, TILES, Tile, device_tiles, pick_tile
-from foreword.kernels.triton.gemm_pack import GROUP_SCALED_FORMATS, ROW_SCALED_FORMATS, columns_per_block
+from foreword.kernels.triton.gemm_pack import (
+    GROUP_SCALED_FORMATS,
+    ROW_SCALED_FORMATS,
+    columns_per_block,
+    values_per_word,
+)
 from tests.support.triton_compile import MAX_SHARED, KernelBinary, KernelSource, compile_all
 
 INSTRUCTIONS = {
@@ -18,7 +23,8 @@ INSTRUCTIONS = {
     89: r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.{0}\.{0}\.f32",
     90: r"wgmma\.mma_async\.sync\.aligned\.m64n{1}k16\.f32\.{0}\.{0}",
 }
-DOT_COLUMNS = {"dense": 64, "int8": 32, "fp8": 32, "int4": 32, "q8_0": 32}  # n on Hopper
+DOT_COLUMNS = {"dense": 64}  # n on Hopper; of other formats: 32
+FORMATS = ("int8", "fp8", "int4", "q8_0")  # with all tiles; of others, the smallest and the largest
 COPY_OF_16_BYTES = r"cp\.async\.cg\.shared\.global.*, 0x10,"
 SOME_DIVISIONS = 8  # of indices, each with a conversion
 HOPPER = torch.device("cuda", 0)
@@ -79,8 +85,11 @@ def sources(capability: int) -> Iterator[KernelSource]:
     yield source(capability, "dense", dense[-1], "serial")
     yield source(capability, "dense", dense[-1], "none", "silu")
     yield source(capability, "dense", dense[0], "split_k", "gelu", even=False, x="fp16")
-    for form in (*ROW_SCALED_FORMATS, *GROUP_SCALED_FORMATS):
+    for form in FORMATS:
         yield from (source(capability, form, tile, "split_k") for tile in quantized)
+        yield source(capability, form, quantized[-1], "serial", "silu")
+    for form in ("fp8_blocks", "grouped4_128", "grouped8_64"):
+        yield source(capability, form, quantized[0], "split_k")
         yield source(capability, form, quantized[-1], "serial", "silu")
     yield source(capability, "int4", quantized[0], "none", x="fp16")
     for tile in (dense[0], dense[-1]):
@@ -93,7 +102,7 @@ def sources(capability: int) -> Iterator[KernelSource]:
 def check(made: KernelBinary, each: KernelSource) -> None:
     capability, form, constants = each.capability, each.constants["FORMAT"], each.constants
     dtype = each.arguments["x"].removeprefix("*").replace("fp", "f")
-    instruction = INSTRUCTIONS[capability].format(dtype, DOT_COLUMNS[form])
+    instruction = INSTRUCTIONS[capability].format(dtype, DOT_COLUMNS.get(form, 32))
     (product,) = made.products
     assert re.fullmatch(instruction, product.rstrip(";")), product
     assert made.stack == made.spills == 0 and made.shared <= MAX_SHARED[capability]
@@ -101,7 +110,7 @@ def check(made: KernelBinary, each: KernelSource) -> None:
     assert sum(made.opcodes.get(opcode, 0) for opcode in ("F2F", "I2F")) < SOME_DIVISIONS
     assert made.count(r"wgmma\.wait_group") == 0 or made.opcodes["WARPGROUP"] < 2 * made.opcodes["HGMMA"]
     # Weight blocks are copied asynchronously: in all stages but one before the loop, and once within it.
-    words = constants["BM"] * constants["BK"] // {"dense": 1, "int4": 4}.get(form, 2)
+    words = constants["BM"] * constants["BK"] // values_per_word(form)
     per_block = words * 2 // (16 * 32 * each.num_warps)
     assert made.count(COPY_OF_16_BYTES) >= per_block * each.num_stages
     assert made.count(r"cp\.async\.wait_group") > 0

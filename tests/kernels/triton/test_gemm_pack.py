@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,28 +30,39 @@ from foreword.kernels.triton.gemm_pack import (
 )
 from tests.support.budget import examples
 from tests.support.device import DEVICE
-from tests.support.quantized_weights import random_blocks, random_weight
+from tests.support.quantized_weights import (
+    random_blocks,
+    random_float8_blocks,
+    random_grouped_ints,
+    random_weight,
+)
 
 KINDS = ("float32", "bfloat16", "float16", "int8", "fp8", "int4")
 
 
 def unpacked(weight: PackedWeight) -> Tensor:
     """float32 [N, K] by the table in gemm_pack.py."""
-    data = weight.data
+    data, scales = weight.data, weight.scales
     values = columns_per_block(weight.format) // data.shape[-1]
     bits = 16 // values
     if values > 1:
         data = torch.stack([data.to(torch.int32) >> bits * j & (1 << bits) - 1 for j in range(values)], 3)
+        if values == 2:
+            is_float8 = weight.format in ("fp8", "fp8_blocks")
+            data = data.to(torch.uint8).view(torch.float8_e4m3fn if is_float8 else torch.int8)
         if weight.format == "int4":
             data = data - 8
-        else:
-            data = data.to(torch.uint8).view(torch.float8_e4m3fn if weight.format == "fp8" else torch.int8)
     data = data.to(torch.float32)
-    if weight.format in ("int4", "q8_0"):
-        scales = (
-            weight.scales.transpose(2, 3).clone(memory_format=torch.contiguous_format).view(torch.float16)
-        )  # [panels, blocks, 64, values]
-        data = data * scales[..., None].to(torch.float32)
+    if scales is not None and scales.dtype == torch.int32:
+        words = scales.transpose(2, 3).clone(
+            memory_format=torch.contiguous_format
+        )  # [panels, blocks, 64, words]
+        if weight.format.startswith("grouped"):
+            zeros = (words & 255) - (128 if values == 2 else 0)
+            data = data - zeros.repeat_interleave(values // words.shape[3], 3)[..., None]
+            words = words & ~255
+        floats = words.view(torch.float16 if weight.format in ("int4", "q8_0") else torch.float32)
+        data = data * floats.repeat_interleave(values // floats.shape[3], 3)[..., None].to(torch.float32)
     matrix = data.flatten(3).transpose(1, 2).flatten(2).flatten(0, 1)
     if weight.format in ("int8", "fp8"):
         matrix = matrix * weight.scales[:, None]
@@ -90,6 +102,83 @@ def test_file_blocks_keep_supported_formats(kind: str, form: str) -> None:
     assert torch.equal(unpacked(weight), torch.cat([dequantize(part) for part in parts]))
 
 
+@settings(max_examples=examples(40))
+@given(
+    bits=st.sampled_from([4, 8]),
+    sizes=st.lists(st.integers(1, 150), min_size=1, max_size=3),
+    groups=st.sampled_from([(32, 3), (32, 8), (64, 3), (128, 3), (256, 2), (512, 1), (96, 1), (384, 2)]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+)
+def test_grouped_ints_keep_their_values(
+    bits: int, sizes: list[int], groups: tuple[int, int], dtype: torch.dtype
+) -> None:
+    size, count = groups
+    parts = [random_grouped_ints(bits, rows, size * count, size, rows, dtype=dtype) for rows in sizes]
+    weight = pack(parts, "bfloat16", None)
+    most = 128 if bits == 4 else 64
+    width = most if count == 1 else next(width for width in (most, 64, 32) if size % width == 0)
+    assert weight.format == f"grouped{bits}_{width}" and weight.scales is not None
+    assert torch.equal(unpacked(weight), torch.cat([dequantize(part) for part in parts]))
+
+
+def test_symmetric_rows_of_bytes_are_int8() -> None:
+    """Whatever their scales: they are applied to the sum."""
+    matrix = random_grouped_ints(8, 70, 96, 96, dtype=torch.float32)
+    weight = pack([replace(matrix, zeros=torch.full_like(matrix.zeros, 128))], "bfloat16", None)
+    assert weight.format == "int8"
+    assert torch.equal(
+        unpacked(weight), dequantize(replace(matrix, zeros=torch.full_like(matrix.zeros, 128)))
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "columns", "form"),
+    [
+        ((128, 128), 384, "fp8_blocks"),
+        ((128, 128), 300, "fp8_blocks"),
+        ((100, 256), 600, "fp8_blocks"),
+        ((1, 300), 300, "fp8"),
+        ((200, 300), 300, "fp8"),
+        ((64, 64), 300, "dense"),
+    ],
+)
+def test_float8_blocks_keep_their_values(shape: tuple[int, int], columns: int, form: str) -> None:
+    """Parts of 150 and 70 rows, whose blocks belong to neighbouring panels."""
+    parts = [random_float8_blocks(rows, columns, shape, rows) for rows in (150, 70)]
+    weight = pack(parts, "float32", None)
+    assert weight.format == form
+    assert torch.equal(unpacked(weight), torch.cat([dequantize(part) for part in parts]))
+
+
+def test_columns_keep_their_order() -> None:
+    """Inputs are gathered; parts in different orders become dense."""
+    orders = [torch.randperm(256, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    parts = [random_grouped_ints(4, 64, 256, 128, seed) for seed in (0, 1)]
+    ordered = [replace(part, input_order=orders[0]) for part in parts]
+    weight = pack(ordered, "bfloat16", None)
+    assert weight.format == "grouped4_128" and torch.equal(weight.input_order, orders[0])
+    expected = torch.cat([dequantize(part) for part in ordered])
+    assert torch.equal(unpacked(weight), expected[:, orders[0]])
+    for other in (replace(parts[1], input_order=orders[1]), parts[1]):
+        mixed = pack([ordered[0], other], "float32", None)
+        assert mixed.format == "dense" and mixed.input_order is None
+        assert torch.equal(unpacked(mixed), torch.cat([dequantize(ordered[0]), dequantize(other)]))
+
+
+def test_matrices_without_a_kernel_become_dense() -> None:
+    """Scales of 24 bits, groups of 16 values, two widths, NaN."""
+    scales = random_grouped_ints(4, 8, 256, 128, dtype=torch.float32)
+    small = random_grouped_ints(4, 8, 256, 16)
+    mixed = [random_grouped_ints(4, 8, 256, size) for size in (32, 64)]
+    for parts in ([scales], [small], mixed):
+        weight = pack(parts, "float32", None)
+        assert weight.format == "dense"
+        assert torch.equal(unpacked(weight), torch.cat([dequantize(part) for part in parts]))
+    broken = random_float8_blocks(8, 256, (8, 128))
+    broken.values.view(torch.uint8)[3, 200] = 0xFF
+    assert unpacked(pack([broken], "float32", None)).isnan().nonzero().tolist() == [[3, 200]]
+
+
 def packed_in_slices(parts: Sequence[Matrix], kind: str, values: int) -> PackedWeight:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "MAX_SLICE_VALUES", values)
@@ -98,7 +187,7 @@ def packed_in_slices(parts: Sequence[Matrix], kind: str, values: int) -> PackedW
 
 @settings(max_examples=examples(40))
 @given(
-    st.sampled_from((*KINDS, "q8_0", "q4_0", "q6_k", "mixed")),
+    st.sampled_from((*KINDS, "q8_0", "q4_0", "q6_k", "mixed", "ints", "float8")),
     st.lists(st.integers(1, 150), min_size=1, max_size=3),
     st.integers(1, 300),
     st.integers(1, 3),
@@ -107,6 +196,10 @@ def test_slices_change_no_byte(kind: str, sizes: list[int], columns: int, panels
     """Slices of two panels, or all rows at once."""
     if kind in KINDS:
         parts: list[Matrix] = [random_weight(size, columns, size) for size in sizes]
+    elif kind == "ints":
+        parts = [random_grouped_ints(4, size, 256, 128, size) for size in sizes]
+    elif kind == "float8":
+        parts = [random_float8_blocks(size, columns, (48, 128), size) for size in sizes]
     else:
         columns = 256
         parts = [random_blocks("q5_0" if kind == "mixed" else kind, size, columns, size) for size in sizes]
@@ -220,6 +313,32 @@ def test_every_word_unpacks_exactly(form: str, dtype: torch.dtype) -> None:
     is_number = ~wanted.isnan()
     assert (~is_number).sum() == (4 * 256 if form == "fp8" else 0)  # two codes in either byte
     assert torch.equal(values.float()[is_number], wanted[is_number])
+
+
+@triton.jit
+def _unpack_difference_kernel(
+    words, zeros, out, FORMAT: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr
+):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    for j in tl.static_range(VALUES):
+        value = unpack_word(tl.load(words + place), j, FORMAT, out.dtype.element_ty, tl.load(zeros + place))
+        tl.store(out + place * VALUES + j, value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_differences_from_every_zero_are_exact(bits: int, dtype: torch.dtype) -> None:
+    """Words shuffled against zeros."""
+    per_word, order = 16 // bits, torch.randperm(1 << 16, generator=torch.Generator().manual_seed(bits))
+    words = EVERY_WORD[order]
+    zeros = torch.arange(1 << 16, dtype=torch.int32) % (1 << bits)
+    codes = torch.stack([words.int() >> bits * j & (1 << bits) - 1 for j in range(per_word)], 1)
+    codes = codes ^ 128 if bits == 8 else codes
+    values = torch.empty(1 << 16, per_word, dtype=dtype, device=DEVICE)
+    form = f"grouped{bits}_32"
+    operands = words.to(DEVICE), zeros.to(DEVICE), values
+    _unpack_difference_kernel[(16,)](*operands, FORMAT=form, VALUES=per_word, BLOCK=1 << 12)
+    assert torch.equal(values.float().cpu(), (codes - zeros[:, None]).float())
 
 
 def test_quantized_weights_have_no_nan_code() -> None:

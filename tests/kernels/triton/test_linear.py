@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.kernels.ops import Matrix, PackedLinear, QuantizedBlocks
+from foreword.kernels.ops import Matrix, PackedLinear
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton import gemm as tiles
 from foreword.kernels.triton import linear as module
@@ -22,7 +22,12 @@ from foreword.kernels.triton.linear import TritonLinear
 from tests.support.budget import examples
 from tests.support.device import DEVICE
 from tests.support.kernel_rows import same_bits
-from tests.support.quantized_weights import random_blocks, random_weight
+from tests.support.quantized_weights import (
+    random_blocks,
+    random_float8_blocks,
+    random_grouped_ints,
+    random_weight,
+)
 from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot, program_order
 from tests.support.write_tracker import track_writes
 
@@ -30,7 +35,8 @@ COUNTS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 130, 257)
 FEW_COUNTS = (1, 17, 33, 65, 257)  # one for each tile
 ALONE = (0, 1, 31, 64, 129, 256)
 KINDS = ("float32", "int8", "int4", "fp8")
-ALL_KINDS = (*KINDS, "q8_0")
+INT_KINDS = ("grouped4_32", "grouped4_128", "grouped8_32", "grouped8_64")
+ALL_KINDS = (*KINDS, "q8_0", "fp8_blocks", *INT_KINDS)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gpt_oss")
 
 
@@ -43,17 +49,31 @@ def weights(rows: int, columns: int, seed: int = 1) -> Tensor:
 
 
 def matrix_of(kind: str, rows: int, columns: int, seed: int = 1) -> Matrix:
-    """Random weights; "q8_0" blocks have 32 columns."""
-    if kind != "q8_0":
+    """Random weights; columns in groups are rounded up."""
+    if kind in KINDS:
         return weights(rows, columns, seed)
-    blocks = random_blocks(kind, rows, -(-columns // 32) * 32, seed, scale=0.01 * columns**-0.5)
-    return replace(blocks, data=blocks.data.to(DEVICE))
+    if kind in INT_KINDS:
+        bits, group = (int(number) for number in kind.removeprefix("grouped").split("_"))
+        size = -(-columns // group) * group
+        ints = random_grouped_ints(bits, rows, size, group, seed, scale=2.0 ** (2 - bits) * columns**-0.5)
+        return replace(
+            ints, values=ints.values.to(DEVICE), scales=ints.scales.to(DEVICE), zeros=ints.zeros.to(DEVICE)
+        )
+    if kind == "fp8_blocks":
+        blocks = random_float8_blocks(rows, columns, (24, 128), seed, scale=0.03 * columns**-0.5)
+        return replace(blocks, values=blocks.values.to(DEVICE), scales=blocks.scales.to(DEVICE))
+    quantized = random_blocks(kind, rows, -(-columns // 32) * 32, seed, scale=0.01 * columns**-0.5)
+    return replace(quantized, data=quantized.data.to(DEVICE))
+
+
+def columns_of(matrix: Matrix) -> int:
+    return matrix.shape[1] if isinstance(matrix, Tensor) else matrix.columns
 
 
 def packed(
     ops: TritonLinear | ReferenceOps, matrix: Matrix, kind: str, bias: Tensor | None = None
 ) -> PackedLinear:
-    return ops.pack_linear([matrix], "float32" if kind == "q8_0" else kind, bias)
+    return ops.pack_linear([matrix], kind if kind in KINDS else "float32", bias)
 
 
 @settings(max_examples=examples(15))
@@ -70,7 +90,7 @@ def test_linear_matches_reference(
     kind: str, outputs: int, inputs: int, rows: int, has_bias: bool, has_residual: bool, seed: int
 ) -> None:
     matrix = matrix_of(kind, outputs, inputs, seed)
-    x = normal(rows, matrix.columns if isinstance(matrix, QuantizedBlocks) else inputs, seed=seed + 1)
+    x = normal(rows, columns_of(matrix), seed=seed + 1)
     bias = normal(outputs, seed=seed + 2) if has_bias else None
     residual = normal(rows, outputs, seed=seed + 3) if has_residual else None
     results = [
@@ -146,20 +166,19 @@ def half_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_linear_is_batch_invariant(kind: str) -> None:
     ops = TritonLinear()
-    columns = 544 if kind == "q8_0" else 516
-    x, residual = normal(max(COUNTS), columns), normal(max(COUNTS), 40, seed=4)
-    weight = packed(ops, matrix_of(kind, 40, columns), kind, normal(40, seed=5))
+    matrix = matrix_of(kind, 40, 516)
+    x, residual = normal(max(COUNTS), columns_of(matrix)), normal(max(COUNTS), 40, seed=4)
+    weight = packed(ops, matrix, kind, normal(40, seed=5))
     assert (weight.splits, weight.format) == (2, "dense" if kind == "float32" else kind)
     counts = COUNTS if kind in ("float32", "q8_0") else FEW_COUNTS
     check_counts(lambda rows: ops.linear(x[rows], weight, None, residual[rows]), counts)
 
 
 @pytest.mark.usefixtures("half_tiles")
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, "q8_0", "fp8_blocks", "grouped4_128"))
 def test_gated_layer_is_batch_invariant(kind: str) -> None:
-    ops = TritonLinear()
-    columns = 544 if kind == "q8_0" else 516
-    x, weight = normal(max(COUNTS), columns), packed(ops, matrix_of(kind, 40, columns), kind)
+    ops, matrix = TritonLinear(), matrix_of(kind, 40, 516)
+    x, weight = normal(max(COUNTS), columns_of(matrix)), packed(ops, matrix, kind)
     check_counts(lambda rows: ops.linear_gated_act(x[rows], weight, "silu"), FEW_COUNTS)
 
 
@@ -232,6 +251,18 @@ def test_only_the_last_program_writes_the_result(rows: int) -> None:
     assert all(writes.each_written_once(result) for result in results)
 
 
+def test_inputs_are_gathered_into_the_order_of_columns() -> None:
+    """GPTQ with desc_act."""
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    matrix = replace(matrix_of("grouped4_32", 40, 256), input_order=order)
+    x = normal(3, 256)
+    mine, expected = (
+        ops.linear_gated_act(x, ops.pack_linear([matrix], "float32"), "silu")
+        for ops in (TritonLinear(), ReferenceOps())
+    )
+    torch.testing.assert_close(mine, expected, rtol=1e-4, atol=2e-5)
+
+
 def test_non_finite_rows_do_not_affect_others() -> None:
     ops = TritonLinear()
     x, weight = normal(5, 70), ops.pack_linear([weights(10, 70)], "float32")
@@ -244,16 +275,17 @@ def test_non_finite_rows_do_not_affect_others() -> None:
 
 @settings(max_examples=examples(20))
 @given(
-    st.sampled_from((*KINDS, "bfloat16")),
+    st.sampled_from((*ALL_KINDS, "bfloat16")),
     st.integers(1, 150),
     st.integers(1, 1500),
     st.sampled_from((1.0, 3.3)),
 )
 def test_embedding_matches_reference(kind: str, vocabulary: int, size: int, scale: float) -> None:
-    matrix = random_weight(vocabulary, size).to(DEVICE)
+    stored = kind in (*KINDS, "bfloat16")
+    matrix = random_weight(vocabulary, size).to(DEVICE) if stored else matrix_of(kind, vocabulary, size)
     ids = torch.randint(vocabulary, (5,), generator=torch.Generator().manual_seed(size)).to(DEVICE)
     results = [
-        ops.embedding(ids, ops.pack_linear([matrix], kind), torch.float32, scale)
+        ops.embedding(ids, ops.pack_linear([matrix], kind if stored else "float32"), torch.float32, scale)
         for ops in (TritonLinear(), ReferenceOps())
     ]
     assert torch.equal(*results)
