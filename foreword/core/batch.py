@@ -29,6 +29,7 @@ from foreword.core.request import RequestState
 from foreword.core.structured_output import RequestGrammar
 
 __all__ = [
+    "NO_LORA",
     "NULL_BLOCK",
     "Array",
     "Arrays",
@@ -50,6 +51,7 @@ Ints = npt.NDArray[np.int64]
 ALIGNMENT = 16  # bytes; kernels use vector loads only at such addresses
 TEXT_ONLY_POSITIONS = MRopePositions(())  # of a request without images
 NULL_BLOCK = 0  # never given to a request: padding rows write and read here
+NO_LORA = -1  # slot of rows without an adapter
 NULL_BYTE = bytes([NULL_BLOCK])
 BLOCK_ID_BYTES = array("q").itemsize
 
@@ -105,6 +107,7 @@ class Chunk(NamedTuple):
     num_sampled: int  # how many of the last rows are sampled
     mrope_positions: MRopePositions | None = None  # None: positions are the indices
     image_features: Sequence[tuple[int, Tensor]] = ()  # (first row within the chunk, [rows, width])
+    lora_slot: int = NO_LORA
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,7 @@ class Batch:
     mrope_positions: Tensor | None = None  # int64 [T, 3]: time, row and column, for M-RoPE models
     image_features: ImageFeatures | None = None
     request_index: Tensor | None = None  # int64 [T]: see request_index_of()
+    lora_slots: Tensor | None = None  # int64 [T]: the row's adapter, -1 for none; None: LoRA is off
 
 
 def build_batch(
@@ -139,6 +143,7 @@ def build_batch(
     device: str,
     mrope: bool = False,
     with_request_index: bool = False,
+    with_lora: bool = False,
 ) -> Batch:
     """Lay the chunks out as one flat batch, padded to a multiple of `row_tile` rows."""
     token_ids: list[int] = []
@@ -149,7 +154,7 @@ def build_batch(
     seq_lens: list[int] = []
     width = max([len(chunk.blocks) for chunk in chunks], default=1)
     tables = bytearray()
-    for chunk_ids, start, blocks, num_sampled, _, _ in chunks:
+    for chunk_ids, start, blocks, num_sampled, *_ in chunks:
         end = start + len(chunk_ids)
         assert len(blocks) * block_size >= end, "a row without a slot"
         token_ids += chunk_ids
@@ -175,6 +180,8 @@ def build_batch(
         arrays.append(_mrope_positions(chunks, padding))
     if with_request_index:
         arrays.append(_request_index(starts, len(token_ids)))
+    if with_lora:
+        arrays.append(_lora_slots(chunks, padding))
     uploaded = iter(upload(arrays, torch.device(device)))
     return Batch(
         token_ids=next(uploaded),
@@ -188,6 +195,7 @@ def build_batch(
         mrope_positions=next(uploaded) if mrope else None,
         image_features=_image_features(chunks, starts, device),
         request_index=next(uploaded) if with_request_index else None,
+        lora_slots=next(uploaded) if with_lora else None,
     )
 
 
@@ -198,6 +206,11 @@ def request_index_of(batch: Batch) -> Tensor:
 
 def _request_index(starts: Sequence[int], num_rows: int) -> Ints:
     return np.repeat(np.arange(len(starts)), np.diff(np.array([*starts, num_rows])))
+
+
+def _lora_slots(chunks: Sequence[Chunk], padding: int) -> Ints:
+    slots = np.array([chunk.lora_slot for chunk in chunks] + [NO_LORA], np.int64)
+    return np.repeat(slots, [len(chunk.token_ids) for chunk in chunks] + [padding])
 
 
 def _mrope_positions(chunks: Sequence[Chunk], padding: int) -> Ints:

@@ -92,6 +92,21 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraTable:
+    """LoRA adapters of one linear layer, by slot. Filled in place: compiled passes keep the addresses.
+
+    A layer of P fused projections has P parts; part p yields part_sizes[p] of the N columns. Only the first
+    ranks[slot, part] of r rows of `a` and `b` are read: rank 0 leaves the part's columns as they are.
+    """
+
+    part_sizes: tuple[int, ...]
+    a: Tensor  # [slots, P, r, K] of the activations' type
+    b: Tensor  # [slots, r, N], transposed
+    ranks: Tensor  # int64 [slots, P]
+    scales: Tensor  # float32 [slots, P]
+
+
+@dataclass(frozen=True, slots=True)
 class MRopeSections:
     """The axis (0 time, 1 row, 2 column) of each rotary angle in models with M-RoPE."""
 
@@ -197,6 +212,12 @@ class Ops(Protocol):
         """x [T, K] -> [T, N] of `dtype` (default: of x), plus `add_to` [T, N], which is not modified.
 
         The reduction over K has one order for every T.
+        """
+
+    def add_lora(self, y: Tensor, x: Tensor, table: LoraTable, batch: Batch) -> Tensor:
+        """y [T, N] + scale * (x A^T) B^T of each row's adapter, rounded once; y may be overwritten.
+
+        x [T, K]. Rows whose batch.lora_slots is -1 keep their bits. x A^T, float32, is scaled before B.
         """
 
     def linear_gated_act(self, x: Tensor, weight: PackedLinear, activation: str) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -145,6 +145,23 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
     def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
         scale = self._apply_by_tile(torch.sigmoid, gate.to(torch.float32))
         return (x.to(torch.float32) * scale).to(x.dtype)
+
+    def add_lora(self, y: Tensor, x: Tensor, table: LoraTable, batch: Batch) -> Tensor:
+        """See Ops.add_lora: each row alone, so that no other row can change its bits."""
+        assert batch.lora_slots is not None, "a batch without adapters' slots"
+        starts = list(accumulate(table.part_sizes, initial=0))
+        x, out = x.contiguous(), y.clone()
+        for row, slot in enumerate(batch.lora_slots.tolist()):
+            ranks = table.ranks[slot].tolist() if slot >= 0 else ()
+            wide = x[row : row + 1].to(torch.float32)
+            for part, rank in enumerate(ranks):
+                if rank:
+                    columns = slice(starts[part], starts[part + 1])
+                    hidden = F.linear(wide, table.a[slot, part, :rank].to(torch.float32))
+                    b = table.b[slot, :rank, columns].to(torch.float32)
+                    delta = hidden.mul_(table.scales[slot, part]) @ b
+                    out[row, columns] = (y[row, columns].to(torch.float32) + delta[0]).to(y.dtype)
+        return out
 
     def embedding(
         self, token_ids: Tensor, weight: ReferenceWeight, dtype: torch.dtype, scale: float = 1.0
