@@ -15,6 +15,7 @@ __all__ = [
     "format_bytes",
     "grouped_bytes",
     "kv_bytes_per_token",
+    "lora_bytes",
     "min_free_bytes",
     "weight_bytes",
     "weight_bytes_by_format",
@@ -75,6 +76,7 @@ class ModelInfo:
     num_experts: int = 0  # of a layer with a mixture of experts; 0: no experts
     experts_per_token: int = 0
     expert_parameters: int = 0  # of all experts but shared ones
+    lora_values_per_rank: int = 0  # of a LoRA adapter for all projections
 
     @property
     def active_parameters(self) -> int:
@@ -172,6 +174,11 @@ def activation_bytes(model: ModelInfo, dtype: str, num_rows: int) -> int:
     """Peak memory of a forward pass over `num_rows` rows with logits of all."""
     logits = model.vocab_size * BYTES_PER_LOGIT
     return int(num_rows * (model.activation_values_per_row * DTYPE_BYTES[dtype] + logits))
+
+
+def lora_bytes(model: ModelInfo, dtype: str, max_loras: int, max_rank: int) -> int:
+    """Memory of that many adapters of the largest rank, for all projections."""
+    return max_loras * max_rank * model.lora_values_per_rank * int(DTYPE_BYTES[dtype])
 
 
 def kv_bytes_per_token(model: ModelInfo, kv_dtype: str) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from foreword.config.drafters import DRAFTERS, DrafterPlugin, find_plugin
+from foreword.config.lora import LoraModule, parse_lora_modules
 from foreword.errors import ConfigError, did_you_mean
 
 __all__ = ["DRAFTERS", "IGNORED_SPECULATIVE_FIELDS", "Config", "option_fields", "parse_bytes", "parse_tokens"]
@@ -76,6 +77,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_body_mb": (1, 1024),
     "response_store_mb": (0, 1 << 20),
     "response_store_ttl": (1, 30 * 86_400),
+    "max_loras": (1, 1024),
+    "max_lora_rank": (1, 512),
 }
 
 
@@ -122,6 +125,23 @@ class Config:
         False,
         "take any other name in the API as the served model's: agents ask for models of their own provider",
         group="model",
+    )
+    lora_modules: str | None = option(
+        None,
+        'LoRA adapters, name=path or {"name": ..., "path": ...}; each is a model of its name in the API',
+        group="model",
+        many=True,
+    )
+    enable_lora: bool = option(False, "keep room for LoRA adapters also without --lora-modules", group="model")
+    max_loras: int | None = option(
+        None, "LoRA adapters in memory at a time (default: those of --lora-modules, at least 1)", group="model"
+    )
+    max_lora_rank: int = option(16, "largest rank of a LoRA adapter; memory is kept for it", group="model")
+    allow_runtime_lora_updating: bool = option(
+        False, "clients may load and unload LoRA adapters of --lora-dir, keys permitting", group="model"
+    )
+    lora_dir: str | None = option(
+        None, "directory whose LoRA adapters clients may load; others are refused", group="model"
     )
     embedding_model: str | None = option(
         None,
@@ -451,6 +471,7 @@ class Config:
                 "root_path",
             )
         self.served_names()
+        self._check_lora()
         rows = self.max_num_batched_tokens
         if self.max_num_seqs and rows and self.max_num_seqs > rows:
             raise ConfigError(
@@ -461,6 +482,31 @@ class Config:
         if self.replay_cost and not (self.draft_model and "replay" in self.drafter_names()):
             raise ConfigError("replay_cost needs --draft-model and the drafter replay", "replay_cost")
         self.drafter_names()
+
+    def _check_lora(self) -> None:
+        modules = parse_lora_modules(self.lora_modules)
+        if self.max_loras is not None and self.max_loras < len(modules):
+            raise ConfigError(
+                f"max_loras {self.max_loras} is below the {len(modules)} adapters of lora_modules", "max_loras"
+            )
+        if self.allow_runtime_lora_updating and not self.lora_dir:
+            raise ConfigError(
+                "allow_runtime_lora_updating needs --lora-dir: the directory whose adapters clients may load",
+                "lora_dir",
+            )
+
+    @property
+    def adapters(self) -> tuple[LoraModule, ...]:
+        """The adapters of `lora_modules`."""
+        return parse_lora_modules(self.lora_modules)
+
+    @property
+    def num_lora_slots(self) -> int:
+        """Adapters in memory at a time; 0: LoRA is off."""
+        modules = self.adapters
+        if not (modules or self.enable_lora or self.max_loras or self.allow_runtime_lora_updating):
+            return 0
+        return self.max_loras or max(len(modules), 1)
 
     def _check_keys(self) -> None:
         """Raises ConfigError for an empty key: a server that was meant to have keys must not start open."""

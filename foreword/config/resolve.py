@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+from foreword.config.lora import AdapterInfo
 from foreword.config.memory import (
     GIB,
     DeviceMemory,
@@ -19,6 +20,7 @@ from foreword.config.memory import (
     cpu_reserve,
     estimate_memory,
     kv_bytes_per_token,
+    lora_bytes,
     min_free_bytes,
     weight_bytes,
 )
@@ -91,7 +93,7 @@ class ResolvedConfig:
     block_size: int
     num_blocks: int  # usable KV blocks, for target and draft model each
     kv_bytes: int
-    weight_bytes: int
+    weight_bytes: int  # of all models, with room for adapters
     prefix_caching: bool
     drafters: tuple[str, ...]
     num_speculative_tokens: int
@@ -104,6 +106,9 @@ class ResolvedConfig:
     test_mode: bool
     enforce_eager: bool = False
     overlap: bool = True
+    max_loras: int = 0  # 0: LoRA is off
+    max_lora_rank: int = 0
+    lora_bytes: int = 0
     memory: DeviceMemory | None = None  # of a GPU whose KV cache gets the remaining memory
     notes: tuple[str, ...] = ()  # deviations from the checkpoint or the user's choice, in words
 
@@ -134,6 +139,7 @@ class EngineInfo:
     image_token_id: int | None = None  # placeholder of images; None: text only
     gpu: str | None = None  # name and compute capability
     num_cuda_graphs: int = 0  # captured at startup
+    adapters: tuple[AdapterInfo, ...] = ()  # loaded at startup, in the order of `lora_modules`
 
 
 def resolve(
@@ -191,6 +197,9 @@ def _resolve(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]
         num_speculative_tokens=_num_speculative_tokens(config),
         suffix_corpus_bytes=parse_bytes("suffix_corpus_memory", config.suffix_corpus_memory),
         image_cache_bytes=parse_bytes("image_cache_memory", config.image_cache_memory),
+        max_loras=config.num_lora_slots,
+        max_lora_rank=config.max_lora_rank if config.num_lora_slots else 0,
+        lora_bytes=sizes.lora,
         notes=_notes(config, hardware, model),
     )
     return _fit_gpu_memory(resolved, config, hardware, models) if gets_remaining_memory else resolved
@@ -200,17 +209,20 @@ def _resolve(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]
 class _MemorySizes:
     """Bytes of all models."""
 
-    weights: int
+    weights: int  # with room for adapters
     block: int  # of the KV cache
+    lora: int  # room for adapters
 
 
 def _memory_sizes(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> _MemorySizes:
     dtype, weight_dtype = resolve_dtypes(config, hardware, models[0])
     kv_dtype = _resolve_kv_dtype(config, dtype)
     options = (dtype, weight_dtype, config.quantization, hardware.kernel_backend)
+    lora = lora_bytes(models[0], dtype, config.num_lora_slots, config.max_lora_rank)
     return _MemorySizes(
-        sum(weight_bytes(info, *options) for info in models),
+        sum(weight_bytes(info, *options) for info in models) + lora,
         config.block_size * sum(kv_bytes_per_token(info, kv_dtype) for info in models),
+        lora,
     )
 
 

@@ -8,26 +8,39 @@ import torch
 from torch import Tensor
 
 from foreword.kernels.ops import Ops, PackedLinear
+from foreword.layers.lora import LoraLinear
 from foreword.layers.weights import Weights
 
 __all__ = ["Linear", "load_linear"]
 
 
 class Linear:
-    """y = x W^T + b, of type `dtype` (default: of x)."""
+    """y = x W^T + b, of type `dtype` (default: of x), plus the adapter of each row if there are any."""
 
-    def __init__(self, ops: Ops, weight: PackedLinear, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        ops: Ops,
+        weight: PackedLinear,
+        dtype: torch.dtype | None = None,
+        lora: LoraLinear | None = None,
+    ) -> None:
         self._ops = ops
         self._weight = weight
         self._dtype = dtype
+        self._lora = lora
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         """x [T, K] -> [T, N], plus `add_to` [T, N]"""
-        return self._ops.linear(x, self._weight, self._dtype, add_to)
+        if self._lora is None:
+            return self._ops.linear(x, self._weight, self._dtype, add_to)
+        y = self._lora.add(self._ops.linear(x, self._weight, self._dtype), x)
+        return y if add_to is None else self._ops.add(add_to, y)
 
     def gated_act(self, x: Tensor, activation: str) -> Tensor:
         """x [T, K] -> activation(first half of y) * second half of y [T, N / 2]"""
-        return self._ops.linear_gated_act(x, self._weight, activation)
+        if self._lora is None:
+            return self._ops.linear_gated_act(x, self._weight, activation)
+        return self._ops.gated_act(self(x), activation)
 
 
 def load_linear(

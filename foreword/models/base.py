@@ -13,6 +13,7 @@ from foreword.config.resolve import ModelInfo
 from foreword.core.batch import Batch, KVLayer
 from foreword.core.images import PromptImage
 from foreword.kernels.ops import Ops
+from foreword.layers.lora import LoraLayers
 
 __all__ = ["KVCache", "Model", "Precision", "VisionEncoder"]
 
@@ -65,6 +66,7 @@ class Model(Protocol):
     vocab_size: int  # V: width of the logits
     kv_layer_shapes: tuple[tuple[int, int], ...]  # (heads, head dimension) of each layer's KV cache
     vision_encoder: VisionEncoder | None
+    lora: LoraLayers
 
     @property
     def uses_mrope(self) -> bool:

@@ -17,6 +17,7 @@ from foreword.kernels.ops import AttentionMetadata, DraftLoop, Ops
 from foreword.layers.attention import Attention, AttentionConfig, ForwardContext
 from foreword.layers.embedding import Embedding
 from foreword.layers.linear import Linear, load_linear
+from foreword.layers.lora import LoraLayers, LoraLimits
 from foreword.layers.mlp import MLP
 from foreword.layers.moe import MoE, SharedExpert
 from foreword.layers.norm import RMSNorm
@@ -91,10 +92,17 @@ class LayerBuilder:
     """Builds the parts of one layer from tensors, by their names in the checkpoint."""
 
     def __init__(
-        self, ops: Ops, config: DecoderConfig, precision: Precision, index: int, weights: Weights
+        self,
+        ops: Ops,
+        config: DecoderConfig,
+        precision: Precision,
+        index: int,
+        weights: Weights,
+        lora: LoraLayers,
     ) -> None:
         """weights of layer `index`"""
         self.ops = ops
+        self._lora = lora
         self._config = config
         self._precision = precision
         self._index = index
@@ -109,8 +117,7 @@ class LayerBuilder:
         weights = self._weights.prefixed(f"{name}.")
         if config.interleaved_rope:
             assert fused is None and norm is None
-            heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-            weights = DeinterleavedWeights(weights, heads)
+            weights = DeinterleavedWeights(weights, self._qk_heads)
         size = config.head_dim
         q, kv = config.num_heads * size, config.num_kv_heads * size
         outputs = {fused: q + 2 * kv} if fused else {"q_proj": q, "k_proj": kv, "v_proj": kv}
@@ -126,8 +133,8 @@ class LayerBuilder:
                 norms_all_heads=norm is not None and norm.all_heads,
                 norms_after_rope=norm is not None and norm.after_rope,
             ),
-            self._linear(weights, config.hidden_size, outputs, config.qkv_bias),
-            self._linear(weights, q, {"o_proj": config.hidden_size}, config.out_bias),
+            self._linear(name, weights, config.hidden_size, outputs, config.qkv_bias),
+            self._linear(name, weights, q, {"o_proj": config.hidden_size}, config.out_bias),
             None if norm is None else self._norm(weights, norm.names[0], q if norm.all_heads else size),
             None if norm is None else self._norm(weights, norm.names[1], kv if norm.all_heads else size),
             weights.tensor("sinks", config.num_heads) if config.attn_sinks else None,
@@ -146,8 +153,8 @@ class LayerBuilder:
         weights = self._weights.prefixed(f"{name}.")
         size = size or config.intermediate_size
         outputs = {fused: 2 * size} if fused else {"gate_proj": size, "up_proj": size}
-        gate_up = self._linear(weights, config.hidden_size, outputs, config.mlp_bias)
-        down = self._linear(weights, size, {down_name: config.hidden_size}, config.mlp_bias)
+        gate_up = self._linear(name, weights, config.hidden_size, outputs, config.mlp_bias)
+        down = self._linear(name, weights, size, {down_name: config.hidden_size}, config.mlp_bias)
         return MLP(gate_up, down, config.activation)
 
     def _moe(self, moe: MoEConfig) -> MoE:
@@ -177,9 +184,23 @@ class LayerBuilder:
         biases = self._weights.tensor(f"{name}.bias", num_rows) if bias else None
         return Linear(self.ops, self.ops.pack_linear([weight], "float32", biases), torch.float32)
 
-    def _linear(self, weights: Weights, inputs: int, outputs: Mapping[str, int], bias: bool) -> Linear:
+    @property
+    def _qk_heads(self) -> dict[str, int]:
+        return {"q_proj": self._config.num_heads, "k_proj": self._config.num_kv_heads}
+
+    def _linear(
+        self, name: str, weights: Weights, inputs: int, outputs: Mapping[str, int], bias: bool
+    ) -> Linear:
         packed = load_linear(self.ops, weights, self._precision.linear_format, inputs, outputs, bias)
-        return Linear(self.ops, packed)
+        prefix = f"layers.{self._index}.{name}."
+        lora = self._lora.add_linear(
+            self.ops,
+            {prefix + output: size for output, size in outputs.items()},
+            inputs,
+            {prefix + output: heads for output, heads in self._qk_heads.items()},
+            self._config.interleaved_rope,
+        )
+        return Linear(self.ops, packed, lora=lora)
 
     def _norm(self, weights: Weights, name: str, size: int) -> RMSNorm:
         weight = weights.tensor(f"{name}.weight", size)
@@ -197,9 +218,11 @@ class Decoder(ABC):
         weights: Weights,
         device: str,
         max_model_len: int,
+        lora: LoraLimits | None = None,
     ) -> None:
         self.ops = ops
         self.config = config
+        self.lora = LoraLayers(lora, precision.dtype, device)
         self.vocab_size = config.vocab_size
         self.kv_layer_shapes = ((config.num_kv_heads, config.head_dim),) * len(config.layer_types)
         body = weights.prefixed("model.")
@@ -212,7 +235,7 @@ class Decoder(ABC):
         self._layers = []
         for index in range(len(config.layer_types)):
             layer_weights = body.prefixed(f"layers.{index}.")
-            builder = LayerBuilder(ops, config, precision, index, layer_weights)
+            builder = LayerBuilder(ops, config, precision, index, layer_weights, self.lora)
             self._layers.append(self.build_layer(builder))
         norm_weight = body.tensor("norm.weight", hidden) + config.norm_offset
         self._norm = RMSNorm(ops, norm_weight, config.eps)
@@ -223,7 +246,7 @@ class Decoder(ABC):
         self._lm_head = Linear(ops, head, torch.float32)
         self._device = device
         self.set_max_model_len(max_model_len)
-        self.info = _model_info(config, weights.num_parameters)
+        self.info = _model_info(config, weights.num_parameters, self.lora.values_per_rank)
         self.vision_encoder: VisionEncoder | None = None
 
     def set_max_model_len(self, max_model_len: int) -> None:
@@ -246,6 +269,7 @@ class Decoder(ABC):
 
     def _run_layers(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Output of the last layer [T, H]"""
+        self.lora.batch = batch
         x = self._embedding(batch.token_ids)
         features = batch.image_features
         if features is not None:
@@ -337,7 +361,7 @@ class _ImageAwareDraftLoop(_ImageAwareForward):
         self.draft = compiled.draft
 
 
-def _model_info(config: DecoderConfig, num_parameters: int) -> ModelInfo:
+def _model_info(config: DecoderConfig, num_parameters: int, lora_values_per_rank: int) -> ModelInfo:
     projected = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     inner, moe = 3 * config.intermediate_size, config.moe
     if moe is not None:
@@ -355,6 +379,7 @@ def _model_info(config: DecoderConfig, num_parameters: int) -> ModelInfo:
         num_experts=moe.experts.num_experts if moe else 0,
         experts_per_token=moe.experts.top_k if moe else 0,
         expert_parameters=_expert_parameters(moe, config.hidden_size) if moe else 0,
+        lora_values_per_rank=lora_values_per_rank,
     )
 
 

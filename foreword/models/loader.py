@@ -13,6 +13,7 @@ import torch
 from foreword.config.resolve import ModelInfo
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
+from foreword.layers.lora import LoraLimits
 from foreword.layers.weights import Weights
 from foreword.models.architectures import ARCHITECTURES, missing_feature, read_decoder
 from foreword.models.base import Model, Precision
@@ -116,29 +117,31 @@ def load_model(
     progress: Callable[[int, int], None] | None = None,
     gguf_dequantize: bool = False,
     dummy: bool = False,
+    lora: LoraLimits | None = None,
 ) -> Model:
     """Load the model in `path`.
 
     progress         called with bytes done and bytes in total
     gguf_dequantize  convert GGUF types without kernels to floats
     dummy            random weights; only config.json is read
+    lora             room for adapters; None: LoRA is off
     Raises CheckpointError, which names the option, the tensor or the file.
     """
     if dummy:
-        return _load_dummy_model(path, ops, precision, device, max_model_len)
+        return _load_dummy_model(path, ops, precision, device, max_model_len, lora)
     with _open_device_loader(device) as device_loader:
         if is_gguf(path):
             gguf = open_gguf(path)
             architecture, config = _read_gguf_config(gguf)
             heads = config.num_heads, config.num_kv_heads
             weights = GGUFWeights(gguf, heads, gguf_dequantize, progress, device_loader)
-            model = architecture(config, ops, precision, weights, device, max_model_len)
+            model = architecture(config, ops, precision, weights, device, max_model_len, lora)
             weights.check_all_read()
             return model
         spec = _read_config(path)
         files = _open_files(path, spec, progress, device_loader)
         renamed = _rename_weights(spec, files, files.names)
-        model = _build_model(spec, ops, precision, renamed, device, max_model_len)
+        model = _build_model(spec, ops, precision, renamed, device, max_model_len, lora)
         files.check_all_read(_ignored_weights(spec, renamed, files.names))
         return model
 
@@ -159,7 +162,9 @@ def _open_device_loader(device: str) -> AbstractContextManager[DeviceLoader | No
     return nullcontext() if device == "cpu" else DeviceLoader(device)
 
 
-def _load_dummy_model(path: Path, ops: Ops, precision: Precision, device: str, max_model_len: int) -> Model:
+def _load_dummy_model(
+    path: Path, ops: Ops, precision: Precision, device: str, max_model_len: int, lora: LoraLimits | None
+) -> Model:
     """The model of a config.json with random weights."""
     if is_gguf(path):
         problem = "load_format dummy needs a directory with a config.json"
@@ -171,7 +176,7 @@ def _load_dummy_model(path: Path, ops: Ops, precision: Precision, device: str, m
         )
         raise CheckpointError(f"{path}: {problem}", "load_format")
     weights = DummyWeights(device, getattr(torch, spec.config.dtype))
-    return _build_model(spec, ops, precision, weights, device, max_model_len)
+    return _build_model(spec, ops, precision, weights, device, max_model_len, lora)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +191,15 @@ class _ModelSpec:
 
 
 def _build_model(
-    spec: _ModelSpec, ops: Ops, precision: Precision, weights: Weights, device: str, max_model_len: int
+    spec: _ModelSpec,
+    ops: Ops,
+    precision: Precision,
+    weights: Weights,
+    device: str,
+    max_model_len: int,
+    lora: LoraLimits | None = None,
 ) -> Decoder:
-    model = spec.architecture(spec.config, ops, precision, weights, device, max_model_len)
+    model = spec.architecture(spec.config, ops, precision, weights, device, max_model_len, lora)
     vision = spec.vision
     if vision is None:
         return model

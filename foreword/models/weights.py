@@ -16,6 +16,7 @@ from torch import Tensor
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlocks
 from foreword.kernels.reference.backend import ReferenceOps, ReferenceWeight
+from foreword.layers.lora import deinterleave_heads
 from foreword.layers.weights import Weights
 from foreword.models.config import read_json
 from foreword.models.device_loader import DeviceLoader
@@ -31,7 +32,6 @@ __all__ = [
     "MetaWeights",
     "MultipartWeights",
     "PrefixedWeights",
-    "deinterleave_heads",
     "join_mxfp4",
 ]
 
@@ -399,11 +399,6 @@ def join_mxfp4(blocks: Tensor, scales: Tensor) -> QuantizedBlocks:
     first, second = values[..., : MXFP4_BLOCK // 2], values[..., MXFP4_BLOCK // 2 :]
     data = torch.cat((scales[..., None], first | second << 4), -1)
     return QuantizedBlocks("mxfp4", data.flatten(1), blocks.shape[1] * MXFP4_BLOCK)
-
-
-def deinterleave_heads(rows: Tensor, num_heads: int) -> Tensor:
-    """Rows [N, ...] of q or k with each head's even rows before its odd rows."""
-    return rows.view(num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def unexpected_tensors_error(path: Path, names: Sequence[str]) -> CheckpointError:

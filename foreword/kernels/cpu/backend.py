@@ -18,6 +18,7 @@ from foreword.kernels.cpu.library import (
     DraftArgs,
     Instruction,
     KVPointers,
+    LoraPointers,
     Opcode,
     Operand,
     ProgramInputs,
@@ -28,7 +29,7 @@ from foreword.kernels.cpu.library import (
 from foreword.kernels.cpu.packing import CpuExperts, CpuLinear, Packer, join_experts
 from foreword.kernels.cpu.program import TRACE_ROWS, TRACE_SAMPLED, Program, ProgramBuilder, build_inputs
 from foreword.kernels.cpu.sampling import NativeSampling
-from foreword.kernels.ops import ExpertsConfig, Matrix, MRopeSections, UnfusedOps
+from foreword.kernels.ops import ExpertsConfig, LoraTable, Matrix, MRopeSections, UnfusedOps
 from foreword.kernels.reference.backend import cu_seqlens_to_lens
 
 __all__ = ["CpuOps"]
@@ -65,7 +66,7 @@ class CpuOps(NativeSampling, UnfusedOps):
     def compile(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         """Trace `forward` over three rows of the null block; each call overwrites the last result."""
         chunk = Chunk([0] * TRACE_ROWS, 0, [0] * TRACE_ROWS, TRACE_SAMPLED)
-        batch = build_batch([chunk], 1, self.row_tile, "cpu", mrope=True)
+        batch = build_batch([chunk], 1, self.row_tile, "cpu", mrope=True, with_lora=True)
         assert batch.mrope_positions is not None
         for positions in (batch.positions, batch.mrope_positions):
             positions.zero_()  # a model may have fewer positions than there are rows here
@@ -118,6 +119,28 @@ class CpuOps(NativeSampling, UnfusedOps):
         sizes = (x.shape[1], DTYPE_IDS[gate.dtype])
         return self._execute(
             Opcode.SCALE_BY_SIGMOID, (x, gate), torch.empty(x.shape, dtype=x.dtype), sizes=sizes
+        )
+
+    def add_lora(self, y: Tensor, x: Tensor, table: LoraTable, batch: Batch) -> Tensor:
+        """In place."""
+        slots = batch.lora_slots
+        assert slots is not None and x.dtype == y.dtype == table.a.dtype == table.b.dtype
+        part_sizes = (ctypes.c_int64 * len(table.part_sizes))(*table.part_sizes)
+        num_slots, num_parts, max_rank, in_features = table.a.shape
+        pointers = LoraPointers(
+            num_slots,
+            num_parts,
+            max_rank,
+            in_features,
+            sum(table.part_sizes),
+            table.a.data_ptr(),
+            table.b.data_ptr(),
+            table.ranks.data_ptr(),
+            table.scales.data_ptr(),
+            ctypes.cast(part_sizes, ctypes.c_void_p),
+        )
+        return self._execute(
+            Opcode.ADD_LORA, (x, slots), y, target=pointers, keep_alive=(table, part_sizes)
         )
 
     def embedding(

@@ -25,6 +25,7 @@ __all__ = [
     "Experts",
     "Instruction",
     "KVPointers",
+    "LoraPointers",
     "Opcode",
     "Operand",
     "ProgramInputs",
@@ -78,6 +79,7 @@ class Opcode(IntEnum):
     EXPERTS = 10
     SCALE_BY_SIGMOID = 11
     GATHER_COLUMNS = 12
+    ADD_LORA = 13
 
 
 class AddressSpace(IntEnum):
@@ -91,6 +93,7 @@ class AddressSpace(IntEnum):
     SAMPLE_ROWS = 7
     MROPE_POSITIONS = 8
     OUTPUT = 9
+    LORA_SLOTS = 10
 
 
 NUM_SPACES = len(AddressSpace)
@@ -159,6 +162,23 @@ class Weight(ctypes.Structure):
         ("k", c_int64),
         ("tiles", c_void_p),
         ("bias", c_void_p),
+    )
+
+
+class LoraPointers(ctypes.Structure):
+    """LoRA adapters of one layer; csrc/lora.h defines the fields."""
+
+    _fields_ = (
+        ("num_slots", c_int64),
+        ("num_parts", c_int64),
+        ("max_rank", c_int64),
+        ("k", c_int64),
+        ("n", c_int64),
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("ranks", c_void_p),
+        ("scales", c_void_p),
+        ("part_sizes", c_void_p),
     )
 
 

@@ -32,6 +32,7 @@ BATCH_SPACES = {
     "slots": AddressSpace.SLOTS,
     "sample_rows": AddressSpace.SAMPLE_ROWS,
     "mrope_positions": AddressSpace.MROPE_POSITIONS,
+    "lora_slots": AddressSpace.LORA_SLOTS,
 }
 
 
@@ -112,7 +113,9 @@ class Program:
         self._keep_alive = builder.keep_alive
         self._width, self._dtype = out.shape[1], out.dtype
         operands = [operand for instruction in builder.instructions for operand in instruction.inputs]
-        self._uses_mrope = any(operand.space == AddressSpace.MROPE_POSITIONS for operand in operands)
+        spaces = {operand.space for operand in operands}
+        self._uses_mrope = AddressSpace.MROPE_POSITIONS in spaces
+        self._uses_lora = AddressSpace.LORA_SLOTS in spaces
         output_address = _storage_address(out)
         del builder.buffers[output_address]
         self._bytes_per_row = plan_arena(list(builder.buffers.values()))
@@ -125,6 +128,7 @@ class Program:
     def __call__(self, batch: Batch) -> Tensor:
         """-> [R, width], valid until the next call"""
         assert batch.mrope_positions is not None or not self._uses_mrope, "a batch without M-RoPE positions"
+        assert batch.lora_slots is not None or not self._uses_lora, "a batch without adapters' slots"
         inputs, _query_start_loc = build_inputs(batch)  # the array must outlive the call
         self._allocate(inputs, inputs.num_rows, inputs.num_sampled)
         output = self._output[: inputs.num_sampled]  # a pass evicts torch's code: faster before than after

@@ -170,6 +170,34 @@ struct WriteKVArgs {
     int64_t rows;
 };
 
+// out [num_rows, num_ranks] = scale * x A^T, for the rows `rows` of x; A [num_ranks, k] of `type`.
+struct LoraShrinkArgs {
+    Type type;
+    RowView x;
+    const int64_t* rows;
+    int64_t num_rows;
+    const char* a;
+    int64_t num_ranks, k;
+    float scale;
+    float* out;
+    int64_t out_stride;  // values
+};
+
+// The rows `rows` of y += hidden B, in float32, rounded once; B [rank, num_columns] of `type`, b_stride values apart.
+//   hidden  [num_rows, rank], hidden_stride values apart
+//   sums    num_rows * num_columns values, where rows are rounded up to whole vectors
+struct LoraExpandArgs {
+    Type type;
+    RowView y;
+    const int64_t* rows;
+    int64_t num_rows;
+    const char* b;
+    int64_t b_stride, num_columns, rank;
+    const float* hidden;
+    int64_t hidden_stride;
+    float* sums;
+};
+
 struct RowKernels {
     void (*rms_norm)(Context&, const RmsNormArgs&);
     void (*rope)(Context&, const RopeArgs&);
@@ -181,6 +209,8 @@ struct RowKernels {
     void (*scale_by_sigmoid)(Context&, const ScaleBySigmoidArgs&);
     void (*weighted_sum)(Context&, const WeightedSumArgs&);
     void (*write_kv)(Context&, const WriteKVArgs&);
+    void (*lora_shrink)(const LoraShrinkArgs&);
+    void (*lora_expand)(const LoraExpandArgs&);
 };
 
 const RowKernels& row_kernels(Isa isa);

@@ -4,6 +4,7 @@
 
 #include "experts.h"
 #include "float_mode.h"
+#include "lora.h"
 
 namespace foreword {
 namespace {
@@ -49,6 +50,7 @@ public:
             case Opcode::EXPERTS: return experts(c);
             case Opcode::SCALE_BY_SIGMOID: return scale_by_sigmoid(c);
             case Opcode::GATHER_COLUMNS: return gather_columns(c);
+            case Opcode::ADD_LORA: return add_lora(c);
         }
     }
 
@@ -139,6 +141,12 @@ private:
         const auto gather_row = [&](int64_t row, int) { gather(x.data + row * x.stride, columns, c.sizes[0], y.data + row * y.stride); };
         if (count(c) * c.sizes[0] >= MIN_SHARED_VALUES) return context_.pool.run(count(c), gather_row);
         for (int64_t row = 0; row < count(c); row++) gather_row(row, 0);
+    }
+
+    // in: x, slots of adapters; out: y, in place; object: LoraTable
+    void add_lora(const Instruction& c) {
+        const LoraTable& table = *static_cast<const LoraTable*>(c.object);
+        foreword::add_lora(context_, cpu_.rows_, {table, ints(c.in[1]), c.type, rows(c.in[0]), rows(c.out), count(c)});
     }
 
     int64_t count(const Instruction& c) const { return c.sampled ? inputs_.num_sampled : inputs_.num_rows; }

@@ -9,12 +9,12 @@ namespace foreword {
 
 enum class Opcode : int32_t {
     LINEAR, EMBEDDING, ADD, INDEX_ROWS, RMS_NORM, ROPE, GATED_ACT, WRITE_KV, ATTENTION, SOFTCAP, EXPERTS, SCALE_BY_SIGMOID,
-    GATHER_COLUMNS
+    GATHER_COLUMNS, ADD_LORA
 };
 
 // The base of an address.
 enum class AddressSpace : int64_t {
-    ABSOLUTE, ARENA, TOKEN_IDS, POSITIONS, SLOTS, BLOCK_TABLES, QUERY_START_LOC, SAMPLE_ROWS, MROPE_POSITIONS, OUTPUT, COUNT
+    ABSOLUTE, ARENA, TOKEN_IDS, POSITIONS, SLOTS, BLOCK_TABLES, QUERY_START_LOC, SAMPLE_ROWS, MROPE_POSITIONS, OUTPUT, LORA_SLOTS, COUNT
 };
 
 // Rows from spaces[space] + address + per_row * (rows of the batch), `stride` bytes apart.

@@ -16,13 +16,14 @@ from foreword.config.memory import PackedFormat
 from foreword.config.resolve import ModelInfo
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Matrix, QuantizedBlocks
+from foreword.layers.lora import deinterleave_heads
 from foreword.layers.weights import Weights
 from foreword.models.device_loader import DeviceLoader, FileSpan
 from foreword.models.gguf.dequantize import DEQUANTIZERS, dequantize
 from foreword.models.gguf.header import GGUFFile, TensorInfo
 from foreword.models.gguf.rope import ROPE_TENSORS
 from foreword.models.mmap_file import MappedFile
-from foreword.models.weights import PrefixedWeights, deinterleave_heads, unexpected_tensors_error
+from foreword.models.weights import PrefixedWeights, unexpected_tensors_error
 
 __all__ = [
     "POST_NORM_ARCHITECTURES",
