@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from foreword.config.lora import LoRARequest
     from foreword.core.outputs import Draft
     from foreword.core.params import SamplingParams, Speculation
     from foreword.core.structured_output import StructuredOutput
@@ -24,6 +25,7 @@ __all__ = [
     "Drafter",
     "DrafterContext",
     "EmbeddingOutput",
+    "LoRARequest",
     "ReasoningOptions",
     "RequestOutput",
     "RequestView",
@@ -42,6 +44,7 @@ _LAZY_EXPORTS = {
     "Drafter": "foreword.speculation.drafter",
     "DrafterContext": "foreword.speculation.drafter",
     "EmbeddingOutput": "foreword.outputs",
+    "LoRARequest": "foreword.config.lora",
     "ReasoningOptions": "foreword.formats.tools",
     "RequestOutput": "foreword.outputs",
     "RequestView": "foreword.speculation.drafter",

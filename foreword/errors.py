@@ -6,6 +6,7 @@ from typing import Any
 
 __all__ = [
     "Aborted",
+    "AdapterConflict",
     "CheckpointError",
     "ConfigError",
     "ContextLengthExceeded",
@@ -120,6 +121,14 @@ class ModelNotFound(ForewordError):
     status = 404
     error_type = "not_found_error"
     code = "model_not_found"
+
+
+class AdapterConflict(ForewordError):
+    """The adapters that are loaded, or in use, do not allow this."""
+
+    status = 409
+    error_type = "invalid_request_error"
+    code = "adapter_conflict"
 
 
 class ResponseNotFound(ForewordError):

@@ -29,6 +29,7 @@ from rich.progress import Progress
 
 from foreword.checkpoint import prepare_checkpoint
 from foreword.config.foreign_flags import translate_keywords
+from foreword.config.lora import AdapterInfo, LoRARequest
 from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, StepStats, TokenEvent
@@ -39,7 +40,7 @@ from foreword.embedding.local import LocalEncoder, load_local_encoder
 from foreword.embedding.sentence_transformers import read_decoder_pooling_config
 from foreword.embedding.vectors import FLOAT_BYTES, cosine, normalize_embedding
 from foreword.engine_client.local import LocalClient
-from foreword.errors import InvalidRequest
+from foreword.errors import AdapterConflict, InvalidRequest
 from foreword.formats.events import CallArguments, CallStart, ChatEvent, ReasoningText
 from foreword.formats.parser import ChatParser
 from foreword.formats.tool_checks import check_tools, parse_choice
@@ -79,6 +80,7 @@ logger = logging.getLogger("foreword")
 PromptInput = str | Mapping[str, Any]
 Message = Mapping[str, Any]
 EmbedInput = str | Sequence[int]
+LoraInput = str | LoRARequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,10 @@ class LLM:
             weakref.finalize(self, self._image_loader.close)
         self._request_counter = itertools.count()
         self._event_queues: dict[str, deque[Event]] = {}
+        # By name, or by path; the last was used most recently
+        self._adapters: dict[str, AdapterInfo] = {
+            module.name: info for module, info in zip(config.adapters, self.info.adapters, strict=True)
+        }
         self.load_seconds = time.perf_counter() - started
         for warning in self.info.warnings:
             logger.warning("%s", warning)
@@ -179,9 +185,13 @@ class LLM:
         prompts: PromptInput | Sequence[PromptInput],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoraInput | Sequence[LoraInput | None] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Complete prompts in one batch: texts, or {"prompt_token_ids": [...]}; one output each, in order.
+
+        lora_request  an adapter, or one for each prompt: a name of `lora_modules`, or a LoRARequest with a
+                      path, which is loaded and may take the place of the one not used for longest
 
         With images a prompt is {"prompt": text, "images": [...]}: paths, bytes of files, or PIL images, each
         with a placeholder in the text or token ids.
@@ -190,7 +200,7 @@ class LLM:
         """
         prompt_list = [prompts] if isinstance(prompts, str | Mapping) else prompts
         parsed = [self._parse_prompt(prompt) for prompt in prompt_list]
-        return self._generate(self._build_all_requests(parsed, params), progress)
+        return self._generate(self._build_all_requests(parsed, params, lora_request), progress)
 
     def chat(
         self,
@@ -201,6 +211,7 @@ class LLM:
         tool_choice: str | Mapping[str, Any] = "auto",
         parallel_tool_calls: bool = True,
         reasoning: ReasoningOptions = DEFAULT_REASONING,
+        lora_request: LoraInput | Sequence[LoraInput | None] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer one or several conversations with the checkpoint's chat template.
@@ -208,6 +219,7 @@ class LLM:
         tools        functions as in OpenAI's chat: {"type": "function", "function": {"name": ..., ...}}
         tool_choice  "auto", "none", "required", or one tool or several, as in OpenAI's chat
         reasoning    whether the model reasons, and the limit of it
+        lora_request as in generate()
 
         Images are parts of user messages: {"type": "image_url", ...} as over HTTP, with the same limits, or
         {"type": "image", "image": ...}: a path, the bytes of a file, or a PIL image.
@@ -216,7 +228,7 @@ class LLM:
         conversations: Any = [messages] if is_one else messages
         chat = _Chat(_read_tool_use(tools, tool_choice, parallel_tool_calls), reasoning)
         parsed = [self._render_chat(conversation, chat) for conversation in conversations]
-        return self._generate(self._build_all_requests(parsed, params), progress)
+        return self._generate(self._build_all_requests(parsed, params, lora_request), progress)
 
     def stream(
         self,
@@ -224,6 +236,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        lora_request: LoraInput | None = None,
     ) -> Iterator[StreamPiece]:
         """Stream the answer to a prompt or a list of messages. Leaving the loop aborts the request.
 
@@ -235,7 +248,7 @@ class LLM:
         else:
             use = _read_tool_use(tools, "auto", True)
             parsed = self._render_chat(prompt, _Chat(use, ReasoningOptions()) if tools else None)
-        (built,) = self._build_all_requests([parsed], params)
+        (built,) = self._build_all_requests([parsed], params, lora_request)
         if len(built.requests) != 1:
             raise InvalidRequest("a stream has one choice: n must be 1", "n")
         (request,) = built.requests
@@ -335,15 +348,64 @@ class LLM:
             ids = self._chat_input.check_placeholders(ids, len(parts), "prompt")
         return _Prompt(text, ids, parts)
 
-    def _build_all_requests(self, prompts: Sequence[_Prompt], params: Any) -> list[_PromptRequests]:
+    def _build_all_requests(
+        self,
+        prompts: Sequence[_Prompt],
+        params: Any,
+        lora_request: LoraInput | Sequence[LoraInput | None] | None = None,
+    ) -> list[_PromptRequests]:
         is_single = params is None or isinstance(params, SamplingParams)
         default = params or self.get_default_sampling_params()
         params_list = [default] * len(prompts) if is_single else list(params)
         if len(params_list) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts, but {len(params_list)} params", "params")
-        return [self._build_requests(*pair) for pair in zip(prompts, params_list, strict=True)]
+        if lora_request is None or isinstance(lora_request, str | LoRARequest):
+            adapters = [lora_request] * len(prompts)
+        else:
+            adapters = list(lora_request)
+        if len(adapters) != len(prompts):
+            problem = f"{len(prompts)} prompts, but {len(adapters)} of lora_request"
+            raise InvalidRequest(problem, "lora_request")
+        digests = self._load_adapters(adapters)
+        return [self._build_requests(*each) for each in zip(prompts, params_list, digests, strict=True)]
 
-    def _build_requests(self, parsed: _Prompt, params: SamplingParams) -> _PromptRequests:
+    def _load_adapters(self, adapters: Sequence[LoraInput | None]) -> list[str]:
+        """Digests, empty for the base. Those of one call are in memory together."""
+        needed: list[str] = []
+        for adapter in adapters:
+            digest = "" if adapter is None else self._load_adapter(adapter, needed)
+            needed.append(digest)
+        return needed
+
+    def _load_adapter(self, adapter: LoraInput, needed: Sequence[str]) -> str:
+        request = LoRARequest(adapter) if isinstance(adapter, str) else adapter
+        key = request.lora_path or request.lora_name
+        if key not in self._adapters and not request.lora_path:
+            names = ", ".join(sorted(self._adapters)) or "none"
+            raise InvalidRequest(
+                f"no adapter is named {key!r:.200}; loaded: {names}; lora_path loads another", "lora_request"
+            )
+        info = self._adapters.pop(key, None)
+        while info is None:
+            try:
+                info = self._client.load_adapter(request.lora_path)
+            except AdapterConflict:
+                self._evict_adapter(needed)
+        self._adapters[key] = info  # last: used most recently
+        return info.digest
+
+    def _evict_adapter(self, needed: Sequence[str]) -> None:
+        """Unload the adapter of a path that was not used for longest. Raises AdapterConflict."""
+        pinned = {*needed, *(info.digest for info in self.info.adapters)}
+        for key, info in self._adapters.items():
+            if info.digest not in pinned:
+                self._client.unload_adapter(info.digest)
+                del self._adapters[key]
+                return
+        limit = self.info.resolved.max_loras
+        raise AdapterConflict(f"more adapters are needed at a time than --max-loras {limit}", "lora_request")
+
+    def _build_requests(self, parsed: _Prompt, params: SamplingParams, adapter: str = "") -> _PromptRequests:
         self.info.resolved.check_method(params.speculation.method)
         make_parser = None
         if parsed.chat is not None and self._chat_input.format is not None:
@@ -363,6 +425,7 @@ class LLM:
             vocab_size=self.info.vocab_size,
             images=prompt.images,
             image_token_id=self._chat_input.placeholder_id,
+            adapter=adapter,
         )
         return _PromptRequests(parsed.text, requests, make_parser)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,13 @@ def outputs_of(outputs: Iterable[RequestOutput]) -> list[dict[str, Any]]:
 
 
 def answers(
-    model: Path, drafter: Path, recording: Path | None, combination: dict[str, Any], **options: Any
+    model: Path,
+    drafter: Path,
+    recording: Path | None,
+    combination: dict[str, Any],
+    *,
+    lora_request: Sequence[str | None] | None = None,
+    **options: Any,
 ) -> tuple[LLM, list[dict[str, Any]]]:
     method, _, error_rate = combination["speculate"].partition(" ")
     small = combination["cache"] == "small"
@@ -194,10 +200,11 @@ def answers(
         test_mode=True,
         **options,
     )
-    outputs = llm.generate(*requests())
+    outputs = llm.generate(*requests(), lora_request=lora_request)
     llm.check()
     if "suffix" in method or method == "auto":
-        assert outputs_of(llm.generate(*requests())) == outputs_of(outputs), (
+        again = llm.generate(*requests(), lora_request=lora_request)
+        assert outputs_of(again) == outputs_of(outputs), (
             "with a corpus of finished outputs"
         )
     if small and combination["concurrent"] > 1:

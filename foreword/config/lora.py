@@ -9,7 +9,7 @@ from typing import Any
 
 from foreword.errors import ConfigError, did_you_mean
 
-__all__ = ["AdapterInfo", "LoraModule", "parse_lora_modules"]
+__all__ = ["AdapterInfo", "LoRARequest", "LoraModule", "parse_lora_modules"]
 
 FIELDS = ("name", "path", "base_model_name")  # of vLLM's JSON
 
@@ -32,6 +32,15 @@ class AdapterInfo:
     rank: int  # the largest of its projections
     num_projections: int
     num_bytes: int  # of its matrices, as loaded
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """The adapter of a call of LLM, in vLLM's form; its path may be left out for one of `lora_modules`."""
+
+    lora_name: str
+    lora_int_id: int = 0  # without effect: an adapter is known by its content
+    lora_path: str = ""
 
 
 def parse_lora_modules(text: str | None) -> tuple[LoraModule, ...]:

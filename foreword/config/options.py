@@ -132,9 +132,13 @@ class Config:
         group="model",
         many=True,
     )
-    enable_lora: bool = option(False, "keep room for LoRA adapters also without --lora-modules", group="model")
+    enable_lora: bool = option(
+        False, "keep room for LoRA adapters also without --lora-modules", group="model"
+    )
     max_loras: int | None = option(
-        None, "LoRA adapters in memory at a time (default: those of --lora-modules, at least 1)", group="model"
+        None,
+        "LoRA adapters in memory at a time (default: those of --lora-modules, at least 1)",
+        group="model",
     )
     max_lora_rank: int = option(16, "largest rank of a LoRA adapter; memory is kept for it", group="model")
     allow_runtime_lora_updating: bool = option(
@@ -487,7 +491,8 @@ class Config:
         modules = parse_lora_modules(self.lora_modules)
         if self.max_loras is not None and self.max_loras < len(modules):
             raise ConfigError(
-                f"max_loras {self.max_loras} is below the {len(modules)} adapters of lora_modules", "max_loras"
+                f"max_loras {self.max_loras} is below the {len(modules)} adapters of lora_modules",
+                "max_loras",
             )
         if self.allow_runtime_lora_updating and not self.lora_dir:
             raise ConfigError(

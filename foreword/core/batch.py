@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from foreword.core.images import MRopePositions
-from foreword.core.request import RequestState
+from foreword.core.request import NO_LORA, RequestState
 from foreword.core.structured_output import RequestGrammar
 
 __all__ = [
-    "NO_LORA",
     "NULL_BLOCK",
     "Array",
     "Arrays",
@@ -51,7 +50,6 @@ Ints = npt.NDArray[np.int64]
 ALIGNMENT = 16  # bytes; kernels use vector loads only at such addresses
 TEXT_ONLY_POSITIONS = MRopePositions(())  # of a request without images
 NULL_BLOCK = 0  # never given to a request: padding rows write and read here
-NO_LORA = -1  # slot of rows without an adapter
 NULL_BYTE = bytes([NULL_BLOCK])
 BLOCK_ID_BYTES = array("q").itemsize
 

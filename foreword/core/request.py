@@ -17,9 +17,10 @@ from foreword.errors import DeadlineExceeded, ForewordError, Overloaded
 if TYPE_CHECKING:  # a client needs no torch
     from torch import Tensor
 
-__all__ = ["POOLING_TYPES", "FinishResult", "Request", "RequestState", "check_deadline"]
+__all__ = ["NO_LORA", "POOLING_TYPES", "FinishResult", "Request", "RequestState", "check_deadline"]
 
 POOLING_TYPES = ("last", "mean", "cls")
+NO_LORA: Final = -1  # slot of requests and rows without an adapter
 MAX_RETRY_AFTER_S: Final = 60.0  # longest Retry-After that a client is given
 
 
@@ -46,6 +47,12 @@ class Request:
     fairness_key: str = ""  # waiting requests are scheduled fairly between keys
     is_resumed: bool = False  # started in a crashed engine, where its first start was counted
     images: tuple[PromptImage, ...] = ()  # in order of their placeholders
+    adapter: str = ""  # digest of its LoRA adapter; empty: the base model
+
+    @property
+    def namespace(self) -> str:
+        """Requests of equal namespaces share KV and outputs: those of one adapter and one salt."""
+        return f"{self.adapter}\0{self.cache_salt}" if self.adapter else self.cache_salt
 
 
 class FinishResult(NamedTuple):
@@ -78,6 +85,7 @@ class RequestState:
         "grammar",
         "id",
         "is_pooling",
+        "lora_slot",
         "max_len",
         "mrope_positions",
         "num_cached",
@@ -96,7 +104,12 @@ class RequestState:
     )
 
     def __init__(
-        self, request: Request, arrival: int, max_model_len: int, grammar: RequestGrammar | None = None
+        self,
+        request: Request,
+        arrival: int,
+        max_model_len: int,
+        grammar: RequestGrammar | None = None,
+        lora_slot: int = NO_LORA,
     ) -> None:
         params = request.params
         self.request = request
@@ -120,6 +133,7 @@ class RequestState:
         self.blocks = array("q")  # ids of its KV's blocks, in order of position
         self.block_hashes: list[bytes] = []
         self.grammar = grammar
+        self.lora_slot = lora_slot  # of its adapter
         self.pool_partials: Tensor | None = None  # partial sums of mean pooling (engine/pooler.py)
         self.mrope_positions = MRopePositions(request.images) if request.images else None
         self.counted_images: set[bytes] = set()  # digests that image statistics include

@@ -44,6 +44,7 @@ class BatchBuilder:
         mrope: bool = False,  # positions have three axes
         get_features: GetFeatures = lambda state, start, end: (),
         with_request_index: bool = False,  # the backend needs the request index of each row
+        with_lora: bool = False,  # the model has adapters
     ) -> None:
         self.block_size = block_size
         self.row_tile = row_tile
@@ -51,6 +52,7 @@ class BatchBuilder:
         self.mrope = mrope
         self.get_features = get_features
         self.with_request_index = with_request_index
+        self.with_lora = with_lora
 
     def build(self, requests: Sequence[ScheduledRequest]) -> ModelInput:
         rows: list[SampleRow] = []
@@ -67,7 +69,8 @@ class BatchBuilder:
             scored = () if state.params.prompt_logprobs is None else _prompt_logprob_rows(request, num_logits)
             num_sampled = len(token_ids) if scored else (1 + num_draft) * is_sampled
             features = self.get_features(state, start, end) if state.request.images else ()
-            chunks.append(Chunk(token_ids, start, state.blocks, num_sampled, state.mrope_positions, features))
+            mrope_positions, slot = state.mrope_positions, state.lora_slot
+            chunks.append(Chunk(token_ids, start, state.blocks, num_sampled, mrope_positions, features, slot))
             prompt_rows.append(scored)
             num_logits += num_sampled
             if is_sampled:
@@ -85,13 +88,13 @@ class BatchBuilder:
         chunks = []
         for request in requests:
             state, start, end = request.state, request.start, request.start + request.num_tokens
-            chunks.append(Chunk(state.tokens[start:end], start, state.blocks, num_pool_rows(request)))
+            token_ids, num_sampled = state.tokens[start:end], num_pool_rows(request)
+            chunks.append(Chunk(token_ids, start, state.blocks, num_sampled, lora_slot=state.lora_slot))
         return self.flatten(chunks)
 
     def flatten(self, chunks: Sequence[Chunk]) -> Batch:
-        return build_batch(
-            chunks, self.block_size, self.row_tile, self.device, self.mrope, self.with_request_index
-        )
+        options = (self.mrope, self.with_request_index, self.with_lora)
+        return build_batch(chunks, self.block_size, self.row_tile, self.device, *options)
 
 
 def _prompt_logprob_rows(request: ScheduledRequest, first_index: int) -> tuple[PromptLogprobRow, ...]:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from foreword.config.lora import AdapterInfo
 from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import Draft, ErrorEvent, Event, StepOutput, StepReport, StepStats
-from foreword.core.request import POOLING_TYPES, Request, RequestState, check_deadline
+from foreword.core.request import NO_LORA, POOLING_TYPES, Request, RequestState, check_deadline
 from foreword.core.structured_output import RequestGrammar, Vocabulary
 from foreword.engine.batch_builder import BatchBuilder
 from foreword.engine.encoder_runner import VisionEncoderRunner, check_images, pending_images
@@ -22,7 +23,16 @@ from foreword.engine.pooler import PoolOutput
 from foreword.engine.schedule_output import ScheduledRequest, ScheduleOutput
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.waiting_queue import PendingGrammar, PendingGrammars
-from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest, RequestFailed
+from foreword.errors import (
+    AdapterConflict,
+    ContextLengthExceeded,
+    ForewordError,
+    InvalidRequest,
+    ModelNotFound,
+    RequestFailed,
+    Unsupported,
+)
+from foreword.lora.slots import AdapterSlots
 from foreword.speculation.policy import PrefillLoad, RequestStep, StepRecord
 from foreword.speculation.proposer import Proposer
 
@@ -47,6 +57,7 @@ class Engine:
         encoder: VisionEncoderRunner,
         draft_encoder: VisionEncoderRunner | None = None,  # of a multimodal draft model
         overlap: OverlapLoop | None = None,  # runs decode steps ahead of the host
+        adapters: AdapterSlots | None = None,  # None: LoRA is off
     ) -> None:
         self.info = info
         self.scheduler = scheduler
@@ -56,6 +67,7 @@ class Engine:
         self.encoder = encoder
         self.draft_encoder = draft_encoder
         self.overlap = overlap
+        self.adapters = adapters
         self.grammars = model_runner.grammars
         self.timer = model_runner.timer
         self.num_submitted = 0  # also the arrival number of the next request
@@ -100,6 +112,23 @@ class Engine:
             self._pending_events.append(ErrorEvent(request.id, error))
         except Exception:
             self._pending_events.append(self._start_failed(request.id))
+
+    def load_adapter(self, path: str) -> AdapterInfo:
+        """Load a LoRA adapter for requests that name its digest; see AdapterSlots.load for errors."""
+        if self.adapters is None:
+            raise Unsupported("LoRA is off: --enable-lora or --lora-modules turns it on", "lora_name")
+        return self.adapters.load(path)
+
+    def unload_adapter(self, digest: str) -> None:
+        """Free an adapter's slot. Raises AdapterConflict while a request uses it."""
+        if self.adapters is None:
+            return
+        requests = [state.request for state in self.scheduler.states.values()]
+        requests += [pending.request for pending in self._pending_grammars.values()]
+        num_users = sum(request.adapter == digest for request in requests)
+        if num_users:
+            raise AdapterConflict(f"{num_users} requests use the adapter: it stays loaded", "lora_name")
+        self.adapters.unload(digest)
 
     def remove(self, request_id: str, num_tokens: int | None = None) -> None:
         """End a request and free its resources; does nothing if it has ended.
@@ -220,9 +249,19 @@ class Engine:
                 )
         check_images(request, self.info.image_token_id, self.batch_builder.mrope)
         self.info.resolved.check_method(request.params.speculation.method)
+        self._lora_slot(request)
+
+    def _lora_slot(self, request: Request) -> int:
+        """Raises ModelNotFound for an adapter that is not loaded."""
+        if self.adapters is not None:
+            return self.adapters.slot_of(request.adapter)
+        if request.adapter:
+            raise ModelNotFound("the adapter of this request is not loaded", "model")
+        return NO_LORA
 
     def _start(self, request: Request, arrival: int, grammar: RequestGrammar | None = None) -> None:
-        state = RequestState(request, arrival, self.info.resolved.max_model_len, grammar)
+        max_len, lora_slot = self.info.resolved.max_model_len, self._lora_slot(request)
+        state = RequestState(request, arrival, max_len, grammar, lora_slot)
         self.scheduler.add(state)
         if not (state.is_pooling or self.proposer.is_disabled):
             self.proposer.start(state)

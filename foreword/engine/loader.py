@@ -20,6 +20,7 @@ from torch import Tensor
 
 from foreword.config.drafters import DRAFTERS
 from foreword.config.hardware import hardware_info, probe_hardware
+from foreword.config.lora import AdapterInfo
 from foreword.config.memory import GIB, DeviceMemory
 from foreword.config.options import Config
 from foreword.config.resolve import (
@@ -54,7 +55,7 @@ from foreword.engine.scheduler import Scheduler
 from foreword.engine.timers import StepTimer
 from foreword.engine.trace import RecordingScheduler
 from foreword.engine.waiting_queue import ComputableUntil
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, ForewordError
 from foreword.executor.decode_loop import DeviceDecodeLoop
 from foreword.executor.graph_runner import GraphRunner
 from foreword.kernels.cpu.library import library_digest, load_library
@@ -63,6 +64,8 @@ from foreword.kernels.ops import Ops
 from foreword.kernels.registry import native_unavailable_reason, select_backend, source_digest
 from foreword.kv_cache.block_pool import BlockPool
 from foreword.kv_cache.storage import KVStorage
+from foreword.layers.lora import LoraLimits
+from foreword.lora.slots import AdapterSlots
 from foreword.models.base import Model, Precision
 from foreword.models.loader import load_model, read_model_info, weight_files
 from foreword.sampling.sampler import Sampler
@@ -98,11 +101,12 @@ def load(
     resolved: ResolvedConfig | None = None,
     on_progress: OnLoadProgress | None = None,
     timings: MeasuredCosts | None = None,
+    adapters: Sequence[AdapterInfo] | None = None,
 ) -> Engine:
     """Load the checkpoint directory `config.model` and build its engine.
 
     never_sampled_ids  ids without a token, and image placeholders: never sampled and never drafted
-    resolved, timings  of the engine that this one replaces; None: resolve and measure
+    resolved, timings, adapters  of the engine that this one replaces; None: resolve and measure
     Raises ConfigError or CheckpointError.
     """
     assert config.model is not None and config.speculative_config is None, "the config is not prepared"
@@ -116,7 +120,7 @@ def load(
         _try_kernels(config, types_in_use(resolved), on_progress)
     trial_s = time.perf_counter() - started
     plugins = make_plugins(config, chosen, target, never_sampled_ids, is_restart=resolved is not None)
-    loader = _Loader(config, chosen, never_sampled_ids, on_progress, timings, plugins)
+    loader = _Loader(config, chosen, never_sampled_ids, on_progress, timings, plugins, adapters)
     if chosen.device == "cuda":
         loader.load_seconds["trial"] = trial_s
     try:
@@ -243,6 +247,7 @@ class _EngineComponents:
             model.uses_mrope,
             self.encoder.features,
             model.ops.supports_graphs,
+            model.lora.limits is not None,
         )
 
     def profile_run(self) -> ProfileRun:
@@ -261,7 +266,9 @@ class _EngineComponents:
             if isinstance(forward, GraphRunner):
                 num_blocks, rows = -(-length // resolved.block_size), max_graph_rows(resolved)
                 device, block_size, num_seqs = resolved.device, resolved.block_size, resolved.max_num_seqs
-                forward.reserve(rows, num_seqs, num_blocks, model.uses_mrope, device, block_size, capture)
+                lora = model.lora.limits is not None
+                sizes = (rows, num_seqs, num_blocks, model.uses_mrope, device, block_size)
+                forward.reserve(*sizes, capture, lora)
                 runners.append(forward)
         return runners
 
@@ -380,8 +387,10 @@ class _Loader:
         on_progress: OnLoadProgress | None,
         timings: MeasuredCosts | None,
         plugins: Mapping[str, Drafter],
+        adapters: Sequence[AdapterInfo] | None = None,
     ) -> None:
         self.config = config
+        self.adapters = adapters
         self.resolved = resolved  # fit_kv_cache() replaces it by the measured one
         self.never_sampled_ids = never_sampled_ids
         self.on_progress = on_progress
@@ -414,11 +423,13 @@ class _Loader:
                 proposer.policy = self.build_controller(proposer.timings)
                 runner.timer.reset()
         scheduler = self.build_scheduler(components.encoder.computable_until)
+        slots = AdapterSlots(loaded.target.lora) if loaded.target.lora.limits is not None else None
+        adapters = () if slots is None else self.load_adapters(slots)
         overlap = None
         if self.config.trace is None:  # a trace records schedules, and overlap steps have none
             overlap = make_overlap_loop(runner, scheduler, proposer, runner.timer, self.resolved)
         return Engine(
-            self.build_info(target, draft_model),
+            replace(self.build_info(target, draft_model), adapters=adapters),
             scheduler,
             components.batch_builder,
             runner,
@@ -426,6 +437,7 @@ class _Loader:
             components.encoder,
             components.draft_encoder,
             overlap,
+            slots,
         )
 
     @property
@@ -443,19 +455,32 @@ class _Loader:
 
     def load_models(self, draft_model: ModelInfo | None) -> _LoadedModels:
         max_len = self.resolved.max_model_len
-        target = self.load_checkpoint(str(self.config.model), max_len)
+        resolved = self.resolved
+        limits = LoraLimits(resolved.max_loras, resolved.max_lora_rank) if resolved.max_loras else None
+        target = self.load_checkpoint(str(self.config.model), max_len, limits)
         if draft_model is None:
             return _LoadedModels(target)
         draft_len = min(max_len, draft_model.context_len)
         return _LoadedModels(target, self.load_checkpoint(str(self.config.draft_model), draft_len), draft_len)
 
-    def load_checkpoint(self, path: str, max_model_len: int) -> Model:
+    def load_checkpoint(self, path: str, max_model_len: int, lora: LoraLimits | None = None) -> Model:
         resolved = self.resolved
         precision = Precision.from_dtypes(resolved.dtype, resolved.weight_dtype, resolved.quantization)
-        options = (self.config.gguf_dequantize, self.config.load_format == "dummy")
+        options = (self.config.gguf_dequantize, self.config.load_format == "dummy", lora)
         return load_model(
             Path(path), self.ops, precision, resolved.device, max_model_len, self.report("weights"), *options
         )
+
+    def load_adapters(self, slots: AdapterSlots) -> tuple[AdapterInfo, ...]:
+        """Load the adapters of --lora-modules, in order, or those of the engine that this one replaces."""
+        if self.adapters is None:
+            return tuple(slots.load(module.path) for module in self.config.adapters)
+        for info in self.adapters:
+            try:
+                slots.load(info.path, info.digest)
+            except (ForewordError, OSError) as error:  # its requests fail, the others go on
+                logger.error("engine: restarts without an adapter: %s", error)
+        return slots.loaded
 
     def precompile(self, loaded: _LoadedModels) -> None:
         """Compile kernels in threads, as far as the backend does that at run time."""

@@ -243,7 +243,8 @@ class OverlapLoop:
             draft_blocks = self._device_drafter.device_blocks(state) if num_draft_tokens else ()
             offset = state.mrope_positions.offset if self._mrope and state.mrope_positions is not None else 0
             last_ids, length, blocks = tuple(state.tokens[-2:]), len(state.tokens), tuple(state.blocks)
-            slots.append(DecodeSlot(last_ids, length, blocks, sampling.params, tuple(draft_blocks), offset))
+            places = tuple(draft_blocks), offset, state.lora_slot
+            slots.append(DecodeSlot(last_ids, length, blocks, sampling.params, *places))
             run.requests.append(
                 _RunRequest(state, slot, sampling.by_host, len(blocks), len(draft_blocks), length - 1)
             )

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import StepReport
@@ -53,6 +54,14 @@ class LocalClient:
     @property
     def idle(self) -> bool:
         return self._engine.idle
+
+    def load_adapter(self, path: str) -> AdapterInfo:
+        """See Engine.load_adapter."""
+        return self._engine.load_adapter(path)
+
+    def unload_adapter(self, digest: str) -> None:
+        """See Engine.unload_adapter."""
+        self._engine.unload_adapter(digest)
 
     def submit(self, request: Request) -> None:
         """Add a request; the reports of the following steps have its events."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from foreword.core.batch import NULL_BLOCK, Batch, download
 from foreword.core.outputs import TokenLogprob
+from foreword.core.request import NO_LORA
 from foreword.executor.cuda_graphs import capture_sizes, pick_size
 from foreword.executor.decode_slots import (
     DecodeLimits,
@@ -58,6 +59,7 @@ class DecodeSlot:
     sampling: DraftSamplingParams  # of drafts, and in launch() of all tokens
     draft_block_table: Sequence[int] = ()  # in the draft model's cache; all but the last two have KV
     mrope_offset: int = 0  # as in DraftJob
+    lora_slot: int = NO_LORA
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +242,7 @@ class DeviceDecodeLoop:
             [slot.num_tokens for slot in slots],
             [slot.mrope_offset for slot in slots],
             params,
+            [slot.lora_slot for slot in slots],
         )
         copy_to_device(columns, self._slot_table[:, : len(slots)])
         self._block_tables.start([slot.block_table for slot in slots])
@@ -393,7 +396,7 @@ class DeviceDecodeLoop:
         """The target's batch: the last token of each active slot, and its draft int64 [count, d]."""
         config, count = self._config, len(draft_ids)
         token_ids = torch.cat((slots[SlotField.LAST_TOKEN][:, None], draft_ids), 1)
-        return config.ops.decode_ops.build_batch(
+        batch = config.ops.decode_ops.build_batch(
             token_ids,
             slots[SlotField.LENGTH] - 1,
             slots.alive[:, None] & (token_ids >= 0),
@@ -403,6 +406,12 @@ class DeviceDecodeLoop:
             config.limits.uses_mrope,
             only_last=False,
         )
+        if not config.limits.uses_lora:
+            return batch
+        assert batch.request_index is not None
+        # The last is that of padding
+        by_request = torch.nn.functional.pad(slots[SlotField.LORA_SLOT], (0, 1), value=NO_LORA)
+        return replace(batch, lora_slots=by_request.index_select(0, batch.request_index))
 
     def _commit(self, count: int, sampled_ids: Tensor, result: Tensor) -> None:
         """DecodeOps.commit() of the first `count` active slots."""

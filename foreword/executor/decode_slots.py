@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import Batch
+from foreword.core.request import NO_LORA
 from foreword.executor.cuda_graphs import CudaGraphPool
 from foreword.kernels.ops import DraftSamplingParams, Ops
 from foreword.kernels.reference.decode_ops import DecodeOps, SlotField
@@ -48,6 +49,7 @@ class DecodeLimits:
     max_blocks: int  # blocks of the longest block table
     uses_mrope: bool
     device: torch.device
+    uses_lora: bool = False
 
 
 class GraphOps(Ops, Protocol):
@@ -102,6 +104,7 @@ def pack_slots(
     num_tokens: Sequence[int],
     mrope_offsets: Sequence[int],
     sampling_params: Sequence[DraftSamplingParams],
+    lora_slots: Sequence[int] | int = NO_LORA,
 ) -> Tensor:
     """Columns of n live requests, int64 [len(SlotField), n], on the host; each has a last token."""
     params = sampling_params
@@ -111,6 +114,7 @@ def pack_slots(
     table[SlotField.PREV_TOKEN] = [ids[-2] if len(ids) > 1 else 0 for ids in last_token_ids]
     table[SlotField.LAST_TOKEN] = [ids[-1] for ids in last_token_ids]
     table[SlotField.MROPE_OFFSET] = mrope_offsets
+    table[SlotField.LORA_SLOT] = lora_slots
     table[SlotField.SEED] = [p.seed - 2 * SIGN_BIT if p.seed >= SIGN_BIT else p.seed for p in params]
     table[SlotField.GREEDY] = [p.greedy for p in params]
     table[SlotField.TOP_K] = [NO_TOP_K if p.greedy or p.top_k <= 0 else p.top_k for p in params]

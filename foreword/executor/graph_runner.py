@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import NULL_BLOCK, Batch, Chunk, build_batch, request_index_of
+from foreword.core.request import NO_LORA
 from foreword.executor.cuda_graphs import CudaGraphPool, capture_sizes, pick_size
 from foreword.executor.decode_loop import DeviceDecodeLoop, SupportsDecodeLoop
 from foreword.executor.decode_slots import DecodeLimits, GraphOps, LoopConfig
@@ -78,6 +79,7 @@ class GraphRunner:
         device: str,
         block_size: int,
         capture: bool = True,
+        lora: bool = False,
     ) -> None:
         """Allocate for captured passes of up to `max_rows`, and for passes and loops of `max_requests`.
 
@@ -85,7 +87,7 @@ class GraphRunner:
         capture     False: run each pass once where it would be captured, and launch kernel by kernel
         """
         assert 0 < max_requests <= max_rows
-        self._limits = DecodeLimits(max_rows, max_requests, max_blocks, mrope, torch.device(device))
+        self._limits = DecodeLimits(max_rows, max_requests, max_blocks, mrope, torch.device(device), lora)
         self._graphs = CudaGraphPool(self._limits.device, self._ops.eager, dry_run=not capture)
         self._block_size = block_size
         self._capture_sizes = capture_sizes(max_rows)
@@ -199,6 +201,7 @@ class GraphRunner:
         num_requests = min(size, limits.max_requests)
         inputs = torch.zeros(7 if limits.uses_mrope else 4, size, dtype=torch.int64, device=limits.device)
         self._block_tables.fill_(NULL_BLOCK)
+        lora_slots = torch.full((size,), NO_LORA, dtype=torch.int64, device=limits.device)
         batch = Batch(
             token_ids=inputs[0],
             positions=inputs[1],
@@ -210,6 +213,7 @@ class GraphRunner:
             block_size=self._block_size,
             mrope_positions=inputs[4:].view(size, 3) if limits.uses_mrope else None,
             request_index=torch.full((size,), num_requests, dtype=torch.int64, device=limits.device),
+            lora_slots=lora_slots if limits.uses_lora else None,
         )
         return inputs, batch
 
@@ -273,6 +277,10 @@ def _fill_captured(captured: _CapturedBatch, batch: Batch) -> None:
     target.request_index[:rows].copy_(
         torch.where(batch.request_index < requests, batch.request_index, padding)
     )
+    if target.lora_slots is not None:
+        assert batch.lora_slots is not None, "a batch without adapters' slots"
+        target.lora_slots.fill_(NO_LORA)
+        target.lora_slots[:rows].copy_(batch.lora_slots)
     if target.mrope_positions is not None:
         assert batch.mrope_positions is not None, "a batch without M-RoPE positions"
         target.mrope_positions[:rows].copy_(batch.mrope_positions)

@@ -20,20 +20,20 @@ def extend_hashes(
     hashes: list[bytes],
     tokens: Sequence[int],
     block_size: int,
-    cache_salt: str,
+    namespace: str,
     images: Sequence[PromptImage] = (),
 ) -> None:
     """Append the hash of each full block of `tokens` that `hashes` does not cover yet.
 
-    A hash covers the block's tokens and images, all earlier ones and the cache salt: equal hashes mean
-    equal KV. blake2b, since callers choose the tokens and must not construct a collision.
+    A hash covers the block's tokens and images, all earlier ones, the adapter and the cache salt: equal
+    hashes mean equal KV. blake2b, since callers choose the tokens and must not construct a collision.
     """
     first, last = len(hashes), len(tokens) // block_size
     if first >= last:
         return
     packed = array("q", tokens[first * block_size : last * block_size])
     content, num_bytes = packed.tobytes(), block_size * packed.itemsize
-    previous = hashes[-1] if hashes else cache_salt.encode()
+    previous = hashes[-1] if hashes else namespace.encode()
     for offset, start in enumerate(range(first * block_size, last * block_size, block_size)):
         block = previous + content[offset * num_bytes : (offset + 1) * num_bytes]
         if shown := _images_in_block(images, start, start + block_size) if images else b"":
@@ -73,7 +73,7 @@ class PrefixCache:
         if self.enabled:
             request = state.request
             hashes, tokens = state.block_hashes, state.tokens
-            extend_hashes(hashes, tokens, self.block_size, request.cache_salt, request.images)
+            extend_hashes(hashes, tokens, self.block_size, request.namespace, request.images)
 
     def match(self, state: RequestState) -> list[bytes]:
         """Hashes of the leading cached blocks; never the last token's block, whose row must be computed."""

@@ -66,7 +66,8 @@ class _Pair:
 def read_adapter(path: Path, shapes: Shapes, max_rank: int, dtype: torch.dtype) -> Adapter:
     """Read the adapter in `path` for a base with these projections; matrices get `dtype`.
 
-    Raises CheckpointError, which names the option, the tensor or the file. Shapes are checked before data is read.
+    Raises CheckpointError, which names the option, the tensor or the file. Shapes are checked before data
+    is read.
     """
     if is_gguf(path):
         pairs, files = _open_gguf_adapter(path, shapes), [path]
@@ -132,9 +133,7 @@ def _find_projection(source: Path, path: str, shapes: Shapes) -> str:
     raise _error(source, f"`{path}` cannot be adapted: {reason}")
 
 
-def _pair_up(
-    source: Path, names: Iterable[str], pattern: re.Pattern[str]
-) -> dict[str, dict[str, str]]:
+def _pair_up(source: Path, names: Iterable[str], pattern: re.Pattern[str]) -> dict[str, dict[str, str]]:
     """Names of tensors by path and letter, "a" or "b"; each path has both."""
     found: dict[str, dict[str, str]] = {}
     for name in names:
@@ -171,9 +170,7 @@ def _open_peft_adapter(path: Path, shapes: Shapes) -> dict[str, _Pair]:
             return file.tensor(a), file.tensor(b)
 
         a_shape, b_shape = file.entries[letters["a"]].shape, file.entries[letters["b"]].shape
-        pairs[name] = _Pair(
-            module, a_shape, b_shape, config.rank_of(module), config.scale_of(module), read
-        )
+        pairs[name] = _Pair(module, a_shape, b_shape, config.rank_of(module), config.scale_of(module), read)
     return pairs
 
 

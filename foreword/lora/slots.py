@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from foreword.config.lora import AdapterInfo
-from foreword.core.batch import NO_LORA
-from foreword.errors import ConfigError, InvalidRequest, ModelNotFound
+from foreword.core.request import NO_LORA
+from foreword.errors import AdapterConflict, ConfigError, ModelNotFound
 from foreword.layers.lora import LoraLayers
 from foreword.lora.adapter import read_adapter
 
@@ -37,7 +37,7 @@ class AdapterSlots:
         """Load an adapter; one with the same content is loaded once.
 
         digest  of the adapter that a restarted engine gets back: another content is refused
-        Raises CheckpointError, ConfigError, InvalidRequest.
+        Raises CheckpointError, ConfigError, AdapterConflict.
         """
         limits = self._layers.limits
         if limits is None:
@@ -50,7 +50,7 @@ class AdapterSlots:
             if loaded is not None and loaded.digest == info.digest:
                 return loaded
         if None not in self._slots:
-            raise InvalidRequest(
+            raise AdapterConflict(
                 f"all {len(self._slots)} slots of --max-loras have adapters: unload one first", "lora_name"
             )
         slot = self._slots.index(None)

@@ -35,7 +35,7 @@ class DrafterAdapter:
         self._views: dict[str, RequestView] = {}  # by request id, of live requests
 
     def start(self, state: RequestState) -> None:
-        tokens, salt = TokenSequence(state.tokens), state.request.cache_salt
+        tokens, salt = TokenSequence(state.tokens), state.request.namespace
         view = RequestView(state.id, tokens, state.num_prompt, cache_salt=salt)
         self._drafter.start(view)
         self._views[state.id] = view

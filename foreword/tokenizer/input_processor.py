@@ -90,6 +90,7 @@ def make_requests(
     vocab_size: int | None = None,
     images: Sequence[PromptImage] = (),
     image_token_id: int | None = None,
+    adapter: str = "",
 ) -> list[Request]:
     """The `params.n` requests of one prompt: ids "X-0", "X-1", ..., seeds s, s + 1, ... mod 2^64.
 
@@ -97,6 +98,7 @@ def make_requests(
     vocab_size      of the model; may differ from the tokenizer's
     images          with their positions in the prompt, shared by all choices
     image_token_id  placeholder of image tokens; None: the model takes no images
+    adapter         digest of the LoRA adapter; empty: the base model
 
     Raises ContextLengthExceeded for a prompt without room for an answer, InvalidRequest for an empty prompt,
     ids outside the vocabulary, placeholders without an image, and a prediction longer than the context.
@@ -130,6 +132,7 @@ def make_requests(
             reasoning_end_ids=reasoning_end,
             arrival_s=now,
             images=tuple(images),
+            adapter=adapter,
         )
         for index in range(params.n)
     ]

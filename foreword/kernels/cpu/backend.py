@@ -139,9 +139,7 @@ class CpuOps(NativeSampling, UnfusedOps):
             table.scales.data_ptr(),
             ctypes.cast(part_sizes, ctypes.c_void_p),
         )
-        return self._execute(
-            Opcode.ADD_LORA, (x, slots), y, target=pointers, keep_alive=(table, part_sizes)
-        )
+        return self._execute(Opcode.ADD_LORA, (x, slots), y, target=pointers, keep_alive=(table, part_sizes))
 
     def embedding(
         self, token_ids: Tensor, weight: CpuLinear, dtype: torch.dtype, scale: float = 1.0

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foreword.core.batch import Batch, KVLayer
-from foreword.kernels.ops import ExpertsConfig, Matrix, MRopeSections, UnfusedOps
+from foreword.kernels.ops import ExpertsConfig, LoraTable, Matrix, MRopeSections, UnfusedOps
 from foreword.kernels.quantization import dequantize, fake_quantize
 from foreword.kernels.reference.attention import ReferenceAttnMetadata, attend, build_attention_metadata
 from foreword.kernels.reference.sampling import ReferenceSampling

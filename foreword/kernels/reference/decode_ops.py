@@ -33,6 +33,7 @@ class SlotField(IntEnum):
     TEMPERATURE = 8  # this and the following: bits of a float64
     TOP_P = 9
     MIN_P = 10
+    LORA_SLOT = 11  # NO_LORA without an adapter
 
 
 NUM_MUTABLE_FIELDS = SlotField.MROPE_OFFSET  # the fields before it change from step to step

@@ -117,7 +117,7 @@ class _TextState:
 class SuffixDrafter:
     """Drafts from each request's text as it grows, and from a bounded corpus of delivered outputs.
 
-    A request matches only outputs with its cache_salt. The oldest outputs are evicted first.
+    A request matches only outputs of its namespace. The oldest outputs are evicted first.
     """
 
     name = "suffix"
@@ -130,7 +130,7 @@ class SuffixDrafter:
         self._texts: dict[str, _TextState] = {}
 
     def start(self, state: RequestState) -> None:
-        namespace = self._namespaces.get_id(state.request.cache_salt)
+        namespace = self._namespaces.get_id(state.request.namespace)
         self._texts[state.id] = _TextState(self._index.start(namespace))
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
@@ -156,18 +156,18 @@ class SuffixDrafter:
 
 
 class _Namespaces:
-    """A number for each cache_salt, least recently used first to be forgotten; numbers are not reused."""
+    """A number for each namespace, least recently used first to be forgotten; numbers are not reused."""
 
     def __init__(self, max_namespaces: int) -> None:
         self._max_namespaces = max_namespaces
         self._ids: OrderedDict[str, int] = OrderedDict()
         self._last_id = 0
 
-    def get_id(self, cache_salt: str) -> int:
-        if cache_salt not in self._ids:
+    def get_id(self, namespace: str) -> int:
+        if namespace not in self._ids:
             self._last_id += 1
-            self._ids[cache_salt] = self._last_id
-        self._ids.move_to_end(cache_salt)
+            self._ids[namespace] = self._last_id
+        self._ids.move_to_end(namespace)
         if len(self._ids) > self._max_namespaces:
             self._ids.popitem(last=False)
-        return self._ids[cache_salt]
+        return self._ids[namespace]
