@@ -204,9 +204,7 @@ def answers(
     llm.check()
     if "suffix" in method or method == "auto":
         again = llm.generate(*requests(), lora_request=lora_request)
-        assert outputs_of(again) == outputs_of(outputs), (
-            "with a corpus of finished outputs"
-        )
+        assert outputs_of(again) == outputs_of(outputs), "with a corpus of finished outputs"
     if small and combination["concurrent"] > 1:
         assert llm.stats.preemptions_total > 0, "the small cache must cause preemptions"
     return llm, outputs_of(outputs)

@@ -22,6 +22,7 @@ from foreword.errors import ConfigError
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.server.app import create_app, loading_app
 from foreword.server.lifecycle import DrainState, Health
+from foreword.server.model_names import check_adapter_names
 from foreword.server.request_log import RequestLog
 from foreword.tokenizer.input_processor import ChatInputProcessor
 
@@ -38,6 +39,7 @@ class ServerStack:
         fork_server: ForkServer | None = None,
     ) -> None:
         self.name, *self._aliases = model_names(prepared.config, prepared.path)  # in the API
+        check_adapter_names(prepared.config.adapters, (self.name, *self._aliases))
         self.sampling_defaults = str(prepared.tokenizer.generation_config)  # in words
         self.request_log = RequestLog(prepared.config.access_log)
         self.engine = SubprocessClient(
@@ -64,7 +66,8 @@ class ServerStack:
             for task in tasks:
                 task.cancel()
         encoder = None if self.encoder is None else self.encoder.info
-        if encoder is not None and encoder.name in (self.name, *self._aliases):
+        adapters = (module.name for module in self._prepared.config.adapters)
+        if encoder is not None and encoder.name in (self.name, *self._aliases, *adapters):
             raise ConfigError(
                 f"two models are called {encoder.name!r}; rename one with --served-model-name",
                 "served_model_name",

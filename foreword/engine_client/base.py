@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
+from foreword.config.lora import AdapterInfo
 from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import Event, StepStats
 from foreword.core.readiness import Readiness
@@ -50,6 +51,18 @@ class EngineClient(Protocol):
 
     def abort(self, request_id: str) -> None:
         """End a request without an answer; its stream ends without a further event."""
+
+    async def load_adapter(self, path: str) -> AdapterInfo:
+        """Load a LoRA adapter, also into engines that replace this one. Waits during a restart.
+
+        Raises CheckpointError, AdapterConflict, Unsupported, RequestFailed, EngineDead.
+        """
+
+    async def wait_unused(self, digest: str) -> None:
+        """Wait until no open request uses this adapter."""
+
+    async def unload_adapter(self, digest: str) -> None:
+        """Free the adapter's slot. Raises AdapterConflict while a request uses it, or as load_adapter()."""
 
     async def close(self) -> None:
         """Stop the engine and wait for its exit."""

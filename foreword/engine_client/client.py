@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
+from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import ErrorEvent, Event, StepReport, StepStats, TokenEvent
@@ -24,8 +25,17 @@ from foreword.engine_client.connection import EngineProcess, SendFailed
 from foreword.engine_client.crash_recovery import InflightRequests, RestartPolicy
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.heartbeat import EngineHealth, HangDetector, cpu_seconds
-from foreword.engine_client.messages import EngineReady, EngineStartFailed, Init, LoadProgress, RemoveRequest
-from foreword.errors import ConfigError, EngineDead, ForewordError, RequestFailed
+from foreword.engine_client.messages import (
+    AdapterReply,
+    EngineReady,
+    EngineStartFailed,
+    Init,
+    LoadAdapter,
+    LoadProgress,
+    RemoveRequest,
+    UnloadAdapter,
+)
+from foreword.errors import AdapterConflict, ConfigError, EngineDead, ForewordError, RequestFailed
 from foreword.speculation.control.cost_model import MeasuredCosts
 
 __all__ = ["EngineClient", "SubprocessClient"]
@@ -73,6 +83,10 @@ class SubprocessClient:
         self._load_progress: LoadProgress | None = None
         self._restarts = 0
         self._is_drain_skipped = False
+        self._adapters: dict[str, AdapterInfo] = {}  # by digest, of the engine and of those that replace it
+        self._adapter_calls: dict[int, asyncio.Future[AdapterInfo | None]] = {}
+        self._num_adapter_calls = 0
+        self._usage_changed = asyncio.Event()  # a request ended, or the engine serves again
         self._tasks: list[asyncio.Task[None]] = []
         self._callback_error_logged = False
 
@@ -106,6 +120,7 @@ class SubprocessClient:
         self._tasks.append(asyncio.create_task(self._watch()))
         ready = await self._launch()
         self.info, self._timings = ready.info, ready.timings
+        self._adapters = {adapter.digest: adapter for adapter in ready.info.adapters}
         self.alive = self._serving = True
         self._tasks.append(asyncio.create_task(self._supervise()))
         return self.info
@@ -139,8 +154,50 @@ class SubprocessClient:
             self._send(message)
             self._send_pending()
 
+    async def load_adapter(self, path: str) -> AdapterInfo:
+        info = await self._call_engine(lambda call: LoadAdapter(call, path))
+        assert info is not None
+        self._adapters[info.digest] = info
+        return info
+
+    async def wait_unused(self, digest: str) -> None:
+        while self.alive and self._inflight.uses_adapter(digest):
+            self._usage_changed.clear()
+            await self._usage_changed.wait()
+
+    async def unload_adapter(self, digest: str) -> None:
+        info = self._adapters.pop(digest, None)  # an engine that replaces this one lacks it
+        try:
+            await self._call_engine(lambda call: UnloadAdapter(call, digest))
+        except AdapterConflict:
+            if info is not None:
+                self._adapters[digest] = info
+            raise
+        except RequestFailed:  # the engine ended
+            pass
+
+    async def _call_engine(
+        self, make_message: Callable[[int], LoadAdapter | UnloadAdapter]
+    ) -> AdapterInfo | None:
+        """Send a message about adapters, and wait for the reply."""
+        while self.alive and not self._serving:
+            self._usage_changed.clear()
+            await self._usage_changed.wait()
+        if not self.alive:
+            raise EngineDead("the engine is not running")
+        reply: asyncio.Future[AdapterInfo | None] = asyncio.get_running_loop().create_future()
+        call = self._num_adapter_calls = self._num_adapter_calls + 1
+        self._adapter_calls[call] = reply
+        self._send(make_message(call))
+        try:
+            return await reply
+        finally:
+            self._adapter_calls.pop(call, None)
+
     async def close(self) -> None:
         self.alive = False
+        self._usage_changed.set()
+        self._fail_adapter_calls()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -179,6 +236,7 @@ class SubprocessClient:
 
     def _send_pending(self) -> None:
         """Send the requests that the engine may have now."""
+        self._usage_changed.set()
         if self._process is None or not self._serving:
             return
         image_refs = self._inflight.image_refs
@@ -198,12 +256,19 @@ class SubprocessClient:
     def _on_message(
         self,
         process: EngineProcess,
-        message: StepReport | LoadProgress | EngineReady | EngineStartFailed | SendFailed,
+        message: StepReport | AdapterReply | LoadProgress | EngineReady | EngineStartFailed | SendFailed,
     ) -> None:
         if process is not self._process:
             return  # replaced
         if isinstance(message, StepReport):
             self._on_report(message)
+        elif isinstance(message, AdapterReply):
+            reply = self._adapter_calls.pop(message.call, None)
+            if reply is not None and not reply.done():
+                if isinstance(message.result, ForewordError):
+                    reply.set_exception(message.result)
+                else:
+                    reply.set_result(message.result)
         elif isinstance(message, LoadProgress):
             self._load_progress = message
             if self._on_progress is not None and self.info is None:
@@ -290,7 +355,8 @@ class SubprocessClient:
             return Init(self._config, self._never_sampled_ids)
         trace = self._config.trace  # keep the trace of the crashed engine
         config = self._config if trace is None else replace(self._config, trace=f"{trace}.{self._restarts}")
-        return Init(config, self._never_sampled_ids, self.info.resolved, self._timings)
+        adapters = tuple(self._adapters.values())
+        return Init(config, self._never_sampled_ids, self.info.resolved, self._timings, adapters)
 
     async def _supervise(self) -> None:
         """Restart the engine whenever it exits, until the restart policy gives up."""
@@ -302,6 +368,8 @@ class SubprocessClient:
         except Exception:
             logger.exception("client: restart failed")
         self.alive = False
+        self._usage_changed.set()
+        self._fail_adapter_calls()
         self._fail_all("the engine died and could not be restarted")
         self.dead.set()
 
@@ -309,6 +377,7 @@ class SubprocessClient:
         """Start a new engine and resume the open requests; False to give up."""
         noticed_s = time.monotonic()
         self._serving = False
+        self._fail_adapter_calls()
         self._restarts += 1
         plugin = self._drop_plugin(process)
         self._stats, self._health = StepStats(), EngineHealth()
@@ -387,6 +456,11 @@ class SubprocessClient:
     def _fail_all(self, message: str) -> None:
         for failed in self._inflight.fail_all(EngineDead(message)):
             self._deliver(failed)
+
+    def _fail_adapter_calls(self) -> None:
+        for reply in self._adapter_calls.values():
+            if not reply.done():
+                reply.set_exception(RequestFailed("the engine ended meanwhile: try again"))
 
     # Health
 

@@ -260,6 +260,10 @@ class InflightRequests:
         """The suspect that runs alone now."""
         return self._suspects.quarantined
 
+    def uses_adapter(self, digest: str) -> bool:
+        """Whether an open request uses this adapter."""
+        return any(inflight.request.adapter == digest for inflight in self._requests.values())
+
     def add(self, request: Request) -> None:
         self._requests[request.id] = self._unsent[request.id] = InflightRequest(request)
         self.image_refs.add(request)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
+from foreword.config.lora import AdapterInfo
 from foreword.core.request import Request
 from foreword.core.structured_output import Vocabulary
 from foreword.engine.engine import Engine
@@ -22,15 +23,18 @@ from foreword.engine.loader import load
 from foreword.engine_client.heartbeat import HeartbeatPage
 from foreword.engine_client.messages import (
     HEARTBEAT_FD,
+    AdapterReply,
     AddImage,
     DropImage,
     EngineReady,
     EngineStartFailed,
     Init,
+    LoadAdapter,
     LoadProgress,
     RemoveRequest,
+    UnloadAdapter,
 )
-from foreword.errors import ConfigError, ForewordError
+from foreword.errors import ConfigError, ForewordError, RequestFailed
 from foreword.utils.logging import set_up_logging
 
 __all__ = ["main"]
@@ -78,7 +82,8 @@ def _run(connection: Connection, page: HeartbeatPage, prepare: Callable[[Engine]
         connection.send(LoadProgress(stage, done, total))
 
     try:
-        engine = load(init.config, init.never_sampled_ids, init.resolved, on_progress, init.timings)
+        restored = (init.resolved, on_progress, init.timings, init.adapters)
+        engine = load(init.config, init.never_sampled_ids, *restored)
     except ConnectionError:  # the client hung up
         raise
     except (ForewordError, OSError, MemoryError) as error:
@@ -118,14 +123,18 @@ def _serve(engine: Engine, connection: Connection, page: HeartbeatPage) -> NoRet
                 engine.check()
                 messages.poll()
         while messages.poll(0):
-            _handle(engine, connection.recv(), page)
+            reply = _handle(engine, connection.recv(), page)
+            if reply is not None:
+                connection.send(reply)
         page.set_busy()
         connection.send(engine.step())
 
 
 def _handle(
-    engine: Engine, message: Request | RemoveRequest | Vocabulary | AddImage | DropImage, page: HeartbeatPage
-) -> None:
+    engine: Engine,
+    message: Request | RemoveRequest | Vocabulary | AddImage | DropImage | LoadAdapter | UnloadAdapter,
+    page: HeartbeatPage,
+) -> AdapterReply | None:
     # A crash blames the next request: vocabulary and images precede the request that needs them.
     adds = isinstance(message, Request | Vocabulary | AddImage)
     page.set_busy((engine.num_submitted,) if adds else ())
@@ -137,5 +146,22 @@ def _handle(
         engine.encoder.add_pixels(message.digest, message.pixels)
     elif isinstance(message, DropImage):
         engine.encoder.drop_pixels(message.digest)
+    elif isinstance(message, LoadAdapter | UnloadAdapter):
+        return AdapterReply(message.call, _change_adapters(engine, message))
     else:
         engine.remove(message.request_id, message.num_tokens)
+    return None
+
+
+def _change_adapters(
+    engine: Engine, message: LoadAdapter | UnloadAdapter
+) -> AdapterInfo | ForewordError | None:
+    try:
+        if isinstance(message, LoadAdapter):
+            return engine.load_adapter(message.path)
+        engine.unload_adapter(message.digest)
+    except ForewordError as error:
+        return error
+    except (OSError, MemoryError) as error:
+        return RequestFailed(f"the adapter cannot be loaded: {error or type(error).__name__}")
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo, ResolvedConfig
 from foreword.errors import ForewordError
@@ -11,13 +12,16 @@ from foreword.speculation.control.cost_model import MeasuredCosts
 
 __all__ = [
     "HEARTBEAT_FD",
+    "AdapterReply",
     "AddImage",
     "DropImage",
     "EngineReady",
     "EngineStartFailed",
     "Init",
+    "LoadAdapter",
     "LoadProgress",
     "RemoveRequest",
+    "UnloadAdapter",
 ]
 
 HEARTBEAT_FD = b"b"  # before all messages, sent along with the file descriptor of the HeartbeatPage
@@ -25,12 +29,13 @@ HEARTBEAT_FD = b"b"  # before all messages, sent along with the file descriptor 
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """To the engine, first: the model to load; a restart brings the first engine's last two fields."""
+    """To the engine, first: the model to load; a restart brings the last fields, of the engine before."""
 
     config: Config
     never_sampled_ids: tuple[int, ...]
     resolved: ResolvedConfig | None = None
     timings: MeasuredCosts | None = None
+    adapters: tuple[AdapterInfo, ...] | None = None  # None: those of the config
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +83,27 @@ class DropImage:
     """To the engine: no open request has this image."""
 
     digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """To the engine, which answers with an AdapterReply."""
+
+    call: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """To the engine, which answers with an AdapterReply."""
+
+    call: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReply:
+    """From the engine: the adapter that it has loaded, if any, or why it has not."""
+
+    call: int
+    result: AdapterInfo | ForewordError | None

@@ -33,9 +33,11 @@ from foreword.server.middleware import (
     RootPathMiddleware,
     ServerErrorMiddleware,
 )
+from foreword.server.model_names import ModelNames
 from foreword.server.request_log import RequestLog, RequestLogMiddleware, RouteTable
 from foreword.server.response_store import ResponseStore
 from foreword.server.routes import (
+    adapters,
     admin,
     chat,
     completions,
@@ -52,7 +54,19 @@ from foreword.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["SwappableApp", "create_app", "loading_app"]
 
-ROUTES = (chat, responses, messages, completions, embeddings, ranking, tokenize, health, info, admin)
+ROUTES = (
+    chat,
+    responses,
+    messages,
+    completions,
+    embeddings,
+    ranking,
+    tokenize,
+    health,
+    info,
+    adapters,
+    admin,
+)
 ALL_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 SUGGESTED_PATHS = tuple(
     route.path
@@ -100,14 +114,21 @@ def create_app(
         recorder=recorder,
         admission=Admission(config.max_waiting, config.max_waiting_tokens, recorder.on_reject),
         keyring=Keyring(config.api_key, key_file, config.share_prefix_cache, recorder.on_reject),
-        model_name=model_name,
+        names=ModelNames(
+            client,
+            model_name,
+            aliases,
+            encoder,
+            config.adapters,
+            config.any_model_name,
+            Path(config.lora_dir) if config.lora_dir else None,
+        ),
         created=int(time.time()),
         grammar_checker=GrammarChecker(tokenizer.vocabulary),
         encoder=encoder,
         pooling_config=pooling_config,
         image_intake=None if processor is None else _make_image_intake(config, processor, recorder),
         response_store=ResponseStore(config.response_store_mb * MB, config.response_store_ttl),
-        aliases=aliases,
     )
     probe = EngineProbe(client, server.probe_request, config.health_probe)
 

@@ -38,6 +38,7 @@ from foreword.server.auth.keys import KeyPermissions, Keyring, RequestContext
 from foreword.server.http import cancel_on_disconnect
 from foreword.server.image_intake import ImageIntake
 from foreword.server.middleware import release_body
+from foreword.server.model_names import ModelNames, ServedModel
 from foreword.server.protocol.base import RequestBody, StrictModel, suggest_field
 from foreword.server.response_store import ResponseStore
 from foreword.tokenizer.input_processor import (
@@ -79,14 +80,13 @@ class ServerContext:
     recorder: MetricsRecorder
     admission: Admission
     keyring: Keyring
-    model_name: str
+    names: ModelNames
     created: int  # Unix time of the start
     grammar_checker: GrammarChecker
     encoder: EncoderClient | None = None
     pooling_config: PoolingConfig = DECODER_POOLING  # of embeddings from the generating model
     image_intake: ImageIntake | None = None  # None: the model takes no images
     response_store: ResponseStore = field(default_factory=lambda: ResponseStore(0, 1.0))  # 0: stores none
-    aliases: tuple[str, ...] = ()  # further names of the generating model
     logged_keywords: set[str] = field(default_factory=set)  # of tools' schemas, which are not enforced
     generations: dict[str, Abortable] = field(default_factory=dict)  # by the request id of each choice
     render_semaphore: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RENDER_THREADS))
@@ -114,27 +114,23 @@ class ServerContext:
             vocab_size=info.vocab_size,
         )[0]
 
-    def check_model(self, name: str | None, permissions: KeyPermissions) -> None:
-        """Raises unless `name` is the generating model (or None) and this key may use it."""
-        name = self.model_name if name is None else self.served_name(name)
-        self.check_access(name, permissions)
-        if name not in self._names_of(self.model_name):
+    def check_model(self, name: str | None, permissions: KeyPermissions) -> ServedModel:
+        """The generating model (also of None), or an adapter of it. Raises unless this key may use it."""
+        model = self.check_access(name, permissions)
+        if model.is_encoder:
             raise Unsupported(f"{name} is an encoder; {self.model_name!r} generates text", "model")
+        return model
 
-    def served_name(self, name: str) -> str:
-        """With any_model_name, each name that is not served is the generating model's."""
-        is_served = not self.config.any_model_name or name in self.model_names
-        return name if is_served else self.model_name
-
-    def check_access(self, name: str, permissions: KeyPermissions) -> None:
+    def check_access(self, name: str | None, permissions: KeyPermissions) -> ServedModel:
         """Raises ModelNotFound for a model that is not served, Forbidden for one this key may not use."""
-        if name not in self.model_names:
+        try:
+            model = self.names.resolve(name)
+        except ModelNotFound as error:
             allowed = " and ".join(map(repr, self.allowed_names(permissions))) or "none to this key"
-            raise ModelNotFound(
-                f"the model {name!r:.200} does not exist; this server serves {allowed}", "model"
-            )
+            raise ModelNotFound(f"{error.message}; this server serves {allowed}", "model") from None
         with self._count_forbidden():
-            permissions.check_model(name, self._names_of(name))
+            permissions.check_model(name if name in model.names else model.name, model.names)
+        return model
 
     def check_fields(self, body: StrictModel, request: Request, ignored: Sequence[str] = ()) -> None:
         """Refuse unknown fields, or ignore and name them in a header. Take `request_id` over from the body.
@@ -166,9 +162,16 @@ class ServerContext:
             permissions.check_admin()
 
     def request_context(
-        self, permissions: KeyPermissions, body: RequestBody, timeout_s: float | None = None
+        self,
+        permissions: KeyPermissions,
+        body: RequestBody,
+        timeout_s: float | None = None,
+        model: ServedModel | None = None,
     ) -> RequestContext:
-        """Context of one request, from its key and body. Raises Forbidden, InvalidRequest."""
+        """Context of one request, from its key and body; `model` is that of check_model().
+
+        Raises Forbidden, InvalidRequest.
+        """
         limit = self.config.request_timeout
         if timeout_s is not None and not 0 < timeout_s <= (limit or MAX_TIMEOUT_S):
             raise InvalidRequest(
@@ -180,7 +183,7 @@ class ServerContext:
         if body.cache_salt:  # a namespace within the key's
             digest = hashlib.sha256(body.cache_salt.encode("utf-8", "surrogatepass")).hexdigest()
             context = replace(context, cache_salt=f"{context.cache_salt}:{digest[:32]}")
-        return context
+        return context if model is None else replace(context, model=model.name, adapter=model.digest)
 
     @contextmanager
     def _count_forbidden(self) -> Iterator[None]:
@@ -191,19 +194,13 @@ class ServerContext:
             raise
 
     @property
-    def model_names(self) -> tuple[str, ...]:
-        """The names of the generating model, then the encoder's."""
-        encoder = self.encoder.info if self.encoder is not None else None
-        return (self.model_name, *self.aliases, *(() if encoder is None else (encoder.name,)))
+    def model_name(self) -> str:
+        """The generating model's name in answers."""
+        return self.names.model_name
 
     def allowed_names(self, permissions: KeyPermissions) -> tuple[str, ...]:
         """The served names that this key may use."""
-        return tuple(name for name in self.model_names if permissions.may_use(self._names_of(name)))
-
-    def _names_of(self, name: str) -> tuple[str, ...]:
-        """All names of the model that is called `name`."""
-        names = (self.model_name, *self.aliases)
-        return names if name in names else (name,)
+        return tuple(name for name in self.names.all if permissions.may_use(self.names.resolve(name).names))
 
     def resolve_params(self, params: SamplingParams) -> SamplingParams:
         """The parameters with a seed. Raises InvalidRequest for a drafter that does not run."""
@@ -282,6 +279,7 @@ class ServerContext:
             vocab_size=info.vocab_size,
             images=images,
             image_token_id=self.chat_processor.placeholder_id,
+            adapter=context.adapter,
         )
         return [
             replace(

@@ -23,6 +23,7 @@ from foreword.server.auth.keys import KeyPermissions, RequestContext
 from foreword.server.context import ServerContext
 from foreword.server.errors import rename_field
 from foreword.server.http import cancel_on_disconnect
+from foreword.server.model_names import ServedModel
 from foreword.server.protocol.base import TextOrIds
 from foreword.tokenizer.input_processor import check_input, make_embedding_requests
 
@@ -126,8 +127,7 @@ def get_embedder(server: ServerContext, name: str | None, permissions: KeyPermis
         or name not in (None, encoder.name)
         or (name is None and encoder.task == "rank")
     ):
-        server.check_model(name, permissions)
-        return DecoderEmbedder(server)
+        return DecoderEmbedder(server, server.check_model(name, permissions))
     if encoder.task == "rank":
         raise Unsupported(f"{name} ranks pairs of texts; it has no embeddings", "model")
     server.check_access(encoder.name, permissions)
@@ -137,11 +137,12 @@ def get_embedder(server: ServerContext, name: str | None, permissions: KeyPermis
 class DecoderEmbedder:
     """Embeddings of the generating model."""
 
-    def __init__(self, server: ServerContext) -> None:
+    def __init__(self, server: ServerContext, model: ServedModel) -> None:
         self._server = server
+        self._adapter = model.digest
         self._resolved = server.info().resolved
         self._pooling_config = server.pooling_config
-        self.name = server.model_name
+        self.name = model.name
         max_model_len = self._resolved.max_model_len
         self.max_tokens = min(max_model_len, self._pooling_config.max_tokens or max_model_len)
         self.vocab_size = min(server.info().vocab_size, server.tokenizer.vocab_size)
@@ -163,7 +164,9 @@ class DecoderEmbedder:
             context.priority,
             server.chat_processor.placeholder_id,
         )
-        requests = [replace(request, fairness_key=context.fairness_key) for request in requests]
+        requests = [
+            replace(request, fairness_key=context.fairness_key, adapter=self._adapter) for request in requests
+        ]
         try:
             embedder = EngineEmbedder(server.client, self._resolved, server.config.queue_timeout)
             return await embedder.embed(requests)

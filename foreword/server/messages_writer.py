@@ -123,6 +123,7 @@ class MessagesWriter:
         server: ServerContext,
         generation: Generation,
         message_id: str,
+        model: str,  # name in the answer
         scope: Mapping[str, Any],  # of the request
         hides_thinking: bool,
         metrics: bool,  # the request asks for `seed` and `metrics`
@@ -131,6 +132,7 @@ class MessagesWriter:
         self._server = server
         self._output = generation.outputs[0]
         self._id = message_id
+        self._model = model
         self._scope = scope
         self._has_metrics = metrics
         self._fills_cache = fills_cache
@@ -181,7 +183,7 @@ class MessagesWriter:
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._server.model_name,
+            "model": self._model,
             "content": content,
             "stop_reason": reason,
             "stop_sequence": sequence,

@@ -17,6 +17,7 @@ from foreword.server.context import ServerContext
 from foreword.server.errors import error_response
 from foreword.server.generation import Generation
 from foreword.server.http import CLIENT_CLOSED, JSONResponse, cancel_on_disconnect
+from foreword.server.model_names import ServedModel
 from foreword.server.protocol.chat import ReasoningBody
 from foreword.server.protocol.sampling import SamplingBody
 from foreword.server.responses import ResponseHeader, ResponseOptions
@@ -57,13 +58,15 @@ class ResponseWriter(Protocol):
         """Count choices that were sent completely."""
 
 
-def response_header(server: ServerContext, prefix: str, params: SamplingParams) -> ResponseHeader:
+def response_header(
+    server: ServerContext, prefix: str, params: SamplingParams, model: ServedModel
+) -> ResponseHeader:
     assert params.seed is not None, "the seed must be resolved first"
     return ResponseHeader(
         id=f"{prefix}-{uuid.uuid4().hex}",
         created=int(time.time()),
-        model=server.model_name,
-        system_fingerprint=server.info().fingerprint,
+        model=model.name,
+        system_fingerprint=model.fingerprint(server.info().fingerprint),
         seed=params.seed,
     )
 

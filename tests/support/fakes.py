@@ -12,6 +12,7 @@ from itertools import cycle
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo, HardwareInfo, ModelInfo, resolve
 from foreword.core.outputs import (
@@ -25,7 +26,7 @@ from foreword.core.outputs import (
 )
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request, RequestState
-from foreword.errors import EngineDead, ForewordError
+from foreword.errors import CheckpointError, EngineDead, ForewordError
 from foreword.tokenizer.files import TokenizerFiles
 from foreword.tokenizer.tokenizer import BYTE_ALPHABET, Tokenizer
 
@@ -100,6 +101,7 @@ class FakeEngineClient:
         self.finished: list[tuple[str, int]] = []
         self.aborted: list[str] = []
         self.live: set[str] = set()
+        self.adapters: dict[str, AdapterInfo] = {}  # loaded at run time, by path
         self._deliveries: list[asyncio.Task[None]] = []
         self._info = info or engine_info()
 
@@ -133,6 +135,20 @@ class FakeEngineClient:
             on_event(None)
 
         self._deliveries.append(asyncio.create_task(deliver()))
+
+    async def load_adapter(self, path: str) -> AdapterInfo:
+        """Each path has content of its own; a path that ends in "broken" is none."""
+        if path.endswith("broken"):
+            raise CheckpointError(f"the adapter {path}: rank 99", "lora_modules")
+        self.adapters[path] = AdapterInfo(path, f"digest of {path}", 8, 4, 1000)
+        return self.adapters[path]
+
+    async def wait_unused(self, digest: str) -> None:
+        while any(request.adapter == digest for request in self.submitted if request.id in self.live):
+            await asyncio.sleep(0.01)
+
+    async def unload_adapter(self, digest: str) -> None:
+        self.adapters = {path: info for path, info in self.adapters.items() if info.digest != digest}
 
     def finish(self, request_id: str, num_tokens: int) -> None:
         self.finished.append((request_id, num_tokens))

@@ -51,6 +51,8 @@ class RequestContext:
     timeout_s: float | None = None  # for the whole request; None: no limit
     fairness_key: str = ""
     meter: UsageMeter = field(default_factory=UsageMeter)
+    model: str = ""  # name in answers
+    adapter: str = ""  # digest of the LoRA adapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ async def chat_completions(
 ) -> Response:
     """Answer a conversation."""
     server.check_fields(body, request)
-    server.check_model(body.model, permissions)
+    model = server.check_model(body.model, permissions)
     params = server.resolve_params(body.params(server.tokenizer.generation_config.params))
-    options, header = response_options(body, params), response_header(server, "chatcmpl", params)
-    context = server.request_context(permissions, body, body.timeout)
+    options, header = response_options(body, params), response_header(server, "chatcmpl", params, model)
+    context = server.request_context(permissions, body, body.timeout, model)
     task = ChatTask(
         to_template_messages(body.messages),
         params,

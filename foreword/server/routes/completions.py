@@ -26,12 +26,12 @@ async def completions(
 ) -> Response:
     """Continue one or several prompts."""
     server.check_fields(body, request)
-    server.check_model(body.model, permissions)
+    model = server.check_model(body.model, permissions)
     params = server.resolve_params(body.params(server.tokenizer.generation_config.params))
     prompts = body.prompts()
     options = replace(response_options(body, params), logprobs=body.wants_logprobs)
-    header = response_header(server, "cmpl", params)
-    context = server.request_context(permissions, body, body.timeout)
+    header = response_header(server, "cmpl", params, model)
+    context = server.request_context(permissions, body, body.timeout, model)
     server.admission.check(params.n * len(prompts), context.meter)
     await server.check_structured(params)
     add_special_tokens = body.add_special_tokens is not False

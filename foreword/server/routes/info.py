@@ -13,7 +13,7 @@ from foreword.server.auth.keys import PermissionsDep
 from foreword.server.context import ServerContext, ServerDep
 from foreword.server.http import JSONResponse
 
-__all__ = ["router"]
+__all__ = ["model_card", "router"]
 
 router = APIRouter()
 DOCS_PAGE = Path(__file__).parent.parent / "static" / "docs.html"  # self-contained: loads nothing remote
@@ -22,7 +22,7 @@ DOCS_PAGE = Path(__file__).parent.parent / "static" / "docs.html"  # self-contai
 @router.get("/v1/models")
 async def models(permissions: PermissionsDep, server: ServerDep) -> Response:
     """The models that this key may use: the generating model, and the encoder if there is one."""
-    cards = [_model_card(server, name) for name in server.allowed_names(permissions)]
+    cards = [model_card(server, name) for name in server.allowed_names(permissions)]
     return JSONResponse({"object": "list", "data": cards})
 
 
@@ -31,13 +31,15 @@ async def model(name: str, permissions: PermissionsDep, server: ServerDep) -> Re
     """Facts of one model."""
     if not name:  # a slash at the end of the path
         return await models(permissions, server)
-    name = server.served_name(name)
-    server.check_access(name, permissions)
-    return JSONResponse(_model_card(server, name))
+    is_served = name in server.names.all
+    model = server.check_access(name, permissions)
+    return JSONResponse(model_card(server, name if is_served else model.name))
 
 
-def _model_card(server: ServerContext, name: str) -> dict[str, Any]:
-    if name == server.model_name or name in server.aliases:
+def model_card(server: ServerContext, name: str) -> dict[str, Any]:
+    """A model as in /v1/models."""
+    model = server.names.resolve(name)
+    if not model.is_encoder:
         info = server.client.info  # None while the engine is loading
         max_model_len = info.resolved.max_model_len if info is not None else None
         defaults = {"sampling_defaults": server.tokenizer.generation_config.as_dict()}
@@ -49,8 +51,8 @@ def _model_card(server: ServerContext, name: str) -> dict[str, Any]:
         "object": "model",
         "created": server.created,
         "owned_by": "foreword",
-        "root": server.model_name if name in server.aliases else name,
-        "parent": None,
+        "root": model.root,
+        "parent": model.parent,
         "max_model_len": max_model_len,
         **defaults,
     }

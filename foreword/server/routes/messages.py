@@ -25,9 +25,9 @@ async def messages(
     body: MessagesBody, request: Request, permissions: PermissionsDep, server: ServerDep
 ) -> Response:
     """Answer a conversation, with Anthropic's bodies."""
-    server.check_model(body.model, permissions)
+    model = server.check_model(body.model, permissions)
     params = server.resolve_params(body.params(server.tokenizer.generation_config.params))
-    context = server.request_context(permissions, body, body.timeout)
+    context = server.request_context(permissions, body, body.timeout, model)
     conversation, task = _read_task(body, request, server, params)
     message_id = f"msg_{uuid.uuid4().hex}"
     with conversation.rename_fields():
@@ -36,6 +36,7 @@ async def messages(
         server,
         generation,
         message_id,
+        context.model,
         request.scope,
         body.hides_thinking,
         bool(body.metrics),

@@ -50,9 +50,9 @@ async def create_response(
     body: ResponsesBody, request: Request, permissions: PermissionsDep, server: ServerDep
 ) -> Response:
     """Answer a conversation of items."""
-    server.check_model(body.model, permissions)
+    model = server.check_model(body.model, permissions)
     params = server.resolve_params(body.params(server.tokenizer.generation_config.params))
-    context = server.request_context(permissions, body, body.timeout)
+    context = server.request_context(permissions, body, body.timeout, model)
     task, conversation, items = await _read_task(body, request, server, permissions.fairness_key, params)
     response_id = f"resp_{uuid.uuid4().hex}"
     store, tenant = server.response_store, permissions.fairness_key
@@ -71,7 +71,7 @@ async def create_response(
     writer = ResponsesWriter(
         server,
         generation,
-        _response_fields(server, params, response_id, stores) | body.response_fields(),
+        _response_fields(context.model, params, response_id, stores) | body.response_fields(),
         ResponseItems(
             task.tools,
             body.namespaces,
@@ -226,16 +226,14 @@ async def _drop_turns(
     return cuts[low]
 
 
-def _response_fields(
-    server: ServerContext, params: SamplingParams, response_id: str, stores: bool
-) -> dict[str, Any]:
+def _response_fields(model: str, params: SamplingParams, response_id: str, stores: bool) -> dict[str, Any]:
     """Fields of a response that the server decides; those of its answer are empty."""
     return {
         "id": response_id,
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,
-        "model": server.model_name,
+        "model": model,
         "background": False,
         "service_tier": "default",
         "store": stores,
