@@ -114,6 +114,7 @@ class ServerStack:
             num_positions=info.resolved.num_speculative_tokens,
             predictive=info.resolved.draft_length == "adaptive",
             vllm_metrics=config.vllm_metrics,
+            max_loras=info.resolved.max_loras,
         )
         recorder.add_processes(lambda: self.engine.pid)
         return recorder

@@ -21,7 +21,7 @@ __all__ = ["FOREIGN_FLAGS", "ForeignFlag", "find_foreign", "translate_keywords"]
 ONE_DEVICE = "a server runs on one device; start one server for each and a proxy in front"
 CONTROLLER = "a controller sets the draft length by measured gain"
 WITH_MODEL = "the draft model runs where the model runs"
-NO_LORA = "LoRA adapters are not supported yet; merge the adapter into the checkpoint"
+LORA = "use --lora-modules name=path: each adapter is a model of its name"
 FORMAT_FOUND = "the format is found by the chat template; see --tool-format and `foreword check`"
 NO_TLS = "TLS ends at a proxy in front of the server"
 REQUEST_FIELD = "it is a field of each request"
@@ -166,8 +166,10 @@ FOREIGN_FLAGS: Mapping[str, tuple[ForeignFlag, ...]] = MappingProxyType(
             _ignored("--chat-template-content-format", "the format is detected", "auto", "openai", "string"),
             _ignored("--response-role", "answers have the role assistant", "assistant"),
             _refused("--max-logprobs", "the limit is 20 a token"),
-            _refused("--enable-lora --lora-modules", NO_LORA),
-            _refused("--max-loras --max-lora-rank --max-cpu-loras", NO_LORA),
+            _ignored("--max-cpu-loras", "adapters are in one memory; see --max-loras", num_args=1),
+            _ignored("--lora-dtype", "adapters have the activations' type", "auto"),
+            _ignored("--fully-sharded-loras", ONE_DEVICE),
+            _refused("--default-mm-loras", "a request's model names its adapter"),
             _ignored("--enable-auto-tool-choice", "the model may always call the tools of a request"),
             _ignored("--tool-call-parser", FORMAT_FOUND, num_args=1),
             _refused("--tool-parser-plugin", "no code of a plugin parses answers; see --tool-format"),
@@ -312,7 +314,8 @@ FOREIGN_FLAGS: Mapping[str, tuple[ForeignFlag, ...]] = MappingProxyType(
             _refused("--reasoning-budget-message", "the budget closes the reasoning without a message"),
             _refused("--mmproj -mm --mmproj-url", "multimodal models load from Hugging Face checkpoints"),
             _ignored("--no-mmproj", "a GGUF file is text only"),
-            _refused("--lora --lora-scaled --control-vector", NO_LORA),
+            _refused("--lora --lora-scaled", LORA),
+            _refused("--control-vector --control-vector-scaled", "control vectors are not supported"),
             _refused("--rope-freq-base --rope-freq-scale --yarn-orig-ctx --override-kv", CHECKPOINT_DECIDES),
             _refused(
                 "-ot --override-tensor -ncmoe --n-cpu-moe -cmoe --cpu-moe", "all layers are on one device"
@@ -336,6 +339,11 @@ FOREIGN_FLAGS: Mapping[str, tuple[ForeignFlag, ...]] = MappingProxyType(
             _refused("--chunked-prefill-size --max-prefill-tokens", "use --max-num-batched-tokens N"),
             _same("--page-size", "--block-size"),
             _same("--random-seed", "--seed"),
+            _refused("--lora-paths", LORA),
+            _same("--max-loras-per-batch", "--max-loras"),
+            _ignored("--max-loaded-loras", "adapters are in one memory; see --max-loras", num_args=1),
+            _ignored("--lora-target-modules", "an adapter's files name its targets", num_args="*"),
+            _ignored("--lora-backend", "there is one implementation", num_args=1),
             _same("--disable-radix-cache", "--no-prefix-caching"),
             _same("--disable-cuda-graph", "--enforce-eager"),
             _same("--disable-overlap-schedule", "--no-overlap"),
@@ -388,7 +396,7 @@ FOREIGN_FLAGS: Mapping[str, tuple[ForeignFlag, ...]] = MappingProxyType(
             _refused("--max-batch-total-tokens", "use --kv-cache-memory Ntokens"),
             _ignored("--waiting-served-ratio", "prompts and answers share every step", num_args=1),
             _refused("--cuda-memory-fraction", "use --gpu-memory-utilization X"),
-            _refused("--lora-adapters", NO_LORA),
+            _refused("--lora-adapters", LORA),
             _refused("--huggingface-hub-cache", HUB_CACHE),
             _refused("--payload-limit", "use --max-body-mb N"),
             _refused("--cors-allow-origin", "use --cors-origins, names joined by commas"),

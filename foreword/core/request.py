@@ -48,6 +48,7 @@ class Request:
     is_resumed: bool = False  # started in a crashed engine, where its first start was counted
     images: tuple[PromptImage, ...] = ()  # in order of their placeholders
     adapter: str = ""  # digest of its LoRA adapter; empty: the base model
+    adapter_name: str = ""  # for statistics
 
     @property
     def namespace(self) -> str:

@@ -121,6 +121,18 @@ CATALOG = (
     _counter("prompt_tokens_total", "Prompt tokens of requests that got a first token."),
     _counter("generation_tokens_total", "Tokens delivered, after truncation by stop conditions."),
     _counter("choices_returned_total", "Choices sent in responses."),
+    _counter(
+        "adapter_requests_total",
+        "Choices with a LoRA adapter that ended, by its name (`other`: after 64 names).",
+        "adapter",
+    ),
+    _counter("adapter_tokens_total", "Tokens delivered with a LoRA adapter, by its name.", "adapter"),
+    Metric(
+        "lora_requests_info",
+        "gauge",
+        "Unix time; the adapters of open requests, by commas, are in the labels. Without LoRA no series.",
+        ("running_lora_adapters", "waiting_lora_adapters", "max_lora"),
+    ),
     _counter("reasoning_tokens_total", "Tokens of reasoning, of answers that ended."),
     _counter("tool_calls_total", "Tool calls in answers, complete or cut off."),
     _counter("tool_call_tokens_total", "Tokens inside of tool calls, of answers that ended."),
@@ -245,6 +257,7 @@ VLLM_METRICS = (
     VLLMMetric(
         "vllm:request_success_total", "requests_finished_total", renamed=(("reason", "finished_reason"),)
     ),
+    VLLMMetric("vllm:lora_requests_info", "lora_requests_info"),
     VLLMMetric("vllm:time_to_first_token_seconds", "time_to_first_token_seconds"),
     VLLMMetric("vllm:inter_token_latency_seconds", "inter_token_latency_seconds"),
     VLLMMetric("vllm:time_per_output_token_seconds", "inter_token_latency_seconds"),

@@ -66,6 +66,10 @@ class MetricsRegistry:
     def set(self, name: str, value: float, *labels: str) -> None:
         self._numbers[name].values[labels] = value
 
+    def set_only(self, name: str, value: float, *labels: str) -> None:
+        """Replace all series by this one."""
+        self._numbers[name].values = {labels: value}
+
     def observe(self, name: str, value: float, *labels: str, times: int = 1) -> None:
         histogram = self._histograms[name]
         series = histogram.series.get(labels) or histogram.add_series(labels)

@@ -31,6 +31,7 @@ __all__ = ["MetricsRecorder"]
 Number = TypeVar("Number", int, float)
 
 DRAFT_STAGE = "draft"  # exists only with drafters
+MAX_ADAPTER_NAMES = 64  # labels of series; later ones count as "other"
 MAX_FINISHED_STATS = 4096  # finished requests whose statistics are kept
 
 STEP_GAUGES = (
@@ -81,6 +82,7 @@ class MetricsRecorder:
     num_positions   maximum of drafted tokens, whose positions have series from the start
     predictive      whether the times of steps are predicted, and compared with the measured ones
     vllm_metrics    whether to export vLLM's names too
+    max_loras       LoRA adapters in memory at a time; 0: LoRA is off
     """
 
     def __init__(
@@ -93,11 +95,14 @@ class MetricsRecorder:
         num_positions: int = 0,
         predictive: bool = True,
         vllm_metrics: bool = False,
+        max_loras: int = 0,
     ) -> None:
         self._drafters = drafters
         self._predictive = predictive
         self._multimodal = multimodal
         self._log_interval_s = log_interval_s
+        self._max_loras = max_loras
+        self._adapter_names: set[str] = set()
         self.get_stats: Callable[[], StepStats] | None = None  # for gauges; None: those of the last step
         self._clock = clock
         self._live: dict[str, RequestProgress] = {}
@@ -285,7 +290,30 @@ class MetricsRecorder:
         stats = self._stats if self.get_stats is None else self.get_stats()
         for name in STEP_GAUGES:
             self._registry.set(name, getattr(stats, name))
+        if self._max_loras:
+            names = {
+                is_running: ",".join(
+                    sorted(
+                        {
+                            self._adapter_label(progress.request)
+                            for progress in self._live.values()
+                            if progress.request.adapter and progress.is_prompt_computed == is_running
+                        }
+                    )
+                )
+                for is_running in (True, False)
+            }
+            labels = names[True], names[False], str(self._max_loras)
+            self._registry.set_only("lora_requests_info", time.time(), *labels)
         return self._registry.render()
+
+    def _adapter_label(self, request: Request) -> str:
+        """The adapter's name, for a limited number of names."""
+        name = request.adapter_name or request.adapter
+        if name not in self._adapter_names and len(self._adapter_names) >= MAX_ADAPTER_NAMES:
+            return "other"
+        self._adapter_names.add(name)
+        return name
 
     def log_if_due(self, now: float | None = None) -> None:
         """Log throughput if it is due; call it about once a second."""
@@ -313,6 +341,8 @@ class MetricsRecorder:
 
     def _count_tokens(self, progress: RequestProgress, count: int, gap_s: float | None) -> None:
         self._registry.add("generation_tokens_total", count)
+        if progress.request.adapter:
+            self._registry.add("adapter_tokens_total", count, self._adapter_label(progress.request))
         self._interval.generation_tokens += count
         if gap_s is not None:
             self._registry.observe("inter_token_latency_seconds", gap_s / count, times=count)
@@ -349,6 +379,8 @@ class MetricsRecorder:
         self._count_busy(now)
         del self._live[request.id]
         self._registry.add("requests_finished_total", 1, reason)
+        if request.adapter:
+            self._registry.add("adapter_requests_total", 1, self._adapter_label(request))
         self._registry.observe("e2e_request_latency_seconds", max(now - progress.arrival_s, 0.0))
         self._finished[request.id] = progress.snapshot(_prompt_id(request.id))
         while len(self._finished) > MAX_FINISHED_STATS:

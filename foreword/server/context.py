@@ -284,6 +284,7 @@ class ServerContext:
         return [
             replace(
                 request,
+                adapter_name=context.model if context.adapter else "",
                 fairness_key=context.fairness_key,
                 queue_deadline_s=_deadline_s(request.arrival_s, self.config.queue_timeout),
                 deadline_s=_deadline_s(request.arrival_s, context.timeout_s),

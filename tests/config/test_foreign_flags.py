@@ -20,7 +20,8 @@ from foreword.llm import LLM
         ({"hf_overrides": {}, "override_generation_config": {}}, {}),
         ({"enable_prefix_caching": False}, {"prefix_caching": False}),
         ({"disable_log_stats": True}, {"log_interval": 0.0}),
-        ({"enable_lora": False, "disable_custom_all_reduce": False}, {}),
+        ({"enable_lora": True, "max_loras": 2}, {"enable_lora": True, "max_loras": 2}),
+        ({"enable_expert_parallel": False, "disable_custom_all_reduce": False}, {}),
         ({"ngram_prompt_lookup_max": 3}, {"prompt_lookup_max": 3}),
         ({"speculative_config": {"method": "ngram"}}, {"speculative_config": '{"method": "ngram"}'}),
     ],
@@ -45,7 +46,7 @@ def test_keyword_without_effect_has_a_note() -> None:
         ({"max_modellen": 3}, "LLM has no option 'max_modellen'; did you mean max_model_len?"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size can only be 1, got 2"),
         ({"hf_overrides": {"a": 1}}, "hf_overrides can only be {}, got {'a': 1}"),
-        ({"enable_lora": True}, "enable_lora: LoRA adapters are not supported yet"),
+        ({"lora_adapters": "a=b"}, "lora_adapters: use --lora-modules name=path"),
         ({"tokenizer": "x"}, "tokenizer: the checkpoint's own tokenizer is used"),
     ],
 )

@@ -84,7 +84,7 @@ NO_LOGITS_PROCESSORS = (
 NO_ORDER = "the order of the sampling steps is fixed; see docs/python.md"
 NO_CONTRASTIVE = "it needs a second pass of the model for every token"
 NO_ROUTING = "one server runs one engine, and has no other to choose from"
-NO_LORA = "adapters are not supported yet"
+LORA = "the request's model names the adapter"
 ALL_PENALIZED = "penalties count all of the text; dry_penalty_last_n limits those of repeats"
 USE_SPECULATION = 'use speculation, such as {"method": "auto", "max_tokens": 4}'
 USE_TOP_P = "use top_p, min_p, typical_p or top_n_sigma"
@@ -121,7 +121,7 @@ GENERATION: Mapping[str, PeerField] = {
     "kv_transfer_params": only(VLLM, {}),
     "ec_transfer_params": only(VLLM, {}),
     "vllm_xargs": only(VLLM, {}),
-    "lora_request": only(VLLM, {}, reason=NO_LORA),
+    "lora_request": only(VLLM, {}, reason=LORA),
     "mm_processor_kwargs": only(VLLM, {}),
     "media_io_kwargs": only(VLLM, {}),
     "guided_decoding_backend": hint(VLLM),
@@ -134,7 +134,7 @@ GENERATION: Mapping[str, PeerField] = {
     "return_meta_info": only(SGLANG, False, reason="use metrics: true"),
     "stop_regex": only(SGLANG, "", [], reason="use stop"),
     "no_stop_trim": only(SGLANG, False, reason="use include_stop_str_in_output"),
-    "lora_path": only(SGLANG, "", [], reason=NO_LORA),
+    "lora_path": only(SGLANG, "", [], reason=LORA),
     "session_params": only(SGLANG, {}),
     "custom_params": only(SGLANG, {}),
     "custom_logit_processor": only(SGLANG, "", reason=NO_LOGITS_PROCESSORS),
@@ -176,7 +176,7 @@ GENERATION: Mapping[str, PeerField] = {
     "preserved_tokens": only(LLAMA, []),
     "thinking_forced_open": only(LLAMA, False),
     "image_data": only(LLAMA, [], reason="send images as parts of chat messages"),
-    "lora": only(LLAMA, [], reason=NO_LORA),
+    "lora": only(LLAMA, [], reason=LORA),
     "samplers": only(LLAMA, [], reason=NO_ORDER),
     "repeat_last_n": only(LLAMA, -1, reason=ALL_PENALIZED),
     "penalize_nl": only(LLAMA, True, reason=ALL_PENALIZED),
