@@ -123,7 +123,8 @@ class AWQ(GroupedScheme):
 
     def matrix(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> GroupedInts:
         values = _transpose_nibbles(tensors["qweight"]).view(torch.uint8)
-        zeros = _unpack_words(tensors["qzeros"], self.bits).unflatten(1, (-1, len(AWQ_COLUMNS)))
+        zeros = _unpack_words(tensors["qzeros"], self.bits)
+        zeros = zeros.reshape(len(zeros), -1, len(AWQ_COLUMNS))
         columns_first = torch.empty_like(zeros)
         columns_first[..., list(AWQ_COLUMNS)] = zeros
         zeros = columns_first.flatten(1).t().contiguous()
@@ -309,7 +310,7 @@ def _transpose_words(words: Tensor, bits: int, order: Tensor | None) -> Tensor:
     result = torch.empty(words.shape[::-1], dtype=torch.int32, device=words.device)
     for first in range(0, words.shape[1], CHUNK):
         chunk = words[:, None, first : first + CHUNK]
-        values = (chunk >> shifts & (1 << bits) - 1).flatten(0, 1)[order].unflatten(0, (-1, per_word))
+        values = (chunk >> shifts & (1 << bits) - 1).flatten(0, 1)[order].view(-1, per_word, chunk.shape[2])
         # Disjoint bits: the sum wraps around to the sign.
         result[first : first + CHUNK] = (values << shifts).sum(1, dtype=torch.int32).t()
     return result
