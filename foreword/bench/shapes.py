@@ -93,9 +93,16 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
     "q8_0": WeightFormat(32, 34, "int8", (0,)),
     "q5_0": WeightFormat(32, 22, "int4", (0,)),
     "q4_0": WeightFormat(32, 18, "int4", (0,)),
+    "q4_1": WeightFormat(32, 20, "int4", (0, 2)),
+    "q5_1": WeightFormat(32, 24, "int4", (0, 2)),
+    "iq4_nl": WeightFormat(32, 18, "int8", (0,)),
+    "mxfp4": WeightFormat(32, 17, "int4", (0,)),
     "q4_k": WeightFormat(256, 144, "int4", (0, 2)),
     "q5_k": WeightFormat(256, 176, "int4", (0, 2)),
     "q6_k": WeightFormat(256, 210, "int4", (208,)),
+    "q2_k": WeightFormat(256, 84, "int4", (80, 82)),
+    "q3_k": WeightFormat(256, 110, "int4", (108,)),
+    "iq4_xs": WeightFormat(256, 136, "int8", (0,)),
 }
 
 

@@ -43,10 +43,20 @@ QUANT_BLOCKS = {
     "q8_0": QuantBlock(32, 34),
     "q5_0": QuantBlock(32, 22),
     "q4_0": QuantBlock(32, 18),
+    "q4_1": QuantBlock(32, 20),
+    "q5_1": QuantBlock(32, 24),
+    "iq4_nl": QuantBlock(32, 18),
+    "mxfp4": QuantBlock(32, 17),
     "q4_k": QuantBlock(256, 144),
     "q5_k": QuantBlock(256, 176),
     "q6_k": QuantBlock(256, 210),
+    "q2_k": QuantBlock(256, 84),
+    "q3_k": QuantBlock(256, 110),
+    "iq4_xs": QuantBlock(256, 136),
 }
+# Values of the 16 codes of 4 bits; those of FP4 are doubled.
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def dequantize(matrix: QuantizedBlocks | GroupedInts | Float8Blocks) -> Tensor:
@@ -181,10 +191,26 @@ def _unpack_nibbles(data: Tensor, run: int) -> Tensor:
     return torch.cat((runs & 15, runs >> 4), 2).reshape(len(data), -1)
 
 
-def _unpack_bits(data: Tensor, width: int) -> Tensor:
-    """uint8 [G, n] -> uint8 [G, 8 / width * n]: the lowest `width` bits of all bytes, then the next ones."""
+def _unpack_bits(data: Tensor, width: int, run: int = 0) -> Tensor:
+    """uint8 [G, n] -> uint8 [G, 8 / width * n]: of each `run` bytes (all if 0) lowest bits first."""
     shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=data.device)
-    return (data[:, None] >> shifts[:, None] & (1 << width) - 1).flatten(1)
+    runs = data.reshape(len(data), -1, 1, run or data.shape[1])
+    return (runs >> shifts[:, None] & (1 << width) - 1).flatten(1)
+
+
+def _unpack_fifth_bits(data: Tensor) -> Tensor:
+    """uint8 [G, 4] -> uint8 [G, 32]: one bit per value, shifted left by 4."""
+    return (data[..., None] >> torch.arange(8, dtype=torch.uint8, device=data.device) & 1).flatten(1) << 4
+
+
+def _look_up(codes: Tensor, values: tuple[int, ...]) -> Tensor:
+    """uint8 [G, n] -> float32 [G, n]"""
+    return torch.tensor(values, dtype=torch.float32, device=codes.device)[codes.long()]
+
+
+def _scale_parts(scales: Tensor, values: Tensor) -> Tensor:
+    """Float32 scales [G, parts], values [G, n] -> float32 [G, parts, n / parts]"""
+    return scales[..., None] * values.reshape(*scales.shape, -1)
 
 
 def _dequantize_q8_0(data: Tensor) -> Tensor:
@@ -196,9 +222,28 @@ def _dequantize_q4_0(data: Tensor) -> Tensor:
 
 
 def _dequantize_q5_0(data: Tensor) -> Tensor:
-    fifth = (data[:, 2:6, None] >> torch.arange(8, dtype=torch.uint8, device=data.device) & 1).flatten(1)
-    values = _unpack_nibbles(data[:, 6:], 16) | fifth << 4
+    values = _unpack_nibbles(data[:, 6:], 16) | _unpack_fifth_bits(data[:, 2:6])
     return _read_float16(data[:, :2]) * (values.to(torch.float32) - 16)
+
+
+def _dequantize_q4_1(data: Tensor) -> Tensor:
+    return _read_float16(data[:, :2]) * _unpack_nibbles(data[:, 4:], 16) + _read_float16(data[:, 2:4])
+
+
+def _dequantize_q5_1(data: Tensor) -> Tensor:
+    values = _unpack_nibbles(data[:, 8:], 16) | _unpack_fifth_bits(data[:, 4:8])
+    return _read_float16(data[:, :2]) * values + _read_float16(data[:, 2:4])
+
+
+def _dequantize_iq4_nl(data: Tensor) -> Tensor:
+    return _read_float16(data[:, :2]) * _look_up(_unpack_nibbles(data[:, 2:], 16), IQ4_VALUES)
+
+
+def _dequantize_mxfp4(data: Tensor) -> Tensor:
+    """The scale is 2^(e - 128), half of E8M0's because values are doubled; subnormal for e < 2."""
+    exponent = data[:, :1].to(torch.int32)
+    bits = torch.where(exponent < 2, 0x200000 << exponent.clamp(max=2), (exponent - 1) << 23)
+    return bits.view(torch.float32) * _look_up(_unpack_nibbles(data[:, 1:], 16), FP4_VALUES)
 
 
 def _unpack_k_scales(data: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,11 +276,40 @@ def _dequantize_q6_k(data: Tensor) -> Tensor:
     return scales[..., None] * ((low | high << 4).to(torch.float32) - 32).reshape(-1, 16, 16)
 
 
+def _dequantize_q2_k(data: Tensor) -> Tensor:
+    """16 parts; a byte of each holds the scale (low half) and the minimum."""
+    scales = _read_float16(data[:, 80:82]) * (data[:, :16] & 15)
+    minimums = _read_float16(data[:, 82:]) * (data[:, :16] >> 4)
+    return _scale_parts(scales, _unpack_bits(data[:, 16:80], 2, 32)) - minimums[..., None]
+
+
+def _dequantize_q3_k(data: Tensor) -> Tensor:
+    """16 parts, whose 6-bit scales have their upper two bits apart."""
+    values = _unpack_bits(data[:, 32:96], 2, 32) | _unpack_bits(data[:, :32], 1) << 2
+    scales = _unpack_nibbles(data[:, 96:104], 8) | _unpack_bits(data[:, 104:108], 2) << 4
+    scales = _read_float16(data[:, 108:]) * (scales.to(torch.float32) - 32)
+    return _scale_parts(scales, values.to(torch.float32) - 4)
+
+
+def _dequantize_iq4_xs(data: Tensor) -> Tensor:
+    """8 parts; the upper two bits of their 6-bit scales are a 16-bit word."""
+    scales = _unpack_nibbles(data[:, 4:8], 1) | _unpack_bits(data[:, 2:4], 2, 1) << 4
+    scales = _read_float16(data[:, :2]) * (scales.to(torch.float32) - 32)
+    return _scale_parts(scales, _look_up(_unpack_nibbles(data[:, 8:], 16), IQ4_VALUES))
+
+
 DEQUANTIZERS: dict[str, Callable[[Tensor], Tensor]] = {
     "q8_0": _dequantize_q8_0,
     "q5_0": _dequantize_q5_0,
     "q4_0": _dequantize_q4_0,
+    "q4_1": _dequantize_q4_1,
+    "q5_1": _dequantize_q5_1,
+    "iq4_nl": _dequantize_iq4_nl,
+    "mxfp4": _dequantize_mxfp4,
     "q4_k": _dequantize_q4_k,
     "q5_k": _dequantize_q5_k,
     "q6_k": _dequantize_q6_k,
+    "q2_k": _dequantize_q2_k,
+    "q3_k": _dequantize_q3_k,
+    "iq4_xs": _dequantize_iq4_xs,
 }

@@ -214,11 +214,15 @@ struct Packed {
         weight = {format, GROUP_SIZE, n, k, tiles, n % 2 ? bias.data() : nullptr};
     }
 
-    // Finite float16 scales of both signs, of which the smallest is subnormal.
+    // Finite float16 scales of both signs, of which the smallest is subnormal; exponents 0 to 15 and 128 to 143.
     static void set_scales(Format format, uint8_t* block) {
-        for (int i = 0; i < (format == Format::Q4_K || format == Format::Q5_K ? 2 : 1); i++) {
+        if (format == Format::MXFP4) {
+            *block = static_cast<uint8_t>(generator() & 0x8f);
+            return;
+        }
+        for (int i = 0; i < (has_minimum(format) ? 2 : 1); i++) {
             const auto half = static_cast<uint16_t>(generator() & 0xafff);
-            std::memcpy(block + (format == Format::Q6_K ? 208 : 2 * i), &half, sizeof half);
+            std::memcpy(block + halves_at(format) + 2 * i, &half, sizeof half);
         }
     }
 

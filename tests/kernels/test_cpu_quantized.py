@@ -15,18 +15,29 @@ from foreword.kernels.quantization import QUANT_BLOCKS, fake_quantize
 from tests.support.cpu_kernels import isas_under_test
 from tests.support.kernel_rows import same_bits
 from tests.support.quantized_weights import (
-    SCALE_OFFSETS,
+    SUPER_FORMATS,
     WEIGHT_FORMATS,
     fake_quantize_activations,
     random_blocks,
     random_matrix,
     random_weight,
+    scale_bytes,
     weight_values,
 )
 
 # Around each row count where an instruction set changes runs (4, 6), groups (16), instructions (17, 64),
 # passes (256) or chunks (576 for k = 896, fewer for larger k).
 ROW_COUNTS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 513)
+
+# Bytes of the scales of parts in a block, and of their minimums.
+PART_SCALES = {
+    "q4_k": slice(4, 16),
+    "q5_k": slice(4, 16),
+    "q6_k": slice(192, 208),
+    "q2_k": slice(0, 16),
+    "q3_k": slice(96, 108),
+    "iq4_xs": slice(2, 8),
+}
 
 pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
 each_isa = pytest.mark.parametrize("isa", isas_under_test())
@@ -35,7 +46,7 @@ each_kind = pytest.mark.parametrize("kind", WEIGHT_FORMATS)
 
 def columns_of(kind: str) -> int:
     """A width with the largest remainder that the format allows."""
-    return {"int8": 333, "int4": 333, "q8_0": 352, "q5_0": 352, "q4_0": 352}.get(kind, 768)
+    return 768 if kind in SUPER_FORMATS else 333 if kind in ("int8", "int4") else 352
 
 
 @each_isa
@@ -150,7 +161,7 @@ def test_parts_are_column_ranges(isa: str, kind: str) -> None:
 @each_kind
 def test_rows_unpack_to_their_values(kind: str) -> None:
     ops = CpuOps(supported_isas()[0])
-    for k in (768,) if kind.endswith("_k") else (32, 768, columns_of(kind)):
+    for k in (768,) if kind in SUPER_FORMATS else (32, 768, columns_of(kind)):
         matrix = random_matrix(kind, 37, k)
         rows = ops.embedding(torch.arange(37), ops.pack_linear([matrix], kind), torch.float32)
         assert torch.equal(rows, weight_values(matrix, kind))
@@ -177,8 +188,9 @@ def test_extreme_blocks(isa: str, kind: str) -> None:
     block, ops = QUANT_BLOCKS[kind], CpuOps(isa)
     blocks = random_blocks(kind, 6, 512)
     data = blocks.data.clone().reshape(6, -1, block.num_bytes)
-    data[0, :, 4 if kind != "q6_k" else 0 : block.num_bytes - (2 if kind == "q6_k" else 0)] = 255
-    data[1, :, 4 if kind != "q6_k" else 0 : block.num_bytes - (2 if kind == "q6_k" else 0)] = 128
+    others = [place for place in range(block.num_bytes) if place not in scale_bytes(kind)]
+    data[0, :, others] = 255
+    data[1, :, others] = 128
     data[2] = 0
     data[3] = random_blocks(kind, 1, 512, scale=1e-7).data.reshape(-1, block.num_bytes)
     data[4] = random_blocks(kind, 1, 512, scale=1e4).data.reshape(-1, block.num_bytes)
@@ -202,19 +214,22 @@ def test_extreme_products_agree_in_bits(kind: str) -> None:
     data = torch.zeros(len(fills), 512 // block.num_values, block.num_bytes, dtype=torch.uint8)
     for row, (quants, scales) in enumerate(fills):
         data[row] = quants
-        if kind.endswith("_k"):
-            data[row, :, slice(192, 208) if kind == "q6_k" else slice(4, 16)] = scales
-    for place in SCALE_OFFSETS.get(kind, (0,)):
-        data[..., place : place + 2] = torch.tensor([0x00, 0x3C], dtype=torch.uint8)  # 1.0
+        if kind in PART_SCALES:
+            data[row, :, PART_SCALES[kind]] = scales
+    one = [128] if kind == "mxfp4" else [0x00, 0x3C] * (len(scale_bytes(kind)) // 2)
+    data[..., scale_bytes(kind)] = torch.tensor(one, dtype=torch.uint8)
     blocks = QuantizedBlocks(kind, data.reshape(len(fills), -1), 512)
     place = torch.arange(512)
     signs = torch.stack([(place // run % 2) * 2.0 - 1 for run in (1, 2, 4, 8, 16, 32, 64, 1024)])
     x = 127 * torch.cat([signs, -signs])
-    exact = fake_quantize_activations(x, kind) @ weight_values(blocks, kind).double().T
+    weight, operands = weight_values(blocks, kind).double(), fake_quantize_activations(x, kind)
+    portable = CpuOps("portable")
+    expected = portable.linear(x, portable.pack_linear([blocks], kind))
+    assert ((expected.double() - operands @ weight.T).abs() <= 1e-6 * (operands.abs() @ weight.abs().T)).all()
     for isa in supported_isas():
         ops = CpuOps(isa)
         ours = ops.linear(x, ops.pack_linear([blocks], kind))
-        assert torch.equal(ours.double(), exact), isa
+        assert torch.equal(ours, expected), isa
         for row in range(len(x)):
             assert torch.equal(ops.linear(x[row : row + 1], ops.pack_linear([blocks], kind))[0], ours[row])
 

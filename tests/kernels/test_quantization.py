@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from foreword.kernels.ops import QuantizedBlocks
 from foreword.kernels.quantization import QUANT_BLOCKS, dequantize, fake_quantize
+from tests.support.kernel_rows import same_bits
 from tests.support.quantized_weights import random_blocks, random_weight
 
 
@@ -33,6 +36,21 @@ def test_subnormal_and_negative_scales_are_kept(kind: str) -> None:
     blocks = random_blocks(kind, 3, 512, scale=1e-7)
     theirs = gguf.quants.dequantize(blocks.data.numpy(), gguf.GGMLQuantizationType[kind.upper()])
     assert torch.equal(dequantize(blocks), torch.from_numpy(theirs)) and dequantize(blocks).any()
+
+
+@pytest.mark.parametrize("kind", QUANT_BLOCKS)
+def test_random_bytes_match_gguf(kind: str) -> None:
+    """Scales that are infinite or NaN too, and all exponents of MXFP4."""
+    block = QUANT_BLOCKS[kind]
+    generator = torch.Generator().manual_seed(5)
+    data = torch.randint(0, 256, (600, block.num_bytes), dtype=torch.uint8, generator=generator)
+    if kind == "mxfp4":
+        data[:, 0] = torch.arange(600).remainder(256)
+    with np.errstate(all="ignore"):
+        theirs = torch.from_numpy(
+            gguf.quants.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind.upper()])
+        )
+    assert same_bits(dequantize(QuantizedBlocks(kind, data, block.num_values)), theirs)
 
 
 def test_int8_is_within_half_a_step() -> None:

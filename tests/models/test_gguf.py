@@ -16,11 +16,12 @@ from foreword.kernels.cpu.library import FORMAT_IDS, load_library
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.base import Precision
 from foreword.models.gguf.header import open_gguf
+from foreword.models.gguf.tensors import PACKED_TYPES
 from foreword.models.loader import load_model, read_model_info, weight_files
 from foreword.models.mmap_file import MappedFile
 from tests.support.checkpoints import FAMILIES, write_checkpoint, write_drafter
 from tests.support.forward_helpers import ForwardHelper
-from tests.support.gguf_files import Kind, quantize, write_gguf
+from tests.support.gguf_files import CODEBOOK_TYPES, Kind, quantize, write_gguf
 
 PROMPT = torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(7)).tolist()
 WIDE = {
@@ -37,6 +38,7 @@ ODD = {
     "intermediate_size": 100,
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+PACKED_KINDS = [Kind[name.upper()] for name in PACKED_TYPES]
 Write = Callable[[gguf.GGUFWriter], None]
 
 
@@ -212,9 +214,7 @@ def test_float32_gguf_has_the_checkpoints_bits(case: str, tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.parametrize(
-    "kind", [Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.BF16, Kind.F16]
-)
+@pytest.mark.parametrize("kind", [*PACKED_KINDS, Kind.BF16, Kind.F16])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma2", "ernie4_5"])
 def test_quantized_gguf_equals_rounded_checkpoint(family: str, kind: Kind, tmp_path: Path) -> None:
     scalar = {"query_pre_attn_scalar": 32} if family == "gemma2" else {}
@@ -230,18 +230,35 @@ def test_quantized_gguf_equals_rounded_checkpoint(family: str, kind: Kind, tmp_p
     assert torch.equal(ForwardHelper(file).logits(PROMPT), ForwardHelper(checkpoint).logits(PROMPT))
 
 
-def test_mixed_tensor_types(tmp_path: Path) -> None:
-    """As in files called Q4_K_M: v and down in six bits, the head in eight."""
+# Types of tensors whose names contain a word, in the order of precedence, and of the others.
+MIXTURES: dict[str, dict[str, Kind]] = {
+    "Q4_K_M": {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q6_K, "output.weight": Kind.Q8_0, "": Kind.Q4_K},
+    "UD-IQ4_XS": {
+        "attn_v": Kind.Q5_K,
+        "attn_k": Kind.IQ4_NL,
+        "ffn_down": Kind.Q4_1,
+        "ffn_gate": Kind.Q3_K,
+        "output.weight": Kind.Q6_K,
+        "": Kind.IQ4_XS,
+    },
+    "UD-Q2_K_XL": {
+        "attn_v": Kind.Q4_K,
+        "attn_q": Kind.IQ4_XS,
+        "ffn_down": Kind.Q3_K,
+        "token_embd": Kind.Q4_K,
+        "output.weight": Kind.Q5_1,
+        "": Kind.Q2_K,
+    },
+    "MXFP4": {"ffn": Kind.MXFP4, "": Kind.Q8_0},
+}
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_mixed_tensor_types(mixture: str, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", **WIDE)
 
     def kind(name: str) -> Kind:
-        return (
-            Kind.Q6_K
-            if "attn_v" in name or "ffn_down" in name
-            else Kind.Q8_0
-            if name == "output.weight"
-            else Kind.Q4_K
-        )
+        return next(kind for word, kind in MIXTURES[mixture].items() if word in name)
 
     file = write_gguf(checkpoint, tmp_path / "model.gguf", kind)
     llm = LLM(str(file), speculate="off")
@@ -286,7 +303,7 @@ def test_model_info_of_quantized_files(tmp_path: Path) -> None:
         assert (facts.dtype, facts.packed_bytes) == (dtype, None)
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
+@pytest.mark.parametrize("kind", PACKED_KINDS)
 @pytest.mark.parametrize("columns", [256, 768])
 def test_packed_bytes_match_the_kernels(kind: Kind, columns: int, tmp_path: Path) -> None:
     library, _ = load_library()
@@ -307,22 +324,37 @@ def test_dequantized_tensors_are_not_packed(tmp_path: Path) -> None:
     file = write_gguf(
         checkpoint,
         tmp_path / "model.gguf",
-        lambda name: Kind.Q8_0 if name == "token_embd.weight" else Kind.Q4_1,
+        lambda name: Kind.Q8_0 if name == "token_embd.weight" else Kind.IQ3_XXS,
     )
     facts = read_model_info(file, gguf_dequantize=True)
     assert facts.packed_bytes == 272 * 256 * 34 // 32
     assert facts.packed_parameters == facts.packed_embedding_parameters == 272 * 256
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q5_1])
-def test_other_types_with_gguf_dequantize(kind: Kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [*CODEBOOK_TYPES, Kind.TQ1_0, Kind.TQ2_0])
+def test_types_without_kernels_are_dequantized_on_request(kind: Kind, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", **WIDE)
     file = write_gguf(checkpoint, tmp_path / "model.gguf", kind)
     for refuse in (lambda: read_model_info(file), lambda: load(file)):
-        with pytest.raises(CheckpointError, match=rf"is of type {kind.name.lower()}.*--gguf-dequantize"):
+        with pytest.raises(CheckpointError, match=rf"{kind.name.lower()} \(\d+ tensors\).*--gguf-dequantize"):
             refuse()
-    assert read_model_info(file, gguf_dequantize=True).parameters > 0
     assert load(file, gguf_dequantize=True).info.parameters == read_model_info(file, True).parameters
+
+
+def test_every_type_without_kernels_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"down": Kind.IQ3_XXS, "attn_k": Kind.IQ2_S, "attn_q": Kind.IQ2_S, "": Kind.IQ4_XS}
+
+    def kind(name: str) -> Kind:
+        return next(kind for word, kind in kinds.items() if word in name)
+
+    file = write_gguf(write_checkpoint(tmp_path / "checkpoint", **WIDE), tmp_path / "model.gguf", kind)
+    missing = r"tensor types without kernels: iq2_s \(4 tensors\), iq3_xxs \(2 tensors\); "
+    with pytest.raises(CheckpointError, match=missing + "--gguf-dequantize converts"):
+        read_model_info(file)
+    assert read_model_info(file, gguf_dequantize=True)
+    monkeypatch.setattr("foreword.models.gguf.tensors.has_gguf_package", lambda: False)
+    with pytest.raises(CheckpointError, match=missing + r".*pip install 'foreword\[gguf\]'"):
+        read_model_info(file, gguf_dequantize=True)
 
 
 def load(path: Path, **options: Any) -> Any:
@@ -459,10 +491,10 @@ def test_unsupported_architecture_is_named(architecture: str, expected_message: 
 
 def test_unsupported_tensor_type_is_named(tmp_path: Path) -> None:
     def more(writer: gguf.GGUFWriter) -> None:
-        writer.add_tensor("extra.weight", np.zeros((1, 66), np.uint8), raw_dtype=Kind.IQ2_XXS)
+        writer.add_tensor("extra.weight", np.zeros((1, 36), np.int16))
 
     file = write_gguf(write_checkpoint(tmp_path / "checkpoint"), tmp_path / "model.gguf", more=more)
-    with pytest.raises(CheckpointError, match=r"`extra\.weight` is of type iq2_xxs.*; known: f32, f16"):
+    with pytest.raises(CheckpointError, match=r"without kernels: i16 \(1 tensor\); known: f32, f16"):
         read_model_info(file, gguf_dequantize=True)
 
 

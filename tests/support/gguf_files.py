@@ -22,7 +22,7 @@ from torch import Tensor
 from foreword.models.gguf.tensors import gguf_name
 from tests.support.gguf_k_quants import K_QUANTS
 
-__all__ = ["RawGGUF", "quantize", "write_byte_level", "write_gguf", "write_sentencepiece"]
+__all__ = ["CODEBOOK_TYPES", "RawGGUF", "quantize", "write_byte_level", "write_gguf", "write_sentencepiece"]
 
 ARCHITECTURES = {
     "mistral": "llama",
@@ -36,6 +36,8 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
 }
+# Types that the `gguf` package can only read, with a float16 scale at the beginning of a block.
+CODEBOOK_TYPES = (Kind.IQ1_S, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S)
 PERMUTED_FAMILIES = ("llama", "ministral3", "mistral", "mixtral", "smollm3")
 EXPERT_PATTERN = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 MIXTRAL_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -223,9 +225,17 @@ def to_gguf_layout(name: str, tensor: Tensor, config: dict[str, Any]) -> Array:
 
 
 def quantize(value: Array, tensor_type: Kind) -> Array:
-    """[N, K] -> blocks of `tensor_type`, bytes [N, bytes of a row]; floats stay floats."""
+    """[N, K] -> blocks of `tensor_type`, bytes [N, bytes of a row]; floats stay floats.
+
+    The types of CODEBOOK_TYPES get random values with scales of 0.01.
+    """
     if tensor_type in K_QUANTS:
         return K_QUANTS[tensor_type](value).reshape(*value.shape[:-1], -1)
+    if tensor_type in CODEBOOK_TYPES:
+        values, size = gguf.GGML_QUANT_SIZES[tensor_type]
+        blocks = np.random.default_rng(value.shape).integers(0, 256, (value.size // values, size), np.uint8)
+        blocks[:, :2] = np.array([0.01], np.float16).view(np.uint8)
+        return blocks.reshape(*value.shape[:-1], -1)
     return gguf.quantize(np.ascontiguousarray(value), tensor_type)
 
 

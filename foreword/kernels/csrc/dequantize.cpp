@@ -24,8 +24,6 @@ void read_q8_0(const uint8_t* bytes, SmallBlock& block) {
     for (int i = 0; i < SMALL; i++) block.q[i] = bytes[2 + i] ^ 0x80;
 }
 
-void read_q4_0(const uint8_t* bytes, SmallBlock& block) { split_nibbles(bytes + 2, SMALL / 2, block.q); }
-
 // Bit i of `bits` becomes the fifth bit of q[i].
 void add_eight_bits(uint8_t bits, uint8_t* q) {
     constexpr uint64_t EACH = 0x0101010101010101, BIT_OF_EACH = 0x8040201008040201;
@@ -36,9 +34,10 @@ void add_eight_bits(uint8_t bits, uint8_t* q) {
     std::memcpy(q, &values, sizeof values);
 }
 
-void read_q5_0(const uint8_t* bytes, SmallBlock& block) {
-    split_nibbles(bytes + 6, SMALL / 2, block.q);
-    for (int i = 0; i < 4; i++) add_eight_bits(bytes[2 + i], block.q + 8 * i);
+// Four bytes of fifth bits, then nibbles.
+void read_five_bits(const uint8_t* bytes, SmallBlock& block) {
+    split_nibbles(bytes + 4, SMALL / 2, block.q);
+    for (int i = 0; i < 4; i++) add_eight_bits(bytes[i], block.q + 8 * i);
 }
 
 // Eight scales and eight minimums of 6 bits in 12 bytes.
@@ -71,6 +70,44 @@ void read_q6_k(const uint8_t* bytes, SuperBlock& block) {
     std::memcpy(block.scales, bytes + 192, 16);
 }
 
+// 64 bytes -> 256 values: the lowest two bits of 32 bytes, then the next ones.
+void read_two_bits(const uint8_t* bytes, uint8_t* q) {
+    for (int part = 0; part < 8; part++) {
+        for (int i = 0; i < 32; i++) q[32 * part + i] = bytes[part / 4 * 32 + i] >> (part % 4 * 2) & 3;
+    }
+}
+
+// A byte for each part: its scale and its minimum.
+void read_q2_k(const uint8_t* bytes, SuperBlock& block) {
+    for (int part = 0; part < 16; part++) {
+        block.scales[part] = bytes[part] & 15;
+        block.mins[part] = bytes[part] >> 4;
+    }
+    read_two_bits(bytes + 16, block.q);
+}
+
+// Third bits, two bits, and scales of six bits less 32: halves of eight bytes, then their upper two bits.
+void read_q3_k(const uint8_t* bytes, SuperBlock& block) {
+    read_two_bits(bytes + 32, block.q);
+    for (int part = 0; part < 8; part++) {
+        for (int i = 0; i < 32; i++) block.q[32 * part + i] |= (bytes[i] >> part & 1) << 2;
+    }
+    for (int part = 0; part < 16; part++) {
+        const int low = bytes[96 + part % 8] >> (part / 8 * 4) & 15, high = bytes[104 + part % 4] >> (part / 4 * 2) & 3;
+        block.scales[part] = static_cast<uint8_t>((low | high << 4) - 32);
+    }
+}
+
+void read_iq4_xs(const uint8_t* bytes, SuperBlock& block) {
+    for (int part = 0; part < 8; part++) {
+        const int low = bytes[4 + part / 2] >> (part % 2 * 4) & 15, high = read_half(bytes + 2) >> (2 * part) & 3;
+        block.scales[part] = static_cast<uint8_t>((low | high << 4) - 32);
+        split_nibbles(bytes + 8 + 16 * part, 16, block.q + 32 * part);
+    }
+}
+
+int value_of(Format format, uint8_t q) { return has_table(format) ? table_of(format)[q] : q; }
+
 template <class Block, class Read>
 void dequantize_blocks(Format format, const void* row, int64_t k, float* out, const Read& read) {
     constexpr int64_t values = sizeof Block::q;
@@ -91,34 +128,49 @@ void widen(const void* row, int64_t k, float* out) {
 }  // namespace
 
 void read_small_block(Format format, const uint8_t* bytes, SmallBlock& block) {
-    block.d = read_half(bytes);
-    if (format == Format::Q8_0) return read_q8_0(bytes, block);
-    if (format == Format::Q5_0) return read_q5_0(bytes, block);
-    read_q4_0(bytes, block);
+    block.d = format == Format::MXFP4 ? bytes[0] : read_half(bytes);
+    block.m = has_minimum(format) ? read_half(bytes + 2) : 0;
+    switch (format) {
+        case Format::Q8_0: return read_q8_0(bytes, block);
+        case Format::Q5_0: return read_five_bits(bytes + 2, block);
+        case Format::Q5_1: return read_five_bits(bytes + 4, block);
+        case Format::Q4_1: return split_nibbles(bytes + 4, SMALL / 2, block.q);
+        case Format::MXFP4: return split_nibbles(bytes + 1, SMALL / 2, block.q);
+        default: return split_nibbles(bytes + 2, SMALL / 2, block.q);
+    }
 }
 
 void read_super_block(Format format, const uint8_t* bytes, SuperBlock& block) {
-    block.d = read_half(format == Format::Q6_K ? bytes + 208 : bytes);
-    block.dmin = read_half(bytes + 2);
-    if (format == Format::Q4_K) return read_q4_k(bytes, block);
-    if (format == Format::Q5_K) return read_q5_k(bytes, block);
-    read_q6_k(bytes, block);
+    const uint8_t* halves = bytes + halves_at(format);
+    block.d = read_half(halves);
+    block.dmin = has_minimum(format) ? read_half(halves + 2) : 0;
+    switch (format) {
+        case Format::Q4_K: return read_q4_k(bytes, block);
+        case Format::Q5_K: return read_q5_k(bytes, block);
+        case Format::Q2_K: return read_q2_k(bytes, block);
+        case Format::Q3_K: return read_q3_k(bytes, block);
+        case Format::IQ4_XS: return read_iq4_xs(bytes, block);
+        default: return read_q6_k(bytes, block);
+    }
 }
 
 void block_values(Format format, const SmallBlock& block, float* out) {
-    const float d = half_to_float(block.d);
-    for (int i = 0; i < SMALL; i++) out[i] = d * static_cast<float>(block.q[i] - zero_of(format));
+    const float d = format == Format::MXFP4 ? half_power(block.d) : half_to_float(block.d);
+    for (int i = 0; i < SMALL; i++) out[i] = d * static_cast<float>(value_of(format, block.q[i]) - zero_of(format));
+    if (!has_minimum(format)) return;
+    const float m = half_to_float(block.m);
+    for (int i = 0; i < SMALL; i++) out[i] += m;
 }
 
 void block_values(Format format, const SuperBlock& block, float* out) {
     const float d = half_to_float(block.d), dmin = half_to_float(block.dmin);
-    for (int part = 0; part < 16; part++) {
-        const int place = format == Format::Q6_K ? part : part / 2;
-        const int scale = format == Format::Q6_K ? static_cast<int8_t>(block.scales[place]) : block.scales[place];
+    const int values = part_of(format);
+    for (int part = 0; part < SUPER / values; part++) {
+        const int scale = has_minimum(format) ? block.scales[part] : static_cast<int8_t>(block.scales[part]);
         const float step = d * static_cast<float>(scale);
-        const float least = format == Format::Q6_K ? 0.0f : dmin * static_cast<float>(block.mins[place]);
-        for (int i = 16 * part; i < 16 * part + 16; i++) {
-            out[i] = step * static_cast<float>(block.q[i] - zero_of(format)) - least;
+        const float least = has_minimum(format) ? dmin * static_cast<float>(block.mins[part]) : 0.0f;
+        for (int i = values * part; i < values * (part + 1); i++) {
+            out[i] = step * static_cast<float>(value_of(format, block.q[i]) - zero_of(format)) - least;
         }
     }
 }

@@ -34,114 +34,194 @@ T get(const uint8_t* bytes) {
     return value;
 }
 
-constexpr uint32_t LOW_HALVES = 0x0f0f0f0f;
+// Bits [first, first + count) of each byte.
+constexpr uint32_t bits_at(uint32_t bytes, int first, int count) { return bytes >> first & 0x01010101u * ((1u << count) - 1); }
 
 // 32 values of one column to its place in a group: `group` points to the column's first quad, quads are 64 bytes apart.
 template <int BITS>
-void put_group_of(const uint8_t* q, uint8_t* group) {
-    constexpr int PER_PLANE = BITS == 6 ? 4 : 8;
-    uint32_t quads[8], planes[2] = {0, 0};
+void put_group(const uint8_t* q, uint8_t* group) {
+    uint32_t quads[8], planes[BITS] = {};
     std::memcpy(quads, q, sizeof quads);
-    if (BITS == 8) {
-        for (int j = 0; j < 8; j++) store_partial(group + 64 * j, quads[j]);
-        return;
+    if constexpr (BITS == 8) {
+        for (int j = 0; j < 8; j++) planes[j] = quads[j];
+    } else if constexpr (BITS == 2) {
+        for (int j = 0; j < 8; j++) planes[j / 4] |= quads[j] << (2 * (j % 4));
+    } else if constexpr (BITS == 3) {
+        for (int j = 0; j < 6; j++) planes[j / 2] |= quads[j] << (3 * (j % 2));
+        for (int j = 0; j < 2; j++) {
+            planes[j] |= bits_at(quads[6 + j], 0, 2) << 6;
+            planes[2] |= bits_at(quads[6 + j], 2, 1) << (6 + j);
+        }
+    } else {
+        constexpr int UPPER = BITS - 4;  // bits of a quad in the planes after the halves
+        for (int j = 0; j < 4; j++) planes[j] = bits_at(quads[j], 0, 4) | bits_at(quads[j + 4], 0, 4) << 4;
+        if constexpr (UPPER > 0) {
+            for (int j = 0; j < 8; j++) planes[4 + j * UPPER / 8] |= bits_at(quads[j], 4, UPPER) << (j * UPPER % 8);
+        }
     }
-    for (int j = 0; j < 4; j++) store_partial(group + 64 * j, (quads[j] & LOW_HALVES) | (quads[j + 4] & LOW_HALVES) << 4);
-    for (int j = 0; j < 8; j++) planes[j / PER_PLANE] |= (quads[j] >> 4 & LOW_HALVES) << (8 / PER_PLANE * (j % PER_PLANE));
-    for (int plane = 0; plane < BITS - 4; plane++) store_partial(group + 256 + 64 * plane, planes[plane]);
+    for (int plane = 0; plane < BITS; plane++) store_partial(group + 64 * plane, planes[plane]);
 }
 
-void put_group(int bits, const uint8_t* q, uint8_t* group) {
-    switch (bits) {
-        case 4: return put_group_of<4>(q, group);
-        case 5: return put_group_of<5>(q, group);
-        case 6: return put_group_of<6>(q, group);
-        default: return put_group_of<8>(q, group);
-    }
-}
-
-// The bits of quad j above the fourth.
-uint32_t upper_bits(int bits, const uint8_t* group, int j) {
-    if (bits == 5) return read_quad(group + 256) >> j & 0x01010101;
-    if (bits == 6) return read_quad(group + 256 + 64 * (j / 4)) >> (2 * (j % 4)) & 0x03030303;
-    return 0;
-}
-
-void get_group(int bits, const uint8_t* group, uint8_t* q) {
+template <int BITS>
+void get_group(const uint8_t* group, uint8_t* q) {
+    uint32_t planes[BITS];
+    for (int plane = 0; plane < BITS; plane++) planes[plane] = read_quad(group + 64 * plane);
     for (int j = 0; j < 8; j++) {
-        const uint32_t whole = read_quad(group + 64 * (bits == 8 ? j : j % 4));
-        const uint32_t low = whole >> (j / 4 * 4) & LOW_HALVES;
-        store_partial(q + 4 * j, bits == 8 ? whole : low | upper_bits(bits, group, j) << 4);
+        uint32_t quad;
+        if constexpr (BITS == 8) {
+            quad = planes[j];
+        } else if constexpr (BITS == 2) {
+            quad = bits_at(planes[j / 4], 2 * (j % 4), 2);
+        } else if constexpr (BITS == 3) {
+            quad = j < 6 ? bits_at(planes[j / 2], 3 * (j % 2), 3) : bits_at(planes[j - 6], 6, 2) | bits_at(planes[2], j, 1) << 2;
+        } else {
+            constexpr int UPPER = BITS - 4;
+            quad = bits_at(planes[j % 4], j / 4 * 4, 4);
+            if constexpr (UPPER > 0) quad |= bits_at(planes[4 + j * UPPER / 8], j * UPPER % 8, UPPER) << 4;
+        }
+        store_partial(q + 4 * j, quad);
     }
 }
 
-void put_small(Format format, const SmallBlock& block, int64_t index, int64_t column, uint8_t* tile) {
-    store_partial(tile + scales_at(format, index) + 2 * column, block.d);
-    put_group(bits_of(format), block.q, tile + quants_at(format, index) + 4 * column);
+// The scale and the minimum of a block: float16, except for an exponent of MXFP4.
+template <Format FORMAT>
+void put_small(const SmallBlock& block, int64_t index, int64_t column, uint8_t* tile) {
+    if constexpr (FORMAT == Format::MXFP4) {
+        tile[scales_at(FORMAT, index) + column] = static_cast<uint8_t>(block.d);
+    } else {
+        store_partial(tile + scales_at(FORMAT, index) + 2 * column, block.d);
+    }
+    if constexpr (has_minimum(FORMAT)) store_partial(tile + minimums_at(FORMAT, index) + 2 * column, block.m);
+    put_group<bits_of(FORMAT)>(block.q, tile + quants_at(FORMAT, index) + 4 * column);
 }
 
-void get_small(Format format, const uint8_t* tile, int64_t index, int64_t column, SmallBlock& block) {
-    block.d = get<uint16_t>(tile + scales_at(format, index) + 2 * column);
-    get_group(bits_of(format), tile + quants_at(format, index) + 4 * column, block.q);
+template <Format FORMAT>
+void get_small(const uint8_t* tile, int64_t index, int64_t column, SmallBlock& block) {
+    if constexpr (FORMAT == Format::MXFP4) {
+        block.d = tile[scales_at(FORMAT, index) + column];
+    } else {
+        block.d = get<uint16_t>(tile + scales_at(FORMAT, index) + 2 * column);
+    }
+    if constexpr (has_minimum(FORMAT)) block.m = get<uint16_t>(tile + minimums_at(FORMAT, index) + 2 * column);
+    get_group<bits_of(FORMAT)>(tile + quants_at(FORMAT, index) + 4 * column, block.q);
 }
 
-// Q4_K and Q5_K: d, dmin, and eight scales and minimums; minimums are in pairs.
+// Where the minimum of a part of Q4_K and Q5_K is: they are in pairs.
+int64_t minimum_at(int part, int64_t column) { return SUPER_MINS + part / 2 * 32 + 2 * column + part % 2; }
+
+// Scales and minimums. Of Q2_K, which has halves of bytes, two at a time.
+template <Format FORMAT>
 void put_parts(const SuperBlock& block, int64_t column, uint8_t* super) {
     store_partial(super + 2 * column, block.d);
-    store_partial(super + 32 + 2 * column, block.dmin);
-    for (int part = 0; part < 8; part++) {
-        super[SUPER_SCALES + TILE * part + column] = block.scales[part];
-        super[SUPER_MINS + part / 2 * 32 + 2 * column + part % 2] = block.mins[part];
+    if constexpr (has_minimum(FORMAT)) store_partial(super + 32 + 2 * column, block.dmin);
+    uint8_t* scales = super + SUPER_SCALES + column;
+    for (int part = 0; part < SUPER / part_of(FORMAT); part++) {
+        if constexpr (FORMAT == Format::Q2_K) {
+            scales[TILE * (part / 2)] |= static_cast<uint8_t>(block.scales[part] << part % 2 * 4);
+            super[minimum_at(part % 8, column)] |= static_cast<uint8_t>(block.mins[part] << part / 8 * 4);
+        } else {
+            scales[TILE * part] = block.scales[part];
+            if constexpr (has_minimum(FORMAT)) super[minimum_at(part, column)] = block.mins[part];
+        }
     }
 }
 
+template <Format FORMAT>
 void get_parts(const uint8_t* super, int64_t column, SuperBlock& block) {
     block.d = get<uint16_t>(super + 2 * column);
-    block.dmin = get<uint16_t>(super + 32 + 2 * column);
-    for (int part = 0; part < 8; part++) {
-        block.scales[part] = super[SUPER_SCALES + TILE * part + column];
-        block.mins[part] = super[SUPER_MINS + part / 2 * 32 + 2 * column + part % 2];
+    block.dmin = has_minimum(FORMAT) ? get<uint16_t>(super + 32 + 2 * column) : 0;
+    const uint8_t* scales = super + SUPER_SCALES + column;
+    for (int part = 0; part < SUPER / part_of(FORMAT); part++) {
+        if constexpr (FORMAT == Format::Q2_K) {
+            block.scales[part] = scales[TILE * (part / 2)] >> part % 2 * 4 & 15;
+            block.mins[part] = super[minimum_at(part % 8, column)] >> part / 8 * 4 & 15;
+        } else {
+            block.scales[part] = scales[TILE * part];
+            if constexpr (has_minimum(FORMAT)) block.mins[part] = super[minimum_at(part, column)];
+        }
     }
 }
 
-void put_super(Format format, const SuperBlock& block, int64_t column, uint8_t* super) {
-    if (format == Format::Q6_K) {
-        store_partial(super + 2 * column, block.d);
-        for (int part = 0; part < 16; part++) super[SUPER_SCALES + TILE * part + column] = block.scales[part];
-    } else {
-        put_parts(block, column, super);
-    }
+template <Format FORMAT>
+void put_super(const SuperBlock& block, int64_t column, uint8_t* super) {
+    put_parts<FORMAT>(block, column, super);
+    uint8_t* quants = super + super_quants(FORMAT) + 4 * column;
     for (int group = 0; group < 8; group++) {
-        put_group(bits_of(format), block.q + SMALL * group, super + SUPER_QUANTS + group * group_bytes(format) + 4 * column);
+        put_group<bits_of(FORMAT)>(block.q + SMALL * group, quants + group * group_bytes(FORMAT));
     }
 }
 
-void get_super(Format format, const uint8_t* super, int64_t column, SuperBlock& block) {
-    if (format == Format::Q6_K) {
-        block.d = get<uint16_t>(super + 2 * column);
-        block.dmin = 0;
-        for (int part = 0; part < 16; part++) block.scales[part] = super[SUPER_SCALES + TILE * part + column];
-    } else {
-        get_parts(super, column, block);
-    }
+template <Format FORMAT>
+void get_super(const uint8_t* super, int64_t column, SuperBlock& block) {
+    get_parts<FORMAT>(super, column, block);
+    const uint8_t* quants = super + super_quants(FORMAT) + 4 * column;
     for (int group = 0; group < 8; group++) {
-        get_group(bits_of(format), super + SUPER_QUANTS + group * group_bytes(format) + 4 * column, block.q + SMALL * group);
+        get_group<bits_of(FORMAT)>(quants + group * group_bytes(FORMAT), block.q + SMALL * group);
     }
 }
 
-void pack_file_row(Format format, const uint8_t* row, int64_t k, int64_t column, uint8_t* tile) {
-    if (is_super(format)) {
+// Block by block of all columns, whose tile stays in the L1 cache.
+template <Format FORMAT>
+void pack_blocks(const void* const* rows, int64_t count, int64_t k, uint8_t* tile) {
+    constexpr int64_t BYTES = file_block_bytes(FORMAT);
+    for (int64_t i = 0; i < k / (is_super(FORMAT) ? SUPER : SMALL); i++) {
+        for (int64_t column = 0; column < count; column++) {
+            const uint8_t* bytes = static_cast<const uint8_t*>(rows[column]) + i * BYTES;
+            if constexpr (is_super(FORMAT)) {
+                SuperBlock block;
+                read_super_block(FORMAT, bytes, block);
+                put_super<FORMAT>(block, column, tile + i * super_bytes(FORMAT));
+            } else {
+                SmallBlock block;
+                read_small_block(FORMAT, bytes, block);
+                put_small<FORMAT>(block, i, column, tile);
+            }
+        }
+    }
+}
+
+template <Format FORMAT>
+void unpack_blocks(const uint8_t* tile, int64_t column, int64_t k, float* out) {
+    if constexpr (is_super(FORMAT)) {
         SuperBlock block;
         for (int64_t i = 0; i < k / SUPER; i++) {
-            read_super_block(format, row + i * file_block_bytes(format), block);
-            put_super(format, block, column, tile + i * super_bytes(format));
+            get_super<FORMAT>(tile + i * super_bytes(FORMAT), column, block);
+            block_values(FORMAT, block, out + i * SUPER);
         }
-        return;
+    } else {
+        SmallBlock block;
+        float values[SMALL];
+        for (int64_t i = 0; i < k; i += SMALL) {
+            get_small<FORMAT>(tile, i / SMALL, column, block);
+            block_values(FORMAT, block, values);
+            std::copy_n(values, std::min<int64_t>(SMALL, k - i), out + i);
+        }
     }
-    SmallBlock block;
-    for (int64_t i = 0; i < k / SMALL; i++) {
-        read_small_block(format, row + i * file_block_bytes(format), block);
-        put_small(format, block, i, column, tile);
+}
+
+struct BlockPacking {
+    void (*pack)(const void* const* rows, int64_t count, int64_t k, uint8_t* tile);
+    void (*unpack)(const uint8_t* tile, int64_t column, int64_t k, float* out);
+};
+
+template <Format FORMAT>
+constexpr BlockPacking PACKING{pack_blocks<FORMAT>, unpack_blocks<FORMAT>};
+
+const BlockPacking& packing_of(Format format) {
+    switch (format) {
+        case Format::Q8_0: return PACKING<Format::Q8_0>;
+        case Format::Q5_0: return PACKING<Format::Q5_0>;
+        case Format::Q4_1: return PACKING<Format::Q4_1>;
+        case Format::Q5_1: return PACKING<Format::Q5_1>;
+        case Format::IQ4_NL: return PACKING<Format::IQ4_NL>;
+        case Format::MXFP4: return PACKING<Format::MXFP4>;
+        case Format::Q4_K: return PACKING<Format::Q4_K>;
+        case Format::Q5_K: return PACKING<Format::Q5_K>;
+        case Format::Q6_K: return PACKING<Format::Q6_K>;
+        case Format::Q2_K: return PACKING<Format::Q2_K>;
+        case Format::Q3_K: return PACKING<Format::Q3_K>;
+        case Format::IQ4_XS: return PACKING<Format::IQ4_XS>;
+        default: return PACKING<Format::Q4_0>;  // and I4
     }
 }
 
@@ -253,10 +333,10 @@ void put_int4_group(const Int4Group& group, int64_t index, uint8_t* tile) {
         }
     }
     for (int c = 0; c < TILE; c++) {
-        SmallBlock block;
+        SmallBlock block{};
         for (int i = 0; i < SMALL; i++) block.q[i] = q[i][c];
         block.d = wrong[c] == 0.0f ? float_to_half(group.scale[c]) : 0x7e00;
-        put_small(Format::I4, block, index, c, tile);
+        put_small<Format::Q4_0>(block, index, c, tile);
     }
 }
 
@@ -279,24 +359,6 @@ void unpack_int8_row(const uint8_t* tile, int64_t column, int64_t k, float* out)
     for (int64_t i = 0; i < k; i++) out[i] = scale * static_cast<float>(tile[i / 4 * 64 + 4 * column + i % 4] - 128);
 }
 
-void unpack_small_row(Format format, const uint8_t* tile, int64_t column, int64_t k, float* out) {
-    SmallBlock block;
-    float values[SMALL];
-    for (int64_t i = 0; i < k; i += SMALL) {
-        get_small(format, tile, i / SMALL, column, block);
-        block_values(format, block, values);
-        std::copy_n(values, std::min<int64_t>(SMALL, k - i), out + i);
-    }
-}
-
-void unpack_super_row(Format format, const uint8_t* tile, int64_t column, int64_t k, float* out) {
-    SuperBlock block;
-    for (int64_t i = 0; i < k / SUPER; i++) {
-        get_super(format, tile + i * super_bytes(format), column, block);
-        block_values(format, block, out + i * SUPER);
-    }
-}
-
 }  // namespace
 
 int64_t tile_bytes(Format format, int64_t k, int64_t group_size) {
@@ -306,23 +368,21 @@ int64_t tile_bytes(Format format, int64_t k, int64_t group_size) {
     if (format == Format::I8) return TILE * round_up(k, I8_MULTIPLE) + TILE * 4;
     if (is_super(format)) return k / SUPER * super_bytes(format);
     const int64_t blocks = (k + SMALL - 1) / SMALL;
-    return (blocks + 1) / 2 * 64 + blocks * group_bytes(format);
+    const int64_t together = blocks_together(format);
+    return (blocks + together - 1) / together * scales_bytes(format) + blocks * group_bytes(format);
 }
 
 void pack_quantized_tile(Format format, Format source, const void* const* rows, int64_t count, int64_t k, uint8_t* tile) {
     std::memset(tile, 0, tile_bytes(format, k, 0));
     if (format == Format::I8) return pack_int8_tile(source, rows, count, k, tile);
     if (format == Format::I4) return pack_int4_tile(source, rows, count, k, tile);
-    for (int64_t column = 0; column < count; column++) {
-        pack_file_row(format, static_cast<const uint8_t*>(rows[column]), k, column, tile);
-    }
+    packing_of(format).pack(rows, count, k, tile);
 }
 
 void unpack_quantized_row(const Weight& weight, int64_t row, float* out) {
     const uint8_t* tile = weight.tiles + row / TILE * tile_bytes(weight);
     if (weight.format == Format::I8) return unpack_int8_row(tile, row % TILE, weight.k, out);
-    if (is_super(weight.format)) return unpack_super_row(weight.format, tile, row % TILE, weight.k, out);
-    unpack_small_row(weight.format, tile, row % TILE, weight.k, out);
+    packing_of(weight.format).unpack(tile, row % TILE, weight.k, out);
 }
 
 }  // namespace foreword

@@ -45,7 +45,7 @@ int64_t tiles_of_item(const LinearArgs& args, int64_t stride, int64_t together, 
 Plan make_plan(const QuantizedKernels& kernels, const LinearArgs& args, int threads) {
     const Weight& weight = args.weight;
     const RowSize size = row_size(weight);
-    const int64_t row_words = bits_of(weight.format) == 8 ? size.quads * kernels.x_words : size.quads;
+    const int64_t row_words = product_bits(weight.format) == 8 ? size.quads * kernels.x_words : size.quads;
     const int64_t stride = tile_bytes(weight);
     const int64_t together = tiles_together(kernels, args);
     const int64_t item_tiles = tiles_of_item(args, stride, together, threads);

@@ -2,7 +2,7 @@
 //
 // Rows are taken in groups that share every load of a weight. Of a group of R rows, element i of row r (a word of x, a
 // scale, a sum) is element i * R + r: one broadcast each, side by side. A word is a quad of int8; instruction sets without
-// products of bytes have two words of int16 a quad instead, for weights of 8 bits.
+// products of bytes have two words of int16 a quad instead, for values of 8 bits.
 #pragma once
 
 #include <cstdint>
@@ -17,17 +17,18 @@ constexpr int MAX_GROUP = 16;  // rows
 // How rows are quantized for a weight format.
 //   block   values that share a scale (their largest magnitude / 127); 0: the whole row
 //   part    values that share a sum; 0: the whole row
-// A sum becomes the start value of the product (formats with a zero), or half of a pair of int16.
+// A sum becomes the start value of the product (formats with a zero), a float times the scale of x (Q4_1, Q5_1), or half of
+// a pair of int16 (has_pairs).
 struct Rounding {
     int64_t block, part;
 };
 
 constexpr Rounding rounding_of(Format format) {
     if (format == Format::I8) return {0, 0};
-    if (format == Format::Q6_K) return {SUPER, 16};
-    if (is_super(format)) return {SUPER, 32};
-    return {SMALL, SMALL};
+    return {is_super(format) ? SUPER : SMALL, part_of(format)};
 }
+
+constexpr bool has_pairs(Format format) { return is_super(format) && has_minimum(format); }
 
 // Elements of one rounded row: quads of values, float32 scales, sums of 4 bytes. group_blocks: blocks of weights that share a
 // scale (G4, G8).
@@ -41,7 +42,7 @@ constexpr int64_t sums_of(Format format) {
     if (format == Format::G8) return 2;
     const Rounding rounding = rounding_of(format);
     const int64_t parts = rounding.block / rounding.part;
-    return zero_of(format) == 0 ? parts / 2 : parts;
+    return has_pairs(format) ? parts / 2 : parts;
 }
 
 inline RowSize row_size(const Weight& weight) {
@@ -76,7 +77,7 @@ constexpr int index_of(Format format) { return static_cast<int>(format) - static
 constexpr int NUM_QUANTIZED = index_of(static_cast<Format>(NUM_FORMATS));
 
 //   max_group  rows, at most MAX_GROUP
-//   x_words    words of a quad of x for weights of 8 bits: 1 or 2; for other weights it is 1
+//   x_words    words of a quad of x for values of 8 bits (product_bits): 1 or 2; for others it is 1
 //   pair       of two tiles of I8, one after the other, with a group of max_group; or null
 //   round_rows by index of the format
 //   products   by index of the format and rows of the group - 1

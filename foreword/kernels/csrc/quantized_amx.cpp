@@ -26,7 +26,10 @@ constexpr int64_t MAX_ITEM_TILES = 8;
 constexpr int64_t MIN_SHARED_VALUES = 1 << 14;  // values; fewer are quantized sooner than a thread wakes
 
 // Fewer rows do not pay for a register of 16 rows, or for unpacking the weights.
-constexpr int64_t min_rows(Format format) { return format == Format::I8 || format == Format::Q4_K || format == Format::Q5_K ? 17 : 64; }
+constexpr int64_t min_rows(Format format) {
+    if (format == Format::IQ4_XS) return INT64_MAX;  // see digits_of
+    return format == Format::I8 || format == Format::Q4_K || format == Format::Q5_K ? 17 : 64;
+}
 
 template <Format KIND>
 constexpr MultiplyTiles multiply_tiles_of() {
@@ -39,11 +42,17 @@ MultiplyTiles multiply_tiles_of(Format format) {
         case Format::I8: return multiply_tiles_of<Format::I8>();
         case Format::Q8_0: return multiply_tiles_of<Format::Q8_0>();
         case Format::Q5_0: return multiply_tiles_of<Format::Q5_0>();
+        case Format::Q4_1: return multiply_tiles_of<Format::Q4_1>();
+        case Format::Q5_1: return multiply_tiles_of<Format::Q5_1>();
+        case Format::IQ4_NL: return multiply_tiles_of<Format::IQ4_NL>();
+        case Format::MXFP4: return multiply_tiles_of<Format::MXFP4>();
         case Format::G4: return multiply_tiles_of<Format::G4>();
         case Format::G8: return multiply_tiles_of<Format::G8>();
         case Format::Q4_K: return multiply_tiles_of<Format::Q4_K>();
         case Format::Q5_K: return multiply_tiles_of<Format::Q5_K>();
         case Format::Q6_K: return multiply_tiles_of<Format::Q6_K>();
+        case Format::Q2_K: return multiply_tiles_of<Format::Q2_K>();
+        case Format::Q3_K: return multiply_tiles_of<Format::Q3_K>();
         default: return multiply_tiles_of<Format::Q4_0>();
     }
 }

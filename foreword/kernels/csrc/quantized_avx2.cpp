@@ -1,7 +1,7 @@
 // Quantized products with AVX2.
 //
-// Weights of up to 6 bits: VPMADDUBSW, whose products are added in 16 bits as long as they fit.
-// Weights of 8 bits: VPMADDWD, and half as many multiplications by
+// Values of up to 6 bits: VPMADDUBSW, whose products are added in 16 bits as long as they fit.
+// Values of 8 bits: VPMADDWD, and half as many multiplications by
 //     a*p + b*q = (a + q) * (b + p) - a*b - p*q
 // whose last two terms depend on x alone and on the weights alone: they are computed once for all columns and rows.
 #include "quantized.h"
@@ -34,6 +34,11 @@ inline Scales twice(Ints scale) {
 }
 inline Scales unsigned_scales(const uint8_t* p) { return twice(widen_unsigned(p)); }
 inline Scales signed_scales(const uint8_t* p) { return twice(widen_signed(p)); }
+
+template <int SHIFT>
+inline Scales nibble_scales(const uint8_t* p) {
+    return twice(widen_nibbles<SHIFT>(p));
+}
 
 template <int BITS>
 constexpr int x_words = BITS == 8 ? 2 : 1;
@@ -100,11 +105,13 @@ struct Weights {
     Quads quads[8];
 };
 
+// Quads hold the values of formats with a table.
 template <>
 struct Weights<8> {
     Quads odd[8], even[8];
     Ints products;
     const uint8_t* group;
+    Quads quads[8];
 };
 
 // Weights p, q, r, s of a quad become (q, s) and (p, r) in int16; products are the sums of p * q + r * s. Few rows, which do
@@ -125,6 +132,11 @@ inline void load_group(const uint8_t* group, Weights<8>& w) {
             w.products.half[i] = _mm256_add_epi32(w.products.half[i], _mm256_madd_epi16(odd, even));
         }
     }
+}
+
+template <int R, int BITS>
+inline void prepare(Weights<BITS>& w) {
+    if constexpr (BITS == 8) load_group<R>(reinterpret_cast<const uint8_t*>(w.quads), w);
 }
 
 alignas(32) constexpr int16_t ONES[32] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
@@ -299,11 +311,48 @@ inline void add_scaled(Ints* sums, const Scales& scale, const Quads* w, const in
 #undef BYTES
 }
 
-template <int STRIDE, int ROWS, int BITS>
+constexpr int32_t NO_STARTS[6] = {};
+
+inline const int32_t* address(const int32_t* starts) { return starts; }
+inline const int32_t* address(NoStarts) { return NO_STARTS; }
+
+template <int STRIDE, int ROWS, int FIRST, int COUNT, int BITS, class Starts>
+inline void add_scaled_dot(Ints* sums, const Scales& scale, const Weights<BITS>& w, const int32_t* x, const Starts& starts) {
+    constexpr bool SIGNED = !std::is_same_v<Starts, NoStarts>;
+    constexpr int FIT = fit<BITS, COUNT>(SIGNED);
+    static_assert(COUNT % FIT == 0 && (!SIGNED || COUNT == FIT));
+    UNROLLED for (int j = FIRST; j < FIRST + COUNT; j += FIT) {
+        add_scaled<STRIDE, ROWS, FIT>(sums, scale, w.quads + j, x + j * STRIDE, address(starts));
+    }
+}
+
+// Values of 8 bits, of a table.
+template <int STRIDE, int ROWS, int FIRST, int COUNT>
+inline void add_scaled_dot(Ints* sums, const Scales& scale, const Weights<8>& weights, const int32_t* x, const int32_t* starts) {
+    static_assert(FIRST == 0 && COUNT == 8);
+    Ints dots[ROWS];
+    UNROLLED for (int r = 0; r < ROWS; r++) dots[r] = all(starts[r]);
+    add_dot<STRIDE, ROWS>(dots, weights, x);
+    const Ints once = {{_mm256_srai_epi32(scale.half[0], 16), _mm256_srai_epi32(scale.half[1], 16)}};
+    UNROLLED for (int r = 0; r < ROWS; r++) {
+        if (STRIDE > RUN<8>) dots[r] = subtract(dots[r], weights.products);
+        sums[r] = add(sums[r], multiply(dots[r], once));
+    }
+}
+
+template <int STRIDE, int ROWS, int BITS, class Starts>
 inline void add_small_dot(Floats* sums, const Floats& scale, const float* x_scales, const Weights<BITS>& weights, const int32_t* x,
-                          const int32_t* starts) {
+                          const Starts& start_values) {
     const Quads* w = weights.quads;
-    static_assert(fit<BITS, 8>(true) == 8);
+    const int32_t* starts = address(start_values);
+    if constexpr (fit<BITS, 8>(!std::is_same_v<Starts, NoStarts>) < 8) {
+        const __m256i ones = _mm256_set1_epi16(1);
+        Ints dots[ROWS];
+        UNROLLED for (Ints& dot : dots) dot = zero_ints();
+        add_scaled_dot<STRIDE, ROWS, 0, 8>(dots, Scales{{ones, ones}}, weights, x, start_values);
+        UNROLLED for (int r = 0; r < ROWS; r++) sums[r] = multiply_add(to_floats(dots[r]), scaled(scale, x_scales[r]), sums[r]);
+        return;
+    }
     if constexpr (ROWS == 1) {
         const __m256i ones = _mm256_set1_epi16(1);
         *sums = multiply_add(to_floats(dot_row<8>(w, x, starts, {{ones, ones}})), scaled(scale, *x_scales), *sums);
@@ -338,21 +387,6 @@ inline void add_small_dot(Floats* sums, const Floats& scale, const float* x_scal
     if constexpr (ROWS == 5) BYTES(5);
     if constexpr (ROWS == 6) BYTES(6);
 #undef BYTES
-}
-
-constexpr int32_t NO_STARTS[6] = {};
-
-inline const int32_t* address(const int32_t* starts) { return starts; }
-inline const int32_t* address(NoStarts) { return NO_STARTS; }
-
-template <int STRIDE, int ROWS, int FIRST, int COUNT, int BITS, class Starts>
-inline void add_scaled_dot(Ints* sums, const Scales& scale, const Weights<BITS>& w, const int32_t* x, const Starts& starts) {
-    constexpr bool SIGNED = !std::is_same_v<Starts, NoStarts>;
-    constexpr int FIT = fit<BITS, COUNT>(SIGNED);
-    static_assert(COUNT % FIT == 0 && (!SIGNED || COUNT == FIT));
-    UNROLLED for (int j = FIRST; j < FIRST + COUNT; j += FIT) {
-        add_scaled<STRIDE, ROWS, FIT>(sums, scale, w.quads + j, x + j * STRIDE, address(starts));
-    }
 }
 
 template <int R>

@@ -18,6 +18,11 @@ inline uint32_t bits_of_float(float value) {
     return bits;
 }
 
+// 2^(exponent - 128), subnormal for exponents below 2.
+inline float half_power(uint32_t exponent) {
+    return float_of_bits(exponent < 2 ? 0x200000u << exponent : (exponent - 1) << 23);
+}
+
 inline float half_to_float(uint16_t half) {
     const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
     const uint32_t exponent = half >> 10 & 31, mantissa = half & 1023;

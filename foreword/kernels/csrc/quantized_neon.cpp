@@ -45,6 +45,9 @@ inline Ints zero_ints() { return all(0); }
 inline Floats zero_floats() {
     return each<Floats>([](int) { return vdupq_n_f32(0.0f); });
 }
+inline Floats all(float a) {
+    return each<Floats>([=](int) { return vdupq_n_f32(a); });
+}
 inline Ints add(const Ints& a, const Ints& b) {
     return each<Ints>([&](int i) { return vaddq_s32(a.part[i], b.part[i]); });
 }
@@ -130,6 +133,34 @@ inline Ints widen_signed(int8x16_t bytes) {
 }
 inline Ints widen_signed(const uint8_t* p) { return widen_signed(vreinterpretq_s8_u8(vld1q_u8(p))); }
 inline Ints widen_unsigned(const uint8_t* p) { return widen_signed(p); }
+
+// Lower (SHIFT 0) or upper (4) halves of bytes.
+template <int SHIFT>
+inline uint8x16_t nibbles(uint8x16_t bytes) {
+    if constexpr (SHIFT == 4) return vshrq_n_u8(bytes, 4);
+    return vandq_u8(bytes, vdupq_n_u8(15));
+}
+template <int SHIFT>
+inline Ints widen_nibbles(const uint8_t* p) {
+    return widen_signed(vreinterpretq_s8_u8(nibbles<SHIFT>(vld1q_u8(p))));
+}
+template <int SHIFT>
+inline Pairs nibble_pairs(const uint8_t* p) {
+    const uint8x16_t low = nibbles<SHIFT>(vld1q_u8(p)), high = nibbles<SHIFT>(vld1q_u8(p + 16));
+    return {{vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(low))), vreinterpretq_s16_u16(vmovl_high_u8(low)),
+             vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(high))), vreinterpretq_s16_u16(vmovl_high_u8(high))}};
+}
+// 2^(exponent - 128).
+inline Floats half_powers(const uint8_t* p) {
+    const uint8x16_t bytes = vld1q_u8(p);
+    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
+    const Ints exponents = {{vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(low))), vreinterpretq_s32_u32(vmovl_high_u16(low)),
+                             vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(high))), vreinterpretq_s32_u32(vmovl_high_u16(high))}};
+    return each<Floats>([&](int i) {
+        const int32x4_t normal = vshlq_n_s32(vsubq_s32(exponents.part[i], vdupq_n_s32(1)), 23);
+        return vreinterpretq_f32_s32(vmaxq_s32(normal, vshlq_n_s32(vaddq_s32(exponents.part[i], vdupq_n_s32(1)), 21)));
+    });
+}
 inline Pairs widen_pairs(const uint8_t* p) {
     return each<Pairs>([&](int i) { return vreinterpretq_s16_u16(vmovl_u8(vld1_u8(p + 8 * i))); });
 }
@@ -153,6 +184,22 @@ inline void split_halves(const uint8_t* p, Quads& low, Quads& high) {
     }
 }
 
+// plane shifted right & MASK
+template <int SHIFT, int MASK>
+inline Quads extract(const uint8_t* plane) {
+    return each<Quads>([&](int i) {
+        const uint8x16_t bits = vshlq_u8(vld1q_u8(plane + 16 * i), vdupq_n_s8(-SHIFT));
+        return vreinterpretq_s8_u8(vandq_u8(bits, vdupq_n_u8(MASK)));
+    });
+}
+
+// 8-bit values become signed.
+template <Format KIND>
+inline Quads look_up(const Quads& codes) {
+    const uint8x16_t table = veorq_u8(vld1q_u8(table_of(KIND)), vdupq_n_u8(product_bits(KIND) == 8 ? 0x80 : 0));
+    return each<Quads>([&](int i) { return vreinterpretq_s8_u8(vqtbl1q_u8(table, vreinterpretq_u8_s8(codes.part[i]))); });
+}
+
 // w | (plane shifted left (or right: negative) & MASK)
 template <int SHIFT, int MASK>
 inline Quads with_upper(const Quads& w, const uint8_t* plane) {
@@ -169,6 +216,7 @@ inline void add_dot(Ints& sum, const Quads& w, const int32_t& quad) {
 }
 
 inline void fetch_near(const int32_t*) {}
+inline void fetch_ahead(const uint8_t*) {}
 
 // 24 of 32 registers for sums. The weights of several rows are loaded one quad after the other.
 template <int BITS>

@@ -38,6 +38,9 @@ inline Ints zero_ints() { return all(0); }
 inline Floats zero_floats() {
     return each<Floats>([](int) { return 0.0f; });
 }
+inline Floats all(float a) {
+    return each<Floats>([=](int) { return a; });
+}
 inline Ints add(const Ints& a, const Ints& b) {
     return each<Ints>([&](int c) { return a.at[c] + b.at[c]; });
 }
@@ -90,6 +93,9 @@ inline Floats load_bfloats(const uint16_t* p, int64_t count) {
 inline Floats load_halves(const uint8_t* p) {
     return each<Floats>([&](int c) { return half_to_float(read_half(p + 2 * c)); });
 }
+inline Floats half_powers(const uint8_t* p) {
+    return each<Floats>([&](int c) { return half_power(p[c]); });
+}
 inline void store_floats(const Floats& a, char* p, int64_t count) { std::memcpy(p, a.at, count * sizeof(float)); }
 inline void store_bfloats(const Floats& a, char* p, int64_t count) {
     uint16_t values[TILE];
@@ -116,6 +122,17 @@ inline Pairs widen_pairs(const uint8_t* p) {
     std::memcpy(pairs.at, p, sizeof pairs.at);
     return pairs;
 }
+// Lower (SHIFT 0) or upper (4) halves of bytes.
+template <int SHIFT>
+inline Ints widen_nibbles(const uint8_t* p) {
+    return each<Ints>([&](int c) { return p[c] >> SHIFT & 15; });
+}
+template <int SHIFT>
+inline Pairs nibble_pairs(const uint8_t* p) {
+    Pairs pairs;
+    for (int i = 0; i < 2 * TILE; i++) pairs.at[i] = p[i] >> SHIFT & 15;
+    return pairs;
+}
 inline Ints dot_pairs(const Ints& sum, const Pairs& a, int32_t pair) {
     int16_t b[2];
     std::memcpy(b, &pair, sizeof b);
@@ -134,6 +151,21 @@ inline void split_halves(const uint8_t* p, Quads& low, Quads& high) {
     }
 }
 
+// plane shifted right & MASK
+template <int SHIFT, int MASK>
+inline Quads extract(const uint8_t* plane) {
+    Quads w;
+    for (int i = 0; i < 4 * TILE; i++) w.at[i] = plane[i] >> SHIFT & MASK;
+    return w;
+}
+
+template <Format KIND>
+inline Quads look_up(const Quads& codes) {
+    Quads w;
+    for (int i = 0; i < 4 * TILE; i++) w.at[i] = table_of(KIND)[codes.at[i]];
+    return w;
+}
+
 // w | (plane shifted left (or right: negative) & MASK)
 template <int SHIFT, int MASK>
 inline Quads with_upper(Quads w, const uint8_t* plane) {
@@ -150,6 +182,7 @@ inline void add_dot(Ints& sum, const Quads& w, const int32_t& quad) {
 }
 
 inline void fetch_near(const int32_t*) {}
+inline void fetch_ahead(const uint8_t*) {}
 
 template <int BITS>
 constexpr int RUN = 4;

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,7 +20,12 @@ from foreword.kernels.ops import Matrix, QuantizedBlocks
 from foreword.layers.lora import deinterleave_heads
 from foreword.layers.weights import Weights
 from foreword.models.device_loader import DeviceLoader, FileSpan
-from foreword.models.gguf.dequantize import DEQUANTIZERS, dequantize
+from foreword.models.gguf.dequantize import (
+    DEQUANTIZED_TYPES,
+    GGUF_PACKAGE_TYPES,
+    dequantize,
+    has_gguf_package,
+)
 from foreword.models.gguf.header import GGUFFile, TensorInfo
 from foreword.models.gguf.rope import ROPE_TENSORS
 from foreword.models.mmap_file import MappedFile
@@ -37,15 +43,37 @@ __all__ = [
 FLOAT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 )
-# Bits per value of types with CPU kernels; their packed layout: csrc/quantized_layout.h.
-QUANT_BITS: Mapping[str, int] = MappingProxyType(
-    {"q8_0": 8, "q5_0": 5, "q4_0": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedType:
+    """The packed layout of a type with CPU kernels: csrc/quantized_layout.h."""
+
+    bits: int  # per value
+    scale_bytes: int  # scales and minimums of `scale_blocks` blocks of a tile
+    scale_blocks: int = 1
+
+
+PACKED_TYPES: Mapping[str, PackedType] = MappingProxyType(
+    {
+        "q8_0": PackedType(8, 64, 2),
+        "q5_0": PackedType(5, 64, 2),
+        "q4_0": PackedType(4, 64, 2),
+        "q4_1": PackedType(4, 128, 2),
+        "q5_1": PackedType(5, 128, 2),
+        "iq4_nl": PackedType(4, 64, 2),
+        "mxfp4": PackedType(4, 64, 4),
+        "q4_k": PackedType(4, 320),
+        "q5_k": PackedType(5, 320),
+        "q6_k": PackedType(6, 320),
+        "q2_k": PackedType(2, 320),
+        "q3_k": PackedType(3, 320),
+        "iq4_xs": PackedType(4, 192),
+    }
 )
 # Bytes per value of types with GPU kernels.
 GPU_BYTES_PER_VALUE: Mapping[str, float] = MappingProxyType({"q8_0": 34 / 32, "q4_0": 18 / 32})
 TILE_ROWS = 16  # rows of a packed tile; the last tile is padded
-TILE_SCALE_BYTES = 320  # scales of a tile's block of 256 columns
-TILE_PAIR_SCALE_BYTES = 64  # scales of a tile's two blocks of 32 columns
 # The converter reorders rows of q and k.
 PERMUTED_QK_ARCHITECTURES = ("granite", "granitemoe", "llama", "mistral3", "smollm3")
 LAYER_TENSOR_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:[._](weight|bias))?")
@@ -120,7 +148,7 @@ def gguf_name(name: str, architecture: str) -> str:
 
 def with_memory_info(model_info: ModelInfo, gguf: GGUFFile) -> ModelInfo:
     """Add the memory of quantized tensors, which stay packed; the rest gets a data type."""
-    packed = [info for info in gguf.tensors.values() if info.tensor_type.name in QUANT_BITS]
+    packed = [info for info in gguf.tensors.values() if info.tensor_type.name in PACKED_TYPES]
     if not packed:
         return model_info
     outer = [info for info in packed if info.name in (EMBEDDING_TENSOR, HEAD_TENSOR)]
@@ -150,24 +178,30 @@ def _packed_bytes(info: TensorInfo) -> int:
     """Bytes in the layout of the CPU kernels, slightly more than in the file."""
     if len(info.shape) > 2:  # experts are packed one by one
         return info.shape[0] * _packed_bytes(info.part(0))
-    columns, block_values = info.shape[-1], info.tensor_type.block_values
-    blocks = columns // block_values
-    is_k_quant = block_values > 32
-    scales = blocks * TILE_SCALE_BYTES if is_k_quant else (blocks + 1) // 2 * TILE_PAIR_SCALE_BYTES
+    columns, packed = info.shape[-1], PACKED_TYPES[info.tensor_type.name]
+    blocks = columns // info.tensor_type.block_values
+    scales = -(-blocks // packed.scale_blocks) * packed.scale_bytes
     tiles = -(-info.num_values // columns // TILE_ROWS)
-    return tiles * (scales + columns * TILE_ROWS * QUANT_BITS[info.tensor_type.name] // 8)
+    return tiles * (scales + columns * TILE_ROWS * packed.bits // 8)
 
 
 def check_tensor_types(gguf: GGUFFile, allow_dequantize: bool) -> None:
-    """Raises CheckpointError for a tensor of a type without kernels."""
-    for info in gguf.tensors.values():
-        name = info.tensor_type.name
-        if name in FLOAT_DTYPES or name in QUANT_BITS or (name in DEQUANTIZERS and allow_dequantize):
-            continue
-        known = ", ".join((*FLOAT_DTYPES, *QUANT_BITS))
-        hint = "--gguf-dequantize converts it to floats" if name in DEQUANTIZERS else f"known: {known}"
-        problem = f"tensor `{info.name}` is of type {name}, which has no kernels"
-        raise CheckpointError(f"{info.file}: {problem}; {hint}", "model")
+    """Raises CheckpointError that names every type without kernels."""
+    kernels = (*FLOAT_DTYPES, *PACKED_TYPES)
+    types = Counter(info.tensor_type.name for info in gguf.tensors.values())
+    counts = {name: count for name, count in types.most_common() if name not in kernels}
+    unknown = [name for name in counts if name not in DEQUANTIZED_TYPES]
+    if unknown:
+        hint = f"known: {', '.join((*kernels, *DEQUANTIZED_TYPES))}"
+    elif counts and not allow_dequantize:
+        hint = "--gguf-dequantize converts them to floats"
+    elif not has_gguf_package() and not counts.keys().isdisjoint(GGUF_PACKAGE_TYPES):
+        hint = "--gguf-dequantize needs the `gguf` package for them: pip install 'foreword[gguf]'"
+    else:
+        return
+    names = unknown or counts
+    text = ", ".join(f"{name} ({counts[name]} tensor{'s' * (counts[name] > 1)})" for name in names)
+    raise CheckpointError(f"{gguf.path}: tensor types without kernels: {text}; {hint}", "model")
 
 
 def read_rope_factors(gguf: GGUFFile, name: str) -> list[float]:
@@ -273,7 +307,7 @@ class GGUFWeights:
         if type_name in FLOAT_DTYPES:
             return self._unpermute(name, self._read_floats(info))
         blocks = self._read_tensor(info, torch.uint8, (info.num_bytes // info.row_bytes, info.row_bytes))
-        if type_name in QUANT_BITS:
+        if type_name in PACKED_TYPES:
             return QuantizedBlocks(type_name, self._unpermute(name, blocks), info.shape[-1])
         values = torch.from_numpy(dequantize(type_name, blocks.cpu().numpy()))
         return self._unpermute(name, values.to(blocks.device))
