@@ -306,7 +306,7 @@ PRECISIONS: dict[str, dict[str, str]] = {
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "int8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
 }
-BLOCKS = ("Q8_0", "Q4_K")
+BLOCKS = ("Q8_0", "Q4_K", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K", "Q5_1")
 REFERENCE = ("bfloat16", "int8 KV", "Q4_K")  # torch is slow: a few precisions are enough
 # Wide enough for every GGUF block, and for more than one partial sum of a product.
 BLOCKWISE = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 2}

@@ -24,6 +24,7 @@ from foreword.errors import ConfigError
 from foreword.executor.cuda_graphs import CudaGraphPool
 from foreword.kernels import gpu
 from foreword.kernels.ops import Ops
+from foreword.kernels.quantization import QUANT_BLOCKS
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton.backend import TritonOps
 from tests.support.checkpoints import EOS, write_checkpoint
@@ -222,7 +223,7 @@ def test_vision_families_match_cpu(tmp_path: Path, family: str) -> None:
     check_equal(ReferenceOps, model, VOLTA, image_requests(model), **options)
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q5_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
+@pytest.mark.parametrize("kind", [Kind[name.upper()] for name in QUANT_BLOCKS])
 def test_gguf_formats_match_cpu(tmp_path: Path, kind: Kind) -> None:
     file = write_gguf(
         write_checkpoint(tmp_path / "made", "llama", seed=5, **WHOLE_BLOCKS), tmp_path / "model.gguf", kind

@@ -198,7 +198,7 @@ class Config:
     )
     gguf_dequantize: bool = option(
         False,
-        "convert GGUF types without kernels (Q2_K, Q3_K, Q4_1, ...) to floats of `dtype`",
+        "convert GGUF types without kernels (IQ2_XS, IQ3_XXS, TQ2_0, ...) to floats of `dtype`",
         group="model",
     )
     max_model_len: int | None = option(

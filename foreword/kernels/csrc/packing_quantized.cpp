@@ -34,53 +34,15 @@ T get(const uint8_t* bytes) {
     return value;
 }
 
-// Bits [first, first + count) of each byte.
-constexpr uint32_t bits_at(uint32_t bytes, int first, int count) { return bytes >> first & 0x01010101u * ((1u << count) - 1); }
-
-// 32 values of one column to its place in a group: `group` points to the column's first quad, quads are 64 bytes apart.
-template <int BITS>
-void put_group(const uint8_t* q, uint8_t* group) {
-    uint32_t quads[8], planes[BITS] = {};
-    std::memcpy(quads, q, sizeof quads);
-    if constexpr (BITS == 8) {
-        for (int j = 0; j < 8; j++) planes[j] = quads[j];
-    } else if constexpr (BITS == 2) {
-        for (int j = 0; j < 8; j++) planes[j / 4] |= quads[j] << (2 * (j % 4));
-    } else if constexpr (BITS == 3) {
-        for (int j = 0; j < 6; j++) planes[j / 2] |= quads[j] << (3 * (j % 2));
-        for (int j = 0; j < 2; j++) {
-            planes[j] |= bits_at(quads[6 + j], 0, 2) << 6;
-            planes[2] |= bits_at(quads[6 + j], 2, 1) << (6 + j);
-        }
-    } else {
-        constexpr int UPPER = BITS - 4;  // bits of a quad in the planes after the halves
-        for (int j = 0; j < 4; j++) planes[j] = bits_at(quads[j], 0, 4) | bits_at(quads[j + 4], 0, 4) << 4;
-        if constexpr (UPPER > 0) {
-            for (int j = 0; j < 8; j++) planes[4 + j * UPPER / 8] |= bits_at(quads[j], 4, UPPER) << (j * UPPER % 8);
-        }
-    }
-    for (int plane = 0; plane < BITS; plane++) store_partial(group + 64 * plane, planes[plane]);
+// The words of one column of a group, 64 bytes apart.
+template <Format FORMAT>
+void put_words(const uint32_t* words, uint8_t* group) {
+    for (int i = 0; i < bits_of(FORMAT); i++) store_partial(group + 64 * i, words[i]);
 }
 
-template <int BITS>
-void get_group(const uint8_t* group, uint8_t* q) {
-    uint32_t planes[BITS];
-    for (int plane = 0; plane < BITS; plane++) planes[plane] = read_quad(group + 64 * plane);
-    for (int j = 0; j < 8; j++) {
-        uint32_t quad;
-        if constexpr (BITS == 8) {
-            quad = planes[j];
-        } else if constexpr (BITS == 2) {
-            quad = bits_at(planes[j / 4], 2 * (j % 4), 2);
-        } else if constexpr (BITS == 3) {
-            quad = j < 6 ? bits_at(planes[j / 2], 3 * (j % 2), 3) : bits_at(planes[j - 6], 6, 2) | bits_at(planes[2], j, 1) << 2;
-        } else {
-            constexpr int UPPER = BITS - 4;
-            quad = bits_at(planes[j % 4], j / 4 * 4, 4);
-            if constexpr (UPPER > 0) quad |= bits_at(planes[4 + j * UPPER / 8], j * UPPER % 8, UPPER) << 4;
-        }
-        store_partial(q + 4 * j, quad);
-    }
+template <Format FORMAT>
+void get_words(const uint8_t* group, uint32_t* words) {
+    for (int i = 0; i < bits_of(FORMAT); i++) words[i] = read_quad(group + 64 * i);
 }
 
 // The scale and the minimum of a block: float16, except for an exponent of MXFP4.
@@ -92,7 +54,7 @@ void put_small(const SmallBlock& block, int64_t index, int64_t column, uint8_t* 
         store_partial(tile + scales_at(FORMAT, index) + 2 * column, block.d);
     }
     if constexpr (has_minimum(FORMAT)) store_partial(tile + minimums_at(FORMAT, index) + 2 * column, block.m);
-    put_group<bits_of(FORMAT)>(block.q, tile + quants_at(FORMAT, index) + 4 * column);
+    put_words<FORMAT>(block.words, tile + quants_at(FORMAT, index) + 4 * column);
 }
 
 template <Format FORMAT>
@@ -103,7 +65,7 @@ void get_small(const uint8_t* tile, int64_t index, int64_t column, SmallBlock& b
         block.d = get<uint16_t>(tile + scales_at(FORMAT, index) + 2 * column);
     }
     if constexpr (has_minimum(FORMAT)) block.m = get<uint16_t>(tile + minimums_at(FORMAT, index) + 2 * column);
-    get_group<bits_of(FORMAT)>(tile + quants_at(FORMAT, index) + 4 * column, block.q);
+    get_words<FORMAT>(tile + quants_at(FORMAT, index) + 4 * column, block.words);
 }
 
 // Where the minimum of a part of Q4_K and Q5_K is: they are in pairs.
@@ -115,11 +77,13 @@ void put_parts(const SuperBlock& block, int64_t column, uint8_t* super) {
     store_partial(super + 2 * column, block.d);
     if constexpr (has_minimum(FORMAT)) store_partial(super + 32 + 2 * column, block.dmin);
     uint8_t* scales = super + SUPER_SCALES + column;
-    for (int part = 0; part < SUPER / part_of(FORMAT); part++) {
-        if constexpr (FORMAT == Format::Q2_K) {
-            scales[TILE * (part / 2)] |= static_cast<uint8_t>(block.scales[part] << part % 2 * 4);
-            super[minimum_at(part % 8, column)] |= static_cast<uint8_t>(block.mins[part] << part / 8 * 4);
-        } else {
+    if constexpr (FORMAT == Format::Q2_K) {
+        for (int i = 0; i < 8; i++) {
+            scales[TILE * i] = static_cast<uint8_t>(block.scales[2 * i] | block.scales[2 * i + 1] << 4);
+            super[minimum_at(i, column)] = static_cast<uint8_t>(block.mins[i] | block.mins[i + 8] << 4);
+        }
+    } else {
+        for (int part = 0; part < SUPER / part_of(FORMAT); part++) {
             scales[TILE * part] = block.scales[part];
             if constexpr (has_minimum(FORMAT)) super[minimum_at(part, column)] = block.mins[part];
         }
@@ -146,18 +110,14 @@ template <Format FORMAT>
 void put_super(const SuperBlock& block, int64_t column, uint8_t* super) {
     put_parts<FORMAT>(block, column, super);
     uint8_t* quants = super + super_quants(FORMAT) + 4 * column;
-    for (int group = 0; group < 8; group++) {
-        put_group<bits_of(FORMAT)>(block.q + SMALL * group, quants + group * group_bytes(FORMAT));
-    }
+    for (int group = 0; group < 8; group++) put_words<FORMAT>(block.words[group], quants + group * group_bytes(FORMAT));
 }
 
 template <Format FORMAT>
 void get_super(const uint8_t* super, int64_t column, SuperBlock& block) {
     get_parts<FORMAT>(super, column, block);
     const uint8_t* quants = super + super_quants(FORMAT) + 4 * column;
-    for (int group = 0; group < 8; group++) {
-        get_group<bits_of(FORMAT)>(quants + group * group_bytes(FORMAT), block.q + SMALL * group);
-    }
+    for (int group = 0; group < 8; group++) get_words<FORMAT>(quants + group * group_bytes(FORMAT), block.words[group]);
 }
 
 // Block by block of all columns, whose tile stays in the L1 cache.
@@ -334,7 +294,7 @@ void put_int4_group(const Int4Group& group, int64_t index, uint8_t* tile) {
     }
     for (int c = 0; c < TILE; c++) {
         SmallBlock block{};
-        for (int i = 0; i < SMALL; i++) block.q[i] = q[i][c];
+        for (int i = 0; i < SMALL / 2; i++) block.words[i / 4] |= static_cast<uint32_t>(q[i][c] | q[i + SMALL / 2][c] << 4) << 8 * (i % 4);
         block.d = wrong[c] == 0.0f ? float_to_half(group.scale[c]) : 0x7e00;
         put_small<Format::Q4_0>(block, index, c, tile);
     }

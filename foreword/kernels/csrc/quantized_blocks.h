@@ -94,11 +94,13 @@ constexpr int64_t halves_at(Format format) {
     }
 }
 
-// 32 values: d * (value - zero_of(format)) + m, where q is the value or its code. d and m are float16; the d of MXFP4 is
-// an exponent, see half_power().
+// A block of a file, its values as words of one column of a tile (quantized_layout.h): word i is 64 * i bytes behind the
+// first one of its group of 32 values.
+
+// 32 values: d * (value - zero_of(format)) + m. d and m are float16; the d of MXFP4 is an exponent, see half_power().
 struct SmallBlock {
     uint16_t d, m;
-    uint8_t q[SMALL];
+    uint32_t words[8];
 };
 
 // 256 values in parts of part_of(format): d * scale * (value - zero_of(format)) - dmin * minimum. Scales of formats without
@@ -106,7 +108,7 @@ struct SmallBlock {
 struct SuperBlock {
     uint16_t d, dmin;
     uint8_t scales[16], mins[16];
-    uint8_t q[SUPER];
+    uint32_t words[8][8];
 };
 
 inline uint16_t read_half(const uint8_t* bytes) {
