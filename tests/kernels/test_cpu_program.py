@@ -14,7 +14,7 @@ from foreword.core.images import MRopePositions, PromptImage
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.cpu.program import Buffer, plan_arena
-from foreword.kernels.ops import ExpertsConfig, MRopeSections
+from foreword.kernels.ops import ExpertsConfig, GroupedInts, MRopeSections
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, DIM, INNER = 97, 48, 4, 2, 16, 40
 EXPERTS = ExpertsConfig(num_experts=5, top_k=2, renormalize=True, activation="gpt_oss")
@@ -45,7 +45,11 @@ class SmallModel:
         self.qkv = ops.pack_linear(
             [q, k], weight_format, torch.randn((HEADS + 2 * KV_HEADS) * DIM, generator=rng)
         )
-        self.out = ops.pack_linear([weight(HIDDEN, HEADS * DIM)], weight_format)
+        inputs = HEADS * DIM
+        values = torch.randint(0, 256, (HIDDEN, inputs // 2), dtype=torch.uint8, generator=rng)
+        scales, zeros = 0.1 * weight(HIDDEN, 2), torch.full((HIDDEN, 2), 8, dtype=torch.uint8)
+        order = torch.randperm(inputs, generator=rng)
+        self.out = ops.pack_linear([GroupedInts(4, inputs // 2, values, scales, zeros, order)], "bfloat16")
         self.gate_up = ops.pack_linear([weight(INNER, HIDDEN), weight(INNER, HIDDEN)], weight_format)
         self.down = ops.pack_linear([weight(HIDDEN, INNER)], weight_format)
         self.router = ops.pack_linear([weight(EXPERTS.num_experts, HIDDEN)], "float32")
