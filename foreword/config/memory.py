@@ -187,17 +187,16 @@ def kv_bytes_per_token(model: ModelInfo, kv_dtype: str) -> int:
     return int(model.kv_values_per_token * DTYPE_BYTES[kv_dtype]) + scales
 
 
-def grouped_bytes(rows: int, columns: int, bits: int, group_size: int) -> int:
-    """Bytes of a packed matrix of 4 or 8 bits with a scale and a zero for each group_size values of a row."""
-    groups = -(-columns // group_size)
-    zeros = -(-groups * TILE_ROWS // TILE_ALIGNMENT) * TILE_ALIGNMENT
+def grouped_bytes(rows: int, columns: int, bits: int, num_groups: int) -> int:
+    """Bytes of a packed matrix of 4 or 8 bits with a scale and a zero for each group of values of a row."""
+    zeros = -(-num_groups * TILE_ROWS // TILE_ALIGNMENT) * TILE_ALIGNMENT
     values = -(-columns // 32) * 32 * TILE_ROWS * bits // 8
-    return -(-rows // TILE_ROWS) * (zeros + groups * TILE_ROWS * 4 + values)
+    return -(-rows // TILE_ROWS) * (zeros + num_groups * TILE_ROWS * 4 + values)
 
 
-def float8_bytes(rows: int, columns: int, block_columns: int) -> int:
-    """Bytes of a packed matrix of float8 with a scale for each block_columns values of a row."""
-    scales = (1 + -(-columns // block_columns)) * 4  # and the first sums
+def float8_bytes(rows: int, columns: int, num_groups: int) -> int:
+    """Bytes of a packed matrix of float8 with a scale for each group of values of a row."""
+    scales = (1 + num_groups) * 4  # and the first sum
     return -(-rows // TILE_ROWS) * TILE_ROWS * (scales + -(-columns // 32) * 32)
 
 

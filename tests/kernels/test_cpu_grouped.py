@@ -207,4 +207,4 @@ def test_bytes_are_those_of_the_kernels(rows: int, columns: int, group_size: int
     size = -(-group_size // 32) * 32
     for bits in (4, 8):
         packed = library.foreword_packed_bytes(FORMAT_IDS[f"grouped{bits}"], rows, columns, size)
-        assert grouped_bytes(rows, columns, bits, group_size) == packed
+        assert grouped_bytes(rows, columns, bits, columns // group_size) == packed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from foreword.config.memory import PackedFormat
+from foreword.config.memory import PackedFormat, float8_bytes, grouped_bytes
 from foreword.config.resolve import ModelInfo
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix
@@ -31,8 +31,6 @@ UNUSED_SUFFIXES = (
 )
 MUST_BE_PLAIN = "is quantized, but must be plain here"
 EXPERTS_MARK = ".experts."  # in names of matrices
-TILE_ROWS = 16  # rows of a packed tile of the CPU kernels; the last tile is padded
-SCALE_BYTES = 5  # and the zero's
 
 
 class QuantizedWeights(FileWeights):
@@ -216,5 +214,7 @@ class QuantizedWeights(FileWeights):
 
 def _packed_bytes(scheme: Scheme, rows: int, columns: int) -> int:
     """Bytes of a matrix in the layout of the CPU kernels; a GPU keeps about as many."""
-    padded_rows = -(-rows // TILE_ROWS) * TILE_ROWS
-    return padded_rows * (columns * scheme.bits // 8 + scheme.num_groups(columns) * SCALE_BYTES)
+    num_groups = scheme.num_groups(columns)
+    if isinstance(scheme, GroupedScheme):
+        return grouped_bytes(rows, columns, scheme.bits, num_groups)
+    return float8_bytes(rows, columns, num_groups)
