@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foreword.core.batch import KVLayer
-from foreword.kernels.ops import Matrix, MRopeSections, PackedExperts, PackedLinear
+from foreword.core.batch import Batch, KVLayer
+from foreword.kernels.ops import LoraTable, Matrix, MRopeSections, PackedExperts, PackedLinear
 from foreword.kernels.reference.backend import ReferenceOps
-from foreword.kernels.triton import elementwise, rope
+from foreword.kernels.triton import elementwise, lora, rope
 from foreword.kernels.triton.attention import TritonAttention
 from foreword.kernels.triton.decode_ops import TritonDecodeOps
 from foreword.kernels.triton.experts import TritonExperts
@@ -49,6 +49,9 @@ class TritonOps(TritonExperts, TritonAttention, TritonSampling, ReferenceOps):
 
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
         return elementwise.gated_act(gate_up, activation)
+
+    def add_lora(self, y: Tensor, x: Tensor, table: LoraTable, batch: Batch) -> Tensor:
+        return lora.add_lora(y, x, table, batch)
 
     def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
         return elementwise.scale_by_sigmoid(x, gate)
