@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from foreword.bench.shapes import WEIGHT_FORMATS, ModelShape
+from foreword.bench.shapes import WEIGHT_FORMATS, ModelShape, WeightMatrix
 from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
-from foreword.kernels.ops import Matrix, Ops, QuantizedBlocks
+from foreword.kernels.ops import Float8Blocks, GroupedInts, LoraTable, Matrix, Ops, QuantizedBlocks
 
 __all__ = ["BLOCK_SIZE", "VOCAB_SIZE", "RandomInputs", "sampling_ops"]
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 256  # token ids of a batch are below this
+GROUP_SIZE = 128  # columns that share a scale, as in most checkpoints
 QUANTIZED_SCALE = 2.0**-10  # of a GGUF block: a random float16 would be inf or NaN once in 32 blocks
 
 
@@ -34,7 +35,17 @@ class RandomInputs:
         return torch.randint(low, high, shape, generator=self._generator, device=self.device, dtype=dtype)
 
     def weight(self, name: str, n: int, k: int) -> Matrix:
-        """[n, k] with values around 1 / sqrt(k), as a tensor or in the GGUF blocks of format `name`."""
+        """[n, k] with values around 1 / sqrt(k).
+
+        A tensor, GGUF blocks of format `name`, or as in checkpoints: "grouped4" and "grouped8" in groups of
+        128 columns, "fp8_blocks" in blocks of 128 x 128.
+        """
+        if name.startswith("grouped"):
+            return self._grouped_ints(int(name.removeprefix("grouped")), n, k)
+        if name == "fp8_blocks":
+            values = self.normal(n, k, scale=50.0, dtype=torch.float32).to(torch.float8_e4m3fn)
+            scales = self.normal(-(-n // GROUP_SIZE), -(-k // GROUP_SIZE), dtype=torch.float32)
+            return Float8Blocks(values, scales.mul_(0.02 * k**-0.5), (GROUP_SIZE, GROUP_SIZE))
         fmt = WEIGHT_FORMATS.get(name)
         if fmt is None or not fmt.is_blocks:
             return self.normal(n, k, scale=k**-0.5)
@@ -43,6 +54,21 @@ class RandomInputs:
         for offset in fmt.scale_offsets:
             blocks[..., offset : offset + 2] = scale
         return QuantizedBlocks(name, blocks.view(n, -1), k)
+
+    def _grouped_ints(self, bits: int, n: int, k: int) -> GroupedInts:
+        """Groups of GROUP_SIZE columns, or one for each row."""
+        size = GROUP_SIZE if k % GROUP_SIZE == 0 else k
+        values = self.integers(0, 256, n, k * bits // 8, dtype=torch.uint8)
+        scales = self.normal(n, k // size, scale=2.0 ** (2 - bits) * k**-0.5, dtype=torch.float16)
+        zeros = self.integers(0, 1 << bits, n, k // size, dtype=torch.uint8)
+        return GroupedInts(bits, size, values, scales.to(torch.float32), zeros)
+
+    def lora_table(self, slots: int, rank: int, matrix: WeightMatrix) -> LoraTable:
+        """Adapters of one linear layer."""
+        a = self.normal(slots, 1, rank, matrix.k, scale=matrix.k**-0.5)
+        b = self.normal(slots, rank, matrix.n)
+        ranks = torch.full((slots, 1), rank, dtype=torch.int64, device=self.device)
+        return LoraTable((matrix.n,), a, b, ranks, torch.ones_like(ranks, dtype=torch.float32))
 
     def kv_cache(self, shape: ModelShape, slots: int, kind: str = "auto") -> KVLayer:
         """K and V of one layer; `kind` as --kv-cache-dtype."""

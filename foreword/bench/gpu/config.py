@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from foreword.bench.shapes import SHAPES, ModelShape, model_shape
+from foreword.bench.shapes import EXPERTS_SHAPE, SHAPES, ExpertsShape, ModelShape, model_shape
 
 __all__ = ["DRY_RUN", "FULL", "JOBS", "QUICK", "ROLES", "SECTIONS", "BenchConfig", "Job", "write_model"]
 
@@ -35,6 +35,7 @@ JOBS = (
     Job("start", "kernels", "start:compile_kernels", 25),
     Job("start", "warm", "start:warm_start", 7),
     Job("checks", "linear", "kernels:check_linear", 22),
+    Job("checks", "experts", "kernels:check_experts", 8),
     Job("checks", "attention", "kernels:check_attention", 16),
     Job("checks", "sampling", "kernels:check_sampling", 6),
     Job("checks", "at load", "kernels:check_load", 8),
@@ -56,7 +57,10 @@ JOBS = (
         Job("engines", name, f"engines:{name.replace(' ', '_')}", 7)
         for name in ("eager", "graphs", "no overlap", "drafts", "draft model", "small cache", "fast math")
     ),
-    *(Job("kernels", name, f"kernels:time_{name}", 13) for name in ("linear", "attention", "rows")),
+    *(
+        Job("kernels", name, f"kernels:time_{name}", 10)
+        for name in ("linear", "experts", "attention", "rows")
+    ),
     *(Job("speculation", name, f"steps:{name}_drafts", 18) for name in ("adaptive", "fixed", "paid")),
     Job("variants", "", "variants:measure_variant", 55),  # command.py makes a job of each
     *(Job("peers", role, "steps:peer", 12, (role,)) for role in reversed(ROLES)),
@@ -70,6 +74,9 @@ class BenchConfig:
     dtype: str = "bfloat16"  # of weights, activations and KV
     large: ModelShape = SHAPES["llama-3.1-8b"]
     small: ModelShape = SHAPES["qwen2.5-0.5b"]
+    experts: ExpertsShape = EXPERTS_SHAPE
+    adapters: int = 8  # LoRA adapters of a layer
+    adapter_rank: int = 16
     drafter: ModelShape = SHAPES["llama-3.2-1b"]  # draft model of `large`
     small_drafter: ModelShape = SMALL_DRAFTER
     budget_factor: float = 1.0  # of the budgets of all jobs
@@ -141,6 +148,9 @@ DRY_RUN = BenchConfig(
     dtype="float32",
     large=model_shape("tiny-large", 2, 64, 96, 4, 2, 272, head_dim=16, tie_word_embeddings=False),
     small=model_shape("tiny-small", 1, 32, 256, 2, 1, 272, head_dim=16),
+    experts=ExpertsShape(num_experts=5, top_k=2, hidden=32, inner=16),
+    adapters=2,
+    adapter_rank=4,
     drafter=model_shape("tiny-drafter", 1, 32, 64, 2, 1, 272, head_dim=16),
     small_drafter=model_shape("tiny-small-drafter", 1, 32, 64, 2, 1, 272, head_dim=16),
     budget_factor=60.0,  # a slow machine must skip nothing

@@ -23,18 +23,20 @@ from foreword.bench.gpu.config import BenchConfig
 from foreword.bench.gpu.device import roofline
 from foreword.bench.gpu.report import Report
 from foreword.bench.inputs import BLOCK_SIZE, RandomInputs, sampling_ops
-from foreword.bench.shapes import WEIGHT_FORMATS, ModelShape, WeightMatrix
+from foreword.bench.shapes import WEIGHT_FORMATS, ExpertsShape, ModelShape, WeightMatrix
 from foreword.core.batch import NULL_BLOCK, Batch
 from foreword.kernels.gpu import ComputeTypes, trial_mismatches
-from foreword.kernels.ops import Ops, QuantizedBlocks
+from foreword.kernels.ops import ExpertsConfig, Ops
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.reference.sampling import gumbel, hash_logits
 from foreword.kernels.registry import select_backend
 
 __all__ = [
+    "ExpertLayer",
     "KernelTimings",
     "OpChecks",
     "check_attention",
+    "check_experts",
     "check_linear",
     "check_load",
     "check_sampling",
@@ -42,6 +44,7 @@ __all__ = [
     "kernel_ops",
     "record_launches",
     "time_attention",
+    "time_experts",
     "time_linear",
     "time_rows",
 ]
@@ -49,10 +52,13 @@ __all__ = [
 Rows = Callable[[Tensor], Tensor]
 Part = tuple[str, Callable[[], Mapping[str, Any]]]
 
-CHECKED_FORMATS = ("int8", "int4", "fp8", "q8_0", "q4_k", "q6_k")
-TIMED_FORMATS = ("int8", "fp8", "int4")
+CHECKED_FORMATS = ("int8", "int4", "fp8", "q8_0", "q4_k", "q6_k", "grouped4", "grouped8", "fp8_blocks")
+TRIAL_FORMATS = ("int8", "fp8", "int4")
+TIMED_FORMATS = (*TRIAL_FORMATS, "grouped4", "fp8_blocks")
+EXPERT_FORMATS = ("int4", "grouped4", "fp8_blocks")
 KV_KINDS = ("auto", "int8", "fp8")
-FP8_BYTES = 1.0
+BYTES_PER_VALUE = {"fp8": 1.0, "fp8_blocks": 1.0, "grouped4": 0.5}  # without scales
+EXPERT_ROUTERS = 8  # so that copies read other experts
 MAX_CHECKED_VALUES = 1 << 28  # of one result
 MAX_TIMED_VALUES = 1 << 30
 NUM_DRAFTED = 4
@@ -90,6 +96,17 @@ def check_linear(config: BenchConfig, report: Report) -> None:
         report.measure("linear, negative control", partial(check.torch_linear, down))
 
 
+def check_experts(config: BenchConfig, report: Report) -> None:
+    """Rows that choose experts or have adapters, in batches and alone."""
+    check = OpChecks(config)
+    with torch.inference_mode():
+        for name in (config.dtype, *EXPERT_FORMATS):
+            report.measure(f"experts {name}", partial(check.experts, name))
+        matrices = config.shape(config.kernel_roles[0]).matrices
+        down = next(matrix for matrix in matrices if matrix.name == "down")
+        report.measure("adapters", partial(check.adapters, down))
+
+
 def check_attention(config: BenchConfig, report: Report) -> None:
     check = OpChecks(config)
     with torch.inference_mode():
@@ -98,6 +115,8 @@ def check_attention(config: BenchConfig, report: Report) -> None:
             for kind in KV_KINDS:
                 report.measure(f"attention {role}, {kind} KV", partial(check.attention, shape, kind, None))
             report.measure(f"attention {role}, window", partial(check.attention, shape, "auto", WINDOW))
+            sinks = partial(check.attention, shape, "auto", WINDOW, with_sinks=True)
+            report.measure(f"attention {role}, window and sinks", sinks)
         report.measure("attention repeated", partial(check.repeated_attention, shape))
 
 
@@ -114,7 +133,7 @@ def check_load(config: BenchConfig, report: Report) -> None:
     for types in (
         ComputeTypes(config.dtype, config.dtype, config.dtype),
         ComputeTypes("float16", "float16", "float16"),
-        *(ComputeTypes(config.dtype, name, config.dtype) for name in TIMED_FORMATS),
+        *(ComputeTypes(config.dtype, name, config.dtype) for name in TRIAL_FORMATS),
     ):
         report.measure(f"trial {types.dtype} {types.linear_format}", partial(_list_trial, types))
 
@@ -184,7 +203,7 @@ class OpChecks:
 
     def linear(self, kind: str, matrix: WeightMatrix) -> dict[str, Any]:
         weight = self.inputs.weight(kind, matrix.n, matrix.k)
-        stored = self.config.dtype if isinstance(weight, QuantizedBlocks) else kind
+        stored = kind if isinstance(weight, Tensor) else self.config.dtype
         packed = self.ops.pack_linear([weight], stored)
         x = self._input(matrix)
         if matrix.name == "head":
@@ -239,20 +258,46 @@ class OpChecks:
         packed = self.ops.pack_linear([weight], self.config.dtype)
         return self._compare(self._input(matrix), lambda x: self.ops.linear_gated_act(x, packed, "silu"))
 
-    def attention(self, shape: ModelShape, kind: str, window: int | None) -> dict[str, Any]:
+    def experts(self, kind: str) -> dict[str, Any]:
+        """A layer of experts with its router."""
+        shape, dtype = self.config.experts, self.config.dtype
+        run = ExpertLayer(self.ops, self.inputs, shape, kind, dtype)
+        residual = self.inputs.normal(max(self.config.row_counts), shape.hidden)
+        x = self._input(shape.matrices[0])
+        return self._compare(x, lambda rows: run(rows, 0, residual[: len(rows)]), False)
+
+    def adapters(self, matrix: WeightMatrix) -> dict[str, Any]:
+        """Rows of mixed adapters, some without, in batches and alone."""
+        config, x = self.config, self._input(matrix)
+        table = self.inputs.lora_table(config.adapters, config.adapter_rank, matrix)
+        y = self.inputs.normal(len(x), matrix.n)
+        slots = self.inputs.integers(-1, config.adapters, len(x), dtype=torch.int64)
+        batch = self.inputs.batch(self.ops, [(0, 1, self.inputs.block_table(1))])
+
+        def add(number: Tensor) -> Tensor:
+            part = replace(batch, lora_slots=slots[number])
+            return self.ops.add_lora(y[number], x[number], table, part)
+
+        return self._compare(torch.arange(len(x), device=config.device), add)
+
+    def attention(
+        self, shape: ModelShape, kind: str, window: int | None, with_sinks: bool = False
+    ) -> dict[str, Any]:
         """One context as a whole prompt, in chunks, row by row, verified, and beside other requests."""
         tokens, ops, inputs = self.config.check_context, self.ops, self.inputs
         blocks = inputs.block_table(tokens)
         other = inputs.block_table(tokens, 1 + len(blocks))
         cache = inputs.kv_cache(shape, (1 + len(blocks) + len(other)) * BLOCK_SIZE, kind)
         q = inputs.normal(tokens, shape.heads, shape.head_dim)
+        sinks = inputs.normal(shape.heads, dtype=torch.float32) if with_sinks else None
 
         def attend(*chunks: tuple[int, int, Sequence[int]]) -> Tensor:
             """Outputs of the first chunk."""
             batch = inputs.batch(ops, chunks)
             queries = torch.cat([q[start : start + count] for start, count, _ in chunks])
             padding = q.new_zeros(len(batch.positions) - len(queries), *q.shape[1:])
-            y = ops.attention(torch.cat([queries, padding]), cache, batch, shape.head_dim**-0.5, window)
+            q_rows, scale = torch.cat([queries, padding]), shape.head_dim**-0.5
+            y = ops.attention(q_rows, cache, batch, scale, window, sinks=sinks)
             return y[: chunks[0][1]]
 
         whole = attend((0, tokens, blocks))
@@ -316,6 +361,34 @@ class OpChecks:
         return {"ok": not differ, "rows": len(x), "differ": differ}
 
 
+class ExpertLayer:
+    """A mixture of experts with EXPERT_ROUTERS routers."""
+
+    def __init__(self, ops: Ops, inputs: RandomInputs, shape: ExpertsShape, kind: str, dtype: str) -> None:
+        matrices = []
+        for matrix in shape.matrices:
+            source = inputs.weight(kind, matrix.n, matrix.k)
+            stored = kind if isinstance(source, Tensor) else dtype
+            matrices.append([ops.pack_linear([source], stored) for _ in range(matrix.copies)])
+        self._ops = ops
+        self._weights = ops.pack_experts(*matrices)
+        self._config = ExpertsConfig(shape.num_experts, shape.top_k, True, "silu")
+        routers = [
+            inputs.normal(shape.num_experts, shape.hidden, scale=shape.hidden**-0.5, dtype=torch.float32)
+            for _ in range(EXPERT_ROUTERS)
+        ]
+        self._routers = [ops.pack_linear([router], "float32") for router in routers]
+
+    def __call__(self, x: Tensor, router: int, add_to: Tensor | None = None) -> Tensor:
+        return self._ops.experts(x, self.logits(x, router), self._weights, self._config, add_to)
+
+    def run_all(self, x: Tensor) -> list[Tensor]:
+        return [self(x, router) for router in range(EXPERT_ROUTERS)]
+
+    def logits(self, x: Tensor, router: int) -> Tensor:
+        return self._ops.linear(x.to(torch.float32), self._routers[router])
+
+
 def _outputs(op: Callable[[Tensor], object], logits: Tensor) -> list[Tensor]:
     """Results of an operation on logits, which it may change, and the logits."""
     result = op(logits)
@@ -339,6 +412,11 @@ def time_linear(config: BenchConfig, report: Report) -> None:
     """Microseconds and shares of the ceilings."""
     timings = KernelTimings(config)
     timings.measure(report, timings.linear_parts())
+
+
+def time_experts(config: BenchConfig, report: Report) -> None:
+    timings = KernelTimings(config)
+    timings.measure(report, timings.expert_parts())
 
 
 def time_attention(config: BenchConfig, report: Report) -> None:
@@ -384,7 +462,7 @@ class KernelTimings:
 
     def launch_all(self) -> None:
         """Every kernel of the section, for a compiler in threads."""
-        for parts in (self.linear_parts(), self.attention_parts(), self.row_parts()):
+        for parts in (self.linear_parts(), self.expert_parts(), self.attention_parts(), self.row_parts()):
             for _, run in parts:
                 run()
 
@@ -399,6 +477,13 @@ class KernelTimings:
         for fmt in TIMED_FORMATS:
             yield f"linear {fmt}", partial(self.linear, gate_up, fmt, config.kernel_rows)
 
+    def expert_parts(self) -> Iterator[Part]:
+        for fmt in (self.config.dtype, *EXPERT_FORMATS):
+            yield f"experts {fmt}", partial(self.experts, fmt)
+        for role in self.config.kernel_roles:
+            for matrix in self.config.shape(role).matrices[:-1]:
+                yield f"adapters {role} {matrix.name}", partial(self.adapters, matrix)
+
     def attention_parts(self) -> Iterator[Part]:
         for role in self.config.kernel_roles:
             yield f"attention {role}", partial(self.attention, self.config.shape(role))
@@ -411,11 +496,11 @@ class KernelTimings:
 
     def linear(self, matrix: WeightMatrix, fmt: str, row_counts: Sequence[int]) -> Mapping[str, Any]:
         """Copies of one weight in turn; gate_up with its activation, as models call it."""
-        known = WEIGHT_FORMATS.get(fmt)
-        size = known.num_bytes(matrix) if known else FP8_BYTES * matrix.n * matrix.k
+        size = _num_bytes(fmt, matrix)
         copies = max(FEW_COPIES, min(MAX_COPIES, int(self.config.working_set / size) + 1))
-        source = self.inputs.normal(matrix.n, matrix.k, scale=matrix.k**-0.5)
-        packed = [self.ops.pack_linear([source], fmt) for _ in range(copies)]
+        source = self.inputs.weight(fmt, matrix.n, matrix.k)
+        stored = fmt if isinstance(source, Tensor) else self.config.dtype
+        packed = [self.ops.pack_linear([source], stored) for _ in range(copies)]
         cases = {}
         for rows in row_counts:
             if rows * matrix.n <= MAX_TIMED_VALUES:
@@ -425,6 +510,33 @@ class KernelTimings:
                 num_ops = 2.0 * rows * matrix.n * matrix.k
                 run = partial(self._multiply, matrix, x, weights)
                 cases[str(rows)] = Case(run, len(weights), moved, num_ops)
+        return self._time(cases)
+
+    def experts(self, fmt: str) -> Mapping[str, Any]:
+        """A router and its experts; bytes are those of the chosen ones."""
+        shape = self.config.experts
+        layer = ExpertLayer(self.ops, self.inputs, shape, fmt, self.config.dtype)
+        size = sum(_num_bytes(fmt, matrix) for matrix in shape.matrices)
+        cases = {}
+        for rows in self.config.kernel_rows:
+            x = self.inputs.normal(rows, shape.hidden)
+            ids = [self.ops.top_ids(layer.logits(x, router), shape.top_k) for router in range(EXPERT_ROUTERS)]
+            chosen = sum(len(set(each.flatten().tolist())) for each in ids)
+            num_ops = 2.0 * rows * shape.top_k * sum(matrix.n * matrix.k for matrix in shape.matrices)
+            run = partial(layer.run_all, x)
+            cases[str(rows)] = Case(run, EXPERT_ROUTERS, chosen / EXPERT_ROUTERS * size, num_ops)
+        return self._time(cases)
+
+    def adapters(self, matrix: WeightMatrix) -> Mapping[str, Any]:
+        """The LoRA of a linear layer: to be compared with the layer's time. Prompts have one adapter."""
+        config, cases = self.config, {}
+        table = self.inputs.lora_table(config.adapters, config.adapter_rank, matrix)
+        batch = self.inputs.batch(self.ops, [(0, 1, self.inputs.block_table(1))])
+        for rows in config.kernel_rows:
+            x, y = self.inputs.normal(rows, matrix.k), self.inputs.normal(rows, matrix.n)
+            slots = torch.arange(rows, device=config.device) % config.adapters
+            part = replace(batch, lora_slots=slots if rows <= MANY_ROWS else torch.zeros_like(slots))
+            cases[str(rows)] = Case(partial(self.ops.add_lora, y, x, table, part))
         return self._time(cases)
 
     def _multiply(self, matrix: WeightMatrix, x: Tensor, weights: Sequence[Any]) -> list[Tensor]:
@@ -534,6 +646,11 @@ class KernelTimings:
             if case.num_ops:
                 figures[f"{name} of product"] = case.num_ops / op_s / self.limits.product
         return figures
+
+
+def _num_bytes(fmt: str, matrix: WeightMatrix) -> float:
+    known = WEIGHT_FORMATS.get(fmt)
+    return known.num_bytes(matrix) if known else BYTES_PER_VALUE[fmt] * matrix.n * matrix.k
 
 
 def _run_on_copy(op: Callable[[Tensor], object], logits: Tensor) -> list[object]:

@@ -25,7 +25,13 @@ import torch
 from foreword.bench.gpu.config import BenchConfig
 from foreword.bench.gpu.device import query_nvidia_smi, roofline
 from foreword.bench.gpu.engines import make_requests, open_engine
-from foreword.bench.gpu.kernels import KernelTimings, check_attention, check_linear, check_sampling
+from foreword.bench.gpu.kernels import (
+    KernelTimings,
+    check_attention,
+    check_experts,
+    check_linear,
+    check_sampling,
+)
 from foreword.bench.gpu.report import Report
 from foreword.config.hardware import probe_hardware
 from foreword.errors import ConfigError
@@ -122,7 +128,7 @@ def _first_token(config: BenchConfig, report: Report, engine_part: str) -> Mappi
 
 def _launch_checks(config: BenchConfig) -> None:
     scratch = Report({})
-    for check in (check_linear, check_attention, check_sampling):
+    for check in (check_linear, check_experts, check_attention, check_sampling):
         scratch.run_section("", partial(check, config, scratch), math.inf)
     for error in scratch.broken.values():
         print(error, file=sys.stderr)

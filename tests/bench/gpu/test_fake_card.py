@@ -48,7 +48,7 @@ CARD = replace(
 # One job for each way to open an engine or to launch kernels.
 JOB_NAMES = {
     "start": ("machine", "cold"),
-    "checks": ("attention", "sampling", "at load"),
+    "checks": ("experts", "attention", "sampling", "at load"),
     "steps": ("large", "contexts", "int8", "draft model"),
     "engines": ("eager", "graphs", "drafts"),
     "kernels": ("attention", "rows"),
