@@ -415,9 +415,11 @@ class _Loader:
         components = self.make_components(self.resolved, loaded)
         runner, proposer = components.model_runner, components.proposer
         self.capture_graphs(components)
+        is_adaptive = not proposer.is_disabled and self.resolved.draft_length == "adaptive"
         with self.time_stage("warmup"):
-            self.warm_up(components.batch_builder, runner.forward)
-        if not proposer.is_disabled and self.resolved.draft_length == "adaptive":
+            if self.ops.supports_graphs or self.timings is not None or not is_adaptive:  # else it calibrates
+                self.warm_up(components.batch_builder, runner.forward)
+        if is_adaptive:
             with self.time_stage("calibration"):
                 proposer.timings = self.timings or self.measure_costs(components)
                 proposer.policy = self.build_controller(proposer.timings)

@@ -48,7 +48,8 @@ REQUEST_ROWS = 16  # rows of one request, and requests of one row
 CONTEXT_TOKENS, CONTEXT_ROWS = 4096, 8  # a long context, and rows of one request that attend to it
 ROUNDS_S = 0.5  # time limit of a table
 SLOW_STEP_S = 0.05  # of one row: from here on each size is timed once, since the start waits for it
-SLOW_ROWS = (16, 4)
+FEW_ROWS, MORE_ROWS = 4, (16, 8)  # MORE_ROWS: where FEW_ROWS cost about as much as one, and where not
+FLAT_RATIO = 1.5
 MIN_SAMPLES = 3
 AGREEMENT = 1.1  # ratio of the two least samples that settles a size
 MIN_SIZES = 2  # timed regardless: one size says nothing about the cost of more rows
@@ -119,17 +120,20 @@ class StepCostProfiler:
     def _measure_slow(self, row_s: float, max_rows: int) -> Calibration:
         """The table of a model whose steps take long: noise is small beside them, and each corrects it.
 
-        Rows share the cost of a context alike; that of a request is left out, since it is the host's.
+        Rows of a prompt cost as much as sampled ones, and rows share the cost of a context alike; that of a
+        request is left out, since it is the host's.
         """
-        sampled = {1: row_s} | {n: self.time_step(n, n) for n in SLOW_ROWS if n <= max_rows}
-        prompt = {n: self.time_step(n, 1) for n in SLOW_ROWS[:1] if n <= max_rows}
+        few = min(FEW_ROWS, max_rows)
+        sampled = {1: row_s, few: self.time_step(few, few)}
+        more = min(MORE_ROWS[sampled[few] > FLAT_RATIO * row_s], max_rows)
+        sampled[more] = self.time_step(more, more)
         rows = min(CONTEXT_ROWS, max_rows)
         context = min(CONTEXT_TOKENS, self._max_len - rows - 2)
         per_row = 0.0
         if context >= 1 and rows >= 2:
             near = CostCurve(sampled).at(rows)
             per_row = max(self.time_step(rows, rows, context) - near, 0.0) / context / rows
-        return Calibration(sampled, {1: row_s} | prompt, per_row, per_row)
+        return Calibration(sampled, {}, per_row, per_row)
 
     def time_step(self, num_rows: int, num_sampled: int, context: int = 0, num_requests: int = 1) -> float:
         """Seconds of a step of requests after `context` tokens, each with num_sampled - 1 draft rows."""

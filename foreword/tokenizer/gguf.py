@@ -208,10 +208,15 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizerConfig] = MappingProxyType(
 def build_byte_level_backend(metadata: TokenizerMetadata, vocabulary: GGUFVocab) -> tokenizers.Tokenizer:
     """Without post-processor and added tokens. Raises CheckpointError."""
     pre_tokenizer = _read_pre_tokenizer(metadata)
-    merges = [_parse_merge(merge, metadata) for merge in _read_merges(metadata, vocabulary)]
+    merges = [merge.partition(" ") for merge in _read_merges(metadata, vocabulary)]
+    if not all(left and right for left, _, right in merges):
+        wrong = next("".join(parts) for parts in merges if not (parts[0] and parts[2]))
+        raise metadata.error("merges", f"holds {wrong!r:.60}, which is not a pair of tokens")
     try:
         model = models.BPE(
-            vocab=dict(vocabulary.ids), merges=merges, ignore_merges=pre_tokenizer.ignore_merges
+            vocab=dict(vocabulary.ids),
+            merges=[(left, right) for left, _, right in merges],
+            ignore_merges=pre_tokenizer.ignore_merges,
         )
     except Exception as error:  # the library raises bare Exception
         raise metadata.error("merges", f"do not fit the tokens: {error}") from None
@@ -237,13 +242,6 @@ def _read_merges(metadata: TokenizerMetadata, vocabulary: GGUFVocab) -> list[str
     merges = metadata.get_optional("merges", list)
     is_needed = merges is None and any(len(token) > 1 for token in vocabulary.tokens_of_type(NORMAL))
     return metadata.get_strs("merges") if merges or is_needed else []
-
-
-def _parse_merge(merge: str, metadata: TokenizerMetadata) -> tuple[str, str]:
-    left, space, right = merge.partition(" ")
-    if not space or not left or not right:
-        raise metadata.error("merges", f"holds {merge!r:.60}, which is not a pair of tokens")
-    return left, right
 
 
 def _build_pre_tokenizer(config: PreTokenizerConfig) -> pre_tokenizers.PreTokenizer:

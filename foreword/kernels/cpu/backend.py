@@ -260,7 +260,10 @@ class CpuOps(NativeSampling, UnfusedOps):
         scalars: tuple[float, ...] = (),
         batch: Batch | None = None,
     ) -> Tensor:
-        """Run one instruction, and record it while tracing; keep_alive owns the memory of `target`."""
+        """Run one instruction, or record it while tracing, where only the shape of its result counts.
+
+        keep_alive owns the memory of `target`.
+        """
         first = inputs[0] if inputs else out
         assert first is not None
         written = first if out is None else out
@@ -274,13 +277,13 @@ class CpuOps(NativeSampling, UnfusedOps):
             sizes=sizes,
             numbers=scalars,
         )
-        if batch is None:
+        if self._builder is not None:
+            self._builder.add(instruction, inputs, out, (target, keep_alive))
+        elif batch is None:
             self._run_program((Instruction * 1)(instruction), ProgramInputs(num_rows=written.shape[0]))
         else:
             program_inputs, _query_start_loc = build_inputs(batch)  # the array must outlive the call
             self._run_program((Instruction * 1)(instruction), program_inputs)
-        if self._builder is not None:
-            self._builder.add(instruction, inputs, out, (target, keep_alive))
         return written
 
     def _run_program(self, program: ctypes.Array[Instruction], inputs: ProgramInputs) -> None:
