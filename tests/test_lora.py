@@ -12,11 +12,11 @@ import pytest
 from foreword import LLM, LoRARequest, RequestOutput, SamplingParams
 from foreword.errors import AdapterConflict, InvalidRequest, Unsupported
 from tests.support.budget import is_full
-from tests.support.checkpoints import FAMILIES, write_checkpoint
+from tests.support.checkpoints import FAMILIES, MOE_FAMILIES, write_checkpoint
 from tests.support.cpu_kernels import FORCED_ISA
 from tests.support.gguf_files import write_gguf
 from tests.support.images import png
-from tests.support.lora_files import ATTENTION, merge_adapter, write_adapter, write_gguf_adapter
+from tests.support.lora_files import ATTENTION, LINEAR, merge_adapter, write_adapter, write_gguf_adapter
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
 from tests.test_exact import BLOCKWISE, CROWDED, PARAMS, PLAIN, SETTINGS, acceptance
 from tests.test_exact import answers as exact_answers
@@ -36,8 +36,9 @@ def test_adapter_equals_merged_weights(family: str, tmp_path: Path) -> None:
         tmp_path / "adapter",
         base,
         strength=0.5,
+        modules=ATTENTION if family in MOE_FAMILIES else LINEAR,  # experts have no adapters
         ranks={"o_proj": 7},
-        alpha_pattern={"down_proj": 3.0},
+        alpha_pattern={"down_proj": 3.0, "v_proj": 9.0},
         use_rslora=family == "qwen3",
     )
     merged = LLM(str(merge_adapter(tmp_path / "merged", base, adapter)), **OPTIONS)
