@@ -69,7 +69,7 @@ clean:
 	rm -rf $(VENV) $(CLIENTS) build *.egg-info foreword/kernels/_native*.so
 
 # The same library with an object for each source, so that only what changed is compiled (needs g++ only).
-NATIVE_FLAGS := -O3 -std=c++17 -pthread -ffp-contract=off -fno-math-errno -fno-trapping-math
+NATIVE_FLAGS := -O3 -g0 -std=c++17 -pthread -ffp-contract=off -fno-math-errno -fno-trapping-math
 NATIVE_OBJECTS := $(patsubst foreword/kernels/csrc/%.cpp,build/native/%.o,$(wildcard foreword/kernels/csrc/*.cpp))
 
 native: foreword/kernels/_native.so  ## build the native kernels in place
