@@ -23,6 +23,7 @@ from foreword.models.device_loader import DeviceLoader
 from foreword.models.safetensors import DTYPES, SafetensorsFile
 
 __all__ = [
+    "MXFP4_BLOCK",
     "DeinterleavedWeights",
     "DummyWeights",
     "FileWeights",
@@ -175,6 +176,7 @@ class FileWeights:
         self._bytes_total = sum(file.num_bytes for file in files)
         self._bytes_done = 0
         self._read_names: set[str] = set()
+        self._mxfp4_shapes: dict[str, tuple[int, ...]] = {}  # [E, N, K] by name, of those that were checked
         self.num_parameters = 0
 
     @property
@@ -260,6 +262,7 @@ class FileWeights:
         if shape[-1] % MXFP4_BLOCK:
             rule = f"rows of MXFP4 are whole blocks of {MXFP4_BLOCK} values, not {shape[-1]}"
             raise CheckpointError(f"{self._path}: tensor `{blocks}`: {rule}")
+        self._mxfp4_shapes[name] = tuple(shape)
         groups = (*shape[:-1], shape[-1] // MXFP4_BLOCK)
         return {blocks: (*groups, MXFP4_BLOCK // 2), scales: groups}
 

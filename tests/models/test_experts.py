@@ -37,7 +37,7 @@ def load(path: Path) -> Any:
     return load_model(path, ReferenceOps(), Precision.from_dtypes("float32"), "cpu", 64)
 
 
-def change(path: Path, edit: Callable[[Tensors], None]) -> None:
+def change(path: Path, edit: Callable[[Tensors], Any]) -> None:
     tensors = load_file(path / "model.safetensors")
     edit(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
@@ -140,6 +140,17 @@ def test_gpt_oss_in_mxfp4_equals_its_floats(tmp_path: Path) -> None:
     assert torch.equal(ours.logits(PROMPT), ForwardHelper(plain).logits(PROMPT))
     assert ours.model.info.parameters == read_model_info(path).parameters == read_model_info(plain).parameters
     assert check_weights(path) == (path / "model.safetensors").stat().st_size
+
+
+def test_memory_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+    """Experts stay packed: 4 bits a value and a byte for each 32, in fours."""
+    path = write_checkpoint(tmp_path, "gpt_oss", hidden_size=128, intermediate_size=128)
+    change(path, replace_by_mxfp4)
+    set_options(path, quantization_config={"quant_method": "mxfp4"})
+    info = read_model_info(path)
+    weights = 2 * 8 * 3 * 128 * 128
+    assert (info.packed_parameters, info.packed_bytes) == (weights, weights * 17 // 32)
+    assert [(each.name, each.expert_bytes) for each in info.packed_formats] == [("mxfp4", weights * 17 // 32)]
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_K, Kind.Q6_K])

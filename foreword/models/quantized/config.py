@@ -82,7 +82,7 @@ def read_quantization(config: ConfigReader, path: Path) -> Quantization | None:
     for key in IGNORED_KEYS:
         section.get(key, None)
     section.check_all_read()
-    return Quantization(method, rules, section.source) if rules else None
+    return Quantization(method, rules, section.source) if rules or method == "mxfp4" else None
 
 
 def _read_awq(config: ConfigReader) -> tuple[Rule, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from foreword.models.device_loader import DeviceLoader
 from foreword.models.quantized.config import Quantization
 from foreword.models.quantized.schemes import GroupedScheme, Scheme, SchemeError
 from foreword.models.safetensors import DTYPES, QUANTIZED_DTYPES
-from foreword.models.weights import FileWeights
+from foreword.models.weights import MXFP4_BLOCK, FileWeights
 
 __all__ = ["QuantizedWeights"]
 
@@ -118,8 +119,8 @@ class QuantizedWeights(FileWeights):
         parameters = sum(size for size, _ in sizes.values())
         return replace(
             model_info,
-            packed_bytes=packed_bytes,
-            packed_parameters=parameters,
+            packed_bytes=packed_bytes + sum(map(_mxfp4_bytes, self._mxfp4_shapes.values())),
+            packed_parameters=parameters + sum(map(math.prod, self._mxfp4_shapes.values())),
             packed_embedding_parameters=head,
             gpu_packed_bytes=packed_bytes,
             gpu_packed_parameters=parameters,
@@ -136,6 +137,9 @@ class QuantizedWeights(FileWeights):
         for format_name, sizes in by_format.items():
             experts = sum(size for name, size in sizes.items() if EXPERTS_MARK in name)
             yield PackedFormat(format_name, sum(sizes.values()), experts)
+        if self._mxfp4_shapes:
+            size = sum(map(_mxfp4_bytes, self._mxfp4_shapes.values()))
+            yield PackedFormat("mxfp4", size, size)
 
     def _stored_values(self, name: str) -> str | None:
         """Suffix of the tensor of quantized values; None for a plain tensor or a missing one."""
@@ -210,6 +214,13 @@ class QuantizedWeights(FileWeights):
 
     def _error(self, name: str, problem: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: tensor `{name}` {problem}")
+
+
+def _mxfp4_bytes(shape: Sequence[int]) -> int:
+    """Bytes of matrices [E, N, K] as the CPU kernels keep them: a byte for each scale, four together."""
+    num_experts, rows, columns = shape
+    row_bytes = columns // 2 + -(-columns // (4 * MXFP4_BLOCK)) * 4
+    return num_experts * -(-rows // TILE_ROWS) * TILE_ROWS * row_bytes
 
 
 def _packed_bytes(scheme: Scheme, rows: int, columns: int) -> int:
