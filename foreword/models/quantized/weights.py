@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from foreword.config.memory import PackedFormat, float8_bytes, grouped_bytes
+from foreword.config.memory import TILE_ROWS, PackedFormat, float8_bytes, grouped_bytes
 from foreword.config.resolve import ModelInfo
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix
@@ -220,7 +220,8 @@ def _mxfp4_bytes(shape: Sequence[int]) -> int:
     """Bytes of matrices [E, N, K] as the CPU kernels keep them: a byte for each scale, four together."""
     num_experts, rows, columns = shape
     row_bytes = columns // 2 + -(-columns // (4 * MXFP4_BLOCK)) * 4
-    return num_experts * -(-rows // TILE_ROWS) * TILE_ROWS * row_bytes
+    padded: int = -(-rows // TILE_ROWS) * TILE_ROWS
+    return num_experts * padded * row_bytes
 
 
 def _packed_bytes(scheme: Scheme, rows: int, columns: int) -> int:
