@@ -305,14 +305,17 @@ def _transpose_words(words: Tensor, bits: int, order: Tensor | None) -> Tensor:
     """Packed values int32 [K * bits / 32, N] -> [N, K * bits / 32]; columns by `order` int64 [K]."""
     if order is None:
         return words.t().contiguous()
-    per_word = WORD_BITS // bits
-    shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=words.device)[:, None]
+    per_word, mask = WORD_BITS // bits, (1 << bits) - 1
+    rows, shifts = order // per_word, (order % per_word * bits).to(torch.int32)[:, None]
     result = torch.empty(words.shape[::-1], dtype=torch.int32, device=words.device)
     for first in range(0, words.shape[1], CHUNK):
-        chunk = words[:, None, first : first + CHUNK]
-        values = (chunk >> shifts & (1 << bits) - 1).flatten(0, 1)[order].view(-1, per_word, chunk.shape[2])
-        # Disjoint bits: the sum wraps around to the sign.
-        result[first : first + CHUNK] = (values << shifts).sum(1, dtype=torch.int32).t()
+        chunk = words[:, first : first + CHUNK].contiguous()
+        packed = torch.zeros_like(chunk)
+        for place in range(per_word):
+            values = chunk.index_select(0, rows[place::per_word])
+            values.bitwise_right_shift_(shifts[place::per_word]).bitwise_and_(mask)
+            packed |= values.bitwise_left_shift_(bits * place)
+        result[first : first + CHUNK] = packed.t()
     return result
 
 
