@@ -19,15 +19,23 @@ from foreword.kernels.quantization import QUANT_BLOCKS, dequantize
 from foreword.kernels.reference.backend import ReferenceOps
 from tests.support.budget import examples
 from tests.support.cpu_kernels import cpu_ops_by_threads, isas_under_test, randn, same_bits
-from tests.support.quantized_weights import WEIGHT_FORMATS, random_blocks
+from tests.support.quantized_weights import (
+    WEIGHT_FORMATS,
+    random_blocks,
+    random_float8_blocks,
+    random_grouped_ints,
+)
 
 DENSE_FORMATS = ("float32", "bfloat16", "float16")
+GROUPED_BITS = {"grouped4": 4, "grouped8": 8}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gpt_oss")
 MAX_ROWS = 200  # up to four panels of an expert
 
 pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
 each_isa = pytest.mark.parametrize("isa", isas_under_test())
-each_format = pytest.mark.parametrize("weight_format", (*DENSE_FORMATS, *WEIGHT_FORMATS))
+each_format = pytest.mark.parametrize(
+    "weight_format", (*DENSE_FORMATS, *WEIGHT_FORMATS, *GROUPED_BITS, "float8")
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,11 @@ class Mixture:
     mixed: bool = False  # the gate has another format than the matrix above it
 
     def matrix(self, rows: int, columns: int, seed: int) -> Matrix:
+        if self.weight_format in GROUPED_BITS:
+            bits = GROUPED_BITS[self.weight_format]
+            return random_grouped_ints(bits, rows, columns, 128, seed, scale=2**-bits / math.sqrt(columns))
+        if self.weight_format == "float8":
+            return random_float8_blocks(rows, columns, (128, 128), seed, scale=0.025 / math.sqrt(columns))
         if self.weight_format not in QUANT_BLOCKS:
             return randn(rows, columns, seed=seed) / math.sqrt(columns)
         scale = block_scale(self.weight_format) / math.sqrt(columns)
@@ -51,19 +64,24 @@ class Mixture:
         gate = randn(self.inner, self.hidden, seed=100 + expert).to(torch.bfloat16) / 16
         return [gate, up] if self.mixed else [self.matrix(2 * self.inner, self.hidden, 2 * expert)]
 
+    @property
+    def tensor_format(self) -> str:
+        """Of tensors among the parts."""
+        return "bfloat16" if self.weight_format in ("float8", *GROUPED_BITS) else self.weight_format
+
     def bias(self, rows: int, seed: int) -> Tensor:
         return randn(rows, seed=seed) / 4
 
     def pack(self, ops: Ops) -> PackedExperts:
         experts = range(self.num_experts)
         gate_up = [
-            ops.pack_linear(self.gate_up(e), self.weight_format, self.bias(2 * self.inner, e))
+            ops.pack_linear(self.gate_up(e), self.tensor_format, self.bias(2 * self.inner, e))
             for e in experts
         ]
         down = [
             ops.pack_linear(
                 [self.matrix(self.hidden, self.inner, 2 * e + 1)],
-                self.weight_format,
+                self.tensor_format,
                 self.bias(self.hidden, 50 + e),
             )
             for e in experts
@@ -123,9 +141,9 @@ def test_chosen_expert_is_the_ordinary_products(isa: str, weight_format: str, mi
     for expert in range(6):
         rows = logits.argmax(1) == expert
         assert rows.any()
-        gate_up = ops.pack_linear(mixture.gate_up(expert), weight_format, mixture.bias(512, expert))
+        gate_up = ops.pack_linear(mixture.gate_up(expert), mixture.tensor_format, mixture.bias(512, expert))
         down = ops.pack_linear(
-            [mixture.matrix(256, 256, 2 * expert + 1)], weight_format, mixture.bias(256, 50 + expert)
+            [mixture.matrix(256, 256, 2 * expert + 1)], mixture.tensor_format, mixture.bias(256, 50 + expert)
         )
         inner = ops.linear_gated_act(x[rows], gate_up, "silu")
         expected = ops.linear(inner, down, torch.float32).to(torch.bfloat16)
