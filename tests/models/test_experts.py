@@ -296,7 +296,7 @@ GGUF_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"expert_count": 9}, "`qwen3moe.expert_count` makes 9 matrices of tensor `blk.0.ffn_down_exps.weight`"),
     ({"expert_count": 0}, "`qwen3moe.expert_count` must be a whole number of at least 1"),
     ({"expert_count": None}, "lacks `qwen3moe.expert_count`"),
-    ({"expert_used_count": 9}, "`num_experts_per_tok` must be at most `num_experts`, 8, got 9"),
+    ({"expert_used_count": 9}, "`qwen3moe.expert_used_count` must be at most expert_count, 8, got 9"),
     ({"expert_feed_forward_length": 47}, "`qwen3moe.expert_feed_forward_length` makes 47 columns"),
     ({"expert_gating_func": 2}, "`qwen3moe.expert_gating_func` must be 1 here, got 2"),
     ({"expert_weights_norm": False}, "`qwen3moe.expert_weights_norm` must be true here"),

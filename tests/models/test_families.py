@@ -172,6 +172,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 0.1,
             "embedding_multiplier": 1.0,
             "attention_bias": True,
+            "seed": 1,
         },
     ),
     "granitemoeshared-not-shared": ("granitemoeshared", {"shared_intermediate_size": 0}),

@@ -89,7 +89,8 @@ def merge_adapter(path: Path, checkpoint: Path, adapter: Path) -> Path:
         b = weights[name.replace(".lora_A.", ".lora_B.")]
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         alphas = config.get("alpha_pattern") or {}
-        alpha = next((value for end, value in alphas.items() if module.endswith(end)), config["lora_alpha"])
+        ends = (value for end, value in alphas.items() if module.endswith(f".{end}"))
+        alpha = next(ends, config["lora_alpha"])
         scale = alpha / (math.sqrt(len(a)) if config.get("use_rslora") else len(a))
         delta = scale * (b.double() @ a.double())
         base = tensors[f"{module}.weight"]

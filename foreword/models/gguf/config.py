@@ -71,6 +71,7 @@ BIAS_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 QWEN_MOE_ARCHITECTURES = ("qwen2moe", "qwen3moe")
 MOE_ARCHITECTURES = ("gpt-oss", "granitemoe", "olmoe", *QWEN_MOE_ARCHITECTURES)
 SHARED_SIZE = "expert_shared_feed_forward_length"
+EXPERTS_TENSOR, SHARED_TENSOR = "blk.0.ffn_down_exps.weight", "blk.0.ffn_down_shexp.weight"
 SOFTMAX_GATING = 1
 FUSED_PROJECTIONS = ("phi3",)  # architectures with q, k and v in one tensor, and gate and up in one
 # Keys that are accepted with these values only.
@@ -131,6 +132,8 @@ def _check_shape(metadata: MetadataReader) -> None:
     if _has_experts(metadata):
         _check_experts(metadata)
         return
+    if EXPERTS_TENSOR in metadata.tensors:
+        raise metadata.error("expert_count", f"is 0, but tensor `{EXPERTS_TENSOR}` is there")
     size = metadata.get_int("feed_forward_length") * (1 + (metadata.architecture in FUSED_PROJECTIONS))
     _check_dimension(metadata, "feed_forward_length", "blk.0.ffn_up.weight", 0, size)
 
@@ -152,7 +155,9 @@ def _check_experts(metadata: MetadataReader) -> None:
         ("expert_count", 0, metadata.get_int("expert_count")),
         (_expert_size_key(metadata), 2, metadata.get_int(_expert_size_key(metadata))),
     ):
-        _check_dimension(metadata, key, "blk.0.ffn_down_exps.weight", dimension, expected, 3)
+        _check_dimension(metadata, key, EXPERTS_TENSOR, dimension, expected, 3)
+    if SHARED_TENSOR in metadata.tensors:
+        _check_dimension(metadata, SHARED_SIZE, SHARED_TENSOR, 1, metadata.get_int(SHARED_SIZE, low=0))
 
 
 def _read_intermediate_size(metadata: MetadataReader) -> int:
@@ -160,8 +165,8 @@ def _read_intermediate_size(metadata: MetadataReader) -> int:
     if not _has_experts(metadata):
         return metadata.get_int("feed_forward_length")
     size = metadata.get_int(_expert_size_key(metadata))
-    dense_size = metadata.get_int("feed_forward_length", size)
-    return dense_size if metadata.architecture in QWEN_MOE_ARCHITECTURES else size
+    metadata.get_int("feed_forward_length", size)  # no layer has an MLP of this size
+    return size
 
 
 def _expert_size_key(metadata: MetadataReader) -> str:
@@ -254,10 +259,10 @@ def _expert_options(metadata: MetadataReader) -> Options:
     metadata.require_value("expert_gating_func", SOFTMAX_GATING)
     metadata.require_value("expert_weights_norm", renormalizes)
     metadata.require_value("expert_weights_scale", 1.0)
-    options: Options = {
-        "num_experts": metadata.get_int("expert_count"),
-        "num_experts_per_tok": metadata.get_int("expert_used_count"),
-    }
+    count, used = metadata.get_int("expert_count"), metadata.get_int("expert_used_count")
+    if used > count:
+        raise metadata.error("expert_used_count", f"must be at most expert_count, {count}, got {used}")
+    options: Options = {"num_experts": count, "num_experts_per_tok": used}
     if name in QWEN_MOE_ARCHITECTURES:
         options["moe_intermediate_size"] = metadata.get_int(_expert_size_key(metadata))
     if name in ("olmoe", *QWEN_MOE_ARCHITECTURES):
