@@ -30,6 +30,7 @@ from tests.support.checkpoints import FAMILIES, write_checkpoint, write_drafter
 from tests.support.cpu_kernels import FORCED_ISA
 from tests.support.gguf_files import write_gguf
 from tests.support.kernel_rows import RowDependentOps
+from tests.support.quantized_checkpoints import write_quantized
 
 MAX_MODEL_LEN = 127  # one below a block boundary
 QUICK_FAMILIES = ("llama", "gpt_oss")
@@ -307,7 +308,9 @@ PRECISIONS: dict[str, dict[str, str]] = {
     "int8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
 }
 BLOCKS = ("Q8_0", "Q4_K", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K", "Q5_1")
-REFERENCE = ("bfloat16", "int8 KV", "Q4_K")  # torch is slow: a few precisions are enough
+# Quantized checkpoints: each kind of matrix.
+CHECKPOINT_KINDS = ("awq", "gptq-act-order", "gptq-8-bit", "int-quantized", "fp8-block", "fp8-tensor")
+REFERENCE = ("bfloat16", "int8 KV", "Q4_K", "gptq-act-order")  # torch is slow: a few precisions are enough
 # Wide enough for every GGUF block, and for more than one partial sum of a product.
 BLOCKWISE = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 2}
 
@@ -349,6 +352,15 @@ def test_equal_with_gguf_quantized_weights(
         write_gguf(path, tmp_path / f"{path.name}.gguf", GGMLQuantizationType[kind]) for path in pair
     )
     check_crowded(model, drafter, cpu_isa=backend, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("kind", "backend"), with_backends(CHECKPOINT_KINDS))
+def test_equal_with_quantized_checkpoints(
+    pair: tuple[Path, Path], tmp_path: Path, kind: str, backend: str
+) -> None:
+    """The drafter is the plain checkpoint: it agrees often, not always."""
+    write_quantized(pair[0], tmp_path / "model", kind)
+    check_crowded(tmp_path / "model", pair[1], cpu_isa=backend, dtype="bfloat16")
 
 
 def long_requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:

@@ -1,5 +1,6 @@
 """Quantized checkpoints: the values of every format, and refusals by name."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from foreword.errors import CheckpointError
+from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.ops import Float8Blocks, GroupedInts
 from foreword.kernels.quantization import dequantize
 from foreword.kernels.reference.backend import ReferenceOps
@@ -22,6 +24,7 @@ from foreword.models.loader import check_weights, load_model, read_model_info
 from foreword.models.quantized.config import read_quantization
 from foreword.models.quantized.weights import QuantizedWeights
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.support.cpu_kernels import FORCED_ISA
 from tests.support.forward_helpers import ForwardHelper
 from tests.support.quantized_checkpoints import (
     FORMATS,
@@ -31,14 +34,15 @@ from tests.support.quantized_checkpoints import (
     write_quantized,
 )
 
-SHAPE = {"intermediate_size": 320}  # several blocks of FP8
+WIDE: dict[str, Any] = {"intermediate_size": 320}  # several blocks of FP8
+SHAPES: dict[str, dict[str, Any]] = {"qwen3_moe": {"moe_intermediate_size": 160}}
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 DOWN_PROJ = "model.layers.1.mlp.down_proj"
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("source") / "model", "llama", seed=1, **SHAPE)
+    return write_checkpoint(tmp_path_factory.mktemp("source") / "model", "llama", seed=1, **WIDE)
 
 
 def load(path: Path) -> Model:
@@ -92,12 +96,17 @@ def test_act_order_keeps_groups_and_reorders_inputs(source: Path, tmp_path: Path
         }
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "ernie4_5", "qwen3"])
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *itertools.product(("llama", "phi3", "ernie4_5"), FORMATS),
+        *itertools.product(("qwen3_moe",), ("awq", "gptq-act-order", "pack-quantized", "fp8-block")),
+    ],
+)
 def test_logits_equal_the_dequantized_checkpoint_in_transformers(
-    kind: str, family: str, tmp_path: Path
+    family: str, kind: str, tmp_path: Path
 ) -> None:
-    source = write_checkpoint(tmp_path / "source", family, seed=1, **SHAPE)
+    source = write_checkpoint(tmp_path / "source", family, seed=1, **SHAPES.get(family, WIDE))
     write_quantized(source, tmp_path / "model", kind, plain=tmp_path / "plain")
     prompt = torch.randint(0, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     transformers.utils.logging.disable_progress_bar()
@@ -108,6 +117,17 @@ def test_logits_equal_the_dequantized_checkpoint_in_transformers(
         expected = peer(torch.tensor([prompt])).logits[0]
     actual = ForwardHelper(tmp_path / "model").logits(prompt)
     assert (actual - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq-act-order", "gptq-8-bit", "int-quantized", "fp8-block"])
+def test_native_kernels_agree_within_the_rounding_of_activations(
+    kind: str, source: Path, tmp_path: Path
+) -> None:
+    write_quantized(source, tmp_path / "model", kind)
+    prompt = list(range(40, 80))
+    expected = ForwardHelper(tmp_path / "model").logits(prompt)
+    error = ForwardHelper(tmp_path / "model", ops=CpuOps(FORCED_ISA, threads=1)).logits(prompt) - expected
+    assert error.std() < (1e-5 if kind.startswith("fp8") else 0.1) * expected.std()
 
 
 @pytest.mark.parametrize("kind", FORMATS)
