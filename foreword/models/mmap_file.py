@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foreword.errors import CheckpointError
+from foreword.utils.mapped_memory import register_mapping
 
 __all__ = ["MappedFile"]
 
@@ -28,6 +29,7 @@ class MappedFile:
             raise CheckpointError(f"{path} is damaged or incomplete: it is empty") from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+        register_mapping(self._map)
 
     @property
     def num_bytes(self) -> int:

@@ -15,11 +15,14 @@ from foreword.errors import CheckpointError
 from foreword.kernels.cpu.library import FORMAT_IDS, ExpertMatrices, Experts, Weight
 from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlocks
 from foreword.utils.hugepages import HugePages
+from foreword.utils.mapped_memory import release_pages
 
 __all__ = ["CpuExperts", "CpuLinear", "PackedBlock", "Packer", "join_experts"]
 
 DTYPE_FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 GROUP_MULTIPLES = {"grouped4": 32, "grouped8": 32, "float8": 128}  # of values that share a scale
+PIECE_BYTES = 32 << 20  # of a matrix, packed before its pages in the file are released
+TILE_ROWS = 16
 MAX_ZEROS = {4: 16, 8: 255}  # by bits; GPTQ adds one to those of its file
 
 
@@ -89,10 +92,17 @@ class Packer:
         self, rows: np.ndarray, layout: PackedLayout, k: int, first_row: int, bias: Tensor | None
     ) -> PackedBlock:
         n, format_id, group_size = len(rows), FORMAT_IDS[layout.target], layout.group_size
-        tiles = self._memory.allocate(self._library.foreword_packed_bytes(format_id, n, k, group_size))
+        num_bytes = self._library.foreword_packed_bytes(format_id, n, k, group_size)
+        tiles = self._memory.allocate(num_bytes)
         data, pointers = tiles.data_ptr(), _pointers_to(rows) if rows.ndim == 2 else rows
-        source_id, address = FORMAT_IDS[layout.source], pointers.ctypes.data
-        self._library.foreword_pack(self._cpu_context, format_id, source_id, address, n, k, group_size, data)
+        num_rows = max(PIECE_BYTES * n // num_bytes // TILE_ROWS, 1) * TILE_ROWS
+        for begin in range(0, n, num_rows):  # so that a large file is never mapped beside its packed copy
+            piece = pointers[begin : begin + num_rows]
+            offset = self._library.foreword_packed_bytes(format_id, begin, k, group_size)
+            options = (format_id, FORMAT_IDS[layout.source], piece.ctypes.data, len(piece), k, group_size)
+            self._library.foreword_pack(self._cpu_context, *options, data + offset)
+            if rows.ndim == 1:
+                release_pages(int(piece.min()), int(piece.max() - piece.min()))
         block_bias = None if bias is None else bias[first_row : first_row + n]
         bias_address = None if block_bias is None else block_bias.data_ptr()
         weight = Weight(format_id, group_size, n, k, data, bias_address)

@@ -1,8 +1,8 @@
 """Tracing one forward pass into a program that C++ runs for any batch.
 
-While tracing, the instruction of each operation is recorded, and nothing is computed. Then every
-intermediate result gets an offset in an arena, in bytes per batch row, and every address becomes relative to
-the arena or to an input of the batch. A forward pass is then one call, without Python or torch.
+While tracing, the instruction of each operation is recorded, and nothing is computed. Then every intermediate
+result gets an offset in an arena, in bytes per batch row, and every address becomes relative to the arena or
+to an input of the batch. A forward pass is then one call, without Python or torch.
 """
 
 from __future__ import annotations

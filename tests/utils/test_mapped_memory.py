@@ -1,0 +1,44 @@
+"""Pages of mapped files are released by address, and other memory is left alone."""
+
+import re
+from pathlib import Path
+
+import torch
+
+from foreword.models.mmap_file import MappedFile
+from foreword.utils.mapped_memory import release_pages
+
+NUM_BYTES = 8 << 20
+
+
+def resident_bytes() -> int:
+    """Of mapped files in this process."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    match = re.search(r"RssFile:\s+(\d+) kB", status)
+    assert match is not None
+    return int(match[1]) << 10
+
+
+def test_pages_of_a_mapped_file_are_released(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(range(256)) * (NUM_BYTES // 256))
+    file = MappedFile(tmp_path / "file")
+    tensor = file.tensor(torch.uint8, 0, NUM_BYTES)
+    total = int(tensor.sum(dtype=torch.int64))
+    before = resident_bytes()
+    release_pages(tensor.data_ptr() + NUM_BYTES // 2, NUM_BYTES)  # beyond its end
+    assert before - resident_bytes() > NUM_BYTES // 4
+    assert int(tensor.sum(dtype=torch.int64)) == total, "a later read loads them again"
+
+
+def test_other_memory_is_left_alone() -> None:
+    tensor = torch.ones(NUM_BYTES, dtype=torch.uint8)
+    release_pages(tensor.data_ptr(), NUM_BYTES)
+    assert bool(tensor.all())
+
+
+def test_file_that_is_closed_is_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * NUM_BYTES)
+    file = MappedFile(tmp_path / "file")
+    address = file.tensor(torch.uint8, 0, 1).data_ptr()
+    del file
+    release_pages(address, NUM_BYTES)
