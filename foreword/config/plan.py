@@ -11,6 +11,7 @@ from foreword.config.memory import (
     cpu_reserve,
     format_bytes,
     kv_bytes_per_token,
+    lora_bytes,
     weight_bytes_by_format,
 )
 from foreword.config.options import Config, parse_bytes
@@ -78,6 +79,10 @@ class _Plan:
         if self._drafter is not None:
             formats = self._formats(self._drafter)
             yield MemoryPart("draft model", int(sum(formats.values())), _list_formats(formats))
+        slots, rank = self._config.num_lora_slots, self._config.max_lora_rank
+        if slots:
+            size = lora_bytes(self._model, self._dtype, slots, rank)
+            yield MemoryPart("adapters", size, f"room for {slots} of rank {rank}")
 
     def kv_cache(self, resolved: ResolvedConfig | None) -> Iterator[MemoryPart]:
         config, models = self._config, [self._model, *filter(None, [self._drafter])]

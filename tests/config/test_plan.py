@@ -23,6 +23,7 @@ DENSE = ModelInfo(
     kv_values_per_token=73_728,
     embedding_parameters=1_200_000_000,
     activation_values_per_row=50_000,
+    lora_values_per_rank=1_000_000,
 )
 # 30B-A3B: 128 experts, 8 a token
 EXPERTS = replace(
@@ -49,7 +50,10 @@ DRAFTER = replace(DENSE, parameters=600_000_000, kv_values_per_token=1000, embed
 @pytest.mark.parametrize(
     "model", [DENSE, EXPERTS, PACKED, replace(DENSE, vision_parameters=10**8, image_token_id=1)]
 )
-@pytest.mark.parametrize("options", [{}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}, {"enable_lora": True, "max_loras": 3}],
+)
 @pytest.mark.parametrize("hardware", [CPU, GPU, replace(CPU, kernel_backend="torch", free_bytes=500 * GIB)])
 @pytest.mark.parametrize("drafter", [None, DRAFTER])
 def test_parts_are_those_of_the_resolved_config(
@@ -61,11 +65,14 @@ def test_parts_are_those_of_the_resolved_config(
     total = parts.pop("sum")
     assert total.num_bytes == sum(part.num_bytes for part in parts.values() if not part.is_subset)
     weights = sum(
-        parts[name].num_bytes for name in ("weights", "vision encoder", "draft model") if name in parts
+        parts[name].num_bytes
+        for name in ("weights", "vision encoder", "draft model", "adapters")
+        if name in parts
     )
     assert weights == pytest.approx(resolved.weight_bytes, abs=3)
     assert parts["KV cache"].num_bytes == resolved.kv_bytes
     assert ("experts" in parts) == bool(model.num_experts)
+    assert ("adapters" in parts) == ("max_loras" in options)
     assert ("image cache" in parts) == (model.image_token_id is not None)
     if resolved.memory is not None:
         usable = resolved.memory.usable
