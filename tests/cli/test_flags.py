@@ -126,7 +126,7 @@ def test_environment_errors_name_the_variable(environ: dict[str, str], part: str
         ("[1]: 2", "unknown option 'a key of several values'"),
         ("parallel: 4", "line 1: parallel is --max-num-seqs here (an option of llama-server"),
         ("tensor_parallel_size: 1", "one device"),
-        ("lora: x", "LoRA adapters are not supported yet"),
+        ("lora: x", "use --lora-modules name=path"),
         ("- port", "must hold `option: value` lines"),
         ("a: b: c", "is not YAML"),
         ("{" * 10_000, "is not YAML"),
@@ -189,12 +189,17 @@ def test_foreign_flag_is_answered(name: str, item: ForeignFlag, capsys: pytest.C
 
 
 def test_all_refused_flags_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--enable-lora", "-tp", "2", "--hf-overrides", "{}", "--hf-overrides", '{"a": 1}']
+    words = ["--enable-expert-parallel", "-tp", "2", "--hf-overrides", "{}", "--hf-overrides", '{"a": 1}']
     for unknown in ([], ["--magic"]):
         with pytest.raises(SystemExit) as caught:
             parse_foreign(*words, *unknown)
         lines = capsys.readouterr().err.splitlines()
-        starts = ["--enable-lora:", "-tp", "--hf-overrides", *(f"unknown flag {word}" for word in unknown)]
+        starts = [
+            "--enable-expert-parallel",
+            "-tp",
+            "--hf-overrides",
+            *(f"unknown flag {word}" for word in unknown),
+        ]
         assert caught.value.code == 2 and len(lines) == len(starts)
         for line, start in zip(lines, starts, strict=True):
             assert line.startswith(f"foreword serve: {start}")

@@ -286,7 +286,9 @@ def open_requests(server: RunningServer, count: int, *images: bytes) -> list[thr
 
 def end(server: RunningServer, threads: list[threading.Thread]) -> None:
     for request_id in list(server.client.live):
-        server.app.state.server.generations[request_id].abort(request_id, RequestFailed("the test is over"))
+        generation = server.app.state.server.generations.get(request_id)
+        if generation is not None:  # it ends with the first of its choices
+            generation.abort(request_id, RequestFailed("the test is over"))
     for thread in threads:
         thread.join(WAIT_S)
     wait_until_free(server)
