@@ -73,7 +73,7 @@ MAX_SPLITS = 16
 MIN_CHOSEN_EXPERTS = 4  # of a row, in most models: their programs run at once
 ROW_SCALED_FORMATS = ("int8", "fp8")
 GROUPED_INT_FORMATS = ("grouped4_128", "grouped4_64", "grouped4_32", "grouped8_64", "grouped8_32")
-GROUP_SCALED_FORMATS = ("int4", "q8_0", "fp8_blocks", *GROUPED_INT_FORMATS)
+GROUP_SCALED_FORMATS = ("int4", "q8_0", "mxfp4", "fp8_blocks", *GROUPED_INT_FORMATS)
 ZERO_BITS = tl.constexpr(255)  # of a scale's float32: they hold the zero
 
 
@@ -199,7 +199,7 @@ def _format_of(part: Matrix, weight_format: str) -> str:
     if isinstance(part, Tensor):
         return weight_format if weight_format in (*ROW_SCALED_FORMATS, "int4") else "dense"
     if isinstance(part, QuantizedBlocks):
-        return {"q4_0": "int4", "q8_0": "q8_0"}.get(part.format, "dense")
+        return {"q4_0": "int4", "q8_0": "q8_0", "mxfp4": "mxfp4"}.get(part.format, "dense")
     if isinstance(part, Float8Blocks):
         return _format_of_float8(part)
     return _format_of_ints(part)
@@ -248,6 +248,8 @@ def _encode(part: Matrix, weight_format: str) -> tuple[Tensor, Tensor]:
         return _encode_ints(part, weight_format)
     if isinstance(part, Float8Blocks):
         return _encode_float8(part, weight_format)
+    if isinstance(part, QuantizedBlocks) and weight_format == "mxfp4":
+        return _encode_mxfp4(part)
     quantized = split_blocks(part) if isinstance(part, QuantizedBlocks) else quantize(part, weight_format)
     codes = quantized.quants.flatten(1)
     if weight_format == "fp8":
@@ -267,6 +269,14 @@ def _encode_ints(part: GroupedInts, weight_format: str) -> tuple[Tensor, Tensor]
     words = part.scales.view(torch.int32) | part.zeros.to(torch.int32)
     width = int(weight_format.split("_")[1])
     return codes.view(torch.int8), _spread(words, part.group_size, width, part.columns)
+
+
+def _encode_mxfp4(part: QuantizedBlocks) -> tuple[Tensor, Tensor]:
+    """A block is its exponent and 16 bytes, whose low nibbles come first."""
+    blocks = part.data.view(len(part.data), -1, 17)
+    codes = torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), 2)
+    exponents = F.pad(blocks[..., 0], (0, -blocks.shape[1] % 4))
+    return codes.flatten(1).view(torch.int8), exponents.contiguous().view(torch.int32)
 
 
 def _encode_float8(part: Float8Blocks, weight_format: str) -> tuple[Tensor, Tensor]:
@@ -337,7 +347,9 @@ def from_float8(x, dtype: tl.constexpr):
 
 @triton.constexpr_function
 def values_per_word(weight_format: str) -> int:
-    return 1 if weight_format == "dense" else 4 if weight_format.startswith(("int4", "grouped4")) else 2
+    if weight_format.startswith(("int4", "mxfp4", "grouped4")):
+        return 4
+    return 1 if weight_format == "dense" else 2
 
 
 @triton.constexpr_function
@@ -345,7 +357,7 @@ def scale_words(weight_format: str) -> int:
     """Words of scales of a row in a block; 0: none, or scales of rows."""
     if weight_format.startswith("grouped"):
         return columns_per_block(weight_format) // int(weight_format.split("_")[1])
-    return {"int4": 2, "q8_0": 1, "fp8_blocks": 1}.get(weight_format, 0)
+    return {"int4": 2, "q8_0": 1, "mxfp4": 1, "fp8_blocks": 1}.get(weight_format, 0)
 
 
 @triton.constexpr_function
@@ -396,6 +408,16 @@ def unpack_word(words, j: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexp
     float8: tl.constexpr = FORMAT == "fp8" or FORMAT == "fp8_blocks"
     if FORMAT == "dense":
         return words
+    elif FORMAT == "mxfp4":
+        # As float8 below: bits of exponent and mantissa as they are, times 2^(difference of exponent biases).
+        if dtype == tl.float32:
+            code = (words >> 4 * j).to(tl.int32)
+            return (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * 2.0**126
+        else:
+            PLACE: tl.constexpr = 6 if dtype == tl.bfloat16 else 9
+            sign = _masked_shift(words, tl.zeros_like(words), 4 * j - 12, -0x8000)
+            value = _masked_shift(words, sign, 4 * j - PLACE, 7 << PLACE).to(dtype, bitcast=True)
+            return (_computable(value) * (2.0**126 if dtype == tl.bfloat16 else 2.0**14)).to(dtype)
     elif dtype == tl.float32:
         if nibbles:
             return (((words >> 4 * j) & 15) - (8 if zero is None else zero)).to(tl.float32)
@@ -459,6 +481,9 @@ def get_scale(words, j: tl.constexpr, FORMAT: tl.constexpr):
         return fp16_from_bits(words[j // 2], j % 2)
     elif FORMAT == "fp8_blocks":
         return words[0].to(tl.float32, bitcast=True)
+    elif FORMAT == "mxfp4":
+        # 2^(e - 127), which is subnormal for 0
+        return tl.maximum(((words[0] >> 8 * j) & 255) << 23, 1 << 22).to(tl.float32, bitcast=True)
     else:
         return (words[j // runs_per_scale(FORMAT)] & ~ZERO_BITS).to(tl.float32, bitcast=True)
 

@@ -88,7 +88,7 @@ def sources(capability: int) -> Iterator[KernelSource]:
     for form in FORMATS:
         yield from (source(capability, form, tile, "split_k") for tile in quantized)
         yield source(capability, form, quantized[-1], "serial", "silu")
-    for form in ("fp8_blocks", "grouped4_128", "grouped8_64"):
+    for form in ("mxfp4", "fp8_blocks", "grouped4_128", "grouped8_64"):
         yield source(capability, form, quantized[0], "split_k")
         yield source(capability, form, quantized[-1], "serial", "silu")
     yield source(capability, "int4", quantized[0], "none", x="fp16")

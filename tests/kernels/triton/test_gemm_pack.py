@@ -37,6 +37,9 @@ from tests.support.quantized_weights import (
     random_weight,
 )
 
+FP4_VALUES = (
+    torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]).outer(torch.tensor([1.0, -1.0])).T.flatten()
+)
 KINDS = ("float32", "bfloat16", "float16", "int8", "fp8", "int4")
 
 
@@ -52,6 +55,8 @@ def unpacked(weight: PackedWeight) -> Tensor:
             data = data.to(torch.uint8).view(torch.float8_e4m3fn if is_float8 else torch.int8)
         if weight.format == "int4":
             data = data - 8
+        elif weight.format == "mxfp4":
+            data = FP4_VALUES[data]
     data = data.to(torch.float32)
     if scales is not None and scales.dtype == torch.int32:
         words = scales.transpose(2, 3).clone(
@@ -61,6 +66,9 @@ def unpacked(weight: PackedWeight) -> Tensor:
             zeros = (words & 255) - (128 if values == 2 else 0)
             data = data - zeros.repeat_interleave(values // words.shape[3], 3)[..., None]
             words = words & ~255
+        if weight.format == "mxfp4":
+            exponents = words.view(torch.uint8).to(torch.float32)
+            words = torch.exp2(exponents - 127).view(torch.int32)
         floats = words.view(torch.float16 if weight.format in ("int4", "q8_0") else torch.float32)
         data = data * floats.repeat_interleave(values // floats.shape[3], 3)[..., None].to(torch.float32)
     matrix = data.flatten(3).transpose(1, 2).flatten(2).flatten(0, 1)
@@ -93,7 +101,14 @@ def test_packed_values_unpack_unchanged(kind: str, sizes: list[int], columns: in
 
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [("q8_0", "q8_0"), ("q4_0", "int4"), ("q5_0", "dense"), ("q4_k", "dense"), ("q6_k", "dense")],
+    [
+        ("q8_0", "q8_0"),
+        ("q4_0", "int4"),
+        ("mxfp4", "mxfp4"),
+        ("q5_0", "dense"),
+        ("q4_k", "dense"),
+        ("q6_k", "dense"),
+    ],
 )
 def test_file_blocks_keep_supported_formats(kind: str, form: str) -> None:
     parts = [random_blocks(kind, rows, 512, rows) for rows in (40, 30)]
@@ -187,7 +202,7 @@ def packed_in_slices(parts: Sequence[Matrix], kind: str, values: int) -> PackedW
 
 @settings(max_examples=examples(40))
 @given(
-    st.sampled_from((*KINDS, "q8_0", "q4_0", "q6_k", "mixed", "ints", "float8")),
+    st.sampled_from((*KINDS, "q8_0", "q4_0", "mxfp4", "q6_k", "mixed", "ints", "float8")),
     st.lists(st.integers(1, 150), min_size=1, max_size=3),
     st.integers(1, 300),
     st.integers(1, 3),
@@ -300,12 +315,14 @@ def expected_values(form: str) -> Tensor:
     """float32 [65536, values of a word]"""
     if form == "int4":
         return torch.stack([(EVERY_WORD.int() >> 4 * j & 15) - 8 for j in range(4)], 1).float()
+    if form == "mxfp4":
+        return FP4_VALUES[torch.stack([EVERY_WORD.int() >> 4 * j & 15 for j in range(4)], 1)]
     codes = EVERY_WORD.view(torch.int8).view(-1, 2)
     return codes.view(torch.float8_e4m3fn).float() if form == "fp8" else codes.float()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("form", ["int4", "int8", "fp8", "mxfp4"])
 def test_every_word_unpacks_exactly(form: str, dtype: torch.dtype) -> None:
     wanted = expected_values(form).to(DEVICE)
     values = torch.empty_like(wanted, dtype=dtype)

@@ -36,7 +36,7 @@ FEW_COUNTS = (1, 17, 33, 65, 257)  # one for each tile
 ALONE = (0, 1, 31, 64, 129, 256)
 KINDS = ("float32", "int8", "int4", "fp8")
 INT_KINDS = ("grouped4_32", "grouped4_128", "grouped8_32", "grouped8_64")
-ALL_KINDS = (*KINDS, "q8_0", "fp8_blocks", *INT_KINDS)
+ALL_KINDS = (*KINDS, "q8_0", "mxfp4", "fp8_blocks", *INT_KINDS)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gpt_oss")
 
 
