@@ -104,6 +104,7 @@ class StepCostProfiler:
 
     def measure(self) -> Calibration:
         max_rows = min(self._max_rows, self._max_len - 2)
+        self.time_step(1, 1)  # touches memory for the first time
         row_s = self.time_step(1, 1)
         if row_s > SLOW_STEP_S:
             return self._measure_slow(row_s, max_rows)
