@@ -72,7 +72,9 @@ PACKED_TYPES: Mapping[str, PackedType] = MappingProxyType(
     }
 )
 # Bytes per value of types with GPU kernels.
-GPU_BYTES_PER_VALUE: Mapping[str, float] = MappingProxyType({"q8_0": 34 / 32, "q4_0": 18 / 32, "mxfp4": 17 / 32})
+GPU_BYTES_PER_VALUE: Mapping[str, float] = MappingProxyType(
+    {"q8_0": 34 / 32, "q4_0": 18 / 32, "mxfp4": 17 / 32}
+)
 TILE_ROWS = 16  # rows of a packed tile; the last tile is padded
 # The converter reorders rows of q and k.
 PERMUTED_QK_ARCHITECTURES = ("granite", "granitemoe", "llama", "mistral3", "smollm3")
