@@ -116,6 +116,7 @@ def prompts() -> list[list[int]]:
     return texts
 
 
+SEEDS = {"mixtral": 2}  # checkpoints whose answers `ngram` sometimes predicts, by case; 1 elsewhere
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 3},
     {"temperature": 0.0, "ignore_eos": True, "max_tokens": None},
@@ -217,9 +218,9 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def make_family(name: str, path: Path, **overrides: Any) -> Family:
-    model = write_checkpoint(path / "model", name, seed=1, **overrides)
+    model = write_checkpoint(path / "model", name, seed=SEEDS.get(name, 1), **overrides)
     drafter = write_checkpoint(
-        path / "drafter", name, seed=1, dtype="bfloat16", **overrides
+        path / "drafter", name, seed=SEEDS.get(name, 1), dtype="bfloat16", **overrides
     )  # rounded: agrees often, not always
     _, plain = answers(model, drafter, None, PLAIN)
     recording = path / "recording.jsonl"
