@@ -9,7 +9,7 @@ from foreword.core.batch import Chunk, build_batch
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.kernels.triton.backend import TritonOps
-from tests.support.checkpoints import write_drafter
+from tests.support.checkpoints import write_checkpoint, write_drafter
 from tests.support.graph_capture_fake import BLOCK_SIZE, CONTEXT_LEN, GraphTestBed
 from tests.support.host_decode_loop import (
     NEVER_SAMPLED_IDS,
@@ -42,6 +42,17 @@ def beds(path: Path) -> tuple[GraphTestBed, GraphTestBed]:
 
 
 def test_padded_graph_pass(path: Path) -> None:
+    with exact_dot():
+        captured, plain = beds(path)
+        chunks = [Chunk([40, 41], 0, blocks_of(0)[:1], 2), Chunk([42], 0, blocks_of(1)[:1], 1)]
+        batch = build_batch(chunks, BLOCK_SIZE, 1, "cpu")
+        assert torch.equal(captured.forward(batch), plain.forward(batch))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen2_moe"])
+def test_padded_graph_pass_of_experts(tmp_path: Path, family: str) -> None:
+    """Sinks, biases and gpt-oss's activation; a shared expert. Padding rows choose experts as well."""
+    path = write_checkpoint(tmp_path / "model", family)
     with exact_dot():
         captured, plain = beds(path)
         chunks = [Chunk([40, 41], 0, blocks_of(0)[:1], 2), Chunk([42], 0, blocks_of(1)[:1], 1)]
