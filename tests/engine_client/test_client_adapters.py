@@ -24,7 +24,7 @@ from tests.support.lora_files import write_adapter
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=200, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
