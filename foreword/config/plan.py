@@ -50,7 +50,8 @@ def plan_memory(
     free = format_bytes(hardware.free_bytes)
     if hardware.device == "cuda":
         usable = format_bytes(int(hardware.total_bytes * config.gpu_memory_utilization))
-        return [*parts, MemoryPart("sum", total, f"of {usable} that may be used; {free} are free")]
+        detail = f"of {usable} that may be used on {hardware.gpu}; {free} are free"
+        return [*parts, MemoryPart("sum", total, detail)]
     reserve = ""
     if config.kv_cache_memory is None:
         reserve = f", of which {format_bytes(cpu_reserve(hardware.free_bytes))} stay in reserve"

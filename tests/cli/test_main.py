@@ -99,7 +99,7 @@ def test_short_help_has_the_common_flags(capsys: pytest.CaptureFixture[str]) -> 
         (["check", "a", "b"], "'b' is one word too many (see"),
         (["serve", "--tensor-parallel-size", "2"], "--tensor-parallel-size can only be 1, got '2'"),
         (["serve", "-c", "4096"], "-c: use --max-model-len N"),
-        (["serve", "--lora", "x"], "LoRA adapters are not supported yet"),
+        (["serve", "--lora", "x"], "--lora: use --lora-modules name=path"),
         (["serve", "--temp", "1"], "it is a field of each request"),
         (["serve", "-fa", "model.gguf"], "-fa can only be on or off"),
         (["generate", "x", "--host", "h"], "unknown flag --host"),
@@ -311,7 +311,7 @@ def test_unknown_variable_is_a_warning(
     [
         ("flag", ["--swap-space", "4"], ["warning --swap", "warning warning: unknown env", "error there"]),
         ("environment", ["--hots", "x"], ["error unknown flag --hots; did you mean --host?"]),
-        ("file", ["--enable-lora"], ["error --enable-lora: "]),
+        ("file", ["--lora", "x"], ["error --lora: "]),
         ("file", ["--config", "./nowhere"], ["warning warning: unknown env", "error there"]),
     ],
 )

@@ -62,8 +62,9 @@ class GraphCapturableOps(ReferenceOps):
         window: int | None = None,
         softcap: float | None = None,
         metadata: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        assert batch.request_index is not None and softcap is None
+        assert batch.request_index is not None and softcap is None and sinks is None
         tables = batch.block_tables
         tables = torch.cat((tables, tables.new_zeros(len(tables), MAX_BLOCKS - tables.shape[1])), 1)
         at = torch.arange(CONTEXT_LEN, device=q.device)
