@@ -20,6 +20,7 @@ __all__ = [
     "ModelNotFound",
     "Overloaded",
     "PayloadTooLarge",
+    "QuotaExceeded",
     "RateLimited",
     "RequestFailed",
     "ResponseNotFound",
@@ -174,6 +175,13 @@ class RateLimited(Overloaded):
     """The API key's limit of requests, tokens or concurrency is reached."""
 
     code = "rate_limit_exceeded"
+
+
+class QuotaExceeded(RateLimited):
+    """The API key's tokens of the day are used up."""
+
+    error_type = "insufficient_quota"
+    code = "insufficient_quota"
 
 
 class RequestFailed(ForewordError):

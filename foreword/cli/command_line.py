@@ -45,7 +45,8 @@ from foreword.config.options import Config
 from foreword.demo import BUNDLED, DEFAULT_MODEL
 from foreword.errors import CheckpointError, ConfigError, ForewordError, Terminated, did_you_mean
 from foreword.models.hub import find_local, resolve_path
-from foreword.server.auth.key_file import read_key_file
+from foreword.server.auth.key_file import check_quotas, read_key_file
+from foreword.server.auth.usage_db import check_usage_file
 
 __all__ = ["COMMANDS", "Subcommand", "build_parser", "run_command_line"]
 
@@ -78,7 +79,7 @@ COMMANDS = (
     Subcommand(
         "run-batch", "foreword.cli.run_batch", "answer a file of requests", "loading", add_run_batch_arguments
     ),
-    Subcommand("keys", "foreword.cli.keys", "create, list and revoke API keys", ""),
+    Subcommand("keys", "foreword.cli.keys", "create, limit, list and revoke API keys; their usage", ""),
     Subcommand(
         "bench",
         "foreword.bench.command",
@@ -332,7 +333,10 @@ def _fetch(prog: str, name: str) -> None:
 def _check_server_files(config: Config) -> None:
     """Raises ConfigError for files and addresses of the server that cannot be used, before slow imports."""
     if config.api_key_file is not None:
-        read_key_file(Path(config.api_key_file))
+        key_file = Path(config.api_key_file)
+        check_quotas(read_key_file(key_file), key_file, config.usage_db is not None)
+    if config.usage_db is not None:
+        check_usage_file(Path(config.usage_db))
     if config.uds is None:
         bind(config.host, config.port).close()
     elif not (folder := Path(config.uds).parent).is_dir():

@@ -1,4 +1,4 @@
-"""`foreword keys new|list|revoke`: manage the key file of `foreword serve --api-key-file`.
+"""`foreword keys`: manage the key file of `foreword serve --api-key-file`, and read the usage database.
 
 A new key is printed once, alone on stdout; the file holds its hash. A running server reloads a changed file.
 """
@@ -11,9 +11,10 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from foreword.cli.flags import environment_name
 from foreword.errors import ConfigError
@@ -28,14 +29,22 @@ from foreword.server.auth.key_file import (
     parse_time,
     read_key_file,
 )
+from foreword.server.auth.usage_db import (
+    Usage,
+    parse_day,
+    parse_dimensions,
+    read_usage,
+    write_csv,
+)
 
 __all__ = ["add_arguments", "run"]
 
-KEY_FILE_VARIABLE = environment_name("api_key_file")
+KEY_FILE_VARIABLE, USAGE_DB_VARIABLE = environment_name("api_key_file"), environment_name("usage_db")
 UNIT_SECONDS = {"h": 3600, "d": 86_400}
 LIMITS = {
     "requests_per_minute": "limit on requests per minute",
     "tokens_per_minute": "limit on tokens per minute, of prompts and answers",
+    "tokens_per_day": "limit on tokens per day (UTC); the server needs --usage-db",
     "max_concurrency": "limit on open choices and texts",
     "priority": "best priority it may ask for; lower is served first (default: 0)",
 }
@@ -44,36 +53,69 @@ LIMITS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     new = actions.add_parser("new", help="create a key, print it, and add its hash to the file")
+    limit = actions.add_parser("limit", help="change the limits of a key; what is not named stays")
     listing = actions.add_parser("list", help="the keys of the file, without their hashes")
     revoke = actions.add_parser("revoke", help="remove a key from the file")
-    for sub in (new, listing, revoke):
+    for sub in (new, limit, listing, revoke):
         sub.add_argument(
             *("--file", "--api-key-file"),
             dest="file",
             metavar="FILE",
             help=f"the key file (default: ${KEY_FILE_VARIABLE})",
         )
-    for sub in (new, revoke):
+    for sub in (new, limit, revoke):
         sub.add_argument("name", metavar="NAME", help="name of the key")
     new.add_argument("--admin", action="store_true", help="allow the routes under /admin")
-    new.add_argument("--models", metavar="LIST", help="allowed models, joined by commas (default: all)")
-    new.add_argument(
-        "--expires", metavar="WHEN", help="a date, a date and time, or from now: 90d, 12h (default: never)"
+    for sub in (new, limit):
+        _add_limits(sub)
+    _add_usage_arguments(actions.add_parser("usage", help="what keys used, from the usage database"))
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """Flags whose values are fields of Key; those that are not given are not in the namespace."""
+    unset: Any = argparse.SUPPRESS
+    parser.add_argument(
+        "--models",
+        default=unset,
+        metavar="LIST",
+        help="allowed models, by commas; none: all (default)",
+    )
+    parser.add_argument(
+        "--expires",
+        default=unset,
+        metavar="WHEN",
+        help="a date, a date and time, or from now: 90d, 12h; none: never (default)",
     )
     for name, help_ in LIMITS.items():
-        new.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=help_)
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, default=unset, metavar="N", help=f"{help_}; none: the default")
+
+
+def _add_usage_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        *("--usage-db", "--file"),
+        dest="usage_db",
+        metavar="FILE",
+        help=f"the database of the server's --usage-db (default: ${USAGE_DB_VARIABLE})",
+    )
+    parser.add_argument("--since", metavar="DAY", help="first day (UTC), such as 2030-01-31")
+    parser.add_argument("--until", metavar="DAY", help="last day")
+    parser.add_argument("--key", metavar="NAME", help="only of this key")
+    parser.add_argument("--model", metavar="NAME", help="only of this model")
+    parser.add_argument(
+        "--by", default="key,model", metavar="LIST", help="sums by key, model, day (default: key,model)"
+    )
+    parser.add_argument("--csv", action="store_true", help="as CSV")
 
 
 def run(args: argparse.Namespace) -> int:
-    return {"new": _new, "list": _list, "revoke": _revoke}[args.action](args)
+    actions = {"new": _new, "limit": _limit, "list": _list, "revoke": _revoke, "usage": _usage}
+    return actions[args.action](args)
 
 
 def _new(args: argparse.Namespace) -> int:
     path, secret = _path(args), new_secret()
-    limits = {name: getattr(args, name) for name in LIMITS if getattr(args, name) is not None}
-    models = tuple(name.strip() for name in args.models.split(",")) if args.models is not None else None
-    expires = _parse_expiry(args.expires, time.time()) if args.expires else None
-    key = Key(args.name, b"", b"", admin=args.admin, models=models, expires=expires, **limits)
+    key = Key(args.name, b"", b"", admin=args.admin, **_given_limits(args))
 
     def add(present: tuple[Key, ...]) -> Sequence[Key]:
         if key.name in {other.name for other in present}:
@@ -89,12 +131,83 @@ def _new(args: argparse.Namespace) -> int:
     return 0
 
 
+def _limit(args: argparse.Namespace) -> int:
+    path, changes = _path(args), _given_limits(args)
+    if not changes:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in ("models", "expires", *LIMITS))
+        raise ConfigError(f"nothing to change; name at least one of {names}", "name")
+
+    def change(present: tuple[Key, ...]) -> Sequence[Key]:
+        if args.name not in {key.name for key in present}:
+            raise _unknown_key(path, args.name)
+        keys = [replace(key, **changes) if key.name == args.name else key for key in present]
+        parse_keys(dump_keys(keys).encode(), path)  # refuses a value that could not be read again
+        return keys
+
+    change_key_file(path, change)
+    print(f"changed {args.name}", file=sys.stderr)
+    return 0
+
+
+def _given_limits(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of Key that are given. `none` stands for the default. Raises ConfigError."""
+    defaults = {item.name: item.default for item in fields(Key)}
+    names = ("models", "expires", *LIMITS)
+    given = {name: value for name, value in vars(args).items() if name in names}
+    return {
+        name: defaults[name] if value == "none" else _parse_limit(name, value)
+        for name, value in given.items()
+    }
+
+
+def _parse_limit(name: str, text: str) -> Any:
+    """The value of a field of Key. Raises ConfigError."""
+    if name == "models":
+        return tuple(model.strip() for model in text.split(","))
+    if name == "expires":
+        return _parse_expiry(text, time.time())
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name} must be a whole number, or none, got {text!r:.60}", name) from None
+
+
+def _usage(args: argparse.Namespace) -> int:
+    path = args.usage_db or os.environ.get(USAGE_DB_VARIABLE)
+    if not path:
+        raise ConfigError(
+            f"no usage database is given; name it with --usage-db or {USAGE_DB_VARIABLE}", "usage_db"
+        )
+    by = parse_dimensions(args.by)
+    since, until = (
+        None if day is None else parse_day(day, name)
+        for name, day in (("since", args.since), ("until", args.until))
+    )
+    rows = read_usage(Path(path), by, since, until, args.key, args.model)
+    if args.csv:
+        write_csv(sys.stdout, by, rows)
+        return 0
+    total = Usage(*map(sum, zip(*(usage for _, usage in rows), strict=True)))
+    head = [*by, *(name.removesuffix("_tokens") for name in Usage._fields)]
+    cells = [[*(name or "-" for name in group), *map(str, usage)] for group, usage in rows]
+    _print_table([head, *cells, ["total", *[""] * (len(by) - 1), *map(str, total)]], num_left=len(by))
+    return 0
+
+
 def _list(args: argparse.Namespace) -> int:
-    rows = [["name", "admin", "models", "expires", *LIMITS], *map(_row, read_key_file(_path(args)))]
+    _print_table([["name", "admin", "models", "expires", *LIMITS], *map(_row, read_key_file(_path(args)))])
+    return 0
+
+
+def _print_table(rows: Sequence[Sequence[str]], num_left: int = sys.maxsize) -> None:
+    """Columns from `num_left` on hold numbers, which end at the same place."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    return 0
+        cells = [
+            cell.ljust(width) if column < num_left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
 
 
 def _revoke(args: argparse.Namespace) -> int:
@@ -103,12 +216,16 @@ def _revoke(args: argparse.Namespace) -> int:
     def remove(present: tuple[Key, ...]) -> Sequence[Key]:
         left = [key for key in present if key.name != args.name]
         if len(left) == len(present):
-            raise ConfigError(f"key file {path} has no key {args.name!r:.80}", "name")
+            raise _unknown_key(path, args.name)
         return left
 
     change_key_file(path, remove)
     print(f"revoked {args.name}", file=sys.stderr)
     return 0
+
+
+def _unknown_key(path: Path, name: str) -> ConfigError:
+    return ConfigError(f"key file {path} has no key {name!r:.80}", "name")
 
 
 def _path(args: argparse.Namespace) -> Path:

@@ -390,6 +390,11 @@ class Config:
         group="server",
         guards_access=True,
     )
+    usage_db: str | None = option(
+        None,
+        "SQLite file of usage by day, key and model, read by `foreword keys usage`; servers may share it",
+        group="server",
+    )
     cors_origins: str = option("", "allowed browser origins, comma-separated; * for all", group="server")
     max_body_mb: int = option(32, "maximum size of a request body in MB", group="server")
     response_store_mb: int = option(

@@ -39,6 +39,7 @@ REJECT_REASONS = (
     "image_queue",
     "rate_requests",
     "rate_tokens",
+    "quota",
     "concurrency",
     "unauthorized",
     "forbidden",
@@ -75,6 +76,7 @@ class Metric:
     predictive: bool = False  # of those: exists only if step times are predicted
     multimodal: bool = False  # exists only for vision-language models
     of_model: bool = True  # has the label MODEL_LABEL besides `labels`
+    of_key: bool = False  # names API keys: only for scrapes with the key of an admin, where there is one
 
 
 def _gauge(name: str, help_: str) -> Metric:
@@ -83,6 +85,10 @@ def _gauge(name: str, help_: str) -> Metric:
 
 def _counter(name: str, help_: str, *labels: str) -> Metric:
     return Metric(name, "counter", help_, labels)
+
+
+def _key_counter(name: str, help_: str) -> Metric:
+    return Metric(name, "counter", help_, ("key", MODEL_LABEL), of_model=False, of_key=True)
 
 
 def _histogram(name: str, help_: str, buckets: tuple[float, ...], *labels: str) -> Metric:
@@ -110,6 +116,15 @@ CATALOG = (
         "counter",
         "HTTP responses since the model was loaded, by the route's template (`other`: none) and status.",
         ("route", "status"),
+        of_model=False,
+    ),
+    _key_counter("key_requests_total", "Requests that ended, by key and by the model's name in answers."),
+    _key_counter("key_prompt_tokens_total", "Their prompt tokens, of prompts that got a first token."),
+    _key_counter("key_generation_tokens_total", "Their delivered tokens."),
+    Metric(
+        "usage_db_errors_total",
+        "counter",
+        "Writes to the usage database that failed or took longer than a second; they are repeated.",
         of_model=False,
     ),
     _gauge("requests_running", "Requests in the last step."),

@@ -50,8 +50,10 @@ class MetricsRegistry:
         self._numbers = {row.name: _Numbers(row) for row in rows if not row.buckets}
         self._histograms = {row.name: _Histogram(row) for row in rows if row.buckets}
         self._registry = CollectorRegistry()
-        collector = _CatalogCollector([*self._numbers.values(), *self._histograms.values()], model, vllm)
-        self._registry.register(collector)
+        self._collector = _CatalogCollector(
+            [*self._numbers.values(), *self._histograms.values()], model, vllm
+        )
+        self._registry.register(self._collector)
 
     def add_processes(self, get_engine_pid: Callable[[], int | None]) -> None:
         """Export memory, processor time and open files of this process (`process_*`) and the engine's."""
@@ -84,8 +86,9 @@ class MetricsRegistry:
             else:
                 self.add(name, 0.0, *leading_labels, label)
 
-    def render(self) -> bytes:
-        """Metrics in Prometheus' text format."""
+    def render(self, with_keys: bool = False) -> bytes:
+        """Metrics in Prometheus' text format; `with_keys`: also those that name API keys."""
+        self._collector.with_keys = with_keys
         return generate_latest(self._registry)
 
 
@@ -140,11 +143,14 @@ class _CatalogCollector(Collector):
         self._instruments = instruments
         self._model = model
         self._vllm = vllm
+        self.with_keys = False
 
     def collect(self) -> Iterator[Family]:
         if self._vllm:
             yield from self._vllm_families({each.row.name: _family(each, {}) for each in self._instruments})
         for each in self._instruments:
+            if each.row.of_key and not self.with_keys:
+                continue
             is_labelled = self._model and each.row.of_model
             yield _family(each, {MODEL_LABEL: self._model} if is_labelled else {})
 

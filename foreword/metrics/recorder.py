@@ -32,6 +32,7 @@ Number = TypeVar("Number", int, float)
 
 DRAFT_STAGE = "draft"  # exists only with drafters
 MAX_ADAPTER_NAMES = 64  # labels of series; later ones count as "other"
+MAX_KEY_SERIES = 256  # pairs of key and model with series; later ones count as ("other", "other")
 MAX_FINISHED_STATS = 4096  # finished requests whose statistics are kept
 
 STEP_GAUGES = (
@@ -103,6 +104,7 @@ class MetricsRecorder:
         self._log_interval_s = log_interval_s
         self._max_loras = max_loras
         self._adapter_names: set[str] = set()
+        self._key_series: set[tuple[str, str]] = set()
         self.get_stats: Callable[[], StepStats] | None = None  # for gauges; None: those of the last step
         self._clock = clock
         self._live: dict[str, RequestProgress] = {}
@@ -190,6 +192,22 @@ class MetricsRecorder:
     def on_http_response(self, route: str, status: int) -> None:
         """An HTTP response was sent; `route` is a template."""
         self._registry.add("http_requests_total", 1, route, str(status))
+
+    def on_usage(
+        self, key: str, model: str, requests: int, prompt_tokens: int, generated_tokens: int
+    ) -> None:
+        """A key used a model (its name in answers) since the last call for both."""
+        if len(self._key_series) < MAX_KEY_SERIES:
+            self._key_series.add((key, model))
+        if (key, model) not in self._key_series:
+            key = model = "other"
+        self._registry.add("key_requests_total", requests, key, model)
+        self._registry.add("key_prompt_tokens_total", prompt_tokens, key, model)
+        self._registry.add("key_generation_tokens_total", generated_tokens, key, model)
+
+    def on_usage_db_error(self) -> None:
+        """A write to the usage database failed or took too long."""
+        self._registry.add("usage_db_errors_total", 1)
 
     def on_ignored_fields(self, num_fields: int) -> None:
         """Unknown fields of messages and content parts were ignored."""
@@ -285,8 +303,8 @@ class MetricsRecorder:
         for name, seconds in DRAFTING_SECONDS.items() if self._predictive else ():
             self._registry.add(name, _delta(getattr(before, seconds), getattr(now, seconds)))
 
-    def render(self) -> bytes:
-        """The metrics as text of type prometheus.CONTENT_TYPE."""
+    def render(self, with_keys: bool = False) -> bytes:
+        """The metrics as text of type prometheus.CONTENT_TYPE; `with_keys`: also those that name API keys."""
         stats = self._stats if self.get_stats is None else self.get_stats()
         for name in STEP_GAUGES:
             self._registry.set(name, getattr(stats, name))
@@ -305,7 +323,7 @@ class MetricsRecorder:
             }
             labels = names[True], names[False], str(self._max_loras)
             self._registry.set_only("lora_requests_info", time.time(), *labels)
-        return self._registry.render()
+        return self._registry.render(with_keys)
 
     def _adapter_label(self, request: Request) -> str:
         """The adapter's name, for a limited number of names."""

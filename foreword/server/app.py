@@ -24,6 +24,7 @@ from foreword.metrics.recorder import MetricsRecorder
 from foreword.multimodal.base import ImageProcessor
 from foreword.server.admission import Admission, AdmissionMiddleware
 from foreword.server.auth.keys import AuthenticationMiddleware, Keyring
+from foreword.server.auth.usage_log import UsageLog
 from foreword.server.context import ServerContext
 from foreword.server.errors import add_error_handlers, error_response
 from foreword.server.image_intake import ImageIntake, ImageMemory
@@ -81,6 +82,7 @@ EXPOSED_HEADERS = (
     "X-Request-Id",
     "X-Foreword-Ignored-Fields",
     "Retry-After",
+    "x-should-retry",
     *(f"x-ratelimit-{a}-{b}" for a in ("limit", "remaining", "reset") for b in ("requests", "tokens")),
 )
 
@@ -105,6 +107,9 @@ def create_app(
     """
     drain, request_log = drain or DrainState(), request_log or RequestLog(config.access_log)
     key_file = Path(config.api_key_file) if config.api_key_file else None
+    usage = UsageLog(
+        Path(config.usage_db) if config.usage_db else None, recorder.on_usage, recorder.on_usage_db_error
+    )
     server = ServerContext(
         config=config,
         client=client,
@@ -113,7 +118,8 @@ def create_app(
         or ChatInputProcessor(tokenizer, processor, config.max_images, config.tool_format),
         recorder=recorder,
         admission=Admission(config.max_waiting, config.max_waiting_tokens, recorder.on_reject),
-        keyring=Keyring(config.api_key, key_file, config.share_prefix_cache, recorder.on_reject),
+        keyring=Keyring(config.api_key, key_file, config.share_prefix_cache, usage, recorder.on_reject),
+        usage=usage,
         names=ModelNames(
             client,
             model_name,
@@ -188,6 +194,7 @@ def _add_outer_middleware(app: FastAPI, config: Config, request_log: RequestLog)
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     server: ServerContext = app.state.server
     request_log: RequestLog = app.state.request_log
+    await server.usage.flush()  # reads what keys have used today
     ticker = asyncio.create_task(_tick(server, request_log))
     try:
         yield
@@ -195,19 +202,21 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         ticker.cancel()
         await asyncio.gather(ticker, return_exceptions=True)
         request_log.flush(force=True)
+        await server.usage.close()
         await asyncio.to_thread(server.grammar_checker.close)
         if server.image_intake is not None:
             await asyncio.to_thread(server.image_intake.close)
 
 
 async def _tick(server: ServerContext, request_log: RequestLog) -> None:
-    """Write periodic log lines, drop expired responses, and reload a changed key file."""
+    """Write log lines and usage, drop expired responses, and reload a changed key file."""
     while True:
         await asyncio.sleep(TICK_S)
         server.recorder.log_if_due()
         request_log.flush()
         server.response_store.expire()
         await server.keyring.refresh()
+        await server.usage.flush()
 
 
 class SwappableApp:

@@ -73,7 +73,7 @@ async def start_chat(
         if bound is not None and task.splits:
             new_call_id = partial(_new_call_id, task.call_id_prefix)
             make_parser = partial(ChatParser, bound, task.tools, starts_in_reasoning, new_call_id)
-        return Generation(server, requests, task.prompt_only, context.meter, resources.pop_all(), make_parser)
+        return Generation(server, requests, context, task.prompt_only, resources.pop_all(), make_parser)
 
 
 async def count_prompt_tokens(

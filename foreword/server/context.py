@@ -35,6 +35,7 @@ from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.server.admission import Admission
 from foreword.server.auth.keys import KeyPermissions, Keyring, RequestContext
+from foreword.server.auth.usage_log import UsageLog
 from foreword.server.http import cancel_on_disconnect
 from foreword.server.image_intake import ImageIntake
 from foreword.server.middleware import release_body
@@ -80,6 +81,7 @@ class ServerContext:
     recorder: MetricsRecorder
     admission: Admission
     keyring: Keyring
+    usage: UsageLog
     names: ModelNames
     created: int  # Unix time of the start
     grammar_checker: GrammarChecker

@@ -302,6 +302,7 @@ async def with_metrics(
     server: ServerContext,
     request: HTTPRequest,
     context: RequestContext,
+    model: str,
     task: str,
     num_inputs: int,
     num_tokens: int,
@@ -309,16 +310,18 @@ async def with_metrics(
 ) -> T | None:
     """The result of `work`, admitted and recorded; None, with everything freed, after a disconnect.
 
+    model  its name in answers
     Raises Overloaded, DeadlineExceeded.
     """
     ticket = server.admission.admit(num_inputs, num_tokens, context.meter)
+    usage = server.usage.counter(context.fairness_key, model)
     server.recorder.on_embedding_start()
     reason, started_s = "error", time.monotonic()
     try:
         async with asyncio.timeout(context.timeout_s):
             result = await cancel_on_disconnect(request.receive, work())
         reason = "abort" if result is None else "done"
-        return result
+        usage.prompt_tokens += 0 if result is None else num_tokens
     except asyncio.CancelledError:
         reason = "abort"
         raise
@@ -328,6 +331,10 @@ async def with_metrics(
         ticket.release()
         elapsed_s = time.monotonic() - started_s
         server.recorder.on_embedding_finish(task, reason, num_inputs, num_tokens, elapsed_s)
+        usage.requests += 1
+        usage.errors += reason == "error"
+    await server.usage.commit(usage)
+    return result
 
 
 def _get_info(encoder: EncoderClient) -> EncoderInfo:

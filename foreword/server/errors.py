@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger("foreword.serve")
+# The SDKs of OpenAI and Anthropic wait no longer than this (later versions: 120 s): they ignore a longer
+# Retry-After and retry at once, unless x-should-retry says that it is in vain.
+MAX_CLIENT_WAIT_S = 60.0
 MAX_SHOWN_CHARS = 80  # characters of an invalid value in a message
 PYDANTIC_SUBJECT = re.compile(r"^[A-Z]\w+ should\b")  # "Input should be ...", "String should have ..."
 PYDANTIC_AT_LEAST = ("greater than or equal to", "at least")
@@ -151,10 +154,12 @@ def error_response(error: ForewordError, scope: Mapping[str, Any] | None = None)
 
 
 def error_headers(error: ForewordError) -> dict[str, str]:
-    """WWW-Authenticate and Retry-After (whole seconds), where they apply."""
+    """WWW-Authenticate, Retry-After (whole seconds) and x-should-retry, where they apply."""
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(math.ceil(error.retry_after_s), 1))
+        if error.retry_after_s > MAX_CLIENT_WAIT_S:
+            headers["x-should-retry"] = "false"
     return headers
 
 

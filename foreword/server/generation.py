@@ -18,8 +18,7 @@ from foreword.formats.events import merge_events
 from foreword.formats.parser import ChatParser
 from foreword.metrics.spec_stats import SpecDecodeStats
 from foreword.server.admission import AdmissionTicket
-from foreword.server.auth.rate_limit import UsageMeter
-from foreword.server.context import ServerContext
+from foreword.server.context import RequestContext, ServerContext
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
 
 __all__ = ["DeltaQueue", "Generation"]
@@ -35,8 +34,8 @@ class Generation:
         self,
         server: ServerContext,
         requests: Sequence[Request],
+        context: RequestContext,
         prompt_only: bool = False,  # score the prompt and return no token
-        meter: UsageMeter | None = None,
         resources: ExitStack | None = None,  # released on close()
         make_parser: Callable[[], ChatParser] | None = None,  # for each choice; None: all text is content
     ) -> None:
@@ -51,7 +50,12 @@ class Generation:
         self._prompt_only = prompt_only
         self._delta_queue = DeltaQueue()
         self._failed: set[str] = set()
-        self._meter = meter or UsageMeter()
+        self._meter = context.meter
+        self._usage = server.usage.counter(context.fairness_key, context.model)
+        # The choices "X-0" and "X-1" share the prompt "X", which counts once, with its first choice.
+        firsts = {_prompt_id(request): request.id for request in reversed(waiting)}
+        self._first_ids = frozenset(firsts.values())
+        self._is_counted = False
         self._ticket: AdmissionTicket | None = None
         self._resources = resources or ExitStack()
 
@@ -70,8 +74,7 @@ class Generation:
 
     def _admit(self) -> AdmissionTicket:
         requests = [output.request for output in self.outputs]
-        # The choices "X-0" and "X-1" share one prompt, which is charged once.
-        charged = {request.id.rpartition("-")[0]: len(request.prompt_ids) for request in requests}
+        charged = {_prompt_id(request): len(request.prompt_ids) for request in requests}
         tokens = sum(len(request.prompt_ids) for request in requests)
         return self._server.admission.admit(len(requests), tokens, self._meter, sum(charged.values()))
 
@@ -89,6 +92,17 @@ class Generation:
             if isinstance(item, ForewordError):
                 raise item
 
+    async def commit_usage(self) -> None:
+        """Write the usage of all choices, before the last byte of the answer: no kill loses it."""
+        self._count_request()
+        await self._server.usage.commit(self._usage)
+
+    def _count_request(self) -> None:
+        if not self._is_counted:
+            self._is_counted = True
+            self._usage.requests += 1
+            self._usage.errors += bool(self._failed)
+
     def on_close(self, callback: Callable[[], object]) -> None:
         """Call it once when the generation ends in any way."""
         self._resources.callback(callback)
@@ -100,6 +114,7 @@ class Generation:
             return
         self._ticket.release()
         self._ticket = None
+        self._count_request()
         for output in self.outputs:
             self._server.generations.pop(output.request.id, None)
             if not output.finished and output.request.id not in self._failed:
@@ -140,6 +155,7 @@ class Generation:
     def _process_event(self, output: ChoiceOutput, event: TokenEvent) -> OutputDelta:
         if self._prompt_only:
             event = truncate(event, 0, "length")
+        num_cached = output.num_cached
         delta = output.feed(event)
         if delta.hit_stop_string or self._prompt_only:
             self._server.client.finish(output.request.id, output.num_tokens)
@@ -151,7 +167,11 @@ class Generation:
         num_tokens = len(delta.event.token_ids)
         if self._ticket is not None:
             self._ticket.charge_generated(num_tokens)
+        if output.request.id in self._first_ids:
+            self._usage.prompt_tokens += len(output.request.prompt_ids) if event.index == 0 else 0
+            self._usage.cached_tokens += output.num_cached - num_cached
         draft = delta.event.draft
+        self._usage.count_tokens(num_tokens, draft)
         if draft is not None and draft.drafter == "prediction":
             self.prediction_stats.add(draft.num_drafted, draft.num_accepted, num_tokens)
         return delta
@@ -169,6 +189,10 @@ class Generation:
         self._server.recorder.on_error(request, error)
         self._server.recorder.on_parsed(self.outputs[index].parser)
         self._delta_queue.put(index, error)
+
+
+def _prompt_id(request: Request) -> str:
+    return request.id.rpartition("-")[0]
 
 
 class DeltaQueue:

@@ -146,6 +146,7 @@ async def _events(generation: Generation, writer: ResponseWriter) -> AsyncGenera
             yield events
         if item.finish_reason is not None:
             writer.record_returned(1)  # after the yield: a client that disconnected did not get it
+    await generation.commit_usage()
     if first_error is None:
         for event in writer.last_events():
             yield event
@@ -173,5 +174,6 @@ class FullResponse(Response):
 
     async def _collect_body(self) -> dict[str, Any]:
         await self._generation.collect()
+        await self._generation.commit_usage()
         self._writer.record_returned(self._writer.num_returned)
         return self._writer.full()

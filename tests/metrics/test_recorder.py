@@ -494,7 +494,20 @@ def test_series_of_the_model_have_its_name(clock: Clock) -> None:
     assert found.pop("foreword_http_requests_total") == [
         ({"route": "/v1/models/{name}", "status": "404"}, 1.0)
     ]
+    assert found.pop("foreword_usage_db_errors_total") == [({}, 0.0)]
     assert all(labels["model"] == "the model" for series in found.values() for labels, _ in series)
+
+
+def test_keys_are_shown_on_request_and_bounded(clock: Clock) -> None:
+    recorder = MetricsRecorder((), clock=clock, info=INFO)
+    for number in range(300):
+        recorder.on_usage(f"key {number}", "a model", 1, 10, 20)
+    assert b"key " not in recorder.render() and b"foreword_key_" not in recorder.render()
+    lines = [line for line in recorder.render(with_keys=True).decode().splitlines() if line[0] != "#"]
+    requests = [line for line in lines if line.startswith("foreword_key_requests_total{")]
+    assert requests[0] == 'foreword_key_requests_total{key="key 0",model="a model"} 1.0'
+    assert len(requests) == 257
+    assert 'foreword_key_generation_tokens_total{key="other",model="other"} 880.0' in lines
 
 
 # Labels of vLLM 0.11 to 0.33, besides model_name and engine.

@@ -169,6 +169,7 @@ def test_keys(server: RunningServer, path: Path) -> None:
         "expires": "2096-10-02T07:06:40+00:00",
         "requests_per_minute": None,
         "tokens_per_minute": 500,
+        "tokens_per_day": None,
         "max_concurrency": None,
         "priority": 0,
     }

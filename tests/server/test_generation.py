@@ -37,7 +37,8 @@ async def server_of(client: FakeEngineClient, **config: Any) -> ServerContext:
 
 
 def generation(server: ServerContext, n: int = 2) -> Generation:
-    return Generation(server, server.build_requests([1, 2], SamplingParams(n=n), "r", RequestContext("", 0)))
+    context = RequestContext("", 0)
+    return Generation(server, server.build_requests([1, 2], SamplingParams(n=n), "r", context), context)
 
 
 async def test_unstarted_generation_is_freed() -> None:

@@ -27,11 +27,12 @@ from typing import Any
 
 import yaml
 
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, did_you_mean
 
 __all__ = [
     "Key",
     "change_key_file",
+    "check_quotas",
     "choose_salt",
     "dump_keys",
     "hash_key",
@@ -62,6 +63,7 @@ class Key:
     expires: float | None = None  # Unix time; None: never
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # of prompts and answers
+    tokens_per_day: int | None = None  # of UTC; the usage database counts them
     max_concurrency: int | None = None  # open choices and texts
     priority: int | None = 0  # best allowed (lower is better), and the default if worse than 0; None: any
 
@@ -89,6 +91,13 @@ def read_key_file(path: Path) -> tuple[Key, ...]:
     if len(text) > MAX_FILE_BYTES:
         raise _key_file_error(path, f"is larger than {MAX_FILE_BYTES >> 20} MiB")
     return parse_keys(text, path)
+
+
+def check_quotas(keys: Sequence[Key], path: Path, has_usage_db: bool) -> None:
+    """Raises ConfigError for a limit that needs the usage database, without one: a restart would reset it."""
+    for key in keys:
+        if key.tokens_per_day is not None and not has_usage_db:
+            raise _key_file_error(path, f"gives {key.name} tokens_per_day, which needs --usage-db FILE")
 
 
 def parse_keys(text: bytes, path: Path) -> tuple[Key, ...]:
@@ -142,9 +151,8 @@ def _parse_entry(path: Path, index: int, entry: object) -> Key:
 
 def _parse_field(path: Path, where: str, name: object, value: object) -> dict[str, Any]:
     if not isinstance(name, str) or name not in PARSERS:
-        raise _key_file_error(
-            path, f"{where}: unknown field {str(name)!r:.{MAX_SHOWN_CHARS}}; known: {', '.join(PARSERS)}"
-        )
+        hint = did_you_mean(str(name), PARSERS) or f"; known: {', '.join(PARSERS)}"
+        raise _key_file_error(path, f"{where}: unknown field {str(name)!r:.{MAX_SHOWN_CHARS}}{hint}")
     try:
         parsed = PARSERS[name](value)
     except ValueError as error:
@@ -210,6 +218,7 @@ PARSERS: Mapping[str, Callable[[object], Any]] = MappingProxyType(
         "expires": parse_time,
         "requests_per_minute": _parse_limit,
         "tokens_per_minute": _parse_limit,
+        "tokens_per_day": _parse_limit,
         "max_concurrency": _parse_limit,
         "priority": _parse_int,
     }

@@ -18,8 +18,9 @@ from fastapi import Depends, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foreword.errors import ConfigError, ExpiredKey, Forbidden, ForewordError, Unauthorized
-from foreword.server.auth.key_file import SALT_BYTES, Key, hash_key, read_key_file
+from foreword.server.auth.key_file import SALT_BYTES, Key, check_quotas, hash_key, read_key_file
 from foreword.server.auth.rate_limit import KeyLimits, UsageMeter
+from foreword.server.auth.usage_log import UsageLog
 from foreword.server.errors import error_response
 
 __all__ = [
@@ -108,14 +109,16 @@ class Keyring:
         cli_keys: str | None,  # joined by commas
         path: Path | None,  # of the key file
         share_prefix_cache: bool,
+        usage: UsageLog | None = None,  # counts tokens of the day
         on_refusal: Callable[[str], None] | None = None,  # called with the limit that refused a request
         now: Callable[[], float] = time.time,  # Unix time, for expiry
         clock: Callable[[], float] = time.monotonic,  # for limits
     ) -> None:
-        """Raises ConfigError for an invalid file."""
+        """Raises ConfigError for an invalid file, and for limits a day without a usage database."""
         self._cli_keys = _parse_cli_keys(cli_keys)
         self._path = path
         self._share_prefix_cache = share_prefix_cache
+        self._usage = usage
         self._on_refusal = on_refusal
         self._now = now
         self._clock = clock
@@ -123,7 +126,7 @@ class Keyring:
         self._anonymous = KeyPermissions("", "", UsageMeter())
         self._file_stamp = _file_stamp(path)
         self._keys: tuple[Key, ...] = ()
-        self._install(() if path is None else read_key_file(path))
+        self._install(self._read())
 
     @property
     def is_open(self) -> bool:
@@ -175,13 +178,20 @@ class Keyring:
         assert self._path is not None, "reload() needs a key file"
         # Stamp before the read, so that a later change is noticed.
         self._file_stamp = await asyncio.to_thread(_file_stamp, self._path)
-        keys = await asyncio.to_thread(read_key_file, self._path)
+        keys = await asyncio.to_thread(self._read)
         before = {key.name for key in self._keys[len(self._cli_keys) :]}
         after = {key.name for key in keys}
         self._install(keys)
         logger.info(
             "key file read: %d keys, %d new, %d removed", len(keys), len(after - before), len(before - after)
         )
+
+    def _read(self) -> tuple[Key, ...]:
+        if self._path is None:
+            return ()
+        keys = read_key_file(self._path)
+        check_quotas(keys, self._path, self._usage is not None and self._usage.path is not None)
+        return keys
 
     def _install(self, keys: Sequence[Key]) -> None:
         """Use these keys of the file. A key of the same name keeps its usage."""
@@ -190,10 +200,12 @@ class Keyring:
         self._meters = {key.name: self._meter_for(key) for key in self._keys}
 
     def _meter_for(self, key: Key) -> UsageMeter:
-        limits = KeyLimits(key.requests_per_minute, key.tokens_per_minute, key.max_concurrency)
+        limits = KeyLimits(
+            key.requests_per_minute, key.tokens_per_minute, key.tokens_per_day, key.max_concurrency
+        )
         meter = self._meters.get(key.name)
         if meter is None:
-            return UsageMeter(limits, self._clock, self._on_refusal)
+            return UsageMeter(limits, self._clock, self._on_refusal, key.name, self._usage)
         meter.limits = limits
         return meter
 

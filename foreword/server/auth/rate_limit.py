@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from foreword.errors import RateLimited
+from foreword.errors import QuotaExceeded, RateLimited
+from foreword.server.auth.usage_log import UsageLog
 
 __all__ = ["NO_LIMITS", "KeyLimits", "TokenBucket", "UsageMeter"]
 
@@ -21,6 +22,7 @@ class KeyLimits:
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None  # of UTC
     max_concurrency: int | None = None  # open choices and texts
 
 
@@ -64,8 +66,12 @@ class UsageMeter:
         limits: KeyLimits = NO_LIMITS,
         clock: Callable[[], float] = time.monotonic,
         on_refusal: Callable[[str], None] | None = None,  # called with one of the catalog's REJECTIONS
+        name: str = "",  # of the key
+        usage: UsageLog | None = None,  # counts the tokens of the day
     ) -> None:
         self._clock = clock
+        self._name = name
+        self._usage = usage
         self._on_refusal = on_refusal
         self._limits = NO_LIMITS
         self._requests: TokenBucket | None = None
@@ -103,10 +109,21 @@ class UsageMeter:
 
     def check_tokens(self) -> None:
         """Raises RateLimited unless one token is left: the tokens of a prompt are not known yet."""
+        self._check_day()
         if self._tokens is not None and (wait_s := self._tokens.wait_s(1, self._clock())) > 0:
             limit = self._tokens.per_minute
             raise self._reject(
                 f"this key may use {limit} tokens a minute, of prompts and answers", wait_s, "rate_tokens"
+            )
+
+    def _check_day(self) -> None:
+        limit, usage = self._limits.tokens_per_day, self._usage
+        if limit is not None and usage is not None and usage.tokens_today(self._name) >= limit:
+            wait_s = usage.seconds_left_today()
+            self._count_refusal("quota")
+            raise QuotaExceeded(
+                f"this key may use {limit} tokens a day, of prompts and answers; it ends at midnight, UTC",
+                retry_after_s=wait_s,
             )
 
     def check_concurrency(self, count: int, wait_s: float) -> None:
@@ -141,12 +158,16 @@ class UsageMeter:
 
     def usage(self) -> Mapping[str, int]:
         names = ("open", "requests", "prompt_tokens", "generated_tokens", "refused")
-        return {name: getattr(self, name) for name in names}
+        today = {} if self._usage is None else {"tokens_today": self._usage.tokens_today(self._name)}
+        return {name: getattr(self, name) for name in names} | today
 
-    def _reject(self, message: str, wait_s: float, reason: str) -> RateLimited:
+    def _count_refusal(self, reason: str) -> None:
         self.refused += 1
         if self._on_refusal is not None:
             self._on_refusal(reason)
+
+    def _reject(self, message: str, wait_s: float, reason: str) -> RateLimited:
+        self._count_refusal(reason)
         return RateLimited(f"{message}; try again in {math.ceil(wait_s)} s", retry_after_s=wait_s)
 
 

@@ -5,17 +5,26 @@ They exist only if the key file has a key with `admin: true`, and are not in /do
 
 from __future__ import annotations
 
+import asyncio
+import io
 import time
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Depends, HTTPException, Response
 
-from foreword.errors import Aborted, ConfigError, InvalidRequest
+from foreword.errors import Aborted, ConfigError, InvalidRequest, Unsupported
 from foreword.metrics.request_stats import RequestProgress
 from foreword.server.auth.key_file import Key
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.auth.rate_limit import UsageMeter
+from foreword.server.auth.usage_db import (
+    DIMENSIONS,
+    parse_day,
+    parse_dimensions,
+    read_usage,
+    write_csv,
+)
 from foreword.server.context import ServerDep
 from foreword.server.http import JSONResponse
 
@@ -84,6 +93,36 @@ async def reload(server: ServerDep) -> Response:
     return JSONResponse({"keys": len(server.keyring.entries)})
 
 
+@router.get("/admin/usage")
+async def usage(
+    server: ServerDep,
+    by: str = ",".join(DIMENSIONS),
+    since: str | None = None,
+    until: str | None = None,
+    key: str | None = None,
+    model: str | None = None,
+    format: Literal["json", "csv"] = "json",
+) -> Response:
+    """Usage by day, key and model, as in the usage database now."""
+    path = server.usage.path
+    if path is None:
+        raise Unsupported("this server keeps no usage; --usage-db FILE does")
+    try:
+        names = parse_dimensions(by)
+        first = None if since is None else parse_day(since, "since")
+        last = None if until is None else parse_day(until, "until")
+    except ConfigError as error:
+        raise InvalidRequest(error.message, error.param) from None
+    await server.usage.flush()
+    rows = await asyncio.to_thread(read_usage, path, names, first, last, key, model)
+    if format == "csv":
+        text = io.StringIO()
+        write_csv(text, names, rows)
+        return Response(text.getvalue(), media_type="text/csv")
+    data = [dict(zip(names, group, strict=True)) | total._asdict() for group, total in rows]
+    return JSONResponse({"usage": data})
+
+
 @router.get("/admin/keys")
 async def keys(server: ServerDep) -> Response:
     """Names and limits of all keys, and their usage since the server started."""
@@ -99,6 +138,7 @@ def _key_json(key: Key, meter: UsageMeter) -> dict[str, Any]:
         "expires": expires,
         "requests_per_minute": key.requests_per_minute,
         "tokens_per_minute": key.tokens_per_minute,
+        "tokens_per_day": key.tokens_per_day,
         "max_concurrency": key.max_concurrency,
         "priority": key.priority,
         "usage": meter.usage(),

@@ -57,7 +57,7 @@ async def completions(
         return server.tokenizer.decode(engine_request.prompt_ids)
 
     requests = await offload_if_large(request, build_requests)
-    generation = Generation(server, requests, body.prompt_only, context.meter)
+    generation = Generation(server, requests, context, body.prompt_only)
     firsts = requests[:: params.n]
     echo = list(map(echo_text, prompts, firsts)) if body.echo else None
     builder = CompletionResponseBuilder(

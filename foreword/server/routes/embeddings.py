@@ -41,20 +41,27 @@ async def embeddings(
     named = {f"input[{index}]": text for index, text in enumerate(inputs)}
     ids = await offload_if_large(request, lambda: tokenize_inputs(embedder, named, options))
     num_tokens = sum(map(len, ids))
+
+    async def embed() -> list[bytes]:
+        vectors = await embedder.embed(ids, body.pooling, context)
+        hidden_size = len(vectors[0]) // FLOAT_BYTES
+        if body.dimensions is not None and body.dimensions > hidden_size:
+            problem = f"dimensions must be at most {hidden_size}, got {body.dimensions}"
+            raise InvalidRequest(problem, "dimensions")
+        return vectors
+
     vectors = await with_metrics(
         server,
         request,
         context,
+        embedder.name,
         "embed",
         len(ids),
         num_tokens,
-        lambda: embedder.embed(ids, body.pooling, context),
+        embed,
     )
     if vectors is None:
         return Response(status_code=CLIENT_CLOSED)
-    hidden_size = len(vectors[0]) // FLOAT_BYTES
-    if body.dimensions is not None and body.dimensions > hidden_size:
-        raise InvalidRequest(f"dimensions must be at most {hidden_size}, got {body.dimensions}", "dimensions")
 
     def build_response() -> Response:
         values = [normalize_embedding(vector, body.dimensions, normalize) for vector in vectors]

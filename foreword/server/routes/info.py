@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
+from foreword.errors import Unauthorized
 from foreword.metrics.prometheus import CONTENT_TYPE
-from foreword.server.auth.keys import PermissionsDep
+from foreword.server.auth.keys import PermissionsDep, key_from_headers
 from foreword.server.context import ServerContext, ServerDep
 from foreword.server.http import JSONResponse
 
@@ -59,9 +60,18 @@ def model_card(server: ServerContext, name: str) -> dict[str, Any]:
 
 
 @router.get("/metrics")
-async def metrics(server: ServerDep) -> Response:
-    """Metrics in Prometheus' text format."""
-    return Response(server.recorder.render(), headers={"Content-Type": CONTENT_TYPE})
+async def metrics(request: Request, server: ServerDep) -> Response:
+    """Metrics in Prometheus' text format; those by API key only with the key of an admin."""
+    text = server.recorder.render(with_keys=_may_see_keys(request, server))
+    return Response(text, headers={"Content-Type": CONTENT_TYPE})
+
+
+def _may_see_keys(request: Request, server: ServerContext) -> bool:
+    """Every client may read /metrics, with any key or none."""
+    try:
+        return server.keyring.identify(key_from_headers(request.scope["headers"])).admin
+    except Unauthorized:
+        return False
 
 
 @router.get("/docs", include_in_schema=False)

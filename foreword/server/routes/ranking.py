@@ -99,5 +99,12 @@ async def _score_pairs(
     server.admission.check(len(pairs), context.meter)
     await offload_if_large(request, lambda: scorer.tokenize(pairs, names, body.truncate_prompt_tokens))
     return await with_metrics(
-        server, request, context, "rank", len(pairs), scorer.num_tokens, lambda: scorer.score(context)
+        server,
+        request,
+        context,
+        scorer.name,
+        "rank",
+        len(pairs),
+        scorer.num_tokens,
+        lambda: scorer.score(context),
     )

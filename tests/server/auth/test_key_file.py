@@ -34,15 +34,16 @@ def key_of(name: str, **fields: object) -> Key:
 def test_every_field() -> None:
     text = ALICE + (
         "  admin: true\n  models: [a, b]\n  expires: 2030-01-31\n  requests_per_minute: 60\n"
-        "  tokens_per_minute: 1000\n  max_concurrency: 4\n  priority: -2\n"
+        "  tokens_per_minute: 1000\n  tokens_per_day: 50000\n  max_concurrency: 4\n  priority: -2\n"
     )
     (key,) = parse_keys(text.encode(), PATH)
-    assert key == Key("alice", b"\xaa" * 16, bytes(32), True, ("a", "b"), 1896048000.0, 60, 1000, 4, -2)
+    expected = Key("alice", b"\xaa" * 16, bytes(32), True, ("a", "b"), 1896048000.0, 60, 1000, 50000, 4, -2)
+    assert key == expected
 
 
 def test_omitted_fields_take_defaults() -> None:
     (key,) = parse_keys(ALICE.encode(), PATH)
-    assert key == Key("alice", b"\xaa" * 16, bytes(32), False, None, None, None, None, None, 0)
+    assert key == Key("alice", b"\xaa" * 16, bytes(32), False, None, None, None, None, None, None, 0)
     assert parse_keys(b"keys: []", PATH) == ()
 
 
@@ -67,6 +68,12 @@ def test_yaml_literals_are_valid_names(name: str) -> None:
         ("max_concurrency: " + "9" * 5000, "max_concurrency must be a whole number, got '9{59}$"),
         ("max_concurrency: -1", "max_concurrency must be a whole number, at least 1"),
         ("priority: high", "priority must be a whole number, got 'high'"),
+        (
+            "tokens_per_day: 0",
+            r"entry 1 \(alice\): tokens_per_day must be a whole number, at least 1, got '0'",
+        ),
+        ("tokens_per_day: -5", "tokens_per_day must be a whole number, at least 1, got '-5'"),
+        ("tokens_per_dya: 5", "unknown field 'tokens_per_dya'; did you mean tokens_per_day"),
         ("weight: 2", "unknown field 'weight'; known: name, hash, admin"),
         ("name: bob", "is not YAML: a field is given twice in line 2"),
         ("<<: {admin: true}", "unknown field '<<'"),
