@@ -232,7 +232,9 @@ def _group(group: str) -> Iterator[str]:
                 f"`{flag(item.name)}`",
                 value,
                 _default(item.default),
-                f"`{environment_name(item.name)}`",
+                ", ".join(
+                    f"`{name}`" for name in (environment_name(item.name), item.metadata["variable"]) if name
+                ),
                 item.metadata["help"],
             )
             yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

@@ -261,8 +261,14 @@ KIND_NAMES = {"str": "a text", "int": "a whole number", "float": "a number"}
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Values of FOREWORD_* variables; an empty one counts as not set, unless the option guards access."""
+    """Values of FOREWORD_* variables; an empty one counts as not set, unless the option guards access.
+
+    An option may have a second variable, which other programs read too.
+    """
     names = {item: environment_name(item.name) for item in option_fields()}
+    for item, name in names.items():
+        if not environ.get(name) and environ.get(item.metadata["variable"]):
+            names[item] = item.metadata["variable"]
     return {
         item.name: _parse(name, type_name(item), environ[name])
         for item, name in names.items()

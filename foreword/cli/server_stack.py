@@ -20,6 +20,7 @@ from foreword.engine_client.client import SubprocessClient
 from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import ConfigError
 from foreword.metrics.recorder import MetricsRecorder
+from foreword.metrics.tracing import open_tracer
 from foreword.server.app import create_app, loading_app
 from foreword.server.lifecycle import DrainState, Health
 from foreword.server.model_names import check_adapter_names
@@ -41,7 +42,8 @@ class ServerStack:
         self.name, *self._aliases = model_names(prepared.config, prepared.path)  # in the API
         check_adapter_names(prepared.config.adapters, (self.name, *self._aliases))
         self.sampling_defaults = str(prepared.tokenizer.generation_config)  # in words
-        self.request_log = RequestLog(prepared.config.access_log)
+        tracer = open_tracer(prepared.config.otlp_traces_endpoint, __version__)
+        self.request_log = RequestLog(prepared.config.access_log, tracer=tracer)
         self.engine = SubprocessClient(
             prepared.config,
             prepared.never_sampled_ids,
@@ -128,6 +130,8 @@ class ServerStack:
         if self.encoder is not None:
             await self.encoder.close()
         await self.engine.close()
+        if self.request_log.tracer is not None:
+            await asyncio.to_thread(self.request_log.tracer.close)
 
 
 def _info_labels(name: str, info: EngineInfo) -> Mapping[str, str]:

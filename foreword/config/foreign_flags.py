@@ -193,11 +193,8 @@ FOREIGN_FLAGS: Mapping[str, tuple[ForeignFlag, ...]] = MappingProxyType(
             ),
             _refused("--middleware --worker-extension-cls", "no code of the command line is run"),
             _refused("--kv-transfer-config", "prefill and decoding run in one engine"),
-            _ignored(
-                "--otlp-traces-endpoint --otlp-endpoint",
-                "no traces are sent; GET /metrics has the figures",
-                num_args=1,
-            ),
+            _same("--otlp-endpoint", "--otlp-traces-endpoint"),
+            _ignored("--collect-detailed-traces", "the phases of every request are traced", num_args=1),
             _refused("--enable-sleep-mode", "end the server to free its memory"),
             _refused("--speculative-model", "use --draft-model MODEL, or --speculate ngram for [ngram]"),
             _same("--ngram-prompt-lookup-max", "--prompt-lookup-max"),

@@ -90,6 +90,7 @@ def option(
     choices: tuple[str, ...] = (),
     guards_access: bool = False,  # an empty value is an error, and never means the default
     many: bool = False,  # the flag takes several words, which are joined by commas
+    variable: str = "",  # another environment variable that is read, after our own
     common: bool = False,  # shown by --help; the others by --help-all
 ) -> Any:
     """A field of Config that is also a flag; `help_` is its documentation."""
@@ -99,6 +100,7 @@ def option(
         "choices": choices,
         "guards_access": guards_access,
         "many": many,
+        "variable": variable,
         "common": common,
     }
     return field(default=default, metadata=metadata)
@@ -451,6 +453,12 @@ class Config:
     log_interval: float = option(10.0, "seconds between throughput lines; 0 for none", group="server")
     vllm_metrics: bool = option(
         False, "export metrics under vLLM's names too, for its dashboards and benchmarks", group="server"
+    )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "URL that OpenTelemetry traces are sent to by OTLP/HTTP; needs the extra otel (docs/deploying.md)",
+        group="server",
+        variable="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     )
     test_mode: bool = option(
         False, "attach a hash of the raw logits to every token (slow; for exactness tests)", group="server"

@@ -25,6 +25,7 @@ from foreword.metrics.definitions import (
 from foreword.metrics.prometheus import MetricsRegistry
 from foreword.metrics.request_stats import AnswerMetrics, ChoiceStats, RequestProgress, summarize_choices
 from foreword.metrics.spec_stats import SpecDecodeStats
+from foreword.metrics.tracing import current_span
 
 __all__ = ["MetricsRecorder"]
 
@@ -147,9 +148,11 @@ class MetricsRecorder:
 
     def on_submit(self, request: Request) -> None:
         """A choice was submitted: "X-0", "X-1", ... of one prompt, all before any of them ends."""
-        now = self._clock()
+        now, span = self._clock(), current_span.get()
         self._count_busy(now)
-        self._live[request.id] = RequestProgress(request, now)
+        self._live[request.id] = RequestProgress(request, now, span)
+        if span is not None:
+            span.on_submit(request)
         self._choices.setdefault(_prompt_id(request.id), log.PromptChoices()).num_requested += 1
 
     def on_tokens(self, request: Request, event: TokenEvent, now_s: float) -> None:
@@ -250,6 +253,8 @@ class MetricsRecorder:
             self._registry.add("embedding_tokens_total", num_tokens, task)
             self._registry.observe("embedding_seconds", seconds, task)
             self._interval.embedding_tokens += num_tokens
+            if (span := current_span.get()) is not None:
+                span.on_embedding(num_tokens)
         log.logger.info("%s", log.format_embedding(task, reason, num_inputs, num_tokens, seconds))
 
     def answer_metrics(self, *request_ids: str) -> AnswerMetrics | None:
@@ -288,6 +293,8 @@ class MetricsRecorder:
         """The engine is restarted: the new one counts from zero."""
         self._registry.add("engine_restarts_total", 1)
         self._stats = StepStats()
+        for span in {progress.span for progress in self._live.values() if progress.span is not None}:
+            span.on_restart()
 
     def _count_decisions(self, before: DraftingStats, now: DraftingStats) -> None:
         """Count decisions on drafts since the last step."""
@@ -400,6 +407,8 @@ class MetricsRecorder:
         if request.adapter:
             self._registry.add("adapter_requests_total", 1, self._adapter_label(request))
         self._registry.observe("e2e_request_latency_seconds", max(now - progress.arrival_s, 0.0))
+        if progress.span is not None:
+            progress.span.on_finish(progress, reason, now)
         self._finished[request.id] = progress.snapshot(_prompt_id(request.id))
         while len(self._finished) > MAX_FINISHED_STATS:
             self._finished.popitem(last=False)

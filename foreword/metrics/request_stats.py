@@ -9,6 +9,7 @@ from typing import Any
 from foreword.core.outputs import TokenEvent
 from foreword.core.request import Request
 from foreword.metrics.spec_stats import SpecDecodeStats
+from foreword.metrics.tracing import RequestSpan
 
 __all__ = ["AnswerMetrics", "ChoiceStats", "RequestProgress", "summarize_choices"]
 
@@ -100,11 +101,13 @@ class RequestProgress:
         "repetition_len",
         "request",
         "scheduled_s",
+        "span",
         "spec_stats",
     )
 
-    def __init__(self, request: Request, now: float) -> None:
+    def __init__(self, request: Request, now: float, span: RequestSpan | None = None) -> None:
         self.request = request
+        self.span = span  # of the HTTP request; None: it is not traced
         self.arrival_s = request.arrival_s or now
         self.is_prompt_computed = False  # a first event arrived
         self.scheduled_s: float | None = None

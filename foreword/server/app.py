@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
@@ -76,6 +77,8 @@ SUGGESTED_PATHS = tuple(
     if isinstance(route, APIRoute) and route.include_in_schema
 )
 ROUTE_TABLE = RouteTable((route for module in ROUTES for route in module.router.routes), "/openapi.json")
+# FastAPI's own telemetry quotes what clients send; older versions ignore this. Ours is metrics/tracing.py.
+NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 TICK_S = 1.0  # period of log lines and of checks of the key file
 MB = 1_000_000
 EXPOSED_HEADERS = (
@@ -147,7 +150,14 @@ def create_app(
     recorder.get_stats = lambda: client.stats
     request_log.on_response = recorder.on_http_response
     servers = [{"url": config.root_path}] if config.root_path else None
-    app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, lifespan=_lifespan, servers=servers)
+    app = FastAPI(
+        title="Foreword",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=_lifespan,
+        servers=servers,
+        telemetry=NO_TELEMETRY,
+    )
     app.state.server = server
     app.state.request_log = request_log
     app.state.health = Health(client, encoder, drain, probe)
@@ -231,7 +241,7 @@ class SwappableApp:
 
 def loading_app(state: Health, config: Config, request_log: RequestLog) -> FastAPI:
     """The application until the engine is ready: progress in /health, 503 for every other route."""
-    app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, openapi_url=None, telemetry=NO_TELEMETRY)
     app.state.health = state
     app.include_router(health.router)
     app.add_api_route("/{path:path}", _still_loading, methods=ALL_METHODS)

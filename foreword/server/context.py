@@ -33,6 +33,7 @@ from foreword.errors import (
 from foreword.formats.tools import ReasoningOptions, Tool
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import MetricsRecorder
+from foreword.metrics.tracing import current_span
 from foreword.server.admission import Admission
 from foreword.server.auth.keys import KeyPermissions, Keyring, RequestContext
 from foreword.server.auth.usage_log import UsageLog
@@ -132,6 +133,8 @@ class ServerContext:
             raise ModelNotFound(f"{error.message}; this server serves {allowed}", "model") from None
         with self._count_forbidden():
             permissions.check_model(name if name in model.names else model.name, model.names)
+        if (span := current_span.get()) is not None:
+            span.on_model(name or model.name, model.name)
         return model
 
     def check_fields(self, body: StrictModel, request: Request, ignored: Sequence[str] = ()) -> None:

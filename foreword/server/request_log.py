@@ -1,4 +1,7 @@
-"""Request ids, counts of responses, and lines of refusals, or of all requests. Never a text or a key."""
+"""Request ids, counts and traces of responses, and lines of refusals, or of all requests.
+
+Never a text or a key.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foreword.errors import ForewordError
+from foreword.metrics.tracing import RequestTracer, current_span
+from foreword.server.auth.keys import PUBLIC_PATHS
 from foreword.server.http import CLIENT_CLOSED, REQUEST_ID_PATTERN, is_messages_path
 
 __all__ = ["OTHER_ROUTE", "RequestLog", "RequestLogMiddleware", "RouteTable"]
@@ -65,8 +70,14 @@ class RequestLog:
     are written in WINDOW_S, and then a sum.
     """
 
-    def __init__(self, access: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        access: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        tracer: RequestTracer | None = None,
+    ) -> None:
         self.on_response: Callable[[str, int], None] | None = None  # called with route and status
+        self.tracer = tracer  # None: requests are not traced
         self._access = access  # log every request
         self._clock = clock
         self._window_start_s = clock()
@@ -167,6 +178,10 @@ class RequestLogMiddleware:
         given = Headers(scope=scope).get("x-request-id", "")
         state = scope.setdefault("state", {})
         state["request_id"] = given if REQUEST_ID_PATTERN.fullmatch(given) else uuid.uuid4().hex
+        span, route = None, self._routes.template(scope["path"])
+        if self._log.tracer is not None and scope["path"] not in PUBLIC_PATHS:
+            span = self._log.tracer.start(scope["method"], route, Headers(scope=scope))
+        token = current_span.set(span)
 
         async def send_counted(message: Message) -> None:
             nonlocal status, num_bytes, is_refused, refusal_body
@@ -190,8 +205,10 @@ class RequestLogMiddleware:
             closed_with: ForewordError | None = state.get("connection_error")
             if not status:  # no response: the client left, or the connection was closed for it
                 status = CLIENT_CLOSED if closed_with is None else closed_with.status
-            route = self._routes.template(scope["path"])
             self._log.on_response_sent(scope, route, status, refusal_body, num_bytes, started_s)
+            current_span.reset(token)
+            if span is not None:
+                span.end(status, state["request_id"], _key_name(state))
 
 
 def _is_refused(status: int) -> bool:

@@ -143,6 +143,13 @@ def test_file_errors_name_the_option(tmp_path: Path, text: str, part: str) -> No
     assert "\n" not in str(caught.value)
 
 
+def test_variable_of_other_programs_is_read_after_our_own() -> None:
+    environ = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://a/v1/traces"}
+    assert read_config(parse(), environ).otlp_traces_endpoint == "http://a/v1/traces"
+    environ["FOREWORD_OTLP_TRACES_ENDPOINT"] = "http://b/v1/traces"
+    assert read_config(parse(), environ).otlp_traces_endpoint == "http://b/v1/traces"
+
+
 def test_unknown_variable_is_named_with_the_nearest() -> None:
     environ = dict.fromkeys(("FOREWORD_MAX_SEQS", "FOREWORD_PORT", "FOREWORD_NATIVE", "PATH"), "1")
     (line,) = unknown_variables(environ)
