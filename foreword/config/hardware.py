@@ -135,18 +135,24 @@ def _probe_host() -> tuple[str, tuple[str, ...], int, int, int | None]:
 
 
 def _cgroup_limits() -> Iterator[tuple[int, int]]:
-    """Memory limit and used bytes of this process's cgroups, with their ancestors.
+    """Memory limit and used bytes of this process's cgroups, with their ancestors."""
+    for directory, is_v1 in _cgroup_directories("memory"):
+        yield from _read_cgroup(directory, *(CGROUP_V1 if is_v1 else CGROUP_V2))
+
+
+def _cgroup_directories(controller: str) -> Iterator[tuple[Path, bool]]:
+    """(directory, whether of version 1) of this process's cgroups, with their ancestors.
 
     Inside a container /proc may have the host's path, of which only the root is mounted.
     """
     for line in _read_file(PROC_CGROUP).splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        root, names = (CGROUP_ROOT / "memory", CGROUP_V1) if controllers else (CGROUP_ROOT, CGROUP_V2)
+        root = CGROUP_ROOT / controller if controllers else CGROUP_ROOT
         directory = root / path.lstrip("/")
         while True:
-            yield from _read_cgroup(directory, *names)
+            yield directory, bool(controllers)
             if directory == root:
                 break
             directory = directory.parent
@@ -165,9 +171,17 @@ def _read_cgroup(
 
 
 def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores that this process may use: its affinity, and whole cores of its cgroups' CPU time.
+
+    More threads than the cgroup's time would be stopped for most of each period, and all wait for the last.
+    """
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for directory, is_v1 in _cgroup_directories("cpu"):
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
+        quota, _, period = " ".join(_read_file(directory / name) for name in files).partition(" ")
+        if quota.isdigit() and period.isdigit():
+            count = min(count, max(int(quota) // int(period), 1))
+    return count
 
 
 def _parse_cpuinfo(cpuinfo: str) -> tuple[str, tuple[str, ...]]:

@@ -87,6 +87,27 @@ def test_smallest_cgroup_limits_memory(host):
     assert (probe.total_bytes, probe.free_bytes) == (400000, 200000)
 
 
+@pytest.mark.parametrize(
+    ("cgroup", "files", "cores"),
+    [
+        ("", {}, 16),
+        (V2, {"cpu.max": "max 100000"}, 16),
+        (V2, {"cpu.max": "400000 100000"}, 4),  # docker run --cpus 4
+        (V2, {"cpu.max": "3200000 100000"}, 16),
+        (V2, {"cpu.max": "800000 100000", "a/b/cpu.max": "250000 100000"}, 2),  # half a core is none
+        (V2, {"cpu.max": "50000 100000"}, 1),
+        (V1, {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        (V1, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 16),
+    ],
+)
+def test_cores_are_limited_by_the_cgroups_time(
+    host, monkeypatch: pytest.MonkeyPatch, cgroup: str, files: Mapping[str, str], cores: int
+):
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: range(16))
+    host(cgroup=cgroup, files=files)
+    assert hardware.probe_hardware("auto").cores == cores
+
+
 @pytest.mark.parametrize("cgroup, place, prefix", [(V2, "", ""), (V1, "memory/", "total_")])
 def test_file_cache_of_the_cgroup_is_free(host, cgroup: str, place: str, prefix: str):
     """Reading a checkpoint fills the cache up to the limit."""
