@@ -43,8 +43,9 @@ OWN = [README, *(path for path in sorted(DOCS.glob("*.md")) if path.name not in 
 LOCAL = "http://127.0.0.1:8000"
 # Flags of other programs and of pytest.
 FOREIGN = {"--trust-remote-code", "--full", "--full-product", "--build-arg", "--unix-socket", "--rm", "--now"}
-FOREIGN |= {"--extra-index-url", "--gpus", "--retries", "--health-start-period", "--target", "--build", "--wait"}
-FOREIGN |= {"--profile", "--cpus", "--cpuset-cpus", "--memory", "--patch-file", "--from-literal"}
+FOREIGN |= {"--extra-index-url", "--gpus", "--retries", "--health-start-period"}
+FOREIGN |= {"--target", "--build", "--wait", "--profile"}
+FOREIGN |= {"--cpus", "--cpuset-cpus", "--memory", "--patch-file", "--from-literal"}
 
 
 def read(path: Path) -> str:
