@@ -17,7 +17,7 @@ ALLOWED = {
     "kernels": {"core", "utils", "errors"},
     "kv_cache": {"core", "utils", "errors"},
     "layers": {"kernels", "core", "errors"},
-    "models": {"layers", "kernels", "core", "config", "utils", "errors"},
+    "models": {"layers", "kernels", "workers", "core", "config", "utils", "errors"},
     "lora": {"models", "layers", "kernels", "config", "core", "errors"},
     "executor": {"kernels", "core", "errors"},
     "sampling": {"kernels", "core"},

@@ -159,9 +159,12 @@ def _open_peft_adapter(path: Path, shapes: Shapes) -> dict[str, _Pair]:
         raise _error(path, f"{PICKLE_FILE} is pickled, which can run code; convert it to safetensors")
     file = SafetensorsFile(path / WEIGHTS_FILE)
     pairs: dict[str, _Pair] = {}
-    for module, letters in _pair_up(path, file.entries, TENSOR_NAME).items():
-        name = _find_projection(path, module, shapes)
-        if not config.is_target(module):
+    modules = _pair_up(path, file.entries, TENSOR_NAME)
+    names = {module: _find_projection(path, module, shapes) for module in modules}
+    targets = config.targets(tuple(modules))
+    for module, letters in modules.items():
+        name, target = names[module], targets.get(module)
+        if target is None:
             raise _error(path, f"`{module}` has tensors, but it is not among the targets of {CONFIG_FILE}")
         if name in pairs:
             raise _error(path, f"`{name}` is there twice, as `{pairs[name].path}` and `{module}`")
@@ -170,12 +173,14 @@ def _open_peft_adapter(path: Path, shapes: Shapes) -> dict[str, _Pair]:
             return file.tensor(a), file.tensor(b)
 
         a_shape, b_shape = file.entries[letters["a"]].shape, file.entries[letters["b"]].shape
-        pairs[name] = _Pair(module, a_shape, b_shape, config.rank_of(module), config.scale_of(module), read)
+        pairs[name] = _Pair(module, a_shape, b_shape, target.rank, target.scale, read)
     return pairs
 
 
 def _open_gguf_adapter(path: Path, shapes: Shapes) -> dict[str, _Pair]:
     gguf = open_gguf(path)
+    if len(gguf.files) > 1:
+        raise _error(path, "it is split into several files; llama-gguf-split --merge joins them")
     metadata = gguf.metadata
     kind = metadata.get("general.type"), metadata.get("adapter.type")
     if kind != ("adapter", "lora"):

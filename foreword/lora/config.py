@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from foreword.errors import CheckpointError
 from foreword.models.config import read_json
+from foreword.models.name_patterns import NamePattern, find_first
 
-__all__ = ["CONFIG_FILE", "AdapterConfig", "read_adapter_config"]
+__all__ = ["CONFIG_FILE", "AdapterConfig", "Target", "read_adapter_config"]
 
 CONFIG_FILE = "adapter_config.json"
 ALL_LINEAR = "all-linear"
+ANY_MODULE = NamePattern("", "start")
 # Initializations that change nothing but the adapter. The others subtract it from the base's weights.
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 BASE_CHANGING_INITS = re.compile("pissa.*|olora|corda.*|loftq|lora_ga")
@@ -55,49 +57,51 @@ MAX_RANK, MAX_ALPHA = 1 << 16, 1e9
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """What the config says about the adapter of one linear layer."""
+
+    rank: int
+    scale: float  # alpha over the rank, or over its root with rsLoRA
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterConfig:
     """Ranks and scales by module path, such as `model.layers.0.self_attn.q_proj`, and which are targets."""
 
     source: Path
     rank: int
     alpha: float
-    use_rslora: bool = False
-    target_modules: str | tuple[str, ...] = ALL_LINEAR  # a regular expression, or names
-    exclude_modules: str | tuple[str, ...] = ()
-    layers: tuple[int, ...] | None = None  # None: all
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    use_rslora: bool
+    target_modules: tuple[NamePattern, ...]
+    exclude_modules: tuple[NamePattern, ...]
+    layers: tuple[int, ...] | None  # None: all
+    rank_pattern: Mapping[NamePattern, int]
+    alpha_pattern: Mapping[NamePattern, float]
 
-    def is_target(self, path: str) -> bool:
-        """Whether PEFT adapts the linear layer of this path."""
-        if _matches(self.exclude_modules, path):
-            return False
+    def targets(self, paths: Sequence[str]) -> dict[str, Target]:
+        """Those of these linear layers that PEFT adapts. Raises CheckpointError."""
+        targeted, excluded = self._find(self.target_modules, paths), self._find(self.exclude_modules, paths)
+        ranks, alphas = self._find(self.rank_pattern, paths), self._find(self.alpha_pattern, paths)
+        targets = {}
+        for path in paths:
+            if path in excluded or path not in targeted or not self._has_layer(path):
+                continue
+            rank = self.rank_pattern[ranks[path]] if path in ranks else self.rank
+            alpha = self.alpha_pattern[alphas[path]] if path in alphas else self.alpha
+            targets[path] = Target(rank, alpha / (math.sqrt(rank) if self.use_rslora else rank))
+        return targets
+
+    def _has_layer(self, path: str) -> bool:
         index = LAYER_INDEX.search(path)
-        if self.layers is not None and (index is None or int(index[1]) not in self.layers):
-            return False
-        return self.target_modules == ALL_LINEAR or _matches(self.target_modules, path)
+        return self.layers is None or (index is not None and int(index[1]) in self.layers)
 
-    def rank_of(self, path: str) -> int:
-        return int(_by_pattern(self.rank_pattern, path, self.rank))
-
-    def scale_of(self, path: str) -> float:
-        """Alpha over the rank, or over its root with rsLoRA."""
-        rank, alpha = self.rank_of(path), _by_pattern(self.alpha_pattern, path, self.alpha)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
-
-
-def _matches(modules: str | tuple[str, ...], path: str) -> bool:
-    if isinstance(modules, str):
-        return re.fullmatch(modules, path) is not None
-    return any(path == name or path.endswith(f".{name}") for name in modules)
-
-
-def _by_pattern(patterns: Mapping[str, float], path: str, default: float) -> float:
-    """The value of the first pattern that the end of the path matches."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
-            return value
-    return default
+    def _find(
+        self, patterns: Sequence[NamePattern] | Mapping[NamePattern, float], paths: Sequence[str]
+    ) -> dict[str, NamePattern]:
+        """The first pattern of each path that has any."""
+        known = tuple(patterns)
+        found = zip(paths, find_first(known, paths, str(self.source)), strict=True)
+        return {path: known[index] for path, index in found if index >= 0}
 
 
 def read_adapter_config(file: Path) -> AdapterConfig:
@@ -132,7 +136,7 @@ def read_adapter_config(file: Path) -> AdapterConfig:
         source=file,
         rank=reader.integer("r", values.get("r", 8)),
         alpha=reader.number("lora_alpha", values.get("lora_alpha", 8)),
-        use_rslora=bool(values.get("use_rslora", False)),
+        use_rslora=reader.boolean("use_rslora", values.get("use_rslora") or False),
         target_modules=reader.modules("target_modules"),
         exclude_modules=reader.modules("exclude_modules"),
         layers=None if layers in (None, []) else reader.layers(layers),
@@ -162,15 +166,22 @@ class _Reader:
             raise self.error(f"{name} must be a number above 0, at most {MAX_ALPHA:g}, got {value!r:.80}")
         return float(value)
 
-    def modules(self, name: str) -> str | tuple[str, ...]:
-        """A regular expression, or names."""
+    def boolean(self, name: str, value: object) -> bool:
+        if not isinstance(value, bool):
+            raise self.error(f"{name} must be true or false, got {value!r:.80}")
+        return value
+
+    def modules(self, name: str) -> tuple[NamePattern, ...]:
+        """A regular expression, or names, which are whole paths or their ends."""
         value = self._values.get(name)
-        if value is None:
+        if value in (None, ""):
             return ()
+        if value in (ALL_LINEAR, [ALL_LINEAR]):
+            return (ANY_MODULE,)
         if isinstance(value, str):
-            return value if value == ALL_LINEAR else self._pattern(name, value)
+            return (self._pattern(name, value, "whole"),)
         if isinstance(value, list) and all(isinstance(item, str) and item for item in value):
-            return ALL_LINEAR if value == [ALL_LINEAR] else tuple(value)
+            return tuple(NamePattern(re.escape(item), "end") for item in value)
         raise self.error(f"{name} must be names or a regular expression, got {value!r:.80}")
 
     def layers(self, value: object) -> tuple[int, ...]:
@@ -179,15 +190,18 @@ class _Reader:
             raise self.error(f"layers_to_transform must be numbers of layers, got {value!r:.80}")
         return tuple(indexes)
 
-    def patterns(self, name: str, read: Any) -> dict[str, Any]:
+    def patterns(self, name: str, read: Any) -> dict[NamePattern, Any]:
         value = self._values.get(name) or {}
         if not isinstance(value, dict):
             raise self.error(f"{name} must be an object, got {value!r:.80}")
-        return {self._pattern(name, key): read(f"{name}[{key!r:.80}]", item) for key, item in value.items()}
+        return {
+            self._pattern(name, key, "end"): read(f"{name}[{key!r:.80}]", item) for key, item in value.items()
+        }
 
-    def _pattern(self, name: str, text: str) -> str:
+    def _pattern(self, name: str, text: str, place: str) -> NamePattern:
+        pattern = NamePattern(text, place)
         try:
-            re.compile(text)
+            pattern.compile()
         except (re.error, RecursionError, OverflowError) as error:
             raise self.error(f"{name}: {text!r:.80} is no regular expression: {error}") from None
-        return text
+        return pattern

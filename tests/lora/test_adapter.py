@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from foreword.errors import CheckpointError
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.lora.adapter import Adapter, read_adapter
+from foreword.models import name_patterns
 from foreword.models.base import Precision
 from foreword.models.loader import load_model
 from tests.support.checkpoints import write_checkpoint
@@ -163,6 +165,19 @@ def test_bounds_and_targets(base: tuple[Path, Shapes], tmp_path: Path) -> None:
         read(path, shapes)
 
 
+@pytest.mark.parametrize("option", ["target_modules", "rank_pattern"])
+def test_pattern_that_takes_forever_is_refused(
+    base: tuple[Path, Shapes], tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(name_patterns, "LIMITS", replace(name_patterns.LIMITS, cpu_s=0.2))
+    model, shapes = base
+    pattern = "(([a-z._0-9])+)+X"
+    value = pattern if option == "target_modules" else {pattern: 4}
+    path = write_adapter(tmp_path / "a", model, **{option: value})
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: patterns .* CPU time"):
+        read(path, shapes)
+
+
 def test_files_that_are_no_adapters(base: tuple[Path, Shapes], tmp_path: Path) -> None:
     model, shapes = base
     with pytest.raises(
@@ -225,6 +240,20 @@ def test_gguf_metadata(
     with pytest.raises(CheckpointError) as error:
         read(path, shapes)
     assert problem in error.value.message
+
+
+def test_split_gguf_file(base: tuple[Path, Shapes], tmp_path: Path) -> None:
+    """Its tensors would be read from the first file."""
+    model, shapes = base
+    files = [tmp_path / f"a-0000{part}-of-00002.gguf" for part in (1, 2)]
+    for part, file in enumerate(files):
+        adapter = edit(
+            write_adapter(tmp_path / "a", model),
+            lambda tensors, part=part: [tensors.pop(name) for name in list(tensors) if f".{part}." in name],
+        )
+        write_gguf_adapter(file, adapter, "llama", **{"split.no": part, "split.count": 2})
+    with pytest.raises(CheckpointError, match="it is split into several files"):
+        read(files[0], shapes)
 
 
 def test_truncated_gguf_file(base: tuple[Path, Shapes], tmp_path: Path) -> None:

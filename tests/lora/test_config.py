@@ -12,7 +12,7 @@ import pytest
 from foreword.config.lora import LoraModule, parse_lora_modules
 from foreword.config.options import Config
 from foreword.errors import CheckpointError, ConfigError
-from foreword.lora.config import AdapterConfig, read_adapter_config
+from foreword.lora.config import AdapterConfig, Target, read_adapter_config
 
 PATH = "model.layers.{}.self_attn.q_proj"
 BASE: dict[str, Any] = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
@@ -60,21 +60,21 @@ def read(tmp_path: Path, **options: Any) -> AdapterConfig:
 
 
 def test_saved_config_is_read(tmp_path: Path) -> None:
-    config = read(tmp_path, **SAVED)
-    assert config.is_target(PATH.format(3)) and not config.is_target("model.layers.3.self_attn.k_proj")
-    assert (config.rank_of(PATH.format(3)), config.scale_of(PATH.format(3))) == (8, 2.0)
+    targets = read(tmp_path, **SAVED).targets((PATH.format(3), "model.layers.3.self_attn.k_proj"))
+    assert targets == {PATH.format(3): Target(8, 2.0)}
 
 
 def test_patterns_match_the_end_of_a_path(tmp_path: Path) -> None:
+    patterns = {"layers.1.self_attn.q_proj": 4, "k_proj": 2, r".*\.2\..*q_proj": 3}
     config = read(
-        tmp_path,
-        rank_pattern={"layers.1.self_attn.q_proj": 4, "k_proj": 2, r".*\.2\..*q_proj": 3},
-        alpha_pattern={"q_proj": 6},
+        tmp_path, target_modules="all-linear", rank_pattern=patterns, alpha_pattern={"q_proj": 6, "v|o": 3}
     )
-    assert [config.rank_of(PATH.format(layer)) for layer in (0, 1, 2, 11)] == [8, 4, 3, 8]
-    assert config.rank_of("model.layers.0.self_attn.k_proj") == 2
-    assert config.scale_of(PATH.format(1)) == 1.5
-    assert read(tmp_path, use_rslora=True).scale_of(PATH.format(0)) == 16 / math.sqrt(8)
+    paths = [PATH.format(layer) for layer in (0, 1, 2, 11)]
+    targets = config.targets([*paths, "model.layers.0.self_attn.k_proj"])
+    assert [target.rank for target in targets.values()] == [8, 4, 3, 8, 2]
+    assert [targets[paths[1]].scale, targets["model.layers.0.self_attn.k_proj"].scale] == [1.5, 8.0]
+    scale = read(tmp_path, use_rslora=True).targets(paths)[paths[0]].scale
+    assert scale == 16 / math.sqrt(8)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,9 @@ def test_patterns_match_the_end_of_a_path(tmp_path: Path) -> None:
     ],
 )
 def test_targets(tmp_path: Path, options: dict[str, Any], targets: set[int]) -> None:
-    config = read(tmp_path, **options)
-    assert {layer for layer in range(3) if config.is_target(PATH.format(layer))} == targets
+    paths = [PATH.format(layer) for layer in range(3)]
+    found = read(tmp_path, **options).targets(paths)
+    assert list(found) == [paths[layer] for layer in sorted(targets)]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +133,8 @@ def test_targets(tmp_path: Path, options: dict[str, Any], targets: set[int]) -> 
         ({"lora_alpha": float("nan")}, "lora_alpha must be"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern['q_proj'] must be"),
         ({"rank_pattern": {"(": 2}}, "no regular expression"),
+        ({"rank_pattern": {"(?i)q_proj": 2}}, "no regular expression: global flags"),
+        ({"use_rslora": "false"}, "use_rslora must be true or false"),
         ({"rank_pattern": [1]}, "rank_pattern must be an object"),
         ({"target_modules": "("}, "no regular expression"),
         ({"target_modules": [1]}, "target_modules must be names"),

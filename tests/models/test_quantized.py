@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.ops import Float8Blocks, GroupedInts
 from foreword.kernels.quantization import dequantize
 from foreword.kernels.reference.backend import ReferenceOps
+from foreword.models import name_patterns
 from foreword.models.base import Model, Precision
 from foreword.models.config import ConfigReader, read_json
 from foreword.models.device_loader import DeviceLoader
@@ -191,10 +193,10 @@ def test_compressed_tensors_groups_ignore_names_patterns_and_classes(source: Pat
     reader = ConfigReader({"quantization_config": config}, "config.json")
     quantization = read_quantization(reader, tmp_path)
     assert quantization is not None
-    schemes = [quantization.scheme(name) for name in (Q_PROJ, "model.layers.1.mlp.up_proj", DOWN_PROJ)]
-    assert [(scheme.bits, scheme.group_size) for scheme in schemes] == [(4, 32), (8, 64), (8, 96)]
-    assert quantization.scheme("lm_head") is None
-    assert quantization.scheme(Q_PROJ.replace("q_proj", "k_proj")) is None
+    names = (Q_PROJ, "model.layers.1.mlp.up_proj", DOWN_PROJ, "lm_head", Q_PROJ.replace("q_proj", "k_proj"))
+    schemes = quantization.schemes(names).values()
+    sizes = [(scheme.bits, scheme.group_size) if scheme else None for scheme in schemes]
+    assert sizes == [(4, 32), (8, 64), (8, 96), None, None]
 
 
 def test_quantized_head(source: Path, tmp_path: Path) -> None:
@@ -300,6 +302,7 @@ REFUSED_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("fp8-block", {"weight_block_size": [0, 128]}, "`weight_block_size`"),
     ("fp8-block", {"weight_block_size": [128]}, "`weight_block_size`"),
+    ("fp8-block", {"weight_block_size": f"{'9' * 5000}x128"}, "`weight_block_size` must be two numbers"),
     ("fp8-block", {"weight_block_size": [48, 32]}, "blocks of 32 columns"),
     ("fp8-block", {"weight_block_size": [64, 128]}, r"weight_scale_inv. is .*, the config says \[1, 1\]"),
     ("fp8-block", {"fmt": "e5m2"}, "`fmt`"),
@@ -317,6 +320,28 @@ def test_config_is_refused_by_name_from_the_headers(
     change_config(path, quantization_config={**config, **options})
     for open_ in (check_weights, load):
         with pytest.raises(CheckpointError, match=message):
+            open_(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("gptq", {"dynamic": {"-:(([a-z._0-9])+)+X": {}}}),
+        ("pack-quantized", {"ignore": ["re:(([a-z._0-9])+)+X"]}),
+    ],
+)
+def test_pattern_that_takes_forever_is_refused(
+    kind: str, options: dict[str, Any], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(name_patterns, "LIMITS", replace(name_patterns.LIMITS, cpu_s=0.2))
+    path = tmp_path / "model"
+    write_quantized(source, path, kind)
+    config = read_json(path / "config.json")["quantization_config"]
+    change_config(path, quantization_config={**config, **options})
+    for open_ in (check_weights, load, read_model_info):
+        with pytest.raises(
+            CheckpointError, match="quantization_config: patterns of modules' names: it takes"
+        ):
             open_(path)
 
 

@@ -120,6 +120,8 @@ def write_gguf_adapter(
             writer.add_string(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
         elif value is not None:
             writer.add_array(key, value)
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from foreword.models.config import ConfigReader, read_json
+from foreword.models.name_patterns import NamePattern, find_first
 from foreword.models.quantized.schemes import AWQ, GPTQ, Float8, PackedInts, PlainInts, Scheme
 
 __all__ = ["CONFIG_FILES", "Quantization", "read_quantization"]
@@ -36,15 +37,16 @@ COMPRESSED_FORMATS: Mapping[str, str] = MappingProxyType(
         for name in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", MIXED_FORMAT)
     }
 )
-ANY_MODULE = re.compile("")
+ANY_MODULE = NamePattern("", "start")
 MAX_BLOCK = 1 << 17  # rows or columns
+BLOCK_TEXT = re.compile(r"(\d{1,6})x(\d{1,6})", re.ASCII)  # as old versions of compressed-tensors write it
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What holds for modules whose names a pattern matches from their beginning."""
+    """What holds for modules whose names a pattern matches."""
 
-    pattern: re.Pattern[str]
+    pattern: NamePattern
     scheme: Scheme | None  # None: not quantized
 
 
@@ -56,9 +58,13 @@ class Quantization:
     rules: tuple[Rule, ...]
     source: str  # name of the config in errors
 
-    def scheme(self, module: str) -> Scheme | None:
-        """None for a module that is not quantized."""
-        return next((rule.scheme for rule in self.rules if rule.pattern.match(module)), None)
+    def schemes(self, modules: Sequence[str]) -> dict[str, Scheme | None]:
+        """By module; None for one that is not quantized. Raises CheckpointError."""
+        found = find_first([rule.pattern for rule in self.rules], modules, self.source)
+        return {
+            module: None if index < 0 else self.rules[index].scheme
+            for module, index in zip(modules, found, strict=True)
+        }
 
 
 def read_quantization(config: ConfigReader, path: Path) -> Quantization | None:
@@ -115,7 +121,7 @@ def _read_gptq(config: ConfigReader) -> tuple[Rule, ...]:
     if not isinstance(dynamic, dict):
         raise config.error("dynamic", "must be an object of patterns")
     for text, changes in dynamic.items():
-        pattern = _compile(config, "dynamic", text.removeprefix("-:").removeprefix("+:"))
+        pattern = _read_pattern(config, "dynamic", text.removeprefix("-:").removeprefix("+:"))
         if text.startswith("-:"):
             rules.append(Rule(pattern, None))
             continue
@@ -159,11 +165,9 @@ def _read_compressed(config: ConfigReader) -> tuple[Rule, ...]:
         scheme = _read_compressed_group(group, default_format)
         for target in _read_names(group, "targets"):
             rank = 2 if target == "Linear" else int(target.startswith("re:"))
-            by_rank[rank].append(Rule(_compile_target(group, "targets", target), scheme))
+            by_rank[rank].append(Rule(_read_target(group, "targets", target), scheme))
         group.check_all_read()
-    ignored = [
-        Rule(_compile_target(config, "ignore", target), None) for target in _read_names(config, "ignore")
-    ]
+    ignored = [Rule(_read_target(config, "ignore", target), None) for target in _read_names(config, "ignore")]
     return (*ignored, *by_rank[0], *by_rank[1], *by_rank[2])
 
 
@@ -278,8 +282,8 @@ def _read_group_size(config: ConfigReader, key: str) -> int | None:
 
 def _read_block_shape(config: ConfigReader, key: str) -> tuple[int, int]:
     shape = config.get(key)
-    if isinstance(shape, str):  # as old versions of compressed-tensors write it: "128x128"
-        shape = [int(size) if size.isdecimal() else size for size in shape.split("x")]
+    if isinstance(shape, str) and (match := BLOCK_TEXT.fullmatch(shape)):
+        shape = [int(match[1]), int(match[2])]
     is_pair = isinstance(shape, list) and len(shape) == 2
     if not is_pair or not all(type(size) is int and 0 < size <= MAX_BLOCK for size in shape):
         raise config.error(key, f"must be two numbers from 1 to {MAX_BLOCK}, got {shape!r:.80}")
@@ -293,16 +297,19 @@ def _read_names(config: ConfigReader, key: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _compile_target(config: ConfigReader, key: str, target: str) -> re.Pattern[str]:
+def _read_target(config: ConfigReader, key: str, target: str) -> NamePattern:
     """The class Linear, a pattern after "re:", or a module's name."""
     if target == "Linear":
         return ANY_MODULE
-    pattern = target.removeprefix("re:") if target.startswith("re:") else rf"{re.escape(target)}\Z"
-    return _compile(config, key, pattern)
+    if target.startswith("re:"):
+        return _read_pattern(config, key, target.removeprefix("re:"))
+    return NamePattern(target, "exact")
 
 
-def _compile(config: ConfigReader, key: str, pattern: str) -> re.Pattern[str]:
+def _read_pattern(config: ConfigReader, key: str, text: str) -> NamePattern:
+    pattern = NamePattern(text, "start")
     try:
-        return re.compile(pattern)
+        pattern.compile()
     except (re.error, RecursionError, OverflowError) as error:
-        raise config.error(key, f"holds {pattern!r:.80}, which is no pattern: {error}") from None
+        raise config.error(key, f"holds {text!r:.80}, which is no pattern: {error}") from None
+    return pattern

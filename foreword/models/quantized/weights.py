@@ -51,10 +51,14 @@ class QuantizedWeights(FileWeights):
         super().__init__(path, progress, device_loader)
         self._quantization = quantization
         self._quantized: dict[str, tuple[Scheme, int, int]] = {}  # scheme, rows and columns, by name
-        for name in self.names:
-            module = name.rpartition(".")[0]
-            if module.endswith("embed_tokens") and self._stored_values(module + WEIGHT) is not None:
-                raise self._error(name, "is of a quantized embedding, which is not supported")
+        modules = {name.rpartition(".")[0] for name in self.names if name.endswith(VALUES)}
+        suffixes = {module: self._stored_values(module + WEIGHT) for module in sorted(modules)}
+        quantized = [module for module, suffix in suffixes.items() if suffix is not None]
+        for module in quantized:
+            if module.endswith("embed_tokens"):
+                problem = "is of a quantized embedding, which is not supported"
+                raise self._error(f"{module}.{suffixes[module]}", problem)
+        self._schemes = quantization.schemes(quantized)  # by module
 
     def has(self, name: str) -> bool:
         """Whether the files hold this tensor, quantized or not."""
@@ -157,7 +161,7 @@ class QuantizedWeights(FileWeights):
         suffix = self._stored_values(name)
         if suffix is None:
             return None
-        scheme = self._quantization.scheme(name.removesuffix(WEIGHT))
+        scheme = self._schemes[name.removesuffix(WEIGHT)]
         stored = name.removesuffix("weight") + suffix
         if scheme is None:
             problem = f"is quantized, but {self._quantization.source} excludes it"
