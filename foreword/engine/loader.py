@@ -55,7 +55,7 @@ from foreword.engine.scheduler import Scheduler
 from foreword.engine.timers import StepTimer
 from foreword.engine.trace import RecordingScheduler
 from foreword.engine.waiting_queue import ComputableUntil
-from foreword.errors import ConfigError, ForewordError
+from foreword.errors import ConfigError
 from foreword.executor.decode_loop import DeviceDecodeLoop
 from foreword.executor.graph_runner import GraphRunner
 from foreword.kernels.cpu.library import library_digest, load_library
@@ -480,8 +480,8 @@ class _Loader:
         for info in self.adapters:
             try:
                 slots.load(info.path, info.digest)
-            except (ForewordError, OSError) as error:  # its requests fail, the others go on
-                logger.error("engine: restarts without an adapter: %s", error)
+            except Exception as error:  # its requests fail, the others go on
+                logger.error("engine: restarts without an adapter: %s", error or type(error).__name__)
         return slots.loaded
 
     def precompile(self, loaded: _LoadedModels) -> None:

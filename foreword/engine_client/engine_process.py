@@ -162,6 +162,7 @@ def _change_adapters(
         engine.unload_adapter(message.digest)
     except ForewordError as error:
         return error
-    except (OSError, MemoryError) as error:
+    except Exception as error:  # whatever its files hold, the other requests go on
+        logger.exception("engine: an adapter could not be changed")
         return RequestFailed(f"the adapter cannot be loaded: {error or type(error).__name__}")
     return None

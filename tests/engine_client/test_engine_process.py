@@ -26,8 +26,8 @@ from foreword.engine_client import engine_process
 from foreword.engine_client.client import SubprocessClient
 from foreword.engine_client.engine_process import _handle
 from foreword.engine_client.heartbeat import HeartbeatPage
-from foreword.engine_client.messages import EngineStartFailed, Init, RemoveRequest
-from foreword.errors import CheckpointError, ConfigError, InvalidRequest
+from foreword.engine_client.messages import EngineStartFailed, Init, LoadAdapter, RemoveRequest
+from foreword.errors import CheckpointError, ConfigError, InvalidRequest, RequestFailed
 from tests.support.checkpoints import EOS, write_checkpoint
 from tests.support.client_answers import is_gone
 from tests.support.waiting import WAIT_S
@@ -144,6 +144,19 @@ async def test_vocabulary_is_blamed_on_its_request() -> None:
         )
         _handle(engine, no_tokens(), page)
     assert noted == [(7,)]
+
+
+async def test_unforeseen_error_of_an_adapter_is_its_reply() -> None:
+    """Not the end of the engine and of all other requests."""
+
+    def load_adapter(path: str) -> None:
+        raise RuntimeError(f"{path}: can't allocate memory")
+
+    engine: Any = SimpleNamespace(num_submitted=0, load_adapter=load_adapter)
+    with HeartbeatPage.create() as page:
+        reply = _handle(engine, LoadAdapter(3, "a"), page)
+    assert reply is not None and reply.call == 3 and isinstance(reply.result, RequestFailed)
+    assert "a: can't allocate memory" in reply.result.message
 
 
 @pytest.mark.full
