@@ -397,10 +397,12 @@ class LLM:
     def _evict_adapter(self, needed: Sequence[str]) -> None:
         """Unload the adapter of a path that was not used for longest. Raises AdapterConflict."""
         pinned = {*needed, *(info.digest for info in self.info.adapters)}
-        for key, info in self._adapters.items():
-            if info.digest not in pinned:
-                self._client.unload_adapter(info.digest)
-                del self._adapters[key]
+        for oldest in self._adapters.values():
+            if oldest.digest not in pinned:
+                self._client.unload_adapter(oldest.digest)
+                self._adapters = {  # also its other paths
+                    key: info for key, info in self._adapters.items() if info.digest != oldest.digest
+                }
                 return
         limit = self.info.resolved.max_loras
         raise AdapterConflict(f"more adapters are needed at a time than --max-loras {limit}", "lora_request")

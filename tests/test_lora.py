@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,23 @@ def test_adapters_of_paths_take_turns_in_the_slots(pair: tuple[Path, Path, str])
         llm.generate("a", params, lora_request="x")
     with pytest.raises(InvalidRequest, match="2 prompts, but 1 of lora_request"):
         llm.generate(["a", "b"], params, lora_request=requests[:1])
+
+
+def test_copy_of_an_adapter_leaves_with_it(pair: tuple[Path, Path, str], tmp_path: Path) -> None:
+    """Two paths with the same content are one adapter in one slot."""
+    model, _, modules = pair
+    first, second = (Path(item.partition("=")[2]) for item in modules.split(",")[:2])
+    copy = tmp_path / "copy"
+    shutil.copytree(first, copy)
+    llm = LLM(str(model), enable_lora=True, max_loras=1, test_mode=True, **OPTIONS)
+    params = SamplingParams(temperature=0, max_tokens=6)
+
+    def run(path: Path) -> Any:
+        return hashes(llm.generate("the cat", params, lora_request=LoRARequest(path.name, 1, str(path))))
+
+    expected = run(first)
+    assert run(copy) == expected != run(second)
+    assert run(copy) == expected
 
 
 def test_lora_is_off_by_default(pair: tuple[Path, Path, str]) -> None:
