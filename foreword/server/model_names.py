@@ -152,14 +152,18 @@ class ModelNames:
 
     async def _free(self, info: AdapterInfo) -> None:
         """Unload an adapter that has no name any more. Requests that were on their way may be first."""
-        while True:
+        while not self._is_named(info):
             await self._client.wait_unused(info.digest)
             async with self._lock:
-                if any(self._adapter_info(name).digest == info.digest for name in self._adapters):
+                if self._is_named(info):
                     return
                 with suppress(AdapterConflict):
                     await self._client.unload_adapter(info.digest)
                     return
+
+    def _is_named(self, info: AdapterInfo) -> bool:
+        """Whether a name stands for an adapter of the same content."""
+        return any(self._adapter_info(name).digest == info.digest for name in self._adapters)
 
 
 def check_adapter_names(modules: Iterable[LoraModule], model_names: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -198,6 +199,27 @@ def test_bad_loads_are_refused(
     answer = post(server, LOAD, **body)
     assert answer[0] == status and text in answer[1]["error"]["message"]
     assert names(server) == [MODEL, "tuned"] and client.adapters == {}
+
+
+def test_open_requests_of_another_name_are_not_waited_for(
+    updating: tuple[RunningServer, FakeEngineClient, Path],
+) -> None:
+    """The adapter stays for the other name; so it does if it replaces itself."""
+    server, client, _ = updating
+    for name in ("first", "second"):
+        assert post(server, LOAD, lora_name=name, lora_path="one")[0] == 200
+    release = threading.Event()
+
+    async def never_unused(digest: str) -> None:
+        await asyncio.to_thread(release.wait)
+
+    client.wait_unused = never_unused  # type: ignore[method-assign]
+    try:
+        assert post(server, UNLOAD, lora_name="first")[0] == 200
+        assert post(server, LOAD, lora_name="second", lora_path="one", load_inplace=True)[0] == 200
+    finally:
+        release.set()
+    assert len(client.adapters) == 1 and names(server) == [MODEL, "tuned", "second"]
 
 
 def test_unload_waits_for_open_requests(updating: tuple[RunningServer, FakeEngineClient, Path]) -> None:
