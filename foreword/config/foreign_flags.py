@@ -128,7 +128,7 @@ FOREIGN_FLAGS: Mapping[str, tuple[ForeignFlag, ...]] = MappingProxyType(
             _ignored("-tp --tensor-parallel-size", ONE_DEVICE, "1"),
             _ignored("-pp --pipeline-parallel-size", ONE_DEVICE, "1"),
             _ignored("-dp --data-parallel-size", ONE_DEVICE, "1"),
-            _refused("--enable-expert-parallel", "mixtures of experts are not supported yet"),
+            _refused("--enable-expert-parallel", "one device has all experts"),
             _ignored("--distributed-executor-backend", ONE_DEVICE, "mp", "uni"),
             _ignored("--disable-custom-all-reduce", ONE_DEVICE),
             _ignored("--swap-space", "preempted requests are computed again, not swapped", num_args=1),
