@@ -89,6 +89,18 @@ ALLOWED = {
         "utils",
         "errors",
     },
+    "fleet": {
+        "server",
+        "engine_client",
+        "embedding",
+        "checkpoint",
+        "tokenizer",
+        "metrics",
+        "config",
+        "core",
+        "utils",
+        "errors",
+    },
 }
 FILES = sorted(ROOT.rglob("*.py"))
 
