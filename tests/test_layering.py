@@ -11,7 +11,7 @@ ALLOWED = {
     "errors": set(),
     "utils": {"errors"},
     "demo": {"errors"},
-    "config": {"errors"},
+    "config": {"core.params", "errors"},
     "core": {"errors"},
     "workers": {"errors", "utils"},
     "kernels": {"core", "utils", "errors"},

@@ -10,23 +10,24 @@ __all__ = [
     "add_check_arguments",
     "add_env_arguments",
     "add_model_word",
+    "add_model_words",
     "add_run_batch_arguments",
     "add_serve_arguments",
 ]
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_word(parser)
+    add_model_words(parser)
     add_config_options(parser)
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_word(parser)
-    add_config_options(parser, ENGINE_GROUPS, more=("log_level",))
+    add_model_words(parser)
+    add_config_options(parser, (*ENGINE_GROUPS, "fleet"), more=("log_level",))
 
 
 def add_run_batch_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_word(parser)
+    add_model_words(parser)
     parser.add_argument(
         "-i", "--input", required=True, metavar="FILE", help="requests, one JSON object per line"
     )
@@ -46,3 +47,7 @@ def add_env_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_model_word(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_word", nargs="?", metavar="MODEL", help="same as --model")
+
+
+def add_model_words(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_words", nargs="*", metavar="MODEL", help="same as --model; several: --models")

@@ -31,7 +31,6 @@ from foreword.cli.arguments import (
 )
 from foreword.cli.batch_file import check_files
 from foreword.cli.flags import (
-    KIND_NAMES,
     ForeignAction,
     add_foreign_flags,
     print_line,
@@ -41,6 +40,7 @@ from foreword.cli.flags import (
 )
 from foreword.cli.listener import bind
 from foreword.cli.startup import startup_line
+from foreword.config.option_text import KIND_NAMES
 from foreword.config.options import Config
 from foreword.demo import BUNDLED, DEFAULT_MODEL
 from foreword.errors import CheckpointError, ConfigError, ForewordError, Terminated, did_you_mean
@@ -108,7 +108,7 @@ FOREIGN_COMMANDS = {
     **dict.fromkeys(
         ("list", "ls"), "there is no list of models: name a directory, a GGUF file, a hub id, or the demo"
     ),
-    "ps": "a server has one model, which `GET /v1/models` names",
+    "ps": "`GET /v1/models` of a server names its models, and tells which are loaded",
     "show": "`foreword check MODEL` describes a model",
     **dict.fromkeys(("stop", "rm"), "Ctrl-C or SIGTERM ends a server; models are ordinary files"),
     **dict.fromkeys(("create", "cp", "push"), "models are ordinary directories and files"),
@@ -121,7 +121,7 @@ FOREIGN_COMMANDS = {
 }
 # Hints where too many words are given, by command.
 TOO_MANY_WORDS = {
-    "serve": "one model is served at a time; start another server on another --port for it",
+    **dict.fromkeys(("serve", "check", "run-batch"), "names of models stand together, without flags between"),
     "chat": "messages are typed after the start; `foreword generate PROMPT` prints one answer",
     "generate": "put quotes around a prompt of several words",
 }
@@ -255,7 +255,8 @@ def _finish(parser: argparse.ArgumentParser) -> None:
 def _required_words(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
         if not action.option_strings:
-            yield f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar)
+            dots = " ..." if action.nargs == "*" else ""
+            yield f"[{action.metavar}{dots}]" if action.nargs in ("?", "*") else str(action.metavar)
         elif action.required:
             yield f"{action.option_strings[0]} {action.metavar}"
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from foreword.cli.flags import GROUPS, environment_name, flag, type_name
+from foreword.cli.flags import GROUPS, environment_name, flag
 from foreword.config.foreign_flags import FOREIGN_FLAGS, ForeignFlag
+from foreword.config.option_text import type_name
 from foreword.config.options import IGNORED_SPECULATIVE_FIELDS, option_fields
 from foreword.metrics.definitions import CATALOG, MODEL_LABEL, PREFIX, VLLM_METRICS, Metric, VLLMMetric
 from foreword.metrics.prometheus import ENGINE_PROCESS

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import base64
-import json
 import logging
 import mimetypes
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,17 @@ from typing import Any
 import yaml
 
 from foreword.cli.startup import startup_line
-from foreword.config.foreign_flags import FOREIGN_FLAGS, ForeignFlag, find_foreign
+from foreword.config.foreign_flags import FOREIGN_FLAGS, ForeignFlag
+from foreword.config.option_text import (
+    PARSERS,
+    SERVICE_SCHEMES,
+    compose_yaml,
+    items_of,
+    parse_option,
+    read_option_key,
+    read_option_value,
+    type_name,
+)
 from foreword.config.options import Config, option_fields
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.structured_output import StructuredOutput
@@ -33,7 +42,6 @@ from foreword.utils.logging import JSONFormatter
 __all__ = [
     "FLAGS",
     "GROUPS",
-    "KIND_NAMES",
     "ForeignAction",
     "Message",
     "SamplingFlag",
@@ -57,16 +65,13 @@ __all__ = [
 
 Message = Mapping[str, Any]  # `content` is a text or a list of parts
 
-GROUPS = ("model", "scheduler", "speculation", "images", "server")
+GROUPS = ("model", "scheduler", "speculation", "images", "fleet", "server")
 ENGINE_GROUPS = ("model", "scheduler", "speculation", "images")
 PREFIX = "FOREWORD_"
 OTHER_VARIABLES = ("FOREWORD_CONFIG", "FOREWORD_NATIVE", "FOREWORD_TRITON_VARIANTS")  # that are no options
 TEST_PREFIX = "FOREWORD_TEST_"
 # Kubernetes sets these for a service whose name begins with "foreword".
 SERVICE_VARIABLE = re.compile(r"FOREWORD_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP)\w*)")
-SERVICE_SCHEMES = ("tcp://", "udp://")  # of their values
-TRUE = ("1", "true", "yes", "on")
-FALSE = ("0", "false", "no", "off")
 
 
 def flag(name: str) -> str:
@@ -106,10 +111,11 @@ def read_config(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
     values = _from_file(Path(path)) if path else {}
     values.update(_from_environment(environ))
     given = {item.name: getattr(args, item.name) for item in option_fields() if hasattr(args, item.name)}
-    model = getattr(args, "model_word", None)
-    if model is not None and given.setdefault("model", model) != model:
-        problem = f"two models are given, {model} and --model {given['model']}; leave one out"
-        raise ConfigError(problem, "model")
+    words = [*getattr(args, "model_words", ()), *filter(None, [getattr(args, "model_word", None)])]
+    name, model = "models" if len(words) > 1 else "model", ",".join(words)
+    if words and given.setdefault(name, model) != model:
+        problem = f"two models are given, {model} and {flag(name)} {given[name]}; leave one out"
+        raise ConfigError(problem, name)
     values.update(given)
     _check_swallowed_model(args, values)
     return Config(**values).with_speculative_config()
@@ -145,11 +151,6 @@ def help_text(item: Any) -> str:
     if "(default" in text or item.default is None or isinstance(item.default, bool) or item.default == "":
         return text
     return f"{text} (default: {item.default})"
-
-
-def type_name(item: Any) -> str:
-    """Type of a field without None: "str", "int", "float" or "bool"."""
-    return str(item.type).split("|")[0].strip()
 
 
 class _HelpAll(argparse.Action):
@@ -255,9 +256,7 @@ def _check_swallowed_model(args: argparse.Namespace, values: Mapping[str, Any]) 
         )
 
 
-PARSERS: Mapping[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
 METAVARS = {"str": "TEXT", "int": "N", "float": "X"}
-KIND_NAMES = {"str": "a text", "int": "a whole number", "float": "a number"}
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -270,24 +269,10 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if not environ.get(name) and environ.get(item.metadata["variable"]):
             names[item] = item.metadata["variable"]
     return {
-        item.name: _parse(name, type_name(item), environ[name])
+        item.name: parse_option(name, type_name(item), environ[name])
         for item, name in names.items()
         if environ.get(name) or (name in environ and item.metadata["guards_access"])
     }
-
-
-def _parse(source: str, type_name: str, text: str) -> Any:
-    if type_name == "bool":
-        if text.lower() not in TRUE + FALSE:
-            raise ConfigError(f"{source} must be one of {', '.join(TRUE + FALSE)}, got {text!r}", source)
-        return text.lower() in TRUE
-    try:
-        return PARSERS[type_name](text)
-    except ValueError:
-        hint = ""
-        if text.startswith(SERVICE_SCHEMES):
-            hint = "; Kubernetes sets it for a service of this name: set enableServiceLinks: false in the pod"
-        raise ConfigError(f"{source} must be {KIND_NAMES[type_name]}, got {text!r}{hint}", source) from None
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -308,64 +293,16 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _from_file(path: Path) -> dict[str, Any]:
-    """Options of a YAML file, as text parsed like flags: YAML's own `off` would be a boolean."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.BaseLoader)
-    except OSError as error:
-        raise ConfigError(f"config file {path}: {error.strerror or error}", "config") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(
-            f"config file {path} is not YAML: {' '.join(str(error).split())}", "config"
-        ) from None
-    if root is None or root.value == "":
-        return {}
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"config file {path} must hold `option: value` lines", "config")
+    """Options of a YAML file."""
+    file = f"config file {path}"
+    root = compose_yaml("config file", path)
     values: dict[str, Any] = {}
-    for key, value in root.value:
-        where = f"config file {path}, line {key.start_mark.line + 1}"
-        name = _file_option(where, key)
+    for where, key, node in () if root is None else items_of(file, root, "`option: value` lines"):
+        name = read_option_key(where, key)
         if name in values:
-            raise ConfigError(f"{where}: {key.value} is given twice", name)
-        if name == "speculative_config" and isinstance(value, yaml.MappingNode):
-            values[name] = json.dumps(yaml.safe_load(text)[key.value])
-            continue
-        item, source = ITEMS[name], f"{where}: {key.value}"
-        content = _file_value(source, item, value)
-        is_null = content in ("null", "~") or (not content and not item.metadata["guards_access"])
-        values[name] = None if is_null else _parse(source, type_name(item), content)
+            raise ConfigError(f"{where}: {key} is given twice", name)
+        values[name] = read_option_value(f"{where}: {key}", name, node)
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _file_value(where: str, item: Any, value: yaml.Node) -> str:
-    """The text of a value; a list is joined where the option takes several values by commas."""
-    if isinstance(value, yaml.ScalarNode):
-        return str(value.value)
-    is_list = isinstance(value, yaml.SequenceNode) and item.metadata["many"]
-    if not is_list or not all(isinstance(each, yaml.ScalarNode) for each in value.value):
-        raise ConfigError(f"{where} must be a single value", item.name)
-    return ",".join(each.value for each in value.value)
-
-
-def _file_option(where: str, key: yaml.Node) -> str:
-    """The field of Config that a key of the file names. Raises ConfigError."""
-    text = str(key.value) if isinstance(key, yaml.ScalarNode) else "a key of several values"
-    name = text.replace("-", "_")
-    if name in ITEMS:
-        return name
-    if (found := find_foreign(flag(name))) is not None:
-        foreign = found[1]
-        answer = foreign.note(text) or foreign.answer if foreign.kind != "refused" else foreign.refusal(text)
-        raise ConfigError(f"{where}: {answer} (an option of {found[0]})", "config")
-    raise ConfigError(f"{where}: unknown option {text!r}{did_you_mean(text, _option_keys())}", "config")
-
-
-ITEMS = {item.name: item for item in option_fields()}
-
-
-def _option_keys() -> list[str]:
-    return [name.replace("_", "-") for name in ITEMS]
 
 
 def engine_fields(config: Config) -> dict[str, Any]:

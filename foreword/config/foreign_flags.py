@@ -217,6 +217,12 @@ FOREIGN_FLAGS: Mapping[str, tuple[ForeignFlag, ...]] = MappingProxyType(
             _refused("-hff --hf-file", "append it to the hub id: organisation/name:FILE.gguf"),
             _refused("-mu --model-url", DOWNLOAD),
             _same("-a --alias", "--served-model-name"),
+            _same("--models-dir", "--models"),
+            _same("--models-max", "--max-loaded-models"),
+            _refused("--models-preset", "use --models FILE.yaml, which has the options of each model"),
+            _ignored("--models-autoload", "models are loaded on demand"),
+            _refused("--no-models-autoload", "models are loaded on demand"),
+            _refused("--sleep-idle-seconds", "use --keep-alive"),
             _refused(
                 "-c --ctx-size",
                 "use --max-model-len N for the limit of a request, --kv-cache-memory Ntokens for that of all",

@@ -16,7 +16,15 @@ from foreword.config.drafters import DRAFTERS, DrafterPlugin, find_plugin
 from foreword.config.lora import LoraModule, parse_lora_modules
 from foreword.errors import ConfigError, did_you_mean
 
-__all__ = ["DRAFTERS", "IGNORED_SPECULATIVE_FIELDS", "Config", "option_fields", "parse_bytes", "parse_tokens"]
+__all__ = [
+    "DRAFTERS",
+    "IGNORED_SPECULATIVE_FIELDS",
+    "Config",
+    "option_fields",
+    "parse_bytes",
+    "parse_duration",
+    "parse_tokens",
+]
 
 MAX_FLOAT_DISPLAY = 1e300
 ROOT_PATH_PATTERN = re.compile(r"(?:/[\w.~-]+)+", re.ASCII)
@@ -31,6 +39,7 @@ UNIT_BYTES = {
     "b": 1,
     "": 1,
 }
+UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}  # of parse_duration()
 # Fields of vLLM's speculative_config without effect: the only values taken (none: all), and why.
 CONTROLLER_DECIDES = "the controller decides in each step whether drafts pay"
 SUFFIX_SIZES = "--suffix-corpus-memory limits what suffix remembers; the controller chooses the length"
@@ -79,6 +88,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "response_store_ttl": (1, 30 * 86_400),
     "max_loras": (1, 1024),
     "max_lora_rank": (1, 512),
+    "max_loaded_models": (1, 1024),
+    "max_swap_wait": (0, 86_400),
 }
 
 
@@ -369,6 +380,33 @@ class Config:
     )
     speculative_config: str | None = option(None, "the above as JSON, as in vLLM", group="speculation")
 
+    models: str | None = option(
+        None,
+        "several models, loaded on demand: a YAML file (docs/fleet.md), a directory of models, or names",
+        group="fleet",
+        many=True,
+        common=True,
+    )
+    memory_limit: str | None = option(
+        None,
+        'memory of all loaded models: "48GiB" (default: the machine\'s, less a reserve)',
+        group="fleet",
+    )
+    keep_alive: str | None = option(
+        None,
+        'with several models, time without an answer until one is unloaded: "5m", "90s", 0 for at once, '
+        "-1 for never (default: 5m)",
+        group="fleet",
+    )
+    max_loaded_models: int | None = option(
+        None, "maximum of models in memory at a time (default: as many as fit)", group="fleet"
+    )
+    max_swap_wait: float | None = option(
+        None,
+        "seconds that requests of loaded models may pass one whose model waits for memory (default: 10)",
+        group="fleet",
+    )
+
     host: str = option("127.0.0.1", "address to listen on", group="server", common=True)
     port: int = option(8000, "port to listen on; 0 takes a free one", group="server", common=True)
     uds: str | None = option(
@@ -481,6 +519,14 @@ class Config:
             parse_bytes(name, getattr(self, name))
         if self.kv_cache_memory is not None and parse_tokens("kv_cache_memory", self.kv_cache_memory) is None:
             parse_bytes("kv_cache_memory", self.kv_cache_memory)
+        if self.memory_limit is not None:
+            parse_bytes("memory_limit", self.memory_limit)
+        if self.keep_alive is not None:
+            parse_duration("keep_alive", self.keep_alive)
+        if self.models is not None and self.model is not None:
+            raise ConfigError(
+                "give --model or --models, not both: --models names the default first", "models"
+            )
         self._check_keys()
         if self.root_path and not ROOT_PATH_PATTERN.fullmatch(self.root_path):
             raise ConfigError(
@@ -644,6 +690,20 @@ def parse_tokens(name: str, text: str) -> int | None:
         return int(number)
     except ValueError:
         raise ConfigError(f"{name} must begin with a whole number, got {text!r}", name) from None
+
+
+def parse_duration(name: str, text: str) -> float | None:
+    """Seconds of "5m", "90s", "1h30m" or a number; None for a negative one: never. Raises ConfigError."""
+    given = text.strip().lower()
+    if re.fullmatch(r"-[0-9.]+(ms|[smhd])?", given):
+        return None
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", given):
+        return float(given)
+    parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)(ms|[smhd])", given)
+    if not parts or "".join(map("".join, parts)) != given:
+        problem = f'must be like "5m", "90s" or "1h30m", 0 for at once, or -1 for never, got {text!r:.80}'
+        raise ConfigError(f"{name} {problem}", name)
+    return sum(float(number) * UNIT_SECONDS[unit] for number, unit in parts)
 
 
 def _split_speculative_config(text: str) -> tuple[dict[str, Any], dict[str, Any]]:

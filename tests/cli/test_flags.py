@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from foreword.cli.arguments import add_serve_arguments
 from foreword.cli.command_line import Parser
 from foreword.cli.flags import (
     ForeignAction,
@@ -323,3 +324,18 @@ def test_empty_key_in_a_list_is_an_error(keys: str) -> None:
     with pytest.raises(ConfigError, match="api_key has an empty key; to serve without keys"):
         read_config(parse(), {"FOREWORD_API_KEY": keys})
     assert read_config(parse("--api-key", "a, b"), {"FOREWORD_API_KEY": keys}).api_key == "a, b"
+
+
+def test_several_words_are_models() -> None:
+    def read(*words: str) -> Config:
+        parser = argparse.ArgumentParser()
+        add_serve_arguments(parser)
+        return read_config(parser.parse_args(words), {})
+
+    assert (read("a").model, read("a").models) == ("a", None)
+    assert (read("--port", "1", "a", "b").model, read("a", "b", "--port", "1").models) == (None, "a,b")
+    assert read("--models", "a", "b,c").models == "a,b,c"
+    with pytest.raises(ConfigError, match="two models are given, a,b and --models c; leave one out"):
+        read("a", "b", "--models", "c")
+    with pytest.raises(ConfigError, match="give --model or --models, not both"):
+        read("a", "--models", "b")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from foreword.config.options import Config, parse_bytes
+from foreword.config.options import Config, parse_bytes, parse_duration
 from foreword.errors import ConfigError
 
 GIB = 1 << 30
@@ -158,3 +158,29 @@ def test_parse_bytes(text: str, size: int) -> None:
 def test_invalid_bytes_are_named(text: str) -> None:
     with pytest.raises(ConfigError, match="kv_cache_memory"):
         parse_bytes("kv_cache_memory", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("5m", 300.0),
+        ("90s", 90.0),
+        ("1h30m", 5400.0),
+        ("1.5h", 5400.0),
+        ("250ms", 0.25),
+        ("2d", 172_800.0),
+        ("300", 300.0),
+        ("0", 0.0),
+        (" 5M ", 300.0),
+        ("-1", None),
+        ("-5m", None),
+    ],
+)
+def test_durations(text: str, seconds: float | None) -> None:
+    assert parse_duration("keep_alive", text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "5 m", "5x", "5m3", "1e3", "inf", "--1", "5m-3s", "never"])
+def test_durations_that_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="keep_alive must be like"):
+        parse_duration("keep_alive", text)

@@ -17,9 +17,9 @@ from foreword.fleet.load_scheduler import Decision, LoadScheduler, ModelSpec
 class Case:
     """models  "A=4": 4 bytes; "A=4/pinned", "/preload", "/keep5" (seconds), "/gpu" (on another device)
 
-    steps   "3 A1 -> load A": at second 3 request A1 of model A is submitted. Other events: `end A1`, `loaded A`
-            or `loaded A 5` (measured bytes), `failed A`, `unloaded A`, `measured A 5`, `pin A`, `unpin A`,
-            `load A`, `unload A`, and `tick`
+    steps   "3 A1 -> load A": at second 3 request A1 of model A is submitted. Other events: `end A1`,
+            `loaded A` or `loaded A 5` (measured bytes), `failed A`, `unloaded A`, `measured A 5`, `pin A`,
+            `unpin A`, `load A`, `unload A`, and `tick`
     """
 
     name: str
