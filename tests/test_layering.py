@@ -94,6 +94,7 @@ ALLOWED = {
         "engine_client",
         "embedding",
         "checkpoint",
+        "models.hub",
         "tokenizer",
         "metrics",
         "config",

@@ -17,7 +17,7 @@ from foreword.config.memory import (
 from foreword.config.options import Config, parse_bytes
 from foreword.config.resolve import HardwareInfo, ResolvedConfig, batch_limits, min_context, resolve_dtypes
 
-__all__ = ["MemoryPart", "plan_memory"]
+__all__ = ["MemoryPart", "ModelDescription", "plan_memory"]
 
 VISION_ENCODER = "vision encoder"
 LOGIT_BYTES = 4
@@ -31,6 +31,15 @@ class MemoryPart:
     num_bytes: int
     detail: str = ""
     is_subset: bool = False  # a part of the line before
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What the plan of a model needs to know of its checkpoints and of the machine."""
+
+    hardware: HardwareInfo
+    model: ModelInfo
+    drafter: ModelInfo | None = None
 
 
 def plan_memory(

@@ -23,6 +23,7 @@ from foreword.config.hardware import hardware_info, probe_hardware
 from foreword.config.lora import AdapterInfo
 from foreword.config.memory import GIB, DeviceMemory
 from foreword.config.options import Config
+from foreword.config.plan import ModelDescription
 from foreword.config.resolve import (
     EngineInfo,
     HardwareInfo,
@@ -84,7 +85,7 @@ from foreword.speculation.plugin import DrafterAdapter, make_plugin
 from foreword.speculation.policy import FixedLength
 from foreword.speculation.proposer import Proposer
 
-__all__ = ["detect_hardware", "load", "make_plugins", "types_in_use"]
+__all__ = ["describe_model", "detect_hardware", "load", "make_plugins", "types_in_use"]
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +180,15 @@ def detect_hardware(
     types = _compute_types(*resolve_dtypes(config, hardware, model), config.quantization)
     missing = _try_kernels(config, types, on_progress) is not None
     return replace(hardware, kernel_backend="torch" if missing else "triton")
+
+
+def describe_model(config: Config) -> ModelDescription:
+    """Read headers and configs only. Raises ConfigError or CheckpointError."""
+    target = read_model_info(Path(str(config.model)), config.gguf_dequantize)
+    drafter = None
+    if config.runs_draft_model:
+        drafter = read_model_info(Path(str(config.draft_model)), config.gguf_dequantize)
+    return ModelDescription(detect_hardware(config, target), target, drafter)
 
 
 def types_in_use(resolved: ResolvedConfig) -> ComputeTypes:

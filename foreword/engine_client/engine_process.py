@@ -16,21 +16,25 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from foreword.config.lora import AdapterInfo
+from foreword.config.options import Config
+from foreword.config.plan import ModelDescription
 from foreword.core.request import Request
 from foreword.core.structured_output import Vocabulary
 from foreword.engine.engine import Engine
-from foreword.engine.loader import load
+from foreword.engine.loader import describe_model, load
 from foreword.engine_client.heartbeat import HeartbeatPage
 from foreword.engine_client.messages import (
     HEARTBEAT_FD,
     AdapterReply,
     AddImage,
+    DescribeModels,
     DropImage,
     EngineReady,
     EngineStartFailed,
     Init,
     LoadAdapter,
     LoadProgress,
+    ModelDescriptions,
     RemoveRequest,
     UnloadAdapter,
 )
@@ -75,7 +79,10 @@ def _receive_heartbeat_page(fd: int) -> HeartbeatPage:
 
 def _run(connection: Connection, page: HeartbeatPage, prepare: Callable[[Engine], None]) -> int:
     page.start()
-    init: Init = connection.recv()
+    init: Init | DescribeModels = connection.recv()
+    if isinstance(init, DescribeModels):
+        connection.send(ModelDescriptions(tuple(map(_describe_model, init.configs))))
+        return 0
     set_up_logging(init.config.log_level, "%(levelname)s %(name)s: %(message)s", init.config.log_format)
 
     def on_progress(stage: str, done: int, total: int) -> None:
@@ -100,6 +107,13 @@ def _run(connection: Connection, page: HeartbeatPage, prepare: Callable[[Engine]
         _serve(engine, connection, page)
     finally:
         engine.close()
+
+
+def _describe_model(config: Config) -> ModelDescription | ForewordError:
+    try:
+        return describe_model(config)
+    except (ForewordError, OSError, MemoryError) as error:
+        return _describe_start_error(error)
 
 
 def _describe_start_error(error: ForewordError | OSError | MemoryError) -> ForewordError:

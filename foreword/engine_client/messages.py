@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
+from foreword.config.plan import ModelDescription
 from foreword.config.resolve import EngineInfo, ResolvedConfig
 from foreword.errors import ForewordError
 from foreword.speculation.control.cost_model import MeasuredCosts
@@ -14,12 +15,14 @@ __all__ = [
     "HEARTBEAT_FD",
     "AdapterReply",
     "AddImage",
+    "DescribeModels",
     "DropImage",
     "EngineReady",
     "EngineStartFailed",
     "Init",
     "LoadAdapter",
     "LoadProgress",
+    "ModelDescriptions",
     "RemoveRequest",
     "UnloadAdapter",
 ]
@@ -36,6 +39,20 @@ class Init:
     resolved: ResolvedConfig | None = None
     timings: MeasuredCosts | None = None
     adapters: tuple[AdapterInfo, ...] | None = None  # None: those of the config
+
+
+@dataclass(frozen=True, slots=True)
+class DescribeModels:
+    """To the engine process instead of Init: it describes models, and exits."""
+
+    configs: tuple[Config, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescriptions:
+    """From the process, in the order of the configs: descriptions, or why there is none."""
+
+    results: tuple[ModelDescription | ForewordError, ...]
 
 
 @dataclass(frozen=True, slots=True)
