@@ -64,15 +64,15 @@ class _Application:
         if reply.status_code >= 400 and path in PATHS:
             assert reply.json()["error"]["message"], reply.text
         assert not self.client.live, "the engine still works"
-        assert self.app.state.server.admission.num_open == 0, "requests are still counted as open"
-        assert self.app.state.server.image_intake.memory.held_bytes == 0, "images are still held"
+        assert self.app.state.models.admission.num_open == 0, "requests are still counted as open"
+        assert self.app.state.models.default.image_intake.memory.held_bytes == 0, "images are still held"
         for log in (self.client.submitted, self.client.finished, self.client.aborted):
             log.clear()
 
     def close(self) -> None:
         self.loop.run_until_complete(self.http.aclose())
-        self.app.state.server.grammar_checker.close()
-        self.app.state.server.image_intake.close()
+        self.app.state.models.default.grammar_checker.close()
+        self.app.state.models.default.image_intake.close()
         self.loop.close()
 
     async def _post(self, path: str, body: bytes) -> httpx.Response:

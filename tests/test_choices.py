@@ -105,7 +105,7 @@ async def check_choices(config: Config, messages: Any) -> None:
                     assert await server.metric("choices_returned_total") - before == n
         if config.speculate != "off":
             assert await server.metric("spec_draft_tokens_total") > 0, "no draft was verified"
-        assert server.app.state.server.admission.num_open == 0
+        assert server.app.state.models.admission.num_open == 0
 
 
 def config(path: Path, **options: Any) -> Config:

@@ -145,7 +145,7 @@ async def _run(
         _application(config) as app,
         _http_client(IN_PROCESS, config, ASGITransport(app, raise_app_exceptions=False)) as http,
     ):
-        concurrency = args.concurrency or 2 * app.state.server.info().resolved.max_num_seqs
+        concurrency = args.concurrency or 2 * app.state.models.default.info().resolved.max_num_seqs
         await answer_all(BatchClient(http), items, output, summary, concurrency)
 
 

@@ -1,10 +1,9 @@
-"""The HTTP applications: OpenAI's API of one served model, and a placeholder while the model loads."""
+"""The HTTP applications: OpenAI's API of the served models, and a placeholder while a model loads."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,8 @@ from foreword.errors import ModelLoading
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.multimodal.base import ImageProcessor
-from foreword.server.admission import Admission, AdmissionMiddleware
-from foreword.server.auth.keys import AuthenticationMiddleware, Keyring
-from foreword.server.auth.usage_log import UsageLog
+from foreword.server.admission import AdmissionMiddleware
+from foreword.server.auth.keys import AuthenticationMiddleware
 from foreword.server.context import ServerContext
 from foreword.server.errors import add_error_handlers, error_response
 from foreword.server.image_intake import ImageIntake, ImageMemory
@@ -37,7 +35,6 @@ from foreword.server.middleware import (
 )
 from foreword.server.model_names import ModelNames
 from foreword.server.request_log import RequestLog, RequestLogMiddleware, RouteTable
-from foreword.server.response_store import ResponseStore
 from foreword.server.routes import (
     adapters,
     admin,
@@ -51,10 +48,11 @@ from foreword.server.routes import (
     responses,
     tokenize,
 )
+from foreword.server.served_models import ServedModels
 from foreword.tokenizer.input_processor import ChatInputProcessor, open_image_loader
 from foreword.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["SwappableApp", "create_app", "loading_app"]
+__all__ = ["SwappableApp", "create_app", "loading_app", "make_context", "models_app"]
 
 ROUTES = (
     chat,
@@ -104,25 +102,66 @@ def create_app(
     request_log: RequestLog | None = None,
     chat_processor: ChatInputProcessor | None = None,  # None: one of its own
 ) -> FastAPI:
-    """The application. The caller starts and closes the clients, and drains the server.
+    """The application of one model. The caller starts and closes the clients, and drains the server.
 
     Raises CheckpointError for an invalid chat template, ConfigError for impossible image limits.
     """
     drain, request_log = drain or DrainState(), request_log or RequestLog(config.access_log)
-    key_file = Path(config.api_key_file) if config.api_key_file else None
-    usage = UsageLog(
-        Path(config.usage_db) if config.usage_db else None, recorder.on_usage, recorder.on_usage_db_error
+    models = ServedModels(config, recorder)
+    server = make_context(
+        models,
+        config,
+        client,
+        tokenizer,
+        recorder,
+        model_name,
+        encoder,
+        pooling_config,
+        processor,
+        aliases,
+        chat_processor,
     )
-    server = ServerContext(
+    models.add(server)
+    probe = EngineProbe(client, server.probe_request, config.health_probe)
+
+    def on_step(stats: StepStats) -> None:
+        recorder.on_step(stats)
+        probe.on_step()
+
+    client.on_step = on_step
+    return models_app(models, Health(client, encoder, drain, probe), drain, request_log)
+
+
+def make_context(
+    models: ServedModels,
+    config: Config,
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    recorder: MetricsRecorder,
+    model_name: str,
+    encoder: EncoderClient | None,
+    pooling_config: PoolingConfig,
+    processor: ImageProcessor | None,
+    aliases: tuple[str, ...],
+    chat_processor: ChatInputProcessor | None,
+) -> ServerContext:
+    """The context of a model, with the arguments of create_app(); models.add() serves it.
+
+    Raises CheckpointError, ConfigError.
+    """
+    client.on_step = recorder.on_step
+    client.on_restart = recorder.on_restart
+    recorder.get_stats = lambda: client.stats
+    return ServerContext(
         config=config,
         client=client,
         tokenizer=tokenizer,
         chat_processor=chat_processor
         or ChatInputProcessor(tokenizer, processor, config.max_images, config.tool_format),
         recorder=recorder,
-        admission=Admission(config.max_waiting, config.max_waiting_tokens, recorder.on_reject),
-        keyring=Keyring(config.api_key, key_file, config.share_prefix_cache, usage, recorder.on_reject),
-        usage=usage,
+        admission=models.admission,
+        generations=models.generations,
+        usage=models.usage,
         names=ModelNames(
             client,
             model_name,
@@ -132,24 +171,18 @@ def create_app(
             config.any_model_name,
             Path(config.lora_dir) if config.lora_dir else None,
         ),
-        created=int(time.time()),
         grammar_checker=GrammarChecker(tokenizer.vocabulary),
         encoder=encoder,
         pooling_config=pooling_config,
         image_intake=None if processor is None else _make_image_intake(config, processor, recorder),
-        response_store=ResponseStore(config.response_store_mb * MB, config.response_store_ttl),
     )
-    probe = EngineProbe(client, server.probe_request, config.health_probe)
 
-    def on_step(stats: StepStats) -> None:
-        recorder.on_step(stats)
-        probe.on_step()
 
-    client.on_step = on_step
-    client.on_restart = recorder.on_restart
-    recorder.get_stats = lambda: client.stats
-    request_log.on_response = recorder.on_http_response
-    servers = [{"url": config.root_path}] if config.root_path else None
+def models_app(models: ServedModels, state: Health, drain: DrainState, request_log: RequestLog) -> FastAPI:
+    """The application of the models, which come and go."""
+    root_path = models.config.root_path
+    request_log.on_response = models.recorder.on_http_response
+    servers = [{"url": root_path}] if root_path else None
     app = FastAPI(
         title="Foreword",
         docs_url=None,
@@ -158,13 +191,13 @@ def create_app(
         servers=servers,
         telemetry=NO_TELEMETRY,
     )
-    app.state.server = server
+    app.state.models = models
     app.state.request_log = request_log
-    app.state.health = Health(client, encoder, drain, probe)
+    app.state.health = state
     for module in ROUTES:
         app.include_router(module.router)
     add_error_handlers(app, SUGGESTED_PATHS)
-    _add_middleware(app, server, drain, request_log)
+    _add_middleware(app, models, drain, request_log)
     return app
 
 
@@ -173,12 +206,12 @@ def _make_image_intake(config: Config, processor: ImageProcessor, recorder: Metr
     return ImageIntake(open_image_loader(config, processor), memory, config.max_waiting, recorder.on_reject)
 
 
-def _add_middleware(app: FastAPI, server: ServerContext, drain: DrainState, request_log: RequestLog) -> None:
+def _add_middleware(app: FastAPI, models: ServedModels, drain: DrainState, request_log: RequestLog) -> None:
     """The middleware added last is the outermost."""
-    config, on_refusal = server.config, server.recorder.on_reject
+    config, on_refusal = models.config, models.recorder.on_reject
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_mb * MB)
-    app.add_middleware(AdmissionMiddleware, admission=server.admission)
-    app.add_middleware(AuthenticationMiddleware, keys=server.keyring, on_refusal=on_refusal)
+    app.add_middleware(AdmissionMiddleware, admission=models.admission)
+    app.add_middleware(AuthenticationMiddleware, keys=models.keyring, on_refusal=on_refusal)
     app.add_middleware(DrainMiddleware, drain=drain, on_refusal=on_refusal)
     app.add_middleware(ServerErrorMiddleware)
     origins = [origin.strip() for origin in config.cors_origins.split(",") if origin.strip()]
@@ -202,31 +235,31 @@ def _add_outer_middleware(app: FastAPI, config: Config, request_log: RequestLog)
 
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    server: ServerContext = app.state.server
+    models: ServedModels = app.state.models
     request_log: RequestLog = app.state.request_log
-    await server.usage.flush()  # reads what keys have used today
-    ticker = asyncio.create_task(_tick(server, request_log))
+    await models.usage.flush()  # reads what keys have used today
+    ticker = asyncio.create_task(_tick(models, request_log))
     try:
         yield
     finally:
         ticker.cancel()
         await asyncio.gather(ticker, return_exceptions=True)
         request_log.flush(force=True)
-        await server.usage.close()
-        await asyncio.to_thread(server.grammar_checker.close)
-        if server.image_intake is not None:
-            await asyncio.to_thread(server.image_intake.close)
+        await models.usage.close()
+        for server in models.loaded:
+            await server.close()
 
 
-async def _tick(server: ServerContext, request_log: RequestLog) -> None:
+async def _tick(models: ServedModels, request_log: RequestLog) -> None:
     """Write log lines and usage, drop expired responses, and reload a changed key file."""
     while True:
         await asyncio.sleep(TICK_S)
-        server.recorder.log_if_due()
+        for server in models.loaded:
+            server.recorder.log_if_due()
         request_log.flush()
-        server.response_store.expire()
-        await server.keyring.refresh()
-        await server.usage.flush()
+        models.response_store.expire()
+        await models.keyring.refresh()
+        await models.usage.flush()
 
 
 class SwappableApp:

@@ -1,4 +1,4 @@
-"""The state that all routes of one server share."""
+"""One loaded model, as routes use it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Protocol, TypeVar
-from urllib.parse import quote
+from typing import Any, Protocol, TypeVar
 
-from fastapi import Depends, Request
+from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from foreword.config.options import Config
@@ -35,14 +34,13 @@ from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.metrics.tracing import current_span
 from foreword.server.admission import Admission
-from foreword.server.auth.keys import KeyPermissions, Keyring, RequestContext
+from foreword.server.auth.keys import KeyPermissions, RequestContext
 from foreword.server.auth.usage_log import UsageLog
 from foreword.server.http import cancel_on_disconnect
 from foreword.server.image_intake import ImageIntake
 from foreword.server.middleware import release_body
 from foreword.server.model_names import ModelNames, ServedModel
-from foreword.server.protocol.base import RequestBody, StrictModel, suggest_field
-from foreword.server.response_store import ResponseStore
+from foreword.server.protocol.base import RequestBody
 from foreword.tokenizer.input_processor import (
     ChatInputProcessor,
     Prompt,
@@ -53,14 +51,12 @@ from foreword.tokenizer.input_processor import (
 )
 from foreword.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["LARGE_BODY_BYTES", "RequestContext", "ServerContext", "ServerDep", "offload_if_large"]
+__all__ = ["LARGE_BODY_BYTES", "Abortable", "RequestContext", "ServerContext", "offload_if_large"]
 
 T = TypeVar("T")
 
 MAX_TIMEOUT_S = 86_400.0  # largest `timeout` of a request, where the server sets no limit
 LARGE_BODY_BYTES = 16 * 1024  # body size above which its text is tokenized in a thread
-MAX_FIELD_CHARS = 200  # of the name of an unknown field in an error
-MAX_LISTED_FIELDS, MAX_LISTED_CHARS = 16, 64  # of the ignored fields in a header, and of the name of each
 MAX_RENDER_THREADS = 4  # threads that wait for templates; asyncio has at least 5, so that other work gets one
 
 
@@ -80,19 +76,22 @@ class ServerContext:
     tokenizer: Tokenizer
     chat_processor: ChatInputProcessor
     recorder: MetricsRecorder
-    admission: Admission
-    keyring: Keyring
-    usage: UsageLog
+    admission: Admission  # of all models
+    generations: dict[str, Abortable]  # of all models, by the request id of each choice
+    usage: UsageLog  # of all models
     names: ModelNames
-    created: int  # Unix time of the start
     grammar_checker: GrammarChecker
     encoder: EncoderClient | None = None
     pooling_config: PoolingConfig = DECODER_POOLING  # of embeddings from the generating model
     image_intake: ImageIntake | None = None  # None: the model takes no images
-    response_store: ResponseStore = field(default_factory=lambda: ResponseStore(0, 1.0))  # 0: stores none
     logged_keywords: set[str] = field(default_factory=set)  # of tools' schemas, which are not enforced
-    generations: dict[str, Abortable] = field(default_factory=dict)  # by the request id of each choice
     render_semaphore: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RENDER_THREADS))
+
+    async def close(self) -> None:
+        """End the worker processes; the clients are the caller's."""
+        await asyncio.to_thread(self.grammar_checker.close)
+        if self.image_intake is not None:
+            await asyncio.to_thread(self.image_intake.close)
 
     def info(self) -> EngineInfo:
         """Facts of the running engine. Raises ModelLoading before there is one, EngineDead after it."""
@@ -136,35 +135,6 @@ class ServerContext:
         if (span := current_span.get()) is not None:
             span.on_model(name or model.name, model.name)
         return model
-
-    def check_fields(self, body: StrictModel, request: Request, ignored: Sequence[str] = ()) -> None:
-        """Refuse unknown fields, or ignore and name them in a header. Take `request_id` over from the body.
-
-        ignored  further fields to name
-        Raises InvalidRequest. Unknown fields of messages and content parts are always ignored.
-        """
-        unknown = list(ignored)
-        num_ignored = 0
-        for path, item in body.walk():
-            if item.is_lenient:
-                num_ignored += item.num_unknown()
-                continue
-            for name in item.model_extra or ():
-                unknown.append(f"{path}{name}")
-                if self.config.unknown_fields == "refuse":
-                    field = unknown[-1][:MAX_FIELD_CHARS]
-                    raise InvalidRequest(f"unknown field {field!r}{suggest_field(item, name)}", field)
-        if num_ignored:
-            self.recorder.on_ignored_fields(num_ignored)
-        if unknown:
-            request.state.response_headers = {"X-Foreword-Ignored-Fields": _list_in_header(unknown)}
-        if isinstance(body, RequestBody) and body.request_id is not None:
-            request.state.request_id = body.request_id
-
-    def check_admin(self, permissions: KeyPermissions) -> None:
-        """Raises Forbidden unless this is an admin key."""
-        with self._count_forbidden():
-            permissions.check_admin()
 
     def request_context(
         self,
@@ -298,13 +268,6 @@ class ServerContext:
         ]
 
 
-def _list_in_header(names: Sequence[str]) -> str:
-    """Names in a header's value; characters beyond its alphabet, and commas, are percent-encoded."""
-    shown = (name[:MAX_LISTED_CHARS] for name in names[:MAX_LISTED_FIELDS])
-    listed = [quote(name, safe="[]", errors="replace")[:MAX_LISTED_CHARS] for name in shown]
-    return ", ".join(listed + ["..."] * (len(names) > MAX_LISTED_FIELDS))
-
-
 def _deadline_s(start_s: float, seconds: float | None) -> float | None:
     return start_s + seconds if seconds else None
 
@@ -314,11 +277,3 @@ async def offload_if_large(request: Request, work: Callable[[], T]) -> T:
     if request.state.body_bytes > LARGE_BODY_BYTES:
         return await asyncio.to_thread(work)
     return work()
-
-
-def _get_server(request: Request) -> ServerContext:
-    server: ServerContext = request.app.state.server
-    return server
-
-
-ServerDep = Annotated[ServerContext, Depends(_get_server)]

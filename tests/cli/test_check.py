@@ -280,7 +280,9 @@ def test_gpu_memory_is_shown(
     assert (
         "note dtype bfloat16 is not supported on Tesla T4 (compute capability 7.5): float16 instead" in text
     )
-    assert re.search(r"\n {7}sum +[0-9.]+ GiB  of 14.40 GiB that may be used on Tesla T4; 15.00 GiB are free\n", text)
+    assert re.search(
+        r"\n {7}sum +[0-9.]+ GiB  of 14.40 GiB that may be used on Tesla T4; 15.00 GiB are free\n", text
+    )
     assert re.search(r"\n {7}CUDA and other processes +1.00 GiB\n", text)
     assert "by this estimate it does not fit" not in text
     assert ("note Triton is not installed" in text) is (reason is not None)

@@ -58,7 +58,7 @@ class RunningServer:
         return self.openai.completions.create(model=MODEL, prompt=prompt, extra_body=extra, **fields)
 
     def idle(self) -> bool:
-        return not self.client.live and self.app.state.server.admission.num_open == 0
+        return not self.client.live and self.app.state.models.admission.num_open == 0
 
     def wait_until_idle(self) -> None:
         wait_until(self.idle)

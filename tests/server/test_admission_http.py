@@ -69,7 +69,7 @@ def test_flood_is_refused_and_leaves_nothing(full: RunningServer) -> None:
 
     with ThreadPoolExecutor(32) as pool:
         assert set(pool.map(ask, range(512))) == {429}
-    assert len(full.client.submitted) == 2 and full.app.state.server.admission.num_open == 2
+    assert len(full.client.submitted) == 2 and full.app.state.models.admission.num_open == 2
     assert 'foreword_requests_rejected_total{reason="queue"} 512.0' in full.http.get("/metrics").text
     assert full.http.get("/health").status_code == 200
 
@@ -81,7 +81,7 @@ def test_prompt_tokens_are_bounded() -> None:
                 server.complete("x" * 41)
             assert int(caught.value.response.headers["Retry-After"]) == 1
             assert server.http.post("/v1/embeddings", json={"input": "x" * 41}).status_code == 429
-            assert server.app.state.server.admission.num_open_tokens == 60
+            assert server.app.state.models.admission.num_open_tokens == 60
         with pytest.raises(openai.BadRequestError, match="hold 120 tokens; this server takes at most 100"):
             server.complete("x" * 60, n=2)
         assert 'reason="queue_tokens"} 2.0' in server.http.get("/metrics").text

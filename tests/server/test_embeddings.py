@@ -162,7 +162,7 @@ def test_admission_counts_every_text() -> None:
         replies = []
 
         def is_full() -> bool:
-            if server.app.state.server.admission.num_open == 3:
+            if server.app.state.models.admission.num_open == 3:
                 replies.append(embed(server, ["a", "b"]))
             return bool(replies)
 

@@ -24,7 +24,7 @@ def test_openapi_requests_are_answered_or_refused(demo: RunningServer) -> None:
         "/v1/score",
         "/tokenize",
     } <= answered
-    assert {status for _, status in findings.statuses} <= {200, 400, 404}
+    assert {status for _, status in findings.statuses} <= {200, 400, 403, 404}  # 403: adapters are fixed
 
 
 def test_violations_are_noticed(demo: RunningServer) -> None:

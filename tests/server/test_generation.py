@@ -32,7 +32,7 @@ from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
 async def server_of(client: FakeEngineClient, **config: Any) -> ServerContext:
     await client.start()
     app = create_app(Config(**config), client, byte_tokenizer(), MetricsRecorder(("ngram",)), "m")
-    server: ServerContext = app.state.server
+    server: ServerContext = app.state.models.default
     return server
 
 

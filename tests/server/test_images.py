@@ -73,7 +73,7 @@ def served(shared: RunningServer) -> Iterator[RunningServer]:
 
 def held(server: RunningServer) -> int:
     """Image memory in use, in bytes."""
-    intake = server.app.state.server.image_intake
+    intake = server.app.state.models.default.image_intake
     return int(intake.memory.held_bytes)
 
 
@@ -286,7 +286,7 @@ def open_requests(server: RunningServer, count: int, *images: bytes) -> list[thr
 
 def end(server: RunningServer, threads: list[threading.Thread]) -> None:
     for request_id in list(server.client.live):
-        generation = server.app.state.server.generations.get(request_id)
+        generation = server.app.state.models.generations.get(request_id)
         if generation is not None:  # it ends with the first of its choices
             generation.abort(request_id, RequestFailed("the test is over"))
     for thread in threads:
@@ -313,7 +313,7 @@ def test_small_images_reserve_little() -> None:
     with run_server(
         config, FakeEngineClient(info=engine_info(512)), tokenizer=image_tokenizer(), processor=eyes
     ) as server:
-        assert server.app.state.server.image_intake.memory._limit_bytes < eyes.max_pixel_bytes
+        assert server.app.state.models.default.image_intake.memory._limit_bytes < eyes.max_pixel_bytes
         with ThreadPoolExecutor(3) as pool:
             replies = list(
                 pool.map(
@@ -332,7 +332,7 @@ class StuckWorkers:
     def __init__(self, server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.num_calls = threading.Event(), 0
         monkeypatch.setattr(
-            server.app.state.server.image_intake._loader._decode_pool, "pixel_bytes", self._measure
+            server.app.state.models.default.image_intake._loader._decode_pool, "pixel_bytes", self._measure
         )
 
     def _measure(self, data: bytes, where: str) -> int:
@@ -353,7 +353,10 @@ def start_request(server: RunningServer, count: int) -> socket.socket:
 def test_disconnect_stops_reading_images(
     small_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    admission, intake = small_server.app.state.server.admission, small_server.app.state.server.image_intake
+    admission, intake = (
+        small_server.app.state.models.admission,
+        small_server.app.state.models.default.image_intake,
+    )
     stuck = StuckWorkers(small_server, monkeypatch)
     connections = [start_request(small_server, 3) for _ in range(6)]
     wait_until(lambda: stuck.num_calls == 2 and admission.num_open == 6)
@@ -369,7 +372,7 @@ def test_disconnect_stops_reading_images(
 
 
 def test_reading_images_counts_as_open(small_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_server.app.state.server.admission, "_max_requests", 2)
+    monkeypatch.setattr(small_server.app.state.models.admission, "_max_requests", 2)
     stuck = StuckWorkers(small_server, monkeypatch)
     connections = [start_request(small_server, 1) for _ in range(2)]
     wait_until(lambda: stuck.num_calls == 2)
@@ -425,7 +428,7 @@ def test_refusal_after_images_releases_memory(
     assert held(small_server) == 0
     error_of(post(small_server, messages=user(image_part(), image_part(b"none"))))
     assert held(small_server) == 0
-    monkeypatch.setattr(small_server.app.state.server.admission, "_max_tokens", 3)
+    monkeypatch.setattr(small_server.app.state.models.admission, "_max_tokens", 3)
     error_of(post(small_server, messages=user(image_part())))
     assert held(small_server) == 0
 

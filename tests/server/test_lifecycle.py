@@ -27,7 +27,7 @@ class DrainingServer:
         self.client = client
         self.drain = DrainState()
         app = create_app(Config(), client, byte_tokenizer(), MetricsRecorder(()), "m", drain=self.drain)
-        self.admission = app.state.server.admission
+        self.admission = app.state.models.admission
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=WAIT_S)
 
     async def ask(self, **fields: Any) -> httpx.Response:

@@ -267,7 +267,7 @@ def test_errors_before_the_route_have_the_envelope() -> None:
         )
         assert error_of(server.http.get(PATH))[:2] == (405, "invalid_request_error")
         assert error_of(server.http.post(f"{PATH}/batches"))[:2] == (404, "not_found_error")
-        admission = server.app.state.server.admission
+        admission = server.app.state.models.admission
         admission.num_open += 1
         busy = server.http.post(PATH, json={"messages": USER})
         admission.num_open -= 1

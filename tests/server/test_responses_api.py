@@ -614,11 +614,11 @@ def test_stored_response_is_read_and_deleted(served: RunningServer) -> None:
 
 
 def test_store_false_is_honoured(served: RunningServer) -> None:
-    num_stored = len(served.app.state.server.response_store)
+    num_stored = len(served.app.state.models.response_store)
     response = create(served, input="Hi", store=False)
     assert response["store"] is False
     error_of(served.http.get(f"{PATH}/{response['id']}"), 404)
-    assert len(served.app.state.server.response_store) == num_stored
+    assert len(served.app.state.models.response_store) == num_stored
 
 
 def test_input_items_come_in_pages(served: RunningServer) -> None:
@@ -668,7 +668,7 @@ def test_store_can_be_switched_off() -> None:
 
 
 def test_nothing_is_left_of_responses_that_do_not_end(served: RunningServer) -> None:
-    store = served.app.state.server.response_store
+    store = served.app.state.models.response_store
     before = (len(store), store.num_bytes)
     served.set_output(FakeOutput("Hello", fail_after=2))
     read_stream(served.http, input="Hi")

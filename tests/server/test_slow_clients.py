@@ -93,7 +93,7 @@ def test_deltas_of_a_slow_reader_are_merged() -> None:
     with endless_server(client_timeout=600) as server, stalled_connection(server) as raw:
         wait_until(lambda: server.client.submitted)
         request = server.client.submitted[0]
-        (generation,) = server.app.state.server.generations.values()
+        (generation,) = server.app.state.models.generations.values()
         wait_until(lambda: generation.outputs[0].num_tokens > 30_000)
         assert len(generation._delta_queue) < 30_000 / 32
         server.client.end(request.id)

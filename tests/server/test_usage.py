@@ -154,7 +154,7 @@ def test_failed_answers_count_as_errors(server: RunningServer, config: Config) -
 
 def test_quota_is_refused_until_midnight(server: RunningServer, config: Config) -> None:
     """The clients of OpenAI and Anthropic raise at once: neither waits for hours, nor tries again in vain."""
-    server.app.state.server.usage._now = lambda: NOON_S
+    server.app.state.models.usage._now = lambda: NOON_S
     for _ in range(2):
         assert post(server, "/v1/completions", {"prompt": "abc"}, "poor").status_code == 200
     refused = post(server, CHAT, {"messages": USER}, "poor")

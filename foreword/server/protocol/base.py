@@ -56,7 +56,7 @@ def is_token_ids(value: object) -> bool:
 
 
 class StrictModel(BaseModel):
-    """An object of a body. Unknown fields are kept in `model_extra`, for ServerContext.check_fields()."""
+    """An object of a body. Unknown fields are kept in `model_extra`, for ServedModels.check_fields()."""
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra={"additionalProperties": False})
     peer_fields: ClassVar[Mapping[str, PeerField]] = MappingProxyType({})  # dropped, or refused by name

@@ -6,10 +6,10 @@ from fastapi import APIRouter, Request, Response
 
 from foreword.errors import CheckpointError, Forbidden, InvalidRequest
 from foreword.server.auth.keys import KeyPermissions, PermissionsDep
-from foreword.server.context import ServerContext, ServerDep
 from foreword.server.http import JSONResponse
 from foreword.server.protocol.base import StrictModel
 from foreword.server.routes.info import model_card
+from foreword.server.served_models import ModelsDep, ServedModels
 
 __all__ = ["router"]
 
@@ -29,32 +29,34 @@ class UnloadAdapterBody(StrictModel):
 
 @router.post("/v1/load_lora_adapter")
 async def load_lora_adapter(
-    body: LoadAdapterBody, request: Request, permissions: PermissionsDep, server: ServerDep
+    body: LoadAdapterBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Load a LoRA adapter of --lora-dir under a name; needs --allow-runtime-lora-updating."""
-    _check_allowed(server, permissions)
-    server.check_fields(body, request)
+    _check_allowed(models, permissions)
+    models.check_fields(body, request)
+    server = await models.acquire(None, permissions, request)
     try:
         await server.names.load_adapter(body.lora_name, body.lora_path, body.load_inplace)
     except CheckpointError as error:
         raise InvalidRequest(error.message, "lora_path") from None
-    return JSONResponse(model_card(server, body.lora_name))
+    return JSONResponse(model_card(models, server, body.lora_name))
 
 
 @router.post("/v1/unload_lora_adapter")
 async def unload_lora_adapter(
-    body: UnloadAdapterBody, request: Request, permissions: PermissionsDep, server: ServerDep
+    body: UnloadAdapterBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Forget a LoRA adapter's name at once; answers once its last open request has ended."""
-    _check_allowed(server, permissions)
-    server.check_fields(body, request)
+    _check_allowed(models, permissions)
+    models.check_fields(body, request)
+    server = await models.acquire(None, permissions, request)
     await server.names.unload_adapter(body.lora_name)
     return JSONResponse({"id": body.lora_name, "object": "model", "deleted": True})
 
 
-def _check_allowed(server: ServerContext, permissions: KeyPermissions) -> None:
+def _check_allowed(models: ServedModels, permissions: KeyPermissions) -> None:
     """Raises Forbidden without the flag; where keys of admins exist, for all other keys too."""
-    if not server.config.allow_runtime_lora_updating:
+    if not models.config.allow_runtime_lora_updating:
         raise Forbidden("adapters are fixed here: --allow-runtime-lora-updating lets clients change them")
-    if server.keyring.has_admin:
-        server.check_admin(permissions)
+    if models.keyring.has_admin:
+        models.check_admin(permissions)

@@ -25,31 +25,31 @@ from foreword.server.auth.usage_db import (
     read_usage,
     write_csv,
 )
-from foreword.server.context import ServerDep
 from foreword.server.http import JSONResponse
+from foreword.server.served_models import ModelsDep
 
 __all__ = ["router"]
 
 
-def _require_admin(permissions: PermissionsDep, server: ServerDep) -> None:
+def _require_admin(permissions: PermissionsDep, models: ModelsDep) -> None:
     """Raises 404 if no key is an admin key, Forbidden if this key is not."""
-    if not server.keyring.has_admin:
+    if not models.keyring.has_admin:
         raise HTTPException(404)
-    server.check_admin(permissions)
+    models.check_admin(permissions)
 
 
 router = APIRouter(dependencies=[Depends(_require_admin)], include_in_schema=False)
 
 
 @router.get("/admin/requests")
-async def requests(server: ServerDep) -> Response:
+async def requests(models: ModelsDep) -> Response:
     """Open choices, oldest first; texts to embed or score are only in the sums."""
     now = time.monotonic()
-    live = sorted(server.recorder.live_requests(), key=lambda progress: progress.arrival_s)
+    live = sorted(models.live_requests(), key=lambda progress: progress.arrival_s)
     return JSONResponse(
         {
-            "open": server.admission.num_open,
-            "open_prompt_tokens": server.admission.num_open_tokens,
+            "open": models.admission.num_open,
+            "open_prompt_tokens": models.admission.num_open_tokens,
             "requests": [_request_json(progress, now) for progress in live],
         }
     )
@@ -71,31 +71,31 @@ def _request_json(progress: RequestProgress, now: float) -> dict[str, Any]:
 
 
 @router.post("/admin/requests/{name}/abort")
-async def abort(name: str, server: ServerDep) -> Response:
+async def abort(name: str, models: ModelsDep) -> Response:
     """End one choice by its id, or all choices by the id of the response; clients get an error."""
-    live_ids = [progress.request.id for progress in server.recorder.live_requests()]
+    live_ids = [progress.request.id for progress in models.live_requests()]
     aborted = [id_ for id_ in live_ids if id_ == name or id_.startswith(f"{name}-")]
     if not aborted:
         raise HTTPException(404)
     for request_id in aborted:
         error = Aborted("an operator of this server ended the request")
-        server.generations[request_id].abort(request_id, error)
+        models.generations[request_id].abort(request_id, error)
     return JSONResponse({"aborted": aborted})
 
 
 @router.post("/admin/keys/reload")
-async def reload(server: ServerDep) -> Response:
+async def reload(models: ModelsDep) -> Response:
     """Reload the key file now. 400 for an invalid file, which leaves the keys as they were."""
     try:
-        await server.keyring.reload()
+        await models.keyring.reload()
     except ConfigError as error:
         raise InvalidRequest(f"{error}; the keys stay as they were") from None
-    return JSONResponse({"keys": len(server.keyring.entries)})
+    return JSONResponse({"keys": len(models.keyring.entries)})
 
 
 @router.get("/admin/usage")
 async def usage(
-    server: ServerDep,
+    models: ModelsDep,
     by: str = ",".join(DIMENSIONS),
     since: str | None = None,
     until: str | None = None,
@@ -104,7 +104,7 @@ async def usage(
     format: Literal["json", "csv"] = "json",
 ) -> Response:
     """Usage by day, key and model, as in the usage database now."""
-    path = server.usage.path
+    path = models.usage.path
     if path is None:
         raise Unsupported("this server keeps no usage; --usage-db FILE does")
     try:
@@ -113,7 +113,7 @@ async def usage(
         last = None if until is None else parse_day(until, "until")
     except ConfigError as error:
         raise InvalidRequest(error.message, error.param) from None
-    await server.usage.flush()
+    await models.usage.flush()
     rows = await asyncio.to_thread(read_usage, path, names, first, last, key, model)
     if format == "csv":
         text = io.StringIO()
@@ -124,9 +124,9 @@ async def usage(
 
 
 @router.get("/admin/keys")
-async def keys(server: ServerDep) -> Response:
+async def keys(models: ModelsDep) -> Response:
     """Names and limits of all keys, and their usage since the server started."""
-    return JSONResponse({"keys": [_key_json(key, meter) for key, meter in server.keyring.entries]})
+    return JSONResponse({"keys": [_key_json(key, meter) for key, meter in models.keyring.entries]})
 
 
 def _key_json(key: Key, meter: UsageMeter) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from fastapi import APIRouter, Request, Response
 
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.chat_generation import ChatTask, start_chat
-from foreword.server.context import ServerDep
 from foreword.server.protocol.chat import ChatBody, to_template_messages
 from foreword.server.responses import ChatResponseBuilder
+from foreword.server.served_models import ModelsDep
 from foreword.server.streaming import respond, response_header, response_options
 
 __all__ = ["router"]
@@ -18,10 +18,11 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions")
 async def chat_completions(
-    body: ChatBody, request: Request, permissions: PermissionsDep, server: ServerDep
+    body: ChatBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Answer a conversation."""
-    server.check_fields(body, request)
+    models.check_fields(body, request)
+    server = await models.acquire(body.model, permissions, request, body.stream)
     model = server.check_model(body.model, permissions)
     params = server.resolve_params(body.params(server.tokenizer.generation_config.params))
     options, header = response_options(body, params), response_header(server, "chatcmpl", params, model)

@@ -8,11 +8,12 @@ from fastapi import APIRouter, Request, Response
 
 from foreword.core.request import Request as EngineRequest
 from foreword.server.auth.keys import PermissionsDep
-from foreword.server.context import ServerDep, offload_if_large
+from foreword.server.context import offload_if_large
 from foreword.server.generation import Generation
 from foreword.server.protocol.base import TextOrIds
 from foreword.server.protocol.completions import CompletionBody
 from foreword.server.responses import CompletionResponseBuilder
+from foreword.server.served_models import ModelsDep
 from foreword.server.streaming import respond, response_header, response_options
 
 __all__ = ["router"]
@@ -22,10 +23,11 @@ router = APIRouter()
 
 @router.post("/v1/completions")
 async def completions(
-    body: CompletionBody, request: Request, permissions: PermissionsDep, server: ServerDep
+    body: CompletionBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Continue one or several prompts."""
-    server.check_fields(body, request)
+    models.check_fields(body, request)
+    server = await models.acquire(body.model, permissions, request, body.stream)
     model = server.check_model(body.model, permissions)
     params = server.resolve_params(body.params(server.tokenizer.generation_config.params))
     prompts = body.prompts()

@@ -14,10 +14,11 @@ from fastapi import APIRouter, Request, Response
 from foreword.embedding.vectors import FLOAT_BYTES, normalize_embedding
 from foreword.errors import InvalidRequest
 from foreword.server.auth.keys import PermissionsDep
-from foreword.server.context import ServerDep, offload_if_large
+from foreword.server.context import offload_if_large
 from foreword.server.embeddings import TokenizeOptions, get_embedder, tokenize_inputs, with_metrics
 from foreword.server.http import CLIENT_CLOSED, JSONResponse
 from foreword.server.protocol.embeddings import EmbeddingBody
+from foreword.server.served_models import ModelsDep
 
 __all__ = ["router"]
 
@@ -27,10 +28,11 @@ THREAD_MIN_BYTES = (1 << 15) * FLOAT_BYTES  # vectors above which JSON is writte
 
 @router.post("/v1/embeddings")
 async def embeddings(
-    body: EmbeddingBody, request: Request, permissions: PermissionsDep, server: ServerDep
+    body: EmbeddingBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Vectors of texts."""
-    server.check_fields(body, request)
+    models.check_fields(body, request)
+    server = await models.acquire(body.model, permissions, request)
     embedder = get_embedder(server, body.model, permissions)
     context = server.request_context(permissions, body)
     inputs, normalize = body.inputs(), body.should_normalize

@@ -11,8 +11,9 @@ from fastapi.responses import HTMLResponse
 from foreword.errors import Unauthorized
 from foreword.metrics.prometheus import CONTENT_TYPE
 from foreword.server.auth.keys import PermissionsDep, key_from_headers
-from foreword.server.context import ServerContext, ServerDep
+from foreword.server.context import ServerContext
 from foreword.server.http import JSONResponse
+from foreword.server.served_models import ModelsDep, ServedModels
 
 __all__ = ["model_card", "router"]
 
@@ -21,23 +22,28 @@ DOCS_PAGE = Path(__file__).parent.parent / "static" / "docs.html"  # self-contai
 
 
 @router.get("/v1/models")
-async def models(permissions: PermissionsDep, server: ServerDep) -> Response:
-    """The models that this key may use: the generating model, and the encoder if there is one."""
-    cards = [model_card(server, name) for name in server.allowed_names(permissions)]
+async def list_models(permissions: PermissionsDep, models: ModelsDep) -> Response:
+    """The models that this key may use, with their encoders and adapters."""
+    cards = [
+        model_card(models, server, name)
+        for server in models.loaded
+        for name in server.allowed_names(permissions)
+    ]
     return JSONResponse({"object": "list", "data": cards})
 
 
 @router.get("/v1/models/{name:path}")
-async def model(name: str, permissions: PermissionsDep, server: ServerDep) -> Response:
+async def get_model(name: str, permissions: PermissionsDep, models: ModelsDep) -> Response:
     """Facts of one model."""
     if not name:  # a slash at the end of the path
-        return await models(permissions, server)
+        return await list_models(permissions, models)
+    server = models.default
     is_served = name in server.names.all
     model = server.check_access(name, permissions)
-    return JSONResponse(model_card(server, name if is_served else model.name))
+    return JSONResponse(model_card(models, server, name if is_served else model.name))
 
 
-def model_card(server: ServerContext, name: str) -> dict[str, Any]:
+def model_card(models: ServedModels, server: ServerContext, name: str) -> dict[str, Any]:
     """A model as in /v1/models."""
     model = server.names.resolve(name)
     if not model.is_encoder:
@@ -50,7 +56,7 @@ def model_card(server: ServerContext, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": server.created,
+        "created": models.created,
         "owned_by": "foreword",
         "root": model.root,
         "parent": model.parent,
@@ -60,16 +66,16 @@ def model_card(server: ServerContext, name: str) -> dict[str, Any]:
 
 
 @router.get("/metrics")
-async def metrics(request: Request, server: ServerDep) -> Response:
+async def metrics(request: Request, models: ModelsDep) -> Response:
     """Metrics in Prometheus' text format; those by API key only with the key of an admin."""
-    text = server.recorder.render(with_keys=_may_see_keys(request, server))
+    text = models.recorder.render(with_keys=_may_see_keys(request, models))
     return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
 
-def _may_see_keys(request: Request, server: ServerContext) -> bool:
+def _may_see_keys(request: Request, models: ServedModels) -> bool:
     """Every client may read /metrics, with any key or none."""
     try:
-        return server.keyring.identify(key_from_headers(request.scope["headers"])).admin
+        return models.keyring.identify(key_from_headers(request.scope["headers"])).admin
     except Unauthorized:
         return False
 

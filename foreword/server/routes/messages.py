@@ -9,10 +9,11 @@ from fastapi import APIRouter, Request, Response
 from foreword.core.params import SamplingParams
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.chat_generation import ChatTask, count_prompt_tokens, start_chat
-from foreword.server.context import ServerContext, ServerDep
+from foreword.server.context import ServerContext
 from foreword.server.http import JSONResponse
 from foreword.server.messages_writer import MessagesWriter
 from foreword.server.protocol.messages_api import CountTokensBody, MessagesBody, MessagesConversation
+from foreword.server.served_models import ModelsDep, ServedModels
 from foreword.server.streaming import respond
 
 __all__ = ["router"]
@@ -22,13 +23,14 @@ router = APIRouter()
 
 @router.post("/v1/messages")
 async def messages(
-    body: MessagesBody, request: Request, permissions: PermissionsDep, server: ServerDep
+    body: MessagesBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Answer a conversation, with Anthropic's bodies."""
+    server = await models.acquire(body.model, permissions, request, body.stream)
     model = server.check_model(body.model, permissions)
     params = server.resolve_params(body.params(server.tokenizer.generation_config.params))
     context = server.request_context(permissions, body, body.timeout, model)
-    conversation, task = _read_task(body, request, server, params)
+    conversation, task = _read_task(body, request, models, server, params)
     message_id = f"msg_{uuid.uuid4().hex}"
     with conversation.rename_fields():
         generation = await start_chat(server, request, context, task, message_id)
@@ -47,23 +49,28 @@ async def messages(
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(
-    body: CountTokensBody, request: Request, permissions: PermissionsDep, server: ServerDep
+    body: CountTokensBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Tokens of the prompt that /v1/messages would render."""
+    server = await models.acquire(body.model, permissions, request)
     server.check_model(body.model, permissions)
     context = server.request_context(permissions, body)
-    conversation, task = _read_task(body, request, server, SamplingParams())
+    conversation, task = _read_task(body, request, models, server, SamplingParams())
     with conversation.rename_fields():
         count = await count_prompt_tokens(server, request, context, task)
     return JSONResponse({"input_tokens": count})
 
 
 def _read_task(
-    body: MessagesBody | CountTokensBody, request: Request, server: ServerContext, params: SamplingParams
+    body: MessagesBody | CountTokensBody,
+    request: Request,
+    models: ServedModels,
+    server: ServerContext,
+    params: SamplingParams,
 ) -> tuple[MessagesConversation, ChatTask]:
     conversation = body.conversation(takes_images=server.chat_processor.placeholder_id is not None)
     tools, skipped = body.tool_use(conversation.referenced)
-    server.check_fields(body, request, ignored=skipped)
+    models.check_fields(body, request, ignored=skipped)
     task = ChatTask(
         conversation.messages,
         params,

@@ -10,10 +10,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from foreword.server.auth.keys import KeyPermissions, PermissionsDep
-from foreword.server.context import ServerContext, ServerDep, offload_if_large
+from foreword.server.context import ServerContext, offload_if_large
 from foreword.server.embeddings import Scorer, get_scorer, with_metrics
 from foreword.server.http import CLIENT_CLOSED, JSONResponse
 from foreword.server.protocol.ranking import RankingBody, RerankBody, ScoreBody, TextPair
+from foreword.server.served_models import ModelsDep
 
 __all__ = ["router"]
 
@@ -24,10 +25,11 @@ router = APIRouter()
 @router.post("/v2/rerank")
 @router.post("/rerank")
 async def rerank(
-    body: RerankBody, request: Request, permissions: PermissionsDep, server: ServerDep
+    body: RerankBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Documents by how well they answer a query, best first."""
-    server.check_fields(body, request)
+    models.check_fields(body, request)
+    server = await models.acquire(body.model, permissions, request)
     scorer, documents = get_scorer(server, body.model, permissions), body.texts()
     pairs = [(body.query, text) for text in documents]
     names = [("query", f"documents[{index}]") for index in range(len(documents))]
@@ -62,10 +64,11 @@ def _rerank_results(
 @router.post("/v1/score")
 @router.post("/score")
 async def score(
-    body: ScoreBody, request: Request, permissions: PermissionsDep, server: ServerDep
+    body: ScoreBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """How well the two texts of each pair match."""
-    server.check_fields(body, request)
+    models.check_fields(body, request)
+    server = await models.acquire(body.model, permissions, request)
     scorer, (pairs, names) = get_scorer(server, body.model, permissions), body.pairs()
     scores = await _score_pairs(server, request, permissions, scorer, pairs, names, body)
     if scores is None:

@@ -21,7 +21,6 @@ from foreword.server.context import (
     LARGE_BODY_BYTES,
     RequestContext,
     ServerContext,
-    ServerDep,
     offload_if_large,
 )
 from foreword.server.http import JSONResponse, json_bytes
@@ -35,6 +34,7 @@ from foreword.server.protocol.responses_api import (
 from foreword.server.response_store import StoredResponse
 from foreword.server.responses import TokenNames
 from foreword.server.responses_writer import ResponseItems, ResponsesWriter
+from foreword.server.served_models import ModelsDep, ServedModels
 from foreword.server.streaming import respond
 
 __all__ = ["router"]
@@ -47,15 +47,18 @@ router = APIRouter()
 
 @router.post("/v1/responses")
 async def create_response(
-    body: ResponsesBody, request: Request, permissions: PermissionsDep, server: ServerDep
+    body: ResponsesBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Answer a conversation of items."""
+    server = await models.acquire(body.model, permissions, request, body.stream)
     model = server.check_model(body.model, permissions)
     params = server.resolve_params(body.params(server.tokenizer.generation_config.params))
     context = server.request_context(permissions, body, body.timeout, model)
-    task, conversation, items = await _read_task(body, request, server, permissions.fairness_key, params)
+    task, conversation, items = await _read_task(
+        body, request, models, server, permissions.fairness_key, params
+    )
     response_id = f"resp_{uuid.uuid4().hex}"
-    store, tenant = server.response_store, permissions.fairness_key
+    store, tenant = models.response_store, permissions.fairness_key
     stores = body.store is not False and store.enabled
     encoded = await offload_if_large(request, lambda: json_bytes(items)) if stores else b""
     with conversation.rename_fields():
@@ -86,13 +89,14 @@ async def create_response(
 
 @router.post("/v1/responses/input_tokens")
 async def count_input_tokens(
-    body: InputTokensBody, request: Request, permissions: PermissionsDep, server: ServerDep
+    body: InputTokensBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Tokens of the prompt that /v1/responses would render."""
+    server = await models.acquire(body.model, permissions, request)
     server.check_model(body.model, permissions)
     context = server.request_context(permissions, body)
     task, conversation, _ = await _read_task(
-        body, request, server, permissions.fairness_key, SamplingParams()
+        body, request, models, server, permissions.fairness_key, SamplingParams()
     )
     with conversation.rename_fields():
         count = await count_prompt_tokens(server, request, context, task)
@@ -101,19 +105,19 @@ async def count_input_tokens(
 
 @router.get("/v1/responses/{response_id}")
 async def get_response(
-    response_id: str, permissions: PermissionsDep, server: ServerDep, stream: bool = False
+    response_id: str, permissions: PermissionsDep, models: ModelsDep, stream: bool = False
 ) -> Response:
     """A stored response of this key."""
     if stream:
         raise Unsupported("stream: a stored response cannot be streamed again", "stream")
-    entry = server.response_store.get(permissions.fairness_key, response_id)
+    entry = models.response_store.get(permissions.fairness_key, response_id)
     return Response(entry.response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
-async def delete_response(response_id: str, permissions: PermissionsDep, server: ServerDep) -> Response:
+async def delete_response(response_id: str, permissions: PermissionsDep, models: ModelsDep) -> Response:
     """Delete a stored response of this key. Responses that continue it cannot be continued any more."""
-    server.response_store.delete(permissions.fairness_key, response_id)
+    models.response_store.delete(permissions.fairness_key, response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -121,13 +125,13 @@ async def delete_response(response_id: str, permissions: PermissionsDep, server:
 async def list_input_items(
     response_id: str,
     permissions: PermissionsDep,
-    server: ServerDep,
+    models: ModelsDep,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> Response:
     """The input of a stored response of this key, without the conversation before it."""
-    entry = server.response_store.get(permissions.fairness_key, response_id)
+    entry = models.response_store.get(permissions.fairness_key, response_id)
     items: list[Item] = await _in_thread_if_large(len(entry.input), lambda: json.loads(entry.input))
     if order == "desc":
         items = items[::-1]
@@ -149,6 +153,7 @@ async def list_input_items(
 async def _read_task(
     body: ResponsesBody | InputTokensBody,
     request: Request,
+    models: ServedModels,
     server: ServerContext,
     tenant: str,
     params: SamplingParams,
@@ -156,14 +161,14 @@ async def _read_task(
     """The task, its conversation, and the input items. Raises InvalidRequest, ResponseNotFound."""
     named, skipped = body.items()
     tools, skipped_tools = body.tool_use()
-    server.check_fields(body, request, [*skipped, *skipped_tools])
-    named = await _resolve_references(server, tenant, named)
+    models.check_fields(body, request, [*skipped, *skipped_tools])
+    named = await _resolve_references(models, tenant, named)
     conversation = ItemConversation(takes_images=server.chat_processor.placeholder_id is not None)
     if body.instructions:
         conversation.add_system(body.instructions, "instructions")
     if body.previous_response_id is not None:
         field = "previous_response_id"
-        chain = server.response_store.conversation(tenant, body.previous_response_id, field)
+        chain = models.response_store.conversation(tenant, body.previous_response_id, field)
         conversation.add([(field, item) for item in await _stored_items(chain)])
     conversation.add(named)
     task = ChatTask(conversation.finish(), params, tools, body.reasoning_options(), body.template_kwargs())
@@ -173,7 +178,7 @@ async def _read_task(
 
 
 async def _resolve_references(
-    server: ServerContext, tenant: str, items: Sequence[NamedItem]
+    models: ServedModels, tenant: str, items: Sequence[NamedItem]
 ) -> list[NamedItem]:
     """The stored items in place of references to them. Raises ResponseNotFound."""
     resolved: list[NamedItem] = []
@@ -181,7 +186,7 @@ async def _resolve_references(
     for name, item in items:
         if item["type"] == "item_reference":
             if item["id"] not in known:
-                entry = server.response_store.find_item(tenant, item["id"], f"{name}.id")
+                entry = models.response_store.find_item(tenant, item["id"], f"{name}.id")
                 known |= {stored["id"]: stored for stored in await _stored_items([entry])}
             item = known[item["id"]]
         resolved.append((name, item))

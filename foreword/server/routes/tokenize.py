@@ -11,13 +11,14 @@ from fastapi import APIRouter, Request, Response
 from foreword.errors import InvalidRequest
 from foreword.formats.tool_checks import check_tools
 from foreword.server.auth.keys import KeyPermissions, PermissionsDep
-from foreword.server.context import ServerContext, ServerDep, offload_if_large
+from foreword.server.context import ServerContext, offload_if_large
 from foreword.server.errors import rename_field
 from foreword.server.http import JSONResponse
 from foreword.server.protocol.base import ModelName, StrictModel
 from foreword.server.protocol.chat import Message, TemplateOptions, to_template_messages
 from foreword.server.protocol.compat import TEMPLATE, PeerField
 from foreword.server.protocol.tools import ChatTool
+from foreword.server.served_models import ModelsDep
 
 __all__ = ["router"]
 
@@ -42,10 +43,11 @@ class DetokenizeBody(StrictModel):
 
 @router.post("/tokenize")
 async def tokenize(
-    body: TokenizeBody, request: Request, permissions: PermissionsDep, server: ServerDep
+    body: TokenizeBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Token ids of a prompt or of a conversation."""
-    server.check_fields(body, request)
+    models.check_fields(body, request)
+    server = await models.acquire(body.model, permissions, request)
     server.check_model(body.model, permissions)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("either prompt or messages is required, and not both", "prompt")
@@ -59,10 +61,11 @@ async def tokenize(
 
 @router.post("/detokenize")
 async def detokenize(
-    body: DetokenizeBody, request: Request, permissions: PermissionsDep, server: ServerDep
+    body: DetokenizeBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Text of token ids."""
-    server.check_fields(body, request)
+    models.check_fields(body, request)
+    server = await models.acquire(body.model, permissions, request)
     server.check_model(body.model, permissions)
     for token_id in body.tokens:
         if not 0 <= token_id < server.tokenizer.vocab_size:

@@ -340,7 +340,7 @@ def test_tokens_per_minute(server: RunningServer) -> None:
     owed = used + 1206 - 1000
     assert owed * 0.06 - 10 <= int(caught.value.response.headers["Retry-After"]) <= owed * 0.06 + 2
     assert server.http.post("/v1/embeddings", json={"input": "a"}, headers=headers).status_code == 429
-    meter = next(meter for key, meter in server.app.state.server.keyring.entries if key.name == "poor")
+    meter = next(meter for key, meter in server.app.state.models.keyring.entries if key.name == "poor")
     assert (meter.prompt_tokens + meter.generated_tokens, meter.open) == (used + 1206, 0)
 
 
@@ -460,7 +460,7 @@ def test_reload_under_load(server: RunningServer, keys_file: Path) -> None:
         for thread in threads:
             thread.join()
     assert wrong == []
-    meter = next(meter for key, meter in server.app.state.server.keyring.entries if key.name == "alice")
+    meter = next(meter for key, meter in server.app.state.models.keyring.entries if key.name == "alice")
     assert (meter.requests, meter.open) == (len(server.client.submitted), 0)
 
 
