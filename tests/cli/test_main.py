@@ -437,4 +437,5 @@ def test_signals_at_any_time_are_one_line(
     rest, _ = process.communicate(timeout=60)
     lines = (said + rest).splitlines()
     assert process.returncode == code, lines
-    assert last in lines[-1] and b"Traceback" not in said + rest
+    # The thread that reads the chat template may end after the last line, and logs what it found.
+    assert last in b" ".join(lines[-2:]) and b"Traceback" not in said + rest
