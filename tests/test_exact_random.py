@@ -1,0 +1,109 @@
+"""Speculation changes no token: random models, formats, adapters and settings, compared bit for bit.
+
+Each seed is a small checkpoint of a random family and shape in a random format, with adapters or without, and
+two runs of the requests of tests/test_exact.py: plain decoding, and a random setting.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGMLQuantizationType
+
+from foreword.kernels.cpu.library import supported_isas
+from foreword.kernels.quantization import QUANT_BLOCKS
+from tests.support.budget import examples
+from tests.support.checkpoints import FAMILIES, MOE_FAMILIES, write_checkpoint
+from tests.support.gguf_files import write_gguf
+from tests.support.lora_files import ATTENTION, LINEAR, write_adapter
+from tests.support.quantized_checkpoints import FORMATS, write_quantized
+from tests.test_exact import PARAMS, PLAIN, SETTINGS, answers
+
+# `replay` needs a recording, and automatic lengths may draft nothing.
+SPECULATE = tuple(name for name in SETTINGS["speculate"] if not name.startswith("replay"))
+PRECISIONS: tuple[dict[str, str], ...] = (
+    {"dtype": "float32"},
+    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "quantization": "int8"},
+    {"dtype": "float32", "quantization": "int4"},
+    {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+)
+
+
+def random_shape(chance: random.Random, family: str, multiple: int) -> dict[str, Any]:
+    """Options of config.json; sizes of matrices are multiples of `multiple`."""
+    sizes = [multiple * count for count in (1, 2, 3, 5) if 32 <= multiple * count <= 512]
+    shape: dict[str, Any] = {
+        "hidden_size": max(64, chance.choice(sizes)),
+        "intermediate_size": chance.choice(sizes),
+        "head_dim": 16,
+        "num_attention_heads": 16 if multiple > 64 else chance.choice((2, 4, 6)),
+    }
+    if family in MOE_FAMILIES:
+        known = FAMILIES[family]
+        for key in ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"):
+            shape |= {key: chance.choice(sizes)} if key in known else {}
+        count = chance.choice((1, 2, 5, 16))
+        key = "num_local_experts" if "num_local_experts" in known else "num_experts"
+        shape |= {key: count, "num_experts_per_tok": chance.randint(1, count)}
+    return shape
+
+
+def random_model(chance: random.Random, path: Path) -> tuple[Path, Path, str, dict[str, Any]]:
+    """A model, a draft model that often agrees, the plain checkpoint's family, and options of the engine."""
+    family, kind = chance.choice(list(FAMILIES)), chance.choice(("plain", "quantized", "gguf"))
+    block = chance.choice(list(QUANT_BLOCKS))
+    multiple = QUANT_BLOCKS[block].num_values if kind == "gguf" else 32
+    shape = random_shape(chance, family, multiple)
+    seed = chance.randrange(1 << 20)
+    model = write_checkpoint(path / "model", family, seed, **shape)
+    drafter = write_checkpoint(path / "drafter", family, seed, "bfloat16", **shape)
+    options: dict[str, Any] = {"threads": chance.randint(1, 2), "cpu_isa": chance.choice(supported_isas())}
+    if kind == "plain":
+        return model, drafter, family, options | chance.choice(PRECISIONS)
+    options["dtype"] = chance.choice(("float32", "bfloat16"))
+    if kind == "gguf":
+        file = write_gguf(model, path / "model.gguf", GGMLQuantizationType[block.upper()])
+        return file, drafter, family, options
+    formats = [name for name in FORMATS if "act-order" not in name or family not in MOE_FAMILIES]
+    write_quantized(model, path / "quantized", chance.choice(formats))
+    return path / "quantized", drafter, family, options
+
+
+def random_adapters(chance: random.Random, family: str, path: Path) -> dict[str, Any]:
+    """Options of answers(): up to three adapters, and that of each request."""
+    modules = ATTENTION if family in MOE_FAMILIES else LINEAR
+    names = [
+        write_adapter(
+            path / f"adapter{number}",
+            path / "model",
+            seed=number,
+            rank=chance.choice((1, 3, 8, 16)),
+            modules=chance.choice((modules, ATTENTION, ("v_proj", "o_proj"))),
+            strength=0.3,
+        )
+        for number in range(chance.randint(0, 3))
+    ]
+    if not names or family == "phi3":
+        return {}
+    return {
+        "lora_modules": ",".join(f"{name.name}={name}" for name in names),
+        "lora_request": [chance.choice((None, *(name.name for name in names))) for _ in PARAMS],
+    }
+
+
+@pytest.mark.parametrize("seed", range(examples(40)))
+def test_random_setting_equals_plain_decoding(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    model, drafter, family, options = random_model(chance, tmp_path)
+    lora = random_adapters(chance, family, tmp_path)
+    setting = {name: chance.choice(values) for name, values in SETTINGS.items()}
+    setting |= {"speculate": chance.choice(SPECULATE)}
+    _, plain = answers(model, drafter, None, PLAIN, **options, **lora)
+    _, actual = answers(
+        model, drafter, None, setting, **options | {"threads": 3 - options["threads"]}, **lora
+    )
+    assert actual == plain, (family, model, options, lora, setting)
