@@ -92,7 +92,7 @@ def test_short_help_has_the_common_flags(capsys: pytest.CaptureFixture[str]) -> 
         (["serve", "--port"], "--port expected one argument"),
         (["generate", "x", "--temp", "hot"], "--temp must be a number, got 'hot'"),
         (["bench", "latncy"], "did you mean latency?"),
-        (["keys"], "missing: ACTION, one of new, list, revoke"),
+        (["keys"], "missing: ACTION, one of new, limit, list, revoke, usage"),
         (["generate"], "missing: PROMPT"),
         (["bench", "latency", "demo"], "'demo' is one word too many: `--model demo` names a model"),
         (["chat", "demo", "hello"], "'hello' is one word too many: messages are typed after the start"),
