@@ -31,6 +31,7 @@ QUANTIZED_DTYPES = MappingProxyType(
         "U8": torch.uint8,
     }
 )
+MAX_DIMS = 8
 MAX_HEADER_BYTES = 100 << 20  # limit of the reference implementation
 LFS_MARK = b"version https://git-lfs"
 METADATA_KEY = "__metadata__"
@@ -69,16 +70,16 @@ class SafetensorsFile:
         self, name: str, index: int | None = None, dtypes: Mapping[str, torch.dtype] = DTYPES
     ) -> Tensor:
         """The mapped tensor, or entry `index` of its first dimension, of one of these types."""
-        entry = self.entries[name]
-        if entry.dtype_name not in dtypes:
+        self.check_type(name, dtypes)
+        part = self.entries[name].part(index)
+        return self._file.tensor(dtypes[part.dtype_name], part.start, math.prod(part.shape)).view(part.shape)
+
+    def check_type(self, name: str, dtypes: Mapping[str, torch.dtype] = DTYPES) -> None:
+        """Raises CheckpointError for a tensor of another type."""
+        dtype_name = self.entries[name].dtype_name
+        if dtype_name not in dtypes:
             rule = f"weights must be {', '.join(dtypes)}"
-            raise CheckpointError(f"{self.path}: tensor `{name}` is of type {entry.dtype_name}; {rule}")
-        count, dtype = math.prod(entry.shape), dtypes[entry.dtype_name]
-        if entry.num_bytes != count * dtype.itemsize:
-            values = f"{list(entry.shape)} of type {entry.dtype_name}"
-            raise self._corrupt_file_error(f"tensor `{name}` {values} has {entry.num_bytes} bytes")
-        part = entry.part(index)
-        return self._file.tensor(dtype, part.start, math.prod(part.shape)).view(part.shape)
+            raise CheckpointError(f"{self.path}: tensor `{name}` is of type {dtype_name}; {rule}")
 
     def span(self, name: str, index: int | None = None) -> FileSpan:
         """Location of the tensor's bytes."""
@@ -114,6 +115,11 @@ class SafetensorsFile:
             raise self._corrupt_file_error(f"tensor `{name}` has the entry {value!r:.80}") from None
         if entry.num_bytes < 0 or begin + last > self.num_bytes:
             raise self._corrupt_file_error(f"tensor `{name}` ends at byte {begin + last} of {self.num_bytes}")
+        dtype = QUANTIZED_DTYPES.get(entry.dtype_name)
+        is_long = len(shape) > MAX_DIMS
+        if is_long or (dtype is not None and entry.num_bytes != math.prod(shape) * dtype.itemsize):
+            values = f"{list(shape[:MAX_DIMS])}{' and more' * is_long} of type {entry.dtype_name}"
+            raise self._corrupt_file_error(f"tensor `{name}` {values} has {entry.num_bytes} bytes")
         return entry
 
     def _corrupt_file_error(self, reason: str) -> CheckpointError:

@@ -189,7 +189,7 @@ class FileWeights:
         return self._bytes_total
 
     def check_shape(self, name: str, shape: Sequence[int]) -> None:
-        """Raises CheckpointError if a file's header has no such tensor, or another shape."""
+        """Raises CheckpointError if a file's header has no such tensor, or another shape or type."""
         for part, part_shape in self._parts(name, shape).items():
             if part not in self._file_by_name:
                 raise CheckpointError(f"{self._path}: tensor `{part}` {list(part_shape)} is missing")
@@ -197,6 +197,7 @@ class FileWeights:
             if actual != part_shape:
                 sizes = f"is {list(actual)}, the config says {list(part_shape)}"
                 raise CheckpointError(f"{self._path}: tensor `{part}` {sizes}")
+            self._file_by_name[part].check_type(part, DTYPES if part == name else MXFP4_DTYPES)
             self._read_names.add(part)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
