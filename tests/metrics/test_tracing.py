@@ -21,8 +21,7 @@ print([name for name in sys.modules if name.startswith(("opentelemetry.sdk", "op
 
 
 def test_missing_packages_name_the_line_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"pip install 'foreword\[otel\]'") as error:
         open_tracer("http://localhost:4318/v1/traces", "0")
     assert error.value.param == "otlp_traces_endpoint"

@@ -180,7 +180,8 @@ def test_restart_of_the_engine_is_an_event_of_open_requests(traces: Traces) -> N
     server = traces.server
     server.set_output(FakeOutput(hang_after=2))
     with server.http.stream("POST", "/v1/completions", json={"prompt": "Hi", "stream": True}) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: without it the response would be closed
+        next(lines)
         server.client.on_restart("killed")
     root = root_of(traces.take(4))
     assert [event.name for event in root.events] == ["engine restarted"]
