@@ -137,6 +137,9 @@ def test_versions_are_those_of_the_package() -> None:
         ),
     ):
         assert image == f"foreword:{version}-{target}"
+    page = (ROOT / "docs/deploying.md").read_text(encoding="utf-8")
+    assert COMPOSE["services"]["jaeger"]["image"] in page
+    assert set(re.findall(r"foreword:(\d[\w.]*)-", page)) == {version}
 
 
 @pytest.mark.parametrize("program", ["hadolint"])

@@ -96,15 +96,11 @@ class RequestTracer:
         attributes = {"http.request.method": method, "http.route": route}
         if route in OPERATIONS:
             attributes |= {"gen_ai.operation.name": OPERATIONS[route], "gen_ai.provider.name": "foreword"}
-        parent, epoch_ns = self._propagator.extract(headers), time.time_ns() - time.monotonic_ns()
+        parent, start_s, start_ns = self._propagator.extract(headers), time.monotonic(), time.time_ns()
         span = self._tracer.start_span(
-            f"{method} {route}",
-            parent,
-            self._trace.SpanKind.SERVER,
-            attributes,
-            start_time=epoch_ns + time.monotonic_ns(),
+            f"{method} {route}", parent, self._trace.SpanKind.SERVER, attributes, start_time=start_ns
         )
-        return RequestSpan(self._tracer, self._trace, span, epoch_ns)
+        return RequestSpan(self._tracer, self._trace, span, start_s, start_ns)
 
     def flush(self) -> None:
         """Wait until every span that has ended is exported, or lost."""
@@ -120,14 +116,16 @@ class RequestTracer:
 class RequestSpan:
     """The span of an HTTP request: `current_span` while the request is handled.
 
-    Each choice adds `queue`, `prefill` and `decode`, as far as it came. Times are of time.monotonic().
+    `route` ends when its first choice is submitted: key, loading of its model, template, tokens. Each choice
+    adds `queue`, `prefill` and `decode`, as far as it came. Times are of time.monotonic().
     """
 
-    def __init__(self, tracer: Any, trace: Any, span: Any, epoch_ns: int) -> None:
+    def __init__(self, tracer: Any, trace: Any, span: Any, start_s: float, start_ns: int) -> None:
         self._tracer = tracer
         self._trace = trace
         self._span = span
-        self._epoch_ns = epoch_ns  # Unix time at which time.monotonic() was 0
+        self._start_s = start_s
+        self._start_ns = start_ns  # the same in Unix time
         self._context = trace.set_span_in_context(span)
         self._prompts: dict[str, tuple[int, int]] = {}  # (tokens, cached tokens) by prompt
         self._num_generated = 0
@@ -145,22 +143,24 @@ class RequestSpan:
         self._prompts[prompt] = len(request.prompt_ids), 0
         values = {name: getattr(request.params, field) for field, name in SAMPLING_ATTRIBUTES.items()}
         self._set(self._span, {**values, "gen_ai.response.id": prompt})
+        self._add_phase("route", self._start_s, request.arrival_s or self._start_s, {})
 
     def on_finish(self, progress: RequestProgress, reason: str, now_s: float) -> None:
         """A choice ended: stop, length, repetition, abort or error."""
         if not self._span.is_recording():
             return
         request, stats = progress.request, progress.spec_stats
+        choice = {"foreword.choice_id": request.id}
         scheduled_s, first_token_s = progress.scheduled_s, progress.first_token_at_s
-        self._add_phase("queue", request, progress.arrival_s, scheduled_s or now_s, {})
+        self._add_phase("queue", progress.arrival_s, scheduled_s or now_s, choice)
         if scheduled_s is not None:
-            values: dict[str, Any] = {
+            values: dict[str, Any] = choice | {
                 "gen_ai.usage.input_tokens": len(request.prompt_ids),
                 "gen_ai.usage.cache_read.input_tokens": progress.num_cached,
             }
-            self._add_phase("prefill", request, scheduled_s, first_token_s or now_s, values)
+            self._add_phase("prefill", scheduled_s, first_token_s or now_s, values)
         if first_token_s is not None:
-            values = {
+            values = choice | {
                 "gen_ai.usage.output_tokens": progress.num_tokens,
                 "foreword.draft_tokens": stats.num_drafted,
                 "foreword.accepted_tokens": stats.num_accepted,
@@ -168,7 +168,7 @@ class RequestSpan:
                 "foreword.verify_steps": stats.num_verify_steps,
                 "foreword.drafters": sorted(progress.drafters) or None,
             }
-            self._add_phase("decode", request, first_token_s, now_s, values)
+            self._add_phase("decode", first_token_s, now_s, values)
         self._prompts[request.id.rpartition("-")[0]] = len(request.prompt_ids), progress.num_cached
         self._num_generated += progress.num_tokens
         self._finish_reasons.append(reason)
@@ -203,18 +203,16 @@ class RequestSpan:
             self._span.set_status(self._trace.StatusCode.ERROR)
         self._span.end(self._unix_ns(time.monotonic()))
 
-    def _add_phase(
-        self, name: str, request: Request, start_s: float, end_s: float, values: Mapping[str, Any]
-    ) -> None:
+    def _add_phase(self, name: str, start_s: float, end_s: float, values: Mapping[str, Any]) -> None:
         span = self._tracer.start_span(name, self._context, start_time=self._unix_ns(start_s))
-        self._set(span, {"foreword.choice_id": request.id, **values})
+        self._set(span, values)
         span.end(self._unix_ns(max(start_s, end_s)))
 
     def _set(self, span: Any, values: Mapping[str, Any]) -> None:
         span.set_attributes({name: value for name, value in values.items() if value is not None})
 
     def _unix_ns(self, monotonic_s: float) -> int:
-        return self._epoch_ns + int(monotonic_s * 1e9)
+        return self._start_ns + int((monotonic_s - self._start_s) * 1e9)
 
 
 class _LoggedExporter:

@@ -30,6 +30,7 @@ access_logger = logging.getLogger("foreword.access")
 
 OTHER_ROUTE = "other"  # no such route, or nothing that could be read as a request
 PROBES = ("/health", "/ready")  # a 503 is their answer, not a refusal
+ENGINE_PATH = "/engine/"  # of other servers, which trace the requests that they send here
 WINDOW_S = 10.0
 MAX_LINES = 5  # of refusals of one kind in a window
 # A field that the client made up is logged if it looks like a name: an API key or a sentence does not.
@@ -179,7 +180,8 @@ class RequestLogMiddleware:
         state = scope.setdefault("state", {})
         state["request_id"] = given if REQUEST_ID_PATTERN.fullmatch(given) else uuid.uuid4().hex
         span, route = None, self._routes.template(scope["path"])
-        if self._log.tracer is not None and scope["path"] not in PUBLIC_PATHS:
+        is_traced = scope["path"] not in PUBLIC_PATHS and not scope["path"].startswith(ENGINE_PATH)
+        if self._log.tracer is not None and is_traced:
             span = self._log.tracer.start(scope["method"], route, Headers(scope=scope))
         token = current_span.set(span)
 

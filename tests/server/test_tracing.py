@@ -78,16 +78,18 @@ def root_of(spans: list[Any]) -> Any:
 def test_answer_is_a_tree_of_phases_in_order(traces: Traces) -> None:
     traces.server.set_output(FakeOutput(text="Hello world!", bursts=(1, 4), num_cached=2))
     traces.server.chat(max_tokens=8, temperature=0.5)
-    spans = traces.take(4)
+    spans = traces.take(5)
     root = root_of(spans)
     phases = {span.name: span for span in spans if span is not root}
-    assert list(phases) == ["queue", "prefill", "decode"]
+    assert list(phases) == ["route", "queue", "prefill", "decode"]
     assert root.name == "POST /v1/chat/completions"
     assert {span.parent.span_id for span in phases.values()} == {root.context.span_id}
     times = [root.start_time]
     for span in phases.values():
         times += [span.start_time, span.end_time]
     assert times == sorted(times)
+    assert phases["route"].start_time == root.start_time
+    assert phases["route"].end_time == phases["queue"].start_time
     assert phases["queue"].end_time == phases["prefill"].start_time
     assert phases["prefill"].end_time == phases["decode"].start_time
     assert phases["decode"].end_time <= root.end_time
@@ -126,7 +128,7 @@ def test_answer_is_a_tree_of_phases_in_order(traces: Traces) -> None:
 def test_callers_trace_is_continued_and_its_sampling_respected(traces: Traces) -> None:
     http = traces.server.http
     http.post("/v1/chat/completions", json=CHAT, headers={"traceparent": TRACEPARENT, "tracestate": "a=b"})
-    spans = traces.take(4)
+    spans = traces.take(5)
     root = root_of(spans)
     assert {f"{span.context.trace_id:032x}" for span in spans} == {TRACE_ID}
     assert f"{root.parent.span_id:016x}" == PARENT_ID
@@ -134,16 +136,16 @@ def test_callers_trace_is_continued_and_its_sampling_respected(traces: Traces) -
     unsampled = TRACEPARENT[:-2] + "00"
     http.post("/v1/chat/completions", json=CHAT, headers={"traceparent": unsampled})
     http.post("/v1/chat/completions", json=CHAT, headers={"traceparent": "no trace"})
-    assert f"{root_of(traces.take(4)).context.trace_id:032x}" != TRACE_ID
+    assert f"{root_of(traces.take(5)).context.trace_id:032x}" != TRACE_ID
 
 
 def test_each_choice_has_its_phases_and_each_prompt_counts_once(traces: Traces) -> None:
     traces.server.set_output(FakeOutput())
     answer = traces.server.complete(["ab", "cd"], n=2)
-    spans = traces.take(13)
-    assert names(spans) == sorted(["POST /v1/completions", *["queue", "prefill", "decode"] * 4])
+    spans = traces.take(14)
+    assert names(spans) == sorted(["POST /v1/completions", "route", *["queue", "prefill", "decode"] * 4])
     root = root_of(spans)
-    assert len({span.attributes["foreword.choice_id"] for span in spans if span is not root}) == 4
+    assert len({span.attributes["foreword.choice_id"] for span in spans if span.name == "decode"}) == 4
     assert root.attributes["gen_ai.usage.input_tokens"] == answer.usage.prompt_tokens
     assert root.attributes["gen_ai.usage.output_tokens"] == answer.usage.completion_tokens
     assert root.attributes["gen_ai.response.finish_reasons"] == ("stop",) * 4
@@ -153,11 +155,12 @@ def test_failures_are_errors_and_probes_are_not_traced(traces: Traces) -> None:
     http = traces.server.http
     traces.server.set_output(FakeOutput(fail_after=3))
     http.post("/v1/chat/completions", json={**CHAT, "stream": True})
-    root = root_of(traces.take(4))
+    root = root_of(traces.take(5))
     assert root.status.status_code.name == "ERROR"
     assert root.attributes["gen_ai.response.finish_reasons"] == ("error",)
     for path in ("/health", "/ready", "/live", "/metrics"):
         assert http.get(path).is_success
+    http.post("/engine/session")
     assert http.post("/v1/chat/completions", json={"messages": 3}).status_code == 400
     (refused,) = traces.take(1)
     assert refused.attributes["error.type"] == "400"
@@ -171,8 +174,8 @@ def test_answer_that_its_client_leaves_ends_where_it_was() -> None:
         server = traces.server
         server.set_output(FakeOutput(hang_after=0))
         server.disconnect("/v1/completions", {"prompt": "Hi"}, lambda: server.client.live)
-        spans = traces.take(2)
-    assert names(spans) == ["POST /v1/completions", "queue"]
+        spans = traces.take(3)
+    assert names(spans) == ["POST /v1/completions", "queue", "route"]
     assert root_of(spans).attributes["http.response.status_code"] == 499
 
 
@@ -183,7 +186,7 @@ def test_restart_of_the_engine_is_an_event_of_open_requests(traces: Traces) -> N
         lines = response.iter_lines()  # kept: without it the response would be closed
         next(lines)
         server.client.on_restart("killed")
-    root = root_of(traces.take(4))
+    root = root_of(traces.take(5))
     assert [event.name for event in root.events] == ["engine restarted"]
     assert root.attributes["gen_ai.response.finish_reasons"] == ("abort",)
 
@@ -192,7 +195,7 @@ def test_spans_hold_no_text_and_no_key(traces: Traces) -> None:
     traces.server.set_output(FakeOutput(text="sentinel answer"))
     body = {**CHAT, "stop": ["sentinel stop"], "user": "sentinel user"}
     traces.server.http.post("/v1/chat/completions?sentinel=1", json=body)
-    for span in traces.take(4):
+    for span in traces.take(5):
         assert "sentinel" not in span.to_json()
     telemetry = getattr(traces.server.app, "_native_telemetry", None)  # of FastAPI, which has both
     assert telemetry is None or not any(telemetry.config[name] for name in ("tracing", "metrics", "logs"))
@@ -268,7 +271,7 @@ def test_server_of_its_own_sends_spans_of_the_demo_to_a_collector(monkeypatch: p
             answer = httpx.post(url, json=body, headers=headers, timeout=WAIT_S).json()
         assert {service for service, _ in collector.spans} == {"demo-server"}
         spans = {span.name: span for _, span in collector.spans}
-    assert set(spans) == {"POST /v1/chat/completions", "queue", "prefill", "decode"}
+    assert set(spans) == {"POST /v1/chat/completions", "route", "queue", "prefill", "decode"}
     assert {span.trace_id.hex() for span in spans.values()} == {TRACE_ID}
     decode = {each.key: each.value for each in spans["decode"].attributes}
     usage, metrics = answer["usage"], answer["metrics"]
