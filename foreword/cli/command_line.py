@@ -79,6 +79,7 @@ COMMANDS = (
     Subcommand(
         "run-batch", "foreword.cli.run_batch", "answer a file of requests", "loading", add_run_batch_arguments
     ),
+    Subcommand("top", "foreword.cli.top", "show models, load, acceptance and usage of a running server", ""),
     Subcommand("keys", "foreword.cli.keys", "create, limit, list and revoke API keys; their usage", ""),
     Subcommand(
         "bench",
@@ -108,7 +109,7 @@ FOREIGN_COMMANDS = {
     **dict.fromkeys(
         ("list", "ls"), "there is no list of models: name a directory, a GGUF file, a hub id, or the demo"
     ),
-    "ps": "`GET /v1/models` of a server names its models, and tells which are loaded",
+    "ps": "`foreword top --once` shows the models of a running server, and which are loaded",
     "show": "`foreword check MODEL` describes a model",
     **dict.fromkeys(("stop", "rm"), "Ctrl-C or SIGTERM ends a server; models are ordinary files"),
     **dict.fromkeys(("create", "cp", "push"), "models are ordinary directories and files"),
