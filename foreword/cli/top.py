@@ -262,7 +262,7 @@ def _models_table(rates: _Rates) -> Table:
             Text(_describe_status(card, status), style="red" if status in BROKEN_STATUS else ""),
             _format_bytes(card.get("memory_bytes") or memory.get(group) or memory.get(("",))),
             _format(running.get(group)),
-            _format(waiting.get(group)),
+            _format(_add(waiting.get(group), card.get("waiting_requests"))),
             _format(generated.get(group), 1),
             _format(prompts.get(group), 1),
             _format_seconds(first.get(group)),
@@ -279,10 +279,12 @@ def _is_main_name(card: Card) -> bool:
 
 
 def _describe_status(card: Card, status: str) -> str:
-    progress = card.get("progress")
+    progress, replicas = card.get("progress"), card.get("replicas") or ()
     if progress is not None and status == "loading":
         return f"{status} {progress:.0%}"
-    return f"{status}, pinned" if card.get("pinned") and card.get("status") and status == "loaded" else status
+    if len(replicas) > 1:
+        status = f"{status} {sum(each.get('status') == 'ok' for each in replicas)}/{len(replicas)}"
+    return f"{status}, pinned" if card.get("pinned") and card.get("status") == "loaded" else status
 
 
 def _drafters_table(rates: _Rates) -> Table:
@@ -358,6 +360,11 @@ def _name(text: str) -> Text:
 
 def _format(value: float | None, digits: int = 0) -> str:
     return UNKNOWN if value is None else f"{value:.{digits}f}"
+
+
+def _add(*values: float | None) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _format_share(value: float | None) -> str:

@@ -51,8 +51,9 @@ CARDS = (
     {"id": "an-alias", "root": "big"},
     {"id": "adapter", "root": "/adapters/a", "parent": "big"},
     {"id": "big:creative", "root": "big:creative", "variant_of": "big"},
-    {"id": "small", "root": "small", "status": "loading", "progress": 0.42, "memory_bytes": None},
+    {"id": "small", "root": "small", "status": "loading", "progress": 0.42, "waiting_requests": 4},
     {"id": "broken", "root": "broken", "status": "failed", "error": "no such file"},
+    {"id": "many", "status": "loaded", "replicas": [{"status": "ok"}, {"status": "ok"}, {"status": "dead"}]},
 )
 
 
@@ -79,7 +80,8 @@ def test_rates_are_those_between_two_snapshots() -> None:
     assert row(lines, "big") == [
         *("big", "loaded,pinned", "4.2GB", "3", "12", "25.0", "0.0", "250ms", "50%", "25%", "30%")
     ]
-    assert row(lines, "small")[1:4] == ["loading", "42%", "-"] and row(lines, "broken")[1] == "failed"
+    assert row(lines, "small")[1:6] == ["loading", "42%", "-", "0", "4"], "it waits for the model"
+    assert row(lines, "broken")[1] == "failed" and row(lines, "many")[1:3] == ["loaded", "2/3"]
     assert row(lines, "suffix") == ["suffix", "big", "10.0", "5.0", "50%", "3.50"]
     hidden = ("an-alias", "adapter", "big:creative", "draft ")
     assert not [line for line in lines if line.startswith(hidden)], "first names, and drafters that drafted"

@@ -233,6 +233,13 @@ def test_admin_usage(server: RunningServer) -> None:
     assert server.http.get("/admin/usage", headers=keyed("alice")).status_code == 403
 
 
+def test_without_keys_everybody_sees_the_metrics_of_the_only_one() -> None:
+    with run_server(client=FakeEngineClient(DRAFTED)) as server:
+        server.complete("abc", max_tokens=4)
+        series = f'foreword_key_generation_tokens_total{{key="",model="{MODEL}"}} 4.0'
+        wait_until(lambda: series in server.http.get("/metrics").text)
+
+
 def test_metrics_by_key_are_for_admins(server: RunningServer) -> None:
     """/metrics is public, and names of keys are not."""
     post(server, "/v1/completions", {"prompt": "abc", "max_tokens": 4}, "bob")
