@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foreword.config.options import Config, parse_cpus
 from foreword.config.resolve import HardwareInfo
 from foreword.errors import ConfigError
 
-__all__ = ["HardwareProbe", "hardware_info", "probe_hardware"]
+__all__ = ["HardwareProbe", "apply_placement", "format_cpus", "hardware_info", "probe_hardware"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,30 @@ class HardwareProbe:
     gpu_total_bytes: int = 0
     gpu_free_bytes: int = 0
     capability: tuple[int, int] = (0, 0)  # compute capability, such as (9, 0)
+
+
+def apply_placement(config: Config) -> None:
+    """Restrict this process to the cores and GPUs of its options, before it uses CUDA. Raises ConfigError."""
+    if config.gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = config.gpus
+    if config.cpus is None:
+        return
+    cpus, available = set(parse_cpus(config.cpus)), os.sched_getaffinity(0)
+    if not cpus <= available:
+        missing = f"{format_cpus(cpus - available)} are not available"
+        raise ConfigError(
+            f"cpus {config.cpus}: {missing}; the server may use {format_cpus(available)}", "cpus"
+        )
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cpus)
+
+
+def format_cpus(cpus: Iterable[int]) -> str:
+    """ "0-3,8", the inverse of parse_cpus()."""
+    numbers = sorted(cpus)
+    starts = [cpu for cpu in numbers if cpu - 1 not in numbers]
+    ends = [cpu for cpu in numbers if cpu + 1 not in numbers]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def probe_hardware(device: str = "auto") -> HardwareProbe:

@@ -22,11 +22,14 @@ __all__ = [
     "Config",
     "option_fields",
     "parse_bytes",
+    "parse_cpus",
     "parse_duration",
     "parse_tokens",
 ]
 
 MAX_FLOAT_DISPLAY = 1e300
+GPUS_PATTERN = re.compile(r"(\d+|(GPU|MIG)-[\w/-]+)(,(\d+|(GPU|MIG)-[\w/-]+))*", re.ASCII)
+MAX_CPUS = 1 << 16
 ROOT_PATH_PATTERN = re.compile(r"(?:/[\w.~-]+)+", re.ASCII)
 # Units of parse_bytes().
 UNIT_BYTES = {
@@ -226,6 +229,16 @@ class Config:
     threads: int | None = option(
         None,
         "CPU threads of the engine (default: all cores; one for models below 32 MiB, and on GPUs)",
+        group="model",
+    )
+    cpus: str | None = option(
+        None,
+        'CPU cores that the engine may run on, as taskset lists them: "0-7,16-23" (default: all)',
+        group="model",
+    )
+    gpus: str | None = option(
+        None,
+        "GPUs that the engine may use, as in CUDA_VISIBLE_DEVICES; it computes on the first (default: all)",
         group="model",
     )
     load_format: str = option(
@@ -519,6 +532,10 @@ class Config:
             parse_bytes(name, getattr(self, name))
         if self.kv_cache_memory is not None and parse_tokens("kv_cache_memory", self.kv_cache_memory) is None:
             parse_bytes("kv_cache_memory", self.kv_cache_memory)
+        if self.cpus is not None:
+            parse_cpus(self.cpus)
+        if self.gpus is not None and not GPUS_PATTERN.fullmatch(self.gpus):
+            raise ConfigError(f'gpus must be like "0" or "0,1", got {self.gpus!r:.80}', "gpus")
         if self.memory_limit is not None:
             parse_bytes("memory_limit", self.memory_limit)
         if self.keep_alive is not None:
@@ -690,6 +707,21 @@ def parse_tokens(name: str, text: str) -> int | None:
         return int(number)
     except ValueError:
         raise ConfigError(f"{name} must begin with a whole number, got {text!r}", name) from None
+
+
+def parse_cpus(text: str) -> tuple[int, ...]:
+    """CPU numbers of "0-3,8,16-31:2", where :2 takes every second one. Raises ConfigError."""
+    cpus: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+)(?::(\d+))?)?\s*", part)
+        first, last, stride = (int(each or 0) for each in match.groups()) if match else (0, -1, 0)
+        if match and match[2] is None:
+            last = first
+        stride = 1 if match and match[3] is None else stride
+        if not first <= last < MAX_CPUS or stride < 1:
+            raise ConfigError(f'cpus must be like "0-7,16-23", got {text!r:.80}', "cpus")
+        cpus.update(range(first, last + 1, stride))
+    return tuple(sorted(cpus))
 
 
 def parse_duration(name: str, text: str) -> float | None:

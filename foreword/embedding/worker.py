@@ -14,6 +14,7 @@ from typing import IO
 
 import torch
 
+from foreword.config.hardware import apply_placement
 from foreword.config.options import Config
 from foreword.embedding.local import LocalEncoder, load_local_encoder, num_encoder_threads
 from foreword.embedding.messages import (
@@ -47,8 +48,9 @@ def main(fd: int) -> int:
 def _run(pipe: IO[bytes], connection: socket.socket) -> int:
     config: Config = read_message(pipe)
     set_up_logging(config.log_level, "%(levelname)s %(name)s: %(message)s", config.log_format)
-    threads = num_encoder_threads(config)
     try:
+        apply_placement(config)
+        threads = num_encoder_threads(config)
         ops = select_backend("cpu", threads=threads, isa=config.cpu_isa)
         torch.set_num_threads(ops.num_torch_threads(threads))
         encoder = load_local_encoder(config, ops)

@@ -113,6 +113,10 @@ class Engine:
         except Exception:
             self._pending_events.append(self._start_failed(request.id))
 
+    def set_threads(self, num_threads: int) -> None:
+        """Compute with that many threads, at most those of the start; see Ops.set_threads."""
+        self.model_runner.ops.set_threads(min(num_threads, self.info.resolved.threads))
+
     def load_adapter(self, path: str) -> AdapterInfo:
         """Load a LoRA adapter for requests that name its digest; see AdapterSlots.load for errors."""
         if self.adapters is None:

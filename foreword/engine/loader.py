@@ -22,7 +22,7 @@ from foreword.config.drafters import DRAFTERS
 from foreword.config.hardware import hardware_info, probe_hardware
 from foreword.config.lora import AdapterInfo
 from foreword.config.memory import GIB, DeviceMemory
-from foreword.config.options import Config
+from foreword.config.options import Config, parse_cpus
 from foreword.config.plan import ModelDescription
 from foreword.config.resolve import (
     EngineInfo,
@@ -188,7 +188,10 @@ def describe_model(config: Config) -> ModelDescription:
     drafter = None
     if config.runs_draft_model:
         drafter = read_model_info(Path(str(config.draft_model)), config.gguf_dequantize)
-    return ModelDescription(detect_hardware(config, target), target, drafter)
+    hardware = detect_hardware(config, target)
+    if config.cpus is not None:
+        hardware = replace(hardware, cores=len(parse_cpus(config.cpus)))
+    return ModelDescription(hardware, target, drafter)
 
 
 def types_in_use(resolved: ResolvedConfig) -> ComputeTypes:

@@ -34,6 +34,7 @@ class ModelRunner:
     def __init__(
         self, model: Model, kv: KVStorage, sampler: Sampler, grammars: Grammars, timer: StepTimer
     ) -> None:
+        self.ops = model.ops
         self.sampler = sampler
         self.grammars = grammars
         self.timer = timer

@@ -52,6 +52,12 @@ class EngineClient(Protocol):
     def abort(self, request_id: str) -> None:
         """End a request without an answer; its stream ends without a further event."""
 
+    def set_threads(self, num_threads: int) -> None:
+        """Let the engine compute with that many threads, at most those of its start. Answers do not change.
+
+        It holds for engines that replace this one. Without effect on other machines.
+        """
+
     async def load_adapter(self, path: str) -> AdapterInfo:
         """Load a LoRA adapter, also into engines that replace this one. Waits during a restart.
 

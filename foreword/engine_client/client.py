@@ -33,6 +33,7 @@ from foreword.engine_client.messages import (
     LoadAdapter,
     LoadProgress,
     RemoveRequest,
+    SetThreads,
     UnloadAdapter,
 )
 from foreword.errors import AdapterConflict, ConfigError, EngineDead, ForewordError, RequestFailed
@@ -86,6 +87,7 @@ class SubprocessClient:
         self._adapters: dict[str, AdapterInfo] = {}  # by digest, of the engine and of those that replace it
         self._adapter_calls: dict[int, asyncio.Future[AdapterInfo | None]] = {}
         self._num_adapter_calls = 0
+        self._num_threads: int | None = None  # of set_threads()
         self._usage_changed = asyncio.Event()  # a request ended, or the engine serves again
         self._tasks: list[asyncio.Task[None]] = []
         self._callback_error_logged = False
@@ -122,6 +124,8 @@ class SubprocessClient:
         self.info, self._timings = ready.info, ready.timings
         self._adapters = {adapter.digest: adapter for adapter in ready.info.adapters}
         self.alive = self._serving = True
+        if self._num_threads is not None:
+            self.set_threads(self._num_threads)
         self._tasks.append(asyncio.create_task(self._supervise()))
         return self.info
 
@@ -153,6 +157,10 @@ class SubprocessClient:
             self._inflight.remove(message.request_id)
             self._send(message)
             self._send_pending()
+
+    def set_threads(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._send(SetThreads(num_threads))
 
     async def load_adapter(self, path: str) -> AdapterInfo:
         info = await self._call_engine(lambda call: LoadAdapter(call, path))
@@ -395,6 +403,8 @@ class SubprocessClient:
             return False
         logger.warning("client: engine restarted after %.1f s", time.monotonic() - noticed_s)
         self._serving = True
+        if self._num_threads is not None:
+            self.set_threads(self._num_threads)
         self._send_pending()
         return True
 

@@ -12,9 +12,11 @@ import select
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
+from foreword.config.hardware import apply_placement
 from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
 from foreword.config.plan import ModelDescription
@@ -36,6 +38,7 @@ from foreword.engine_client.messages import (
     LoadProgress,
     ModelDescriptions,
     RemoveRequest,
+    SetThreads,
     UnloadAdapter,
 )
 from foreword.errors import ConfigError, ForewordError, RequestFailed
@@ -89,6 +92,7 @@ def _run(connection: Connection, page: HeartbeatPage, prepare: Callable[[Engine]
         connection.send(LoadProgress(stage, done, total))
 
     try:
+        apply_placement(init.config)
         restored = (init.resolved, on_progress, init.timings, init.adapters)
         engine = load(init.config, init.never_sampled_ids, *restored)
     except ConnectionError:  # the client hung up
@@ -111,6 +115,7 @@ def _run(connection: Connection, page: HeartbeatPage, prepare: Callable[[Engine]
 
 def _describe_model(config: Config) -> ModelDescription | ForewordError:
     try:
+        apply_placement(replace(config, cpus=None))
         return describe_model(config)
     except (ForewordError, OSError, MemoryError) as error:
         return _describe_start_error(error)
@@ -146,7 +151,14 @@ def _serve(engine: Engine, connection: Connection, page: HeartbeatPage) -> NoRet
 
 def _handle(
     engine: Engine,
-    message: Request | RemoveRequest | Vocabulary | AddImage | DropImage | LoadAdapter | UnloadAdapter,
+    message: Request
+    | RemoveRequest
+    | Vocabulary
+    | AddImage
+    | DropImage
+    | LoadAdapter
+    | UnloadAdapter
+    | SetThreads,
     page: HeartbeatPage,
 ) -> AdapterReply | None:
     # A crash blames the next request: vocabulary and images precede the request that needs them.
@@ -160,6 +172,8 @@ def _handle(
         engine.encoder.add_pixels(message.digest, message.pixels)
     elif isinstance(message, DropImage):
         engine.encoder.drop_pixels(message.digest)
+    elif isinstance(message, SetThreads):
+        engine.set_threads(message.num_threads)
     elif isinstance(message, LoadAdapter | UnloadAdapter):
         return AdapterReply(message.call, _change_adapters(engine, message))
     else:

@@ -24,6 +24,7 @@ __all__ = [
     "LoadProgress",
     "ModelDescriptions",
     "RemoveRequest",
+    "SetThreads",
     "UnloadAdapter",
 ]
 
@@ -85,6 +86,13 @@ class RemoveRequest:
 
     request_id: str
     num_tokens: int | None = None  # output tokens kept if the client cut the answer; None: aborted
+
+
+@dataclass(frozen=True, slots=True)
+class SetThreads:
+    """To the engine: compute with that many threads from the next step on."""
+
+    num_threads: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from foreword.engine_client.heartbeat import read_proc_stat
 from foreword.engine_client.messages import DescribeModels, ModelDescriptions
 from foreword.errors import ConfigError, ForewordError
 from foreword.fleet.load_scheduler import ModelSpec
+from foreword.fleet.placement import assign_gpus, read_machine
 from foreword.models.hub import resolve_path
 
 __all__ = ["FleetPlan", "ModelPlan", "describe_models", "make_fleet_plan", "plan_fleet", "resident_bytes"]
@@ -55,7 +56,7 @@ class ModelPlan:
     """What a model takes of its device."""
 
     entry: ModelEntry  # its config has local paths, and the size of the KV cache
-    device: str  # "cpu", or "gpu" with the GPUs' numbers
+    device: str  # "cpu", or "gpu0"
     parts: tuple[MemoryPart, ...]
     resolved: ResolvedConfig
 
@@ -91,7 +92,8 @@ class FleetPlan:
 
 
 async def plan_fleet(models: ModelsConfig, fork_server: ForkServer) -> FleetPlan:
-    """Describe and plan all models. Raises ConfigError, also for a model that can never be loaded."""
+    """Place, describe and plan all models. Raises ConfigError, also for a model that can never be loaded."""
+    models = assign_gpus(models, read_machine())
     entries = tuple(replace(each, config=resolve_paths(each.config)) for each in models.entries)
     models = replace(models, entries=entries)
     return make_fleet_plan(models, await describe_models([each.config for each in entries], fork_server))
@@ -100,9 +102,19 @@ async def plan_fleet(models: ModelsConfig, fork_server: ForkServer) -> FleetPlan
 async def describe_models(
     configs: Sequence[Config], fork_server: ForkServer
 ) -> list[ModelDescription | ForewordError]:
-    """Describe models in a process of the fork server, which exits at once; one for each choice of GPUs."""
-    loop = asyncio.get_running_loop()
-    reply: asyncio.Future[ModelDescriptions] = loop.create_future()
+    """Describe models in processes of the fork server that exit at once: one for each choice of GPUs."""
+    results: dict[int, ModelDescription | ForewordError] = {}
+    for gpus in dict.fromkeys(config.gpus for config in configs):
+        numbers = [number for number, config in enumerate(configs) if config.gpus == gpus]
+        described = await _describe_in_process([configs[number] for number in numbers], fork_server)
+        results.update(zip(numbers, described, strict=True))
+    return [results[number] for number in range(len(configs))]
+
+
+async def _describe_in_process(
+    configs: Sequence[Config], fork_server: ForkServer
+) -> tuple[ModelDescription | ForewordError, ...]:
+    reply: asyncio.Future[ModelDescriptions] = asyncio.get_running_loop().create_future()
 
     def on_message(process: EngineProcess, message: object) -> None:
         if isinstance(message, ModelDescriptions) and not reply.done():
@@ -114,7 +126,7 @@ async def describe_models(
     reason = await process.reap(fork_server)
     if not reply.done():
         raise ConfigError(f"the process that reads the models ended: {reason}", "models")
-    return list(reply.result().results)
+    return reply.result().results
 
 
 def make_fleet_plan(
@@ -141,7 +153,8 @@ class _Sizing:
             raise ConfigError(f"model {entry.name}: {description}", "models")
         self.entry, config = entry, entry.config
         self.hardware, self._description = description.hardware, description
-        self.device = "cpu" if self.hardware.device == "cpu" else "gpu"
+        gpu = (config.gpus or "0").partition(",")[0]
+        self.device = "cpu" if self.hardware.device == "cpu" else f"gpu{gpu}"
         infos = [description.model, *filter(None, [description.drafter])]
         dtype, _ = resolve_dtypes(config, self.hardware, description.model)
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype

@@ -183,6 +183,9 @@ class Ops(Protocol):
     def num_torch_threads(self, max_threads: int) -> int:
         """Threads that torch may use without changing bits, at most `max_threads`."""
 
+    def set_threads(self, num_threads: int) -> None:
+        """Compute with that many threads from now on. Without effect where their number changes bits."""
+
     def precompile(
         self, run: Callable[[], object], on_progress: Callable[[int, int], None] | None = None
     ) -> None:
@@ -418,6 +421,9 @@ class UnfusedOps:
     def precompile(
         self, run: Callable[[], object], on_progress: Callable[[int, int], None] | None = None
     ) -> None:
+        pass
+
+    def set_threads(self, num_threads: int) -> None:
         pass
 
     def linear_gated_act(self: Ops, x: Tensor, weight: PackedLinear, activation: str) -> Tensor:

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from foreword.config import hardware
+from foreword.config.hardware import format_cpus
+from foreword.config.options import parse_cpus
 from foreword.errors import ConfigError
 
 X86 = "processor : 0\nmodel name : Some CPU @ 2GHz\nflags : fpu sse2 avx2 avx512f avx512_bf16\n"
@@ -231,3 +235,8 @@ def test_gpu_that_torch_cannot_use(gpu, fake: FakeTorch, reason: str, caplog: py
 
 def test_device_file_of_wsl_is_known():
     assert Path("/dev/dxg") in hardware.NVIDIA_DEVICE_FILES
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_cpus_are_written_as_they_are_read(cpus: set[int]) -> None:
+    assert set(parse_cpus(format_cpus(cpus))) == cpus

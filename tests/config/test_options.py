@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from foreword.config.options import Config, parse_bytes, parse_duration
+from foreword.config.options import Config, parse_bytes, parse_cpus, parse_duration
 from foreword.errors import ConfigError
 
 GIB = 1 << 30
@@ -178,6 +178,26 @@ def test_invalid_bytes_are_named(text: str) -> None:
 )
 def test_durations(text: str, seconds: float | None) -> None:
     assert parse_duration("keep_alive", text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [("3", (3,)), ("0-3", (0, 1, 2, 3)), ("8,0-1", (0, 1, 8)), ("0-7:2, 4", (0, 2, 4, 6)), ("1,1", (1,))],
+)
+def test_cpus(text: str, cpus: tuple[int, ...]) -> None:
+    assert parse_cpus(text) == cpus
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "-1", "1-", "0-3:0", "0,,1", "99999999999"])
+def test_cpus_that_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match='cpus must be like "0-7,16-23"'):
+        Config(cpus=text)
+
+
+@pytest.mark.parametrize("text", ["", "a", "0,", "-1", "0 1"])
+def test_gpus_that_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match='gpus must be like "0" or "0,1"'):
+        Config(gpus=text)
 
 
 @pytest.mark.parametrize("text", ["", "m", "5 m", "5x", "5m3", "1e3", "inf", "--1", "5m-3s", "never"])

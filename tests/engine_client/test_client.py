@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import signal
 import time
@@ -28,7 +29,7 @@ from foreword.engine_client.heartbeat import HeartbeatPage
 from foreword.errors import ConfigError, DeadlineExceeded, EngineDead, Overloaded, RequestFailed
 from tests.support.checkpoints import EOS, write_checkpoint
 from tests.support.client_answers import Answer, Killer, collect_answers, last_event
-from tests.support.waiting import WAIT_S, stop_process
+from tests.support.waiting import WAIT_S, stop_process, wait_until_async
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -130,6 +131,56 @@ async def test_answers_survive_killed_engines(
     assert await collect_answers(client, requests(f"kills {every}"), killer) == undisturbed
     assert len(killer.killed) == len(reasons) == client.readiness.restarts - before == times
     assert caplog.text.count("signal 9") == times
+
+
+async def test_threads_change_no_bit_in_any_step(checkpoint: Path, undisturbed: dict[str, Answer]) -> None:
+    client = make_client(checkpoint, threads=3)
+    await client.start()
+    numbers = itertools.cycle((2, 1, 9, 3))
+    client.on_step = lambda stats: client.set_threads(next(numbers))
+    assert await collect_answers(client, requests("threads")) == undisturbed
+    assert client.info is not None and client.info.resolved.threads == 3
+    await client.close()
+
+
+async def test_threads_hold_for_the_engine_after_a_crash(checkpoint: Path) -> None:
+    """Fewer threads than at the start are a pool of their own, with one worker here."""
+
+    def num_threads() -> int:
+        return len(os.listdir(f"/proc/{client.pid}/task"))
+
+    client = make_client(checkpoint, threads=3)
+    await client.start()
+    before = num_threads()
+    client.set_threads(5)
+    await collect_answers(client, [make_request("five-greedy", "greedy")])
+    assert num_threads() == before
+    client.set_threads(2)
+    await wait_until_async(lambda: num_threads() == before + 1)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    await collect_answers(client, [make_request("two-greedy", "greedy")])
+    await wait_until_async(lambda: num_threads() == before + 1)
+    await client.close()
+
+
+async def test_an_engine_runs_on_its_cores(checkpoint: Path) -> None:
+    cpu = max(os.sched_getaffinity(0))
+    client = make_client(checkpoint, cpus=str(cpu), gpus="7", threads=None)
+    await client.start()
+    assert client.pid is not None
+    threads = [int(name) for name in os.listdir(f"/proc/{client.pid}/task")]
+    assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {frozenset([cpu])}
+    await client.close()
+
+
+async def test_cores_that_do_not_exist_are_refused(checkpoint: Path) -> None:
+    client = make_client(checkpoint, cpus="0-2,65000-65001")
+    with pytest.raises(
+        ConfigError, match=r"cpus 0-2,65000-65001: .*65000-65001 are not available; the server"
+    ):
+        await client.start()
+    await client.close()
 
 
 @pytest.mark.parametrize("fault", ["segfault", "exit", "broken"])

@@ -99,7 +99,7 @@ def test_the_limit_is_what_is_free_less_a_reserve() -> None:
     assert make_plan({}, limit=10 * GIB).memory_limits == {"cpu": 10 * GIB}
     assert make_plan({}, limit=99 * GIB).memory_limits == {"cpu": 40 * GIB}
     gpu = make_plan({"gpu_memory_utilization": 0.75}, hardware=GPU)
-    assert gpu.memory_limits == {"gpu": 59 * GIB}
+    assert gpu.memory_limits == {"gpu0": 59 * GIB}
 
 
 def test_what_can_never_fit_is_refused_with_the_arithmetic() -> None:

@@ -238,3 +238,35 @@ def test_file_blocks_become_dense(kind: str) -> None:
     library.foreword_unpack(machine, ctypes.byref(weight), values.data_ptr())
     library.foreword_machine_delete(machine)
     assert torch.equal(values, dequantize(blocks).to(KINDS[kind]).float())
+
+
+@pytest.mark.parametrize("isa", isas_under_test())
+def test_threads_may_change_between_operations(isa: str) -> None:
+    ops = CpuOps(isa, threads=3)
+    packed, x = ops.pack_linear([random(700, 513)], "float32"), random(65, 513, seed=1)
+    expected = bits(ops.linear(x, packed))
+    for threads in (1, 2, 3, 1, 2):
+        ops.set_threads(threads)
+        assert torch.equal(bits(ops.linear(x, packed)), expected), threads
+
+
+def test_threads_that_the_system_does_not_grant_change_nothing() -> None:
+    ops = CpuOps("portable", threads=2)
+    packed, x = ops.pack_linear([random(70, 64)], "float32"), random(5, 64, seed=1)
+    expected = bits(ops.linear(x, packed))
+    ops._library = RefusingLibrary(ops._library)  # type: ignore[assignment]
+    ops.set_threads(1)
+    assert torch.equal(bits(ops.linear(x, packed)), expected)
+
+
+class RefusingLibrary:
+    """Grants no threads."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def foreword_machine_new(self, isa: int, threads: int) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._library, name)

@@ -54,6 +54,9 @@ class InProcessEngineClient:
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())
 
+    def set_threads(self, num_threads: int) -> None:
+        self.local.engine.set_threads(num_threads)
+
     def finish(self, request_id: str, num_tokens: int) -> None:
         self.local.finish(request_id, num_tokens)
         self._forget(request_id)

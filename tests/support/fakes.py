@@ -136,6 +136,9 @@ class FakeEngineClient:
 
         self._deliveries.append(asyncio.create_task(deliver()))
 
+    def set_threads(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+
     async def load_adapter(self, path: str) -> AdapterInfo:
         """Each path has content of its own; a path that ends in "broken" is none."""
         if path.endswith("broken"):

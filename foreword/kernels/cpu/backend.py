@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
 from foreword.kernels.cpu.library import (
     DTYPE_IDS,
+    ISAS,
     AddressSpace,
     AttentionLayer,
     DraftArgs,
@@ -28,7 +31,7 @@ from foreword.kernels.cpu.library import (
 )
 from foreword.kernels.cpu.packing import CpuExperts, CpuLinear, Packer, join_experts
 from foreword.kernels.cpu.program import TRACE_ROWS, TRACE_SAMPLED, Program, ProgramBuilder, build_inputs
-from foreword.kernels.cpu.sampling import NativeSampling
+from foreword.kernels.cpu.sampling import NativeSampling, delete_context
 from foreword.kernels.ops import ExpertsConfig, LoraTable, Matrix, MRopeSections, UnfusedOps
 from foreword.kernels.reference.backend import cu_seqlens_to_lens
 
@@ -56,12 +59,27 @@ class CpuOps(NativeSampling, UnfusedOps):
         assert self.isa in supported_isas(), f"{self.isa} does not run here"
         super().__init__(library, self.isa, threads)
         self.name = f"cpu-{self.isa}"
+        self._contexts = {threads: self._cpu_context}  # by number of threads
         self._packer = Packer(library, self._cpu_context)
         self._builder: ProgramBuilder | None = None
 
     def num_torch_threads(self, max_threads: int) -> int:
         """One: the kernels have their own threads."""
         return 1
+
+    def set_threads(self, num_threads: int) -> None:
+        """In a context of its own, whose threads sleep while another is in use.
+
+        Without effect if the system does not grant the threads.
+        """
+        if num_threads not in self._contexts:
+            library = self._library
+            context = library.foreword_machine_new(ISAS.index(self.isa), num_threads)
+            if not context:
+                return
+            weakref.finalize(self, delete_context, library, context, os.getpid()).atexit = False
+            self._contexts[num_threads] = context
+        self._cpu_context = self._contexts[num_threads]
 
     def compile(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         """Trace `forward` over three rows of the null block; each call overwrites the last result."""

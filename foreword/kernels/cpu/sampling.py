@@ -16,7 +16,7 @@ from foreword.errors import ConfigError
 from foreword.kernels.cpu.library import ISAS
 from foreword.kernels.reference.sampling import ReferenceSampling
 
-__all__ = ["NativeSampling"]
+__all__ = ["NativeSampling", "delete_context"]
 
 
 class NativeSampling(ReferenceSampling):
@@ -29,7 +29,7 @@ class NativeSampling(ReferenceSampling):
         if not self._cpu_context:
             raise ConfigError(f"threads: the system does not grant {threads} threads; use fewer", "threads")
         # Not at exit: another thread may still compute, and the process ends the threads anyway.
-        weakref.finalize(self, _delete_context, library, self._cpu_context, os.getpid()).atexit = False
+        weakref.finalize(self, delete_context, library, self._cpu_context, os.getpid()).atexit = False
 
     def log_sum_exp(self, logits: Tensor) -> Tensor:
         if not _is_supported(logits):
@@ -146,7 +146,7 @@ class NativeSampling(ReferenceSampling):
         function(self._cpu_context, logits.data_ptr(), *logits.shape, *pointers)
 
 
-def _delete_context(library: ctypes.CDLL, cpu_context: int, owner_pid: int) -> None:
+def delete_context(library: ctypes.CDLL, cpu_context: int, owner_pid: int) -> None:
     """Delete the context in its own process only: a forked child has no threads to join."""
     if os.getpid() == owner_pid:
         library.foreword_machine_delete(cpu_context)
