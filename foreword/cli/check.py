@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from foreword.checkpoint import apply_options, check_draft_model, read_tokenizer, resolve_paths
+from foreword.cli.check_models import check_plan
+from foreword.cli.check_report import CheckResult, describe_parts
 from foreword.cli.flags import read_config
 from foreword.cli.startup import startup_line
 from foreword.cli.terminal import format_count
 from foreword.config.memory import format_bytes
+from foreword.config.models_file import ModelsConfig, read_models
 from foreword.config.options import Config
 from foreword.config.plan import MemoryPart, plan_memory
 from foreword.config.resolve import (
@@ -35,34 +37,41 @@ from foreword.multimodal.processor import read_processor
 from foreword.tokenizer.input_processor import ChatInputProcessor
 from foreword.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["CheckResult", "run", "run_checks"]
+__all__ = ["check_models", "run", "run_checks"]
 
-INDENT = " " * 7
 IMAGE_SIZES = ((640, 480), (1920, 1080), (1080, 1920))  # example widths and heights, for their token counts
 
 
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """One line of the report."""
-
-    ok: bool | None  # None: a note
-    text: str
-
-
 def run(args: argparse.Namespace) -> int:
-    config = resolve_paths(read_config(args))
+    config = read_config(args)
     console = Console(highlight=False, soft_wrap=True)
     marks = {True: "[green]ok  [/green]", False: "[red]no  [/red]", None: "[yellow]note[/yellow]"}
     passed = True
     startup_line.end()
-    for result in run_checks(config):
+    results = (
+        run_checks(resolve_paths(config)) if config.models is None else check_models(read_models(config))
+    )
+    for result in results:
         passed = passed and result.ok is not False
         console.print(marks[result.ok], end=" ")
         console.print(result.text, markup=False)
     return 0 if passed else 1
 
 
-def run_checks(config: Config) -> Iterator[CheckResult]:
+def check_models(models: ModelsConfig) -> Iterator[CheckResult]:
+    """What is wrong with the files of each model, and the plan of all."""
+    for entry in models.entries:
+        try:
+            results = tuple(run_checks(resolve_paths(entry.config), with_memory=False))
+        except ForewordError as error:
+            results = (CheckResult(False, str(error)),)
+        for result in results:
+            if result.ok is not True:
+                yield CheckResult(result.ok, f"{entry.name}: {result.text}")
+    yield from check_plan(models)
+
+
+def run_checks(config: Config, with_memory: bool = True) -> Iterator[CheckResult]:
     """All checks in order, until one fails on which the others depend."""
     target = yield from _check_model("model", Path(str(config.model)), config.gguf_dequantize)
     drafter = None
@@ -78,7 +87,8 @@ def run_checks(config: Config) -> Iterator[CheckResult]:
         yield _check_images(config, target)
     if drafter is not None:
         yield _check_drafter_size(target, drafter)
-    yield from _check_memory(config, target, drafter)
+    if with_memory:
+        yield from _check_memory(config, target, drafter)
 
 
 def _check_model(
@@ -191,12 +201,12 @@ def _check_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) 
         chosen = resolve(config, hardware, target, drafter)
     except ForewordError as error:
         yield CheckResult(False, f"memory: {error}")
-        yield CheckResult(None, _describe_plan(plan_memory(config, hardware, target, drafter)))
+        yield CheckResult(None, _describe_memory(plan_memory(config, hardware, target, drafter)))
         return
     missing = native_unavailable_reason(chosen.device, types_in_use(chosen))
     for note in (*chosen.notes, *filter(None, [missing])):
         yield CheckResult(None, note)
-    yield CheckResult(True, _describe_plan(plan_memory(config, hardware, target, drafter, chosen)))
+    yield CheckResult(True, _describe_memory(plan_memory(config, hardware, target, drafter, chosen)))
     if chosen.memory is not None and chosen.memory.kv_cache < chosen.kv_bytes:
         hints = fitting_options(config, hardware, [target, *filter(None, [drafter])])
         helps = f"; what would help: {', '.join(hints)}" if hints else ""
@@ -212,16 +222,8 @@ def _check_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) 
         yield _check_plugins(config, chosen, target)
 
 
-def _describe_plan(parts: Sequence[MemoryPart]) -> str:
-    """One line for each part of the memory, aligned."""
-    names = [f"  {part.name}" if part.is_subset else part.name for part in parts]
-    sizes = [format_bytes(part.num_bytes) for part in parts]
-    width, size_width = max(map(len, names)), max(map(len, sizes))
-    lines = (
-        f"{INDENT}{name:{width}}  {size:>{size_width}}  {part.detail}".rstrip()
-        for name, size, part in zip(names, sizes, parts, strict=True)
-    )
-    return "\n".join(("memory:", *lines))
+def _describe_memory(parts: Sequence[MemoryPart]) -> str:
+    return f"memory:\n{describe_parts(parts)}"
 
 
 def _check_plugins(config: Config, chosen: ResolvedConfig, target: ModelInfo) -> CheckResult:

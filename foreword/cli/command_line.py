@@ -40,6 +40,7 @@ from foreword.cli.flags import (
 )
 from foreword.cli.listener import bind
 from foreword.cli.startup import startup_line
+from foreword.config.models_file import read_models
 from foreword.config.option_text import KIND_NAMES
 from foreword.config.options import Config
 from foreword.demo import BUNDLED, DEFAULT_MODEL
@@ -311,12 +312,15 @@ def _check_config(args: argparse.Namespace, fetch: bool) -> Config:
     for line in unknown_variables():
         print_line(prog, f"warning: {line}")
     if _server_url(args) is None:
-        names = [
-            config.model,
-            config.draft_model if config.runs_draft_model else None,
-            config.embedding_model,
-        ]
-        for name in names:
+        configs = [config]
+        if config.models is not None:
+            configs = [entry.config for entry in read_models(config).entries]
+        draft_models = (each.draft_model for each in configs if each.runs_draft_model)
+        for name in (
+            *(each.model for each in configs),
+            *draft_models,
+            *(each.embedding_model for each in configs),
+        ):
             if name is not None and name not in BUNDLED and find_local(name, BUNDLED) is None and fetch:
                 _fetch(prog, name)
     return config
@@ -358,7 +362,7 @@ def _describe_start(args: argparse.Namespace, config: Config | None) -> str:
     if (url := _server_url(args)) is not None:
         return f"{args.command} at {url}"
     draft = f" and {config.draft_model}" if config.runs_draft_model else ""
-    return f"{start} {config.model or DEFAULT_MODEL}{draft}"
+    return f"{start} {config.models or config.model or DEFAULT_MODEL}{draft}"
 
 
 def _terminate(signum: int, frame: object) -> NoReturn:

@@ -242,9 +242,9 @@ def _divide(sizings: Sequence[_Sizing], models: ModelsConfig, limit: int) -> Non
     least = sum(sizing.num_bytes for sizing in pinned)
     if least > limit:
         raise _never_fits(pinned[0], pinned[1:], limit)
-    for sizing in others:
-        if sizing.num_bytes + least > limit:
-            raise _never_fits(sizing, pinned, limit)
+    errors = [_never_fits(each, pinned, limit) for each in others if each.num_bytes + least > limit]
+    if errors:
+        raise ConfigError("\n".join(error.message for error in errors), "models")
     hardware = sizings[0].hardware
     total = models.memory_limit or hardware.total_bytes
     share = total // (2 * min(len(sizings), models.max_loaded or len(sizings), MAX_KV_SHARES))
