@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,21 @@ def test_variants(read) -> None:  # type: ignore[no-untyped-def]
         ModelVariant("qwen:short", {**creative, "top_p": 1.0}, "off", 1024),
         ModelVariant("qwen:plain"),
     )
+
+
+def test_the_example_of_the_docs(read) -> None:  # type: ignore[no-untyped-def]
+    page = (Path(__file__).parents[2] / "docs" / "fleet.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"## Models file\n.*?```yaml\n(.*?)```", page, re.DOTALL)
+    models = read(example)
+    qwen, coder, search, demo = models.entries
+    assert (models.memory_limit, models.max_loaded, models.max_swap_wait) == (48 << 30, 4, 10.0)
+    assert qwen.names == ("qwen", "chat", "gpt-4o", "sql", "qwen:creative", "qwen:brief")
+    assert qwen.pinned and qwen.config.runs_draft_model
+    brief = {"temperature": 1.1, "top_p": 0.95, "max_tokens": 200}
+    assert qwen.variants[1] == ModelVariant("qwen:brief", brief, "off", 4096)
+    assert (coder.keep_alive, coder.preload, coder.config.cpus) == (None, True, "0-15")
+    assert search.config.embedding_model == "BAAI/bge-small-en-v1.5"
+    assert (demo.config.model, demo.keep_alive, demo.config.max_num_seqs) == ("demo", 600.0, 32)
 
 
 def test_a_variant_sets_what_a_request_may() -> None:
