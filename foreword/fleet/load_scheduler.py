@@ -356,8 +356,8 @@ class LoadScheduler:
         models = [each for each in models if each.spec.device in self._shared_devices(device)]
         draining = [each for each in models if each.is_draining]
         left = shortage.without(draining, device)
-        if shortage.is_none or left.is_none:
-            return [] if shortage.is_none else draining
+        if shortage.is_none:
+            return []
         idle = [each for each in models if each.is_idle and not each.is_draining]
         busy = [each for each in models if not each.is_idle and not each.is_draining]
         busy.sort(key=lambda model: model.loaded_s)  # each has its turn

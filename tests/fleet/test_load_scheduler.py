@@ -215,6 +215,69 @@ CASES = (
         """,
     ),
     Case(
+        "nobody takes the memory that is being freed for another",
+        "A=5 B=5 C=10 D=4",
+        """
+        0 A1 -> load A
+        0 loaded A -> run A1
+        0 B1 -> load B
+        0 loaded B -> run B1
+        1 end A1 ->
+        1 end B1 ->
+        2 C1 -> unload A B
+        3 unloaded A ->
+        4 D1 ->
+        5 unloaded B -> load C
+        """,
+    ),
+    Case(
+        "an idle model stays idle for one that waits too long, here because another is being loaded",
+        "A=6 B=4 C=6",
+        """
+        0 A1 -> load A
+        0 loaded A -> run A1
+        1 end A1 ->
+        1 B1 -> load B
+        2 C1 ->
+        11 A2 -> run A2
+        11 end A2 ->
+        12 A3 ->
+        13 loaded B -> run B1, unload A
+        14 unloaded A -> load C
+        """,
+    ),
+    Case(
+        "the model that has been loaded the longest makes room, for the first that waits",
+        "A=5 B=5 C=5 D=10",
+        """
+        0 B1 -> load B
+        0 loaded B -> run B1
+        1 A1 -> load A
+        1 loaded A -> run A1
+        2 C1 ->
+        2 D1 ->
+        12 A2 -> run A2
+        13 B2 ->
+        14 end A1 ->
+        14 end A2 -> unload A
+        """,
+    ),
+    Case(
+        "with max_loaded, a model of another device makes room",
+        "A=1/gpu B=1/gpu C=1",
+        """
+        0 A1 -> load A
+        0 loaded A -> run A1
+        1 B1 -> load B
+        1 loaded B -> run B1
+        2 C1 ->
+        12 A2 ->
+        13 B2 -> run B2
+        14 end A1 -> unload A
+        """,
+        max_loaded=2,
+    ),
+    Case(
         "busy and pinned models are not evicted",
         "A=5/pinned B=5 C=5",
         """
@@ -417,7 +480,281 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# What the schedulers of llama-swap (a FIFO behind groups or a matrix of models) and of ollama are tested for,
+# by their events. "Excludes" means here: both do not fit. Left out are functions that this scheduler does not
+# have: unknown models, priorities, eviction costs, queue limits, shutdown, reloads for other options.
+PEER_CASES = (
+    Case(
+        "llama-swap: a loaded model answers at once",
+        "A=4/preload",
+        """
+        0 tick -> load A
+        0 loaded A ->
+        1 A1 -> run A1
+        """,
+    ),
+    Case(
+        "llama-swap: a request starts its model and is answered once it is loaded",
+        "A=4",
+        """
+        0 A1 -> load A
+        1 tick ->
+        2 loaded A -> run A1
+        """,
+    ),
+    Case(
+        "llama-swap: an error of the load is the answer of all that joined it",
+        "A=4",
+        """
+        0 A1 -> load A
+        0 A2 ->
+        1 failed A -> refuse A1:load_failed A2:load_failed
+        """,
+    ),
+    Case(
+        "llama-swap: what excludes a model that is being loaded waits for the load and for its answers",
+        "A=10 B=10",
+        """
+        0 A1 -> load A
+        0 B1 ->
+        1 loaded A -> run A1
+        2 end A1 -> unload A
+        3 unloaded A -> load B
+        """,
+    ),
+    Case(
+        "llama-swap: models that fit together load without eviction; there in parallel, here one by one",
+        "A=5 B=5",
+        """
+        0 A1 -> load A
+        0 B1 ->
+        1 loaded A -> run A1, load B
+        2 loaded B -> run B1
+        """,
+    ),
+    Case(
+        "llama-swap: a model that two others exclude is evicted once",
+        "X=8 A=4 B=4",
+        """
+        0 X1 -> load X
+        0 loaded X -> run X1
+        1 end X1 ->
+        2 A1 -> unload X
+        2 B1 ->
+        3 unloaded X -> load A
+        4 loaded A -> run A1, load B
+        5 loaded B -> run B1
+        """,
+    ),
+    Case(
+        "llama-swap: A B C A B C takes one load each",
+        "A=10 B=10 C=10",
+        """
+        0 A1 -> load A
+        0 B1 ->
+        0 C1 ->
+        0 A2 ->
+        0 B2 ->
+        0 C2 ->
+        1 loaded A -> run A1 A2
+        2 end A1 ->
+        2 end A2 -> unload A
+        3 unloaded A -> load B
+        3 loaded B -> run B1 B2
+        4 end B1 ->
+        4 end B2 -> unload B
+        5 unloaded B -> load C
+        5 loaded C -> run C1 C2
+        """,
+    ),
+    Case(
+        "llama-swap: no swap while one of several answers is open",
+        "A=10 B=10",
+        """
+        0 A1 -> load A
+        0 loaded A -> run A1
+        0 A2 -> run A2
+        1 B1 ->
+        2 end A1 ->
+        3 end A2 -> unload A
+        """,
+    ),
+    Case(
+        "llama-swap: who left before the load ended holds no model",
+        "A=10 B=10",
+        """
+        0 A1 -> load A
+        1 end A1 ->
+        2 loaded A ->
+        3 B1 -> unload A
+        """,
+    ),
+    Case(
+        "llama-swap: a withdrawn request causes no load",
+        "A=10 B=10",
+        """
+        0 A1 -> load A
+        0 B1 ->
+        1 end B1 ->
+        2 loaded A -> run A1
+        3 end A1 ->
+        """,
+    ),
+    Case(
+        "llama-swap: of the requests that joined a load, a withdrawn one is not admitted",
+        "A=4",
+        """
+        0 A1 -> load A
+        0 A2 ->
+        1 end A2 ->
+        2 loaded A -> run A1
+        """,
+    ),
+    Case(
+        "llama-swap: a request that has ended may end again",
+        "A=4",
+        """
+        0 A1 -> load A
+        0 loaded A -> run A1
+        1 end A1 ->
+        2 end A1 ->
+        3 end A9 ->
+        """,
+    ),
+    Case(
+        "llama-swap fails requests when their model is unloaded by hand; here they are answered before",
+        "A=10 B=10",
+        """
+        0 A1 -> load A
+        0 B1 ->
+        1 unload A ->
+        1 unload B ->
+        2 loaded A -> run A1
+        3 A2 ->
+        4 end A1 -> unload A
+        5 unloaded A -> load B
+        """,
+    ),
+    Case(
+        "llama-swap: a persistent model stays beside what is loaded later",
+        "A=5/pinned B=5",
+        """
+        0 tick -> load A
+        0 loaded A ->
+        1 B1 -> load B
+        2 loaded B -> run B1
+        """,
+    ),
+    Case(
+        "llama-swap: of equal choices the first defined is evicted; here the least recently used",
+        "A=5 B=5 C=5",
+        """
+        0 A1 -> load A
+        0 loaded A -> run A1
+        0 B1 -> load B
+        0 loaded B -> run B1
+        1 end B1 ->
+        2 end A1 ->
+        3 C1 -> unload B
+        """,
+    ),
+    Case(
+        "ollama: after a failed load the next attempt may succeed",
+        "A=10",
+        """
+        0 A1 -> load A
+        1 failed A -> refuse A1:load_failed
+        2 A2 -> load A
+        3 loaded A -> run A2
+        """,
+    ),
+    Case(
+        "ollama: a second request uses the runner of the first",
+        "A=10",
+        """
+        0 A1 -> load A
+        0 loaded A -> run A1
+        1 A2 -> run A2
+        """,
+    ),
+    Case(
+        "ollama: with one runner at most, the next model waits for the answers of the first",
+        "A=1 B=1",
+        """
+        0 A1 -> load A
+        0 loaded A -> run A1
+        1 B1 ->
+        2 end A1 -> unload A
+        3 unloaded A -> load B
+        """,
+        max_loaded=1,
+    ),
+    Case(
+        "ollama: models share a GPU, one runs on the CPU beside them, and a fourth waits for enough memory",
+        "A=1/gpu B=24/gpu C=30 D=30/gpu",
+        """
+        0 A1 -> load A
+        0 loaded A -> run A1
+        0 B1 -> load B
+        0 loaded B -> run B1
+        0 C1 -> load C
+        0 loaded C -> run C1
+        1 end A1 ->
+        2 D1 ->
+        3 end B1 -> unload A B
+        4 unloaded B ->
+        5 unloaded A -> load D
+        """,
+        limit=30,
+    ),
+    Case(
+        "ollama: the end of keep_alive under an open answer does nothing",
+        "A=4/keep1",
+        """
+        0 A1 -> load A
+        0 loaded A -> run A1
+        9 tick ->
+        10 end A1 ->
+        11 tick -> unload A
+        """,
+    ),
+    Case(
+        "ollama: an idle runner is unloaded rather than one that works",
+        "A=5 B=5 C=5",
+        """
+        0 A1 -> load A
+        0 loaded A -> run A1
+        0 B1 -> load B
+        0 loaded B -> run B1
+        1 end B1 ->
+        2 C1 -> unload B
+        """,
+    ),
+    Case(
+        "ollama: one that is asked to stop waits for its answers",
+        "A=5",
+        """
+        0 A1 -> load A
+        0 loaded A -> run A1
+        1 unload A ->
+        2 end A1 -> unload A
+        """,
+    ),
+    Case(
+        "ollama#18282: a model that can never fit evicts nobody",
+        "A=4 B=11",
+        """
+        0 A1 -> load A
+        0 loaded A -> run A1
+        1 end A1 ->
+        2 B1 -> refuse B1:does_not_fit
+        3 A2 -> run A2
+        """,
+    ),
+)
+
+
+@pytest.mark.parametrize("case", (*CASES, *PEER_CASES), ids=lambda case: case.name)
 def test_case(case: Case) -> None:
     check(case)
 
@@ -535,3 +872,51 @@ def test_failing_loads_lose_no_request(
     simulation = Simulation(case, fail_loads)
     simulation.run(requests)
     assert simulation.waited_s.keys() == simulation.submitted_s.keys()
+
+
+def test_memory_counts_by_device() -> None:
+    """Also of models that are being loaded or unloaded."""
+    scheduler = make_scheduler(Case("", "A=1 B=2/gpu C=4/gpu D=8", "", limit=12))
+    for model in "ABC":
+        scheduler.load(model)
+        assert scheduler.decide(0.0).load == model
+        scheduler.on_loaded(model, 0, 0.0)
+    scheduler.unload("B")
+    scheduler.load("D")
+    assert scheduler.decide(0.0) == Decision(load="D", unload=("B",))
+    assert (scheduler.used_bytes("cpu"), scheduler.used_bytes("gpu")) == (9, 6)
+    scheduler.on_unloaded("B")
+    assert scheduler.used_bytes("gpu") == 4
+
+
+def test_the_arithmetic_of_what_never_fits() -> None:
+    scheduler = make_scheduler(Case("", "A=7/pinned B=4 C=3", ""))
+    assert scheduler.why_not("B") == "B needs 4 B; models may use 10 B, of which pinned models take 7 B"
+    assert scheduler.why_not("C") is None
+    scheduler = make_scheduler(Case("", "A=1/pinned B=1", "", max_loaded=1))
+    assert scheduler.why_not("B") == "of 1 models at a time, 1 are pinned (A)"
+
+
+def test_refusals_say_when_to_try_again() -> None:
+    scheduler = make_scheduler(Case("", "A=4", ""))
+    for failures, backoff_s in ((1, 1.0), (2, 2.0), (3, 4.0)):
+        now_s = 100.0 * failures
+        scheduler.submit("A1", "A", now_s)
+        assert scheduler.decide(now_s).load == "A"
+        scheduler.on_load_failed("A", now_s)
+        (refusal,) = scheduler.decide(now_s).refused
+        assert refusal.retry_at_s == now_s + backoff_s
+
+
+def test_the_time_of_the_next_decision() -> None:
+    scheduler = make_scheduler(Case("", "A=10/keep5 B=10", ""))
+    scheduler.submit("A1", "A", 0.0)
+    assert scheduler.decide(0.0).wake_s is None, "the load will end"
+    scheduler.on_loaded("A", 0, 1.0)
+    assert scheduler.decide(1.0).wake_s is None
+    scheduler.end("A1", 2.0)
+    assert scheduler.decide(2.0).wake_s == 7.0, "keep_alive"
+    scheduler.submit("A2", "A", 3.0)
+    scheduler.decide(3.0)
+    scheduler.submit("B1", "B", 4.0)
+    assert scheduler.decide(4.0).wake_s == 14.0, "the wait of B is over"
