@@ -11,10 +11,10 @@ from foreword.config.hardware import format_cpus
 from foreword.config.memory import format_bytes
 from foreword.config.models_file import ModelEntry, ModelsConfig
 from foreword.config.options import parse_cpus
+from foreword.config.topology import read_machine
 from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import ForewordError
 from foreword.fleet.memory import FleetPlan, ModelPlan, plan_fleet
-from foreword.fleet.placement import read_machine
 
 __all__ = ["check_plan", "sets_that_fit"]
 

@@ -33,13 +33,14 @@ from foreword.config.resolve import (
     resolve,
     resolve_dtypes,
 )
+from foreword.config.topology import read_machine
 from foreword.engine_client.connection import EngineProcess
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.heartbeat import read_proc_stat
 from foreword.engine_client.messages import DescribeModels, ModelDescriptions
 from foreword.errors import ConfigError, ForewordError
 from foreword.fleet.load_scheduler import ModelSpec
-from foreword.fleet.placement import assign_gpus, read_machine
+from foreword.fleet.placement import assign_gpus
 from foreword.models.hub import resolve_path
 
 __all__ = ["FleetPlan", "ModelPlan", "describe_models", "make_fleet_plan", "plan_fleet", "resident_bytes"]
