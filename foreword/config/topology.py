@@ -22,7 +22,7 @@ class Machine:
     """What this process may use of the machine."""
 
     nodes: tuple[tuple[tuple[int, ...], ...], ...]  # NUMA nodes of cores of CPUs (hardware threads)
-    num_gpus: int = 0
+    gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
 
     @property
     def cpus(self) -> tuple[int, ...]:
@@ -35,10 +35,11 @@ def read_machine() -> Machine:
     nodes = [_read_cpus(file) & allowed for file in sorted(NODES.glob("node[0-9]*/cpulist"))]
     nodes.append(allowed - {cpu for node in nodes for cpu in node})
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    num_gpus = (
-        len(list(NVIDIA_GPUS.glob("*"))) if visible is None else len(list(filter(None, visible.split(","))))
-    )
-    return Machine(tuple(tuple(_cores_of(node)) for node in nodes if node), num_gpus)
+    if visible is None:
+        gpus = [str(number) for number, _ in enumerate(NVIDIA_GPUS.glob("*"))]
+    else:
+        gpus = [name.strip() for name in visible.split(",") if name.strip()]
+    return Machine(tuple(tuple(_cores_of(node)) for node in nodes if node), tuple(gpus))
 
 
 def _cores_of(cpus: set[int]) -> Iterable[tuple[int, ...]]:

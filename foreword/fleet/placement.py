@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from foreword.config.models_file import ModelsConfig
+from foreword.config.options import Config, parse_cpus
 from foreword.config.topology import Machine
+from foreword.engine_client.base import EngineClient
 
-__all__ = ["ThreadDemand", "assign_gpus", "share_threads"]
+__all__ = ["ThreadDemand", "ThreadSharing", "assign_gpus", "share_threads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,38 @@ def share_threads(demands: Mapping[str, ThreadDemand]) -> dict[str, int]:
     return {name: max(count, 1) for name, count in threads.items()}
 
 
+class ThreadSharing:
+    """Tells the engines that work how many threads each may use now."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._cpus = machine.cpus
+        self._threads: dict[EngineClient, int] = {}  # as told to the engines that work
+
+    def update(self, working: Mapping[str, tuple[EngineClient, Config]]) -> None:
+        """Call it when a model begins or ends to work.
+
+        working  engines with open answers and their options, by model
+        """
+        if [client for client, _ in working.values()] == list(self._threads):
+            return
+        threads = share_threads({name: self._demand(*each) for name, each in working.items()})
+        told, self._threads = self._threads, {}
+        for name, (client, _) in working.items():
+            self._threads[client] = threads[name]
+            if told.get(client) != threads[name]:
+                client.set_threads(threads[name])
+
+    def _demand(self, client: EngineClient, config: Config) -> ThreadDemand:
+        assert client.info is not None, "a model that works has a started engine"
+        cpus = self._cpus if config.cpus is None else parse_cpus(config.cpus)
+        return ThreadDemand(client.info.resolved.threads, cpus)
+
+
 def assign_gpus(models: ModelsConfig, machine: Machine) -> ModelsConfig:
     """A GPU for each model that names none, where there are several: the one with the fewest models."""
-    if machine.num_gpus < 2:
+    if len(machine.gpus) < 2:
         return models
-    taken = {str(gpu): 0 for gpu in range(machine.num_gpus)}
+    taken = dict.fromkeys(machine.gpus, 0)
     for entry in models.entries:
         for gpu in (entry.config.gpus or "").split(","):
             if gpu in taken:

@@ -71,6 +71,6 @@ def test_a_machine_of_two_nodes_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(topology, "NVIDIA_GPUS", tmp_path / "gpus")
     monkeypatch.setattr(topology.os, "sched_getaffinity", lambda pid: {0, 1, 2, 4, 5, 6, 7, 9})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert read_machine() == Machine((((0, 4), (1, 5)), ((2, 6), (7,)), ((9,),)), num_gpus=2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert read_machine().num_gpus == 1
+    assert read_machine() == Machine((((0, 4), (1, 5)), ((2, 6), (7,)), ((9,),)), gpus=("0", "1"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-5a")
+    assert read_machine().gpus == ("3", "GPU-5a")
