@@ -59,7 +59,10 @@ def resolve_paths(config: Config) -> Config:
     """Set `model` and `draft_model` to local paths, and apply `speculative_config`.
 
     The default model is the bundled demo. A bundled model's name as `draft_model` means its draft model.
+    Raises ConfigError for several models, CheckpointError for one that is not there.
     """
+    if config.models is not None:
+        raise ConfigError("models: several models need a server: foreword serve --models", "models")
     config = config.with_speculative_config()
     name = str(config.model or DEFAULT_MODEL)
     path = BUNDLED[name][0] if name in BUNDLED else resolve_path(name)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foreword import LLM, SamplingParams
-from foreword.checkpoint import prepare_checkpoint, read_tokenizer
+from foreword.checkpoint import prepare_checkpoint, read_tokenizer, resolve_paths
 from foreword.config.options import Config
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest
 from foreword.models.gguf.header import open_gguf
@@ -191,3 +191,8 @@ def test_gguf_file_with_empty_merges_loads(tmp_path: Path) -> None:
     llm = LLM(str(file), kv_cache_memory="400tokens", threads=1)
     assert llm.tokenizer.decode(llm.tokenizer.encode("the thing")) == "the thing"
     assert llm.generate("the", SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids
+
+
+def test_several_models_need_a_server() -> None:
+    with pytest.raises(ConfigError, match=r"several models need a server: foreword serve --models"):
+        resolve_paths(Config(models="a,b"))

@@ -234,13 +234,13 @@ FOREIGN_FLAGS: Mapping[str, tuple[ForeignFlag, ...]] = MappingProxyType(
             _same("-t", "--threads"),
             _refused("-tb --threads-batch", "use --threads N, for prompts and answers"),
             _ignored("--threads-http", "one process answers HTTP", num_args=1),
-            _refused("-C --cpu-mask --cpu-range --cpu-strict --prio --poll", "use taskset and --threads N"),
+            _refused("-C --cpu-mask --cpu-range --cpu-strict --prio --poll", "use --cpus and --threads N"),
             _refused("--numa", "use numactl"),
             _refused(
                 "-ngl --gpu-layers --n-gpu-layers", "use --device cuda or --device cpu: all layers or none"
             ),
             _refused("-sm --split-mode -ts --tensor-split", ONE_DEVICE),
-            _refused("-mg --main-gpu -dev", "use --device; the variable CUDA_VISIBLE_DEVICES chooses a GPU"),
+            _refused("-mg --main-gpu -dev", "use --device and --gpus"),
             _ignored("-fa --flash-attn", "attention is always fused", "on", "off", "auto", "1", "0"),
             _ignored("--mlock --no-mmap", "weights are packed into memory of their own"),
             _ignored("--no-warmup", "warm-up takes a moment, and measures what a step costs"),

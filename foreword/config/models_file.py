@@ -167,7 +167,10 @@ class _ModelsFile:
         own = {name: value for name, value in own.items() if value is not None and name not in self._given}
         self._config = replace(self._config, **own)
         defaults = self._read_defaults(*parts["defaults"]) if "defaults" in parts else {}
-        self._base = replace(_without_fleet(self._config), **defaults)
+        try:
+            self._base = replace(_without_fleet(self._config), **defaults)
+        except ConfigError as error:
+            raise ConfigError(f"{parts['defaults'][0]}: {error.message}", error.param) from None
         entries, places = [], {}
         where, node = parts["models"]
         for where, name, value in items_of(self._file, node, "`name: options` lines"):
@@ -209,16 +212,16 @@ class _ModelsFile:
         except ConfigError as error:
             place = values[error.param][1] if error.param in values else f"{where}: {name}"
             raise ConfigError(f"{place}: {error.message}", error.param) from None
-        keep_alive = _keep_alive_s(self._config.keep_alive)
+        keep_alive = self._config.keep_alive
         if "keep_alive" in extra:
-            keep_alive = _keep_alive_s(self._read_fleet_option("keep_alive", *extra["keep_alive"]))
+            keep_alive = self._read_fleet_option("keep_alive", *extra["keep_alive"]) or keep_alive
         pinned, preload = (
             each in extra and self._read_switch(each, *extra[each]) for each in ("pinned", "preload")
         )
         variants: tuple[ModelVariant, ...] = ()
         if "variants" in extra and not _is_null(extra["variants"][1]):
             variants = tuple(self._read_variants(name, config, extra["variants"][1]))
-        return ModelEntry(name, config, keep_alive, pinned, preload, variants)
+        return ModelEntry(name, config, _keep_alive_s(keep_alive), pinned, preload, variants)
 
     def _read_options(
         self, node: yaml.Node, more: tuple[str, ...] = ()
@@ -269,8 +272,6 @@ class _ModelsFile:
                     raise ConfigError(f"{where}: variants refer to each other in a circle: {names}", "models")
                 chain.append(parent)
                 merged = {**raw[parent][1], **merged}
-                if "variant_of" not in raw[parent][1]:
-                    merged.pop("variant_of", None)
             sampling = {key: merged[key] for key in SAMPLING_FIELDS if key in merged}
             yield ModelVariant(
                 f"{model}:{name}", sampling, merged.get("speculation"), merged.get("max_model_len")

@@ -93,16 +93,18 @@ def test_a_file(read) -> None:  # type: ignore[no-untyped-def]
             speculate: ngram
           demo:
           small: {preload: true, keep-alive: 90s, max_model_len: 4096}
+          last: {keep_alive: null}
         """
     )
-    qwen, demo, small = models.entries
+    qwen, demo, small, last = models.entries
     assert (models.memory_limit, models.max_loaded, models.max_swap_wait) == (48 << 30, 3, 5.0)
     assert (qwen.keep_alive, demo.keep_alive, small.keep_alive) == (None, 600.0, 90.0)
+    assert last.keep_alive == 600.0
     assert (qwen.pinned, qwen.preload, small.pinned, small.preload) == (True, False, False, True)
     assert qwen.names == ("qwen", "chat", "gpt-4o", "sql")
     assert (qwen.config.model, demo.config.model) == ("Qwen/Qwen3-4B", "demo")
-    assert [entry.config.speculate for entry in models.entries] == ["ngram", "off", "off"]
-    assert [entry.config.kv_cache_memory for entry in models.entries] == ["2GiB"] * 3
+    assert [entry.config.speculate for entry in models.entries] == ["ngram", "off", "off", "off"]
+    assert [entry.config.kv_cache_memory for entry in models.entries] == ["2GiB"] * 4
     assert small.config.max_model_len == 4096
 
 
@@ -218,6 +220,10 @@ def test_a_variant_sets_what_a_request_may() -> None:
         ("defaults: {draft_model: x}\nmodels: {a: }", "line 1: draft_model belongs to one model"),
         ("defaults:\n  threads: 0\nmodels: {a: }", "line 2: threads must be between"),
         ("defaults: {pinned: 1}\nmodels: {a: }", "line 1: unknown option 'pinned'"),
+        (
+            "defaults: {max_num_seqs: 64, max_num_batched_tokens: 32}\nmodels: {a: }",
+            "line 1: max_num_batched_tokens 32 is below max_num_seqs 64",
+        ),
         ("models:\n  a:\n  a:", "line 3: a is given twice, first in line 2"),
         ("models:\n  a:\n  b: {served_model_name: a}", "line 3: two models are called 'a': names of a and b"),
         ("models:\n  a: {lora_modules: [b=/x]}\n  b:", "line 3: two models are called 'b': names of a and b"),

@@ -180,6 +180,22 @@ def test_models_are_described_in_a_process_of_the_fork_server() -> None:
     assert [spec.name for spec in fleet.specs] == ["demo", "demo-vision"]
 
 
+def test_models_of_each_gpu_are_described_in_a_process_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA reads CUDA_VISIBLE_DEVICES once."""
+    asked: list[list[str | None]] = []
+
+    async def describe(configs: Sequence[Config], fork_server: ForkServer) -> list[Any]:
+        asked.append([config.gpus for config in configs])
+        return [config.model for config in configs]
+
+    monkeypatch.setattr(memory, "_describe_in_process", describe)
+    configs = [
+        Config(model=name, gpus=gpus) for name, gpus in (("a", "0"), ("b", "1"), ("c", "0"), ("d", None))
+    ]
+    described = asyncio.run(memory.describe_models(configs, ForkServer()))
+    assert (described, asked) == (["a", "b", "c", "d"], [["0", "0"], ["1"], [None]])
+
+
 def test_a_broken_checkpoint_ends_the_plan(tmp_path: Path) -> None:
     async def plan() -> None:
         fork_server = ForkServer()
