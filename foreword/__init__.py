@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from foreword.utils.version import __version__
+
 if TYPE_CHECKING:
     from foreword.config.lora import LoRARequest
     from foreword.core.outputs import Draft
@@ -35,7 +37,6 @@ __all__ = [
     "ToolCall",
     "__version__",
 ]
-__version__ = "0.1.0"
 
 _LAZY_EXPORTS = {
     "LLM": "foreword.llm",

@@ -28,6 +28,7 @@ __all__ = [
     "apply_options",
     "check_context",
     "has_chat_template",
+    "model_names",
     "prepare_checkpoint",
     "read_tokenizer",
     "resolve_paths",
@@ -95,6 +96,14 @@ def prepare_checkpoint(config: Config) -> CheckpointInfo:
     placeholders = () if processor is None else read_placeholder_ids(path)
     never_sampled_ids = tuple(sorted({*tokenizer.unassigned_ids(rows), *placeholders}))
     return CheckpointInfo(config, path, tokenizer, never_sampled_ids, processor)
+
+
+def model_names(config: Config, path: Path) -> tuple[str, ...]:
+    """The model's names in the API: --served-model-name, or the last part of its path or hub id."""
+    if names := config.served_names():
+        return names
+    bundled = next((name for name, (model, _) in BUNDLED.items() if model == path), None)
+    return (bundled or (config.model or path.name).rstrip("/").rsplit("/", 1)[-1],)
 
 
 def check_context(config: Config, path: Path) -> None:

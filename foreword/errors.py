@@ -16,6 +16,7 @@ __all__ = [
     "Forbidden",
     "ForewordError",
     "InvalidRequest",
+    "ModelLoadFailed",
     "ModelLoading",
     "ModelNotFound",
     "Overloaded",
@@ -200,6 +201,14 @@ class ModelLoading(ForewordError):
 
     status = 503
     code = "model_loading"
+    retry_after_s = 1.0
+
+
+class ModelLoadFailed(ForewordError):
+    """The model could not be loaded, or its engine is gone; others are served."""
+
+    status = 503
+    code = "model_load_failed"
     retry_after_s = 1.0
 
 

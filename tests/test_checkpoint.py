@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from foreword import LLM, SamplingParams
-from foreword.checkpoint import prepare_checkpoint, read_tokenizer, resolve_paths
+from foreword.checkpoint import model_names, prepare_checkpoint, read_tokenizer, resolve_paths
 from foreword.config.options import Config
+from foreword.demo import MODEL, VISION_MODEL
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest
 from foreword.models.gguf.header import open_gguf
 from foreword.tokenizer.tokenizer import Tokenizer
@@ -196,3 +197,11 @@ def test_gguf_file_with_empty_merges_loads(tmp_path: Path) -> None:
 def test_several_models_need_a_server() -> None:
     with pytest.raises(ConfigError, match=r"several models need a server: foreword serve --models"):
         resolve_paths(Config(models="a,b"))
+
+
+def test_model_names() -> None:
+    assert model_names(Config(served_model_name="x,y"), MODEL) == ("x", "y")
+    assert model_names(Config(), MODEL) == ("demo",)
+    assert model_names(Config(model=str(VISION_MODEL)), VISION_MODEL) == ("demo-vision",)
+    assert model_names(Config(model="org/name"), Path("/cache/snapshots/abc")) == ("name",)
+    assert model_names(Config(model="dir/name/"), Path("dir/name")) == ("name",)

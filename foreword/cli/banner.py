@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from pathlib import Path
+from collections.abc import Iterator
 
 from foreword.cli.terminal import format_count
 from foreword.config.memory import format_bytes
 from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo
-from foreword.demo import BUNDLED
 from foreword.embedding.client import EncoderInfo
+from foreword.fleet.memory import FleetPlan
 
 __all__ = [
     "banner_lines",
@@ -20,8 +20,7 @@ __all__ = [
     "encoder_line",
     "loading_line",
     "local_url",
-    "model_name",
-    "model_names",
+    "models_lines",
     "parse_loading_line",
     "speculation_line",
     "unix_address",
@@ -31,19 +30,6 @@ UNIX = "unix:"  # begins the address of a Unix socket
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 EXAMPLE_PROMPT = "What is speculative decoding?"
 SECOND_EXAMPLE_PROMPT = "What can you do?"  # with speculation off
-
-
-def model_name(config: Config, path: Path) -> str:
-    """The model's name in answers: the first of model_names()."""
-    return model_names(config, path)[0]
-
-
-def model_names(config: Config, path: Path) -> tuple[str, ...]:
-    """The model's names in the API: --served-model-name, or the last part of its path or hub id."""
-    if names := config.served_names():
-        return names
-    bundled = next((name for name, (model, _) in BUNDLED.items() if model == path), None)
-    return (bundled or (config.model or path.name).rstrip("/").rsplit("/", 1)[-1],)
 
 
 def local_url(host: str, port: int) -> str:
@@ -109,6 +95,30 @@ def parse_loading_line(line: str) -> dict[str, float] | None:
     if not line.startswith("loaded: "):
         return None
     return {stage: float(seconds) for stage, seconds in re.findall(r"(\w+) ([0-9.]+) s[,)]", line)}
+
+
+def models_lines(config: Config, plan: FleetPlan, url: str) -> Iterator[str]:
+    """The lines of a server of several models: each with its plan."""
+    limits = plan.memory_limits.items()
+    room = " and ".join(f"{format_bytes(limit)} of {device} memory" for device, limit in limits)
+    yield f"models: {len(plan.plans)}, loaded on demand into {room}"
+    for each in plan.plans:
+        entry = each.entry
+        parts = [f"{format_bytes(each.num_bytes)}"]
+        if entry.config.threads:
+            parts.append(f"{entry.config.threads} thread{'s' * (entry.config.threads > 1)}")
+        if entry.pinned:
+            parts.append("pinned")
+        elif entry.preload:
+            parts.append("loaded at the start")
+        if not entry.pinned and entry.keep_alive is not None:
+            parts.append(f"unloaded after {entry.keep_alive:g} s without use")
+        more = f" (also {', '.join(entry.names[1:])})" if entry.names[1:] else ""
+        yield f"  {entry.name}{more}: {', '.join(parts)}"
+    yield _address_line(url)
+    needs_key = bool(config.api_key or config.api_key_file)
+    yield f"try: {curl_line(url, plan.plans[0].entry.name, needs_key, SECOND_EXAMPLE_PROMPT)}"
+    yield from (f"warning: {text}" for text in _open_server_warning(config))
 
 
 def device_line(info: EngineInfo) -> str:

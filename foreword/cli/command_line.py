@@ -361,6 +361,8 @@ def _describe_start(args: argparse.Namespace, config: Config | None) -> str:
         return start
     if (url := _server_url(args)) is not None:
         return f"{args.command} at {url}"
+    if config.models is not None:
+        return f"{args.command}: reading {config.models}"
     draft = f" and {config.draft_model}" if config.runs_draft_model else ""
     return f"{start} {config.models or config.model or DEFAULT_MODEL}{draft}"
 

@@ -59,6 +59,13 @@ Beside the table there are prometheus_client's metrics of the API process (`proc
 prefix `{ENGINE_PROCESS}_`.
 """
 
+SEVERAL_HEADER = """
+## Only with several models
+
+Every series of a model then has its label `model`, `foreword_engine_process_*` too. What the server counts
+itself has none: `http_requests_total`, `ignored_message_fields_total`, rejections before the model is known.
+"""
+
 IMAGES_HEADER = """
 ## Only where the model sees pictures
 
@@ -172,7 +179,8 @@ def _foreign_answer(item: ForeignFlag) -> str:
 def metrics_page() -> str:
     """Tables of the metrics that always exist, of those of images, and of those of speculation."""
     sections = {
-        METRICS_HEADER: [row for row in CATALOG if not (row.speculative or row.multimodal)],
+        METRICS_HEADER: [row for row in CATALOG if not (row.speculative or row.multimodal or row.several)],
+        SEVERAL_HEADER: [row for row in CATALOG if row.several],
         IMAGES_HEADER: [row for row in CATALOG if row.multimodal],
         SPECULATION_HEADER: [row for row in CATALOG if row.speculative and not row.predictive],
         PREDICTION_HEADER: [row for row in CATALOG if row.predictive],

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from foreword.cli.banner import model_name, speculation_line
+from foreword.checkpoint import model_names
+from foreword.cli.banner import speculation_line
 from foreword.cli.client import ChatPiece, ChatResult, Tool
 from foreword.cli.flags import Message, engine_fields
 from foreword.cli.terminal import loading_bar
@@ -25,7 +26,7 @@ class LocalBackend:
     def __init__(self, config: Config) -> None:
         with loading_bar("loading") as progress:
             self._llm = LLM(on_progress=progress, **engine_fields(config))
-        self.name = model_name(config, Path(str(self._llm.config.model)))
+        self.name = model_names(config, Path(str(self._llm.config.model)))[0]
         self.speculation: str | None = speculation_line(self._llm.info)
         self.drafters: Sequence[str] | None = self._llm.info.resolved.drafters
         self.sampling_defaults: Mapping[str, Any] = self._llm.tokenizer.generation_config.as_dict()

@@ -32,11 +32,12 @@ from foreword.checkpoint import prepare_checkpoint
 from foreword.cli.batch_file import BatchLine, BatchOutput, InvalidLine, error_line, read_lines, success_line
 from foreword.cli.client import server_url
 from foreword.cli.flags import read_config
-from foreword.cli.server_stack import ServerStack
 from foreword.cli.startup import startup_line
 from foreword.cli.terminal import progress_bar, set_up_logging, stderr_console
 from foreword.config.options import Config
 from foreword.errors import ConfigError, EngineDead
+from foreword.fleet.server_stack import ServerStack
+from foreword.server.request_log import open_request_log
 
 __all__ = ["BatchClient", "BatchSummary", "answer_all", "run"]
 
@@ -152,10 +153,13 @@ async def _run(
 @asynccontextmanager
 async def _application(config: Config) -> AsyncIterator[FastAPI]:
     """The server's application with a running engine."""
-    async with ServerStack(prepare_checkpoint(config)) as server_stack:
+    async with (
+        open_request_log(config) as request_log,
+        ServerStack(prepare_checkpoint(config)) as server_stack,
+    ):
         await server_stack.start()
         startup_line.end()
-        app = server_stack.serving_app()
+        app = server_stack.serving_app(request_log)
         async with app.router.lifespan_context(app):
             yield app
 

@@ -1,6 +1,7 @@
-"""`foreword serve [MODEL]`: the API server in this process, the engine in its own.
+"""`foreword serve [MODEL]`: the API server in this process, each engine in its own.
 
-Exit codes: 0 after SIGTERM, 130 after Ctrl-C, 1 if the engine died, 2 if it could not start as configured.
+Exit codes: 0 after SIGTERM, 130 after Ctrl-C, 1 if the engine of the only model died, 2 if the server could
+not start as configured.
 """
 
 from __future__ import annotations
@@ -12,23 +13,28 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
-from foreword.cli.banner import banner_lines, local_url, unix_address
+from foreword.cli.banner import banner_lines, local_url, models_lines, unix_address
 from foreword.cli.flags import read_config
 from foreword.cli.listener import bind, bind_error, bind_unix
-from foreword.cli.server_stack import ServerStack
 from foreword.cli.startup import startup_line
 from foreword.cli.terminal import loading_bar, set_up_logging, stderr_console
 from foreword.cli.uvicorn_server import ShutdownSignals, UvicornServer, wait_first
+from foreword.config.models_file import ModelsConfig, read_models
 from foreword.config.options import Config
+from foreword.core.readiness import Readiness
 from foreword.engine_client.forkserver import ForkServer
-from foreword.server.app import SwappableApp
+from foreword.fleet.memory import FleetPlan, plan_fleet, resident_bytes
+from foreword.fleet.model_manager import ModelManager
+from foreword.fleet.server_stack import ServerStack
+from foreword.server.app import SwappableApp, loading_app, models_app
 from foreword.server.http_protocol import uvicorn_config
-from foreword.server.lifecycle import DrainState
+from foreword.server.lifecycle import DrainState, Health
+from foreword.server.request_log import open_request_log
 
 __all__ = ["run"]
 
@@ -44,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
     set_up_logging(config.log_level, config.log_format)
     raise_file_limit(config.max_connections + EXTRA_FILES)
     with bind(config.host, config.port) if config.uds is None else bind_unix(Path(config.uds)) as listener:
+        if config.models is not None:
+            models = read_models(config)
+            return asyncio.run(_run_several(config, models, listener, args.fork_server))
         return asyncio.run(_run(prepare_checkpoint(config), listener, args.fork_server))
 
 
@@ -66,12 +75,13 @@ async def _run(prepared: CheckpointInfo, listener: socket.socket, fork_server: F
     signals.install()
     started_s = time.perf_counter()
     async with AsyncExitStack() as stack:
+        request_log = await stack.enter_async_context(open_request_log(config))
         with loading_bar(f"loading {prepared.path.name}") as progress:
             server_stack = ServerStack(prepared, progress, fork_server)
-            await stack.enter_async_context(_kill_on_second_signal(server_stack, signals))
+            await stack.enter_async_context(_call_on_second_signal(server_stack.engine.skip_drain, signals))
             await stack.enter_async_context(server_stack)
-            app = SwappableApp(server_stack.loading_app(drain))
-            web_server = UvicornServer(uvicorn_config(app, config, server_stack.request_log), listener)
+            app = SwappableApp(server_stack.loading_app(drain, request_log))
+            web_server = UvicornServer(uvicorn_config(app, config, request_log), listener)
             try:
                 await stack.enter_async_context(web_server)
             except OSError as error:  # another process listens on the bound port
@@ -82,23 +92,69 @@ async def _run(prepared: CheckpointInfo, listener: socket.socket, fork_server: F
                     startup_line.end()
                     _print_line(config, "foreword serve: interrupted")
                 return signals.exit_code
-        serving_app = server_stack.serving_app(drain)
+        serving_app = server_stack.serving_app(request_log, drain)
         async with serving_app.router.lifespan_context(serving_app):
             app.app = serving_app
             gc.freeze()  # or a full collection would pause every stream
             _print_banner(server_stack, config, listener, time.perf_counter() - started_s)
-            return await _serve_until_shutdown(server_stack, web_server, drain, signals, config)
+            return await _serve_until_shutdown(server_stack.engine.dead, web_server, drain, signals, config)
+
+
+async def _run_several(
+    config: Config, models: ModelsConfig, listener: socket.socket, fork_server: ForkServer
+) -> int:
+    """Listen at once; models are loaded on demand. Returns the exit code."""
+    signals, drain = ShutdownSignals(), DrainState()
+    signals.install()
+    plan: FleetPlan | None = None
+
+    async def make_plan() -> None:
+        nonlocal plan
+        plan = await plan_fleet(models, fork_server)
+
+    async with AsyncExitStack() as stack:
+        request_log = await stack.enter_async_context(open_request_log(config))
+        app = SwappableApp(loading_app(Health(_Planning(), None, drain), config, request_log))
+        web_server = UvicornServer(uvicorn_config(app, config, request_log), listener)
+        try:
+            await stack.enter_async_context(web_server)
+        except OSError as error:  # another process listens on the bound port
+            raise bind_error(error, config.host, config.port) from None
+        index = await wait_first(signals.graceful.wait(), make_plan())
+        startup_line.end()
+        if index == 0:
+            return signals.exit_code
+        assert plan is not None
+        specs, limits = plan.specs, plan.memory_limits
+        manager = ModelManager(config, plan.models, specs, limits, resident_bytes, fork_server)
+        await stack.enter_async_context(_call_on_second_signal(manager.skip_drain, signals))
+        await stack.enter_async_context(manager)
+        serving_app = models_app(manager.models, Health(manager, None, drain), drain, request_log)
+        async with serving_app.router.lifespan_context(serving_app):
+            app.app = serving_app
+            gc.collect()
+            gc.freeze()  # or a full collection would pause every stream
+            for line in models_lines(config, plan, _url(config, listener)):
+                _print_line(config, line)
+            never = asyncio.Event()  # an engine that is gone for good ends its model, not the server
+            return await _serve_until_shutdown(never, web_server, drain, signals, config)
+
+
+class _Planning:
+    """State of a server that does not yet know whether its models fit."""
+
+    readiness = Readiness("loading", "the server reads its models")
 
 
 @asynccontextmanager
-async def _kill_on_second_signal(server_stack: ServerStack, signals: ShutdownSignals) -> AsyncIterator[None]:
-    """On the second SIGTERM, kill the engine instead of waiting for its step, even while it closes."""
+async def _call_on_second_signal(kill: Callable[[], None], signals: ShutdownSignals) -> AsyncIterator[None]:
+    """On the second SIGTERM, kill engines instead of waiting for their steps, even while they close."""
 
-    async def kill() -> None:
+    async def wait_and_kill() -> None:
         await signals.immediate.wait()
-        server_stack.engine.skip_drain()
+        kill()
 
-    task = asyncio.create_task(kill(), name="kill on second signal")
+    task = asyncio.create_task(wait_and_kill(), name="kill on second signal")
     try:
         yield
     finally:
@@ -106,15 +162,19 @@ async def _kill_on_second_signal(server_stack: ServerStack, signals: ShutdownSig
 
 
 def _print_banner(server_stack: ServerStack, config: Config, listener: socket.socket, load_s: float) -> None:
-    address = listener.getsockname()
-    url = unix_address(config.uds) if config.uds is not None else local_url(config.host, address[1])
-    info = server_stack.engine.info
+    url, info = _url(config, listener), server_stack.engine.info
     assert info is not None, "a started engine has info"
     encoder = server_stack.encoder.info if server_stack.encoder is not None else None
     for line in banner_lines(
         config, info, server_stack.name, url, load_s, encoder, server_stack.sampling_defaults
     ):
         _print_line(config, line)
+
+
+def _url(config: Config, listener: socket.socket) -> str:
+    if config.uds is not None:
+        return unix_address(config.uds)
+    return local_url(config.host, listener.getsockname()[1])
 
 
 def _print_line(config: Config, line: str) -> None:
@@ -125,23 +185,21 @@ def _print_line(config: Config, line: str) -> None:
 
 
 async def _serve_until_shutdown(
-    server_stack: ServerStack,
+    dead: asyncio.Event,
     server: UvicornServer,
     drain: DrainState,
     signals: ShutdownSignals,
     config: Config,
 ) -> int:
-    """Serve until a signal, or until the engine is dead; returns the exit code."""
-    if await wait_first(signals.graceful.wait(), server_stack.engine.dead.wait(), server.wait_stopped()) == 1:
+    """Serve until a signal, or until the engine is `dead`; returns the exit code."""
+    if await wait_first(signals.graceful.wait(), dead.wait(), server.wait_stopped()) == 1:
         logger.error("the engine is dead, its open requests failed; shutting down")
         await wait_first(signals.graceful.wait(), timeout_s=ENGINE_DEAD_GRACE_S)
         return 1
     drain.stopping = True
     if config.drain_delay:
         logger.info("shutting down in %g s: /ready says so, requests are still taken", config.drain_delay)
-        await wait_first(
-            signals.immediate.wait(), server_stack.engine.dead.wait(), timeout_s=config.drain_delay
-        )
+        await wait_first(signals.immediate.wait(), dead.wait(), timeout_s=config.drain_delay)
     drain.draining = True
     drain_s = config.drain_timeout
     logger.info("shutting down: %d open requests may finish within %g s", drain.num_open, drain_s)

@@ -74,6 +74,10 @@ class EncoderProcess:
             raise message
         return message
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def send(self, batch: EncodeBatch) -> None:
         """Never blocks."""
         self._writer.write(pack_message(batch))
@@ -118,6 +122,10 @@ class EncoderClient:
         self._process: EncoderProcess | None = None
         self._serve_task: asyncio.Task[None] | None = None
         self._crash_times: deque[float] = deque(maxlen=MAX_RESTARTS)
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
 
     @property
     def readiness(self) -> Readiness:

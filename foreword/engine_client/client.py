@@ -58,9 +58,10 @@ class SubprocessClient:
         vocabulary: Callable[[], Vocabulary],
         on_progress: OnLoadProgress | None = None,
         fork_server: ForkServer | None = None,
+        owns_fork_server: bool = True,
     ) -> None:
         """vocabulary  called in a thread, with the first grammar of each engine
-        fork_server    starts the engines; close() closes it
+        fork_server    starts the engines; close() closes it if this client owns it
         """
         self.info: EngineInfo | None = None
         self.alive = False
@@ -72,6 +73,7 @@ class SubprocessClient:
         self._vocabulary = vocabulary
         self._on_progress = on_progress
         self._fork_server = fork_server or ForkServer()
+        self._owns_fork_server = owns_fork_server
         self._process: EngineProcess | None = None
         self._serving = False  # the process accepts requests
         self._ready: asyncio.Future[EngineReady] | None = None
@@ -214,7 +216,8 @@ class SubprocessClient:
         if self._process is not None:
             force = self._is_drain_skipped or not self._health.ready
             await self._process.close(self._fork_server, force)
-        await self._fork_server.close()
+        if self._owns_fork_server:
+            await self._fork_server.close()
         self._fail_all("the engine was shut down")
 
     def skip_drain(self) -> None:

@@ -134,6 +134,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._is_warm = False  # all imports are done
+        self._spawn_lock = asyncio.Lock()  # clients may share the process
         self._pending_pid: asyncio.Future[int] | None = None
         self._exit_codes: dict[int, asyncio.Future[int | None]] = {}
 
@@ -175,6 +176,10 @@ class ForkServer:
 
     async def spawn(self, engine_fd: int) -> int:
         """Start an engine on this end of a socket; returns its pid. Raises ConfigError or OSError."""
+        async with self._spawn_lock:
+            return await self._spawn(engine_fd)
+
+    async def _spawn(self, engine_fd: int) -> int:
         for _ in range(2):
             if self._control is None:
                 await self._kill()

@@ -16,6 +16,7 @@ __all__ = [
     "PREFIX",
     "REJECT_REASONS",
     "STEP_STAGES",
+    "UNLOAD_REASONS",
     "VLLM_METRICS",
     "Metric",
     "VLLMMetric",
@@ -45,6 +46,7 @@ REJECT_REASONS = (
     "forbidden",
     "draining",
 )
+UNLOAD_REASONS = ("evicted", "keep_alive", "requested", "dead")
 EMBEDDING_TASKS = ("embed", "rank")
 EMBEDDING_FINISH_REASONS = ("done", "abort", "error")
 
@@ -77,6 +79,8 @@ class Metric:
     multimodal: bool = False  # exists only for vision-language models
     of_model: bool = True  # has the label MODEL_LABEL besides `labels`
     of_key: bool = False  # names API keys: only for scrapes with the key of an admin, where there is one
+    of_server: bool = False  # of several models, the server itself counts it, without their label
+    several: bool = False  # of those: exists only with several models
 
 
 def _gauge(name: str, help_: str) -> Metric:
@@ -88,7 +92,7 @@ def _counter(name: str, help_: str, *labels: str) -> Metric:
 
 
 def _key_counter(name: str, help_: str) -> Metric:
-    return Metric(name, "counter", help_, ("key", MODEL_LABEL), of_model=False, of_key=True)
+    return Metric(name, "counter", help_, ("key", MODEL_LABEL), of_model=False, of_key=True, of_server=True)
 
 
 def _histogram(name: str, help_: str, buckets: tuple[float, ...], *labels: str) -> Metric:
@@ -105,6 +109,12 @@ def _spec_metric(
     return Metric(name, metric_type, help_, labels, buckets, speculative=True)
 
 
+def _fleet_metric(
+    metric_type: str, name: str, help_: str, *labels: str, buckets: tuple[float, ...] = ()
+) -> Metric:
+    return Metric(name, metric_type, help_, labels, buckets, of_model=False, of_server=True, several=True)
+
+
 def _prediction_metric(name: str, help_: str) -> Metric:
     return Metric(name, "counter", help_, speculative=True, predictive=True)
 
@@ -117,6 +127,7 @@ CATALOG = (
         "HTTP responses since the model was loaded, by the route's template (`other`: none) and status.",
         ("route", "status"),
         of_model=False,
+        of_server=True,
     ),
     _key_counter("key_requests_total", "Requests that ended, by key and by the model's name in answers."),
     _key_counter("key_prompt_tokens_total", "Their prompt tokens, of prompts that got a first token."),
@@ -126,7 +137,32 @@ CATALOG = (
         "counter",
         "Writes to the usage database that failed or took longer than a second; they are repeated.",
         of_model=False,
+        of_server=True,
     ),
+    _fleet_metric("gauge", "models_loaded", "Models in memory."),
+    _fleet_metric(
+        "gauge", "model_memory_bytes", "Memory of a loaded model's processes (PSS), as measured.", MODEL_LABEL
+    ),
+    _fleet_metric("counter", "model_loads_total", "Loads of a model that succeeded.", MODEL_LABEL),
+    _fleet_metric("counter", "model_load_failures_total", "Loads of a model that failed.", MODEL_LABEL),
+    _fleet_metric(
+        "counter",
+        "model_unloads_total",
+        "Unloads of a model, by reason; `dead`: its engine could not be restarted.",
+        MODEL_LABEL,
+        "reason",
+    ),
+    _fleet_metric(
+        "histogram", "model_load_seconds", "Time to load a model.", MODEL_LABEL, buckets=LATENCY_BUCKETS_S
+    ),
+    _fleet_metric(
+        "histogram",
+        "model_wait_seconds",
+        "Time that a request waited for its model to be loaded.",
+        MODEL_LABEL,
+        buckets=LATENCY_BUCKETS_S,
+    ),
+    _fleet_metric("gauge", "model_waiting_requests", "Requests that wait for a model.", MODEL_LABEL),
     _gauge("requests_running", "Requests in the last step."),
     _gauge("requests_waiting", "Requests in the waiting queue."),
     _gauge("longest_running_tokens", "Output tokens of the longest running request."),
@@ -160,9 +196,18 @@ CATALOG = (
     _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
     _counter("preemptions_total", "Requests preempted to free KV blocks."),
     _counter("requests_finished_total", "Requests that ended, by reason.", "reason"),
-    _counter("requests_rejected_total", "Requests rejected before any work, by reason.", "reason"),
-    _counter(
-        "ignored_message_fields_total", "Unknown fields of messages and content parts, which are ignored."
+    Metric(
+        "requests_rejected_total",
+        "counter",
+        "Requests rejected before any work, by reason.",
+        ("reason",),
+        of_server=True,
+    ),
+    Metric(
+        "ignored_message_fields_total",
+        "counter",
+        "Unknown fields of messages and content parts, which are ignored.",
+        of_server=True,
     ),
     _counter("engine_restarts_total", "Engine restarts while the server runs."),
     _counter("engine_faults_total", "Engine errors that failed a single request, by stage.", "stage"),

@@ -17,17 +17,19 @@ from prometheus_client.utils import floatToGoString
 
 from foreword.metrics.definitions import CATALOG, MODEL_LABEL, PREFIX, VLLM_METRICS, Metric, VLLMMetric
 
-__all__ = ["CONTENT_TYPE", "ENGINE_PROCESS", "MetricsRegistry"]
+__all__ = ["CONTENT_TYPE", "ENGINE_PROCESS", "MetricsRegistry", "render_together"]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 ENGINE_PROCESS = f"{PREFIX}engine"  # prefix of the engine's process metrics
+VLLM_PREFIX = "vllm:"
 VLLM_ENGINE = {"engine": "0"}  # label of vLLM's data-parallel engines
 
 
 class MetricsRegistry:
-    """The metrics of one server. An unknown name is a KeyError.
+    """The metrics of one model, or of a server of several. An unknown name is a KeyError.
 
     speculative, predictive, multimodal  whether the metrics with this mark exist
+    of_server  only what a server of several models counts itself
     model   value of MODEL_LABEL; "" for none
     vllm    whether to export VLLM_METRICS too
     """
@@ -39,6 +41,7 @@ class MetricsRegistry:
         predictive: bool = True,
         model: str = "",
         vllm: bool = False,
+        of_server: bool = False,
     ) -> None:
         rows = [
             row
@@ -46,7 +49,9 @@ class MetricsRegistry:
             if row.speculative <= speculative
             and row.multimodal <= multimodal
             and row.predictive <= predictive
+            and row.several <= of_server <= row.of_server
         ]
+        self.model = model
         self._numbers = {row.name: _Numbers(row) for row in rows if not row.buckets}
         self._histograms = {row.name: _Histogram(row) for row in rows if row.buckets}
         self._registry = CollectorRegistry()
@@ -57,9 +62,15 @@ class MetricsRegistry:
 
     def add_processes(self, get_engine_pid: Callable[[], int | None]) -> None:
         """Export memory, processor time and open files of this process (`process_*`) and the engine's."""
-        ProcessCollector(registry=self._registry)
+        self.add_own_process()
+        self.add_engine_process(get_engine_pid)
+
+    def add_engine_process(self, get_engine_pid: Callable[[], int | None]) -> None:
         # Without an engine there is no such directory in /proc, and no series.
         ProcessCollector(ENGINE_PROCESS, lambda: get_engine_pid() or "none", registry=self._registry)
+
+    def add_own_process(self) -> None:
+        ProcessCollector(registry=self._registry)
 
     def add(self, name: str, amount: float, *labels: str) -> None:
         values = self._numbers[name].values
@@ -90,6 +101,34 @@ class MetricsRegistry:
         """Metrics in Prometheus' text format; `with_keys`: also those that name API keys."""
         self._collector.with_keys = with_keys
         return generate_latest(self._registry)
+
+
+def render_together(
+    server: MetricsRegistry, models: Iterable[MetricsRegistry], with_keys: bool = False
+) -> bytes:
+    """Metrics of several models as one text, as of render(): every sample of a model has its label."""
+    server._collector.with_keys = with_keys
+    families = {family.name: family for family in server._registry.collect()}
+    for registry in models:
+        for family in registry._registry.collect():
+            if family.name in ONLY_OF_SERVER:
+                continue
+            merged = families.setdefault(family.name, Family(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                is_vllm = family.name.startswith(VLLM_PREFIX)
+                labels = sample.labels if is_vllm else {MODEL_LABEL: registry.model, **sample.labels}
+                merged.samples.append(sample._replace(labels=labels))
+    return generate_latest(_Families(families.values()))
+
+
+class _Families(Collector):
+    """Families that are collected already."""
+
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        return self._families
 
 
 class _Numbers:
@@ -186,3 +225,9 @@ def _vllm_family(row: VLLMMetric, source: Family, labels: dict[str, str]) -> Fam
 def _family_name(name: str) -> str:
     """prometheus_client names a counter's family without `_total`."""
     return name.removesuffix("_total")
+
+
+# Families that a server of several models has once.
+ONLY_OF_SERVER = frozenset(
+    _family_name(PREFIX + row.name) for row in CATALOG if row.of_server and not row.of_model
+)

@@ -27,7 +27,7 @@ from foreword.metrics.request_stats import AnswerMetrics, ChoiceStats, RequestPr
 from foreword.metrics.spec_stats import SpecDecodeStats
 from foreword.metrics.tracing import current_span
 
-__all__ = ["MetricsRecorder"]
+__all__ = ["MetricsRecorder", "ServerCounters"]
 
 Number = TypeVar("Number", int, float)
 
@@ -73,8 +73,45 @@ class ParseCounts(Protocol):
     num_call_tokens: int
 
 
-class MetricsRecorder:
-    """Metrics of one server. Not thread-safe; no global state.
+class ServerCounters:
+    """Counts what happens before the model of a request is known, or to keys."""
+
+    def __init__(self, registry: MetricsRegistry) -> None:
+        self._registry = registry
+        self._key_series: set[tuple[str, str]] = set()
+        registry.init_series("requests_rejected_total", REJECT_REASONS)
+
+    def on_reject(self, reason: str) -> None:
+        """A request was rejected for one of REJECT_REASONS."""
+        self._registry.add("requests_rejected_total", 1, reason)
+
+    def on_http_response(self, route: str, status: int) -> None:
+        """An HTTP response was sent; `route` is a template."""
+        self._registry.add("http_requests_total", 1, route, str(status))
+
+    def on_usage(
+        self, key: str, model: str, requests: int, prompt_tokens: int, generated_tokens: int
+    ) -> None:
+        """A key used a model (its name in answers) since the last call for both."""
+        if len(self._key_series) < MAX_KEY_SERIES:
+            self._key_series.add((key, model))
+        if (key, model) not in self._key_series:
+            key = model = "other"
+        self._registry.add("key_requests_total", requests, key, model)
+        self._registry.add("key_prompt_tokens_total", prompt_tokens, key, model)
+        self._registry.add("key_generation_tokens_total", generated_tokens, key, model)
+
+    def on_usage_db_error(self) -> None:
+        """A write to the usage database failed or took too long."""
+        self._registry.add("usage_db_errors_total", 1)
+
+    def on_ignored_fields(self, num_fields: int) -> None:
+        """Unknown fields of messages and content parts were ignored."""
+        self._registry.add("ignored_message_fields_total", num_fields)
+
+
+class MetricsRecorder(ServerCounters):
+    """Metrics of one model, and of its server if that has no other. Not thread-safe; no global state.
 
     drafters        names of the drafters; without any, there are no speculation metrics
     log_interval_s  seconds between throughput lines; 0 for none
@@ -105,7 +142,6 @@ class MetricsRecorder:
         self._log_interval_s = log_interval_s
         self._max_loras = max_loras
         self._adapter_names: set[str] = set()
-        self._key_series: set[tuple[str, str]] = set()
         self.get_stats: Callable[[], StepStats] | None = None  # for gauges; None: those of the last step
         self._clock = clock
         self._live: dict[str, RequestProgress] = {}
@@ -118,7 +154,7 @@ class MetricsRecorder:
         self._busy_since_s = clock()
         self._logged_s = clock()
         model = "" if info is None else info[MODEL_LABEL]
-        self._registry = MetricsRegistry(bool(drafters), multimodal, predictive, model, vllm_metrics)
+        super().__init__(MetricsRegistry(bool(drafters), multimodal, predictive, model, vllm_metrics))
         if info is not None:
             self._registry.set("info", 1, *(info[label] for label in INFO_LABELS))
         self._init_series(num_positions)
@@ -128,7 +164,6 @@ class MetricsRecorder:
         init_series("requests_finished_total", FINISH_REASONS)
         init_series("step_seconds", [name for name in STEP_STAGES if name != DRAFT_STAGE or self._drafters])
         init_series("engine_faults_total", FAULT_STAGES)
-        init_series("requests_rejected_total", REJECT_REASONS)
         for name in ("step_seconds", "engine_faults_total") if self._multimodal else ():
             init_series(name, (ENCODE_STAGE,))
         for task in EMBEDDING_TASKS:
@@ -145,6 +180,10 @@ class MetricsRecorder:
     def add_processes(self, get_engine_pid: Callable[[], int | None]) -> None:
         """Export metrics of this process, and of the engine's; None: it does not run."""
         self._registry.add_processes(get_engine_pid)
+
+    def add_engine_process(self, get_engine_pid: Callable[[], int | None]) -> None:
+        """Export metrics of the engine's process; the server exports its own."""
+        self._registry.add_engine_process(get_engine_pid)
 
     def on_submit(self, request: Request) -> None:
         """A choice was submitted: "X-0", "X-1", ... of one prompt, all before any of them ends."""
@@ -187,34 +226,6 @@ class MetricsRecorder:
         progress = self._live.get(request.id)
         if progress is not None:
             self._finish(progress, "abort", self._clock())
-
-    def on_reject(self, reason: str) -> None:
-        """A request was rejected for one of REJECT_REASONS."""
-        self._registry.add("requests_rejected_total", 1, reason)
-
-    def on_http_response(self, route: str, status: int) -> None:
-        """An HTTP response was sent; `route` is a template."""
-        self._registry.add("http_requests_total", 1, route, str(status))
-
-    def on_usage(
-        self, key: str, model: str, requests: int, prompt_tokens: int, generated_tokens: int
-    ) -> None:
-        """A key used a model (its name in answers) since the last call for both."""
-        if len(self._key_series) < MAX_KEY_SERIES:
-            self._key_series.add((key, model))
-        if (key, model) not in self._key_series:
-            key = model = "other"
-        self._registry.add("key_requests_total", requests, key, model)
-        self._registry.add("key_prompt_tokens_total", prompt_tokens, key, model)
-        self._registry.add("key_generation_tokens_total", generated_tokens, key, model)
-
-    def on_usage_db_error(self) -> None:
-        """A write to the usage database failed or took too long."""
-        self._registry.add("usage_db_errors_total", 1)
-
-    def on_ignored_fields(self, num_fields: int) -> None:
-        """Unknown fields of messages and content parts were ignored."""
-        self._registry.add("ignored_message_fields_total", num_fields)
 
     def live_requests(self) -> Sequence[RequestProgress]:
         return list(self._live.values())
@@ -310,8 +321,17 @@ class MetricsRecorder:
         for name, seconds in DRAFTING_SECONDS.items() if self._predictive else ():
             self._registry.add(name, _delta(getattr(before, seconds), getattr(now, seconds)))
 
+    def on_unload(self) -> None:
+        """The engine is gone; one of a later load counts from zero."""
+        self._stats = StepStats()
+        self.get_stats = None
+
     def render(self, with_keys: bool = False) -> bytes:
         """The metrics as text of type prometheus.CONTENT_TYPE; `with_keys`: also those that name API keys."""
+        return self.collect().render(with_keys)
+
+    def collect(self) -> MetricsRegistry:
+        """The registry, with gauges of this moment."""
         stats = self._stats if self.get_stats is None else self.get_stats()
         for name in STEP_GAUGES:
             self._registry.set(name, getattr(stats, name))
@@ -330,7 +350,7 @@ class MetricsRecorder:
             }
             labels = names[True], names[False], str(self._max_loras)
             self._registry.set_only("lora_requests_info", time.time(), *labels)
-        return self._registry.render(with_keys)
+        return self._registry
 
     def _adapter_label(self, request: Request) -> str:
         """The adapter's name, for a limited number of names."""

@@ -21,7 +21,10 @@ RATE_WINDOW_S = 15.0  # time constant of the drain rate
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 # Paths that need no engine slot.
 NO_ENGINE_PATHS = frozenset(
-    {"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"}
+    {
+        *("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"),
+        *("/models/load", "/models/unload"),
+    }
 )
 
 

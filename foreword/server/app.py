@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,13 @@ from foreword.server.routes import (
     embeddings,
     health,
     info,
+    loading,
     messages,
     ranking,
     responses,
     tokenize,
 )
-from foreword.server.served_models import ServedModels
+from foreword.server.served_models import HeldModelsMiddleware, ServedModels
 from foreword.tokenizer.input_processor import ChatInputProcessor, open_image_loader
 from foreword.tokenizer.tokenizer import Tokenizer
 
@@ -64,6 +65,7 @@ ROUTES = (
     tokenize,
     health,
     info,
+    loading,
     adapters,
     admin,
 )
@@ -144,8 +146,9 @@ def make_context(
     processor: ImageProcessor | None,
     aliases: tuple[str, ...],
     chat_processor: ChatInputProcessor | None,
+    variants: Iterable[str] = (),  # names
 ) -> ServerContext:
-    """The context of a model, with the arguments of create_app(); models.add() serves it.
+    """The context of a started model, with the arguments of create_app().
 
     Raises CheckpointError, ConfigError.
     """
@@ -170,6 +173,7 @@ def make_context(
             config.adapters,
             config.any_model_name,
             Path(config.lora_dir) if config.lora_dir else None,
+            variants,
         ),
         grammar_checker=GrammarChecker(tokenizer.vocabulary),
         encoder=encoder,
@@ -209,6 +213,8 @@ def _make_image_intake(config: Config, processor: ImageProcessor, recorder: Metr
 def _add_middleware(app: FastAPI, models: ServedModels, drain: DrainState, request_log: RequestLog) -> None:
     """The middleware added last is the outermost."""
     config, on_refusal = models.config, models.recorder.on_reject
+    if models.loader is not None:
+        app.add_middleware(HeldModelsMiddleware)
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_mb * MB)
     app.add_middleware(AdmissionMiddleware, admission=models.admission)
     app.add_middleware(AuthenticationMiddleware, keys=models.keyring, on_refusal=on_refusal)
@@ -246,8 +252,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.gather(ticker, return_exceptions=True)
         request_log.flush(force=True)
         await models.usage.close()
-        for server in models.loaded:
-            await server.close()
+        if models.loader is None:
+            await models.default.close()
 
 
 async def _tick(models: ServedModels, request_log: RequestLog) -> None:

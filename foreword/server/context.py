@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from foreword.config.models_file import ModelVariant
 from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo
 from foreword.core.images import PromptImage
@@ -86,6 +87,7 @@ class ServerContext:
     image_intake: ImageIntake | None = None  # None: the model takes no images
     logged_keywords: set[str] = field(default_factory=set)  # of tools' schemas, which are not enforced
     render_semaphore: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RENDER_THREADS))
+    variant: ModelVariant | None = None  # the name that a request has used, if it is one of a variant
 
     async def close(self) -> None:
         """End the worker processes; the clients are the caller's."""
@@ -101,6 +103,28 @@ class ServerContext:
         if not self.client.alive:
             raise EngineDead("the engine is not running")
         return info
+
+    def as_variant(self, variant: ModelVariant) -> ServerContext:
+        """The same engine under a further name, with its defaults and its context."""
+        return replace(self, variant=variant)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer. Raises ModelLoading, EngineDead."""
+        limit = self.info().resolved.max_model_len
+        if self.variant is None or self.variant.max_model_len is None:
+            return limit
+        return min(limit, self.variant.max_model_len)
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Fields of SamplingParams for requests that leave them out; max_tokens is build_requests()'s."""
+        defaults: Mapping[str, Any] = self.tokenizer.generation_config.params
+        if self.variant is None:
+            return defaults
+        own = {name: value for name, value in self.variant.sampling.items() if name != "max_tokens"}
+        method = self.variant.speculation
+        return {**defaults, **own, **({} if method is None else {"speculation": Speculation(method)})}
 
     def probe_request(self, request_id: str) -> EngineRequest:
         """A greedy request for one token, without speculation."""
@@ -242,12 +266,14 @@ class ServerContext:
         """
         info = self.info()
         defaults = SamplingDefaults.from_config(self.config, self.tokenizer)
+        if self.variant is not None and "max_tokens" in self.variant.sampling:
+            defaults = replace(defaults, max_tokens=self.variant.sampling["max_tokens"])
         requests = make_requests(
             prompt_ids,
             params,
             self.tokenizer,
             request_id,
-            info.resolved.max_model_len,
+            self.max_model_len,
             replace(defaults, max_tokens=0) if runs_to_end else defaults,
             cache_salt=context.cache_salt,
             priority=context.priority,

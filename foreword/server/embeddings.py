@@ -143,7 +143,7 @@ class DecoderEmbedder:
         self._resolved = server.info().resolved
         self._pooling_config = server.pooling_config
         self.name = model.name
-        max_model_len = self._resolved.max_model_len
+        max_model_len = server.max_model_len
         self.max_tokens = min(max_model_len, self._pooling_config.max_tokens or max_model_len)
         self.vocab_size = min(server.info().vocab_size, server.tokenizer.vocab_size)
 

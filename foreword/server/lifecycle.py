@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from fastapi import Response
 from pydantic import BaseModel, Field
@@ -209,9 +209,16 @@ class HealthBody(BaseModel):
     error: HealthError | None = Field(description="null with status ok")
 
 
+class HasReadiness(Protocol):
+    """An engine, or several models."""
+
+    @property
+    def readiness(self) -> Readiness: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Health:
-    client: EngineClient
+    client: HasReadiness
     encoder: EncoderClient | None
     drain: DrainState
     probe: EngineProbe | None = None  # None while the engine is loading

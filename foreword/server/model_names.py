@@ -43,7 +43,7 @@ class ServedModel:
 
 
 class ModelNames:
-    """The generating model, the encoder if there is one, and LoRA adapters, which come and go."""
+    """The generating model, its variants and its encoder, and LoRA adapters, which come and go."""
 
     def __init__(
         self,
@@ -54,13 +54,16 @@ class ModelNames:
         modules: Iterable[LoraModule] = (),
         takes_any: bool = False,
         lora_dir: Path | None = None,
+        variants: Iterable[str] = (),
     ) -> None:
         """modules    adapters that the engine loads at its start
         takes_any  other names mean the generating model
+        variants   further names of the generating model, which answers bear
         lora_dir   what load_adapter() loads lies in it
         """
         self.model_name = model_name
         self._model_names = (model_name, *aliases)
+        self._variants = tuple(variants)
         self._client = client
         self._encoder = encoder
         self._modules = tuple(modules)
@@ -74,15 +77,18 @@ class ModelNames:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """The names of the generating model, of the encoder, and of adapters."""
+        """The names of the generating model, of its variants, of the encoder, and of adapters."""
         encoder = self._encoder.info if self._encoder is not None else None
-        return (*self._model_names, *(() if encoder is None else (encoder.name,)), *self._adapters)
+        encoders = () if encoder is None else (encoder.name,)
+        return (*self._model_names, *self._variants, *encoders, *self._adapters)
 
     def resolve(self, name: str | None) -> ServedModel:
         """What `name` stands for; None is the generating model. Raises ModelNotFound."""
         encoder = self._encoder.info if self._encoder is not None else None
         if name is None or name in self._model_names:
             return self._generating_model
+        if name in self._variants:
+            return ServedModel(name, (name, *self._model_names), self.model_name, self.model_name)
         if encoder is not None and name == encoder.name:
             return ServedModel(name, (name,), name, is_encoder=True)
         if name in self._adapters:
@@ -129,6 +135,11 @@ class ModelNames:
         if before is not None:
             await self._free(before)
         return self.resolve(name)
+
+    @property
+    def modules(self) -> tuple[LoraModule, ...]:
+        """The adapters, for an engine that is to load them at its start."""
+        return tuple(LoraModule(name, self._adapter_info(name).path) for name in self._adapters)
 
     def _find_adapter(self, path: str) -> Path:
         """The path within `lora_dir`, without links. Raises InvalidRequest."""

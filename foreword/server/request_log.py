@@ -5,12 +5,14 @@ Never a text or a key.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +20,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from foreword.config.options import Config
 from foreword.errors import ForewordError
-from foreword.metrics.tracing import RequestTracer, current_span
+from foreword.metrics.tracing import RequestTracer, current_span, open_tracer
 from foreword.server.auth.keys import PUBLIC_PATHS
 from foreword.server.http import CLIENT_CLOSED, REQUEST_ID_PATTERN, is_messages_path
+from foreword.utils.version import __version__
 
-__all__ = ["OTHER_ROUTE", "RequestLog", "RequestLogMiddleware", "RouteTable"]
+__all__ = ["OTHER_ROUTE", "RequestLog", "RequestLogMiddleware", "RouteTable", "open_request_log"]
 
 logger = logging.getLogger("foreword.serve")
 access_logger = logging.getLogger("foreword.access")
@@ -51,6 +55,17 @@ class RouteTable:
         if path in self._fixed:
             return path
         return next((name for pattern, name in self._patterns if pattern.match(path)), OTHER_ROUTE)
+
+
+@asynccontextmanager
+async def open_request_log(config: Config) -> AsyncIterator[RequestLog]:
+    """The log of a server, and its traces. Raises ConfigError."""
+    tracer = open_tracer(config.otlp_traces_endpoint, __version__)
+    try:
+        yield RequestLog(config.access_log, tracer=tracer)
+    finally:
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta, Token
 from foreword.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
+    "DONE_EVENT",
     "ChatResponseBuilder",
     "CompletionResponseBuilder",
     "ResponseBuilder",

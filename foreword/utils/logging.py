@@ -6,14 +6,26 @@ import json
 import logging
 import sys
 import traceback
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, TypeAlias
 
-__all__ = ["JSONFormatter", "RedactingFormatter", "set_up_logging"]
+__all__ = ["JSONFormatter", "RedactingFormatter", "log_model", "set_up_logging"]
 
 # As of sys.exc_info().
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+
+
+# The model that log lines of this task or callback are about, if the server has several.
+log_model: ContextVar[str] = ContextVar("log_model", default="")
+
+
+def _name_model(record: logging.LogRecord) -> bool:
+    """A filter that puts the model's name before the message."""
+    if name := log_model.get():
+        record.msg = f"{name.replace('%', '%%') if record.args else name}: {record.msg}"
+    return True
 
 
 class RedactingFormatter(logging.Formatter):
@@ -65,5 +77,6 @@ def set_up_logging(level: str, line_format: str, log_format: str = "text") -> No
     handler = logging.StreamHandler(sys.stderr)
     formatter = logging.Formatter if level.lower() == "debug" else RedactingFormatter
     text = formatter(line_format)
+    handler.addFilter(_name_model)
     handler.setFormatter(JSONFormatter(text) if log_format == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler])

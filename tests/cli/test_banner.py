@@ -3,7 +3,6 @@
 import json
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -13,13 +12,11 @@ from foreword.cli.banner import (
     device_line,
     loading_line,
     local_url,
-    model_name,
     parse_loading_line,
     speculation_line,
 )
 from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo, ResolvedConfig
-from foreword.demo import MODEL, VISION_MODEL
 
 RESOLVED = ResolvedConfig(
     device="cpu", dtype="bfloat16", weight_dtype="bfloat16", quantization=None, weight_format="bfloat16",
@@ -110,14 +107,6 @@ def test_loading_line_is_parsed() -> None:
 )
 def test_local_url(host: str, url: str) -> None:
     assert local_url(host, 8000) == url
-
-
-def test_model_name() -> None:
-    assert model_name(Config(served_model_name="x"), MODEL) == "x"
-    assert model_name(Config(), MODEL) == "demo"
-    assert model_name(Config(model=str(VISION_MODEL)), VISION_MODEL) == "demo-vision"
-    assert model_name(Config(model="org/name"), Path("/cache/snapshots/abc")) == "name"
-    assert model_name(Config(model="dir/name/"), Path("dir/name")) == "name"
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from typing import Any
 import httpx
 import pytest
 
-from foreword.cli import server_stack as backends
 from foreword.cli.batch_file import SUPPORTED_URLS, BatchLine, BatchOutput, InvalidLine, read_lines
 from foreword.cli.main import main
 from foreword.cli.run_batch import BatchClient, BatchSummary, answer_all
 from foreword.config.options import Config
 from foreword.errors import ConfigError, EngineDead
+from foreword.fleet import server_stack as backends
 from tests.server.conftest import run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput
 from tests.support.images import image_part

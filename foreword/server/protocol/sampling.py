@@ -142,7 +142,8 @@ class SamplingBody(StructuredBody, RequestBody):
         speculation = self.speculation
         if not isinstance(speculation, SpeculationBody):
             speculation = SpeculationBody(method=speculation)
-        method = "auto" if speculation.method is None else speculation.method
+        default: Speculation = defaults.get("speculation", Speculation())
+        method = default.method if speculation.method is None else speculation.method
         given: dict[str, Any] = {
             **{name: getattr(self, name) for name in PARAMS_FIELDS.intersection(SamplingBody.model_fields)},
             "stop": self.stop,

@@ -20,6 +20,7 @@ class LoadAdapterBody(StrictModel):
     lora_name: str
     lora_path: str
     load_inplace: bool = False
+    base_model_name: str | None = None  # of several models; default: the first
 
 
 class UnloadAdapterBody(StrictModel):
@@ -34,12 +35,15 @@ async def load_lora_adapter(
     """Load a LoRA adapter of --lora-dir under a name; needs --allow-runtime-lora-updating."""
     _check_allowed(models, permissions)
     models.check_fields(body, request)
-    server = await models.acquire(None, permissions, request)
+    base = models.find_allowed(body.base_model_name, permissions)
+    if any(model is not base and model.find(body.lora_name) for model in models.models):
+        raise InvalidRequest(f"a model is called {body.lora_name!r} already", "lora_name")
+    server = await models.acquire(body.base_model_name, permissions, request)
     try:
         await server.names.load_adapter(body.lora_name, body.lora_path, body.load_inplace)
     except CheckpointError as error:
         raise InvalidRequest(error.message, "lora_path") from None
-    return JSONResponse(model_card(models, server, body.lora_name))
+    return JSONResponse(model_card(models, body.lora_name))
 
 
 @router.post("/v1/unload_lora_adapter")
@@ -49,7 +53,7 @@ async def unload_lora_adapter(
     """Forget a LoRA adapter's name at once; answers once its last open request has ended."""
     _check_allowed(models, permissions)
     models.check_fields(body, request)
-    server = await models.acquire(None, permissions, request)
+    server = await models.acquire(body.lora_name, permissions, request)
     await server.names.unload_adapter(body.lora_name)
     return JSONResponse({"id": body.lora_name, "object": "model", "deleted": True})
 

@@ -24,7 +24,7 @@ async def chat_completions(
     models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request, body.stream)
     model = server.check_model(body.model, permissions)
-    params = server.resolve_params(body.params(server.tokenizer.generation_config.params))
+    params = server.resolve_params(body.params(server.sampling_defaults))
     options, header = response_options(body, params), response_header(server, "chatcmpl", params, model)
     context = server.request_context(permissions, body, body.timeout, model)
     task = ChatTask(

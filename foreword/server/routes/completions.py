@@ -29,7 +29,7 @@ async def completions(
     models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request, body.stream)
     model = server.check_model(body.model, permissions)
-    params = server.resolve_params(body.params(server.tokenizer.generation_config.params))
+    params = server.resolve_params(body.params(server.sampling_defaults))
     prompts = body.prompts()
     options = replace(response_options(body, params), logprobs=body.wants_logprobs)
     header = response_header(server, "cmpl", params, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from fastapi.responses import HTMLResponse
 from foreword.errors import Unauthorized
 from foreword.metrics.prometheus import CONTENT_TYPE
 from foreword.server.auth.keys import PermissionsDep, key_from_headers
-from foreword.server.context import ServerContext
 from foreword.server.http import JSONResponse
-from foreword.server.served_models import ModelsDep, ServedModels
+from foreword.server.model_names import ServedModel
+from foreword.server.served_models import ManagedModel, ModelsDep, ServedModels
 
 __all__ = ["model_card", "router"]
 
@@ -23,12 +24,8 @@ DOCS_PAGE = Path(__file__).parent.parent / "static" / "docs.html"  # self-contai
 
 @router.get("/v1/models")
 async def list_models(permissions: PermissionsDep, models: ModelsDep) -> Response:
-    """The models that this key may use, with their encoders and adapters."""
-    cards = [
-        model_card(models, server, name)
-        for server in models.loaded
-        for name in server.allowed_names(permissions)
-    ]
+    """The models that this key may use, with their variants, encoders and adapters."""
+    cards = [model_card(models, name) for name in models.allowed_names(permissions)]
     return JSONResponse({"object": "list", "data": cards})
 
 
@@ -37,38 +34,55 @@ async def get_model(name: str, permissions: PermissionsDep, models: ModelsDep) -
     """Facts of one model."""
     if not name:  # a slash at the end of the path
         return await list_models(permissions, models)
-    server = models.default
-    is_served = name in server.names.all
-    model = server.check_access(name, permissions)
-    return JSONResponse(model_card(models, server, name if is_served else model.name))
+    model = models.find_allowed(name, permissions)
+    return JSONResponse(model_card(models, name if name in model.names else model.name))
 
 
-def model_card(models: ServedModels, server: ServerContext, name: str) -> dict[str, Any]:
-    """A model as in /v1/models."""
-    model = server.names.resolve(name)
-    if not model.is_encoder:
-        info = server.client.info  # None while the engine is loading
-        max_model_len = info.resolved.max_model_len if info is not None else None
-        defaults = {"sampling_defaults": server.tokenizer.generation_config.as_dict()}
-    else:
-        assert server.encoder is not None and server.encoder.info is not None
-        max_model_len, defaults = server.encoder.info.max_tokens, {}
+def model_card(models: ServedModels, name: str) -> dict[str, Any]:
+    """A served name as in /v1/models."""
+    model = models.find(name)
+    served = None if model is None else model.find(name)
+    assert model is not None and served is not None, "a name of no model"
     return {
         "id": name,
         "object": "model",
         "created": models.created,
         "owned_by": "foreword",
-        "root": model.root,
-        "parent": model.parent,
-        "max_model_len": max_model_len,
-        **defaults,
+        "root": served.root,
+        "parent": served.parent,
+        **_limits(model, served),
+        "variant_of": model.name if name in model.variants else None,
+        **asdict(models.status(model)),
+        **_replicas(model, served),
     }
+
+
+def _limits(model: ManagedModel, served: ServedModel) -> dict[str, Any]:
+    """Of a model that is not loaded, those of its last engine."""
+    server, variant = model.context, model.variants.get(served.name)
+    if served.is_encoder:
+        encoder = None if server is None or server.encoder is None else server.encoder.info
+        return {"max_model_len": None if encoder is None else encoder.max_tokens}
+    info = None if server is None else server.client.info  # None while the engine is loading
+    limits = [model.max_model_len if info is None else info.resolved.max_model_len]
+    limits += [] if variant is None else [variant.max_model_len]
+    defaults = {} if server is None else server.tokenizer.generation_config.as_dict()
+    return {
+        "max_model_len": min((limit for limit in limits if limit is not None), default=None),
+        "sampling_defaults": {**defaults, **({} if variant is None else variant.sampling)},
+    }
+
+
+def _replicas(model: ManagedModel, served: ServedModel) -> dict[str, Any]:
+    """The engines of a loaded model."""
+    info = None if model.context is None or served.is_encoder else model.context.client.info
+    return {"fingerprint": None if info is None else served.fingerprint(info.fingerprint), "replicas": []}
 
 
 @router.get("/metrics")
 async def metrics(request: Request, models: ModelsDep) -> Response:
     """Metrics in Prometheus' text format; those by API key only with the key of an admin."""
-    text = models.recorder.render(with_keys=_may_see_keys(request, models))
+    text = models.render_metrics(with_keys=_may_see_keys(request, models))
     return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
 

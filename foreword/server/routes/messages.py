@@ -28,7 +28,7 @@ async def messages(
     """Answer a conversation, with Anthropic's bodies."""
     server = await models.acquire(body.model, permissions, request, body.stream)
     model = server.check_model(body.model, permissions)
-    params = server.resolve_params(body.params(server.tokenizer.generation_config.params))
+    params = server.resolve_params(body.params(server.sampling_defaults))
     context = server.request_context(permissions, body, body.timeout, model)
     conversation, task = _read_task(body, request, models, server, params)
     message_id = f"msg_{uuid.uuid4().hex}"

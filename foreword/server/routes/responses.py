@@ -52,7 +52,7 @@ async def create_response(
     """Answer a conversation of items."""
     server = await models.acquire(body.model, permissions, request, body.stream)
     model = server.check_model(body.model, permissions)
-    params = server.resolve_params(body.params(server.tokenizer.generation_config.params))
+    params = server.resolve_params(body.params(server.sampling_defaults))
     context = server.request_context(permissions, body, body.timeout, model)
     task, conversation, items = await _read_task(
         body, request, models, server, permissions.fairness_key, params
@@ -217,7 +217,7 @@ async def _drop_turns(
 
     A turn begins with a message of the user; the system message and the last turn stay.
     """
-    max_model_len = server.info().resolved.max_model_len
+    max_model_len = server.max_model_len
     wanted = task.params.max_tokens or max_model_len // DEFAULT_ROOM
     room = max(1, min(wanted, max_model_len // 2))
     head = 1 if task.messages[0]["role"] == "system" else 0

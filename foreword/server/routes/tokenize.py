@@ -52,8 +52,7 @@ async def tokenize(
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("either prompt or messages is required, and not both", "prompt")
     ids = await _token_ids(server, body, request, permissions)
-    max_model_len = server.info().resolved.max_model_len
-    result: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids}
+    result: dict[str, Any] = {"count": len(ids), "max_model_len": server.max_model_len, "tokens": ids}
     if body.return_token_strs:
         result["token_strs"] = [server.tokenizer.id_to_token(token_id) for token_id in ids]
     return JSONResponse(result)

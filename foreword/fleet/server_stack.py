@@ -1,17 +1,15 @@
-"""The processes of a server: the engine, and the encoder if one is configured."""
+"""The processes of one loaded model: its engine, and its encoder if one is configured."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
 from fastapi import FastAPI
 
-from foreword import __version__
-from foreword.checkpoint import CheckpointInfo
-from foreword.cli.banner import model_names
+from foreword.checkpoint import CheckpointInfo, model_names
 from foreword.config.resolve import EngineInfo
 from foreword.core.readiness import OnLoadProgress
 from foreword.embedding.client import EncoderClient
@@ -20,12 +18,14 @@ from foreword.engine_client.client import SubprocessClient
 from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import ConfigError
 from foreword.metrics.recorder import MetricsRecorder
-from foreword.metrics.tracing import open_tracer
-from foreword.server.app import create_app, loading_app
+from foreword.server.app import create_app, loading_app, make_context
+from foreword.server.context import ServerContext
 from foreword.server.lifecycle import DrainState, Health
 from foreword.server.model_names import check_adapter_names
 from foreword.server.request_log import RequestLog
+from foreword.server.served_models import ServedModels
 from foreword.tokenizer.input_processor import ChatInputProcessor
+from foreword.utils.version import __version__
 
 __all__ = ["ServerStack"]
 
@@ -38,18 +38,19 @@ class ServerStack:
         prepared: CheckpointInfo,
         on_progress: OnLoadProgress | None = None,
         fork_server: ForkServer | None = None,
+        owns_fork_server: bool = True,
     ) -> None:
+        """Raises ConfigError. `owns_fork_server`: it ends with this stack."""
         self.name, *self._aliases = model_names(prepared.config, prepared.path)  # in the API
         check_adapter_names(prepared.config.adapters, (self.name, *self._aliases))
         self.sampling_defaults = str(prepared.tokenizer.generation_config)  # in words
-        tracer = open_tracer(prepared.config.otlp_traces_endpoint, __version__)
-        self.request_log = RequestLog(prepared.config.access_log, tracer=tracer)
         self.engine = SubprocessClient(
             prepared.config,
             prepared.never_sampled_ids,
             prepared.tokenizer.vocabulary,
             on_progress,
             fork_server,
+            owns_fork_server,
         )
         self.encoder = EncoderClient(prepared.config) if prepared.config.embedding_model else None
         self._prepared = prepared
@@ -76,6 +77,12 @@ class ServerStack:
             )
         return info
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes that run."""
+        encoder = None if self.encoder is None else self.encoder.pid
+        return tuple(pid for pid in (self.engine.pid, encoder) if pid is not None)
+
     async def _make_chat_processor(self) -> None:
         """Compile the template and detect its tool format, in a thread. Raises CheckpointError."""
         prepared, config = self._prepared, self._prepared.config
@@ -83,29 +90,51 @@ class ServerStack:
             ChatInputProcessor, prepared.tokenizer, prepared.processor, config.max_images, config.tool_format
         )
 
-    def loading_app(self, drain: DrainState) -> FastAPI:
+    def loading_app(self, drain: DrainState, request_log: RequestLog) -> FastAPI:
         """The application until start() has returned."""
-        return loading_app(Health(self.engine, self.encoder, drain), self._prepared.config, self.request_log)
+        return loading_app(Health(self.engine, self.encoder, drain), self._prepared.config, request_log)
 
-    def serving_app(self, drain: DrainState | None = None) -> FastAPI:
+    def serving_app(self, request_log: RequestLog, drain: DrainState | None = None) -> FastAPI:
         """The application of the started server."""
-        prepared = self._prepared
+        prepared, recorder = self._prepared, self.make_recorder()
+        recorder.add_processes(lambda: self.engine.pid)
         return create_app(
             prepared.config,
             self.engine,
             prepared.tokenizer,
-            self._make_recorder(),
+            recorder,
             self.name,
             self.encoder,
             self._pooling_config,
             drain,
             prepared.processor,
             tuple(self._aliases),
-            self.request_log,
+            request_log,
             self._chat_processor,
         )
 
-    def _make_recorder(self) -> MetricsRecorder:
+    def make_context(
+        self, models: ServedModels, recorder: MetricsRecorder, variants: Iterable[str]
+    ) -> ServerContext:
+        """The started model as one of several. Raises CheckpointError, ConfigError."""
+        prepared = self._prepared
+        return make_context(
+            models,
+            prepared.config,
+            self.engine,
+            prepared.tokenizer,
+            recorder,
+            self.name,
+            self.encoder,
+            self._pooling_config,
+            prepared.processor,
+            tuple(self._aliases),
+            self._chat_processor,
+            variants,
+        )
+
+    def make_recorder(self) -> MetricsRecorder:
+        """Metrics of the started model."""
         config, info = self._prepared.config, self.engine.info
         assert info is not None, "a started engine has info"
         recorder = MetricsRecorder(
@@ -118,7 +147,6 @@ class ServerStack:
             vllm_metrics=config.vllm_metrics,
             max_loras=info.resolved.max_loras,
         )
-        recorder.add_processes(lambda: self.engine.pid)
         return recorder
 
     async def __aenter__(self) -> ServerStack:
@@ -130,8 +158,6 @@ class ServerStack:
         if self.encoder is not None:
             await self.encoder.close()
         await self.engine.close()
-        if self.request_log.tracer is not None:
-            await asyncio.to_thread(self.request_log.tracer.close)
 
 
 def _info_labels(name: str, info: EngineInfo) -> Mapping[str, str]:
