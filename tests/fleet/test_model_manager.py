@@ -259,8 +259,7 @@ async def test_operator_loads_pins_and_unloads(monkeypatch: pytest.MonkeyPatch) 
         for name in ("b", "c", "b"):
             assert (await fakes.ask(model=name)).status == 200
         assert fakes.loads == ["a", "b", "c", "b"] and fakes.loaded == {"a", "b"}
-        await fakes.ask("/models/unload", model="a")
-        await wait_until_async(lambda: fakes.loaded == {"b"})
+        await fakes.unload("a")
         text = (await fakes.get("/metrics")).text
         assert 'foreword_model_unloads_total{model="a",reason="requested"} 1.0' in text
         assert 'foreword_model_unloads_total{model="b",reason="evicted"} 1.0' in text
@@ -287,8 +286,7 @@ async def test_metrics_have_the_label_of_their_model_and_counters_never_fall(
     async with fleet(monkeypatch, "a", "b") as fakes:
         for name in ("a", "b", "a"):
             await fakes.ask(model=name)
-        await fakes.ask("/models/unload", model="a")
-        await wait_until_async(lambda: fakes.loaded == {"b"})
+        await fakes.unload("a")
         await fakes.ask(model="a")
         families = list(text_string_to_metric_families((await fakes.get("/metrics")).text))
         names = [family.name for family in families]
@@ -337,8 +335,7 @@ async def test_adapters_loaded_by_clients_come_back_with_their_model(
         card = (await fakes.ask("/v1/load_lora_adapter", **load)).json()
         assert (card["id"], card["parent"]) == ("tuned", "b")
         assert (await fakes.ask("/v1/load_lora_adapter", **{**load, "lora_name": "a"})).status == 400
-        await fakes.ask("/models/unload", model="b")
-        await wait_until_async(lambda: not fakes.loaded)
+        await fakes.unload("b")
         assert (await fakes.card("tuned"))["status"] == "unloaded"
         fakes.call(model="tuned")
         await wait_until_async(lambda: fakes.loads == ["b", "b"])

@@ -30,7 +30,7 @@ from foreword.server.lifecycle import DrainState, Health
 from foreword.server.request_log import RequestLog
 from foreword.server.served_models import ServedModels
 from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
-from tests.support.waiting import WAIT_S
+from tests.support.waiting import WAIT_S, wait_until_async
 
 __all__ = ["CHAT", "Call", "FakeFleet", "fleet"]
 
@@ -138,6 +138,10 @@ class FakeFleet:
 
     async def get(self, path: str, key: str = "") -> Call:
         return await Call(self.app, "GET", path, b"", key).ended()
+
+    async def unload(self, name: str) -> None:
+        assert (await self.ask("/models/unload", model=name)).status == 200
+        await wait_until_async(lambda: self.manager.status(name).status == "unloaded")
 
     async def card(self, name: str) -> dict[str, Any]:
         """A model in /v1/models."""
