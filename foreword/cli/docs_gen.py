@@ -63,7 +63,8 @@ SEVERAL_HEADER = """
 ## Only with several models
 
 Every series of a model then has its label `model`, `foreword_engine_process_*` too. What the server counts
-itself has none: `http_requests_total`, `ignored_message_fields_total`, rejections before the model is known.
+itself has none: `http_requests_total`, `ignored_message_fields_total`, `usage_db_errors_total`, rejections
+before the model is known.
 """
 
 IMAGES_HEADER = """

@@ -17,10 +17,12 @@ from foreword.config.lora import LoraModule
 from foreword.config.memory import format_bytes
 from foreword.config.models_file import ModelEntry, ModelsConfig
 from foreword.config.options import Config
+from foreword.config.topology import read_machine
 from foreword.core.readiness import Readiness
 from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import ForewordError, InvalidRequest, ModelLoadFailed, RequestFailed, ShuttingDown
 from foreword.fleet.load_scheduler import LoadScheduler, ModelSpec, Refusal
+from foreword.fleet.placement import ThreadSharing
 from foreword.fleet.server_stack import ServerStack
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.metrics.server_metrics import ServerMetrics
@@ -78,6 +80,7 @@ class ModelManager:
         self._fork_server = fork_server or ForkServer()
         self._hosts = {entry.name: _Host(entry, _make_model(entry), entry.config) for entry in models.entries}
         self._metrics = ServerMetrics(self._hosts)
+        self._threads = ThreadSharing(read_machine())
         hosted = [host.model for host in self._hosts.values()]
         self.models = ServedModels(config, self._metrics, hosted, self)
         self._waiting: dict[str, asyncio.Future[None]] = {}  # by request id, until admission or refusal
@@ -196,12 +199,22 @@ class ModelManager:
             self._start_unload(self._unload(host, self._unload_reason(host, now)))
         if decision.load is not None:
             self._start(self._load(self._hosts[decision.load]))
+        self._share_threads()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if decision.wake_s is not None:
             delay_s = max(decision.wake_s - time.monotonic(), 0.0)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._decide)
+
+    def _share_threads(self) -> None:
+        """Divide the cores among the engines with open answers."""
+        working = {
+            name: (host.model.context.client, host.config)
+            for name, host in self._hosts.items()
+            if host.model.context is not None and self._scheduler.num_open(name)
+        }
+        self._threads.update(working)
 
     def _refuse(self, refusal: Refusal, now_s: float) -> None:
         loaded = self._waiting.pop(refusal.request_id, None)

@@ -311,6 +311,7 @@ async def test_metrics_have_the_label_of_their_model_and_counters_never_fall(
             "foreword_ignored_message_fields_total",
             "foreword_models_loaded",
             "foreword_requests_rejected_total",
+            "foreword_usage_db_errors_total",
         }
 
 

@@ -12,8 +12,8 @@ from foreword.metrics.tracing import open_tracer
 def test_packages_are_not_imported_without_an_endpoint() -> None:
     code = """
 import sys
-from foreword.cli import server_stack
-server_stack.open_tracer(None, "0")
+from foreword.server import request_log
+request_log.open_tracer(None, "0")
 print([name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
