@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
@@ -34,12 +34,18 @@ from foreword.cli.client import server_url
 from foreword.cli.flags import read_config
 from foreword.cli.startup import startup_line
 from foreword.cli.terminal import progress_bar, set_up_logging, stderr_console
+from foreword.config.models_file import ModelsConfig, read_models
 from foreword.config.options import Config
-from foreword.errors import ConfigError, EngineDead
+from foreword.engine_client.forkserver import ForkServer
+from foreword.errors import ConfigError, EngineDead, ModelLoadFailed
+from foreword.fleet.memory import plan_fleet
+from foreword.fleet.model_manager import ModelManager
 from foreword.fleet.server_stack import ServerStack
+from foreword.server.app import models_app
+from foreword.server.lifecycle import DrainState, Health
 from foreword.server.request_log import open_request_log
 
-__all__ = ["BatchClient", "BatchSummary", "answer_all", "run"]
+__all__ = ["BatchClient", "BatchSummary", "answer_all", "lines_by_model", "run"]
 
 SERVER_GONE_S = 30.0  # pauses without an answer after which a remote server counts as gone
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 5.0  # between tries where the server does not say when
@@ -94,7 +100,10 @@ def run(args: argparse.Namespace) -> int:
     with BatchOutput(target) as output:
         try:
             with progress_bar(MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()) as progress:
-                items = _pending_lines(source, output, summary, progress, total)
+                lines = read_lines(source)
+                if args.url is None and config.models is not None:
+                    lines = lines_by_model(source, read_models(config))
+                items = _pending_lines(lines, output, summary, progress, total)
                 if (first := next(items, None)) is not None:
                     say = partial(progress.console.print, markup=False)
                     asyncio.run(_run(config, args, chain([first], items), output, summary, say))
@@ -114,12 +123,31 @@ def _check_url(text: str) -> None:
         raise ConfigError(f"--url must be like http://127.0.0.1:8000, got {text!r:.200}", "url")
 
 
+def lines_by_model(source: Path, models: ModelsConfig) -> Iterator[BatchLine | InvalidLine]:
+    """The lines grouped by model, so that each is loaded once; the file is read once for each model."""
+    owners = {name: entry.name for entry in models.entries for name in entry.names}
+
+    def owner(item: BatchLine | InvalidLine) -> str | None:
+        """The name of its model; None for a line that no model answers."""
+        if not isinstance(item, BatchLine):
+            return None
+        name = item.body.get("model")
+        return owners.get(name) if isinstance(name, str) else models.entries[0].name
+
+    for group in dict.fromkeys(map(owner, read_lines(source))):
+        yield from (item for item in read_lines(source) if owner(item) == group)
+
+
 def _pending_lines(
-    source: Path, output: BatchOutput, summary: BatchSummary, progress: Progress, total: int
+    lines: Iterable[BatchLine | InvalidLine],
+    output: BatchOutput,
+    summary: BatchSummary,
+    progress: Progress,
+    total: int,
 ) -> Iterator[BatchLine | InvalidLine]:
     """The lines without a result. Progress counts a line when the next one is taken."""
     task = progress.add_task("answering", total=total)
-    for item in read_lines(source):
+    for item in lines:
         if output.contains(item):
             summary.done += 1
         else:
@@ -142,26 +170,44 @@ async def _run(
             return await answer_all(client, items, output, summary, args.concurrency or REMOTE_CONCURRENCY)
     # No other client can connect, so keys are not needed and requests may wait.
     config = replace(config, api_key=None, api_key_file=None, queue_timeout=0.0)
+    # The model of an engine that is gone is loaded again, where there are several.
+    application, gone_s = (_application, 0.0) if config.models is None else (_several_models, SERVER_GONE_S)
     async with (
-        _application(config) as app,
+        application(config) as (app, max_num_seqs),
         _http_client(IN_PROCESS, config, ASGITransport(app, raise_app_exceptions=False)) as http,
     ):
-        concurrency = args.concurrency or 2 * app.state.models.default.info().resolved.max_num_seqs
-        await answer_all(BatchClient(http), items, output, summary, concurrency)
+        concurrency = args.concurrency or 2 * max_num_seqs
+        await answer_all(BatchClient(http, gone_s, say), items, output, summary, concurrency)
 
 
 @asynccontextmanager
-async def _application(config: Config) -> AsyncIterator[FastAPI]:
-    """The server's application with a running engine."""
+async def _application(config: Config) -> AsyncIterator[tuple[FastAPI, int]]:
+    """The server's application with a running engine, and what that runs at a time."""
     async with (
         open_request_log(config) as request_log,
         ServerStack(prepare_checkpoint(config)) as server_stack,
     ):
-        await server_stack.start()
+        info = await server_stack.start()
         startup_line.end()
         app = server_stack.serving_app(request_log)
         async with app.router.lifespan_context(app):
-            yield app
+            yield app, info.resolved.max_num_seqs
+
+
+@asynccontextmanager
+async def _several_models(config: Config) -> AsyncIterator[tuple[FastAPI, int]]:
+    """The application of several models, and what the largest of them runs at a time."""
+    with ForkServer() as fork_server:
+        plan = await plan_fleet(read_models(config), fork_server)
+        async with (
+            open_request_log(config) as request_log,
+            ModelManager(config, plan, fork_server) as manager,
+        ):
+            startup_line.end()
+            drain = DrainState()
+            app = models_app(manager.models, Health(manager, None, drain), drain, request_log)
+            async with app.router.lifespan_context(app):
+                yield app, max(each.resolved.max_num_seqs for each in plan.plans)
 
 
 def _http_client(
@@ -240,7 +286,7 @@ class BatchClient:
                 status, reason = None, str(error) or type(error).__name__
             else:
                 status, reason = response.status_code, f"status {response.status_code}"
-                if status not in RETRIED:
+                if status not in RETRIED or _is_load_failure(response):
                     return response
                 retry_after_s = _retry_after_s(response)
             is_alive = status == 429 or retry_after_s is not None
@@ -264,6 +310,13 @@ class BatchClient:
             await self._sleep(seconds)
         finally:
             self._num_waiting -= 1
+
+
+def _is_load_failure(response: httpx.Response) -> bool:
+    """Whether the model of the line cannot be loaded; lines of other models are answered."""
+    body = _response_body(response)
+    error = body.get("error") if isinstance(body, dict) else None
+    return isinstance(error, dict) and error.get("code") == ModelLoadFailed.code
 
 
 def _retry_after_s(response: httpx.Response) -> float | None:

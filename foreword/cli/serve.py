@@ -28,7 +28,7 @@ from foreword.config.models_file import ModelsConfig, read_models
 from foreword.config.options import Config
 from foreword.core.readiness import Readiness
 from foreword.engine_client.forkserver import ForkServer
-from foreword.fleet.memory import FleetPlan, plan_fleet, resident_bytes
+from foreword.fleet.memory import FleetPlan, plan_fleet
 from foreword.fleet.model_manager import ModelManager
 from foreword.fleet.server_stack import ServerStack
 from foreword.server.app import SwappableApp, loading_app, models_app
@@ -125,8 +125,7 @@ async def _run_several(
         if index == 0:
             return signals.exit_code
         assert plan is not None
-        specs, limits = plan.specs, plan.memory_limits
-        manager = ModelManager(config, plan.models, specs, limits, resident_bytes, fork_server)
+        manager = ModelManager(config, plan, fork_server)
         await stack.enter_async_context(_call_on_second_signal(manager.skip_drain, signals))
         await stack.enter_async_context(manager)
         serving_app = models_app(manager.models, Health(manager, None, drain), drain, request_log)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -15,13 +15,14 @@ from typing import Any, Final
 from foreword.checkpoint import prepare_checkpoint
 from foreword.config.lora import LoraModule
 from foreword.config.memory import format_bytes
-from foreword.config.models_file import ModelEntry, ModelsConfig
+from foreword.config.models_file import ModelEntry
 from foreword.config.options import Config
 from foreword.config.topology import read_machine
 from foreword.core.readiness import Readiness
 from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import ForewordError, InvalidRequest, ModelLoadFailed, RequestFailed, ShuttingDown
-from foreword.fleet.load_scheduler import LoadScheduler, ModelSpec, Refusal
+from foreword.fleet.load_scheduler import LoadScheduler, Refusal
+from foreword.fleet.memory import FleetPlan, resident_bytes
 from foreword.fleet.placement import ThreadSharing
 from foreword.fleet.server_stack import ServerStack
 from foreword.metrics.recorder import MetricsRecorder
@@ -64,20 +65,19 @@ class ModelManager:
     def __init__(
         self,
         config: Config,
-        models: ModelsConfig,
-        specs: Sequence[ModelSpec],
-        memory_limits: Mapping[str, int],
-        measure: Callable[[Sequence[int]], int],
-        fork_server: ForkServer | None = None,
+        plan: FleetPlan,
+        fork_server: ForkServer,
+        measure: Callable[[Sequence[int]], int] = resident_bytes,
     ) -> None:
-        """config   of the server
-        specs    of the models, in their order
-        measure  resident bytes of process groups; called in a thread
+        """config       of the server
+        fork_server  starts the engines, and is closed with this
+        measure      bytes of process groups; called in a thread
         """
-        self._scheduler = LoadScheduler(specs, memory_limits, models.max_loaded, models.max_swap_wait)
+        models, specs = plan.models, plan.specs
+        self._scheduler = LoadScheduler(specs, plan.memory_limits, models.max_loaded, models.max_swap_wait)
         self._specs = {spec.name: spec for spec in specs}
         self._measure = measure
-        self._fork_server = fork_server or ForkServer()
+        self._fork_server = fork_server
         self._hosts = {entry.name: _Host(entry, _make_model(entry), entry.config) for entry in models.entries}
         self._metrics = ServerMetrics(self._hosts)
         self._threads = ThreadSharing(read_machine())

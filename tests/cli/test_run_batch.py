@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -18,11 +19,13 @@ import pytest
 
 from foreword.cli.batch_file import SUPPORTED_URLS, BatchLine, BatchOutput, InvalidLine, read_lines
 from foreword.cli.main import main
-from foreword.cli.run_batch import BatchClient, BatchSummary, answer_all
+from foreword.cli.run_batch import BatchClient, BatchSummary, answer_all, lines_by_model
+from foreword.config.models_file import ModelEntry, ModelsConfig, ModelVariant
 from foreword.config.options import Config
 from foreword.errors import ConfigError, EngineDead
 from foreword.fleet import server_stack as backends
 from tests.server.conftest import run_server
+from tests.support.checkpoints import write_checkpoint
 from tests.support.fakes import FakeEngineClient, FakeOutput
 from tests.support.images import image_part
 from tests.support.tool_checkpoint import WEATHER, write_tool_checkpoint
@@ -381,6 +384,42 @@ def test_run_in_this_process(
     monkeypatch.setattr("foreword.cli.run_batch.ServerStack", None)  # nothing is loaded
     assert main(arguments) == 1
     assert "0 answered, 0 failed, 5 were before" in capsys.readouterr().err
+
+
+def test_lines_are_grouped_by_model(tmp_path: Path) -> None:
+    entries = [ModelEntry(name, Config(served_model_name=f"{name},{name}2")) for name in "ab"]
+    entries[0] = replace(entries[0], variants=(ModelVariant("a:x"),))
+    models = ModelsConfig(tuple(entries), None, None, 0.0)
+    asked = {"1": "b", "2": "a:x", "3": None, "4": "b2", "5": "nobody's", "6": "a"}
+    source = write(tmp_path / "in", *(chat(name, model=model) for name, model in asked.items()), "{")
+    order = "".join(item.custom_id or "-" for item in lines_by_model(source, models))
+    assert order == "142365-"
+
+
+def test_model_that_cannot_be_loaded_fails_its_line_only() -> None:
+    refusal = {"error": {"code": "model_load_failed", "message": "damaged"}}
+    response = httpx.Response(503, json=refusal, headers={"Retry-After": "60"})
+    assert ask_once(lambda request: response)[:2] == (503, [])
+
+
+@pytest.mark.full
+def test_run_of_several_models(tmp_path: Path) -> None:
+    """Two models of which one is in memory at a time, and one that is damaged."""
+    names = ("one", "two", "broken")
+    for name in names:
+        write_checkpoint(tmp_path / "models" / name)
+    weights = tmp_path / "models" / "broken" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9000])
+    lines = (chat(f"{name}{i}", model=name, max_tokens=4, seed=1) for i in range(3) for name in names)
+    output = tmp_path / "out"
+    arguments = ["--models", str(tmp_path / "models"), "--max-loaded-models", "1", "--threads", "1"]
+    assert main(["run-batch", "-i", str(write(tmp_path / "in", *lines)), "-o", str(output), *arguments]) == 1
+    for name, found in records(output).items():
+        body = found["response"]["body"]
+        if name.startswith("broken"):
+            assert body["error"]["code"] == "model_load_failed"
+        else:
+            assert (body["model"], body["usage"]["completion_tokens"]) == (name[:-1], 4)
 
 
 @pytest.mark.full

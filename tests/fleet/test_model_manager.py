@@ -367,8 +367,11 @@ async def test_shutdown_ends_loads_and_answers_those_who_wait(monkeypatch: pytes
 
 
 async def test_log_lines_name_their_model(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "foreword")
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     root.handlers.clear()

@@ -16,11 +16,13 @@ from starlette.types import Message
 from foreword.config.lora import AdapterInfo
 from foreword.config.models_file import ModelEntry, ModelsConfig, ModelVariant
 from foreword.config.options import Config
+from foreword.config.plan import MemoryPart
 from foreword.config.resolve import EngineInfo
 from foreword.core.readiness import Readiness
 from foreword.embedding.sentence_transformers import DECODER_POOLING
+from foreword.engine_client.forkserver import ForkServer
 from foreword.fleet import model_manager
-from foreword.fleet.load_scheduler import ModelSpec
+from foreword.fleet.memory import FleetPlan, ModelPlan
 from foreword.fleet.model_manager import ModelManager
 from foreword.metrics.definitions import INFO_LABELS
 from foreword.metrics.recorder import MetricsRecorder
@@ -29,7 +31,7 @@ from foreword.server.context import ServerContext
 from foreword.server.lifecycle import DrainState, Health
 from foreword.server.request_log import RequestLog
 from foreword.server.served_models import ServedModels
-from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
+from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer, engine_info
 from tests.support.waiting import WAIT_S, wait_until_async
 
 __all__ = ["CHAT", "Call", "FakeFleet", "fleet"]
@@ -175,9 +177,11 @@ async def fleet(
         for name in names
     ]
     chosen[0] = replace(chosen[0], variants=tuple(variants))
-    specs = [ModelSpec(e.name, MODEL_BYTES, e.keep_alive, e.pinned, e.preload) for e in chosen]
     models = ModelsConfig(tuple(chosen), LIMITS["cpu"], None, max_swap_wait)
-    fakes.manager = ModelManager(config, models, specs, LIMITS, lambda pids: MODEL_BYTES)
+    parts, resolved = (MemoryPart("all", MODEL_BYTES),), engine_info().resolved
+    plans = tuple(ModelPlan(entry, "cpu", parts, resolved) for entry in chosen)
+    plan = FleetPlan(models, plans, LIMITS)
+    fakes.manager = ModelManager(config, plan, ForkServer(), lambda pids: MODEL_BYTES)
     drain = DrainState()
     fakes.app = models_app(
         fakes.manager.models, Health(fakes.manager, None, drain), drain, RequestLog(config.access_log)
