@@ -38,6 +38,7 @@ from foreword.engine_client.messages import (
 )
 from foreword.errors import AdapterConflict, ConfigError, EngineDead, ForewordError, RequestFailed
 from foreword.speculation.control.cost_model import MeasuredCosts
+from foreword.utils.logging import log_model
 
 __all__ = ["EngineClient", "SubprocessClient"]
 
@@ -339,7 +340,7 @@ class SubprocessClient:
         self._ready = asyncio.get_running_loop().create_future()
         self._load_progress = None
         self._process = process = await EngineProcess.launch(self._fork_server, self._on_message)
-        process.send(self._init_message())
+        process.send(replace(self._init_message(), log_model=log_model.get()))
         exited = asyncio.create_task(process.exited.wait())
         await asyncio.wait((self._ready, exited), return_when=asyncio.FIRST_COMPLETED)
         exited.cancel()

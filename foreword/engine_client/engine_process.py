@@ -42,7 +42,7 @@ from foreword.engine_client.messages import (
     UnloadAdapter,
 )
 from foreword.errors import ConfigError, ForewordError, RequestFailed
-from foreword.utils.logging import set_up_logging
+from foreword.utils.logging import log_model, set_up_logging
 
 __all__ = ["main"]
 
@@ -87,6 +87,7 @@ def _run(connection: Connection, page: HeartbeatPage, prepare: Callable[[Engine]
         connection.send(ModelDescriptions(tuple(map(_describe_model, init.configs))))
         return 0
     set_up_logging(init.config.log_level, "%(levelname)s %(name)s: %(message)s", init.config.log_format)
+    log_model.set(init.log_model)
 
     def on_progress(stage: str, done: int, total: int) -> None:
         connection.send(LoadProgress(stage, done, total))

@@ -40,6 +40,7 @@ class Init:
     resolved: ResolvedConfig | None = None
     timings: MeasuredCosts | None = None
     adapters: tuple[AdapterInfo, ...] | None = None  # None: those of the config
+    log_model: str = ""  # before each log line, if the server has several models
 
 
 @dataclass(frozen=True, slots=True)
