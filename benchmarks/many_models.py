@@ -1,0 +1,255 @@
+"""Ten models in memory for three: mixed traffic, swaps, waiting, with collation and without.
+
+    python -m benchmarks.many_models [--minutes 10] [--clients 12] [--models 10] [--room 3]
+
+Regime: the bundled demo under ten names in a real server whose --memory-limit holds the plans of three. Each
+client draws a model (half of the requests go to three of them) and a kind of request: a stream, a whole answer,
+two choices, a vector, a count of tokens. All are seeded, so each answer is compared with the first one to the
+same request, also after its model was loaded again. Half of the time requests of loaded models may pass one
+whose model waits for memory (`max_swap_wait` 10 s, "collation"), half of the time they may not (0 s, "none");
+the two alternate, each round in a new server. A request waits until its first byte.
+
+Checked: every request is answered, answers are equal, the memory of all engines (PSS, sampled from outside)
+stays below the limit, and no model is unloaded while it has open requests.
+
+Prints a table and one JSON line. Exit code 1 if one of these does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+
+from foreword.bench.common import percentile, print_table
+from foreword.bench.server import ServerProcess
+from foreword.bench.session import print_json
+from foreword.cli.terminal import loading_bar
+from foreword.config.models_file import read_models
+from foreword.config.options import Config
+from foreword.engine_client.forkserver import ForkServer
+from foreword.fleet.memory import plan_fleet, resident_bytes
+
+SAMPLE_S = 0.2  # between samples of memory and of the models' states
+ARMS = {"collation": 10.0, "none": 0.0}  # max_swap_wait
+POPULAR, SHARE = 3, 0.5  # models that get this share of the requests
+SEEDS = 4  # different requests of a kind
+OPTIONS = "{threads: 2, kv_cache_memory: 4000tokens, max_model_len: 512, max_num_seqs: 16}"
+KINDS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("/v1/chat/completions", {"stream": True, "max_tokens": 96}),
+    ("/v1/chat/completions", {"max_tokens": 32, "temperature": 0.7}),
+    ("/v1/completions", {"prompt": "The town", "max_tokens": 48, "n": 2}),
+    ("/v1/embeddings", {"input": ["a railway", "two sisters"]}),
+    ("/tokenize", {"prompt": "an old clock"}),
+)
+
+
+@dataclass(slots=True)
+class ArmFindings:
+    """What one arm has measured, over all of its rounds."""
+
+    seconds: float = 0.0
+    waits_s: list[float] = field(default_factory=list)  # until the first byte of each answer
+    errors: Counter[str] = field(default_factory=Counter)
+    different: int = 0  # answers that are not those of the same request before
+    loads: int = 0
+    peak_bytes: int = 0
+    max_loaded: int = 0
+    broken_holds: int = 0  # samples of a model that was unloaded with open requests
+
+
+class Traffic:
+    """Clients of one round."""
+
+    def __init__(self, http: httpx.AsyncClient, names: list[str], answers: dict[Any, str]) -> None:
+        self._http = http
+        self._names = names
+        self._answers = answers  # by request without its model: all models are the same checkpoint
+
+    async def ask(self, random: Random, findings: ArmFindings) -> None:
+        popular = random.random() < SHARE
+        name = random.choice(self._names[:POPULAR] if popular else self._names[POPULAR:])
+        kind, seed = random.randrange(len(KINDS)), random.randrange(SEEDS)
+        path, fields = KINDS[kind]
+        body: dict[str, Any] = {"model": name, **fields}
+        if path.startswith("/v1/chat"):
+            body["messages"] = [{"role": "user", "content": f"Tell me about bread, part {seed}."}]
+        if "max_tokens" in fields:
+            body["seed"] = seed
+        started_s = time.monotonic()
+        text = b""
+        try:
+            async with self._http.stream("POST", path, json=body) as response:
+                async for part in response.aiter_raw():
+                    if not text and not part.startswith(b":"):
+                        findings.waits_s.append(time.monotonic() - started_s)
+                    text += b"" if not text and part.startswith(b":") else part
+            answer = _answer_of(path, text.decode(), bool(fields.get("stream")))
+            if response.status_code != 200 or answer is None:
+                findings.errors[f"{response.status_code} {text[:200]!r}"] += 1
+            elif self._answers.setdefault((kind, seed if "seed" in body else 0), answer) != answer:
+                findings.different += 1
+        except httpx.HTTPError as error:
+            findings.errors[repr(error)] += 1
+
+
+def _answer_of(path: str, text: str, is_stream: bool) -> str | None:
+    """What must be the same each time; None for an error."""
+    if is_stream:
+        events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+        if not events or events[-1] != "[DONE]" or '"error":' in text:
+            return None
+        chunks = [json.loads(event) for event in events[:-1]]
+        return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
+    body = json.loads(text)
+    if path == "/tokenize":
+        return str(body.get("tokens"))
+    if path == "/v1/embeddings":
+        return str([item["embedding"] for item in body.get("data", ())])
+    return str([choice.get("message") or choice["text"] for choice in body.get("choices", ())])
+
+
+async def _sample(pid: int, http: httpx.AsyncClient, findings: ArmFindings) -> None:
+    """Sample memory and states until cancelled."""
+    while True:
+        groups = {child for spawner in _children(pid) for child in _children(spawner)}
+        size = await asyncio.to_thread(resident_bytes, groups)
+        findings.peak_bytes = max(findings.peak_bytes, size)
+        cards = (await http.get("/v1/models")).json()["data"]
+        findings.max_loaded = max(findings.max_loaded, sum(card["status"] == "loaded" for card in cards))
+        gone = [
+            card for card in cards if card["status"] in ("unloading", "unloaded") and card["open_requests"]
+        ]
+        findings.broken_holds += len(gone)
+        await asyncio.sleep(SAMPLE_S)
+
+
+def _children(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):  # it has ended
+        for file in Path(f"/proc/{pid}/task").glob("*/children"):
+            yield from map(int, file.read_text().split())
+
+
+async def _run_round(
+    server: ServerProcess, args: argparse.Namespace, findings: ArmFindings, answers: dict[Any, str], seed: int
+) -> None:
+    names = [f"m{index}" for index in range(args.models)]
+    limits = httpx.Limits(max_connections=args.clients + 4)
+    async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as http:
+        traffic, started_s = Traffic(http, names, answers), time.monotonic()
+        end_s = started_s + args.minutes * 60 / (len(ARMS) * args.rounds)
+
+        async def work(random: Random) -> None:
+            while time.monotonic() < end_s:
+                await traffic.ask(random, findings)
+
+        sampler = asyncio.create_task(_sample(server.pid, http, findings))
+        await asyncio.gather(*(work(Random(1000 * seed + client)) for client in range(args.clients)))
+        sampler.cancel()
+        await asyncio.gather(sampler, return_exceptions=True)
+        findings.seconds += time.monotonic() - started_s
+        text = (await http.get("/metrics")).text
+        lines = [line for line in text.splitlines() if line.startswith("foreword_model_loads_total{")]
+        findings.loads += sum(int(float(line.split()[-1])) for line in lines)
+
+
+def main() -> int:
+    args = _parse()
+    found, answers = {arm: ArmFindings() for arm in ARMS}, dict[Any, str]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        loading_bar(f"{args.models} models for {args.minutes:g} minutes"),
+    ):
+        file = Path(folder) / "models.yaml"
+        models = "".join(f"  m{index}: {{model: demo}}\n" for index in range(args.models))
+        file.write_text(f"defaults: {OPTIONS}\nmodels:\n{models}")
+        with ForkServer() as fork_server:
+            plan = asyncio.run(plan_fleet(read_models(Config(models=str(file))), fork_server))
+        limit = args.room * plan.plans[0].num_bytes
+        order = list(ARMS) * args.rounds
+        for seed, arm in enumerate(order if args.rounds % 2 else order[::-1]):
+            flags = ["--models", str(file), "--memory-limit", f"{limit}B", "--max-swap-wait", str(ARMS[arm])]
+            with ServerProcess(Config(), [*flags, "--log-level", "error"]) as server:
+                asyncio.run(_run_round(server, args, found[arm], answers, seed))
+                errors = server.read_log() if found[arm].errors else []
+            print("\n".join(errors), file=sys.stderr)
+    return _report(args, found, limit)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=10.0, metavar="X")
+    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="of each arm")
+    parser.add_argument("--clients", type=int, default=12, metavar="N")
+    parser.add_argument("--models", type=int, default=10, metavar="N")
+    parser.add_argument("--room", type=int, default=3, metavar="N", help="models that fit in memory")
+    return parser.parse_args()
+
+
+def _report(args: argparse.Namespace, found: Mapping[str, ArmFindings], limit: int) -> int:
+    figures = {arm: _figures(findings, limit) for arm, findings in found.items()}
+    good = all(
+        arm["answers"]
+        and not arm["failed"]
+        and not arm["different"]
+        and not arm["open_but_unloaded"]
+        and arm["peak_memory_share"] <= 1
+        for arm in figures.values()
+    )
+    rows = [
+        [
+            name,
+            *(
+                f"{arm[name]:.3g}" if isinstance(arm[name], float) else str(arm[name])
+                for arm in figures.values()
+            ),
+        ]
+        for name in next(iter(figures.values()))
+    ]
+    title = (
+        f"{args.models} models in memory for {args.room}, {args.clients} clients, {args.minutes:g} minutes"
+    )
+    print_table(title, ("figure", *figures), rows)
+    for arm, findings in found.items():
+        for error, count in findings.errors.most_common(5):
+            print(f"{arm}: {count} times {error}", file=sys.stderr)
+    print_json({"bench": "many_models", **vars(args), "memory_limit": limit, "arms": figures, "holds": good})
+    return 0 if good else 1
+
+
+def _figures(findings: ArmFindings, limit: int) -> dict[str, Any]:
+    waits = findings.waits_s
+    return {
+        "answers": len(waits),
+        "answers_per_s": len(waits) / findings.seconds,
+        "failed": sum(findings.errors.values()),
+        "different": findings.different,
+        "swaps": findings.loads,
+        "answers_per_swap": len(waits) / max(findings.loads, 1),
+        "wait_p50_s": percentile(waits, 50),
+        "wait_p99_s": percentile(waits, 99),
+        "wait_mean_s": statistics.mean(waits) if waits else None,
+        "wait_max_s": max(waits, default=None),
+        "peak_memory_share": findings.peak_bytes / limit,
+        "most_loaded": findings.max_loaded,
+        "open_but_unloaded": findings.broken_holds,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
