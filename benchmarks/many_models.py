@@ -3,11 +3,11 @@
     python -m benchmarks.many_models [--minutes 10] [--clients 12] [--models 10] [--room 3]
 
 Regime: the bundled demo under ten names in a real server whose --memory-limit holds the plans of three. Each
-client draws a model (half of the requests go to three of them) and a kind of request: a stream, a whole answer,
-two choices, a vector, a count of tokens. All are seeded, so each answer is compared with the first one to the
-same request, also after its model was loaded again. Half of the time requests of loaded models may pass one
-whose model waits for memory (`max_swap_wait` 10 s, "collation"), half of the time they may not (0 s, "none");
-the two alternate, each round in a new server. A request waits until its first byte.
+client draws a model (half of the time one of three) and asks it 1 to 16 times in a row; each time it draws a kind
+of request: a stream, a whole answer, two choices, a vector, a count of tokens. All are seeded, so each answer is
+compared with the first one to the same request, also after its model was loaded again. Half of the time requests
+of loaded models may pass one whose model waits for memory (`max_swap_wait`, "collation"), half of the time they
+may not (0 s, "none"); the two alternate, each round in a new server. A request waits until its first byte.
 
 Checked: every request is answered, answers are equal, the memory of all engines (PSS, sampled from outside)
 stays below the limit, and no model is unloaded while it has open requests.
@@ -44,8 +44,9 @@ from foreword.engine_client.forkserver import ForkServer
 from foreword.fleet.memory import plan_fleet, resident_bytes
 
 SAMPLE_S = 0.2  # between samples of memory and of the models' states
-ARMS = {"collation": 10.0, "none": 0.0}  # max_swap_wait
-POPULAR, SHARE = 3, 0.5  # models that get this share of the requests
+ARMS = ("collation", "none")
+POPULAR, SHARE = 3, 0.5  # models that are drawn so often
+MAX_TURNS = 16  # requests of a client to one model in a row
 SEEDS = 4  # different requests of a kind
 OPTIONS = "{threads: 2, kv_cache_memory: 4000tokens, max_model_len: 512, max_num_seqs: 16}"
 KINDS: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -79,9 +80,11 @@ class Traffic:
         self._names = names
         self._answers = answers  # by request without its model: all models are the same checkpoint
 
-    async def ask(self, random: Random, findings: ArmFindings) -> None:
-        popular = random.random() < SHARE
-        name = random.choice(self._names[:POPULAR] if popular else self._names[POPULAR:])
+    def draw_model(self, random: Random) -> str:
+        is_popular = random.random() < SHARE
+        return random.choice(self._names[:POPULAR] if is_popular else self._names[POPULAR:])
+
+    async def ask(self, name: str, random: Random, findings: ArmFindings) -> None:
         kind, seed = random.randrange(len(KINDS)), random.randrange(SEEDS)
         path, fields = KINDS[kind]
         body: dict[str, Any] = {"model": name, **fields}
@@ -154,7 +157,10 @@ async def _run_round(
 
         async def work(random: Random) -> None:
             while time.monotonic() < end_s:
-                await traffic.ask(random, findings)
+                name = traffic.draw_model(random)
+                for _ in range(random.randint(1, MAX_TURNS)):
+                    if time.monotonic() < end_s:
+                        await traffic.ask(name, random, findings)
 
         sampler = asyncio.create_task(_sample(server.pid, http, findings))
         await asyncio.gather(*(work(Random(1000 * seed + client)) for client in range(args.clients)))
@@ -181,7 +187,8 @@ def main() -> int:
         limit = args.room * plan.plans[0].num_bytes
         order = list(ARMS) * args.rounds
         for seed, arm in enumerate(order if args.rounds % 2 else order[::-1]):
-            flags = ["--models", str(file), "--memory-limit", f"{limit}B", "--max-swap-wait", str(ARMS[arm])]
+            wait_s = args.swap_wait if arm == "collation" else 0.0
+            flags = ["--models", str(file), "--memory-limit", f"{limit}B", "--max-swap-wait", str(wait_s)]
             with ServerProcess(Config(), [*flags, "--log-level", "error"]) as server:
                 asyncio.run(_run_round(server, args, found[arm], answers, seed))
                 errors = server.read_log() if found[arm].errors else []
@@ -198,6 +205,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=12, metavar="N")
     parser.add_argument("--models", type=int, default=10, metavar="N")
     parser.add_argument("--room", type=int, default=3, metavar="N", help="models that fit in memory")
+    parser.add_argument("--swap-wait", type=float, default=10.0, metavar="X", help="seconds of collation")
     return parser.parse_args()
 
 
