@@ -2,12 +2,13 @@
 
     python -m benchmarks.many_models [--minutes 10] [--clients 12] [--models 10] [--room 3]
 
-Regime: the bundled demo under ten names in a real server whose --memory-limit holds the plans of three. Each
-client draws a model (half of the time one of three) and asks it 1 to 16 times in a row; each time it draws a kind
-of request: a stream, a whole answer, two choices, a vector, a count of tokens. All are seeded, so each answer is
-compared with the first one to the same request, also after its model was loaded again. Half of the time requests
-of loaded models may pass one whose model waits for memory (`max_swap_wait`, "collation"), half of the time they
-may not (0 s, "none"); the two alternate, each round in a new server. A request waits until its first byte.
+Regime: the bundled demo under ten names in a real server whose --memory-limit holds the plans of three.
+Each client draws a model (half of the time one of three) and asks it 1 to 16 times in a row; each time it
+draws a kind of request: a stream, a whole answer, two choices, a vector, a count of tokens. All are seeded,
+so each answer is compared with the first one to the same request, also after its model was loaded again.
+Half of the time requests of loaded models may pass one whose model waits for memory (`max_swap_wait`,
+"collation"), half of the time they may not (0 s, "none"); the two alternate, each round in a new server. A
+request waits until its first byte.
 
 Checked: every request is answered, answers are equal, the memory of all engines (PSS, sampled from outside)
 stays below the limit, and no model is unloaded while it has open requests.

@@ -19,6 +19,7 @@ __all__ = [
     "ModelLoadFailed",
     "ModelLoading",
     "ModelNotFound",
+    "NoReplica",
     "Overloaded",
     "PayloadTooLarge",
     "QuotaExceeded",
@@ -194,6 +195,13 @@ class EngineDead(ForewordError):
 
     status = 503
     code = "engine_dead"
+
+
+class NoReplica(EngineDead):
+    """No replica was ready for a request within --replica-timeout."""
+
+    code = "no_replica"
+    retry_after_s = 1.0
 
 
 class ModelLoading(ForewordError):

@@ -43,7 +43,15 @@ ALLOWED = {
         "utils",
         "errors",
     },
-    "engine_client": {"engine", "speculation.control.cost_model", "config", "core", "utils", "errors"},
+    "engine_client": {
+        "engine",
+        "kv_cache.prefix_cache",
+        "speculation.control.cost_model",
+        "config",
+        "core",
+        "utils",
+        "errors",
+    },
     "checkpoint": {
         "formats",
         "models.hub",

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from foreword.cli.check_report import INDENT, CheckResult, describe_parts
-from foreword.config.hardware import format_cpus
 from foreword.config.memory import format_bytes
 from foreword.config.models_file import ModelEntry, ModelsConfig
-from foreword.config.options import parse_cpus
+from foreword.config.options import format_cpus, parse_cpus
 from foreword.config.topology import read_machine
 from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import ForewordError

@@ -127,7 +127,7 @@ FOREIGN_FLAGS: Mapping[str, tuple[ForeignFlag, ...]] = MappingProxyType(
             _ignored("--api-server-count", "one process answers HTTP", "1"),
             _ignored("-tp --tensor-parallel-size", ONE_DEVICE, "1"),
             _ignored("-pp --pipeline-parallel-size", ONE_DEVICE, "1"),
-            _ignored("-dp --data-parallel-size", ONE_DEVICE, "1"),
+            _same("-dp --data-parallel-size", "--replicas"),
             _refused("--enable-expert-parallel", "one device has all experts"),
             _ignored("--distributed-executor-backend", ONE_DEVICE, "mp", "uni"),
             _ignored("--disable-custom-all-reduce", ONE_DEVICE),

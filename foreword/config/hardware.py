@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foreword.config.options import Config, parse_cpus
+from foreword.config.options import Config, format_cpus, parse_cpus
 from foreword.config.resolve import HardwareInfo
 from foreword.errors import ConfigError
 
-__all__ = ["HardwareProbe", "apply_placement", "format_cpus", "hardware_info", "probe_hardware"]
+__all__ = ["HardwareProbe", "apply_placement", "hardware_info", "probe_hardware"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +78,6 @@ def apply_placement(config: Config) -> None:
         )
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), cpus)
-
-
-def format_cpus(cpus: Iterable[int]) -> str:
-    """ "0-3,8", the inverse of parse_cpus()."""
-    numbers = sorted(cpus)
-    starts = [cpu for cpu in numbers if cpu - 1 not in numbers]
-    ends = [cpu for cpu in numbers if cpu + 1 not in numbers]
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def probe_hardware(device: str = "auto") -> HardwareProbe:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ __all__ = [
     "DRAFTERS",
     "IGNORED_SPECULATIVE_FIELDS",
     "Config",
+    "format_cpus",
     "option_fields",
     "parse_bytes",
     "parse_cpus",
@@ -82,6 +83,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "default_max_tokens": (0, 1 << 24),
     **dict.fromkeys(("queue_timeout", "request_timeout", "drain_timeout", "drain_delay"), (0, 86_400)),
     **dict.fromkeys(("health_probe", "log_interval"), (0, 86_400)),
+    "replicas": (1, 64),
+    "replica_timeout": (0, 86_400),
     "hang_timeout": (1, 86_400),
     "client_timeout": (1, 86_400),
     "max_connections": (1, 1 << 20),
@@ -298,6 +301,16 @@ class Config:
         "on repetitive output: log a warning, stop with finish_reason repetition, or do nothing",
         group="scheduler",
         choices=("warn", "stop", "off"),
+    )
+    replicas: int = option(
+        1,
+        "engines of the model, which share its requests; the answers of one that dies go on in another",
+        group="scheduler",
+    )
+    replica_timeout: float = option(
+        60.0,
+        "seconds that a request waits for a replica to be ready when none is",
+        group="scheduler",
     )
     hang_timeout: float = option(
         60.0,
@@ -662,6 +675,11 @@ class Config:
         return self.draft_model is not None and ("draft" in self.drafter_names() or self.replay_cost)
 
     @property
+    def publish_blocks(self) -> bool:
+        """Whether engines report changes of their prefix caches, for a router."""
+        return self.replicas > 1
+
+    @property
     def draft_trace_path(self) -> Path:
         return Path(f"{self.trace}.drafts")
 
@@ -722,6 +740,14 @@ def parse_cpus(text: str) -> tuple[int, ...]:
             raise ConfigError(f'cpus must be like "0-7,16-23", got {text!r:.80}', "cpus")
         cpus.update(range(first, last + 1, stride))
     return tuple(sorted(cpus))
+
+
+def format_cpus(cpus: Iterable[int]) -> str:
+    """ "0-3,8", the inverse of parse_cpus()."""
+    numbers = sorted(cpus)
+    starts = [cpu for cpu in numbers if cpu - 1 not in numbers]
+    ends = [cpu for cpu in numbers if cpu + 1 not in numbers]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def parse_duration(name: str, text: str) -> float | None:

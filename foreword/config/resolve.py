@@ -149,6 +149,7 @@ def resolve(
 
     Raises ConfigError; where the model does not fit, with the memory estimate and flags that would fit.
     """
+    hardware = _share(hardware, config)
     _check_dtypes(config, hardware)
     check_max_model_len(config, model.context_len)
     models = [model] if drafter is None else [model, drafter]
@@ -157,6 +158,14 @@ def resolve(
     except _DoesNotFit as error:
         hints = ", ".join(fitting_options(config, hardware, models))
         raise ConfigError(f"{error.message}. What would help: {hints}", error.param) from None
+
+
+def _share(hardware: HardwareInfo, config: Config) -> HardwareInfo:
+    """One replica's part of the cores, unless it has `cpus` of its own, and of a CPU's memory."""
+    count = config.replicas
+    cores = hardware.cores // count if config.cpus is None else hardware.cores
+    memory = hardware.free_bytes // count if hardware.device == "cpu" else hardware.free_bytes
+    return replace(hardware, cores=max(cores, 1), free_bytes=memory)
 
 
 class _DoesNotFit(ConfigError):

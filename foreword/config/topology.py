@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from foreword.config.options import parse_cpus
+from foreword.config.options import Config, format_cpus, parse_cpus
 from foreword.errors import ConfigError
 
-__all__ = ["Machine", "read_machine", "split_cpus"]
+__all__ = ["Machine", "read_machine", "replica_configs", "split_cpus"]
 
 NODES = Path("/sys/devices/system/node")
 CPUS = Path("/sys/devices/system/cpu")
@@ -27,6 +27,14 @@ class Machine:
     @property
     def cpus(self) -> tuple[int, ...]:
         return tuple(sorted(cpu for node in self.nodes for core in node for cpu in core))
+
+    def restrict(self, cpus: Collection[int]) -> Machine:
+        """Without CPUs that are not in `cpus`."""
+        nodes = []
+        for node in self.nodes:
+            cores = (tuple(cpu for cpu in core if cpu in cpus) for core in node)
+            nodes.append(tuple(core for core in cores if core))
+        return Machine(tuple(node for node in nodes if node), self.gpus)
 
 
 def read_machine() -> Machine:
@@ -79,3 +87,27 @@ def split_cpus(machine: Machine, count: int) -> list[tuple[int, ...]]:
             cores = node[part * len(node) // num : (part + 1) * len(node) // num] or (node[part % len(node)],)
             shares.append(tuple(sorted(cpu for core in cores for cpu in core)))
     return shares
+
+
+def replica_configs(config: Config, machine: Machine) -> list[Config]:
+    """The options of each replica: a GPU of its own, or CPUs of its own where there are NUMA nodes or `cpus`.
+
+    More replicas than GPUs share the memory of theirs. On one node, the kernel places the threads.
+    """
+    count = config.replicas
+    own = [config] * count
+    if config.trace is not None:
+        own = [replace(each, trace=f"{config.trace}.replica{index}") for index, each in enumerate(own)]
+    gpus = machine.gpus if config.gpus is None else tuple(config.gpus.split(","))
+    if gpus and config.device != "cpu":
+        share = config.gpu_memory_utilization / -(-count // len(gpus))
+        return [
+            replace(each, gpus=gpus[index % len(gpus)], gpu_memory_utilization=share)
+            for index, each in enumerate(own)
+        ]
+    if config.cpus is not None:
+        machine = machine.restrict(parse_cpus(config.cpus))
+    elif len(machine.nodes) == 1:
+        return own
+    parts = split_cpus(machine, count)
+    return [replace(each, cpus=format_cpus(part)) for each, part in zip(own, parts, strict=True)]

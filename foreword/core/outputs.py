@@ -15,6 +15,7 @@ from foreword.errors import ForewordError
 
 __all__ = [
     "GRAMMAR",
+    "BlockUpdate",
     "Draft",
     "DraftResult",
     "DraftingStats",
@@ -155,6 +156,16 @@ class StepStats:
     faults: Mapping[str, int] = field(default_factory=dict)  # errors of one request, by stage or "nonfinite"
     images_encoded_total: int = 0
     image_cache_hits_total: int = 0
+    replica: str = ""  # id of the engine among the replicas of its model; empty: the only one
+
+
+class BlockUpdate(NamedTuple):
+    """Hashes of KV blocks that an engine's prefix cache gained and lost since the update before."""
+
+    sequence: int  # consecutive; after a gap the receiver asks for a snapshot
+    added: tuple[bytes, ...]
+    removed: tuple[bytes, ...] = ()
+    is_snapshot: bool = False  # `added` is all that is cached; an engine's first update is one
 
 
 @_pickled_as_call
@@ -164,6 +175,7 @@ class StepReport:
 
     events: tuple[Event, ...]
     stats: StepStats
+    blocks: BlockUpdate | None = None  # None: nothing changed, or the engine does not publish
 
 
 def truncate(event: TokenEvent, num_kept: int, finish_reason: str) -> TokenEvent:

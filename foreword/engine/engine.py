@@ -11,7 +11,15 @@ import torch
 
 from foreword.config.lora import AdapterInfo
 from foreword.config.resolve import EngineInfo
-from foreword.core.outputs import Draft, ErrorEvent, Event, StepOutput, StepReport, StepStats
+from foreword.core.outputs import (
+    BlockUpdate,
+    Draft,
+    ErrorEvent,
+    Event,
+    StepOutput,
+    StepReport,
+    StepStats,
+)
 from foreword.core.request import NO_LORA, POOLING_TYPES, Request, RequestState, check_deadline
 from foreword.core.structured_output import RequestGrammar, Vocabulary
 from foreword.engine.batch_builder import BatchBuilder
@@ -58,6 +66,7 @@ class Engine:
         draft_encoder: VisionEncoderRunner | None = None,  # of a multimodal draft model
         overlap: OverlapLoop | None = None,  # runs decode steps ahead of the host
         adapters: AdapterSlots | None = None,  # None: LoRA is off
+        publish_blocks: bool = False,  # report changes of the prefix cache
     ) -> None:
         self.info = info
         self.scheduler = scheduler
@@ -87,6 +96,10 @@ class Engine:
         )
         self._pending_grammars = PendingGrammars()
         self._pending_events: list[Event] = []
+        self._num_block_updates = 0
+        self._is_snapshot_due = self._publish_blocks = publish_blocks
+        if publish_blocks:
+            scheduler.pool.record_changes()
 
     @property
     def idle(self) -> bool:
@@ -163,7 +176,24 @@ class Engine:
             events += self._step()
             self._evict_images()
         self._num_steps += 1
-        return StepReport(tuple(events), self._stats())
+        return StepReport(
+            tuple(events), self._stats(), self._block_update() if self._publish_blocks else None
+        )
+
+    def request_blocks(self) -> None:
+        """The next report is to have a snapshot of the prefix cache, if this engine publishes it."""
+        self._is_snapshot_due = self._publish_blocks
+
+    def _block_update(self) -> BlockUpdate | None:
+        pool = self.scheduler.pool
+        added, removed = pool.pop_changes()
+        if self._is_snapshot_due:
+            added, removed = pool.digests, ()
+        elif not (added or removed):
+            return None
+        self._num_block_updates += 1
+        is_snapshot, self._is_snapshot_due = self._is_snapshot_due, False
+        return BlockUpdate(self._num_block_updates, added, removed, is_snapshot)
 
     def _step(self) -> list[Event]:
         """Schedule, build, run, update. A step that ran ahead of the host needs its update only."""

@@ -444,7 +444,7 @@ class _Loader:
         if self.config.trace is None:  # a trace records schedules, and overlap steps have none
             overlap = make_overlap_loop(runner, scheduler, proposer, runner.timer, self.resolved)
         return Engine(
-            replace(self.build_info(target, draft_model), adapters=adapters),
+            replace(self.build_info(target, draft_model, loaded.target.rope_digest), adapters=adapters),
             scheduler,
             components.batch_builder,
             runner,
@@ -453,6 +453,7 @@ class _Loader:
             components.draft_encoder,
             overlap,
             slots,
+            self.config.publish_blocks,
         )
 
     @property
@@ -603,13 +604,21 @@ class _Loader:
         except OSError as error:
             raise ConfigError(f"trace: cannot write {trace}: {error.strerror}", "trace") from None
 
-    def build_info(self, target: ModelInfo, draft_model: ModelInfo | None) -> EngineInfo:
+    def build_info(self, target: ModelInfo, draft_model: ModelInfo | None, rope_digest: str) -> EngineInfo:
+        fingerprint = _fingerprint(
+            self.config,
+            self.resolved,
+            self.ops,
+            rope_digest,
+            self.never_sampled_ids,
+            target.image_token_id is not None,
+        )
         return EngineInfo(
             architecture=target.architecture,
             parameters=target.parameters,
             vocab_size=target.vocab_size,
             resolved=self.resolved,
-            fingerprint=_fingerprint(self.config, self.resolved, self.ops, target.image_token_id is not None),
+            fingerprint=fingerprint,
             backend=self.ops.name,
             load_seconds=self.load_seconds,
             draft_model=Path(str(self.config.draft_model)).name if draft_model else None,
@@ -644,8 +653,15 @@ def _load_warnings(
     return tuple(warnings)
 
 
-def _fingerprint(config: Config, resolved: ResolvedConfig, ops: Ops, is_multimodal: bool) -> str:
-    """A hash of all that outputs depend on: weights, kernels and their build, types, RoPE, threads."""
+def _fingerprint(
+    config: Config,
+    resolved: ResolvedConfig,
+    ops: Ops,
+    rope_digest: str,
+    never_sampled_ids: Sequence[int],
+    is_multimodal: bool,
+) -> str:
+    """A hash of all that outputs depend on, see docs/exactness.md: "The fingerprint"."""
     assert config.model is not None
     gpu = (str(current_gpu()), torch.version.cuda, _version("triton")) if resolved.device == "cuda" else None
     facts = (
@@ -656,14 +672,15 @@ def _fingerprint(config: Config, resolved: ResolvedConfig, ops: Ops, is_multimod
         torch.__version__,
         _version("llguidance"),
         version("pillow") if is_multimodal else "",
-        torch.get_num_threads(),
+        torch.get_num_threads(),  # 1 with the native kernels, whose own threads change no bit
         torch.backends.cpu.get_cpu_capability(),
         gpu or resolved.device,
         resolved.dtype,
         resolved.weight_dtype,
         resolved.quantization,
         resolved.kv_cache_dtype,
-        resolved.max_model_len,
+        rope_digest,
+        sorted(never_sampled_ids),
     )
     return "fw_" + hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 

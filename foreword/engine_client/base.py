@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import Protocol
 
 from foreword.config.lora import AdapterInfo
 from foreword.config.resolve import EngineInfo
-from foreword.core.outputs import Event, StepStats
+from foreword.core.outputs import BlockUpdate, Event, StepStats, TokenEvent
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 
-__all__ = ["EngineClient"]
+__all__ = ["EngineClient", "is_last", "iterate_events"]
 
 
 class EngineClient(Protocol):
@@ -23,6 +24,11 @@ class EngineClient(Protocol):
     alive: bool
     on_step: Callable[[StepStats], None] | None  # called in the event loop after every step
     on_restart: Callable[[str], None] | None  # called in the event loop before a restart, with the reason
+    on_ready: Callable[[], None] | None  # called in the event loop when it accepts requests after a restart
+    on_blocks: Callable[[BlockUpdate], None] | None  # called before the events of the same step
+    # Called in the event loop at a crash, with the ids of the requests in the batch. If it is set, a crash
+    # ends the open requests with EngineDead, and the caller resumes them. Engines elsewhere heal themselves.
+    on_crash: Callable[[Collection[str]], None] | None
 
     @property
     def stats(self) -> StepStats:
@@ -31,8 +37,11 @@ class EngineClient(Protocol):
     @property
     def readiness(self) -> Readiness: ...
 
-    async def start(self) -> EngineInfo:
-        """Start the engine; return once it accepts requests. Raises ConfigError or CheckpointError."""
+    async def start(self, like: EngineClient | None = None) -> EngineInfo:
+        """Start the engine; return once it accepts requests. Raises ConfigError or CheckpointError.
+
+        like  started engine of the same model, whose choices a local engine takes over; None: it chooses
+        """
 
     def submit(self, request: Request) -> AsyncIterator[Event]:
         """Events of one request, in order; the last is an ErrorEvent or has a finish_reason.
@@ -58,6 +67,15 @@ class EngineClient(Protocol):
         It holds for engines that replace this one. Without effect on other machines.
         """
 
+    def reload(self) -> AsyncIterator[str]:
+        """Replace the engine by a new one; open streams go on. Yields lines about the progress.
+
+        Raises EngineDead if it does not come back.
+        """
+
+    def request_blocks(self) -> None:
+        """Ask for a snapshot of the prefix cache in the next update."""
+
     async def load_adapter(self, path: str) -> AdapterInfo:
         """Load a LoRA adapter, also into engines that replace this one. Waits during a restart.
 
@@ -72,3 +90,32 @@ class EngineClient(Protocol):
 
     async def close(self) -> None:
         """Stop the engine and wait for its exit."""
+
+
+def is_last(event: Event) -> bool:
+    """Whether a request has no further event."""
+    return not isinstance(event, TokenEvent) or event.finish_reason is not None
+
+
+def iterate_events(client: EngineClient, request: Request) -> AsyncIterator[Event]:
+    """EngineClient.submit() by means of listen()."""
+    queue: asyncio.Queue[Event | None] = asyncio.Queue()
+    is_open = True
+
+    def on_event(event: Event | None) -> None:
+        nonlocal is_open
+        is_open = event is not None and not is_last(event)
+        queue.put_nowait(event)
+
+    async def events() -> AsyncIterator[Event]:
+        try:
+            while (event := await queue.get()) is not None:
+                yield event
+                if is_last(event):
+                    return
+        finally:
+            if is_open:
+                client.abort(request.id)
+
+    client.listen(request, on_event)
+    return events()

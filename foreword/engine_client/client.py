@@ -7,20 +7,20 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
-from foreword.config.resolve import EngineInfo
-from foreword.core.outputs import ErrorEvent, Event, StepReport, StepStats, TokenEvent
+from foreword.config.resolve import EngineInfo, ResolvedConfig
+from foreword.core.outputs import BlockUpdate, ErrorEvent, Event, StepReport, StepStats
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.readiness import OnLoadProgress, Readiness
 from foreword.core.request import Request
 from foreword.core.structured_output import Vocabulary
-from foreword.engine_client.base import EngineClient
+from foreword.engine_client.base import EngineClient, is_last, iterate_events
 from foreword.engine_client.connection import EngineProcess, SendFailed
 from foreword.engine_client.crash_recovery import InflightRequests, RestartPolicy
 from foreword.engine_client.forkserver import ForkServer
@@ -33,6 +33,7 @@ from foreword.engine_client.messages import (
     LoadAdapter,
     LoadProgress,
     RemoveRequest,
+    SendBlocks,
     SetThreads,
     UnloadAdapter,
 )
@@ -68,6 +69,9 @@ class SubprocessClient:
         self.alive = False
         self.on_step: Callable[[StepStats], None] | None = None
         self.on_restart: Callable[[str], None] | None = None
+        self.on_ready: Callable[[], None] | None = None
+        self.on_blocks: Callable[[BlockUpdate], None] | None = None
+        self.on_crash: Callable[[Collection[str]], None] | None = None
         self.dead = asyncio.Event()  # the engine is gone for good, without close()
         self._config = config
         self._never_sampled_ids = never_sampled_ids
@@ -81,11 +85,13 @@ class SubprocessClient:
         self._inflight = InflightRequests()
         self._stats = StepStats()
         self._listeners: dict[str, Callable[[Event | None], None]] = {}  # of open requests
+        self._resolved: ResolvedConfig | None = None  # of this engine, or of one like it
         self._timings: MeasuredCosts | None = None
         self._restart_policy = RestartPolicy()
         self._health = EngineHealth()
         self._load_progress: LoadProgress | None = None
         self._restarts = 0
+        self._reloaded: EngineProcess | None = None  # killed by reload()
         self._is_drain_skipped = False
         self._adapters: dict[str, AdapterInfo] = {}  # by digest, of the engine and of those that replace it
         self._adapter_calls: dict[int, asyncio.Future[AdapterInfo | None]] = {}
@@ -98,6 +104,11 @@ class SubprocessClient:
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """Process ids by replica: this is the only one."""
+        return {} if self._process is None else {"": self._process.pid}
 
     @property
     def stats(self) -> StepStats:
@@ -121,10 +132,13 @@ class SubprocessClient:
             return Readiness("unresponsive", self._health.detail, restarts=self._restarts)
         return Readiness("ok", restarts=self._restarts)
 
-    async def start(self) -> EngineInfo:
+    async def start(self, like: EngineClient | None = None) -> EngineInfo:
+        if isinstance(like, SubprocessClient):
+            self._resolved, self._timings = like._resolved, like._timings
+            self._adapters = dict(like._adapters)
         self._tasks.append(asyncio.create_task(self._watch()))
         ready = await self._launch()
-        self.info, self._timings = ready.info, ready.timings
+        self.info, self._resolved, self._timings = ready.info, ready.info.resolved, ready.timings
         self._adapters = {adapter.digest: adapter for adapter in ready.info.adapters}
         self.alive = self._serving = True
         if self._num_threads is not None:
@@ -133,10 +147,7 @@ class SubprocessClient:
         return self.info
 
     def submit(self, request: Request) -> AsyncIterator[Event]:
-        queue: asyncio.Queue[Event | None] = asyncio.Queue()
-        put = queue.put_nowait
-        self.listen(request, put)
-        return self._events(request.id, queue, put)
+        return iterate_events(self, request)
 
     def listen(self, request: Request, on_event: Callable[[Event | None], None]) -> None:
         if not self.alive:
@@ -165,6 +176,30 @@ class SubprocessClient:
         self._num_threads = num_threads
         self._send(SetThreads(num_threads))
 
+    def request_blocks(self) -> None:
+        self._send(SendBlocks())
+
+    async def reload(self) -> AsyncIterator[str]:
+        await self._wait_serving()
+        process, started_s = self._process, time.monotonic()
+        assert process is not None
+        yield f"replacing the engine under {len(self._inflight)} open requests"
+        self._reloaded = process
+        process.kill("it is reloaded")
+        while self.alive and self._process is process:
+            self._usage_changed.clear()
+            await self._usage_changed.wait()
+        await self._wait_serving()
+        yield f"ready after {time.monotonic() - started_s:.1f} s"
+
+    async def _wait_serving(self) -> None:
+        """Wait until the engine accepts requests. Raises EngineDead."""
+        while self.alive and not self._serving:
+            self._usage_changed.clear()
+            await self._usage_changed.wait()
+        if not self.alive:
+            raise EngineDead("the engine is not running")
+
     async def load_adapter(self, path: str) -> AdapterInfo:
         info = await self._call_engine(lambda call: LoadAdapter(call, path))
         assert info is not None
@@ -191,11 +226,7 @@ class SubprocessClient:
         self, make_message: Callable[[int], LoadAdapter | UnloadAdapter]
     ) -> AdapterInfo | None:
         """Send a message about adapters, and wait for the reply."""
-        while self.alive and not self._serving:
-            self._usage_changed.clear()
-            await self._usage_changed.wait()
-        if not self.alive:
-            raise EngineDead("the engine is not running")
+        await self._wait_serving()
         reply: asyncio.Future[AdapterInfo | None] = asyncio.get_running_loop().create_future()
         call = self._num_adapter_calls = self._num_adapter_calls + 1
         self._adapter_calls[call] = reply
@@ -226,19 +257,6 @@ class SubprocessClient:
         self._is_drain_skipped = True
         if not self.alive and self._process is not None:
             self._process.skip_wait()
-
-    async def _events(
-        self, request_id: str, queue: asyncio.Queue[Event | None], put: Callable[[Event | None], None]
-    ) -> AsyncIterator[Event]:
-        """The queued events; closed early, they abort the request, whose listener is `put`."""
-        try:
-            while (event := await queue.get()) is not None:
-                yield event
-                if _is_last(event):
-                    return
-        finally:
-            if self._listeners.get(request_id) is put:
-                self.abort(request_id)
 
     # Messages to the engine
 
@@ -306,6 +324,8 @@ class SubprocessClient:
         self._stats = report.stats
         if self.on_step is not None:
             self._safe_callback(self.on_step, report.stats)
+        if report.blocks is not None and self.on_blocks is not None:
+            self._safe_callback(self.on_blocks, report.blocks)
         for event in report.events:
             new = self._inflight.on_event(event)
             if new is None:
@@ -320,7 +340,7 @@ class SubprocessClient:
         on_event = self._listeners.get(event.request_id)
         if on_event is None:
             return
-        if _is_last(event):
+        if is_last(event):
             del self._listeners[event.request_id]
         self._safe_callback(on_event, event)
 
@@ -363,12 +383,12 @@ class SubprocessClient:
         return f", with {loaded.done / GIB:.2f} of {loaded.total / GIB:.2f} GiB of weights read"
 
     def _init_message(self) -> Init:
-        if self.info is None:
+        if self._resolved is None:
             return Init(self._config, self._never_sampled_ids)
-        trace = self._config.trace  # keep the trace of the crashed engine
+        trace = self._config.trace if self._restarts else None  # keep the trace of the crashed engine
         config = self._config if trace is None else replace(self._config, trace=f"{trace}.{self._restarts}")
         adapters = tuple(self._adapters.values())
-        return Init(config, self._never_sampled_ids, self.info.resolved, self._timings, adapters)
+        return Init(config, self._never_sampled_ids, self._resolved, self._timings, adapters)
 
     async def _supervise(self) -> None:
         """Restart the engine whenever it exits, until the restart policy gives up."""
@@ -395,9 +415,14 @@ class SubprocessClient:
         self._stats, self._health = StepStats(), EngineHealth()
         if self.on_restart is not None:
             self._safe_callback(self.on_restart, process.exit_reason or "it hung up")
-        reason = await process.reap(self._fork_server)
         num_open = len(self._inflight)
-        logger.error("client: engine died: %s; %d open requests wait for a restart", reason, num_open)
+        self._hand_over(process)
+        reason = await process.reap(self._fork_server)
+        level = logging.INFO if process is self._reloaded else logging.ERROR
+        text = "client: engine died: %s; %d open requests move to other replicas"
+        if self.on_crash is None:
+            text = "client: engine died: %s; %d open requests wait for a restart"
+        logger.log(level, text, reason, num_open)
         if plugin is not None:
             text = (
                 "client: it was in the code of drafter %s: the next engine runs without it, so that requests"
@@ -410,7 +435,16 @@ class SubprocessClient:
         if self._num_threads is not None:
             self.set_threads(self._num_threads)
         self._send_pending()
+        if self.on_ready is not None:
+            self._safe_callback(self.on_ready)
         return True
+
+    def _hand_over(self, process: EngineProcess) -> None:
+        """End the open requests for a caller that resumes them."""
+        if self.on_crash is not None:
+            busy = () if process is self._reloaded else process.heartbeat.busy_requests()
+            self._safe_callback(self.on_crash, self._inflight.in_batch(busy))
+            self._fail_all("the engine died")
 
     def _drop_plugin(self, process: EngineProcess) -> str | None:
         """Run without the drafter in whose code the engine ended, and count its error; returns its name."""
@@ -426,6 +460,9 @@ class SubprocessClient:
 
     def _should_restart(self, process: EngineProcess) -> bool:
         """Update crash blame and restart policy."""
+        if process is self._reloaded:
+            self._inflight.on_crash(())
+            return True
         crash = self._inflight.on_crash(process.heartbeat.busy_requests())
         for failed in crash.failed:
             self._deliver(failed)
@@ -512,7 +549,3 @@ class SubprocessClient:
     def _cpu_seconds(self, pid: int) -> float | None:
         """None on a GPU, where the host may wait without CPU time."""
         return cpu_seconds(pid) if self.info is not None and self.info.resolved.device == "cpu" else None
-
-
-def _is_last(event: Event) -> bool:
-    return not isinstance(event, TokenEvent) or event.finish_reason is not None

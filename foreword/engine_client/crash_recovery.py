@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -23,6 +23,7 @@ __all__ = [
     "InflightRequest",
     "InflightRequests",
     "RestartPolicy",
+    "crash_error",
 ]
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class CrashSuspects:
 
     A request in the batch at two crashes in a row, without a new token between them, is a suspect. Suspects
     run alone, one after another, until they gain a token or end; two crashes while alone mean refusal.
+    With replicas, the crashes may be of different engines.
     """
 
     __slots__ = ("_num_crashes", "_num_solo_crashes")
@@ -54,21 +56,27 @@ class CrashSuspects:
         """The suspect that runs alone now."""
         return next(iter(self._num_solo_crashes), None)
 
-    def on_crash(self, busy_ids: Sequence[str]) -> str | None:
-        """The engine crashed with these open requests in the batch. Returns the request to refuse."""
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._num_solo_crashes
+
+    def on_crash(self, busy_ids: Sequence[str], idle_ids: Iterable[str] = ()) -> str | None:
+        """An engine crashed with these open requests in the batch. Returns the request to refuse.
+
+        idle_ids  its other open requests, which are innocent
+        """
         suspect = self.quarantined
-        if suspect is None:
-            if busy_ids:  # a crash while idle or loading has no suspects
-                counts = {request_id: self._num_crashes.get(request_id, 0) + 1 for request_id in busy_ids}
-                self._num_crashes = counts
-                self._num_solo_crashes = {
-                    request_id: 0 for request_id, count in counts.items() if count >= CRASHES_TO_SUSPECT
-                }
-        elif suspect in busy_ids:
+        if suspect is not None and suspect in busy_ids:
             self._num_solo_crashes[suspect] += 1
             if self._num_solo_crashes[suspect] >= CRASHES_TO_REFUSE:
                 self.clear(suspect)
                 return suspect
+        elif busy_ids:  # a crash while idle or loading has no suspects
+            for request_id in idle_ids:
+                self._num_crashes.pop(request_id, None)
+            for request_id in busy_ids:
+                count = self._num_crashes[request_id] = self._num_crashes.get(request_id, 0) + 1
+                if count >= CRASHES_TO_SUSPECT:
+                    self._num_solo_crashes.setdefault(request_id, 0)
         return None
 
     def clear(self, request_id: str) -> None:
@@ -312,14 +320,17 @@ class InflightRequests:
             self._suspects.clear(event.request_id)
         return new
 
+    def in_batch(self, busy_arrivals: Collection[int]) -> list[str]:
+        """Ids of the open requests with these arrival numbers."""
+        return [request_id for request_id, each in self._requests.items() if each.arrival in busy_arrivals]
+
     def on_crash(self, busy_arrivals: Collection[int]) -> CrashResult:
         """The engine crashed with these arrival numbers in its batch: all requests are unsent again."""
         busy = frozenset(busy_arrivals)
         had_requests = bool(busy - {self._probe.arrival} if self._probe is not None else busy)
-        refused = self._suspects.on_crash(
-            [request_id for request_id, inflight in self._requests.items() if inflight.arrival in busy]
-        )
-        failed = [] if refused is None else [ErrorEvent(refused, _crash_error())]
+        in_batch = self.in_batch(busy)
+        refused = self._suspects.on_crash(in_batch, self._requests.keys() - set(in_batch))
+        failed = [] if refused is None else [ErrorEvent(refused, crash_error())]
         for event in failed:
             self.remove(event.request_id)
         for inflight in self._requests.values():
@@ -371,7 +382,7 @@ class InflightRequests:
         return failed
 
 
-def _crash_error() -> RequestFailed:
+def crash_error() -> RequestFailed:
     return RequestFailed(
         f"the engine died {CRASHES_TO_REFUSE} times while it ran this request alone; it is not retried"
     )

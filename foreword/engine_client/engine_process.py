@@ -38,6 +38,7 @@ from foreword.engine_client.messages import (
     LoadProgress,
     ModelDescriptions,
     RemoveRequest,
+    SendBlocks,
     SetThreads,
     UnloadAdapter,
 )
@@ -159,7 +160,8 @@ def _handle(
     | DropImage
     | LoadAdapter
     | UnloadAdapter
-    | SetThreads,
+    | SetThreads
+    | SendBlocks,
     page: HeartbeatPage,
 ) -> AdapterReply | None:
     # A crash blames the next request: vocabulary and images precede the request that needs them.
@@ -177,6 +179,8 @@ def _handle(
         engine.set_threads(message.num_threads)
     elif isinstance(message, LoadAdapter | UnloadAdapter):
         return AdapterReply(message.call, _change_adapters(engine, message))
+    elif isinstance(message, SendBlocks):
+        engine.request_blocks()
     else:
         engine.remove(message.request_id, message.num_tokens)
     return None

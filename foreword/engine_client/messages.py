@@ -24,6 +24,7 @@ __all__ = [
     "LoadProgress",
     "ModelDescriptions",
     "RemoveRequest",
+    "SendBlocks",
     "SetThreads",
     "UnloadAdapter",
 ]
@@ -109,6 +110,11 @@ class DropImage:
     """To the engine: no open request has this image."""
 
     digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlocks:
+    """To the engine: the next update of its prefix cache is to be a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ PROCESS_GROUP: Final = 2  # index in read_proc_stat()
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """What a model takes of its device."""
+    """What a model and its replicas take of their device."""
 
     entry: ModelEntry  # its config has local paths, and the size of the KV cache
     device: str  # "cpu", or "gpu0"
@@ -159,7 +159,8 @@ class _Sizing:
         infos = [description.model, *filter(None, [description.drafter])]
         dtype, _ = resolve_dtypes(config, self.hardware, description.model)
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-        self._block_bytes = config.block_size * sum(kv_bytes_per_token(info, kv_dtype) for info in infos)
+        block_bytes = config.block_size * sum(kv_bytes_per_token(info, kv_dtype) for info in infos)
+        self._block_bytes = config.replicas * block_bytes
         context = config.max_model_len or description.model.context_len
         num_seqs, _ = batch_limits(config, self.hardware)
         self._min_blocks = self._blocks_for(min_context(config, description.model))
@@ -200,8 +201,6 @@ class _Sizing:
     def _parts(self, resolved: ResolvedConfig | None) -> tuple[MemoryPart, ...]:
         config, description = self.entry.config, self._description
         *parts, _ = plan_memory(config, self.hardware, description.model, description.drafter, resolved)
-        if config.embedding_model is not None:
-            parts.append(MemoryPart("encoder", _encoder_bytes(config.embedding_model)))
         if self.hardware.device == "cuda":
             graphs = 0 if config.enforce_eager else cuda_graph_reserve(self.hardware.total_bytes)
             parts += [MemoryPart("CUDA graphs", graphs), MemoryPart("CUDA", CUDA_CONTEXT_BYTES)]
@@ -210,13 +209,17 @@ class _Sizing:
             parts.append(MemoryPart("process", PROCESS_BYTES, "interpreter, libraries, heap"))
             if "suffix" in config.drafter_names():
                 parts.append(MemoryPart("suffix corpus", suffixes))
+        parts = [replace(part, num_bytes=config.replicas * part.num_bytes) for part in parts]
+        if config.embedding_model is not None:  # one process for all replicas
+            parts.append(MemoryPart("encoder", _encoder_bytes(config.embedding_model)))
         return tuple(part for part in parts if part.num_bytes)
 
     def _configured_blocks(self, text: str) -> int:
         tokens = parse_tokens("kv_cache_memory", text)
         if tokens is not None:
             return self._blocks_for(tokens)
-        return max(parse_bytes("kv_cache_memory", text) // self._block_bytes, 1)
+        num_bytes = parse_bytes("kv_cache_memory", text) * self.entry.config.replicas
+        return max(num_bytes // self._block_bytes, 1)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.entry.config.block_size)

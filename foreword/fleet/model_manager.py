@@ -291,7 +291,7 @@ class ModelManager:
         info = await stack.start()
         if host.recorder is None:
             host.recorder = stack.make_recorder()
-            host.recorder.add_engine_process(lambda: None if host.stack is None else host.stack.engine.pid)
+            host.recorder.add_engine_processes(lambda: {} if host.stack is None else host.stack.engine.pids)
         host.model.context = stack.make_context(self.models, host.recorder, host.model.variants)
         host.model.max_model_len = info.resolved.max_model_len
 

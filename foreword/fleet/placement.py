@@ -53,15 +53,15 @@ class ThreadSharing:
             return
         threads = share_threads({name: self._demand(*each) for name, each in working.items()})
         told, self._threads = self._threads, {}
-        for name, (client, _) in working.items():
+        for name, (client, config) in working.items():
             self._threads[client] = threads[name]
             if told.get(client) != threads[name]:
-                client.set_threads(threads[name])
+                client.set_threads(max(threads[name] // config.replicas, 1))
 
     def _demand(self, client: EngineClient, config: Config) -> ThreadDemand:
         assert client.info is not None, "a model that works has a started engine"
         cpus = self._cpus if config.cpus is None else parse_cpus(config.cpus)
-        return ThreadDemand(client.info.resolved.threads, cpus)
+        return ThreadDemand(client.info.resolved.threads * config.replicas, cpus)
 
 
 def assign_gpus(models: ModelsConfig, machine: Machine) -> ModelsConfig:

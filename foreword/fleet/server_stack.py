@@ -14,8 +14,8 @@ from foreword.config.resolve import EngineInfo
 from foreword.core.readiness import OnLoadProgress
 from foreword.embedding.client import EncoderClient
 from foreword.embedding.sentence_transformers import read_decoder_pooling_config
-from foreword.engine_client.client import SubprocessClient
 from foreword.engine_client.forkserver import ForkServer
+from foreword.engine_client.replicas import make_engine_client
 from foreword.errors import ConfigError
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.server.app import create_app, loading_app, make_context
@@ -44,7 +44,7 @@ class ServerStack:
         self.name, *self._aliases = model_names(prepared.config, prepared.path)  # in the API
         check_adapter_names(prepared.config.adapters, (self.name, *self._aliases))
         self.sampling_defaults = str(prepared.tokenizer.generation_config)  # in words
-        self.engine = SubprocessClient(
+        self.engine = make_engine_client(
             prepared.config,
             prepared.never_sampled_ids,
             prepared.tokenizer.vocabulary,
@@ -81,7 +81,7 @@ class ServerStack:
     def pids(self) -> tuple[int, ...]:
         """Of the processes that run."""
         encoder = None if self.encoder is None else self.encoder.pid
-        return tuple(pid for pid in (self.engine.pid, encoder) if pid is not None)
+        return (*self.engine.pids.values(), *(() if encoder is None else (encoder,)))
 
     async def _make_chat_processor(self) -> None:
         """Compile the template and detect its tool format, in a thread. Raises CheckpointError."""
@@ -97,7 +97,7 @@ class ServerStack:
     def serving_app(self, request_log: RequestLog, drain: DrainState | None = None) -> FastAPI:
         """The application of the started server."""
         prepared, recorder = self._prepared, self.make_recorder()
-        recorder.add_processes(lambda: self.engine.pid)
+        recorder.add_processes(lambda: self.engine.pids)
         return create_app(
             prepared.config,
             self.engine,

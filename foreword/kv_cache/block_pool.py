@@ -23,6 +23,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
+        # Since the last pop_changes(): gained digests (True) and lost ones (False); None: not recorded
+        self._changes: dict[bytes, bool] | None = None
 
     @property
     def num_free(self) -> int:
@@ -57,12 +59,37 @@ class BlockPool:
         """Whether acquiring this content takes a block off the free list."""
         return self._ref_counts[self._block_of[digest]] == 0
 
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """All content in the index."""
+        return tuple(self._block_of)
+
+    def record_changes(self) -> None:
+        """Record changes of the index for pop_changes()."""
+        self._changes = {}
+
+    def pop_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """Digests that the index gained, and lost, since the last call."""
+        changes = self._changes
+        if not changes:
+            return (), ()
+        self._changes = {}
+        return tuple(d for d, is_new in changes.items() if is_new), tuple(
+            d for d, is_new in changes.items() if not is_new
+        )
+
+    def _record(self, digest: bytes, is_new: bool) -> None:
+        """A change that undoes an earlier one cancels it."""
+        if self._changes is not None and self._changes.pop(digest, is_new) == is_new:
+            self._changes[digest] = is_new
+
     def publish(self, block: int, digest: bytes) -> None:
         """Index a block by its content, which is complete and committed."""
         assert self._ref_counts[block] > 0
         if digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
+            self._record(digest, True)
 
     def invalidate(self, blocks: Iterable[int]) -> None:
         """Drop these blocks from the content index."""
@@ -70,6 +97,7 @@ class BlockPool:
             digest = self._hash_of.pop(block, None)
             if digest is not None:
                 del self._block_of[digest]
+                self._record(digest, False)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference to each block, the last first, so that prefixes stay cached longest."""

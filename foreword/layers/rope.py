@@ -7,7 +7,9 @@ beyond the original length.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -49,11 +51,13 @@ NO_ROPE = RopeConfig("linear", theta=10000.0, rotary_dim=2, factor=math.inf)
 class Rope:
     """cos_sin float32 [max_len, D_rot]: cosines of D_rot / 2 angles of each position, then their sines.
 
-    query_cos_sin is that of queries: the same tensor, unless they are scaled by their position.
+    query_cos_sin is that of queries: the same tensor, unless they are scaled by their position. `digest`
+    is that of all that max_len changes, besides the number of rows.
     """
 
     def __init__(self, config: RopeConfig, max_len: int, device: str) -> None:
         inverse, scale = rope_frequencies(config, max_len)
+        self.digest = hashlib.blake2b(inverse.numpy().tobytes() + struct.pack("d", scale)).digest()
         positions = torch.arange(max_len, dtype=torch.float32)[:, None]
         angles = positions * inverse
         cos_sin = torch.cat((angles.cos() * scale, angles.sin() * scale), -1)

@@ -7,7 +7,8 @@ a few times.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -60,14 +61,13 @@ class MetricsRegistry:
         )
         self._registry.register(self._collector)
 
-    def add_processes(self, get_engine_pid: Callable[[], int | None]) -> None:
-        """Export memory, processor time and open files of this process (`process_*`) and the engine's."""
+    def add_processes(self, get_engine_pids: Callable[[], Mapping[str, int]]) -> None:
+        """Export memory, processor time and open files of this process (`process_*`) and the engines'."""
         self.add_own_process()
-        self.add_engine_process(get_engine_pid)
+        self.add_engine_processes(get_engine_pids)
 
-    def add_engine_process(self, get_engine_pid: Callable[[], int | None]) -> None:
-        # Without an engine there is no such directory in /proc, and no series.
-        ProcessCollector(ENGINE_PROCESS, lambda: get_engine_pid() or "none", registry=self._registry)
+    def add_engine_processes(self, get_engine_pids: Callable[[], Mapping[str, int]]) -> None:
+        self._registry.register(_EngineProcessCollector(get_engine_pids))
 
     def add_own_process(self) -> None:
         ProcessCollector(registry=self._registry)
@@ -129,6 +129,25 @@ class _Families(Collector):
 
     def collect(self) -> Iterable[Family]:
         return self._families
+
+
+class _EngineProcessCollector(Collector):
+    """`process_*` of engines, by replica; an engine that does not run has no series."""
+
+    def __init__(self, get_pids: Callable[[], Mapping[str, int]]) -> None:
+        self._get_pids = get_pids
+
+    def collect(self) -> Iterator[Family]:
+        families: dict[str, Family] = {}
+        for replica, pid in self._get_pids().items():
+            labels = {"replica": replica} if replica else {}
+            for own in ProcessCollector(ENGINE_PROCESS, partial(int, pid), registry=None).collect():
+                family = families.setdefault(
+                    own.name, Family(own.name, own.documentation, own.type, own.unit)
+                )
+                for sample in own.samples:
+                    family.add_sample(sample.name, {**sample.labels, **labels}, sample.value)
+        yield from families.values()
 
 
 class _Numbers:

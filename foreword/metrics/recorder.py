@@ -148,7 +148,8 @@ class MetricsRecorder(ServerCounters):
         self._choices: dict[str, log.PromptChoices] = {}
         self._finished: OrderedDict[str, ChoiceStats] = OrderedDict()
         self._num_embedding = 0
-        self._stats = StepStats()
+        self._stats: dict[str, StepStats] = {}  # of the last step, by replica
+        self._gauges = StepStats()  # of the last step
         self._spec_stats = {name: SpecDecodeStats() for name in drafters}
         self._interval = log.LogInterval()
         self._busy_since_s = clock()
@@ -177,13 +178,13 @@ class MetricsRecorder(ServerCounters):
             for name in POSITION_METRICS:
                 init_series(name, map(str, range(num_positions)), drafter)
 
-    def add_processes(self, get_engine_pid: Callable[[], int | None]) -> None:
-        """Export metrics of this process, and of the engine's; None: it does not run."""
-        self._registry.add_processes(get_engine_pid)
+    def add_processes(self, get_engine_pids: Callable[[], Mapping[str, int]]) -> None:
+        """Export metrics of this process, and of the engines that run, by replica."""
+        self._registry.add_processes(get_engine_pids)
 
-    def add_engine_process(self, get_engine_pid: Callable[[], int | None]) -> None:
-        """Export metrics of the engine's process; the server exports its own."""
-        self._registry.add_engine_process(get_engine_pid)
+    def add_engine_processes(self, get_engine_pids: Callable[[], Mapping[str, int]]) -> None:
+        """Export metrics of the engines' processes; the server exports its own."""
+        self._registry.add_engine_processes(get_engine_pids)
 
     def on_submit(self, request: Request) -> None:
         """A choice was submitted: "X-0", "X-1", ... of one prompt, all before any of them ends."""
@@ -280,10 +281,11 @@ class MetricsRecorder(ServerCounters):
 
     def on_step(self, stats: StepStats) -> None:
         """The engine finished a step. A step that is reported twice counts once."""
-        if stats.step == self._stats.step:
+        before = self._stats.get(stats.replica) or StepStats()
+        if stats.step == before.step:
             return
-        is_restarted = stats.step < self._stats.step  # a restarted engine counts from zero
-        before = StepStats() if is_restarted else self._stats
+        if stats.step < before.step:  # a restarted engine counts from zero
+            before = StepStats()
         for name in (*STEP_COUNTERS, *(IMAGE_COUNTERS if self._multimodal else ())):
             self._registry.add(name, _delta(getattr(before, name), getattr(stats, name)))
         for stage, seconds in stats.stage_seconds.items():
@@ -298,12 +300,13 @@ class MetricsRecorder(ServerCounters):
         interval = self._interval
         interval.prefix_queries += _delta(before.prefix_cache_queries_total, stats.prefix_cache_queries_total)
         interval.prefix_hits += _delta(before.prefix_cache_hits_total, stats.prefix_cache_hits_total)
-        self._stats = stats
+        self._stats[stats.replica] = self._gauges = stats
 
     def on_restart(self, reason: str) -> None:
         """The engine is restarted: the new one counts from zero."""
         self._registry.add("engine_restarts_total", 1)
-        self._stats = StepStats()
+        self._stats.pop("", None)  # a replica reports the step 0
+        self._gauges = StepStats()
         for span in {progress.span for progress in self._live.values() if progress.span is not None}:
             span.on_restart()
 
@@ -323,7 +326,8 @@ class MetricsRecorder(ServerCounters):
 
     def on_unload(self) -> None:
         """The engine is gone; one of a later load counts from zero."""
-        self._stats = StepStats()
+        self._stats.clear()
+        self._gauges = StepStats()
         self.get_stats = None
 
     def render(self, with_keys: bool = False) -> bytes:
@@ -332,7 +336,7 @@ class MetricsRecorder(ServerCounters):
 
     def collect(self) -> MetricsRegistry:
         """The registry, with gauges of this moment."""
-        stats = self._stats if self.get_stats is None else self.get_stats()
+        stats = self._current_stats()
         for name in STEP_GAUGES:
             self._registry.set(name, getattr(stats, name))
         if self._max_loras:
@@ -352,6 +356,9 @@ class MetricsRecorder(ServerCounters):
             self._registry.set_only("lora_requests_info", time.time(), *labels)
         return self._registry
 
+    def _current_stats(self) -> StepStats:
+        return self._gauges if self.get_stats is None else self.get_stats()
+
     def _adapter_label(self, request: Request) -> str:
         """The adapter's name, for a limited number of names."""
         name = request.adapter_name or request.adapter
@@ -369,8 +376,9 @@ class MetricsRecorder(ServerCounters):
         self._logged_s = now
         if not self._interval.has_traffic:
             return
-        fields = log.throughput_fields(self._interval, self._stats)
-        log.logger.info("%s", log.format_throughput(self._interval, self._stats), extra={"fields": fields})
+        stats = self._current_stats()
+        fields = log.throughput_fields(self._interval, stats)
+        log.logger.info("%s", log.format_throughput(self._interval, stats), extra={"fields": fields})
         spec_stats = self._interval.spec_stats
         if spec_stats.num_drafted:
             fields = log.speculation_fields(spec_stats)

@@ -75,6 +75,10 @@ class Model(Protocol):
     def set_max_model_len(self, max_model_len: int) -> None:
         """Prepare for contexts of this length. Call it before anything is compiled."""
 
+    @property
+    def rope_digest(self) -> str:
+        """Hash of RoPE's angles per position, which some checkpoints derive from the context limit."""
+
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Hidden states [T, H] of all rows; writes K and V of all rows to the cache."""
 

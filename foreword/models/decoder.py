@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -253,6 +254,11 @@ class Decoder(ABC):
         """Prepare for contexts of this length. Call it before anything is compiled."""
         ropes = {layer_type.rope for layer_type in self._layer_types}
         self._ropes = {rope: Rope(rope, max_model_len, self._device) for rope in ropes}
+
+    @property
+    def rope_digest(self) -> str:
+        """See Model."""
+        return hashlib.blake2b(b"".join(sorted(each.digest for each in self._ropes.values()))).hexdigest()
 
     @classmethod
     @abstractmethod

@@ -46,6 +46,7 @@ from foreword.server.routes import (
     loading,
     messages,
     ranking,
+    reload,
     responses,
     tokenize,
 )
@@ -68,6 +69,7 @@ ROUTES = (
     loading,
     adapters,
     admin,
+    reload,
 )
 ALL_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 SUGGESTED_PATHS = tuple(

@@ -475,7 +475,7 @@ def test_dead_engine_leaves_a_file_to_continue(tmp_path: Path, monkeypatch: pyte
     client.script = lambda request: (
         FakeOutput() if len(client.submitted) < 5 else client.kill() or FakeOutput()
     )
-    monkeypatch.setattr(backends, "SubprocessClient", Fake)
+    monkeypatch.setattr(backends, "make_engine_client", Fake)
     source = write(tmp_path / "in", *(chat(f"r{i}", max_tokens=3) for i in range(9)))
     assert main(["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--concurrency", "1"]) == 1
     assert len(records(tmp_path / "out")) == 4

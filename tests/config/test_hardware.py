@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.config import hardware
-from foreword.config.hardware import format_cpus
-from foreword.config.options import parse_cpus
+from foreword.config.options import format_cpus, parse_cpus
 from foreword.errors import ConfigError
 
 X86 = "processor : 0\nmodel name : Some CPU @ 2GHz\nflags : fpu sse2 avx2 avx512f avx512_bf16\n"

@@ -9,12 +9,16 @@ import sys
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 
 from foreword.config.options import Config
+from foreword.core.outputs import TokenEvent
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request
 from foreword.engine import loader as module
 from foreword.engine import loader as parts
 from foreword.engine.loader import load
@@ -91,6 +95,78 @@ def fingerprint(path: Path) -> str:
     ).info.fingerprint
 
 
+BIT_NEUTRAL: dict[str, dict[str, Any]] = {
+    "threads": {"threads": 3},
+    "a shorter context": {"max_model_len": 160},
+    "a longer context": {"max_model_len": 512},
+    "size of blocks": {"block_size": 4},
+    "size of the KV cache": {"kv_cache_memory": "900tokens"},
+    "size of steps": {"max_num_batched_tokens": 7, "max_num_seqs": 2},
+    "room for adapters": {"enable_lora": True},
+    "replicas": {"replicas": 2},
+    "no prefix cache": {"prefix_caching": False},
+    "speculation": {"speculate": "auto"},
+}
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wide enough for threads to share a matrix."""
+    path = tmp_path_factory.mktemp("wide") / "model"
+    return write_checkpoint(path, "llama", seed=3, hidden_size=512, intermediate_size=1024)
+
+
+@pytest.fixture(scope="module")
+def plain_answer(wide_model: Path) -> tuple[str, list[int]]:
+    return fingerprint_and_hashes(wide_model)
+
+
+def fingerprint_and_hashes(path: Path, **options: Any) -> tuple[str, list[int]]:
+    """The fingerprint, and hashes of all logits of an answer."""
+    defaults = {"kv_cache_memory": "600tokens", "threads": 1, "speculate": "off"}
+    engine = load(Config(model=str(path), test_mode=True, **(defaults | options)), ())
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    engine.submit(Request("a", tuple(range(100)), params, seed=5))
+    hashes: list[int] = []
+    while not engine.idle:
+        for event in engine.step().events:
+            assert isinstance(event, TokenEvent)
+            hashes += event.logits_hashes
+    return engine.info.fingerprint, hashes
+
+
+@pytest.mark.parametrize("options", BIT_NEUTRAL.values(), ids=BIT_NEUTRAL)
+def test_options_that_change_no_bit_keep_the_fingerprint(
+    wide_model: Path, plain_answer: tuple[str, list[int]], options: dict[str, Any]
+) -> None:
+    """Engines that differ in these options may go on with each other's answers."""
+    assert fingerprint_and_hashes(wide_model, **options) == plain_answer
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}, {"cpu_isa": "reference"}], ids=str
+)
+def test_options_that_change_bits_change_the_fingerprint(
+    wide_model: Path, plain_answer: tuple[str, list[int]], options: dict[str, Any]
+) -> None:
+    changed = fingerprint_and_hashes(wide_model, **options)
+    assert changed[0] != plain_answer[0] and changed[1] != plain_answer[1]
+
+
+def test_fingerprint_has_the_context_limit_where_rope_depends_on_it(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    path = write_checkpoint(
+        tmp_path / "model", "llama", seed=3, rope_parameters=rope, max_position_embeddings=128
+    )
+    first, second = (fingerprint_and_hashes(path, max_model_len=length) for length in (200, 256))
+    assert first[0] != second[0] and first[1] != second[1]
+
+
+def test_fingerprint_has_the_ids_that_are_never_sampled(wide_model: Path) -> None:
+    config = Config(model=str(wide_model), kv_cache_memory="400tokens", threads=1, speculate="off")
+    assert load(config, (3,)).info.fingerprint != load(config, (4,)).info.fingerprint
+
+
 def test_fingerprint_covers_image_preprocessing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow's version and the preprocessor config change pixels; text models do not depend on them."""
     vision, text = (
@@ -117,10 +193,11 @@ def test_fingerprint_covers_gpu_kernel_sources(tmp_path: Path, monkeypatch: pyte
         threads=1,
     )
     on_gpu = replace(load(config, ()).info.resolved, device="cuda")
-    before = module._fingerprint(config, on_gpu, ReferenceOps(), False)
-    assert before == module._fingerprint(config, on_gpu, ReferenceOps(), False)
+    facts = (config, on_gpu, ReferenceOps(), "rope", (), False)
+    before = module._fingerprint(*facts)
+    assert before == module._fingerprint(*facts)
     monkeypatch.setattr(module, "source_digest", lambda: "another")
-    assert before != module._fingerprint(config, on_gpu, ReferenceOps(), False)
+    assert before != module._fingerprint(*facts)
 
 
 @pytest.mark.parametrize(

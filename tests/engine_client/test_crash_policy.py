@@ -37,9 +37,25 @@ def test_token_between_two_crashes_clears() -> None:
 
 def test_request_absent_from_one_crash_is_no_suspect() -> None:
     suspects = CrashSuspects()
-    for busy_ids in (["a"], ["b"], ["a"], ["b"]):
+    for busy_ids, idle_ids in (("a", "b"), ("b", "a"), ("a", "b"), ("b", "a")):
+        suspects.on_crash(busy_ids, idle_ids)
+    assert suspects.quarantined is None
+
+
+def test_crash_of_a_replica_clears_no_request_of_others() -> None:
+    suspects = CrashSuspects()
+    for busy_ids in ("a", "b", "a"):
         suspects.on_crash(busy_ids)
-        assert suspects.quarantined is None
+    assert suspects.quarantined == "a" and "b" not in suspects
+
+
+def test_crashes_of_other_replicas_are_counted_beside_a_suspect() -> None:
+    suspects = CrashSuspects()
+    for busy_ids in ("a", "a", "b", "b"):
+        assert suspects.on_crash(busy_ids) is None
+    assert suspects.quarantined == "a" and "b" in suspects
+    suspects.clear("a")
+    assert suspects.quarantined == "b"
 
 
 def test_idle_crashes_blame_nobody() -> None:

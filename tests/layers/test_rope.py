@@ -1,5 +1,6 @@
 """RoPE frequencies against transformers."""
 
+import itertools
 import math
 from typing import Any
 
@@ -92,3 +93,22 @@ def test_longer_table_extends_the_shorter_one():
     """For RoPE types whose frequencies do not depend on the longest context."""
     short, long = (Rope(RopeConfig("default", 10000.0, 16), size, "cpu") for size in (10, 100))
     torch.testing.assert_close(long.cos_sin[:10], short.cos_sin, atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("rope_type", ["default", *OURS])
+def test_tables_of_equal_digests_have_equal_rows(rope_type: str) -> None:
+    """Whatever their lengths, and the threads that computed them."""
+    options = {"original_max_position": 1024} | OURS.get(rope_type, {})
+    config = RopeConfig(rope_type, theta=5000.0, rotary_dim=DIM, **options)
+    threads = torch.get_num_threads()
+    ropes = [Rope(config, length, "cpu") for length in (1000, 1531, 4096, 5000, 70_001)]
+    torch.set_num_threads(3)
+    ropes.append(Rope(config, 70_001, "cpu"))
+    torch.set_num_threads(threads)
+    for one, other in itertools.combinations(ropes, 2):
+        length = min(len(one.cos_sin), len(other.cos_sin))
+        is_equal = torch.equal(one.cos_sin[:length], other.cos_sin[:length])
+        assert (one.digest == other.digest) == is_equal
+    assert ropes[-1].digest == ropes[-2].digest
+    changes = len({each.digest for each in ropes}) > 1
+    assert changes == (rope_type in ("dynamic", "longrope"))

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -579,8 +580,8 @@ def test_vllm_bench_finds_its_acceptance_figures(clock: Clock) -> None:
 
 def test_processes_have_memory_and_processor_time(clock: Clock) -> None:
     recorder, engine = MetricsRecorder((), clock=clock, info=INFO), subprocess.Popen(["sleep", "60"])
-    pid: int | None = engine.pid
-    recorder.add_processes(lambda: pid)
+    pids = {"": engine.pid}
+    recorder.add_processes(lambda: pids)
     try:
         found = labelled(recorder)
         for prefix in ("process_", "foreword_engine_process_"):
@@ -589,8 +590,26 @@ def test_processes_have_memory_and_processor_time(clock: Clock) -> None:
     finally:
         engine.kill()
         engine.wait()
-    pid = None  # it crashed, and the next one has not started
+    pids.clear()  # it crashed, and the next one has not started
     assert not any(name.startswith("foreword_engine_process") for name in labelled(recorder))
+
+
+def test_processes_of_replicas_are_labelled(clock: Clock) -> None:
+    recorder = MetricsRecorder((), clock=clock)
+    recorder.add_processes(lambda: {"0": os.getpid(), "1": os.getppid()})
+    found = labelled(recorder)["foreword_engine_process_resident_memory_bytes"]
+    assert [labels for labels, _ in found] == [{"replica": "0"}, {"replica": "1"}]
+    assert all(value > 0 for _, value in found)
+
+
+def test_totals_of_replicas_add_up(clock: Clock) -> None:
+    """Each counts by itself; a new engine counts from zero, also if its first step is the old one's last."""
+    recorder = MetricsRecorder((), clock=clock)
+    for replica, step, total in (("0", 1, 5), ("1", 1, 7), ("0", 2, 6), ("1", 0, 0), ("1", 1, 4)):
+        recorder.on_step(StepStats(step=step, preemptions_total=total, replica=replica))
+        if step == 0:
+            recorder.on_restart("killed")
+    assert scrape(recorder)[("preemptions_total",)] == 6 + 7 + 4
 
 
 def test_every_series_is_in_the_catalog(clock: Clock) -> None:

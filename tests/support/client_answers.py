@@ -1,4 +1,4 @@
-"""Collects the answers of a SubprocessClient while its engine is killed."""
+"""Collects the answers of a client while its engines are killed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 
 from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, TokenLogprob
 from foreword.core.request import Request
+from foreword.engine_client.base import EngineClient
 from foreword.engine_client.client import SubprocessClient
+from foreword.engine_client.replicas import ReplicatedClient
 from tests.support.waiting import WAIT_S
 
 __all__ = ["Answer", "Killer", "collect_answers", "is_gone", "last_event"]
@@ -51,7 +53,7 @@ class Answer:
 
 
 async def collect_answers(
-    client: SubprocessClient, asked: Sequence[Request], seen: Callable[[Event], None] | None = None
+    client: EngineClient, asked: Sequence[Request], seen: Callable[[Event], None] | None = None
 ) -> dict[str, Answer]:
     """Answers by kind, the last part of a request id."""
 
@@ -68,28 +70,25 @@ async def collect_answers(
     return {request.id.rpartition("-")[2]: answer for request, answer in zip(asked, collected, strict=True)}
 
 
-async def last_event(client: SubprocessClient, request: Request) -> Event:
+async def last_event(client: EngineClient, request: Request) -> Event:
     async with asyncio.timeout(WAIT_S):
         return [event async for event in client.submit(request)][-1]
 
 
 class Killer:
-    """Kills an engine after every `every` of its events, `times` times in all."""
+    """Kills an engine after every `every` of its events, `times` times in all; replicas in turn."""
 
-    def __init__(self, client: SubprocessClient, every: int, times: int) -> None:
+    def __init__(self, client: SubprocessClient | ReplicatedClient, every: int, times: int) -> None:
         self.client, self.every, self.times = client, every, times
         self.seen = 0
-        self.killed: set[int | None] = set()
+        self.killed: set[int] = set()
 
     def __call__(self, event: Event) -> None:
-        pid = self.client.pid
         self.seen += 1
-        if (
-            pid is not None
-            and self.seen >= self.every
-            and pid not in self.killed
-            and len(self.killed) < self.times
-        ):
-            self.seen = 0
-            self.killed.add(pid)
-            os.kill(pid, signal.SIGKILL)
+        alive = [pid for pid in self.client.pids.values() if pid not in self.killed]
+        if self.seen < self.every or not alive or len(self.killed) >= self.times:
+            return
+        self.seen = 0
+        pid = alive[len(self.killed) % len(alive)]
+        self.killed.add(pid)
+        os.kill(pid, signal.SIGKILL)

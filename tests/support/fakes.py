@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 
@@ -16,6 +16,7 @@ from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo, HardwareInfo, ModelInfo, resolve
 from foreword.core.outputs import (
+    BlockUpdate,
     DraftResult,
     EmbeddingEvent,
     ErrorEvent,
@@ -26,6 +27,7 @@ from foreword.core.outputs import (
 )
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request, RequestState
+from foreword.engine_client.base import EngineClient
 from foreword.errors import CheckpointError, EngineDead, ForewordError
 from foreword.tokenizer.files import TokenizerFiles
 from foreword.tokenizer.tokenizer import BYTE_ALPHABET, Tokenizer
@@ -97,6 +99,9 @@ class FakeEngineClient:
         self.alive = False
         self.on_step: Callable[[StepStats], None] | None = None
         self.on_restart: Callable[[str], None] | None = None
+        self.on_ready: Callable[[], None] | None = None
+        self.on_blocks: Callable[[BlockUpdate], None] | None = None
+        self.on_crash: Callable[[Collection[str]], None] | None = None
         self.submitted: list[Request] = []
         self.finished: list[tuple[str, int]] = []
         self.aborted: list[str] = []
@@ -115,7 +120,7 @@ class FakeEngineClient:
             else Readiness("dead", "the engine is gone")
         )
 
-    async def start(self) -> EngineInfo:
+    async def start(self, like: EngineClient | None = None) -> EngineInfo:
         self.info, self.alive = self._info, True
         return self._info
 
@@ -135,6 +140,14 @@ class FakeEngineClient:
             on_event(None)
 
         self._deliveries.append(asyncio.create_task(deliver()))
+
+    async def reload(self) -> AsyncIterator[str]:
+        if not self.alive:
+            raise EngineDead("the engine is not running")
+        yield "replaced"
+
+    def request_blocks(self) -> None:
+        """It has no prefix cache."""
 
     def set_threads(self, num_threads: int) -> None:
         self.num_threads = num_threads

@@ -1,0 +1,41 @@
+"""POST /admin/reload: replace the engines under open streams"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Response
+from starlette.responses import StreamingResponse
+
+from foreword.errors import ForewordError
+from foreword.server.auth.keys import PermissionsDep
+from foreword.server.context import ServerContext
+from foreword.server.errors import error_body
+from foreword.server.http import json_bytes
+from foreword.server.served_models import ModelsDep
+
+__all__ = ["router"]
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.post("/admin/reload")
+async def reload(models: ModelsDep, permissions: PermissionsDep) -> Response:
+    """Replace each engine, streaming the progress as lines of JSON. Needs an admin key where keys exist."""
+    if not models.keyring.is_open:
+        models.check_admin(permissions)
+    return StreamingResponse(_lines(models.loaded), media_type="application/x-ndjson")
+
+
+async def _lines(contexts: Sequence[ServerContext]) -> AsyncIterator[bytes]:
+    """{"status": text} for each stage, or last {"error": ...}."""
+    try:
+        for context in contexts:
+            progress: Any = context.client.reload()
+            async with aclosing(progress):
+                async for text in progress:
+                    yield json_bytes({"status": text}) + b"\n"
+    except ForewordError as error:
+        yield json_bytes(error_body(error)) + b"\n"
