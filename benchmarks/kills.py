@@ -1,12 +1,16 @@
 """Engines killed at random moments under load: every stream continues with the same tokens.
 
-    python benchmarks/kills.py [--kills 200] [--streams 32] [--pause 1.0]
+    python benchmarks/kills.py [--kills 200] [--streams 32] [--pause 1.0] [--replicas 3]
 
 Regime: the bundled demo (or --model) in a real server, speculation `auto`. Clients stream their cases in
 turn over HTTP: greedy, sampled, penalties, logprobs, four choices at once, JSON by a schema. First each
 case is answered without kills; then the engine process gets SIGKILL repeatedly, at a random moment within
---pause seconds after it is ready, one time in eight while it is still loading. Each answer is compared
-with the first: texts, logprobs, finish reasons and usage of all choices.
+--pause seconds after it is ready, one time in eight while it is still loading. With --replicas a random
+one of the engines is killed, mostly when all are ready. Each answer is compared with the first: texts,
+logprobs, finish reasons and usage of all choices.
+
+pause     time after a kill in which no stream got a token
+silence   longest time after a kill between two tokens of one stream; quiet_silence: without kills
 
 Prints a table and one JSON line. Exit code 1 if a request was unanswered or its answer differs.
 """
@@ -89,6 +93,7 @@ class Answer:
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: Any = None
     error: str | None = None
+    heard: list[float] = field(default_factory=list, compare=False)  # times of its chunks
 
     def add(self, chunk: Mapping[str, Any]) -> None:
         if "error" in chunk:
@@ -110,7 +115,8 @@ class KillFindings:
     tokens: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     different: list[int] = field(default_factory=list)
-    heard: list[float] = field(default_factory=list)
+    heard: list[list[float]] = field(default_factory=list)  # by answer
+    quiet_silence_s: float = 0.0
     kills: list[float] = field(default_factory=list)
 
 
@@ -129,9 +135,10 @@ class Clients:
         cases = range(self.args.streams)
         answers = await asyncio.gather(*(self._ask(case) for case in cases))
         self._quiet = dict(zip(cases, answers, strict=True))
-        self.findings.heard.clear()
         for answer in answers:
             assert answer.error is None, answer.error
+        heard, self.findings.heard = self.findings.heard, []
+        self.findings.quiet_silence_s = max(longest_silences([0.0], heard), default=0.0)
 
     async def run_under_kills(self) -> None:
         await asyncio.gather(*(self._client(case) for case in range(self.args.streams)))
@@ -156,10 +163,11 @@ class Clients:
                     answer.error = f"{response.status_code} {(await response.aread())[:200]!r}"
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
-                        self.findings.heard.append(time.monotonic())
+                        answer.heard.append(time.monotonic())
                         answer.add(json.loads(line[6:]))
         except httpx.HTTPError as error:
             answer.error = repr(error)
+        self.findings.heard.append(answer.heard)
         return answer
 
 
@@ -177,7 +185,7 @@ def request_body(case: int, max_tokens: int) -> dict[str, Any]:
 
 
 class Killer:
-    """Kills a server's engine at random moments."""
+    """Kills a server's engines at random moments."""
 
     def __init__(self, server_pid: int, http: httpx.AsyncClient, args: argparse.Namespace) -> None:
         self._server_pid = server_pid
@@ -186,38 +194,43 @@ class Killer:
         self._random = Random(args.random_seed)
 
     async def run(self, kills: list[float]) -> None:
-        last = None
+        killed: set[int] = set()
         for number in range(self._args.kills):
-            pid = await self._next_engine(last)
+            pid = self._random.choice(await self._engines(killed))
             if number % KILL_LOADING_EVERY != KILL_LOADING_EVERY - 1:
                 await self._ready()
             await asyncio.sleep(self._random.random() * self._args.pause)
             kills.append(time.monotonic())
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            last = pid
-        await self._next_engine(last)
+            killed.add(pid)
+        await self._engines(killed)
         await self._ready()
 
-    async def _next_engine(self, last: int | None) -> int:
+    async def _engines(self, killed: set[int]) -> list[int]:
+        """Process ids of all engines that were not killed, once there are enough."""
         while True:
-            pid = find_engine(self._server_pid)
-            if pid is not None and pid != last:
-                return pid
+            pids = [pid for pid in find_engines(self._server_pid) if pid not in killed]
+            if len(pids) == self._args.replicas:
+                return pids
             await asyncio.sleep(POLL_S)
 
     async def _ready(self) -> None:
-        while (await self._http.get("/health")).status_code != 200:
+        """Wait until all engines can step; the detail names those that cannot."""
+        while True:
+            response = await self._http.get("/health")
+            if response.status_code == 200 and not response.json()["detail"]:
+                return
             await asyncio.sleep(POLL_S)
 
 
-def find_engine(server_pid: int) -> int | None:
-    """The process forked by the server's fork server; None while there is none."""
+def find_engines(server_pid: int) -> list[int]:
+    """The processes forked by the server's fork server."""
     for pid in _children(server_pid):
         with contextlib.suppress(OSError):
             if SPAWNER in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return max(_children(pid), default=None)
-    return None
+                return sorted(_children(pid))
+    return []
 
 
 def _children(pid: int) -> Iterator[int]:
@@ -234,6 +247,17 @@ def longest_pauses(kills: list[float], heard: list[float]) -> list[float]:
     found = []
     for kill, end in zip(kills, ends, strict=True):
         mine = [after - max(before, kill) for before, after in gaps if after > kill and before < end]
+        found += [max(mine)] if mine else []
+    return found
+
+
+def longest_silences(kills: list[float], heard: list[list[float]]) -> list[float]:
+    """The longest time between two chunks of one answer between each kill and the next, in seconds."""
+    ends = [*kills[1:], float("inf")]
+    gaps = [gap for times in heard for gap in itertools.pairwise(times)]
+    found = []
+    for kill, end in zip(kills, ends, strict=True):
+        mine = [after - before for before, after in gaps if after > kill and before < end]
         found += [max(mine)] if mine else []
     return found
 
@@ -258,6 +282,7 @@ async def _run(server: ServerProcess, args: argparse.Namespace) -> tuple[KillFin
 
 def main() -> int:
     args = _parse()
+    args.replicas = read_config(args).replicas
     config = replace(read_config(args), port=0, served_model_name="demo", log_level="error")
     with ServerProcess(config) as server, loading_bar(f"{args.kills} kills under {args.streams} streams"):
         found, restarts = asyncio.run(_run(server, args))
@@ -282,7 +307,8 @@ def _parse() -> argparse.Namespace:
 
 
 def _report(args: argparse.Namespace, findings: KillFindings, restarts: float) -> int:
-    silences = longest_pauses(findings.kills, findings.heard)
+    pauses = longest_pauses(findings.kills, [time_s for times in findings.heard for time_s in times])
+    silences = longest_silences(findings.kills, findings.heard)
     good = not findings.errors and not findings.different and findings.answered > 0
     figures = {
         "kills": len(findings.kills),
@@ -291,9 +317,13 @@ def _report(args: argparse.Namespace, findings: KillFindings, restarts: float) -
         "tokens": findings.tokens,
         "errors": sum(findings.errors.values()),
         "different": len(findings.different),
-        "pause_median_s": statistics.median(silences) if silences else None,
-        "pause_p95_s": percentile(silences, 95),
-        "pause_max_s": max(silences, default=None),
+        "pause_median_s": statistics.median(pauses) if pauses else None,
+        "pause_p95_s": percentile(pauses, 95),
+        "pause_max_s": max(pauses, default=None),
+        "quiet_silence_s": findings.quiet_silence_s,
+        "silence_median_s": statistics.median(silences) if silences else None,
+        "silence_p95_s": percentile(silences, 95),
+        "silence_max_s": max(silences, default=None),
     }
     rows = [
         [name, f"{value:.3g}" if isinstance(value, float) else str(value)] for name, value in figures.items()
@@ -303,7 +333,9 @@ def _report(args: argparse.Namespace, findings: KillFindings, restarts: float) -
         print(f"error, {count} times: {error}", file=sys.stderr)
     if findings.different:
         print(f"cases answered differently: {findings.different[:20]}", file=sys.stderr)
-    print_json({"bench": "kills", "streams": args.streams, **figures, "holds": good})
+    print_json(
+        {"bench": "kills", "streams": args.streams, "replicas": args.replicas, **figures, "holds": good}
+    )
     return 0 if good else 1
 
 

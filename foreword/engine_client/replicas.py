@@ -28,7 +28,7 @@ from foreword.engine_client.base import EngineClient, is_last, iterate_events
 from foreword.engine_client.client import SubprocessClient
 from foreword.engine_client.crash_recovery import CrashSuspects, InflightRequest, crash_error
 from foreword.engine_client.forkserver import ForkServer
-from foreword.engine_client.routing import BlockIndex, ReplicaLoad, choose
+from foreword.engine_client.routing import BlockIndex, ReplicaLoad, RoutingPolicy, choose
 from foreword.errors import AdapterConflict, EngineDead, ForewordError, NoReplica
 from foreword.kv_cache.prefix_cache import extend_hashes
 
@@ -137,9 +137,11 @@ class ReplicatedClient:
         replicas: Sequence[Replica],
         timeout_s: float = 60.0,
         fork_server: ForkServer | None = None,
+        policy: RoutingPolicy = choose,
     ) -> None:
-        """timeout_s   limits the time that a stream waits for a replica
+        """timeout_s  limits the time that a stream waits for a replica
         fork_server  starts local engines; close() closes it
+        policy       chooses the replica of a stream among those that may take it
         """
         self.info: EngineInfo | None = None
         self.alive = False
@@ -151,6 +153,7 @@ class ReplicatedClient:
         self.dead = asyncio.Event()  # all replicas are gone for good
         self._timeout_s = timeout_s
         self._fork_server = fork_server
+        self.policy = policy
         self._members: dict[str, _Member] = {}
         self._streams: dict[str, _Stream] = {}
         self._waiting: dict[str, _Stream] = {}  # in order of arrival
@@ -383,7 +386,8 @@ class ReplicatedClient:
             for each in members
         ]
         tenant = request.cache_salt
-        chosen = self._members[choose(candidates, self._last_members.get(tenant) if tenant else None)]
+        last_id = self._last_members.get(tenant) if tenant else None
+        chosen = self._members[self.policy(candidates, last_id)]
         self._num_choices += 1
         chosen.chosen_at = self._num_choices
         if tenant:

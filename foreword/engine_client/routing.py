@@ -6,13 +6,13 @@ Pure bookkeeping: no processes, no clocks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from foreword.core.outputs import BlockUpdate
 
-__all__ = ["BlockIndex", "ReplicaLoad", "choose"]
+__all__ = ["BlockIndex", "ReplicaLoad", "RoutingPolicy", "choose"]
 
 # A replica may have this much more load than the mean, for the sake of its cache.
 MAX_LOAD_RATIO: Final = 1.25
@@ -81,6 +81,10 @@ class ReplicaLoad:
     @property
     def load(self) -> float:
         return self.num_streams + self.num_prompt_tokens / TOKENS_PER_STREAM
+
+
+# Takes candidates, and the id of the replica that last served the request's tenant; returns an id.
+RoutingPolicy = Callable[[Sequence[ReplicaLoad], str | None], str]
 
 
 def choose(candidates: Sequence[ReplicaLoad], last_id: str | None = None) -> str:
