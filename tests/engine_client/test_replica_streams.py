@@ -23,7 +23,7 @@ from foreword.errors import EngineDead, RequestFailed
 from tests.support.fakes import engine_info
 from tests.support.waiting import wait_until_async
 
-LENGTH = 12  # tokens of every answer
+LENGTH = 30  # tokens of every answer
 NUM_ENGINES = 3
 
 
@@ -194,7 +194,8 @@ async def play(operations: Sequence[tuple[str, int, int]]) -> None:
         if kind == "submit":
             submit()
         elif kind == "step" and ids and engine.status == "ok":
-            engine.step(ids[second % len(ids)], 1 + second % 4)
+            for request_id in ids[second % len(ids) :]:
+                engine.step(request_id, 1 + second % 4)
         elif kind == "crash" and engine.status != "dead":
             busy = ids[: second % (len(ids) + 1)]
             for request_id in busy:
@@ -223,7 +224,7 @@ async def play(operations: Sequence[tuple[str, int, int]]) -> None:
         check(client, engines)
         for engine in engines:
             for request_id in list(engine.requests):
-                engine.step(request_id, 5)
+                engine.step(request_id, 9)
     assert client._quarantine is None
     for name, caller in callers.items():
         expected = [token(name, position) for position in range(LENGTH)]
