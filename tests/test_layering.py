@@ -82,7 +82,10 @@ ALLOWED = {
         "errors",
     },
     "server": {
+        "engine_client.base",
         "engine_client.client",
+        "engine_client.messages",
+        "engine_client.remote_messages",
         "embedding.client",
         "embedding.sentence_transformers",
         "embedding.vectors",

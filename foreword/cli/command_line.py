@@ -82,6 +82,7 @@ COMMANDS = (
     ),
     Subcommand("top", "foreword.cli.top", "show models, load, acceptance and usage of a running server", ""),
     Subcommand("keys", "foreword.cli.keys", "create, limit, list and revoke API keys; their usage", ""),
+    Subcommand("fleet", "foreword.cli.fleet", "a model's servers on many machines, by Ray", ""),
     Subcommand("reload", "foreword.cli.reload", "replace a server's engines under open streams", ""),
     Subcommand(
         "bench",

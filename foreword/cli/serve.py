@@ -20,6 +20,7 @@ from pathlib import Path
 from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
 from foreword.cli.banner import banner_lines, local_url, models_lines, unix_address
 from foreword.cli.flags import read_config
+from foreword.cli.fleet import run_up
 from foreword.cli.listener import bind, bind_error, bind_unix
 from foreword.cli.startup import startup_line
 from foreword.cli.terminal import loading_bar, set_up_logging, stderr_console
@@ -47,6 +48,8 @@ EXTRA_FILES = 256  # open files besides the connections
 
 def run(args: argparse.Namespace) -> int:
     config = read_config(args)
+    if config.ray is not None:
+        return run_up(config)
     set_up_logging(config.log_level, config.log_format)
     raise_file_limit(config.max_connections + EXTRA_FILES)
     with bind(config.host, config.port) if config.uds is None else bind_unix(Path(config.uds)) as listener:

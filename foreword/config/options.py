@@ -31,6 +31,8 @@ __all__ = [
 MAX_FLOAT_DISPLAY = 1e300
 GPUS_PATTERN = re.compile(r"(\d+|(GPU|MIG)-[\w/-]+)(,(\d+|(GPU|MIG)-[\w/-]+))*", re.ASCII)
 MAX_CPUS = 1 << 16
+MIN_ENGINE_KEY_CHARS = 16
+URL_PATTERN = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[\w.-]+)(:\d{1,5})?(/[\w./~-]*)?", re.ASCII)
 ROOT_PATH_PATTERN = re.compile(r"(?:/[\w.~-]+)+", re.ASCII)
 # Units of parse_bytes().
 UNIT_BYTES = {
@@ -83,7 +85,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "default_max_tokens": (0, 1 << 24),
     **dict.fromkeys(("queue_timeout", "request_timeout", "drain_timeout", "drain_delay"), (0, 86_400)),
     **dict.fromkeys(("health_probe", "log_interval"), (0, 86_400)),
-    "replicas": (1, 64),
+    "replicas": (0, 64),
+    "max_replicas": (1, 1024),
+    "router_timeout": (0, 86_400),
     "replica_timeout": (0, 86_400),
     "hang_timeout": (1, 86_400),
     "client_timeout": (1, 86_400),
@@ -304,7 +308,19 @@ class Config:
     )
     replicas: int = option(
         1,
-        "engines of the model, which share its requests; the answers of one that dies go on in another",
+        "engines of the model on this machine; the answers of one that dies go on in another; 0 only with "
+        "--replica-urls",
+        group="scheduler",
+    )
+    replica_urls: str | None = option(
+        None,
+        "servers whose engines are replicas too, comma-separated; --engine-key is that of these servers",
+        group="scheduler",
+        many=True,
+    )
+    max_replicas: int | None = option(
+        None,
+        "with --ray, most servers of the model, while requests wait (default: --replicas)",
         group="scheduler",
     )
     replica_timeout: float = option(
@@ -418,6 +434,11 @@ class Config:
         'memory of all loaded models: "48GiB" (default: the machine\'s, less a reserve)',
         group="fleet",
     )
+    ray: str | None = option(
+        None,
+        "address of a Ray cluster whose machines run the engines, HOST:PORT or auto; local: this machine",
+        group="fleet",
+    )
     keep_alive: str | None = option(
         None,
         'with several models, time without an answer until one is unloaded: "5m", "90s", 0 for at once, '
@@ -459,6 +480,17 @@ class Config:
     usage_db: str | None = option(
         None,
         "SQLite file of usage by day, key and model, read by `foreword keys usage`; servers may share it",
+        group="server",
+    )
+    engine_key: str | None = option(
+        None,
+        "key with which other servers (their --replica-urls) use this one's engine",
+        group="server",
+        guards_access=True,
+    )
+    router_timeout: float = option(
+        0.0,
+        "seconds without a server that uses the engine by --engine-key until this one ends; 0 for never",
         group="server",
     )
     cors_origins: str = option("", "allowed browser origins, comma-separated; * for all", group="server")
@@ -564,6 +596,7 @@ class Config:
                 "root_path",
             )
         self.served_names()
+        self._check_replicas()
         self._check_lora()
         rows = self.max_num_batched_tokens
         if self.max_num_seqs and rows and self.max_num_seqs > rows:
@@ -575,6 +608,24 @@ class Config:
         if self.replay_cost and not (self.draft_model and "replay" in self.drafter_names()):
             raise ConfigError("replay_cost needs --draft-model and the drafter replay", "replay_cost")
         self.drafter_names()
+
+    def _check_replicas(self) -> None:
+        if not self.replicas and not self.remote_urls:
+            raise ConfigError("replicas must be at least 1 without --replica-urls, got 0", "replicas")
+        for url in self.remote_urls:
+            if not URL_PATTERN.fullmatch(url) or self.remote_urls.count(url) > 1:
+                raise ConfigError(
+                    f"replica_urls must be different URLs such as http://10.0.0.7:8000, got {url!r:.200}",
+                    "replica_urls",
+                )
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ConfigError(
+                f"max_replicas {self.max_replicas} is below replicas {self.replicas}", "max_replicas"
+            )
+        if self.router_timeout and self.engine_key is None:
+            raise ConfigError("router_timeout needs --engine-key", "router_timeout")
+        if self.remote_urls and self.engine_key is None:
+            raise ConfigError("replica_urls needs --engine-key: that of these servers", "engine_key")
 
     def _check_lora(self) -> None:
         modules = parse_lora_modules(self.lora_modules)
@@ -608,6 +659,9 @@ class Config:
             name, problem = "api_key", "is empty" if not self.api_key.strip() else "has an empty key"
         elif self.api_key_file is not None and not self.api_key_file.strip():
             name, problem = "api_key_file", "is empty"
+        elif self.engine_key is not None and len(self.engine_key.strip()) < MIN_ENGINE_KEY_CHARS:
+            problem = f"must have at least {MIN_ENGINE_KEY_CHARS} characters"
+            raise ConfigError(f"engine_key {problem}: it gives all that the engine can do", "engine_key")
         else:
             return
         hint = f"leave out --{name.replace('_', '-')} and unset FOREWORD_{name.upper()}"
@@ -675,9 +729,14 @@ class Config:
         return self.draft_model is not None and ("draft" in self.drafter_names() or self.replay_cost)
 
     @property
+    def remote_urls(self) -> tuple[str, ...]:
+        """The servers of `replica_urls`."""
+        return tuple(url.strip().rstrip("/") for url in (self.replica_urls or "").split(",") if url.strip())
+
+    @property
     def publish_blocks(self) -> bool:
         """Whether engines report changes of their prefix caches, for a router."""
-        return self.replicas > 1
+        return self.replicas > 1 or self.engine_key is not None
 
     @property
     def draft_trace_path(self) -> Path:

@@ -162,7 +162,7 @@ def resolve(
 
 def _share(hardware: HardwareInfo, config: Config) -> HardwareInfo:
     """One replica's part of the cores, unless it has `cpus` of its own, and of a CPU's memory."""
-    count = config.replicas
+    count = max(config.replicas, 1)
     cores = hardware.cores // count if config.cpus is None else hardware.cores
     memory = hardware.free_bytes // count if hardware.device == "cpu" else hardware.free_bytes
     return replace(hardware, cores=max(cores, 1), free_bytes=memory)

@@ -28,18 +28,19 @@ from foreword.engine_client.base import EngineClient, is_last, iterate_events
 from foreword.engine_client.client import SubprocessClient
 from foreword.engine_client.crash_recovery import CrashSuspects, InflightRequest, crash_error
 from foreword.engine_client.forkserver import ForkServer
+from foreword.engine_client.remote import RemoteClient
 from foreword.engine_client.routing import BlockIndex, ReplicaLoad, RoutingPolicy, choose
 from foreword.errors import AdapterConflict, EngineDead, ForewordError, NoReplica
 from foreword.kv_cache.prefix_cache import extend_hashes
 
-__all__ = ["Replica", "ReplicaState", "ReplicatedClient", "make_engine_client"]
+__all__ = ["Replica", "ReplicaState", "ReplicatedClient", "make_engine_client", "remote_replica"]
 
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.1  # interval of checks of health and deadlines
 HASHED_TOKENS: Final = 4096  # prompt tokens hashed at a time: more would hold the event loop for long
 MAX_TENANTS: Final = 4096  # whose last replica is remembered
-STATUSES = ("ok", "unresponsive", "restarting", "loading", "dead")  # the best first
+STATUSES = ("ok", "draining", "unresponsive", "restarting", "loading", "dead")  # the best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +139,12 @@ class ReplicatedClient:
         timeout_s: float = 60.0,
         fork_server: ForkServer | None = None,
         policy: RoutingPolicy = choose,
+        is_open_ended: bool = False,
     ) -> None:
-        """timeout_s  limits the time that a stream waits for a replica
-        fork_server  starts local engines; close() closes it
-        policy       chooses the replica of a stream among those that may take it
+        """timeout_s    limits the time that a stream waits for a replica
+        fork_server    starts local engines; close() closes it
+        policy         chooses the replica of a stream among those that may take it
+        is_open_ended  others may be added when all are gone
         """
         self.info: EngineInfo | None = None
         self.alive = False
@@ -154,6 +157,7 @@ class ReplicatedClient:
         self._timeout_s = timeout_s
         self._fork_server = fork_server
         self.policy = policy
+        self._is_open_ended = is_open_ended
         self._members: dict[str, _Member] = {}
         self._streams: dict[str, _Stream] = {}
         self._waiting: dict[str, _Stream] = {}  # in order of arrival
@@ -496,6 +500,7 @@ class ReplicatedClient:
         if member.replica.address is None:
             self._place_waiting()
         else:
+            member.is_started = True  # also after it has refused its first connection
             self._spawn(self._admit(member))
 
     def _on_blocks(self, member: _Member, update: BlockUpdate) -> None:
@@ -520,7 +525,9 @@ class ReplicatedClient:
 
     async def _tick(self) -> None:
         """Check replicas and deadlines until all replicas are gone."""
-        while any(each.client.alive or not each.is_started for each in self._members.values()):
+        while self._is_open_ended or any(
+            each.client.alive or not each.is_started for each in self._members.values()
+        ):
             self._expire(time.monotonic())
             self._check_members()
             self._place_waiting()
@@ -574,6 +581,8 @@ class ReplicatedClient:
             return Readiness("loading", f"the engine is still loading: {detail}", progress, restarts)
         if num_ready:
             return Readiness("ok", "" if num_ready == len(self._members) else detail, restarts=restarts)
+        if not all_states:
+            return Readiness("restarting", "there is no replica")
         best = min(all_states, key=lambda each: STATUSES.index(each.status))
         status = "restarting" if best.is_ready else best.status  # draining, or different
         return Readiness(status, best.detail or detail, best.progress, restarts)
@@ -585,9 +594,9 @@ class ReplicatedClient:
         return StepStats(
             requests_running=sum(each.requests_running for each in parts),
             requests_waiting=sum(each.requests_waiting for each in parts) + len(self._waiting),
-            longest_running_tokens=max(each.longest_running_tokens for each in parts),
-            oldest_running_seconds=max(each.oldest_running_seconds for each in parts),
-            kv_cache_usage_ratio=sum(each.kv_cache_usage_ratio for each in parts) / len(parts),
+            longest_running_tokens=max((each.longest_running_tokens for each in parts), default=0),
+            oldest_running_seconds=max((each.oldest_running_seconds for each in parts), default=0.0),
+            kv_cache_usage_ratio=sum(each.kv_cache_usage_ratio for each in parts) / max(len(parts), 1),
             prefix_cache_queries_total=sum(each.prefix_cache_queries_total for each in parts),
             prefix_cache_hits_total=sum(each.prefix_cache_hits_total for each in parts),
             preemptions_total=sum(each.preemptions_total for each in parts),
@@ -708,6 +717,13 @@ def _difference(first: EngineInfo, other: EngineInfo) -> str:
     return ""
 
 
+def remote_replica(config: Config, url: str) -> Replica:
+    """The engine of the server at this URL."""
+    assert config.engine_key is not None, "--replica-urls needs --engine-key"
+    address = url.partition("://")[2]
+    return Replica(address, RemoteClient(url, config.engine_key, config.adapters), address)
+
+
 def make_engine_client(
     config: Config,
     never_sampled_ids: tuple[int, ...],
@@ -718,7 +734,7 @@ def make_engine_client(
 ) -> SubprocessClient | ReplicatedClient:
     """The engine of a config, or its replicas; see SubprocessClient. The first one reports its progress."""
     shared = fork_server or ForkServer()
-    if config.replicas == 1:
+    if config.replicas == 1 and not config.remote_urls:
         return SubprocessClient(config, never_sampled_ids, vocabulary, on_progress, shared, owns_fork_server)
     replicas = []
     for index, own in enumerate(replica_configs(config, read_machine())):
@@ -726,4 +742,10 @@ def make_engine_client(
             own, never_sampled_ids, vocabulary, None if index else on_progress, shared, owns_fork_server=False
         )
         replicas.append(Replica(str(index), client))
-    return ReplicatedClient(replicas, config.replica_timeout, shared if owns_fork_server else None)
+    replicas += [remote_replica(config, url) for url in config.remote_urls]
+    return ReplicatedClient(
+        replicas,
+        config.replica_timeout,
+        shared if owns_fork_server else None,
+        is_open_ended=bool(config.remote_urls),
+    )

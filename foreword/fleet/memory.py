@@ -160,7 +160,7 @@ class _Sizing:
         dtype, _ = resolve_dtypes(config, self.hardware, description.model)
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         block_bytes = config.block_size * sum(kv_bytes_per_token(info, kv_dtype) for info in infos)
-        self._block_bytes = config.replicas * block_bytes
+        self._block_bytes = max(config.replicas, 1) * block_bytes
         context = config.max_model_len or description.model.context_len
         num_seqs, _ = batch_limits(config, self.hardware)
         self._min_blocks = self._blocks_for(min_context(config, description.model))
@@ -218,7 +218,7 @@ class _Sizing:
         tokens = parse_tokens("kv_cache_memory", text)
         if tokens is not None:
             return self._blocks_for(tokens)
-        num_bytes = parse_bytes("kv_cache_memory", text) * self.entry.config.replicas
+        num_bytes = parse_bytes("kv_cache_memory", text) * max(self.entry.config.replicas, 1)
         return max(num_bytes // self._block_bytes, 1)
 
     def _blocks_for(self, num_tokens: int) -> int:

@@ -41,12 +41,14 @@ from foreword.server.routes import (
     chat,
     completions,
     embeddings,
+    engine,
     health,
     info,
     loading,
     messages,
     ranking,
     reload,
+    replicas,
     responses,
     tokenize,
 )
@@ -78,7 +80,9 @@ SUGGESTED_PATHS = tuple(
     for route in module.router.routes
     if isinstance(route, APIRoute) and route.include_in_schema
 )
-ROUTE_TABLE = RouteTable((route for module in ROUTES for route in module.router.routes), "/openapi.json")
+ROUTE_TABLE = RouteTable(
+    (route for module in (*ROUTES, engine, replicas) for route in module.router.routes), "/openapi.json"
+)
 # FastAPI's own telemetry quotes what clients send; older versions ignore this. Ours is metrics/tracing.py.
 NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 TICK_S = 1.0  # period of log lines and of checks of the key file
@@ -202,6 +206,12 @@ def models_app(models: ServedModels, state: Health, drain: DrainState, request_l
     app.state.health = state
     for module in ROUTES:
         app.include_router(module.router)
+    app.state.engine_sessions = None
+    if models.config.replica_urls is not None:
+        app.include_router(replicas.router)
+    elif models.config.engine_key is not None:
+        app.state.engine_sessions = engine.EngineSessions(drain)
+        app.include_router(engine.router)
     add_error_handlers(app, SUGGESTED_PATHS)
     _add_middleware(app, models, drain, request_log)
     return app
@@ -246,7 +256,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     models: ServedModels = app.state.models
     request_log: RequestLog = app.state.request_log
     await models.usage.flush()  # reads what keys have used today
-    ticker = asyncio.create_task(_tick(models, request_log))
+    ticker = asyncio.create_task(_tick(models, request_log, app.state.engine_sessions))
     try:
         yield
     finally:
@@ -258,12 +268,16 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             await models.default.close()
 
 
-async def _tick(models: ServedModels, request_log: RequestLog) -> None:
+async def _tick(
+    models: ServedModels, request_log: RequestLog, sessions: engine.EngineSessions | None
+) -> None:
     """Write log lines and usage, drop expired responses, and reload a changed key file."""
     while True:
         await asyncio.sleep(TICK_S)
         for server in models.loaded:
             server.recorder.log_if_due()
+        if sessions is not None and models.config.router_timeout:
+            sessions.end_server_if_unused(models.config.router_timeout)
         request_log.flush()
         models.response_store.expire()
         await models.keyring.refresh()

@@ -33,7 +33,7 @@ logger = logging.getLogger("foreword.serve")
 access_logger = logging.getLogger("foreword.access")
 
 OTHER_ROUTE = "other"  # no such route, or nothing that could be read as a request
-PROBES = ("/health", "/ready")  # a 503 is their answer, not a refusal
+PROBES = ("/health", "/ready", "/engine/replicas")  # a 503 is their answer, not a refusal
 ENGINE_PATH = "/engine/"  # of other servers, which trace the requests that they send here
 WINDOW_S = 10.0
 MAX_LINES = 5  # of refusals of one kind in a window

@@ -125,7 +125,12 @@ class ServedModels:
             Path(config.usage_db) if config.usage_db else None, recorder.on_usage, recorder.on_usage_db_error
         )
         self.keyring = Keyring(
-            config.api_key, key_file, config.share_prefix_cache, self.usage, recorder.on_reject
+            config.api_key,
+            key_file,
+            config.share_prefix_cache,
+            self.usage,
+            recorder.on_reject,
+            engine_key=config.engine_key,
         )
         self.response_store = ResponseStore(config.response_store_mb * MB, config.response_store_ttl)
         self.generations: dict[str, Abortable] = {}  # by the request id of each choice

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 PUBLIC_PATHS = frozenset(
     {"/health", "/ready", "/live", "/healthz", "/metrics", "/version", "/docs", "/openapi.json"}
 )
+ENGINE_PREFIX = "/engine/"  # of routes that take the engine key and no other
 MAX_KEY_BYTES = 512  # longer keys are refused without hashing
 RawHeaders = Sequence[tuple[bytes, bytes]]
 FileStamp = tuple[int, int, int]
@@ -113,8 +114,10 @@ class Keyring:
         on_refusal: Callable[[str], None] | None = None,  # called with the limit that refused a request
         now: Callable[[], float] = time.time,  # Unix time, for expiry
         clock: Callable[[], float] = time.monotonic,  # for limits
+        engine_key: str | None = None,
     ) -> None:
         """Raises ConfigError for an invalid file, and for limits a day without a usage database."""
+        self._engine_key = None if engine_key is None else engine_key.strip().encode()
         self._cli_keys = _parse_cli_keys(cli_keys)
         self._path = path
         self._share_prefix_cache = share_prefix_cache
@@ -132,6 +135,10 @@ class Keyring:
     def is_open(self) -> bool:
         """Whether requests need no key."""
         return not self._cli_keys and self._path is None
+
+    @property
+    def has_engine_key(self) -> bool:
+        return self._engine_key is not None
 
     @property
     def has_admin(self) -> bool:
@@ -161,6 +168,12 @@ class Keyring:
             raise ExpiredKey("the API key has expired")
         salt = "" if self._share_prefix_cache else hashlib.sha256(key.digest).hexdigest()[:16]
         return KeyPermissions(key.name, salt, self._meters[key.name], key.admin, key.models, key.priority)
+
+    def check_engine_key(self, secret: bytes | None) -> None:
+        """Raises Unauthorized for another key than the engine's, in a time that depends on neither."""
+        assert self._engine_key is not None, "the server has no engine key"
+        if not compare_digest(*(hashlib.sha256(key).digest() for key in (secret or b"", self._engine_key))):
+            raise Unauthorized("the engine key is not right: Authorization: Bearer KEY")
 
     async def refresh(self) -> None:
         """Reload a changed file. An invalid file is logged once and changes nothing."""
@@ -257,8 +270,11 @@ class AuthenticationMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
             try:
-                secret = None if self._keys.is_open else key_from_headers(scope["headers"])
-                scope.setdefault("state", {})["access"] = self._keys.identify(secret)
+                if self._keys.has_engine_key and scope["path"].startswith(ENGINE_PREFIX):
+                    self._keys.check_engine_key(key_from_headers(scope["headers"]))
+                else:
+                    secret = None if self._keys.is_open else key_from_headers(scope["headers"])
+                    scope.setdefault("state", {})["access"] = self._keys.identify(secret)
             except ForewordError as error:
                 self._on_refusal("unauthorized")
                 return await error_response(error, scope)(scope, receive, send)

@@ -1,0 +1,518 @@
+"""An engine that another server runs, over HTTP. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, NoReturn
+
+import httpx
+from pydantic import ValidationError
+
+from foreword.config.lora import AdapterInfo, LoraModule
+from foreword.config.resolve import EngineInfo
+from foreword.core.outputs import BlockUpdate, EmbeddingEvent, ErrorEvent, Event, StepStats, TokenEvent
+from foreword.core.readiness import Readiness
+from foreword.core.request import Request
+from foreword.engine_client.base import EngineClient, is_last, iterate_events
+from foreword.engine_client.messages import LoadAdapter, RemoveRequest, SendBlocks, UnloadAdapter
+from foreword.engine_client.remote_messages import (
+    CLIENT_INTERVAL_S,
+    GREETING,
+    MESSAGES,
+    REPORT,
+    SESSIONS_PATH,
+    CallResult,
+    Greeting,
+    ReloadEngine,
+    RemoteError,
+    SessionMessage,
+    SessionReport,
+    SessionStatus,
+    build_digest,
+)
+from foreword.errors import ConfigError, EngineDead, ForewordError, RequestFailed
+
+__all__ = ["RemoteClient"]
+
+logger = logging.getLogger(__name__)
+
+SILENCE_S: Final = 2.0  # of a connection, which is dead then
+MAX_LINE_BYTES: Final = 64 << 20
+MAX_BATCH_BYTES: Final = 4 << 20  # of the messages in one POST; a single message may be larger
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0  # between attempts to connect
+MAX_CLOCK_ERROR_S: Final = 0.25  # of the known difference of the clocks
+REFUSALS: Final = (httpx.codes.BAD_REQUEST, httpx.codes.REQUEST_ENTITY_TOO_LARGE)  # of a message
+MAX_ERROR_CHARS: Final = 300  # of what a server answers, in our errors
+
+OnEvent = Callable[[Event | None], None]
+_Message = tuple[str, bytes]  # (number of the request that it submits or "", JSON)
+
+
+class _Disconnected(Exception):
+    """The session is over, and why."""
+
+
+class _Refused(_Disconnected):
+    """This server does not take this client: another key, another version, another model."""
+
+
+class RemoteClient:
+    """See EngineClient. The server replaces an engine that crashes, under open requests.
+
+    If the connection is closed, or silent for `silence_s`, all open requests get EngineDead at once, and so
+    do new ones until there is a connection again, to an engine with the same fingerprint.
+    """
+
+    def __init__(
+        self, url: str, key: str, adapters: tuple[LoraModule, ...] = (), silence_s: float = SILENCE_S
+    ) -> None:
+        """url       of the server: http://10.0.0.7:8000
+        key       its --engine-key
+        adapters  to load there, from paths of that machine
+        """
+        self.address = url.rstrip("/")
+        self.info: EngineInfo | None = None
+        self.alive = False
+        self.on_step: Callable[[StepStats], None] | None = None
+        self.on_restart: Callable[[str], None] | None = None
+        self.on_ready: Callable[[], None] | None = None
+        self.on_blocks: Callable[[BlockUpdate], None] | None = None
+        self.on_crash: Callable[[Collection[str]], None] | None = None  # never called
+        self._session: _Session | None = None
+        self._accepts = False  # the session is that of the right engine, with its adapters
+        self._started: asyncio.Future[EngineInfo] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._detail = f"there is no connection to {self.address} yet"
+        self._num_lost = 0  # connections
+        # By path: None is not loaded yet. A server that was started again has to load them again.
+        self._adapters: dict[str, AdapterInfo | None] = {module.path: None for module in adapters}
+        self._usage_changed = asyncio.Event()  # a request ended
+        self._callback_error_logged = False
+        self._http = httpx.AsyncClient(
+            base_url=self.address,
+            headers={"Authorization": f"Bearer {key.strip()}", "Content-Type": "application/json"},
+            timeout=httpx.Timeout(silence_s, pool=None),
+            verify=ssl.create_default_context(),  # the system's certificates, or those of SSL_CERT_FILE
+            trust_env=False,  # no proxy
+        )
+
+    @property
+    def stats(self) -> StepStats:
+        return StepStats() if self._session is None else self._session.stats
+
+    @property
+    def readiness(self) -> Readiness:
+        if self._session is not None and self._accepts:
+            readiness = self._session.readiness
+            return replace(readiness, restarts=readiness.restarts + self._num_lost)
+        status = "loading" if self.info is None else "unresponsive"
+        return Readiness(status, self._detail, restarts=self._num_lost)
+
+    async def start(self, like: EngineClient | None = None) -> EngineInfo:
+        """Connect; wait while the server cannot be reached, or loads. Raises ConfigError if it refuses."""
+        self._started = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._run(), name=f"engine at {self.address}")
+        return await self._started
+
+    def submit(self, request: Request) -> AsyncIterator[Event]:
+        return iterate_events(self, request)
+
+    def listen(self, request: Request, on_event: OnEvent) -> None:
+        if not self._accepts:
+            raise EngineDead(self._detail)
+        self._open_session.submit(request, on_event)
+
+    def finish(self, request_id: str, num_tokens: int) -> None:
+        self._remove(request_id, num_tokens)
+
+    def abort(self, request_id: str) -> None:
+        self._remove(request_id, None)
+
+    def _remove(self, request_id: str, num_tokens: int | None) -> None:
+        if self._session is not None:
+            self._session.remove(request_id, num_tokens)
+            self._usage_changed.set()
+
+    def set_threads(self, num_threads: int) -> None:
+        """The other machine has cores of its own."""
+
+    def request_blocks(self) -> None:
+        if self._session is not None:
+            self._session.send(SessionMessage(send_blocks=SendBlocks()))
+
+    async def reload(self) -> AsyncIterator[str]:
+        started_s = time.monotonic()
+        yield f"{self.address} replaces its engine"
+        await self._open_session.call(lambda call: SessionMessage(reload=ReloadEngine(call)))
+        yield f"ready after {time.monotonic() - started_s:.1f} s"
+
+    async def load_adapter(self, path: str) -> AdapterInfo:
+        info = self._adapters[path] = await self._load(path)
+        return info
+
+    async def wait_unused(self, digest: str) -> None:
+        while self._session is not None and self._session.uses_adapter(digest):
+            self._usage_changed.clear()
+            await self._usage_changed.wait()
+
+    async def unload_adapter(self, digest: str) -> None:
+        await self._open_session.call(lambda call: SessionMessage(unload_adapter=UnloadAdapter(call, digest)))
+        for path, info in list(self._adapters.items()):
+            if info is not None and info.digest == digest:
+                del self._adapters[path]
+
+    async def _load(self, path: str) -> AdapterInfo:
+        info = await self._open_session.call(
+            lambda call: SessionMessage(load_adapter=LoadAdapter(call, path))
+        )
+        assert info is not None, "a loaded adapter has info"
+        return info
+
+    @property
+    def _open_session(self) -> _Session:
+        """Raises EngineDead without a connection."""
+        if self._session is None:
+            raise EngineDead(self._detail)
+        return self._session
+
+    async def close(self) -> None:
+        self.alive = False
+        self._detail = "the engine was shut down"
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._http.aclose()
+
+    # Connections
+
+    async def _run(self) -> None:
+        """Connect again and again. A server that refuses the first connection ends start()."""
+        backoff_s = MIN_BACKOFF_S
+        while True:
+            started_s = time.monotonic()
+            try:
+                await self._connect()
+            except Exception as error:
+                if not isinstance(error, _Disconnected | httpx.HTTPError):
+                    logger.exception("client: the connection to %s failed", self.address)
+                self._set_detail(error)
+                if isinstance(error, _Refused) and self._started is not None and not self._started.done():
+                    self._started.set_exception(ConfigError(str(error), "replica_urls"))
+            if time.monotonic() - started_s > MAX_BACKOFF_S:
+                backoff_s = MIN_BACKOFF_S
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _connect(self) -> None:
+        """One connection, until it ends with _Disconnected or httpx.HTTPError."""
+        async with self._http.stream("POST", SESSIONS_PATH) as response:
+            await self._check(response)
+            lines = _read_lines(response)
+            session = self._session = _Session(self._http, self._read_greeting(await anext(lines)))
+            on_refused = partial(self._deliver, session)
+            work = (self._read(session, lines), session.write(on_refused), self._begin(session))
+            tasks = [asyncio.create_task(each) for each in work]
+            try:
+                for ended in asyncio.as_completed(tasks):
+                    await ended
+            except BaseException as error:
+                self._on_lost(session, error)
+                raise
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _check(self, response: httpx.Response) -> None:
+        """Raises _Disconnected; _Refused where another attempt gets the same answer."""
+        if response.status_code == httpx.codes.OK:
+            return
+        text = _error_text(await response.aread())
+        if response.status_code == httpx.codes.NOT_FOUND:
+            raise _Refused(f"the server {self.address} has no --engine-key")
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise _Refused(f"the server {self.address} has another --engine-key")
+        raise _Disconnected(f"the server {self.address} answers {response.status_code}: {text}")
+
+    def _read_greeting(self, line: bytes) -> Greeting:
+        """Raises _Refused for a server of another build, whose messages may be others."""
+        refusal = _Refused(f"the server {self.address} runs another build of Foreword: install the same")
+        try:
+            greeting = GREETING.loads(line)
+        except ValidationError:
+            raise refusal from None
+        if greeting.build != build_digest():
+            raise refusal
+        return greeting
+
+    async def _begin(self, session: _Session) -> None:
+        """Accept requests, if the engine is that of the first connection. Raises _Refused."""
+        info = session.info
+        if self.info is not None and info.fingerprint != self.info.fingerprint:
+            problem = f"its fingerprint is {info.fingerprint}, that of before was {self.info.fingerprint}"
+            raise _Refused(f"the engine of {self.address} would give other tokens: {problem}")
+        for path, before in list(self._adapters.items()):
+            try:
+                adapter = self._adapters[path] = await self._load(path)
+            except ForewordError as error:
+                raise _Refused(f"the engine of {self.address} cannot load {path}: {error.message}") from None
+            if before is not None and before.digest != adapter.digest:
+                raise _Refused(f"the adapter {path} of {self.address} is another one than before")
+        if self.info is None:
+            adapters = tuple(adapter for adapter in self._adapters.values() if adapter is not None)
+            self.info = replace(info, adapters=adapters or info.adapters)
+        logger.info("client: connected to %s", self.address)
+        self.alive = self._accepts = True
+        if self._started is not None and not self._started.done():
+            self._started.set_result(self.info)
+        elif self.on_ready is not None:
+            self._safe_callback(self.on_ready)
+
+    async def _read(self, session: _Session, lines: AsyncIterator[bytes]) -> None:
+        """Pass the reports on. Raises _Disconnected, httpx.HTTPError."""
+        async for line in lines:
+            try:
+                report = REPORT.loads(line)
+            except ValidationError as error:
+                raise _Disconnected(f"{self.address} sent no report: {_first_problem(error)}") from None
+            self._on_report(session, report)
+        raise _Disconnected(f"the server {self.address} closed the connection")
+
+    def _on_report(self, session: _Session, report: SessionReport) -> None:
+        if report.status is not None:
+            session.on_status(report.status)
+        for stats in report.steps:
+            session.stats = stats
+            if self.on_step is not None:
+                self._safe_callback(self.on_step, stats)
+        for update in report.blocks:
+            if self.on_blocks is not None:
+                self._safe_callback(self.on_blocks, update)
+        for result in report.calls:
+            session.on_result(result)
+        for event in report.events:
+            self._deliver(session, event)
+
+    def _deliver(self, session: _Session, event: TokenEvent | EmbeddingEvent | RemoteError) -> None:
+        delivery = session.take_event(event)
+        if delivery is None:
+            return
+        on_event, own = delivery
+        if is_last(own):
+            self._usage_changed.set()
+        self._safe_callback(on_event, own)
+
+    def _safe_callback(self, callback: Callable[..., None], *args: Any) -> None:
+        """Call it; an error must not end the connection."""
+        try:
+            callback(*args)
+        except Exception:
+            if not self._callback_error_logged:
+                logger.exception("client: a callback failed; later failures are not logged")
+            self._callback_error_logged = True
+
+    def _on_lost(self, session: _Session, error: BaseException) -> None:
+        """End all open requests."""
+        was_accepting, self._accepts, self._session = self._accepts, False, None
+        self._set_detail(error)
+        listeners = session.close(EngineDead(self._detail))
+        self._usage_changed.set()
+        if was_accepting and not isinstance(error, asyncio.CancelledError):
+            self._num_lost += 1
+            logger.warning("client: %s; %d open requests end here", self._detail, len(listeners))
+            if self.on_restart is not None:
+                self._safe_callback(self.on_restart, self._detail)
+        for request_id, on_event in listeners:
+            self._safe_callback(on_event, ErrorEvent(request_id, EngineDead(self._detail)))
+
+    def _set_detail(self, error: BaseException) -> None:
+        """Say why there is no connection."""
+        if isinstance(error, _Disconnected):
+            self._detail = str(error)
+        elif isinstance(error, httpx.TimeoutException):
+            self._detail = f"the server {self.address} is silent"
+        elif not isinstance(error, asyncio.CancelledError):
+            self._detail = f"no connection to the server {self.address}: {str(error) or type(error).__name__}"
+
+
+class _Session:
+    """One connection: the requests that are open in it, and the messages to send."""
+
+    def __init__(self, http: httpx.AsyncClient, greeting: Greeting) -> None:
+        self.info = greeting.info
+        self.stats = StepStats()
+        self.readiness = Readiness("ok")
+        self._http = http
+        self._id = greeting.session
+        self._clock_offset_s = greeting.now_s - time.monotonic()  # the server's time.monotonic() minus ours
+        self._counter = itertools.count()
+        # By number in this session: late events of a request never reach a later one with its id.
+        self._open: dict[str, tuple[Request, OnEvent]] = {}
+        self._numbers: dict[str, str] = {}  # by id of the request
+        self._calls: dict[int, asyncio.Future[AdapterInfo | None]] = {}
+        self._outbox: list[_Message] = []
+        self._has_messages = asyncio.Event()
+
+    # Requests
+
+    def submit(self, request: Request, on_event: OnEvent) -> None:
+        number = f"{self._id}-{next(self._counter)}"
+        offset_s, queue_deadline_s, deadline_s = (
+            self._clock_offset_s,
+            request.queue_deadline_s,
+            request.deadline_s,
+        )
+        remote = replace(
+            request,
+            id=number,
+            arrival_s=request.arrival_s + offset_s,
+            queue_deadline_s=None if queue_deadline_s is None else queue_deadline_s + offset_s,
+            deadline_s=None if deadline_s is None else deadline_s + offset_s,
+        )
+        self._open[number] = request, on_event
+        self._numbers[request.id] = number
+        self.send(SessionMessage(request=remote), number)
+
+    def remove(self, request_id: str, num_tokens: int | None) -> None:
+        """End a request, if it is open."""
+        number = self._numbers.pop(request_id, None)
+        if number is not None:
+            _, on_event = self._open.pop(number)
+            self.send(SessionMessage(remove=RemoveRequest(number, num_tokens)))
+            on_event(None)
+
+    def uses_adapter(self, digest: str) -> bool:
+        return any(request.adapter == digest for request, _ in self._open.values())
+
+    def take_event(self, event: TokenEvent | EmbeddingEvent | RemoteError) -> tuple[OnEvent, Event] | None:
+        """The event with our id and our clock, for its listener; None if the request has ended."""
+        if event.request_id not in self._open:
+            return None
+        request, on_event = self._open[event.request_id]
+        own: Event
+        if isinstance(event, RemoteError):
+            own = ErrorEvent(request.id, event.to_error())
+        else:
+            scheduled_s = event.scheduled_s - self._clock_offset_s
+            if isinstance(event, TokenEvent):
+                own = event._replace(request_id=request.id, scheduled_s=scheduled_s)
+            else:
+                own = replace(event, request_id=request.id, scheduled_s=scheduled_s)
+        if is_last(own):
+            del self._open[event.request_id], self._numbers[request.id]
+        return on_event, own
+
+    def close(self, error: ForewordError) -> list[tuple[str, OnEvent]]:
+        """Fail what waits for a reply; returns id and listener of each open request."""
+        for reply in self._calls.values():
+            if not reply.done():
+                reply.set_exception(error)
+        listeners = [(request.id, on_event) for request, on_event in self._open.values()]
+        self._open.clear()
+        self._numbers.clear()
+        return listeners
+
+    def on_status(self, status: SessionStatus) -> None:
+        self.readiness, self.stats = status.readiness, status.stats
+        offset_s = status.now_s - time.monotonic()
+        if abs(offset_s - self._clock_offset_s) > MAX_CLOCK_ERROR_S:
+            self._clock_offset_s = offset_s
+
+    # Calls
+
+    async def call(self, make_message: Callable[[int], SessionMessage]) -> AdapterInfo | None:
+        """The reply to a message that has one. Raises its error, or EngineDead."""
+        number = next(self._counter)
+        reply: asyncio.Future[AdapterInfo | None] = asyncio.get_running_loop().create_future()
+        self._calls[number] = reply
+        self.send(make_message(number))
+        try:
+            return await reply
+        finally:
+            del self._calls[number]
+
+    def on_result(self, result: CallResult) -> None:
+        reply = self._calls.get(result.call)
+        if reply is None or reply.done():
+            return
+        if result.error is not None:
+            reply.set_exception(result.error.to_error())
+        else:
+            reply.set_result(result.info)
+
+    # Messages
+
+    def send(self, message: SessionMessage, number: str = "") -> None:
+        self._outbox.append((number, MESSAGES.dumps([message])[1:-1]))
+        self._has_messages.set()
+
+    async def write(self, on_refused: Callable[[RemoteError], None]) -> NoReturn:
+        """Send messages in order, none after a while. Raises _Disconnected, httpx.HTTPError."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLIENT_INTERVAL_S):
+                    await self._has_messages.wait()
+            self._has_messages.clear()
+            messages, self._outbox = self._outbox, []
+            for batch in _batches(messages):
+                await self._post(batch, on_refused)
+
+    async def _post(self, batch: Sequence[_Message], on_refused: Callable[[RemoteError], None]) -> None:
+        body = b"[" + b",".join(message for _, message in batch) + b"]"
+        response = await self._http.post(f"{SESSIONS_PATH}/{self._id}/messages", content=body)
+        if response.status_code == httpx.codes.NO_CONTENT:
+            return
+        text = _error_text(response.content)
+        if response.status_code not in REFUSALS:
+            raise _Disconnected(f"{self._http.base_url} answers {response.status_code}: {text}")
+        if len(batch) > 1:  # none of them took effect
+            for message in batch:
+                await self._post((message,), on_refused)
+        elif batch and batch[0][0]:
+            error = RequestFailed(f"the engine's server refused the request: {text}")
+            on_refused(RemoteError.from_error(error, batch[0][0]))
+
+
+def _batches(messages: Sequence[_Message]) -> Iterator[Sequence[_Message]]:
+    """The messages in parts of at most MAX_BATCH_BYTES; without messages one empty part."""
+    start = size = 0
+    for index, (_, message) in enumerate(messages):
+        if index > start and size + len(message) > MAX_BATCH_BYTES:
+            yield messages[start:index]
+            start, size = index, 0
+        size += len(message)
+    yield messages[start:]
+
+
+async def _read_lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Raises _Disconnected, httpx.HTTPError."""
+    rest = b""
+    async for chunk in response.aiter_raw():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line
+        if len(rest) > MAX_LINE_BYTES:
+            raise _Disconnected(f"{response.url.host} sent a line of more than {MAX_LINE_BYTES >> 20} MiB")
+
+
+def _error_text(body: bytes) -> str:
+    """The message of an error envelope, or the beginning of another body."""
+    try:
+        text = str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        text = body.decode(errors="replace")
+    return text[:MAX_ERROR_CHARS]
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -1,0 +1,250 @@
+"""Keeps the servers of one model running on a cluster, as many as its requests need. Knows no Ray."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+import httpx
+
+from foreword.config.options import Config
+from foreword.engine_client.remote_messages import build_digest
+from foreword.errors import ForewordError
+from foreword.fleet.node_placement import Autoscaler, ModelLoad, Needs, NodeFacts, choose_node, why_not
+
+__all__ = ["Cluster", "ReplicaController", "RouterClient"]
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S: Final = 1800.0  # until a server answers, a download included
+LOST_S: Final = 10.0  # without an answer until a server that did answer is replaced
+RETRY_S: Final = 10.0  # after a server that could not be placed, or ended while it was loading
+CALL_TIMEOUT_S: Final = 10.0
+
+
+class Cluster(Protocol):
+    """See RayCluster."""
+
+    def nodes(self, config: Config) -> list[NodeFacts]: ...
+
+    def alive_nodes(self) -> set[str]: ...
+
+    def plan(self, node: NodeFacts, config: Config) -> tuple[Config, Needs]: ...
+
+    def start_server(self, node: NodeFacts, needs: Needs, environment: Mapping[str, str]) -> str: ...
+
+    def why_ended(self, url: str) -> str | None: ...
+
+    def forget(self, url: str) -> None: ...
+
+
+class RouterClient:
+    """The router's routes for replicas (server/routes/replicas.py), and those of the servers."""
+
+    def __init__(self, url: str, key: str, transport: httpx.BaseTransport | None = None) -> None:
+        self.url = url
+        self._http = httpx.Client(
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=CALL_TIMEOUT_S,
+            trust_env=False,  # no proxy
+            transport=transport,
+        )
+
+    def model(self) -> dict[str, Any] | None:
+        """The first model with replicas; None as long as the router does not serve."""
+        try:
+            response = self._http.get(f"{self.url}/engine/replicas")
+            return dict(response.json()["models"][0]) if response.is_success else None
+        except (httpx.HTTPError, ValueError, LookupError):
+            return None
+
+    def add(self, server_url: str) -> None:
+        self._send("POST", f"{self.url}/engine/replicas", json={"url": server_url})
+
+    def drain(self, server_url: str) -> None:
+        self._send("DELETE", f"{self.url}/engine/replicas/{address_of(server_url)}")
+
+    def stop(self, server_url: str) -> None:
+        """End a server; its open requests may finish."""
+        self._send("POST", f"{server_url}/engine/shutdown")
+
+    def _send(self, method: str, url: str, **options: Any) -> None:
+        """A call that is repeated if it was lost, or that nobody needs any more."""
+        try:
+            self._http.request(method, url, **options)
+        except httpx.HTTPError as error:
+            logger.info("%s %s: %s", method, url, error or type(error).__name__)
+
+
+def address_of(url: str) -> str:
+    """The id of a server in the router's list."""
+    return url.partition("://")[2]
+
+
+@dataclass(slots=True)
+class _Server:
+    """A server that was started, or found in the router's list."""
+
+    url: str
+    node_id: str | None  # None: another controller has started it
+    started_s: float
+    answered_s: float | None = None  # when the router last had its answer
+
+
+class ReplicaController:
+    """tick() compares what runs with what is wanted, and starts or drains at most one server."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        router: RouterClient,
+        config: Config,
+        autoscaler: Autoscaler,
+        make_environment: Callable[[Config], Mapping[str, str]],
+        on_change: Callable[[list[str]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """config            of the servers; the first plan completes it
+        make_environment  their options as variables
+        on_change         called with the URLs of all servers
+        """
+        self._cluster = cluster
+        self._router = router
+        self._config = config
+        self._autoscaler = autoscaler
+        self._make_environment = make_environment
+        self._on_change = on_change
+        self._clock = clock
+        self._needs: Needs | None = None
+        self._servers: dict[str, _Server] = {}  # by address
+        self._retry_s = 0.0  # no placement before
+        self._logged = ""
+
+    def tick(self) -> None:
+        model = self._router.model()
+        states: dict[str, Any] = {}
+        if model is not None:
+            states = {state["id"]: state for state in model["replicas"] if state["address"]}
+            self._adopt(states)
+        self._record_answers(model is not None, states)
+        self._drop_dead(states)
+        num_ready = sum(states.get(address, {}).get("status") == "ok" for address in self._servers)
+        target = self._autoscaler.target
+        if model is not None:
+            load = ModelLoad(model["longest_wait_s"], model["num_requests"], model["max_num_seqs"])
+            target = self._autoscaler.update(load, num_ready, self._clock())
+        if len(self._servers) > target:
+            self._remove(states)
+        elif len(self._servers) < target and self._clock() >= self._retry_s:
+            self._place()
+
+    def _adopt(self, states: Mapping[str, Any]) -> None:
+        """Take over servers of a controller before this one, and tell the router the ones it lacks."""
+        for address in states:
+            if address not in self._servers:
+                self._servers[address] = _Server(f"http://{address}", None, self._clock())
+                self._changed()
+        for address, server in self._servers.items():
+            if address not in states:
+                self._router.add(server.url)
+
+    def _record_answers(self, router_serves: bool, states: Mapping[str, Any]) -> None:
+        """While the router does not serve, it cannot tell which servers answer: none is late then."""
+        if not router_serves:
+            for server in self._servers.values():
+                server.answered_s = None if server.answered_s is None else self._clock()
+        for address, server in self._servers.items():
+            if states.get(address, {}).get("status") in ("ok", "restarting"):
+                if server.answered_s is None:
+                    logger.info("server %s is ready", address)
+                server.answered_s = self._clock()
+
+    def _drop_dead(self, states: Mapping[str, Any]) -> None:
+        """Forget servers whose machine or process is gone: another one takes their place."""
+        alive = self._cluster.alive_nodes()
+        now = self._clock()
+        for address, server in list(self._servers.items()):
+            if states.get(address, {}).get("status") in ("ok", "restarting"):
+                continue
+            reason = None
+            if server.node_id is not None:
+                reason = "its machine is gone" if server.node_id not in alive else None
+                reason = reason or self._cluster.why_ended(server.url)
+            is_late = now - server.started_s > START_TIMEOUT_S
+            if server.answered_s is not None and now - server.answered_s > LOST_S:
+                reason = reason or f"it does not answer for {LOST_S:g} s"
+            elif server.answered_s is None and (is_late or reason is not None):
+                reason = reason or f"it did not answer within {START_TIMEOUT_S:g} s"
+                self._retry_s = now + RETRY_S
+            if reason is not None:
+                logger.warning("server %s is given up: %s", address, reason)
+                self._forget(address)
+
+    def _place(self) -> None:
+        """Start one more server, or say why not and wait a while."""
+        try:
+            nodes = self._cluster.nodes(self._config)
+            if self._needs is None:
+                self._config, self._needs = self._plan(nodes)
+            counts = [server.node_id for server in self._servers.values()]
+            nodes = [replace(node, num_servers=counts.count(node.id)) for node in nodes]
+            node = choose_node(nodes, self._needs, build_digest())
+            if node is None:
+                reasons = [f"{each.address}: {why_not(each, self._needs, build_digest())}" for each in nodes]
+                self._log_once("no machine for one more server: " + ("; ".join(reasons) or "there is none"))
+            else:
+                url = self._cluster.start_server(node, self._needs, self._make_environment(self._config))
+                self._servers[address_of(url)] = _Server(url, node.id, self._clock())
+                logger.info("server %s starts on %s", address_of(url), node.address)
+                self._router.add(url)
+                self._changed()
+                self._logged = ""
+                return
+        except ForewordError as error:
+            self._log_once(f"no server could be started: {error.message}")
+        self._retry_s = self._clock() + RETRY_S
+
+    def _plan(self, nodes: list[NodeFacts]) -> tuple[Config, Needs]:
+        """Choose every option once, on a machine that has the files if there is one."""
+        usable = [node for node in nodes if node.build == build_digest()]
+        if not usable:
+            raise ForewordError("no machine has the same build of Foreword as the router")
+        node = max(usable, key=lambda node: (node.has_files, node.free_bytes))
+        return self._cluster.plan(node, self._config)
+
+    def _remove(self, states: Mapping[str, Any]) -> None:
+        """Drain the server with the fewest requests."""
+
+        def load(address: str) -> tuple[bool, int]:
+            state = states.get(address, {})
+            return state.get("status") == "ok", state.get("running", 0) + state.get("waiting", 0)
+
+        address = min(self._servers, key=load)
+        logger.info("server %s is drained", address)
+        url = self._servers[address].url
+        self._forget(address)
+        self._router.stop(url)
+
+    def _forget(self, address: str) -> None:
+        server = self._servers.pop(address)
+        self._router.drain(server.url)
+        self._cluster.forget(server.url)
+        self._changed()
+
+    def stop_all(self) -> None:
+        """End all servers."""
+        for address in list(self._servers):
+            server = self._servers.pop(address)
+            self._router.stop(server.url)
+            self._cluster.forget(server.url)
+
+    def _changed(self) -> None:
+        self._on_change([server.url for server in self._servers.values()])
+
+    def _log_once(self, text: str) -> None:
+        if text != self._logged:
+            logger.warning("%s", text)
+            self._logged = text

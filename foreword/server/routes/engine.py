@@ -1,0 +1,310 @@
+"""Sessions of other servers with this one's engine. They exist with --engine-key, and are not in /docs.
+
+A router sends token ids and gets token ids: prompts, stop strings and usage are its own affair. A session is
+the response of one POST; once it ends, its open requests are aborted. engine_client/remote_messages.py has
+the messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import fields
+from typing import Annotated, Any
+from weakref import WeakSet
+
+from fastapi import APIRouter, Depends, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from foreword.core.outputs import BlockUpdate, EmbeddingEvent, ErrorEvent, Event, StepStats, TokenEvent
+from foreword.core.readiness import Readiness
+from foreword.core.request import Request as EngineRequest
+from foreword.engine_client.base import EngineClient
+from foreword.engine_client.messages import LoadAdapter, UnloadAdapter
+from foreword.engine_client.remote_messages import (
+    GREETING,
+    HEARTBEAT_S,
+    LEASE_S,
+    MESSAGES,
+    REPORT,
+    SESSIONS_PATH,
+    CallResult,
+    Greeting,
+    ReloadEngine,
+    RemoteError,
+    SessionMessage,
+    SessionReport,
+    SessionStatus,
+    build_digest,
+)
+from foreword.errors import ForewordError, InvalidRequest
+from foreword.server.auth.keys import KeyPermissions
+from foreword.server.auth.rate_limit import UsageMeter
+from foreword.server.lifecycle import STOPPING_MESSAGE, DrainState
+from foreword.server.served_models import ModelsDep
+
+__all__ = ["EngineSessions", "router"]
+
+logger = logging.getLogger("foreword.serve")
+
+
+class EngineSessions:
+    """The open sessions of all models."""
+
+    def __init__(self, drain: DrainState) -> None:
+        build_digest()  # of what runs: an update may replace the files later
+        self._drain = drain
+        self._sessions: dict[str, _Session] = {}
+        self._watched: WeakSet[EngineClient] = WeakSet()
+        self._used_s = time.monotonic()  # when there was a session
+
+    def open(self, client: EngineClient) -> _Session:
+        self._watch(client)
+        session = _Session(client, self._drain, self._sessions.pop)
+        self._sessions[session.id] = session
+        client.request_blocks()
+        return session
+
+    def get(self, session_id: str) -> _Session:
+        """Raises HTTPException for a session that has ended."""
+        if session_id not in self._sessions:
+            raise HTTPException(404, "this session has ended")
+        return self._sessions[session_id]
+
+    def end_server_if_unused(self, timeout_s: float) -> None:
+        """Without a session for `timeout_s`, end this process as SIGTERM does."""
+        now = time.monotonic()
+        if self._sessions:
+            self._used_s = now
+        elif now - self._used_s > timeout_s and not self._drain.stopping:
+            logger.warning("no router has had a session for %g s: the server ends", timeout_s)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _watch(self, client: EngineClient) -> None:
+        """Tell the sessions of an engine about its steps, besides who is told already."""
+        if client in self._watched:
+            return
+        self._watched.add(client)
+        before = client.on_step
+
+        def on_step(stats: StepStats) -> None:
+            if before is not None:
+                before(stats)
+            for session in self._sessions.values():
+                if session.client is client:
+                    session.on_step(stats)
+
+        def on_blocks(update: BlockUpdate) -> None:
+            for session in self._sessions.values():
+                if session.client is client:
+                    session.on_blocks(update)
+
+        client.on_step, client.on_blocks = on_step, on_blocks
+
+
+class _Session:
+    """What one router has open here, and what it was not told yet."""
+
+    def __init__(self, client: EngineClient, drain: DrainState, on_close: Callable[[str], Any]) -> None:
+        self.id = secrets.token_hex(4)
+        self.client = client
+        self._drain = drain
+        self._on_close = on_close
+        self._open: set[str] = set()  # ids of requests
+        self._events: list[TokenEvent | EmbeddingEvent | RemoteError] = []
+        self._steps: list[StepStats] = []
+        self._blocks: list[BlockUpdate] = []
+        self._results: list[CallResult] = []
+        self._calls: set[asyncio.Task[None]] = set()
+        self._has_news = asyncio.Event()
+        self._heard_s = time.monotonic()  # when the last message came
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """The greeting and the reports, until the router is silent or the server has drained."""
+        assert self.client.info is not None, "a served engine has info"
+        greeting = Greeting(build_digest(), self.id, self.client.info, time.monotonic())
+        yield GREETING.dumps(greeting) + b"\n"
+        loop = asyncio.get_running_loop()
+        status_s = loop.time()  # when the next status is due
+        while not self._is_over():
+            is_due = loop.time() >= status_s
+            if is_due:
+                status_s = loop.time() + HEARTBEAT_S
+            yield REPORT.dumps(self._take_report(is_due)) + b"\n"
+            timer = loop.call_at(status_s, self._has_news.set)
+            await self._has_news.wait()
+            timer.cancel()
+            self._has_news.clear()
+
+    def _is_over(self) -> bool:
+        if time.monotonic() - self._heard_s > LEASE_S:
+            logger.warning("a router sent nothing for %g s: its %d requests end", LEASE_S, len(self._open))
+            return True
+        return self._drain.draining and not (self._open or self._events)
+
+    def _take_report(self, has_status: bool) -> SessionReport:
+        status = None
+        if has_status:
+            status = SessionStatus(self._readiness(), self.client.stats, time.monotonic())
+        report = SessionReport(
+            tuple(self._events), tuple(self._steps), tuple(self._blocks), tuple(self._results), status
+        )
+        self._events, self._steps, self._blocks, self._results = [], [], [], []
+        return report
+
+    def _readiness(self) -> Readiness:
+        if self._drain.stopping:
+            return Readiness("draining", STOPPING_MESSAGE)
+        return self.client.readiness
+
+    def on_step(self, stats: StepStats) -> None:
+        self._steps.append(stats)
+        self._has_news.set()  # the writer runs after the events of this step
+
+    def on_blocks(self, update: BlockUpdate) -> None:
+        self._blocks.append(update)
+        self._has_news.set()
+
+    def _on_event(self, event: Event | None) -> None:
+        if event is None:  # remove() ended the request
+            return
+        if not isinstance(event, TokenEvent) or event.finish_reason is not None:
+            self._open.discard(event.request_id)
+        if isinstance(event, ErrorEvent):
+            self._events.append(RemoteError.from_error(event.error, event.request_id))
+        else:
+            self._events.append(event)
+        self._has_news.set()
+
+    def receive(self, messages: list[SessionMessage]) -> None:
+        """Act on the router's messages. Raises InvalidRequest before the first of them is acted on."""
+        self._heard_s = time.monotonic()
+        new_ids: set[str] = set()
+        for index, message in enumerate(messages):
+            self._check(f"[{index}]", message, new_ids)
+        for message in messages:
+            if message.request is not None:
+                self._submit(message.request)
+            elif message.remove is not None:
+                self._remove(message.remove.request_id, message.remove.num_tokens)
+            elif message.send_blocks is not None:
+                self.client.request_blocks()
+            elif (call := message.load_adapter or message.unload_adapter or message.reload) is not None:
+                task = asyncio.create_task(self._answer(call))
+                self._calls.add(task)
+                task.add_done_callback(self._calls.discard)
+
+    def _check(self, field: str, message: SessionMessage, new_ids: set[str]) -> None:
+        if sum(getattr(message, each.name) is not None for each in fields(SessionMessage)) != 1:
+            raise InvalidRequest(
+                f"{field} must have one of request, remove, load_adapter, unload_adapter", field
+            )
+        if message.request is None:
+            return
+        request_id = message.request.id
+        is_known = request_id in self._open or request_id in new_ids
+        new_ids.add(request_id)
+        if is_known or not request_id.startswith(f"{self.id}-"):
+            field = f"{field}.request.id"
+            problem = f"must begin with {self.id}- and be new, got {request_id!r:.80}"
+            raise InvalidRequest(f"{field} {problem}", field)
+
+    def _submit(self, request: EngineRequest) -> None:
+        self._open.add(request.id)
+        try:
+            self.client.listen(request, self._on_event)
+        except ForewordError as error:
+            self._on_event(ErrorEvent(request.id, error))
+
+    def _remove(self, request_id: str, num_tokens: int | None) -> None:
+        if request_id not in self._open:  # it ended meanwhile
+            return
+        self._open.remove(request_id)
+        if num_tokens is None:
+            self.client.abort(request_id)
+        else:
+            self.client.finish(request_id, num_tokens)
+
+    async def _answer(self, message: LoadAdapter | UnloadAdapter | ReloadEngine) -> None:
+        result = CallResult(message.call)
+        try:
+            if isinstance(message, LoadAdapter):
+                result = result._replace(info=await self.client.load_adapter(message.path))
+            elif isinstance(message, UnloadAdapter):
+                await self.client.unload_adapter(message.digest)
+            else:
+                async for _ in self.client.reload():
+                    pass
+        except ForewordError as error:
+            result = result._replace(error=RemoteError.from_error(error))
+        self._results.append(result)
+        self._has_news.set()
+
+    def close(self) -> None:
+        """Abort what is open."""
+        self._on_close(self.id)
+        for request_id in self._open:
+            self.client.abort(request_id)
+        for task in self._calls:
+            task.cancel()
+
+
+class _SessionResponse(StreamingResponse):
+    """The lines of a session, which ends with the connection."""
+
+    def __init__(self, session: _Session) -> None:
+        super().__init__(session.lines(), media_type="application/x-ndjson")
+        self._session = session
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(OSError):  # the router hung up
+                await super().__call__(scope, receive, send)
+        finally:
+            self._session.close()
+
+
+def _get_sessions(request: Request) -> EngineSessions:
+    sessions: EngineSessions = request.app.state.engine_sessions
+    return sessions
+
+
+SessionsDep = Annotated[EngineSessions, Depends(_get_sessions)]
+router = APIRouter(include_in_schema=False)
+
+
+@router.post(SESSIONS_PATH)
+async def open_session(request: Request, models: ModelsDep, sessions: SessionsDep) -> Response:
+    """A stream of events of the default model's engine, for requests that come by the next route."""
+    server = await models.acquire(None, KeyPermissions("", "", UsageMeter()), request)
+    server.info()
+    return _SessionResponse(sessions.open(server.client))
+
+
+@router.post("/engine/shutdown", status_code=204)
+async def shut_down() -> None:
+    """End the server as SIGTERM does: open requests may finish, sessions hear of it."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@router.post(f"{SESSIONS_PATH}/{{session_id}}/messages", status_code=204)
+async def receive_messages(session_id: str, request: Request, sessions: SessionsDep) -> None:
+    """A JSON list of messages, which take effect in its order, all or none."""
+    session = sessions.get(session_id)
+    try:
+        messages = MESSAGES.loads(await request.body())
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        if problems[0]["type"] == "json_invalid":
+            raise InvalidRequest(f"the body is not valid JSON: {problems[0]['ctx']['error']}") from None
+        raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in problems]) from None
+    session.receive(messages)

@@ -1,0 +1,128 @@
+"""A router of `foreword serve --replica-urls` over two servers, one of which is killed under its streams."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from foreword.bench.server import ServerProcess
+from foreword.cli.main import main
+from foreword.config.options import Config
+from foreword.demo import BUNDLED, DEFAULT_MODEL
+from foreword.errors import ConfigError
+from tests.support.processes import kill_tree
+from tests.support.streams import NUM_STREAMS, ask_all
+from tests.support.waiting import WAIT_S, wait_until, wait_until_async
+
+KEY = "a key of the engines"
+ENGINE_FLAGS = ("--engine-key", KEY)
+
+
+@pytest.fixture(scope="module")
+def first() -> Iterator[ServerProcess]:
+    with ServerProcess(Config(threads=1, max_model_len=1024), ENGINE_FLAGS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo without its weights."""
+    folder = tmp_path_factory.mktemp("router") / "demo"
+    shutil.copytree(BUNDLED[DEFAULT_MODEL][0], folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+def start_router(checkpoint: Path, *urls: str) -> ServerProcess:
+    flags = ("--replicas", "0", "--replica-urls", *urls, *ENGINE_FLAGS, "--served-model-name", "demo")
+    return ServerProcess(Config(model=str(checkpoint)), flags)
+
+
+@pytest.mark.full
+async def test_streams_survive_the_death_of_a_server(first: ServerProcess, checkpoint: Path) -> None:
+    expected = await ask_all(first.url)
+    with (
+        ServerProcess(Config(threads=1, max_model_len=1024), ENGINE_FLAGS) as second,
+        start_router(checkpoint, first.url, second.url) as router,
+    ):
+        assert await ask_all(router.url) == expected
+        num_events = 0
+
+        def on_event() -> None:
+            nonlocal num_events
+            num_events += 1
+            if num_events == 5 * NUM_STREAMS:
+                kill_tree(second.pid)
+
+        assert await ask_all(router.url, on_event) == expected
+        (lost,) = [line for line in router.read_log() if "open requests end here" in line]
+        assert " 0 open requests" not in lost
+
+
+@pytest.mark.full
+async def test_streams_wait_for_the_only_server(first: ServerProcess, checkpoint: Path) -> None:
+    """A stopped server is silent; once it runs again, the streams go on."""
+    expected = await ask_all(first.url)
+    with start_router(checkpoint, first.url) as router:
+        num_events = 0
+
+        async def wake_up() -> None:
+            await wait_until_async(lambda: "is silent" in "\n".join(router.read_log()))
+            os.kill(first.pid, signal.SIGCONT)
+
+        def on_event() -> None:
+            nonlocal num_events
+            num_events += 1
+            if num_events == 5 * NUM_STREAMS:
+                os.kill(first.pid, signal.SIGSTOP)
+                tasks.append(asyncio.create_task(wake_up()))
+
+        tasks: list[asyncio.Task[None]] = []
+        assert await ask_all(router.url, on_event) == expected
+        await asyncio.gather(*tasks)
+
+
+@pytest.mark.full
+def test_router_that_ends_leaves_no_requests(first: ServerProcess, checkpoint: Path) -> None:
+    with start_router(checkpoint, first.url) as router:
+        body = {"model": "demo", "prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{router.url}/v1/completions", json=body, timeout=WAIT_S) as response:
+            next(response.iter_lines())
+            kill_tree(router.pid)
+    wait_until(lambda: "foreword_requests_running 0" in _running(first))
+
+
+def _running(server: ServerProcess) -> str:
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    (line,) = [line for line in lines if line.startswith("foreword_requests_running{")]
+    return "foreword_requests_running " + line.split()[-1].removesuffix(".0")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"replicas": 0}, "replicas must be at least 1 without --replica-urls"),
+        ({"replica_urls": "http://a:1"}, "replica_urls needs --engine-key"),
+        ({"replica_urls": "10.0.0.1:8000", "engine_key": KEY}, "must be different URLs such as"),
+        ({"replica_urls": "http://a,http://a/", "engine_key": KEY}, "must be different URLs such as"),
+    ],
+)
+def test_impossible_replicas_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Config(**options)
+
+
+@pytest.mark.full
+def test_wrong_engine_key_ends_the_router(
+    first: ServerProcess, checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("serve", str(checkpoint), "--port", "0", "--replicas", "0", "--replica-urls", first.url)
+    assert main([*words, "--engine-key", "another key of engines"]) == 2
+    assert f"the server {first.url} has another --engine-key" in capfd.readouterr().err

@@ -1,0 +1,68 @@
+"""A real server on the loopback gives the answers of a local engine, bit for bit, and may be killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from foreword.bench.server import ServerProcess
+from foreword.config.options import Config
+from foreword.core.outputs import ErrorEvent, Event
+from foreword.engine_client.remote import RemoteClient
+from foreword.errors import EngineDead
+from tests.engine_client.test_client import make_client, make_request, requests
+from tests.support.checkpoints import write_checkpoint
+from tests.support.client_answers import collect_answers
+from tests.support.processes import kill_tree
+from tests.support.waiting import WAIT_S, wait_until_async
+
+pytestmark = pytest.mark.full
+
+KEY = "a key of the engine"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("remote") / "model", "llama", seed=5)
+
+
+@pytest.fixture
+def node(checkpoint: Path) -> Iterator[ServerProcess]:
+    config = Config(
+        model=str(checkpoint), kv_cache_memory="4000tokens", threads=1, prefix_caching=False, test_mode=True
+    )
+    with ServerProcess(config, ("--engine-key", KEY, "--test-mode")) as server:
+        yield server
+
+
+async def test_answers_are_those_of_a_local_engine(checkpoint: Path, node: ServerProcess) -> None:
+    local = make_client(checkpoint, max_model_len=None)
+    remote = RemoteClient(node.url, KEY, silence_s=WAIT_S)
+    local_info, remote_info = await asyncio.gather(local.start(), remote.start())
+    assert remote_info.fingerprint == local_info.fingerprint
+    expected = await collect_answers(local, requests("local"))
+    assert await collect_answers(remote, requests("remote")) == expected
+    assert any(answer.hashes for answer in expected.values())
+    await asyncio.gather(local.close(), remote.close())
+
+
+async def test_killed_server_fails_all_requests_at_once(node: ServerProcess) -> None:
+    remote = RemoteClient(node.url, KEY)
+    await remote.start()
+    long_request = make_request("0", "sampled")
+    long_request = replace(long_request, params=replace(long_request.params, max_tokens=3000))
+    events: dict[str, list[Event | None]] = {str(index): [] for index in range(4)}
+    for name in events:
+        remote.listen(replace(long_request, id=name), events[name].append)
+    await wait_until_async(lambda: all(events.values()))
+    kill_tree(node.pid)
+    await wait_until_async(lambda: not remote.readiness.is_ready)
+    for name in events:
+        last = events[name][-1]
+        assert isinstance(last, ErrorEvent)
+        assert isinstance(last.error, EngineDead)
+    await remote.close()

@@ -1,0 +1,184 @@
+"""Three machines of Ray on this one: a dead one loses no stream, waiting adds servers, draining ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from foreword.bench.server import ServerProcess
+from foreword.cli.fleet import _node_config, _to_environment
+from foreword.config.options import Config
+from foreword.fleet.node_placement import Autoscaler
+from tests.support.processes import kill_tree
+from tests.support.streams import NUM_STREAMS, ask_all
+from tests.support.waiting import WAIT_S, wait_until
+
+ray = pytest.importorskip("ray")
+cluster_utils = pytest.importorskip("ray.cluster_utils")
+from foreword.fleet.ray_cluster import RayCluster  # noqa: E402
+from foreword.fleet.replica_controller import ReplicaController, RouterClient  # noqa: E402
+
+pytestmark = [
+    pytest.mark.full,
+    # of Ray's own code
+    *(pytest.mark.filterwarnings(f"ignore::{name}") for name in ("FutureWarning", "DeprecationWarning")),
+    *(pytest.mark.filterwarnings(f"ignore::{name}") for name in ("ResourceWarning", "UserWarning")),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+KEY = "a key of the engines"
+TICK_S = 0.3
+OPTIONS: dict[str, Any] = {"threads": 1, "max_model_len": 1024, "kv_cache_memory": "40000tokens"}
+NODE = {"num_cpus": 1, "memory": 2 << 30, "object_store_memory": 80 << 20, "include_dashboard": False}
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Any]:
+    """A head and two more, each with room for one server."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=NODE)
+        try:
+            for _ in range(2):
+                cluster.add_node(**NODE)
+            yield cluster
+        finally:
+            cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    """The answers of one undisturbed server."""
+    with ServerProcess(Config(**OPTIONS)) as server:
+        return asyncio.run(ask_all(server.url))
+
+
+class Fleet:
+    """A router, and a controller in a thread."""
+
+    def __init__(self, address: str, minimum: int, maximum: int, **options: Any) -> None:
+        self.cluster = RayCluster(address)
+        self.urls: list[str] = []
+        config = Config(**OPTIONS, **options, engine_key=KEY)
+        scaler = Autoscaler(minimum, maximum, 0.5, 2.0)
+        self.client = RouterClient("", KEY)  # a router without an address does not serve yet
+        self.controller = ReplicaController(
+            self.cluster, self.client, _node_config(config), scaler, _to_environment, self.on_change
+        )
+        while not self.urls:
+            self.controller.tick()
+        flags = ("--replicas", "0", "--replica-urls", *self.urls, "--engine-key", KEY)
+        self.router = ServerProcess(Config(), flags)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def on_change(self, urls: list[str]) -> None:
+        self.urls = urls
+
+    def _run(self) -> None:
+        while not self._stopped.wait(TICK_S):
+            self.controller.tick()
+
+    def __enter__(self) -> Fleet:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.cluster.close)
+            stack.callback(self.controller.stop_all)
+            self.router = stack.enter_context(self.router)
+            self.client.url = self.router.url
+            self._thread.start()
+            stack.callback(self._thread.join)
+            stack.callback(self._stopped.set)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def num_ready(self) -> int:
+        model = self.client.model()
+        return 0 if model is None else sum(each["status"] == "ok" for each in model["replicas"])
+
+
+def server_pid(url: str) -> int:
+    """The process that was started with this port."""
+    variable = f"FOREWORD_PORT={url.rpartition(':')[2]}".encode()
+    pids = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if variable in (path / "environ").read_bytes().split(b"\0"):
+                pids.append(int(path.name))
+    return min(pids)
+
+
+def test_dead_machine_loses_no_stream(machines: Any, expected: list[str]) -> None:
+    with Fleet(machines.address, 2, 2) as fleet:
+        wait_until(lambda: fleet.num_ready() == 2)
+        dead, num_events = fleet.urls[-1], 0
+        node_id = fleet.controller._servers[dead.removeprefix("http://")].node_id
+        machine = next(each for each in machines.list_all_nodes() if each.node_id == node_id)
+
+        def on_event() -> None:
+            nonlocal num_events
+            num_events += 1
+            if num_events == 5 * NUM_STREAMS:
+                kill_tree(server_pid(dead))
+                machines.remove_node(machine, allow_graceful=False)
+
+        assert asyncio.run(ask_all(fleet.router.url, on_event)) == expected
+        wait_until(lambda: fleet.num_ready() == 2 and dead not in fleet.urls)
+    machines.add_node(**NODE)
+
+
+def test_waiting_adds_a_server_that_is_drained_later(machines: Any, expected: list[str]) -> None:
+    with Fleet(machines.address, 1, 2, max_num_seqs=2) as fleet:
+        wait_until(lambda: fleet.num_ready() == 1)
+        assert asyncio.run(ask_all(fleet.router.url)) == expected
+        wait_until(lambda: fleet.num_ready() == 2)  # it was asked for while they waited
+        pids = {url: server_pid(url) for url in fleet.urls}
+        wait_until(lambda: fleet.num_ready() == len(fleet.urls) == 1)
+        (ended,) = set(pids) - set(fleet.urls)
+        wait_until(lambda: not Path(f"/proc/{pids[ended]}").exists())
+
+
+def test_fleet_up_status_and_down(machines: Any, expected: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(json.dumps({"models": {"demo": {**OPTIONS, "replicas": 2}}}))
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+
+    def foreword(*words: str) -> subprocess.Popen[str]:
+        words = (sys.executable, "-m", "foreword", "fleet", *words, "--port", "21399")
+        return subprocess.Popen(
+            words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def status() -> str:
+        return foreword("status").communicate(timeout=WAIT_S)[0]
+
+    up = foreword("up", str(file), "--ray", machines.address)
+    try:
+        wait_until(lambda: status().count(" ok, ") == 2)
+        assert asyncio.run(ask_all("http://127.0.0.1:21399")) == expected
+        urls = [line.split()[0] for line in status().splitlines()[1:]]
+        assert foreword("down").wait(WAIT_S) == 0
+        assert up.wait(WAIT_S) == 0
+        for url in urls:
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"http://{url}/live")
+        assert "no fleet of this user runs on port 21399" in status()
+    finally:
+        if up.poll() is None:
+            up.send_signal(signal.SIGTERM)
+            up.wait(WAIT_S)

@@ -1,0 +1,17 @@
+"""Processes of a machine that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+__all__ = ["kill_tree"]
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL for a process and all its descendants, from the root."""
+    children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    os.kill(pid, signal.SIGKILL)
+    for child in children:
+        kill_tree(child)
