@@ -59,7 +59,7 @@ from foreword.tokenizer.input_processor import (
     open_image_loader,
 )
 from foreword.tokenizer.messages import ImagePart
-from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
+from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta, TokenPiece
 from foreword.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
@@ -253,7 +253,7 @@ class LLM:
             raise InvalidRequest("a stream has one choice: n must be 1", "n")
         (request,) = built.requests
         for _, delta in self._run([built.make_output(self.tokenizer, request)]):
-            yield from _stream_pieces(delta) if tools else itertools.starmap(StreamPiece, delta.pieces)
+            yield from _stream_pieces(delta) if tools else map(_stream_piece, delta.pieces)
             if delta.finish_reason is not None:
                 yield StreamPiece("", False, delta.finish_reason, self._recorder.answer_metrics(request.id))
         self._recorder.on_response(1)
@@ -654,10 +654,16 @@ def _new_call_id(index: int) -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
+def _stream_piece(piece: TokenPiece, event: ChatEvent | None = None) -> StreamPiece:
+    return StreamPiece(
+        piece.text, piece.is_draft, event=event, drafter=piece.drafter, confidence=piece.confidence
+    )
+
+
 def _stream_pieces(delta: OutputDelta) -> Iterator[StreamPiece]:
     for event, pieces in delta.pieces_by_event():
-        for text, is_draft in pieces or (("", False),):
-            yield StreamPiece(text, is_draft, event=event)
+        for piece in pieces or (TokenPiece(""),):
+            yield _stream_piece(piece, event)
 
 
 def _read_calls(events: Sequence[ChatEvent]) -> tuple[ToolCall, ...]:

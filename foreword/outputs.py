@@ -91,3 +91,5 @@ class StreamPiece:
     finish_reason: str | None = None  # of the last piece, which has no text
     metrics: AnswerMetrics | None = None  # of the last piece
     event: ChatEvent | None = None  # with tools: what the piece is part of; the text is the event's
+    drafter: str = ""  # of a draft token
+    confidence: float | None = None  # the drafter's probability of the token, if it has one

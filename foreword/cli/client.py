@@ -269,14 +269,14 @@ def _stream_pieces(chunk: Chunk) -> Iterator[ChatPiece]:
 
 
 def _drafted_pieces(tokens: Any) -> Iterator[ChatPiece]:
-    """From pairs of a text and whether it was drafted."""
-    for pair in tokens if isinstance(tokens, list) else ():
-        match pair:
-            case [str(text), bool(is_drafted)]:
+    """From lists of a text, whether it was drafted, and how."""
+    for token in tokens if isinstance(tokens, list) else ():
+        match token:
+            case [str(text), bool(is_drafted), *_]:
                 if text:
                     yield ChatPiece(text, is_drafted)
             case _:
-                raise ForewordError(f"the server's stream holds an invalid token: {pair!r:.80}")
+                raise ForewordError(f"the server's stream holds an invalid token: {token!r:.80}")
 
 
 @contextmanager

@@ -64,6 +64,9 @@ class DraftResult:
     drafter: str
     num_drafted: int
     num_accepted: int
+    confidence: tuple[
+        float, ...
+    ] = ()  # the drafter's probability of each accepted token; empty if it has none
 
     @property
     def is_forced(self) -> bool:
@@ -189,7 +192,12 @@ def truncate(event: TokenEvent, num_kept: int, finish_reason: str) -> TokenEvent
         token_ids=event.token_ids[:num_kept],
         logprobs=event.logprobs[:num_kept],
         logits_hashes=event.logits_hashes[:num_kept],
-        draft=draft and replace(draft, num_accepted=min(draft.num_accepted, num_kept)),
+        draft=draft
+        and replace(
+            draft,
+            num_accepted=min(draft.num_accepted, num_kept),
+            confidence=draft.confidence[:num_kept],
+        ),
         finish_reason=finish_reason,
         stop_id=None,
         repetition=repetition if repetition and repetition.num_tokens <= num_kept else None,
@@ -202,7 +210,8 @@ def drop_prefix(event: TokenEvent, count: int) -> TokenEvent:
     draft = event.draft
     if draft is not None:
         drafted, accepted = draft.num_drafted - count, max(draft.num_accepted - count, 0)
-        draft = replace(draft, num_drafted=drafted, num_accepted=accepted) if drafted > 0 else None
+        rest = DraftResult(draft.drafter, drafted, accepted, draft.confidence[count:])
+        draft = rest if drafted > 0 else None
     return event._replace(
         index=event.index + count,
         token_ids=event.token_ids[count:],
@@ -217,10 +226,12 @@ def merge(events: Sequence[TokenEvent]) -> TokenEvent:
     """Join consecutive events. Their drafts become one draft of the first drafter."""
     last, drafts = events[-1], [event.draft for event in events if event.draft is not None]
     drafted, accepted = sum(d.num_drafted for d in drafts), sum(d.num_accepted for d in drafts)
+    confidence = tuple(prob for d in drafts for prob in d.confidence)
+    confidence = confidence if len(confidence) == accepted else ()
     return events[0]._replace(
         token_ids=tuple(token_id for event in events for token_id in event.token_ids),
         logprobs=tuple(logprob for event in events for logprob in event.logprobs),
-        draft=DraftResult(drafts[0].drafter, drafted, accepted) if drafts else None,
+        draft=DraftResult(drafts[0].drafter, drafted, accepted, confidence) if drafts else None,
         finish_reason=last.finish_reason,
         stop_id=last.stop_id,
         num_cached=max(event.num_cached for event in events),

@@ -80,6 +80,7 @@ class RequestState:
         "arrival",
         "block_hashes",
         "blocks",
+        "confidence",
         "counted_images",
         "draft",
         "drafter",
@@ -131,6 +132,7 @@ class RequestState:
         self.num_cached = 0
         self.draft: list[int] = []  # not yet verified
         self.drafter = ""  # of the draft
+        self.confidence: tuple[float, ...] = ()  # of the draft, as in Draft
         self.blocks = array("q")  # ids of its KV's blocks, in order of position
         self.block_hashes: list[bytes] = []
         self.grammar = grammar
@@ -209,11 +211,12 @@ class RequestState:
             self.grammar.accept(token_ids)
         assert len(self.tokens) <= self.max_len
 
-    def set_draft(self, token_ids: Sequence[int], drafter: str) -> None:
+    def set_draft(self, token_ids: Sequence[int], drafter: str, confidence: tuple[float, ...] = ()) -> None:
         """Keep a draft, cut so that every verified row may still be emitted."""
         room = self.max_len - len(self.tokens) - 1
         self.draft = list(token_ids[: max(room, 0)])
         self.drafter = drafter if self.draft else ""
+        self.confidence = confidence
 
 
 def check_deadline(request: Request, now_s: float, has_run: bool) -> ForewordError | None:

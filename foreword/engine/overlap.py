@@ -430,4 +430,5 @@ def _scheduled_request(state: RequestState, result: DecodeResult, drafter: str) 
     num_draft = len(result.draft_ids)
     if num_draft:
         state.draft, state.drafter = list(result.draft_ids), drafter
+        state.confidence = tuple(map(exp, result.draft_logprobs))
     return ScheduledRequest(state, state.num_computed, 1, is_sampled=True, num_draft_tokens=num_draft)

@@ -129,7 +129,7 @@ class Scheduler:
     def set_drafts(self, drafts: Mapping[str, Draft]) -> None:
         """Set the drafts, by request id, that the next schedule() may verify."""
         for request_id, draft in drafts.items():
-            self.states[request_id].set_draft(draft.token_ids, draft.drafter)
+            self.states[request_id].set_draft(draft.token_ids, draft.drafter, draft.confidence)
 
     def schedule(self, used_rows: int = 0) -> ScheduleOutput:
         """Choose the rows of the next step: running requests first, then waiting ones, then drafts.
@@ -400,7 +400,7 @@ def _schedule_request(state: RequestState, num_tokens: int) -> ScheduledRequest:
 
 def _token_event(request: ScheduledRequest, output: StepOutput, index: int) -> TokenEvent:
     """index  of the first new token in the output"""
-    state, num_draft = request.state, request.num_draft_tokens
+    state, num_draft, num_accepted = request.state, request.num_draft_tokens, output.num_accepted
     with_prompt = state.params.prompt_logprobs is not None and index == len(state.request.resume_output_ids)
     return TokenEvent(
         state.id,
@@ -408,7 +408,9 @@ def _token_event(request: ScheduledRequest, output: StepOutput, index: int) -> T
         output.token_ids,
         output.logprobs,
         (None, *state.prompt_logprobs) if with_prompt else (),
-        DraftResult(state.drafter, num_draft, output.num_accepted) if num_draft else None,
+        DraftResult(state.drafter, num_draft, num_accepted, state.confidence[:num_accepted])
+        if num_draft
+        else None,
         output.finish_reason,
         output.stop_id,
         state.num_cached,

@@ -17,7 +17,7 @@ from foreword.server.errors import error_body
 from foreword.server.generation import Generation
 from foreword.server.http import json_bytes, sse_event
 from foreword.tokenizer.detokenizer import Detokenizer
-from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta, TokenLogprobText
+from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta, TokenLogprobText, TokenPiece
 from foreword.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
@@ -131,6 +131,14 @@ def _prompt_tokens(
         tokens.append((names.name(token_id), offset, logprob))
         offset += len(detokenizer.feed(token_id))
     return tokens
+
+
+def _token_entry(piece: TokenPiece) -> list[Any]:
+    """A token of a chunk's `tokens`: text, whether it was drafted, then by whom and with which confidence."""
+    if not piece.is_draft:
+        return [piece.text, False]
+    confidence = piece.confidence
+    return [piece.text, True, piece.drafter, None if confidence is None else round(confidence, 3)]
 
 
 def _usage(prompts: Sequence[ChoiceOutput], completion: int) -> dict[str, Any]:
@@ -373,7 +381,7 @@ class ResponseBuilder(ABC):
             extras["token_ids"] = list(delta.event.token_ids)
         if self.options.metrics:
             extras["accepted_draft_tokens"] = self._accepted_drafts.pop(index)
-            extras["tokens"] = [list(piece) for piece in delta.pieces]
+            extras["tokens"] = [_token_entry(piece) for piece in delta.pieces]
             extras |= self._metrics(self.outputs[index]) if delta.finish_reason else {}
         return extras
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from foreword.core.outputs import TokenEvent, TokenLogprob, truncate
+from foreword.core.outputs import DraftResult, TokenEvent, TokenLogprob, truncate
 from foreword.core.request import Request
 from foreword.formats.events import CallEnd, CallStart, ChatEvent, ContentText, merge_events
 from foreword.formats.parser import ChatParser
@@ -14,7 +15,7 @@ from foreword.tokenizer.detokenizer import Detokenizer
 from foreword.tokenizer.stop_strings import StopStrings
 from foreword.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["ChoiceOutput", "OutputDelta", "TokenLogprobText"]
+__all__ = ["ChoiceOutput", "OutputDelta", "TokenLogprobText", "TokenPiece"]
 
 Place = tuple[int, int | None]  # of a token: `offset` and `content_group` of TokenLogprobText
 NO_TOKEN = -1  # for a text that no token has: an unfinished character at the end
@@ -31,6 +32,21 @@ class TokenLogprobText:
     content_group: int | None = 0  # of content without reasoning or calls between; None: no content
 
 
+class TokenPiece(NamedTuple):
+    """The text, or a part of it, that one token adds to the events."""
+
+    text: str
+    drafter: str = ""  # of an accepted draft token
+    confidence: float | None = None  # the drafter's probability of the token, if it has one
+
+    @property
+    def is_draft(self) -> bool:
+        return self.drafter != ""
+
+
+UNDRAFTED = TokenPiece("")
+
+
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
     """The part of an answer that one event adds."""
@@ -41,10 +57,10 @@ class OutputDelta:
     stop_reason: str | int | None = None  # the stop string or the id of `stop_token_ids`
     hit_stop_string: bool = False  # the caller must call client.finish(request_id, answer.num_tokens)
     logprobs: tuple[TokenLogprobText, ...] = ()  # one per token, if requested
-    pieces: tuple[tuple[str, bool], ...] = ()  # the texts of `events` by token, and whether it was drafted
+    pieces: tuple[TokenPiece, ...] = ()  # the texts of `events` by token
     events: tuple[ChatEvent, ...] = ()  # reasoning, content (which is `text`) and calls, in order
 
-    def pieces_by_event(self) -> Iterator[tuple[ChatEvent, tuple[tuple[str, bool], ...]]]:
+    def pieces_by_event(self) -> Iterator[tuple[ChatEvent, tuple[TokenPiece, ...]]]:
         """Each event with its pieces."""
         pieces = deque(self.pieces)
         for event in self.events:
@@ -94,7 +110,7 @@ class ChoiceOutput:
         self._events: list[ChatEvent] = []
         self._num_open_calls = 0
         self._length = 0  # characters so far, including held-back ones
-        self._pending: deque[tuple[str, bool]] = deque()  # texts of events by token, also held-back ones
+        self._pending: deque[TokenPiece] = deque()  # texts of events by token, also held-back ones
 
     @property
     def text(self) -> str:
@@ -136,7 +152,6 @@ class ChoiceOutput:
     def _process_tokens(self, event: TokenEvent, events: list[ChatEvent]) -> tuple[list[Place], str | None]:
         """Append the released events; (place of each kept token, stop string that ends in the last one)."""
         places: list[Place] = []
-        accepted = event.draft.num_accepted if event.draft else 0
         for i, token_id in enumerate(event.token_ids):
             offset = self._length
             piece = "" if self._is_stop_token_hidden(event, i) else self._detokenizer.feed(token_id)
@@ -145,7 +160,7 @@ class ChoiceOutput:
             parsed = (ContentText(piece),) if self.parser is None else self.parser.feed(token_id, piece)
             places.append((offset, before if before == self._num_parsed_tokens() else None))
             search = event.index + i >= self.request.params.min_tokens
-            stop = self._release(parsed, i < accepted, search, events)
+            stop = self._release(parsed, _make_piece(event.draft, i), search, events)
             if stop is not None:
                 return places, stop
         return places, None
@@ -155,12 +170,15 @@ class ChoiceOutput:
         return 0 if self.parser is None else self.parser.num_reasoning_tokens + self.parser.num_call_tokens
 
     def _release(
-        self, parsed: Iterable[ChatEvent], was_drafted: bool, search: bool, events: list[ChatEvent]
+        self, parsed: Iterable[ChatEvent], piece: TokenPiece, search: bool, events: list[ChatEvent]
     ) -> str | None:
-        """Append what the stop string search releases; the stop string, if content ends with one."""
+        """Append what the stop string search releases; the stop string, if content ends with one.
+
+        piece  of the token, without its text
+        """
         for item in parsed:
             if isinstance(item, ContentText):
-                self._pending.append((item.text, was_drafted))
+                self._pending.append(piece._replace(text=item.text))
                 text, stop = self._stops.feed(item.text, search)
                 if text:
                     events.append(ContentText(text))
@@ -174,7 +192,7 @@ class ChoiceOutput:
             elif isinstance(item, CallEnd):
                 self._num_open_calls -= 1
             else:
-                self._pending.append((item.text, was_drafted))
+                self._pending.append(piece._replace(text=item.text))
             events.append(item)
         return None
 
@@ -193,7 +211,7 @@ class ChoiceOutput:
             parsed = self.parser.feed(NO_TOKEN, rest) if rest else []
             parsed += self.parser.flush(ended_by_model=event.finish_reason == "stop")
         search = event.index + len(event.token_ids) > self.request.params.min_tokens
-        stop = self._release(parsed, False, search, events)
+        stop = self._release(parsed, UNDRAFTED, search, events)
         if stop is None and (held := self._stops.flush()):
             events.append(ContentText(held))
         return stop
@@ -232,14 +250,23 @@ class ChoiceOutput:
         return TokenLogprobText(raw.decode("utf-8", "replace"), raw, place[0], token, place[1])
 
 
-def _take_pieces(pieces: deque[tuple[str, bool]], length: int) -> tuple[tuple[str, bool], ...]:
+def _make_piece(draft: DraftResult | None, index: int) -> TokenPiece:
+    """The piece of an event's token `index`, without its text."""
+    if draft is None or index >= draft.num_accepted:
+        return UNDRAFTED
+    return TokenPiece("", draft.drafter, draft.confidence[index] if index < len(draft.confidence) else None)
+
+
+def _take_pieces(pieces: deque[TokenPiece], length: int) -> tuple[TokenPiece, ...]:
     """Remove `length` characters from the pieces."""
-    taken: list[tuple[str, bool]] = []
+    taken: list[TokenPiece] = []
     while length > 0:
-        piece, was_drafted = pieces.popleft()
-        if len(piece) > length:
-            pieces.appendleft((piece[length:], was_drafted))
-        if piece:
-            taken.append((piece[:length], was_drafted))
-        length -= len(piece)
+        piece = pieces.popleft()
+        text = piece.text
+        if len(text) > length:
+            pieces.appendleft(piece._replace(text=text[length:]))
+            piece = piece._replace(text=text[:length])
+        if text:
+            taken.append(piece)
+        length -= len(text)
     return tuple(taken)

@@ -8,12 +8,13 @@ from foreword.core.outputs import DraftResult, TokenEvent, TokenLogprob, drop_pr
 from foreword.core.repetition import Repetition
 from foreword.errors import ContextLengthExceeded
 
+CONFIDENCE = (0.9, 0.8, 0.7)
 EVENT = TokenEvent(
     "a",
     index=4,
     token_ids=(5, 6, 7, 8),
     logprobs=tuple(TokenLogprob(token_id, -1.0, 1, ()) for token_id in (5, 6, 7, 8)),
-    draft=DraftResult("ngram", num_drafted=6, num_accepted=3),
+    draft=DraftResult("ngram", num_drafted=6, num_accepted=3, confidence=CONFIDENCE),
     finish_reason="length",
     stop_id=8,
     logits_hashes=(1, 2, 3, 4),
@@ -23,7 +24,7 @@ EVENT = TokenEvent(
 @pytest.mark.parametrize(("kept", "accepted"), [(0, 0), (2, 2), (3, 3), (4, 3)])
 def test_truncate_drops_accepted_tokens_after_the_cut(kept: int, accepted: int) -> None:
     event = truncate(EVENT, kept, "stop")
-    assert event.draft == DraftResult("ngram", 6, accepted)
+    assert event.draft == DraftResult("ngram", 6, accepted, CONFIDENCE[:accepted])
     assert len(event.token_ids) == len(event.logprobs) == len(event.logits_hashes) == kept
     assert (event.finish_reason, event.stop_id, event.index) == ("stop", None, 4)
 
@@ -36,7 +37,11 @@ def test_events_and_errors_cross_a_process_boundary() -> None:
 
 @pytest.mark.parametrize(
     ("count", "draft"),
-    [(0, DraftResult("ngram", 6, 3)), (2, DraftResult("ngram", 4, 1)), (4, DraftResult("ngram", 2, 0))],
+    [
+        (0, DraftResult("ngram", 6, 3, CONFIDENCE)),
+        (2, DraftResult("ngram", 4, 1, CONFIDENCE[2:])),
+        (4, DraftResult("ngram", 2, 0)),
+    ],
 )
 def test_drop_prefix_leaves_out_delivered_tokens(count: int, draft: DraftResult) -> None:
     event = drop_prefix(EVENT, count)
@@ -85,7 +90,7 @@ def test_merge_joins_consecutive_events() -> None:
         EVENT.logits_hashes * 3,
     )
     assert whole.logprobs == EVENT.logprobs * 3
-    assert whole.draft == DraftResult("ngram", num_drafted=12, num_accepted=6)
+    assert whole.draft == DraftResult("ngram", num_drafted=12, num_accepted=6, confidence=CONFIDENCE * 2)
     assert (whole.finish_reason, whole.stop_id, whole.num_cached, whole.repetition) == (
         "length",
         8,

@@ -482,12 +482,15 @@ def test_streamed_metrics_of_several_choices(served: RunningServer) -> None:
 
 
 def test_stream_marks_draft_tokens(served: RunningServer) -> None:
-    served.set_output(FakeOutput("abcdefg", (3,)))
+    served.set_output(FakeOutput("abcdefg", (3,), confidence=2 / 3))
     chunks = pieces(served.chat(metrics=True, stream=True))
     marks = [c.choices[0].tokens for c in chunks if hasattr(c.choices[0], "tokens")]
+    draft = [True, "suffix", 0.667]
     assert marks == [
-        [["a", True], ["b", True], ["c", False]], [["d", True], ["e", True], ["f", False]], [["g", True]]
-    ]  # fmt: skip
+        [["a", *draft], ["b", *draft], ["c", False]],
+        [["d", *draft], ["e", *draft], ["f", False]],
+        [["g", *draft]],
+    ]
     assert [c.choices[0].accepted_draft_tokens for c in chunks if hasattr(c.choices[0], "tokens")] == [
         2,
         2,
@@ -504,7 +507,8 @@ def test_held_back_draft_tokens_are_marked_later(served: RunningServer) -> None:
         for c in chunks
         if hasattr(c.choices[0], "tokens")
     ]
-    assert told == [([["S", True], ["T", False], ["x", True], ["y", False]], 2), ([], 1)]
+    draft = [True, "suffix", None]  # the fake drafter has no confidence
+    assert told == [([["S", *draft], ["T", False], ["x", *draft], ["y", False]], 2), ([], 1)]
 
 
 def test_failed_choice_is_an_error(served: RunningServer) -> None:

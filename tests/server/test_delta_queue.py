@@ -7,14 +7,14 @@ import asyncio
 from foreword.core.outputs import DraftResult, TokenEvent
 from foreword.errors import RequestFailed
 from foreword.server.generation import MERGE_AFTER, DeltaQueue
-from foreword.tokenizer.output_processor import OutputDelta
+from foreword.tokenizer.output_processor import OutputDelta, TokenPiece
 
 COUNT = 10 * MERGE_AFTER + 3
 
 
 def delta(index: int, end: str | None = None) -> OutputDelta:
     event = TokenEvent("r", index, (index,), draft=DraftResult("ngram", 2, 1), finish_reason=end)
-    return OutputDelta(f"{index} ", event, end, pieces=((f"{index} ", True),))
+    return OutputDelta(f"{index} ", event, end, pieces=(TokenPiece(f"{index} ", "ngram"),))
 
 
 async def taken(backlog: DeltaQueue) -> list[tuple[int, OutputDelta]]:
@@ -44,7 +44,7 @@ async def test_waiting_deltas_are_merged() -> None:
     for choice in (0, 1):
         deltas = [one for index, one in found if index == choice]
         assert "".join(one.text for one in deltas) == "".join(
-            text for one in deltas for text, _ in one.pieces
+            piece.text for one in deltas for piece in one.pieces
         )
         assert "".join(one.text for one in deltas) == "".join(f"{index} " for index in range(COUNT))
         tokens = [token for one in deltas for token in one.event.token_ids]

@@ -93,6 +93,21 @@ def test_stream_matches_the_whole_answer(server: RunningServer) -> None:
     assert whole.usage.completion_tokens_details.accepted_prediction_tokens > 40
 
 
+def test_stream_marks_the_tokens_that_the_engine_accepted(server: RunningServer) -> None:
+    text = ask(server).choices[0].text
+    fields = {"prediction": prediction_of(text[:30] + "zzz" + text[30:]), **PREDICTION_ONLY}
+    chunks = [chunk for chunk in ask(server, stream=True, **fields) if chunk.choices]
+    tokens = [token for chunk in chunks for token in chunk.choices[0].tokens]
+    assert "".join(token[0] for token in tokens) == text
+    marked = [token for token in tokens if token[1]]
+    metrics = chunks[-1].choices[0].metrics
+    assert len(marked) == sum(chunk.choices[0].accepted_draft_tokens for chunk in chunks) > 40
+    assert len(marked) == round(metrics["draft_tokens"] * metrics["draft_tokens_acceptance"])
+    assert {drafter for _, _, drafter, _ in marked} == {"prediction"}
+    assert all(0 < confidence <= 1 for _, _, _, confidence in marked)
+    assert all(token[1:] == [False] for token in tokens if not token[1])
+
+
 def test_choices_predict_independently(server: RunningServer) -> None:
     plain = ask(server, n=3, temperature=1, seed=3, **PREDICTION_ONLY)
     guessed = ask(

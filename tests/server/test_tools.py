@@ -296,7 +296,7 @@ def test_choices_logprobs_and_tokens_beside_calls(fake: RunningServer, stream: b
         shown = ("content", "reasoning", "tool_calls")
         for chunk in own:
             delta = chunk.delta.model_dump(exclude_none=True)
-            pieces = "".join(text for text, _ in chunk.tokens)
+            pieces = "".join(text for text, *_ in chunk.tokens)
             (text,) = [delta[name] for name in shown if name in delta] or [""]
             assert pieces == (text if isinstance(text, str) else text[0]["function"]["arguments"])
 

@@ -76,6 +76,7 @@ class FakeOutput:
     text: str | bytes = "Hello world"  # followed by the EOS token
     bursts: tuple[int, ...] = (1,)  # tokens per event, cycled; all but the last of a burst are drafted
     drafter: str = "suffix"
+    confidence: float | None = None  # of every draft token
     fail_after: int | None = None  # tokens before `error`
     error: ForewordError = field(default_factory=lambda: ForewordError("the script says so"))
     hang_after: int | None = None  # tokens before the engine hangs
@@ -245,6 +246,8 @@ def _burst(script: FakeOutput, state: RequestState, ids: list[int], size: int) -
     request, index = state.request, state.num_output
     end = state.check_finish(ids[index : index + size])
     chosen = ids[index : index + end.num_kept]
+    num_accepted = min(size - 1, len(chosen))
+    confidence = () if script.confidence is None else (script.confidence,) * num_accepted
     return TokenEvent(
         request_id=request.id,
         index=index,
@@ -253,7 +256,7 @@ def _burst(script: FakeOutput, state: RequestState, ids: list[int], size: int) -
         if request.params.logprobs is not None
         else (),
         prompt_logprobs=_prompt_logprobs(request) if index == 0 else (),
-        draft=DraftResult(script.drafter, size, min(size - 1, len(chosen))) if size > 1 else None,
+        draft=DraftResult(script.drafter, size, num_accepted, confidence) if size > 1 else None,
         finish_reason=end.finish_reason,
         stop_id=end.stop_id,
         repetition=end.repetition,

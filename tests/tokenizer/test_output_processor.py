@@ -94,7 +94,7 @@ def test_output_does_not_depend_on_bursts(
     for to, deltas in ((one, single), (many, burst)):
         assert "".join(delta.text for delta in deltas) == to.text
         assert [i for delta in deltas for i in delta.event.token_ids] == to.token_ids
-        assert all("".join(text for text, _ in delta.pieces) == delta.text for delta in deltas)
+        assert all("".join(piece.text for piece in delta.pieces) == delta.text for delta in deltas)
 
 
 def test_text_is_that_of_all_tokens() -> None:
@@ -155,10 +155,21 @@ def test_pieces_mark_draft_tokens() -> None:
     to = answer(stop=("XY",))
     deltas = feed(to, "abcX", (2, 1, 1), "length")
     assert [delta.pieces for delta in deltas] == [
-        (("a", True), ("b", False)),
-        (("c", False),),
-        (("X", False),),
+        (("a", "ngram", None), ("b", "", None)),
+        (("c", "", None),),
+        (("X", "", None),),
     ]
+
+
+def test_pieces_of_draft_tokens_have_their_confidence() -> None:
+    """Also if the stop string search holds a text back and releases it in parts."""
+    to = answer(stop=("bcX",))
+    use = DraftResult("suffix", 3, 2, (0.5, 0.25))
+    end = TokenEvent("r-0", 3, (100,), finish_reason="length")
+    deltas = [to.feed(TokenEvent("r-0", 0, (97, 98, 99), draft=use)), to.feed(end)]
+    pieces = [piece for delta in deltas for piece in delta.pieces]
+    assert pieces == [("a", "suffix", 0.5), ("b", "suffix", 0.25), ("c", "", None), ("d", "", None)]
+    assert [piece.is_draft for piece in pieces] == [True, True, False, False]
 
 
 def test_logprobs_have_offsets_and_bytes() -> None:
@@ -202,7 +213,7 @@ def test_events_do_not_depend_on_bursts(
     assert cut.text == whole.text == "".join(delta.text for delta in deltas)
     for delta in deltas:
         texts = [event.text for event in delta.events if not isinstance(event, CallStart | CallEnd)]
-        assert "".join(text for text, _ in delta.pieces) == "".join(texts)
+        assert "".join(piece.text for piece in delta.pieces) == "".join(texts)
 
 
 def test_stop_strings_are_searched_in_content_alone() -> None:
