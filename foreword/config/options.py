@@ -464,6 +464,7 @@ class Config:
     root_path: str = option(
         "", "path prefix that a proxy puts before all routes, such as /llm", group="server"
     )
+    ui: bool = option(True, "serve the page at / and the API's fields at /docs", group="server")
     api_key: str | None = option(
         None,
         "API key that clients must send; comma-separated if several",

@@ -51,6 +51,7 @@ from foreword.server.routes import (
     replicas,
     responses,
     tokenize,
+    ui,
 )
 from foreword.server.served_models import HeldModelsMiddleware, ServedModels
 from foreword.tokenizer.input_processor import ChatInputProcessor, open_image_loader
@@ -72,6 +73,7 @@ ROUTES = (
     adapters,
     admin,
     reload,
+    ui,
 )
 ALL_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 SUGGESTED_PATHS = tuple(
@@ -205,7 +207,8 @@ def models_app(models: ServedModels, state: Health, drain: DrainState, request_l
     app.state.request_log = request_log
     app.state.health = state
     for module in ROUTES:
-        app.include_router(module.router)
+        if module is not ui or models.config.ui:
+            app.include_router(module.router)
     app.state.engine_sessions = None
     if models.config.replica_urls is not None:
         app.include_router(replicas.router)
@@ -295,10 +298,12 @@ class SwappableApp:
 
 
 def loading_app(state: Health, config: Config, request_log: RequestLog) -> FastAPI:
-    """The application until the engine is ready: progress in /health, 503 for every other route."""
+    """The application until the engine is ready: progress in /health, 503 for every route of the model."""
     app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, openapi_url=None, telemetry=NO_TELEMETRY)
     app.state.health = state
     app.include_router(health.router)
+    if config.ui:
+        app.include_router(ui.router)  # it shows the progress
     app.add_api_route("/{path:path}", _still_loading, methods=ALL_METHODS)
     add_error_handlers(app)
     _add_outer_middleware(app, config, request_log)

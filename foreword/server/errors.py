@@ -62,7 +62,6 @@ CHAT_ROUTE, COMPLETION_ROUTE, EMBEDDING_ROUTE = "/v1/chat/completions", "/v1/com
 RESPONSES_ROUTE = "/v1/responses"
 FIRST_STEPS = "clients take the server's address and /v1 as their base URL; /docs lists the routes"
 OTHER_APIS: Mapping[str, str] = {
-    "": FIRST_STEPS,
     "/v1": FIRST_STEPS,
     "/v1/messages/batches": "batches of messages are not served; see `foreword run-batch`",
     "/api/chat": f"Ollama's API is not served; use {CHAT_ROUTE}",

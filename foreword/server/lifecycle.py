@@ -23,7 +23,7 @@ from foreword.core.request import Request
 from foreword.embedding.client import EncoderClient
 from foreword.engine_client.client import EngineClient
 from foreword.errors import EngineDead, ForewordError, ModelLoading, ShuttingDown
-from foreword.server.auth.keys import PUBLIC_PATHS
+from foreword.server.auth.keys import is_public
 from foreword.server.errors import error_body, error_headers, error_response
 from foreword.server.http import JSONResponse
 
@@ -83,7 +83,7 @@ class DrainMiddleware:
         self._on_refusal = on_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS:
+        if scope["type"] != "http" or is_public(scope["path"]):
             return await self._app(scope, receive, send)
         if self._drain.draining:
             self._on_refusal("draining")

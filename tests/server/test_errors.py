@@ -243,7 +243,6 @@ def test_unknown_routes(served: RunningServer, method: str, path: str, status: i
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
-        ("/", "/docs lists the routes"),
         ("/v1", "/v1 as their base URL"),
         ("/v1/", "/v1 as their base URL"),
         ("/chat/completions", "did you mean /v1/chat/completions?"),

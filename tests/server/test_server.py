@@ -52,10 +52,7 @@ def test_loading_engine_is_a_503(served: RunningServer) -> None:
         served.client.info = info
 
 
-def test_docs_page_is_self_contained(served: RunningServer) -> None:
-    page = served.http.get("/docs")
-    assert page.headers["content-type"].startswith("text/html")
-    assert not re.search(r"https?://|//[a-z]+\.[a-z]", page.text)
+def test_schema_describes_every_route(served: RunningServer) -> None:
     api = served.http.get("/openapi.json").json()
     assert CHAT in api["paths"] and "ChatBody" in api["components"]["schemas"]
     assert all(facts.get("description") for path in api["paths"].values() for facts in path.values())

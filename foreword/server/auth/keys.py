@@ -24,21 +24,22 @@ from foreword.server.auth.usage_log import UsageLog
 from foreword.server.errors import error_response
 
 __all__ = [
-    "PUBLIC_PATHS",
     "AuthenticationMiddleware",
     "KeyPermissions",
     "Keyring",
     "PermissionsDep",
     "RequestContext",
+    "is_public",
     "key_from_headers",
 ]
 
 logger = logging.getLogger(__name__)
 
 PUBLIC_PATHS = frozenset(
-    {"/health", "/ready", "/live", "/healthz", "/metrics", "/version", "/docs", "/openapi.json"}
+    {"/", "/health", "/ready", "/live", "/healthz", "/metrics", "/version", "/docs", "/openapi.json"}
 )
 ENGINE_PREFIX = "/engine/"  # of routes that take the engine key and no other
+PUBLIC_PREFIX = "/ui/"  # files of the page, which has no data of its own
 MAX_KEY_BYTES = 512  # longer keys are refused without hashing
 RawHeaders = Sequence[tuple[bytes, bytes]]
 FileStamp = tuple[int, int, int]
@@ -100,6 +101,11 @@ def _get_permissions(request: Request) -> KeyPermissions:
 
 
 PermissionsDep = Annotated[KeyPermissions, Depends(_get_permissions)]
+
+
+def is_public(path: str) -> bool:
+    """Whether a path needs no key."""
+    return path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIX)
 
 
 class Keyring:
@@ -268,7 +274,7 @@ class AuthenticationMiddleware:
         self._on_refusal = on_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
+        if scope["type"] == "http" and not is_public(scope["path"]):
             try:
                 if self._keys.has_engine_key and scope["path"].startswith(ENGINE_PREFIX):
                     self._keys.check_engine_key(key_from_headers(scope["headers"]))

@@ -1,13 +1,11 @@
-"""GET /v1/models, /metrics and /docs"""
+"""GET /v1/models and /metrics"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse
 
 from foreword.errors import Unauthorized
 from foreword.metrics.prometheus import CONTENT_TYPE
@@ -19,7 +17,6 @@ from foreword.server.served_models import ManagedModel, ModelsDep, ServedModels
 __all__ = ["model_card", "router"]
 
 router = APIRouter()
-DOCS_PAGE = Path(__file__).parent.parent / "static" / "docs.html"  # self-contained: loads nothing remote
 
 
 @router.get("/v1/models")
@@ -67,9 +64,12 @@ def _limits(model: ManagedModel, served: ServedModel) -> dict[str, Any]:
     limits = [model.max_model_len if info is None else info.resolved.max_model_len]
     limits += [] if variant is None else [variant.max_model_len]
     defaults = {} if server is None else server.tokenizer.generation_config.as_dict()
+    sees = server is not None and server.image_intake is not None
     return {
         "max_model_len": min((limit for limit in limits if limit is not None), default=None),
         "sampling_defaults": {**defaults, **({} if variant is None else variant.sampling)},
+        "input_modalities": ["text", "image"] if sees else ["text"],
+        "drafters": [] if server is None else list(server.config.drafter_names()),
     }
 
 
@@ -94,8 +94,3 @@ def _may_see_keys(request: Request, models: ServedModels) -> bool:
         return models.keyring.identify(key_from_headers(request.scope["headers"])).admin
     except Unauthorized:
         return False
-
-
-@router.get("/docs", include_in_schema=False)
-async def docs() -> Response:
-    return HTMLResponse(DOCS_PAGE.read_text(encoding="utf-8"))

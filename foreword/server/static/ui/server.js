@@ -1,0 +1,311 @@
+// The server at work: its models, its figures over the last minutes, and for operators its requests and keys.
+
+import { ApiError, getJson, getText, postJson } from "./api.js";
+import { benchView } from "./bench.js";
+import { button, fmt, h, pickFiles, put, toast } from "./dom.js";
+import { Reading, rate } from "./metrics.js";
+import { lines, meter, sparkline, stacked } from "./plot.js";
+import { styleOf } from "./source.js";
+
+const PERIOD_MS = 2000;
+const KEPT = 150; // readings: five minutes
+const MAX_EVENTS = 30;
+
+const clock = seconds => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
+
+export class ServerView {
+  constructor(root, app) {
+    this.app = app;
+    this.readings = [];
+    this.events = []; // errors that were counted while this page looked: {at, text}
+    this.model = "";
+    this.build(root);
+  }
+
+  build(root) {
+    this.facts = h("p", { class: "soft" });
+    this.select = h("select", { "aria-label": "Figures of", hidden: true, onchange: () => { this.model = this.select.value; this.draw(); } });
+    this.note = h("p", { class: "note bad", role: "alert", hidden: true });
+    this.tiles = h("div", { class: "tiles" });
+    const card = (title, ...content) => h("section", { class: "card" }, h("h2", null, title), content);
+    const box = () => h("div");
+    Object.assign(this, { models: box(), throughput: box(), drafters: box(), places: box(), stages: box(), outcomes: box(), errors: box(), requests: box(), keys: box(), bench: box() });
+    this.operators = h("div", { class: "cards", hidden: true }, card("Open requests", this.requests), card("Keys", this.keys));
+    this.benchCard = card("A benchmark's result",
+      h("p", { class: "soft" }, "Open what ", h("code", null, "foreword bench speculate --json FILE"), " wrote. The file stays in this browser."),
+      button("Open a file", "up", () => this.openBench(), { text: true }), this.bench);
+    put(root, h("div", { class: "page" },
+      h("div", { class: "page-head" }, h("h1", null, "Server"), this.select, this.facts), this.note,
+      card("Models", this.models), this.tiles,
+      h("div", { class: "cards" }, card("Tokens a second", this.throughput), card("Time by stage", this.stages),
+        card("Drafts by drafter", this.drafters), card("Acceptance by place in the draft", this.places),
+        card("Requests", this.outcomes), card("Errors seen from here", this.errors)),
+      this.operators, this.benchCard));
+  }
+
+  start() {
+    this.running = true;
+    this.onVisible ||= () => { if (this.running && !document.hidden) this.poll(); };
+    document.addEventListener("visibilitychange", this.onVisible);
+    this.poll();
+  }
+
+  stop() {
+    this.running = false;
+    clearTimeout(this.timer);
+    document.removeEventListener("visibilitychange", this.onVisible);
+  }
+
+  /** Read everything once, then again while somebody looks. */
+  async poll() {
+    clearTimeout(this.timer);
+    await Promise.all([this.readMetrics(), this.readModels(), this.readAdmin()]);
+    if (this.running && !document.hidden) this.timer = setTimeout(() => this.poll(), PERIOD_MS);
+  }
+
+  async readMetrics() {
+    try {
+      const reading = new Reading(await getText("metrics"), Date.now() / 1000);
+      this.note.hidden = true;
+      this.watch(this.readings.at(-1), reading);
+      this.readings = [...this.readings, reading].slice(-KEPT);
+      this.draw();
+    } catch (error) {
+      this.note.hidden = false;
+      this.note.textContent = `No figures: ${error.message}.`;
+      this.app.checkHealth();
+    }
+  }
+
+  /** Note which counters of errors grew. */
+  watch(before, after) {
+    if (!before) return;
+    const grown = (name, describe, counts = () => true) => {
+      const old = new Map(before.list(name).map(({ labels, value }) => [JSON.stringify(labels), value]));
+      for (const { labels, value } of after.list(name)) {
+        const more = value - (old.get(JSON.stringify(labels)) || 0);
+        if (more > 0 && counts(labels)) this.events.unshift({ at: after.at, text: describe(labels), more });
+      }
+    };
+    grown("http_requests_total", labels => `${labels.status} on ${labels.route}`, labels => labels.status >= 400 && labels.status !== "499");
+    grown("requests_finished_total", () => "a request failed", labels => labels.reason === "error");
+    grown("requests_finished_total", () => "a text repeated itself", labels => labels.reason === "repetition");
+    grown("engine_restarts_total", () => "the engine was replaced");
+    grown("engine_faults_total", labels => `an error of one request in the stage ${labels.stage}`);
+    grown("spec_drafter_errors_total", labels => `the drafter ${labels.drafter} failed`);
+    this.events.length = Math.min(this.events.length, MAX_EVENTS);
+  }
+
+  // Figures
+
+  draw() {
+    const { readings } = this;
+    for (const reading of readings) reading.model = this.model;
+    const now = readings.at(-1);
+    if (!now) return;
+    this.drawFacts(now);
+    this.drawTiles(now);
+    this.drawThroughput();
+    this.drawDrafters(now);
+    this.drawStages(now);
+    this.drawOutcomes(now);
+    put(this.errors, this.events.length ? h("ul", { class: "events" }, this.events.map(({ at, text, more }) =>
+      h("li", null, h("time", null, clock(at)), text, more > 1 ? ` (${fmt.count(more)} times)` : ""))) : h("p", { class: "soft" }, "None since this page was opened; the server's log has all."));
+  }
+
+  drawFacts(now) {
+    const infos = now.list("info").map(({ labels }) => labels);
+    put(this.facts, infos.slice(0, 1).map(info => [`Foreword ${info.version}, ${info.device} (${info.backend}), ${info.dtype}`,
+      info.quantization && `, ${info.quantization}`, `, speculation ${info.speculate}`].filter(Boolean).join("")));
+    const names = [...new Set(now.samples.get("generation_tokens_total")?.map(({ labels }) => labels.model))];
+    if (names.length > 1 && this.select.children.length !== names.length + 1) {
+      put(this.select, h("option", { value: "" }, "All models"), names.map(name => h("option", { value: name }, name)));
+      this.select.value = this.model;
+    }
+    this.select.hidden = names.length < 2;
+  }
+
+  /** The rate of a counter in each period. */
+  rates(name) {
+    const { readings } = this;
+    return readings.slice(1).map((reading, i) => [reading.at, rate(readings[i], reading, name)]);
+  }
+
+  drawTiles(now) {
+    const first = this.readings[0];
+    const history = name => this.readings.map(reading => reading.sum(name));
+    const generated = this.rates("generation_tokens_total"), prompt = this.rates("prompt_tokens_total");
+    const share = (part, whole) => {
+      const all = now.sum(whole);
+      return all ? now.sum(part) / all : null;
+    };
+    const firstToken = now.quantile("time_to_first_token_seconds", .5, first) ?? now.quantile("time_to_first_token_seconds", .5);
+    const tiles = [
+      ["running", fmt.count(now.sum("requests_running")), history("requests_running")],
+      ["waiting", fmt.count(now.sum("requests_waiting")), history("requests_waiting")],
+      ["generated tokens/s", fmt.number(generated.at(-1)?.[1] ?? 0), generated.map(point => point[1])],
+      ["prompt tokens/s", fmt.number(prompt.at(-1)?.[1] ?? 0), prompt.map(point => point[1])],
+      ["of the KV cache in use", fmt.percent(now.sum("kv_cache_usage_ratio") / Math.max(now.list("kv_cache_usage_ratio").length, 1)), history("kv_cache_usage_ratio")],
+      ["of prompt tokens cached", share("prefix_cache_hits_total", "prefix_cache_queries_total"), null, fmt.percent],
+      ["of drafted tokens accepted", share("spec_accepted_tokens_total", "spec_draft_tokens_total"), null, fmt.percent],
+      ["to the first token (median)", firstToken, null, fmt.seconds],
+    ];
+    put(this.tiles, tiles.map(([label, value, values, format]) => h("div", { class: "tile" },
+      h("b", null, format ? (value === null ? "–" : format(value)) : value), h("span", null, label), values && values.length > 1 ? sparkline(values) : null)));
+  }
+
+  drawThroughput() {
+    const series = [["generated", "first", "generation_tokens_total"], ["prompt", "second", "prompt_tokens_total"]]
+      .map(([name, kind, metric]) => ({ name, kind, points: this.rates(metric) }));
+    put(this.throughput, lines({ series, label: "Tokens a second over the last minutes", format: fmt.number, xFormat: clock }), legend(series));
+  }
+
+  drawDrafters(now) {
+    const drafted = now.by("spec_draft_tokens_total", "drafter"), accepted = now.by("spec_accepted_tokens_total", "drafter");
+    const drafts = now.by("spec_drafts_total", "drafter");
+    const used = [...drafted].filter(([, count]) => count > 0);
+    const forced = now.sum("spec_forced_tokens_total");
+    put(this.drafters, used.length ? h("table", { class: "wide" },
+      h("thead", null, h("tr", null, ["drafter", "drafted", "accepted", "share", "a draft"].map(name => h("th", { scope: "col" }, name)))),
+      h("tbody", null, used.map(([name, count]) => h("tr", null,
+        h("th", { scope: "row" }, h("span", { class: `swatch d-${styleOf(name)}` }, "ab"), ` ${name}`),
+        h("td", { class: "num" }, fmt.count(count)), h("td", { class: "num" }, fmt.count(accepted.get(name) || 0)),
+        h("td", null, h("span", { class: "with-meter" }, meter((accepted.get(name) || 0) / count, `d-${styleOf(name)}`), fmt.percent((accepted.get(name) || 0) / count))),
+        h("td", { class: "num" }, `${fmt.number(count / Math.max(drafts.get(name), 1))} → ${fmt.number((accepted.get(name) || 0) / Math.max(drafts.get(name), 1))}`)))))
+      : h("p", { class: "soft" }, now.has("spec_drafts_total") ? "Nothing was drafted yet." : "Speculation is off."),
+      forced > 0 && h("p", { class: "soft" }, `${fmt.plural(forced, "token")} more ${forced === 1 ? "was" : "were"} forced by a grammar.`));
+    const series = used.map(([name]) => {
+      const of = metric => now.list(metric).filter(({ labels }) => labels.drafter === name);
+      const hits = new Map();
+      for (const { labels, value } of of("spec_accepted_tokens_per_position_total")) hits.set(labels.position, (hits.get(labels.position) || 0) + value);
+      const tries = new Map();
+      for (const { labels, value } of of("spec_draft_tokens_per_position_total")) tries.set(labels.position, (tries.get(labels.position) || 0) + value);
+      const points = [...tries].filter(([, count]) => count > 0).map(([place, count]) => [Number(place) + 1, (hits.get(place) || 0) / count]).sort((a, b) => a[0] - b[0]);
+      return { name, kind: `d-${styleOf(name)}`, points };
+    });
+    put(this.places, lines({ series, label: "Share of drafted tokens accepted, by their place in the draft", format: fmt.percent, xFormat: place => `place ${place}`, top: 1 }), legend(series));
+  }
+
+  drawStages(now) {
+    const all = [...now.by("step_seconds_sum", "stage")].filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1]);
+    const sum = all.reduce((total, [, seconds]) => total + seconds, 0);
+    put(this.stages, all.length ? [stacked(all, "Time of the engine by stage"),
+      h("ul", { class: "stage-list" }, all.map(([name, seconds], index) => h("li", null, h("i", { class: `part-${index % 8}`, "aria-hidden": "true" }), name,
+        h("b", null, fmt.percent(seconds / sum)), h("span", { class: "soft" }, fmt.seconds(seconds)))))]
+      : h("p", { class: "soft" }, "No step yet."));
+  }
+
+  drawOutcomes(now) {
+    const row = (name, count) => h("tr", null, h("th", { scope: "row" }, name), h("td", { class: "num" }, fmt.count(count)));
+    const finished = [...now.by("requests_finished_total", "reason")].filter(([, count]) => count > 0);
+    const refused = [...now.by("requests_rejected_total", "reason")].filter(([, count]) => count > 0);
+    const latency = now.quantile("inter_token_latency_seconds", .5);
+    put(this.outcomes, finished.length || refused.length ? h("table", { class: "wide" }, h("tbody", null,
+      finished.map(([reason, count]) => row(`ended: ${reason}`, count)), refused.map(([reason, count]) => row(`refused: ${reason}`, count)),
+      now.sum("preemptions_total") > 0 && row("preempted", now.sum("preemptions_total")),
+      now.sum("engine_restarts_total") > 0 && row("engine restarts", now.sum("engine_restarts_total")),
+      latency !== null && h("tr", null, h("th", { scope: "row" }, "time a token (median)"), h("td", { class: "num" }, fmt.seconds(latency)))))
+      : h("p", { class: "soft" }, "No request has ended yet."));
+  }
+
+  // Models
+
+  async readModels() {
+    try {
+      const { data } = await getJson("v1/models");
+      this.drawModels(data);
+    } catch (error) {
+      put(this.models, h("p", { class: "soft" }, error.status === 401 ? ["The list of models wants an API key. ", button("Enter the key", "key", () => this.app.askKey(), { text: true })] : error.message));
+    }
+  }
+
+  drawModels(cards) {
+    const state = JSON.stringify(cards);
+    if (state === this.modelState) return;
+    this.modelState = state;
+    const managed = cards.some(card => "status" in card);
+    const columns = ["model", ...(managed ? ["state", "memory", "open", "waiting"] : []), "context", "takes", "drafters", ...(managed ? ["actions"] : [])];
+    const focused = this.models.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
+    put(this.models, h("div", { class: "table-wrap", tabindex: "0", role: "region", "aria-label": "Models" }, h("table", { class: "wide" },
+      h("thead", null, h("tr", null, columns.map(name => h("th", { scope: "col" }, name)))),
+      h("tbody", null, cards.map(card => h("tr", null, h("th", { scope: "row" }, card.id, card.parent && h("small", null, ` on ${card.parent}`), card.variant_of && h("small", null, ` of ${card.variant_of}`)),
+        managed && this.stateCells(card),
+        h("td", { class: "num" }, card.max_model_len ? fmt.count(card.max_model_len) : "–"),
+        h("td", null, (card.input_modalities || ["text"]).join(", ")),
+        h("td", null, (card.drafters || []).join(", ") || "–"),
+        managed && h("td", null, this.modelActions(card))))))));
+    if (focused) this.models.querySelector(`[aria-label="${CSS.escape(focused)}"]`)?.focus();
+  }
+
+  stateCells(card) {
+    const progress = card.progress !== null && card.progress !== undefined;
+    return [
+      h("td", { title: card.error }, h("span", { class: `badge ${card.status}` }, card.status), card.pinned && " pinned",
+        progress && h("progress", { value: card.progress, max: 1, "aria-label": `Loading ${card.id}` }), card.error && h("small", { class: "bad" }, ` ${card.error}`)),
+      h("td", { class: "num" }, card.memory_bytes ? fmt.bytes(card.memory_bytes) : card.estimated_bytes ? `≈ ${fmt.bytes(card.estimated_bytes)}` : "–"),
+      h("td", { class: "num" }, fmt.count(card.open_requests || 0)), h("td", { class: "num" }, fmt.count(card.waiting_requests || 0)),
+    ];
+  }
+
+  modelActions(card) {
+    if (card.variant_of || card.parent) return [];
+    const act = async (path, body) => {
+      try {
+        await postJson(path, { model: card.id, ...body });
+      } catch (error) {
+        toast(error.message, "bad");
+      }
+      this.readModels();
+    };
+    const label = (name, key, path, body) => h("button", { type: "button", class: "btn", "aria-label": `${name} ${card.id}`, onclick: () => act(path, body) }, name);
+    const loaded = card.status === "loaded";
+    return h("span", { class: "row" },
+      loaded || card.status === "loading" ? label("Unload", "close", "models/unload", {}) : label("Load", "up", "models/load", {}),
+      label(card.pinned ? "Unpin" : "Pin", "pin", "models/load", { pin: !card.pinned }));
+  }
+
+  // Operators
+
+  async readAdmin() {
+    if (this.noAdmin) return;
+    try {
+      const [open, all] = await Promise.all([getJson("admin/requests"), getJson("admin/keys")]);
+      this.drawAdmin(open, all.keys);
+    } catch (error) {
+      // Without an admin key in the file the routes do not exist; other keys may not use them.
+      if (error instanceof ApiError && [401, 403, 404].includes(error.status)) this.noAdmin = true;
+      this.operators.hidden = true;
+    }
+  }
+
+  drawAdmin({ open, requests }, keys) {
+    this.operators.hidden = false;
+    const head = names => h("thead", null, h("tr", null, names.map(name => h("th", { scope: "col" }, name))));
+    const cell = value => h("td", { class: typeof value === "number" ? "num" : null }, typeof value === "number" ? fmt.number(value) : value ?? "–");
+    put(this.requests, requests.length ? h("table", { class: "wide" }, head(["id", "key", "state", "age", "prompt", "tokens", ""]),
+      h("tbody", null, requests.slice(0, 50).map(item => h("tr", null, h("td", null, h("code", null, item.id.slice(-14))), cell(item.account), cell(item.state), cell(fmt.seconds(item.age_s)),
+        cell(item.prompt_tokens), cell(item.generated_tokens), h("td", null, button(`Abort ${item.id}`, "close", async () => {
+          try { await postJson(`admin/requests/${encodeURIComponent(item.id)}/abort`, {}); } catch (error) { toast(error.message, "bad"); }
+        })))))) : h("p", { class: "soft" }, "None."), requests.length < open && h("p", { class: "soft" }, `${fmt.count(open)} are open in all.`));
+    put(this.keys, h("table", { class: "wide" }, head(["key", "models", "expires", "a minute", "usage"]),
+      h("tbody", null, keys.map(item => h("tr", null, h("th", { scope: "row" }, item.name, item.admin && h("small", null, " admin")), cell(item.models ? item.models.join(", ") : "all"),
+        cell(item.expires ? item.expires.slice(0, 10) : null),
+        cell([item.requests_per_minute && `${fmt.count(item.requests_per_minute)} requests`, item.tokens_per_minute && `${fmt.count(item.tokens_per_minute)} tokens`].filter(Boolean).join(", ") || null),
+        h("td", null, Object.entries(item.usage || {}).filter(([, value]) => typeof value === "number" && value).map(([name, value]) => `${name.replaceAll("_", " ")} ${fmt.count(value)}`).join(", ") || "–"))))));
+  }
+
+  async openBench() {
+    for (const file of await pickFiles("application/json,.json")) {
+      try {
+        put(this.bench, benchView(JSON.parse(await file.text())));
+      } catch (error) {
+        put(this.bench, h("p", { class: "note bad", role: "alert" }, `${file.name}: ${error.message}`));
+      }
+    }
+  }
+}
+
+function legend(series) {
+  return h("div", { class: "plot-legend" }, series.map(({ name, kind, points }) => h("span", null,
+    h("i", { class: `key-line ${kind}`, "aria-hidden": "true" }), name, points.length ? h("b", null, fmt.number(points.at(-1)[1])) : null)));
+}
