@@ -17,8 +17,17 @@ from foreword.config.options import IGNORED_SPECULATIVE_FIELDS, option_fields
 from foreword.metrics.definitions import CATALOG, MODEL_LABEL, PREFIX, VLLM_METRICS, Metric, VLLMMetric
 from foreword.metrics.prometheus import ENGINE_PROCESS
 from foreword.server.protocol import compat
+from foreword.server.protocol.descriptions import DESCRIPTIONS
 
-__all__ = ["PAGES", "fields_page", "flags_page", "foreign_flags_page", "metrics_page", "write"]
+__all__ = [
+    "PAGES",
+    "fields_page",
+    "flags_page",
+    "foreign_flags_page",
+    "metrics_page",
+    "request_fields_page",
+    "write",
+]
 
 FLAGS_HEADER = """# Flags
 
@@ -105,6 +114,65 @@ value of a hint is accepted, because none would change the answer. Of other fiel
 those that change nothing; another value is a 400 that names the field. Null counts as absent. Fields that
 work are in [serving](serving.md#requests).
 """
+REQUEST_FIELDS_HEADER = """# Fields of requests
+
+Written by `python -m foreword.cli.docs_gen`; edit `foreword/server/protocol/descriptions.py` instead.
+
+Every field that has an effect, with its meaning. The page `/docs` and `/openapi.json` of a server have the
+same texts, with types.
+Fields that are accepted without effect are in [fields of other servers](fields.md).
+"""
+# Headings of bodies that share their fields.
+BODIES: Mapping[str, str] = MappingProxyType(
+    {
+        "RequestBody": "Every request for an answer, vectors or scores",
+        "SamplingBody": "Chat and completions; mostly responses too",
+        "StreamOptions": "`stream_options`",
+        "SpeculationBody": "`speculation`",
+        "TextPart": "a part of `prediction.content`",
+        "PredictionBody": "`prediction`",
+        "ChatBody": "`POST /v1/chat/completions`",
+        "Message": "a message of chat",
+        "ToolCallBody": "`tool_calls` of a message",
+        "CalledFunction": "`function` of a call",
+        "CalledCustom": "`custom` of a call",
+        "ReasoningBody": "Chat: reasoning",
+        "ToolsBody": "Chat: tools",
+        "ChatTool": "a tool of chat",
+        "FunctionBody": "`function` of a tool",
+        "CustomBody": "`custom` of a tool",
+        "TemplateOptions": "Chat and `/tokenize`: the template",
+        "StructuredBody": "Chat and completions: the answer's form",
+        "ResponseFormat": "`response_format`",
+        "NamedSchema": "`response_format.json_schema`",
+        "StructuredOutputsBody": "`structured_outputs`",
+        "CompletionBody": "`POST /v1/completions`",
+        "PoolingBody": "Embeddings and ranking",
+        "EmbeddingBody": "`POST /v1/embeddings`",
+        "RerankBody": "`POST /rerank`, `/v1/rerank`, `/v2/rerank`",
+        "DocumentBody": "a document of rerank",
+        "ScoreBody": "`POST /score`, `/v1/score`",
+        "ItemsBody": "`POST /v1/responses` and `/v1/responses/input_tokens`",
+        "ResponsesBody": "`POST /v1/responses`",
+        "InputItem": "an item of `input`",
+        "FlatTool": "a tool of responses",
+        "ReasoningFields": "`reasoning`",
+        "TextBody": "`text`",
+        "TextFormat": "`text.format`",
+        "ConversationBody": "`POST /v1/messages` and `/v1/messages/count_tokens`",
+        "MessagesBody": "`POST /v1/messages`",
+        "MessageBody": "a message of messages",
+        "OutputConfigBody": "`output_config`",
+        "OutputFormatBody": "`output_config.format`",
+        "ThinkingBody": "`thinking`",
+        "ToolBody": "a tool of messages",
+        "ToolChoiceBody": "`tool_choice` of messages",
+        "TokenizeBody": "`POST /tokenize`",
+        "DetokenizeBody": "`POST /detokenize`",
+        "LoadAdapterBody": "`POST /v1/load_lora_adapter`",
+        "UnloadAdapterBody": "`POST /v1/unload_lora_adapter`",
+    }
+)
 FIELDS: Mapping[str, Mapping[str, compat.PeerField]] = MappingProxyType(
     {
         "Chat and completions": compat.GENERATION,
@@ -203,6 +271,17 @@ def fields_page() -> str:
     return "\n".join(lines)
 
 
+def request_fields_page() -> str:
+    """One table per body."""
+    lines = [REQUEST_FIELDS_HEADER]
+    for body, texts in DESCRIPTIONS.items():
+        title = BODIES[body]
+        lines += [f"## {title[0].upper()}{title[1:]}\n", "| field | meaning |", "|---|---|"]
+        lines += [f"| `{name}` | {text.replace('|', '/')} |" for name, text in texts.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
 def _peer_field(name: str, row: compat.PeerField) -> str:
     values = ["any"] if row.neutral is None else [f"`{json.dumps(value)}`" for value in row.neutral]
     cells = (f"`{name}`", row.source, ", ".join(values) or "null", row.reason)
@@ -222,6 +301,7 @@ PAGES: Mapping[str, Any] = MappingProxyType(
         "foreign-flags.md": foreign_flags_page,
         "metrics.md": metrics_page,
         "fields.md": fields_page,
+        "request-fields.md": request_fields_page,
     }
 )
 

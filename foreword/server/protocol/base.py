@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from foreword.server.http import REQUEST_ID_PATTERN
 from foreword.server.protocol.compat import PeerField
+from foreword.server.protocol.descriptions import extend_schema
 
 __all__ = [
     "REFUSED",
@@ -58,7 +59,7 @@ def is_token_ids(value: object) -> bool:
 class StrictModel(BaseModel):
     """An object of a body. Unknown fields are kept in `model_extra`, for ServedModels.check_fields()."""
 
-    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra={"additionalProperties": False})
+    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=extend_schema)
     peer_fields: ClassVar[Mapping[str, PeerField]] = MappingProxyType({})  # dropped, or refused by name
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # other projects' names of fields
     is_lenient: ClassVar[bool] = False  # unknown fields are ignored and counted

@@ -241,7 +241,7 @@ const tip = h("div", { class: "tip", role: "tooltip", id: "token-tip", hidden: t
 
 function describe(token) {
   const sure = token.dataset.confidence;
-  return [token.dataset.drafter, sure === undefined ? "gives no confidence" : `${fmt.percent(Number(sure))} sure`];
+  return [token.dataset.drafter, sure === undefined ? "gives no confidence" : `${fmt.count(Number(sure) * 100)} % sure`];
 }
 
 function showTip(token) {

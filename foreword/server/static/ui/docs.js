@@ -1,7 +1,7 @@
 // Routes and fields of the API, from its own schema, and a place to try them.
 
 import { address, getJson, key, stream } from "./api.js";
-import { button, copy, h, put } from "./dom.js";
+import { button, coded, copy, h, put } from "./dom.js";
 import { Shell } from "./shell.js";
 
 new Shell("docs");
@@ -54,7 +54,7 @@ function fieldTable(schema, object, depth = 0) {
   return h("table", { class: "wide fields" }, h("tbody", null, rows.map(([name, field]) => h("tr", null,
     h("td", null, h("code", null, name), required.has(name) && h("small", null, " required")),
     h("td", null, schema.kind(field)),
-    h("td", null, field.description || "", depth < MAX_DEPTH && schema.objects(field).map(inner =>
+    h("td", null, coded(field.description), depth < MAX_DEPTH && schema.objects(field).map(inner =>
       h("details", null, h("summary", null, "its fields"), fieldTable(schema, inner, depth + 1))))))));
 }
 

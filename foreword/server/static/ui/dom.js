@@ -60,6 +60,9 @@ export function button(label, iconName, onclick, props = {}) {
     "aria-label": text ? null : label, onclick, ...rest }, shown);
 }
 
+/** A sentence whose words between backticks are code. */
+export const coded = text => (text || "").split("`").map((part, index) => index % 2 ? h("code", null, part) : part);
+
 /** Replace the children of an element. */
 export function put(element, ...children) {
   element.replaceChildren(...children.flat(Infinity).filter(child => child !== null && child !== undefined && child !== false));

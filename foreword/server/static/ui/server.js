@@ -1,6 +1,6 @@
 // The server at work: its models, its figures over the last minutes, and for operators its requests and keys.
 
-import { ApiError, getJson, getText, postJson } from "./api.js";
+import { getJson, getText, key, postJson } from "./api.js";
 import { benchView } from "./bench.js";
 import { button, fmt, h, pickFiles, put, toast } from "./dom.js";
 import { Reading, rate } from "./metrics.js";
@@ -31,6 +31,9 @@ export class ServerView {
     const box = () => h("div");
     Object.assign(this, { models: box(), throughput: box(), drafters: box(), places: box(), stages: box(), outcomes: box(), errors: box(), requests: box(), keys: box(), bench: box() });
     this.operators = h("div", { class: "cards", hidden: true }, card("Open requests", this.requests), card("Keys", this.keys));
+    this.adminNote = h("span", { class: "soft" });
+    this.adminButton = button("Show them", "key", () => { this.admin = true; this.readAdmin(); }, { text: true });
+    this.adminCard = card("Open requests and keys", h("p", { class: "row" }, this.adminButton, this.adminNote));
     this.benchCard = card("A benchmark's result",
       h("p", { class: "soft" }, "Open what ", h("code", null, "foreword bench speculate --json FILE"), " wrote. The file stays in this browser."),
       button("Open a file", "up", () => this.openBench(), { text: true }), this.bench);
@@ -40,7 +43,7 @@ export class ServerView {
       h("div", { class: "cards" }, card("Tokens a second", this.throughput), card("Time by stage", this.stages),
         card("Drafts by drafter", this.drafters), card("Acceptance by place in the draft", this.places),
         card("Requests", this.outcomes), card("Errors seen from here", this.errors)),
-      this.operators, this.benchCard));
+      this.adminCard, this.operators, this.benchCard));
   }
 
   start() {
@@ -116,7 +119,7 @@ export class ServerView {
   drawFacts(now) {
     const infos = now.list("info").map(({ labels }) => labels);
     put(this.facts, infos.slice(0, 1).map(info => [`Foreword ${info.version}, ${info.device} (${info.backend}), ${info.dtype}`,
-      info.quantization && `, ${info.quantization}`, `, speculation ${info.speculate}`].filter(Boolean).join("")));
+      info.quantization && info.quantization !== "none" && `, ${info.quantization}`, `, speculation ${info.speculate}`].filter(Boolean).join("")));
     const names = [...new Set(now.samples.get("generation_tokens_total")?.map(({ labels }) => labels.model))];
     if (names.length > 1 && this.select.children.length !== names.length + 1) {
       put(this.select, h("option", { value: "" }, "All models"), names.map(name => h("option", { value: name }, name)));
@@ -166,7 +169,7 @@ export class ServerView {
     const used = [...drafted].filter(([, count]) => count > 0);
     const forced = now.sum("spec_forced_tokens_total");
     put(this.drafters, used.length ? h("table", { class: "wide" },
-      h("thead", null, h("tr", null, ["drafter", "drafted", "accepted", "share", "a draft"].map(name => h("th", { scope: "col" }, name)))),
+      h("thead", null, h("tr", null, [["drafter"], ["drafted", "num"], ["accepted", "num"], ["share"], ["a draft", "num"]].map(([name, kind]) => h("th", { scope: "col", class: kind }, name)))),
       h("tbody", null, used.map(([name, count]) => h("tr", null,
         h("th", { scope: "row" }, h("span", { class: `swatch d-${styleOf(name)}` }, "ab"), ` ${name}`),
         h("td", { class: "num" }, fmt.count(count)), h("td", { class: "num" }, fmt.count(accepted.get(name) || 0)),
@@ -225,9 +228,10 @@ export class ServerView {
     this.modelState = state;
     const managed = cards.some(card => "status" in card);
     const columns = ["model", ...(managed ? ["state", "memory", "open", "waiting"] : []), "context", "takes", "drafters", ...(managed ? ["actions"] : [])];
+    const numeric = ["memory", "open", "waiting", "context"];
     const focused = this.models.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
     put(this.models, h("div", { class: "table-wrap", tabindex: "0", role: "region", "aria-label": "Models" }, h("table", { class: "wide" },
-      h("thead", null, h("tr", null, columns.map(name => h("th", { scope: "col" }, name)))),
+      h("thead", null, h("tr", null, columns.map(name => h("th", { scope: "col", class: numeric.includes(name) ? "num" : null }, name)))),
       h("tbody", null, cards.map(card => h("tr", null, h("th", { scope: "row" }, card.id, card.parent && h("small", null, ` on ${card.parent}`), card.variant_of && h("small", null, ` of ${card.variant_of}`)),
         managed && this.stateCells(card),
         h("td", { class: "num" }, card.max_model_len ? fmt.count(card.max_model_len) : "–"),
@@ -267,19 +271,22 @@ export class ServerView {
   // Operators
 
   async readAdmin() {
-    if (this.noAdmin) return;
+    // Asked for only on demand: without an admin key in the key file the routes do not exist.
+    this.adminButton.disabled = !key.get();
+    if (!this.admin) return void put(this.adminNote, key.get() ? "" : "for operators: enter an admin key first");
     try {
       const [open, all] = await Promise.all([getJson("admin/requests"), getJson("admin/keys")]);
       this.drawAdmin(open, all.keys);
     } catch (error) {
-      // Without an admin key in the file the routes do not exist; other keys may not use them.
-      if (error instanceof ApiError && [401, 403, 404].includes(error.status)) this.noAdmin = true;
+      this.admin = false;
       this.operators.hidden = true;
+      put(this.adminNote, error.status === 404 ? "this server has no admin key" : error.message);
     }
   }
 
   drawAdmin({ open, requests }, keys) {
     this.operators.hidden = false;
+    this.adminCard.hidden = true;
     const head = names => h("thead", null, h("tr", null, names.map(name => h("th", { scope: "col" }, name))));
     const cell = value => h("td", { class: typeof value === "number" ? "num" : null }, typeof value === "number" ? fmt.number(value) : value ?? "–");
     put(this.requests, requests.length ? h("table", { class: "wide" }, head(["id", "key", "state", "age", "prompt", "tokens", ""]),

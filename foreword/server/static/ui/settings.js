@@ -1,7 +1,7 @@
 // What a request may say beside its messages: the panel of a conversation, and the body of its requests.
 
 import { getJson } from "./api.js";
-import { fmt, h, put } from "./dom.js";
+import { coded, fmt, h, put } from "./dom.js";
 
 const NUMBERS = [
   ["temperature", { min: 0, max: 2, step: 0.1 }],
@@ -87,7 +87,7 @@ export function settingsPanel(settings, model, changed) {
       h("textarea", { rows: 3, placeholder: '{"logit_bias": {"50": -100}}', spellcheck: "false", "aria-label": "Other fields of the body, as JSON",
         value: settings.other ?? "", oninput: event => set("other", event.target.value) })));
   descriptions().then(texts => {
-    for (const [name, help] of helps) put(help, texts[name] || "");
+    for (const [name, help] of helps) put(help, coded(texts[name]));
   });
   return panel;
 }
