@@ -92,6 +92,7 @@ FULL_ONLY = {
     "test_images.py",
     "test_load.py",
     "tokenizer/test_vision_templates.py",
+    "ui",
 }
 
 

@@ -79,7 +79,8 @@ const FINISH = { stopped: "Stopped by you", length: "Stopped at the token limit"
 /** A choice on the screen. */
 export class AnswerView {
   constructor(choice, { plain = false, live = false, actions = [], onResults = null, after = null } = {}) {
-    Object.assign(this, { choice, plain, onResults, after });
+    Object.assign(this, { choice, plain, onResults });
+    this.after = () => { this.settle(); if (after) after(); };
     this.root = h("div", { class: "answer" });
     this.parts = new Map(); // Source -> the view of its text
     this.boxes = new Map(); // call -> where its arguments are
@@ -109,6 +110,12 @@ export class AnswerView {
     this.root.classList.toggle("streaming", this.live);
     this.actions.hidden = this.live;
     this.showStats();
+    this.settle();
+  }
+
+  /** Say whether text is still coming, or not drawn yet. */
+  settle() {
+    this.root.setAttribute("aria-busy", String(this.live || [...this.parts.values()].some(view => !view.isShown)));
   }
 
   finish() {

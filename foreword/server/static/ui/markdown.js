@@ -422,7 +422,8 @@ function parse(parent, text, from, to, emit, depth) {
 function closing(text, from, to, mark) {
   const start = from + mark.length;
   if (start >= to || /\s/.test(text[start])) return -1;
-  if (mark[0] === "_" && from > 0 && /[\p{L}\p{N}_]/u.test(text[from - 1])) return -1;
+  // Inside of a word, as in 2*3*4 and snake_case_name, a single mark is a character.
+  if ((mark[0] === "_" || mark === "*") && from > 0 && /[\p{L}\p{N}_]/u.test(text[from - 1])) return -1;
   for (let end = text.indexOf(mark, start); end >= 0 && end + mark.length <= to; end = text.indexOf(mark, end + 1)) {
     if (end === start || /\s/.test(text[end - 1])) continue;
     if (mark.length === 1 && (text[end + 1] === mark || text[end - 1] === mark)) { end += 1; continue; }
@@ -439,6 +440,7 @@ const FRAME_MS = 8;
 /** Show what is new in a view in the next frame; `after` is called when there is something. */
 export function show(view, after) {
   view.after = after || view.after;
+  view.isShown = false;
   frames.add(view);
   if (!scheduled) { scheduled = true; requestAnimationFrame(draw); }
 }
@@ -448,7 +450,8 @@ function draw() {
   const deadline = performance.now() + FRAME_MS;
   for (const view of [...frames]) {
     frames.delete(view);
-    if (!view.flush(deadline)) frames.add(view); // behind the others
+    view.isShown = view.flush(deadline);
+    if (!view.isShown) frames.add(view); // behind the others
     if (view.after) view.after();
     if (performance.now() > deadline) break;
   }

@@ -46,7 +46,8 @@ export function settingsPanel(settings, model, changed) {
     const help = h("small", { id: `help-${name}` });
     helps.set(name, help);
     control.setAttribute("aria-describedby", help.id);
-    return h("label", { class: "field" }, h("span", null, label), control, help);
+    control.id = `field-${name}`;
+    return h("div", { class: "field" }, h("label", { for: control.id }, label), control, help);
   };
   const number = ([name, limits]) => row(name, h("input", {
     type: "number", inputmode: "decimal", ...limits, value: settings[name] ?? "",
