@@ -99,10 +99,10 @@ def open_page(browser: Any) -> Iterator[Callable[..., OpenPage]]:
     """Open the page of a server in a browser profile of its own; at the end nothing may have gone wrong."""
     opened: list[tuple[Any, Watch]] = []
 
-    def open_(server: RunningServer, path: str = "/", **options: Any) -> OpenPage:
+    def open_(server: RunningServer, path: str = "/", allowed: str = "$^", **options: Any) -> OpenPage:
         context = browser.new_context(**{"viewport": DESKTOP, **options})
         context.set_default_timeout(TIMEOUT_MS)
-        page, watch = context.new_page(), Watch(server.url)
+        page, watch = context.new_page(), Watch(server.url, allowed=allowed)
         watch.attach(page)
         opened.append((context, watch))
         page.goto(server.url + path)

@@ -428,8 +428,7 @@ def test_markdown_is_the_same_however_it_streams(
 
 def test_wrong_key_asks_for_another(open_page: Open) -> None:
     with run_server(Config(api_key=KEY), key=KEY) as server:
-        page = open_page(server)
-        page.watch.allowed = "401"
+        page = open_page(server, allowed="401")
         dialog = page.get_by_role("dialog", name="API key")
         dialog.wait_for()
         dialog.get_by_label("API key").fill("wrong")

@@ -214,7 +214,7 @@ export class AnswerView {
     const { choice } = this, { replay } = choice;
     if (!replay) return void put(this.comparison);
     if (replay.running) {
-      put(this.comparison, h("section", { class: "replay" }, h("h4", null, "Without drafts, the same seed…"),
+      put(this.comparison, h("section", { class: "replay" }, h("h3", null, "Without drafts, the same seed…"),
         h("p", null, replay.tokens ? `${fmt.plural(replay.tokens, "token")} so far` : "waiting")));
       return;
     }

@@ -134,7 +134,7 @@ export class Chat {
   render() {
     this.views = [];
     const { messages } = this.current;
-    put(this.log, messages.length ? h("div", { class: "thread" }, messages.map((message, index) => this.message(message, index))) : this.welcome());
+    put(this.log, messages.length ? h("div", { class: "thread" }, h("h1", { class: "visually-hidden" }, this.current.title), messages.map((message, index) => this.message(message, index))) : this.welcome());
     this.setBusy();
     this.follow();
   }
@@ -153,13 +153,13 @@ export class Chat {
   message(message, index) {
     if (message.role === "assistant") return this.assistant(message, index);
     if (message.role === "tool") {
-      return h("article", { class: "msg tool" }, h("h3", { class: "role" }, "Tool result"), h("pre", { tabindex: "0", dir: "auto" }, message.content));
+      return h("article", { class: "msg tool" }, h("h2", { class: "role" }, "Tool result"), h("pre", { tabindex: "0", dir: "auto" }, message.content));
     }
     const actions = h("div", { class: "actions" },
       button("Edit and resend", "edit", () => this.edit(index, article)),
       button("Copy", "copy", () => copy(message.content)),
       button("Copy a link to this prompt", "link", () => copy(this.linkTo(message), "Link copied")));
-    const article = h("article", { class: "msg user" }, h("h3", { class: "role" }, "You"),
+    const article = h("article", { class: "msg user" }, h("h2", { class: "role" }, "You"),
       h("div", { class: "bubble", dir: "auto" }, pictures(message.images), (message.files || []).map(fileChip), h("div", { class: "raw" }, message.content)), actions);
     return article;
   }
@@ -183,7 +183,7 @@ export class Chat {
     const calls = message.choices[message.chosen || 0]?.calls || [];
     const isLast = index === this.current.messages.length - 1;
     return h("article", { class: "msg assistant" },
-      h("h3", { class: "role" }, message.model || "Answer"),
+      h("h2", { class: "role" }, message.model || "Answer"),
       h("div", { class: many ? "choices" : null }, columns),
       isLast && !live && calls.length > 0 && button("Send the results", "up", () => this.sendResults(message), { text: true, class: "btn primary" }));
   }
@@ -306,7 +306,7 @@ export class Chat {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); save(); }
       if (event.key === "Escape") this.render();
     });
-    put(article, h("h3", { class: "role" }, "You"), h("div", { class: "editing" }, field, h("div", { class: "row" },
+    put(article, h("h2", { class: "role" }, "You"), h("div", { class: "editing" }, field, h("div", { class: "row" },
       button("Send", "up", save, { text: true, class: "btn primary" }), button("Cancel", "close", () => this.render(), { text: true }))));
     field.focus();
   }

@@ -106,7 +106,7 @@ function routeBox(schema, path, verb, facts, id) {
   // Built when it is opened: the schema has some thousand fields.
   box.addEventListener("toggle", () => {
     if (box.open && box.children.length === 1) {
-      box.append(h("div", { class: "route-body" }, tryIt(path, verb, Boolean(body)), body && [h("h3", null, "Fields"), fieldTable(schema, body)]));
+      box.append(h("div", { class: "route-body", tabindex: "0", role: "group", "aria-label": `${verb} ${path}` }, tryIt(path, verb, Boolean(body)), body && [h("h2", null, "Fields"), fieldTable(schema, body)]));
     }
   });
   return box;

@@ -27,7 +27,7 @@ export class ServerView {
     this.select = h("select", { "aria-label": "Figures of", hidden: true, onchange: () => { this.model = this.select.value; this.draw(); } });
     this.note = h("p", { class: "note bad", role: "alert", hidden: true });
     this.tiles = h("div", { class: "tiles" });
-    const card = (title, ...content) => h("section", { class: "card" }, h("h2", null, title), content);
+    const card = (title, ...content) => h("section", { class: "card", tabindex: "0", "aria-label": title }, h("h2", null, title), content);
     const box = () => h("div");
     Object.assign(this, { models: box(), throughput: box(), drafters: box(), places: box(), stages: box(), outcomes: box(), errors: box(), requests: box(), keys: box(), bench: box() });
     this.operators = h("div", { class: "cards", hidden: true }, card("Open requests", this.requests), card("Keys", this.keys));
@@ -230,7 +230,7 @@ export class ServerView {
     const columns = ["model", ...(managed ? ["state", "memory", "open", "waiting"] : []), "context", "takes", "drafters", ...(managed ? ["actions"] : [])];
     const numeric = ["memory", "open", "waiting", "context"];
     const focused = this.models.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
-    put(this.models, h("div", { class: "table-wrap", tabindex: "0", role: "region", "aria-label": "Models" }, h("table", { class: "wide" },
+    put(this.models, h("div", { class: "table-wrap" }, h("table", { class: "wide" },
       h("thead", null, h("tr", null, columns.map(name => h("th", { scope: "col", class: numeric.includes(name) ? "num" : null }, name)))),
       h("tbody", null, cards.map(card => h("tr", null, h("th", { scope: "row" }, card.id, card.parent && h("small", null, ` on ${card.parent}`), card.variant_of && h("small", null, ` of ${card.variant_of}`)),
         managed && this.stateCells(card),

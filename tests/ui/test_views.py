@@ -1,0 +1,335 @@
+"""The views of the server and of the fields, accessibility, and what the page costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreword.config.options import Config
+from foreword.server.auth.key_file import hash_key
+from tests.server.conftest import RunningServer, run_server
+from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer, engine_info
+from tests.support.tool_checkpoint import WEATHER, chat_template
+from tests.ui.conftest import DESKTOP, OpenPage
+
+Open = Callable[..., OpenPage]
+ANSWER = (
+    "<think>\nShort.\n</think>\n\n# Heading\n\nA *text* with `code`, [a link](https://example.org/) and\n\n"
+    "- a list\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint(1)\n```\n"
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+)
+PHONE = {"viewport": {"width": 390, "height": 780}, "has_touch": True}
+LOOKS: dict[str, dict[str, Any]] = {
+    "light": {"color_scheme": "light"},
+    "dark": {"color_scheme": "dark"},
+    "phone": {"color_scheme": "light", **PHONE},
+    "phone-dark": {"color_scheme": "dark", **PHONE},
+}
+AXE_RULES = {
+    "runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"],
+    "resultTypes": ["violations"],
+}
+MAX_TASK_US = 50_000  # CPU time: a busy machine does not lengthen it
+NUM_TOKENS = 10_000
+
+
+@pytest.fixture(scope="module")
+def tooled() -> Iterator[RunningServer]:
+    with run_server(tokenizer=byte_tokenizer(chat_template("hermes"))) as server:
+        yield server
+        server.wait_until_idle()
+
+
+@pytest.fixture(scope="session")
+def axe() -> str:
+    path = os.environ.get("FOREWORD_AXE")
+    if path is None:
+        pytest.skip("axe-core is not named: FOREWORD_AXE=PATH of its axe.min.js")
+    return Path(path).read_text()
+
+
+def check_axe(page: OpenPage, source: str) -> None:
+    """The rules of WCAG 2.1 AA that a program can check."""
+    page.evaluate(f"() => {{ {source} }}")
+    found = page.evaluate("options => axe.run(document, options)", AXE_RULES)["violations"]
+    assert [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found] == []
+
+
+def take(page: OpenPage, folder: Path | None, name: str) -> None:
+    if folder is not None:
+        page.screenshot(path=folder / f"{name}.png")
+
+
+def show_chat(page: OpenPage, tooled: RunningServer) -> None:
+    tooled.set_output(FakeOutput(ANSWER, (5, 1, 3), confidence=0.75))
+    phone = page.viewport_size["width"] < 760
+    if phone:
+        page.button("Settings").click()
+    page.get_by_label("tools", exact=True).fill(json.dumps([WEATHER]))
+    if phone:
+        page.button("Close settings").click()
+    page.ask("Show everything")
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_every_view_is_accessible(
+    open_page: Open, tooled: RunningServer, axe: str, look: str, screenshots: Path | None
+) -> None:
+    page = open_page(tooled, **LOOKS[look])
+    page.wait_for_selector(".welcome")
+    check_axe(page, axe)
+    take(page, screenshots, f"{look}-welcome")
+    show_chat(page, tooled)
+    check_axe(page, axe)
+    take(page, screenshots, f"{look}-chat")
+    page.button("Replay without drafts").click()
+    page.wait_for_selector(".verdict")
+    page.button("Next drafted token").click()
+    check_axe(page, axe)
+    take(page, screenshots, f"{look}-replay")
+    if look.startswith("phone"):
+        for name, label in (("conversations", "Conversations"), ("settings", "Settings")):
+            page.button(label).click()
+            check_axe(page, axe)
+            take(page, screenshots, f"{look}-{name}")
+            page.button("Close settings" if name == "settings" else label).click()
+    page.button("API key").click()
+    check_axe(page, axe)
+    take(page, screenshots, f"{look}-key")
+    page.keyboard.press("Escape")
+    page.get_by_role("link", name="Server").click()
+    page.wait_for_selector(".server .stacked, .server .tile")
+    check_axe(page, axe)
+    take(page, screenshots, f"{look}-server")
+    page.get_by_role("link", name="API", exact=True).click()
+    page.locator(".route summary").first.click()
+    page.wait_for_selector(".fields")
+    check_axe(page, axe)
+    take(page, screenshots, f"{look}-docs")
+
+
+def test_page_fits_a_phone(open_page: Open, tooled: RunningServer) -> None:
+    page = open_page(tooled, **PHONE)
+    show_chat(page, tooled)
+    overflow = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert page.evaluate(overflow) == 0
+    for name in ("Server", "API"):
+        page.get_by_role("link", name=name, exact=True).click()
+        page.wait_for_selector(".tile, .route")
+        assert page.evaluate(overflow) == 0, name
+
+
+def test_theme_is_chosen_and_kept(open_page: Open, fake: RunningServer) -> None:
+    page = open_page(fake, color_scheme="light")
+    colour = "() => getComputedStyle(document.documentElement).backgroundColor"
+    light = page.evaluate(colour)
+    page.button("Theme").click(click_count=2)
+    dark = page.evaluate(colour)
+    assert dark != light
+    page.reload()
+    assert page.evaluate(colour) == dark
+
+
+# Server
+
+
+def test_server_shows_its_figures(open_page: Open, demo: RunningServer) -> None:
+    for _ in range(2):
+        demo.http.post(
+            "/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "How do I start the server?"}]},
+        )
+    page = open_page(demo, "/#/server")
+    page.wait_for_selector(".stacked")
+    text = page.locator(".server").inner_text()
+    for part in (
+        "fake-model",
+        "of drafted tokens accepted",
+        "forward",
+        "ended: stop",
+        "suffix",
+        "grammar, prediction",
+    ):
+        assert part in text
+    demo.http.get("/v1/models/none")
+    page.wait_for_selector(".events li")
+    assert "404 on /v1/models/{name}" in page.locator(".events").inner_text()
+
+
+def test_hidden_page_asks_nothing(open_page: Open, fake: RunningServer) -> None:
+    page = open_page(fake)
+    page.wait_for_selector(".state[data-status=ok]")
+    page.clock.install()
+    page.get_by_role("link", name="Server").click()
+    page.wait_for_selector(".tile")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.evaluate(
+        """() => {
+            Object.defineProperty(document, "hidden", {get: () => true, configurable: true});
+            document.dispatchEvent(new Event("visibilitychange"));
+        }"""
+    )
+    page.clock.run_for(3_000)  # what was planned before
+    asked.clear()
+    page.clock.run_for(600_000)
+    assert asked == []
+    page.evaluate(
+        """() => {
+            Object.defineProperty(document, "hidden", {get: () => false, configurable: true});
+            document.dispatchEvent(new Event("visibilitychange"));
+        }"""
+    )
+    page.clock.run_for(3_000)
+    page.wait_for_function("() => document.querySelector('.tile')")
+    assert any(url.endswith("/metrics") for url in asked)
+
+
+def test_operator_sees_requests_and_keys(open_page: Open, tmp_path: Path) -> None:
+    secret = "an-admin-key"
+    salt = bytes(16)
+    digest = hash_key(secret.encode(), salt)
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"keys:\n- name: root\n  hash: sha256:{salt.hex()}:{digest.hex()}\n  admin: true\n")
+    file.chmod(0o600)
+    with run_server(Config(api_key_file=str(file)), key=secret) as server:
+        page = open_page(server, "/#/server", allowed="401")
+        dialog = page.get_by_role("dialog", name="API key")
+        dialog.get_by_label("API key").fill(secret)
+        dialog.get_by_role("button", name="Use this key").click()
+        dialog.wait_for(state="detached")
+        page.wait_for_function(
+            "() => [...document.querySelectorAll('button:enabled')].some(b => b.innerText === 'Show them')"
+        )
+        page.button("Show them").click()
+        page.wait_for_function("() => /root\\s+admin/.test(document.querySelector('.server').innerText)")
+
+
+def test_managed_models_are_loaded_and_unloaded(open_page: Open, fake: RunningServer) -> None:
+    """By the fields of a server of several models, which this one answers by hand."""
+    card = {"id": "a", "object": "model", "sampling_defaults": {}, "max_model_len": 100, "pinned": False}
+    state = {
+        "status": "unloaded",
+        "progress": None,
+        "error": None,
+        "memory_bytes": None,
+        "estimated_bytes": 1 << 20,
+    }
+    asked: list[Any] = []
+
+    def answer(route: Any) -> None:
+        if route.request.method == "POST":
+            asked.append((route.request.url.removeprefix(fake.url), json.loads(route.request.post_data)))
+            state.update(status="loaded", memory_bytes=1 << 21)
+            route.fulfill(json={})
+        else:
+            route.fulfill(json={"object": "list", "data": [{**card, **state}]})
+
+    page = open_page(fake)
+    page.route("**/v1/models", answer)
+    page.route("**/models/load", answer)
+    page.get_by_role("link", name="Server").click()
+    page.button("Load a").click()
+    page.wait_for_selector(".badge.loaded")
+    assert "2 MiB" in page.locator(".server table").first.inner_text()
+    page.button("Pin a").click()
+    page.wait_for_function("() => true")
+    assert asked[0] == ("/models/load", {"model": "a"})
+
+
+def test_benchmark_result_is_opened(open_page: Open, fake: RunningServer) -> None:
+    ratio = {"ratio": 1.8, "low": 1.5, "high": 2.1}
+    figures = {"throughput": ratio, "first_token": {"ratio": 0.9}, "equal": True, "tokens_per_second": 100.0}
+    cell = {"category": "code", "concurrency": 4, "cache_full": False, "modes": {"off": {}, "auto": figures}}
+    page = open_page(fake, "/#/server")
+    for content, expected in (
+        (json.dumps({"model": "demo", "rounds": 3, "cells": [cell]}), "All answers are equal"),
+        ("{}", "no result of foreword bench speculate"),
+    ):
+        with page.expect_file_chooser() as chooser:
+            page.button("Open a file").click()
+        chooser.value.set_files(
+            {"name": "r.json", "mimeType": "application/json", "buffer": content.encode()}
+        )
+        page.wait_for_function(
+            "text => document.querySelector('.server').innerText.includes(text)", arg=expected
+        )
+        if content != "{}":
+            label = page.locator(".bench svg").first.get_attribute("aria-label")
+            assert label == "Tokens a second, auto over off: code ×4 1.80"
+
+
+# Fields
+
+
+def test_fields_are_described_and_tried(open_page: Open, fake: RunningServer) -> None:
+    page = open_page(fake, "/docs#post-v1-chat-completions")
+    route = page.locator("#post-v1-chat-completions")
+    route.locator(".fields").first.wait_for()
+    text = route.locator(".fields").first.inner_text()
+    assert "flattens (above 1) or sharpens (below 1) the distribution" in text
+    route.get_by_role("button", name="Send").click()
+    page.wait_for_function(
+        "() => /finish_reason\":\"stop/.test(document.querySelector('.try pre').textContent)"
+    )
+    get = page.locator("#get-version")
+    get.locator("summary").first.click()
+    get.get_by_role("button", name="Send").click()
+    page.wait_for_function("() => /version/.test(document.querySelector('#get-version pre').textContent)")
+
+
+# Costs
+
+
+def test_ten_thousand_tokens_without_a_long_task(open_page: Open, browser: Any) -> None:
+    text = ("Some *words* of a long answer, `code` too.\n- an item\n\n" * 300)[:NUM_TOKENS]
+    client = FakeEngineClient(FakeOutput(text, (4,), confidence=0.5), engine_info(20_000))
+    with run_server(Config(on_runaway="off"), client) as server:
+        page = open_page(server)
+        page.wait_for_selector(".state[data-status=ok]")
+        cdp, events = page.context.new_cdp_session(page.page), []
+        cdp.on("Tracing.dataCollected", lambda data: events.extend(data["value"]))
+        cdp.send("Tracing.start", {"categories": "toplevel,disabled-by-default-devtools.timeline"})
+        page.ask("Write")
+        done: list[Any] = []
+        cdp.on("Tracing.tracingComplete", lambda event: done.append(event))
+        cdp.send("Tracing.end")
+        while not done:
+            page.wait_for_timeout(50)
+        assert page.locator(".answer .text").text_content()
+    renderers = {
+        e["pid"] for e in events if e.get("name") == "thread_name" and e["args"]["name"] == "CrRendererMain"
+    }
+    tasks = [
+        e.get("tdur", 0)
+        for e in events
+        if e.get("name") in ("RunTask", "ThreadControllerImpl::RunTask")
+        and (not renderers or e["pid"] in renderers)
+    ]
+    assert len(tasks) > 100, "no tasks were traced"
+    assert max(tasks) <= MAX_TASK_US
+
+
+def test_first_paint_is_near_that_of_an_empty_page(browser: Any, fake: RunningServer) -> None:
+    """Pairs of the same run; the median of their ratios."""
+    paint = "() => performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
+
+    def measure(path: str, body: str | None) -> float:
+        context = browser.new_context(viewport=DESKTOP)
+        page = context.new_page()
+        if body is not None:
+            page.route("**/empty", lambda route: route.fulfill(body=body, content_type="text/html"))
+        page.goto(fake.url + path)
+        page.wait_for_function(f"{paint.split('=> ')[1]} !== undefined")
+        seconds = page.evaluate(paint)
+        context.close()
+        return float(seconds)
+
+    ratios = [measure("/", None) / measure("/empty", "<!doctype html><title>e</title>e") for _ in range(7)]
+    assert statistics.median(ratios) <= 3
