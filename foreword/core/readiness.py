@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["OnLoadProgress", "Readiness"]
+__all__ = ["OnLoadProgress", "Readiness", "ReplicaState"]
 
 # (stage, done, total): bytes of a "download" or "weights"; "kernels" compiled for a GPU; "graphs" captured
 OnLoadProgress = Callable[[str, int, int], None]
@@ -25,3 +25,16 @@ class Readiness:
     @property
     def is_ready(self) -> bool:
         return self.status == "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """A replica, as the API shows it."""
+
+    id: str
+    address: str | None
+    status: str  # of Readiness; "draining"; "different": it gets no requests, `detail` says why
+    detail: str
+    fingerprint: str | None
+    running: int
+    waiting: int

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Protocol
 
 from foreword.config.lora import AdapterInfo
 from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import BlockUpdate, Event, StepStats, TokenEvent
-from foreword.core.readiness import Readiness
+from foreword.core.readiness import Readiness, ReplicaState
 from foreword.core.request import Request
 
 __all__ = ["EngineClient", "is_last", "iterate_events"]
@@ -75,6 +75,9 @@ class EngineClient(Protocol):
 
     def request_blocks(self) -> None:
         """Ask for a snapshot of the prefix cache in the next update."""
+
+    def replica_states(self) -> Sequence[ReplicaState]:
+        """The engines of the model, if it has several."""
 
     async def load_adapter(self, path: str) -> AdapterInfo:
         """Load a LoRA adapter, also into engines that replace this one. Waits during a restart.

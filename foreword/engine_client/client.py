@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -17,7 +17,7 @@ from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo, ResolvedConfig
 from foreword.core.outputs import BlockUpdate, ErrorEvent, Event, StepReport, StepStats
 from foreword.core.params import SamplingParams, Speculation
-from foreword.core.readiness import OnLoadProgress, Readiness
+from foreword.core.readiness import OnLoadProgress, Readiness, ReplicaState
 from foreword.core.request import Request
 from foreword.core.structured_output import Vocabulary
 from foreword.engine_client.base import EngineClient, is_last, iterate_events
@@ -178,6 +178,9 @@ class SubprocessClient:
 
     def request_blocks(self) -> None:
         self._send(SendBlocks())
+
+    def replica_states(self) -> Sequence[ReplicaState]:
+        return ()
 
     async def reload(self) -> AsyncIterator[str]:
         await self._wait_serving()

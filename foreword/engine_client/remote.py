@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from foreword.config.lora import AdapterInfo, LoraModule
 from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import BlockUpdate, EmbeddingEvent, ErrorEvent, Event, StepStats, TokenEvent
-from foreword.core.readiness import Readiness
+from foreword.core.readiness import Readiness, ReplicaState
 from foreword.core.request import Request
 from foreword.engine_client.base import EngineClient, is_last, iterate_events
 from foreword.engine_client.messages import LoadAdapter, RemoveRequest, SendBlocks, UnloadAdapter
@@ -148,6 +148,9 @@ class RemoteClient:
     def request_blocks(self) -> None:
         if self._session is not None:
             self._session.send(SessionMessage(send_blocks=SendBlocks()))
+
+    def replica_states(self) -> Sequence[ReplicaState]:
+        return ()
 
     async def reload(self) -> AsyncIterator[str]:
         started_s = time.monotonic()

@@ -21,7 +21,7 @@ from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo
 from foreword.config.topology import read_machine, replica_configs
 from foreword.core.outputs import BlockUpdate, ErrorEvent, Event, StepStats, TokenEvent
-from foreword.core.readiness import OnLoadProgress, Readiness
+from foreword.core.readiness import OnLoadProgress, Readiness, ReplicaState
 from foreword.core.request import Request, check_deadline
 from foreword.core.structured_output import Vocabulary
 from foreword.engine_client.base import EngineClient, is_last, iterate_events
@@ -33,7 +33,7 @@ from foreword.engine_client.routing import BlockIndex, ReplicaLoad, RoutingPolic
 from foreword.errors import AdapterConflict, EngineDead, ForewordError, NoReplica
 from foreword.kv_cache.prefix_cache import extend_hashes
 
-__all__ = ["Replica", "ReplicaState", "ReplicatedClient", "make_engine_client", "remote_replica"]
+__all__ = ["Replica", "ReplicatedClient", "make_engine_client", "remote_replica"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,19 +50,6 @@ class Replica:
     id: str
     client: EngineClient
     address: str | None = None  # host:port of another machine's engine; None: a process of this machine
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaState:
-    """A replica, as the API shows it."""
-
-    id: str
-    address: str | None
-    status: str  # of Readiness; "draining"; "different": it gets no requests, `detail` says why
-    detail: str
-    fingerprint: str | None
-    running: int
-    waiting: int
 
 
 class _Member:

@@ -25,7 +25,7 @@ from foreword.core.outputs import (
     TokenEvent,
     TokenLogprob,
 )
-from foreword.core.readiness import Readiness
+from foreword.core.readiness import Readiness, ReplicaState
 from foreword.core.request import Request, RequestState
 from foreword.engine_client.base import EngineClient
 from foreword.errors import CheckpointError, EngineDead, ForewordError
@@ -141,6 +141,9 @@ class FakeEngineClient:
             on_event(None)
 
         self._deliveries.append(asyncio.create_task(deliver()))
+
+    def replica_states(self) -> Sequence[ReplicaState]:
+        return ()
 
     async def reload(self) -> AsyncIterator[str]:
         if not self.alive:

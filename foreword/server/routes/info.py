@@ -75,8 +75,13 @@ def _limits(model: ManagedModel, served: ServedModel) -> dict[str, Any]:
 
 def _replicas(model: ManagedModel, served: ServedModel) -> dict[str, Any]:
     """The engines of a loaded model."""
-    info = None if model.context is None or served.is_encoder else model.context.client.info
-    return {"fingerprint": None if info is None else served.fingerprint(info.fingerprint), "replicas": []}
+    client = None if model.context is None or served.is_encoder else model.context.client
+    info = None if client is None else client.info
+    states = () if client is None else client.replica_states()
+    return {
+        "fingerprint": None if info is None else served.fingerprint(info.fingerprint),
+        "replicas": [asdict(state) for state in states],
+    }
 
 
 @router.get("/metrics")
