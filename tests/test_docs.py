@@ -32,6 +32,7 @@ from tests.test_layering import ALLOWED
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
+FIRST_STEPS = DOCS / "first-steps.md"
 PAGES = [README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("[a-z]*/README.md"))]
 EXEMPT = {
     "faq.md",
@@ -44,7 +45,7 @@ LOCAL = "http://127.0.0.1:8000"
 # Flags of other programs and of pytest.
 FOREIGN = {"--trust-remote-code", "--full", "--full-product", "--build-arg", "--unix-socket", "--rm", "--now"}
 FOREIGN |= {"--extra-index-url", "--gpus", "--retries", "--health-start-period"}
-FOREIGN |= {"--target", "--build", "--wait", "--profile"}
+FOREIGN |= {"--head", "--target", "--build", "--wait", "--profile"}
 FOREIGN |= {"--cpus", "--cpuset-cpus", "--memory", "--patch-file", "--from-literal"}
 
 
@@ -182,7 +183,9 @@ def test_every_chat_format_is_documented() -> None:
 
 
 def test_every_family_is_documented() -> None:
-    assert {cells[1].strip("`") for cells in table(README, "family")} == {*ARCHITECTURES, *VISION_MODELS}
+    count = re.search(r"\[(\d+) families\]", read(README))
+    assert count is not None
+    assert int(count[1]) == len({*ARCHITECTURES, *VISION_MODELS})
     assert {cells[0].strip("`") for cells in table(DOCS / "models.md", "`model_type`")} == set(ARCHITECTURES)
     assert {cells[0].strip("`") for cells in table(DOCS / "models.md", "multimodal `model_type`")} == set(
         VISION_MODELS
@@ -198,12 +201,12 @@ def test_sampling_parameters_are_documented_with_their_defaults() -> None:
     assert not rows
 
 
-def test_flags_of_the_readme_are_those_of_the_code() -> None:
+def test_flags_of_the_first_steps_are_those_of_the_code() -> None:
     options = {f"`{flag(item.name)}`": item for item in option_fields()}
-    for row in table(README, "flag"):
+    for row in table(FIRST_STEPS, "flag"):
         item = options[row[0]]
         wanted = [row[0], "" if item.default is None else f"`{item.default}`", item.metadata["help"]]
-        assert row == wanted, f"README.md should say: | {' | '.join(wanted)} |"
+        assert row == wanted, f"docs/first-steps.md should say: | {' | '.join(wanted)} |"
 
 
 def every_flag() -> set[str]:
@@ -269,8 +272,12 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_the_programs_of_the_readme_run() -> None:
-    programs = blocks(README, "python")
+def test_readme_is_short() -> None:
+    assert len(read(README).splitlines()) <= 120
+
+
+def test_the_programs_of_the_first_pages_run() -> None:
+    programs = blocks(README, "python") + blocks(FIRST_STEPS, "python")
     with ServerProcess(Config(threads=1)) as server:
         said = [run(code.replace(LOCAL, server.url)) for code in programs]
     assert len(said) == 5

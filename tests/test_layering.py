@@ -86,6 +86,7 @@ ALLOWED = {
         "engine_client.client",
         "engine_client.messages",
         "engine_client.remote_messages",
+        "engine_client.replicas",
         "embedding.client",
         "embedding.sentence_transformers",
         "embedding.vectors",

@@ -171,6 +171,9 @@ BODIES: Mapping[str, str] = MappingProxyType(
         "DetokenizeBody": "`POST /detokenize`",
         "LoadAdapterBody": "`POST /v1/load_lora_adapter`",
         "UnloadAdapterBody": "`POST /v1/unload_lora_adapter`",
+        "LoadModelBody": "`POST /models/load`, of a server with several models",
+        "UnloadModelBody": "`POST /models/unload`",
+        "AddReplicaBody": "`POST /engine/replicas`, of a router",
     }
 )
 FIELDS: Mapping[str, Mapping[str, compat.PeerField]] = MappingProxyType(

@@ -92,7 +92,7 @@ class Autoscaler:
                 self.target = min(self.target + 1, self._maximum)
             return self.target
         others = (num_ready - 1) * load.max_num_seqs * MIN_SPARE_SHARE
-        if num_ready < self.target or num_ready <= self._minimum or load.num_requests > others:
+        if num_ready < self.target or self.target <= self._minimum or load.num_requests > others:
             self._spare_since_s = None
         elif self._spare_since_s is None:
             self._spare_since_s = now_s

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ LIMITS = {"cpu": 2 * MODEL_BYTES}
 class FakeEngine(FakeEngineClient):
     """A FakeEngineClient as a SubprocessClient."""
 
-    pid = None
+    pids: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, script: FakeOutput) -> None:
         super().__init__(script)

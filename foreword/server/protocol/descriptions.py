@@ -338,8 +338,15 @@ DESCRIPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "lora_name": "its name as a model",
             "lora_path": "its folder in `--lora-dir`",
             "load_inplace": "replace an adapter of this name",
+            "base_model_name": "of several models, the one that it belongs to; default the first",
         },
         "UnloadAdapterBody": {"lora_name": "its name", "lora_int_id": "accepted without effect"},
+        "LoadModelBody": {
+            "model": "the model to load",
+            "pin": "true: it is never evicted from now on; false: it is, as others are",
+        },
+        "UnloadModelBody": {"model": "the model to unload, once its open answers have ended"},
+        "AddReplicaBody": {"url": "of the server", "model": "the model that it serves; default the first"},
     }
 )
 

@@ -18,7 +18,7 @@ router = APIRouter()
 
 class LoadModelBody(StrictModel):
     model: str
-    pin: bool | None = None  # true: never evicted from now on; false: evicted as others are
+    pin: bool | None = None
 
 
 class UnloadModelBody(StrictModel):
