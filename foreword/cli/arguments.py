@@ -23,7 +23,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_words(parser)
-    add_config_options(parser, (*ENGINE_GROUPS, "fleet"), more=("log_level",))
+    add_config_options(parser, (*ENGINE_GROUPS, "fleet"), more=("engine_key", "log_level"))
 
 
 def add_run_batch_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from foreword.checkpoint import apply_options, check_draft_model, read_tokenizer, resolve_paths
 from foreword.cli.check_models import check_plan
+from foreword.cli.check_replicas import check_replicas
 from foreword.cli.check_report import CheckResult, describe_parts
 from foreword.cli.flags import read_config
 from foreword.cli.startup import startup_line
@@ -87,8 +88,10 @@ def run_checks(config: Config, with_memory: bool = True) -> Iterator[CheckResult
         yield _check_images(config, target)
     if drafter is not None:
         yield _check_drafter_size(target, drafter)
-    if with_memory:
+    if with_memory and config.replicas:
         yield from _check_memory(config, target, drafter)
+    if config.remote_urls:
+        yield from check_replicas(config)
 
 
 def _check_model(

@@ -33,7 +33,7 @@ from foreword.engine_client.routing import BlockIndex, ReplicaLoad, RoutingPolic
 from foreword.errors import AdapterConflict, EngineDead, ForewordError, NoReplica
 from foreword.kv_cache.prefix_cache import extend_hashes
 
-__all__ = ["Replica", "ReplicatedClient", "make_engine_client", "remote_replica"]
+__all__ = ["Replica", "ReplicatedClient", "describe_difference", "make_engine_client", "remote_replica"]
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ class ReplicatedClient:
         assert self.info is not None
         info = member.client.info
         assert info is not None, "a started engine has info"
-        member.problem = _difference(self.info, info)
+        member.problem = describe_difference(self.info, info)
         member.adapters = {adapter.digest for adapter in info.adapters}
         for digest, adapter in list(self._adapters.items()):
             if digest not in member.adapters and not member.problem:
@@ -692,7 +692,7 @@ class ReplicatedClient:
                 logger.error("a task of the router failed", exc_info=error)
 
 
-def _difference(first: EngineInfo, other: EngineInfo) -> str:
+def describe_difference(first: EngineInfo, other: EngineInfo) -> str:
     """Why an engine cannot go on with the answers of another, or ""."""
     if first.fingerprint != other.fingerprint:
         return (

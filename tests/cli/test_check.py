@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from foreword.config.options import Config
 from foreword.config.resolve import HardwareInfo
 from foreword.demo import DRAFTER, MODEL
 from foreword.errors import ConfigError
+from tests.server.conftest import run_server
 from tests.support.checkpoints import write_checkpoint, write_json
 from tests.support.gguf_files import Kind, write_gguf
 from tests.support.tool_checkpoint import write_tool_checkpoint
@@ -299,3 +301,27 @@ def test_doubtful_estimate_is_a_note(
         code == 0
         and "note by this estimate it does not fit, and loading measures it; what would help: --max" in text
     )
+
+
+def test_replicas_that_differ_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    key = "a key of the engine"
+    with run_server(Config(engine_key=key)) as first, run_server(Config(engine_key=key)) as other:
+
+        def check_urls(*urls: str, engine_key: str = key) -> tuple[int, str]:
+            words = ("--replicas", "0", "--engine-key", engine_key, "--replica-urls", ",".join(urls))
+            return check(capsys, *words)
+
+        code, text = check_urls(first.url, other.url)
+        assert code == 0
+        assert text.count("fingerprint fp_fake") == 2
+        assert "memory" not in text
+        code, text = check_urls(first.url, "http://127.0.0.1:9")
+        assert code == 1
+        assert "no   replica http://127.0.0.1:9: " in text
+        other.client.info = replace(other.client.info, fingerprint="fp_other")
+        code, text = check_urls(first.url, other.url)
+        assert code == 1
+        assert f"no   replica {other.url}: it would sample other tokens" in text
+        code, text = check_urls(first.url, engine_key="the key of no engine")
+        assert code == 1
+        assert f"no   replica {first.url}: " in text
