@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from foreword.bench.server import ServerProcess
 from tests.server.conftest import RunningServer, run_server
 from tests.server.conftest import demo as demo  # the fixture of the bundled model
 from tests.support.fakes import FakeOutput
@@ -62,7 +63,7 @@ class OpenPage:
     """A page of a server, with shortcuts of what users do."""
 
     page: Any
-    server: RunningServer
+    server: RunningServer | ServerProcess
     watch: Watch
 
     def __getattr__(self, name: str) -> Any:
@@ -99,7 +100,9 @@ def open_page(browser: Any) -> Iterator[Callable[..., OpenPage]]:
     """Open the page of a server in a browser profile of its own; at the end nothing may have gone wrong."""
     opened: list[tuple[Any, Watch]] = []
 
-    def open_(server: RunningServer, path: str = "/", allowed: str = "$^", **options: Any) -> OpenPage:
+    def open_(
+        server: RunningServer | ServerProcess, path: str = "/", allowed: str = "$^", **options: Any
+    ) -> OpenPage:
         context = browser.new_context(**{"viewport": DESKTOP, **options})
         context.set_default_timeout(TIMEOUT_MS)
         page, watch = context.new_page(), Watch(server.url, allowed=allowed)

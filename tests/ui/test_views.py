@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from foreword.bench.server import ServerProcess
 from foreword.config.options import Config
 from foreword.server.auth.key_file import hash_key
 from tests.server.conftest import RunningServer, run_server
@@ -24,6 +27,15 @@ ANSWER = (
     "- a list\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nprint(1)\n```\n"
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 )
+MODELS = """
+max_loaded_models: 1
+max_swap_wait: 0
+defaults: {threads: 1, kv_cache_memory: 8000tokens}
+models:
+  one: {model: demo, served_model_name: [first], variants: {bold: {temperature: 1.2}}}
+  two: {model: demo}
+"""
+PICTURE = {"width": 960, "height": 690}
 PHONE = {"viewport": {"width": 390, "height": 780}, "has_touch": True}
 LOOKS: dict[str, dict[str, Any]] = {
     "light": {"color_scheme": "light"},
@@ -112,6 +124,31 @@ def test_every_view_is_accessible(
     page.wait_for_selector(".fields")
     check_axe(page, axe)
     take(page, screenshots, f"{look}-docs")
+
+
+def test_drafts_are_in_sight(open_page: Open, screenshots: Path | None) -> None:
+    """The picture of the README: what two drafters proposed, and the same answer without them."""
+    config = Config(draft_model="demo", threads=1, kv_cache_memory="8000tokens", log_level="warning")
+    with ServerProcess(config) as server:
+        page = open_page(server, viewport=PICTURE, color_scheme="light", device_scale_factor=4 / 3)
+        page.button("Settings").click()
+        page.get_by_label("temperature", exact=True).fill("0")
+        page.button("Close settings").click()
+        for text in ("What is Foreword?", "How does Foreword stay exact?", "What is speculative decoding?"):
+            page.button("New conversation").click()
+            page.ask(text)
+        text = page.answer()
+        page.button("New conversation").click()
+        page.ask(f"{text}\n\nAdd this at the end:\nThe answer stays the same.")
+        page.button("Replay without drafts").click()
+        page.wait_for_selector(".verdict.good")
+        drafters = page.locator(".key").all_inner_texts()
+        assert {name.split()[1] for name in drafters} == {"suffix", "draft"}
+        page.get_by_label("Message", exact=True).focus()
+        if screenshots is not None:
+            page.screenshot(path=screenshots / "page.png")
+            with Image.open(screenshots / "page.png") as picture:
+                picture.quantize(96, dither=Image.Dither.NONE).save(screenshots / "page.png", optimize=True)
 
 
 def test_page_fits_a_phone(open_page: Open, tooled: RunningServer) -> None:
@@ -209,38 +246,101 @@ def test_operator_sees_requests_and_keys(open_page: Open, tmp_path: Path) -> Non
         )
         page.button("Show them").click()
         page.wait_for_function("() => /root\\s+admin/.test(document.querySelector('.server').innerText)")
+        used = server.chat().usage
+        row = page.get_by_label("Usage by key since the server started").locator("tbody tr")
+        row.wait_for()
+        counts = ["1", str(used.prompt_tokens), str(used.completion_tokens)]
+        assert row.inner_text().split() == ["root", "fake-model", *counts]
 
 
-def test_managed_models_are_loaded_and_unloaded(open_page: Open, fake: RunningServer) -> None:
-    """By the fields of a server of several models, which this one answers by hand."""
-    card = {"id": "a", "object": "model", "sampling_defaults": {}, "max_model_len": 100, "pinned": False}
-    state = {
-        "status": "unloaded",
-        "progress": None,
-        "error": None,
-        "memory_bytes": None,
-        "estimated_bytes": 1 << 20,
-    }
-    asked: list[Any] = []
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Two models, of which one fits."""
+    file = tmp_path_factory.mktemp("several") / "models.yaml"
+    file.write_text(MODELS)
+    with ServerProcess(Config(), ["--models", str(file)]) as server:
+        yield server
 
-    def answer(route: Any) -> None:
-        if route.request.method == "POST":
-            asked.append((route.request.url.removeprefix(fake.url), json.loads(route.request.post_data)))
-            state.update(status="loaded", memory_bytes=1 << 21)
-            route.fulfill(json={})
-        else:
-            route.fulfill(json={"object": "list", "data": [{**card, **state}]})
 
+def test_models_are_loaded_pinned_and_unloaded(
+    open_page: Open, several: ServerProcess, screenshots: Path | None
+) -> None:
+    page = open_page(several, "/#/server")
+    row = page.locator(".server tr").filter(has=page.get_by_role("button", name=re.compile("load two")))
+    page.button("Load two").click()
+    row.locator(".badge.loaded").wait_for()
+    assert re.search(r"\d MiB of ≈ \d", row.inner_text())
+    page.button("Pin two").click()
+    page.button("Unpin two").wait_for()
+    assert "pinned" in row.inner_text()
+    page.button("Unpin two").click()
+    page.button("Pin two").wait_for()
+    take(page, screenshots, "models")
+    page.button("Unload two").click()
+    page.button("Load two").wait_for()
+    names = page.locator(".server tbody").first.locator("th").all_inner_texts()
+    assert names == ["one also first", "one:bold variant of one", "two"]
+    assert page.locator("[aria-label*='one:bold']").count() == 0, "a variant is loaded with its model"
+
+
+def test_chat_chooses_among_models(open_page: Open, several: ServerProcess) -> None:
+    """An answer loads its model, and the list says so."""
+    page = open_page(several)
+    choose = page.get_by_role("combobox", name="Model")
+    choose.select_option("two")
+    page.ask("What is Foreword?")
+    assert page.locator(".msg.assistant .role").inner_text() == "two"
+    page.wait_for_function("() => /^two$/m.test(document.querySelector('.top select').innerText)")
+    assert "one (unloaded)" in choose.inner_text()
+    choose.select_option("one:bold")
+    page.ask("What is Foreword?", 2)
+    assert page.locator(".msg.assistant .role").last.inner_text() == "one:bold"
+    page.wait_for_function(
+        "() => /^two \\(unloaded\\)$/m.test(document.querySelector('.top select').innerText)"
+    )
+
+
+def test_load_in_progress_and_failed_load_are_shown(open_page: Open, fake: RunningServer) -> None:
+    """Of /v1/models of a server of several models, which is answered by hand."""
+    shared = {"object": "model", "sampling_defaults": {}, "max_model_len": 100, "pinned": False}
+    counts = {"memory_bytes": None, "estimated_bytes": 1 << 20, "open_requests": 0, "waiting_requests": 3}
+    states = (("loading", 0.42, None), ("failed", None, "the file is damaged"))
+    cards = [
+        {
+            **shared,
+            **counts,
+            "id": status,
+            "root": status,
+            "status": status,
+            "progress": share,
+            "error": error,
+        }
+        for status, share, error in states
+    ]
     page = open_page(fake)
-    page.route("**/v1/models", answer)
-    page.route("**/models/load", answer)
+    page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": cards}))
     page.get_by_role("link", name="Server").click()
-    page.button("Load a").click()
-    page.wait_for_selector(".badge.loaded")
-    assert "2 MiB" in page.locator(".server table").first.inner_text()
-    page.button("Pin a").click()
-    page.wait_for_function("() => true")
-    assert asked[0] == ("/models/load", {"model": "a"})
+    assert page.get_by_role("progressbar", name="Loading loading").evaluate("bar => bar.value") == 0.42
+    text = page.locator(".server table").first.inner_text()
+    assert "the file is damaged" in text
+    assert "≈ 1 MiB" in text
+    assert page.button("Unload loading").count() == page.button("Load failed").count() == 1
+
+
+def test_model_that_stays_loaded_has_no_buttons(open_page: Open, fake: RunningServer) -> None:
+    page = open_page(fake, "/#/server")
+    page.wait_for_selector(".server tbody th")
+    assert page.locator(".server tbody button").count() == 0
+
+
+def test_replicas_are_listed(open_page: Open) -> None:
+    config = Config(replicas=2, threads=1, kv_cache_memory="8000tokens", log_level="warning")
+    with ServerProcess(config) as server:
+        page = open_page(server, "/#/server")
+        table = page.locator(".server table").filter(has_text="Replicas")
+        table.wait_for()
+        assert table.locator("tbody th").all_inner_texts() == ["demo 0", "demo 1"]
+        assert table.locator(".badge.loaded").all_inner_texts() == ["ready", "ready"]
 
 
 def test_benchmark_result_is_opened(open_page: Open, fake: RunningServer) -> None:

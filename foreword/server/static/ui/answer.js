@@ -173,7 +173,7 @@ export class AnswerView {
     const add = (value, label, title) => items.push(h("span", { class: "stat", title }, h("b", null, value), ` ${label}`));
     if (choice.tokens) add(fmt.count(choice.tokens), choice.tokens === 1 ? "token" : "tokens");
     if (choice.seconds && choice.tokens) add(fmt.seconds(choice.seconds), "", "From sending the request to the last token, in this browser");
-    if (choice.first !== null && choice.tokens) add(fmt.seconds(choice.first), "to the first token");
+    if (choice.first !== null && choice.first < choice.seconds && choice.tokens) add(fmt.seconds(choice.first), "to the first token");
     const rate = metrics?.tokens_per_second
       ?? (choice.tokens > 1 && choice.seconds > choice.first ? choice.tokens / (choice.seconds - choice.first) : null);
     if (rate && choice.tokens) add(fmt.number(rate), "tokens/s", "Over the tokens after the first burst");
@@ -220,19 +220,22 @@ export class AnswerView {
     }
     if (replay.error) return void put(this.comparison, h("p", { class: "note bad", role: "alert" }, replay.error));
     const longest = Math.max(choice.seconds, replay.seconds);
-    const bar = (label, seconds, rate, kind) => h("div", { class: "bar-row" },
-      h("span", null, label),
-      s("svg", { class: `bar ${kind}`, viewBox: "0 0 100 10", preserveAspectRatio: "none", "aria-hidden": "true" },
-        s("rect", { width: Math.max(100 * seconds / longest, .5), height: 10, rx: 1 })),
-      h("span", { class: "figure" }, h("b", null, fmt.seconds(seconds)), rate ? ` ${fmt.number(rate)} tokens/s` : ""));
+    const bar = (label, { seconds, first }, rate, kind) => {
+      const start = first < seconds ? first : 0; // equal: the whole answer came at once
+      return h("div", { class: "bar-row", title: "Pale: until the first token" },
+        h("span", null, label),
+        s("svg", { class: `bar ${kind}`, viewBox: `0 0 ${longest} 1`, preserveAspectRatio: "none", "aria-hidden": "true" },
+          s("rect", { class: "pale", width: start, height: 1 }), s("rect", { x: start, width: seconds - start, height: 1 })),
+        h("span", { class: "figure" }, h("b", null, fmt.seconds(seconds)), rate ? ` ${fmt.number(rate)} tokens/s` : ""));
+    };
     const rates = [choice.metrics?.tokens_per_second, replay.metrics?.tokens_per_second];
     const ratio = rates[0] && rates[1] ? rates[0] / rates[1] : replay.seconds / choice.seconds;
     const verdict = replay.equal
       ? h("p", { class: "verdict good" }, h("b", null, "Same answer"), `, character by character (${fmt.count(replay.length)}); `,
-        ratio >= 1 ? `${fmt.number(ratio)}× the speed with drafts.` : `${fmt.number(1 / ratio)}× as fast without drafts this time.`)
+        ratio >= 1 ? `${fmt.number(ratio)}× the tokens a second with drafts.` : `${fmt.number(1 / ratio)}× the tokens a second without drafts this time.`)
       : h("p", { class: "verdict bad", role: "alert" }, h("b", null, "Not the same answer"), `: the first difference is at character ${fmt.count(replay.at)}. This is a bug of the server: please report it with the seed.`);
     put(this.comparison, h("section", { class: "replay", "aria-label": "Replay without drafts" },
-      bar("With drafts", choice.seconds, rates[0], "with"), bar("Without", replay.seconds, rates[1], "without"), verdict));
+      bar("With drafts", choice, rates[0], "with"), bar("Without", replay, rates[1], "without"), verdict));
     announce(replay.equal ? "The replay without drafts gave the same answer" : "The replay gave another answer");
   }
 

@@ -16,7 +16,10 @@ const app = {
   model: "",
   plain: setting.get("plain", false),
   card: () => app.models.find(card => card.id === app.model) || null,
-  sees: () => app.card()?.input_modalities?.includes("image") ?? false,
+  /** Whether the model takes pictures; one that is not loaded does not say, and the server decides. */
+  sees: () => app.models.length > 0 && (app.card().status !== "loaded" || app.card().input_modalities.includes("image")),
+  /** Read again which of several models are loaded: an answer may have loaded one, and unloaded others. */
+  refreshModels: () => app.models.length > 1 && loadModels(),
   navigate(hash, replace) {
     if (location.hash === hash) return;
     if (replace) history.replaceState(null, "", hash);
@@ -48,21 +51,26 @@ function showMarks(on) {
   document.body.classList.toggle("unmarked", !on);
 }
 
+let shownCard = "";
+
 async function loadModels() {
   try {
     const { data } = await getJson("v1/models");
-    app.models = data.filter(card => "sampling_defaults" in card); // the others embed texts
+    // Neither encoders, which embed texts, nor second names of a model.
+    app.models = data.filter(card => "sampling_defaults" in card && (card.parent || card.root === card.id));
   } catch (error) {
     if (error instanceof ApiError && error.status === 401) shell.askKey(error.message);
     return;
   }
   const kept = setting.get("model", "");
   app.model = app.models.some(card => card.id === kept) ? kept : app.models[0]?.id ?? "";
-  put(models, app.models.map(card => h("option", { value: card.id }, card.id)));
+  put(models, app.models.map(card => h("option", { value: card.id }, card.status === "loaded" ? card.id : `${card.id} (${card.status})`)));
   models.value = app.model;
   models.hidden = app.models.length < 2;
   modelName.textContent = app.models.length < 2 ? app.model : "";
-  chat.renderPanel();
+  const card = JSON.stringify(app.card());
+  if (card !== shownCard) chat.renderPanel();
+  shownCard = card;
 }
 
 async function route() {
@@ -77,6 +85,7 @@ async function route() {
     server.start();
     return;
   }
+  if (server?.running) app.refreshModels();
   server?.stop();
   const id = /^\/chat\/([\w-]+)$/.exec(path)?.[1] || null;
   if (id && chat.current?.id === id) return;

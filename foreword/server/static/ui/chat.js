@@ -347,6 +347,7 @@ export class Chat {
     this.keep(conversation);
     this.show(conversation, message);
     announce("The answer is complete");
+    this.app.refreshModels();
   }
 
   /** Receive a stream into choices; whatever ends it is told by them. */
@@ -428,7 +429,7 @@ export class Chat {
       length: choice.content.length + choice.reasoning.length, at: equal ? null : difference(choice.content.text, again.content.text),
     };
     view.showComparison();
-    this.follow();
+    view.comparison.scrollIntoView({ block: "nearest" });
     this.keep(conversation);
   }
 

@@ -25,7 +25,7 @@ export function lines({ series, label, format = String, xFormat = String, height
       s("text", { class: "tick", x: LEFT - 6, y: y(share * y1) + 4, "text-anchor": "end" }, format(share * y1)));
   }
   if (!points.length) {
-    svg.append(s("text", { class: "tick", x: WIDTH / 2, y: height / 2, "text-anchor": "middle" }, "nothing yet"));
+    svg.append(s("text", { class: "tick", x: WIDTH / 2, y: height / 2 - 14, "text-anchor": "middle" }, "nothing yet"));
     return svg;
   }
   svg.append(s("text", { class: "tick", x: LEFT, y: height - 4 }, xFormat(x0)),

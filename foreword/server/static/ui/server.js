@@ -10,6 +10,7 @@ import { styleOf } from "./source.js";
 const PERIOD_MS = 2000;
 const KEPT = 150; // readings: five minutes
 const MAX_EVENTS = 30;
+const PROGRESS_MS = 500;
 
 const clock = seconds => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
 
@@ -29,7 +30,9 @@ export class ServerView {
     this.tiles = h("div", { class: "tiles" });
     const card = (title, ...content) => h("section", { class: "card", tabindex: "0", "aria-label": title }, h("h2", null, title), content);
     const box = () => h("div");
-    Object.assign(this, { models: box(), throughput: box(), drafters: box(), places: box(), stages: box(), outcomes: box(), errors: box(), requests: box(), keys: box(), bench: box() });
+    Object.assign(this, { models: box(), throughput: box(), drafters: box(), places: box(), stages: box(), outcomes: box(), errors: box(), requests: box(), keys: box(), usage: box(), bench: box() });
+    this.usageCard = card("Usage by key since the server started", this.usage);
+    this.usageCard.hidden = true;
     this.operators = h("div", { class: "cards", hidden: true }, card("Open requests", this.requests), card("Keys", this.keys));
     this.adminNote = h("span", { class: "soft" });
     this.adminButton = button("Show them", "key", () => { this.admin = true; this.readAdmin(); }, { text: true });
@@ -43,7 +46,7 @@ export class ServerView {
       h("div", { class: "cards" }, card("Tokens a second", this.throughput), card("Time by stage", this.stages),
         card("Drafts by drafter", this.drafters), card("Acceptance by place in the draft", this.places),
         card("Requests", this.outcomes), card("Errors seen from here", this.errors)),
-      this.adminCard, this.operators, this.benchCard));
+      this.usageCard, this.adminCard, this.operators, this.benchCard));
   }
 
   start() {
@@ -56,6 +59,7 @@ export class ServerView {
   stop() {
     this.running = false;
     clearTimeout(this.timer);
+    clearTimeout(this.soon);
     document.removeEventListener("visibilitychange", this.onVisible);
   }
 
@@ -112,6 +116,7 @@ export class ServerView {
     this.drawDrafters(now);
     this.drawStages(now);
     this.drawOutcomes(now);
+    this.drawUsage(now);
     put(this.errors, this.events.length ? h("ul", { class: "events" }, this.events.map(({ at, text, more }) =>
       h("li", null, h("time", null, clock(at)), text, more > 1 ? ` (${fmt.count(more)} times)` : ""))) : h("p", { class: "soft" }, "None since this page was opened; the server's log has all."));
   }
@@ -175,7 +180,7 @@ export class ServerView {
         h("td", { class: "num" }, fmt.count(count)), h("td", { class: "num" }, fmt.count(accepted.get(name) || 0)),
         h("td", null, h("span", { class: "with-meter" }, meter((accepted.get(name) || 0) / count, `d-${styleOf(name)}`), fmt.percent((accepted.get(name) || 0) / count))),
         h("td", { class: "num" }, `${fmt.number(count / Math.max(drafts.get(name), 1))} → ${fmt.number((accepted.get(name) || 0) / Math.max(drafts.get(name), 1))}`)))))
-      : h("p", { class: "soft" }, now.has("spec_drafts_total") ? "Nothing was drafted yet." : "Speculation is off."),
+      : h("p", { class: "soft" }, now.has("spec_drafts_total") ? "Nothing was drafted yet." : now.has("info") ? "Speculation is off." : "No model is loaded."),
       forced > 0 && h("p", { class: "soft" }, `${fmt.plural(forced, "token")} more ${forced === 1 ? "was" : "were"} forced by a grammar.`));
     const series = used.map(([name]) => {
       const of = metric => now.list(metric).filter(({ labels }) => labels.drafter === name);
@@ -186,7 +191,7 @@ export class ServerView {
       const points = [...tries].filter(([, count]) => count > 0).map(([place, count]) => [Number(place) + 1, (hits.get(place) || 0) / count]).sort((a, b) => a[0] - b[0]);
       return { name, kind: `d-${styleOf(name)}`, points };
     });
-    put(this.places, lines({ series, label: "Share of drafted tokens accepted, by their place in the draft", format: fmt.percent, xFormat: place => `place ${place}`, top: 1 }), legend(series));
+    put(this.places, lines({ series, label: "Share of drafted tokens accepted, by their place in the draft", format: fmt.percent, xFormat: place => `place ${place}`, top: 1 }), legend(series, false));
   }
 
   drawStages(now) {
@@ -223,36 +228,42 @@ export class ServerView {
   }
 
   drawModels(cards) {
+    // While a model is loaded or unloaded its progress is asked for more often.
+    clearTimeout(this.soon);
+    if (this.running && !document.hidden && cards.some(card => /ing$/.test(card.status))) this.soon = setTimeout(() => this.readModels(), PROGRESS_MS);
     const state = JSON.stringify(cards);
-    if (state === this.modelState) return;
+    if (state === this.modelState || this.models.querySelector("button:active")) return; // a pressed button stays until its click
     this.modelState = state;
-    const managed = cards.some(card => "status" in card);
+    const managed = cards.some(card => typeof card.estimated_bytes === "number"); // a server of one model plans none
     const columns = ["model", ...(managed ? ["state", "memory", "open", "waiting"] : []), "context", "takes", "drafters", ...(managed ? ["actions"] : [])];
     const numeric = ["memory", "open", "waiting", "context"];
     const focused = this.models.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
-    put(this.models, h("div", { class: "table-wrap" }, h("table", { class: "wide" },
+    const replicas = cards.filter(isMain).flatMap(card => (card.replicas || []).map(replica => ({ ...replica, model: card.id })));
+    put(this.models, h("div", { class: "table-wrap" }, h("table", { class: "wide middle" },
       h("thead", null, h("tr", null, columns.map(name => h("th", { scope: "col", class: numeric.includes(name) ? "num" : null }, name)))),
-      h("tbody", null, cards.map(card => h("tr", null, h("th", { scope: "row" }, card.id, card.parent && h("small", null, ` on ${card.parent}`), card.variant_of && h("small", null, ` of ${card.variant_of}`)),
+      h("tbody", null, cards.filter(card => !isAlias(card)).map(card => h("tr", null, h("th", { scope: "row" }, card.id, nameNotes(card, cards).map(note => h("small", null, ` ${note}`))),
         managed && this.stateCells(card),
         h("td", { class: "num" }, card.max_model_len ? fmt.count(card.max_model_len) : "–"),
-        h("td", null, (card.input_modalities || ["text"]).join(", ")),
+        h("td", null, isEncoder(card) ? "text, for embeddings" : (card.input_modalities || ["text"]).join(", ")),
         h("td", null, (card.drafters || []).join(", ") || "–"),
-        managed && h("td", null, this.modelActions(card))))))));
+        managed && h("td", null, this.modelActions(card)))))),
+      (replicas.length > 1 || replicas.some(replica => replica.address)) && replicaTable(replicas)));
     if (focused) this.models.querySelector(`[aria-label="${CSS.escape(focused)}"]`)?.focus();
   }
 
   stateCells(card) {
-    const progress = card.progress !== null && card.progress !== undefined;
+    if (!isMain(card)) return [1, 2, 3, 4].map(() => h("td")); // it shares its model's engine
+    const progress = card.status === "loading" && typeof card.progress === "number";
     return [
-      h("td", { title: card.error }, h("span", { class: `badge ${card.status}` }, card.status), card.pinned && " pinned",
+      h("td", null, h("span", { class: `badge ${card.status}` }, card.status), card.pinned && h("small", null, " pinned"),
         progress && h("progress", { value: card.progress, max: 1, "aria-label": `Loading ${card.id}` }), card.error && h("small", { class: "bad" }, ` ${card.error}`)),
-      h("td", { class: "num" }, card.memory_bytes ? fmt.bytes(card.memory_bytes) : card.estimated_bytes ? `≈ ${fmt.bytes(card.estimated_bytes)}` : "–"),
-      h("td", { class: "num" }, fmt.count(card.open_requests || 0)), h("td", { class: "num" }, fmt.count(card.waiting_requests || 0)),
+      h("td", { class: "num" }, card.memory_bytes && `${fmt.bytes(card.memory_bytes)} `, h("small", { title: "as planned" }, `${card.memory_bytes ? "of " : ""}≈ ${fmt.bytes(card.estimated_bytes)}`)),
+      h("td", { class: "num" }, fmt.count(card.open_requests)), h("td", { class: "num" }, fmt.count(card.waiting_requests)),
     ];
   }
 
   modelActions(card) {
-    if (card.variant_of || card.parent) return [];
+    if (!isMain(card)) return null;
     const act = async (path, body) => {
       try {
         await postJson(path, { model: card.id, ...body });
@@ -261,11 +272,11 @@ export class ServerView {
       }
       this.readModels();
     };
-    const label = (name, key, path, body) => h("button", { type: "button", class: "btn", "aria-label": `${name} ${card.id}`, onclick: () => act(path, body) }, name);
-    const loaded = card.status === "loaded";
+    const label = (name, path, body) => h("button", { type: "button", class: "btn", "aria-label": `${name} ${card.id}`, onclick: () => act(path, body) }, name);
+    const here = card.status === "loaded" || card.status === "loading";
     return h("span", { class: "row" },
-      loaded || card.status === "loading" ? label("Unload", "close", "models/unload", {}) : label("Load", "up", "models/load", {}),
-      label(card.pinned ? "Unpin" : "Pin", "pin", "models/load", { pin: !card.pinned }));
+      here ? label("Unload", "models/unload", {}) : label("Load", "models/load", {}),
+      here && label(card.pinned ? "Unpin" : "Pin", "models/load", { pin: !card.pinned }));
   }
 
   // Operators
@@ -287,6 +298,7 @@ export class ServerView {
   drawAdmin({ open, requests }, keys) {
     this.operators.hidden = false;
     this.adminCard.hidden = true;
+    if (this.requests.querySelector("button:active")) return;
     const head = names => h("thead", null, h("tr", null, names.map(name => h("th", { scope: "col" }, name))));
     const cell = value => h("td", { class: typeof value === "number" ? "num" : null }, typeof value === "number" ? fmt.number(value) : value ?? "–");
     put(this.requests, requests.length ? h("table", { class: "wide" }, head(["id", "key", "state", "age", "prompt", "tokens", ""]),
@@ -294,11 +306,22 @@ export class ServerView {
         cell(item.prompt_tokens), cell(item.generated_tokens), h("td", null, button(`Abort ${item.id}`, "close", async () => {
           try { await postJson(`admin/requests/${encodeURIComponent(item.id)}/abort`, {}); } catch (error) { toast(error.message, "bad"); }
         })))))) : h("p", { class: "soft" }, "None."), requests.length < open && h("p", { class: "soft" }, `${fmt.count(open)} are open in all.`));
-    put(this.keys, h("table", { class: "wide" }, head(["key", "models", "expires", "a minute", "usage"]),
+    put(this.keys, h("table", { class: "wide" }, head(["key", "models", "expires", "a minute", "open", "refused", "tokens today"]),
       h("tbody", null, keys.map(item => h("tr", null, h("th", { scope: "row" }, item.name, item.admin && h("small", null, " admin")), cell(item.models ? item.models.join(", ") : "all"),
         cell(item.expires ? item.expires.slice(0, 10) : null),
-        cell([item.requests_per_minute && `${fmt.count(item.requests_per_minute)} requests`, item.tokens_per_minute && `${fmt.count(item.tokens_per_minute)} tokens`].filter(Boolean).join(", ") || null),
-        h("td", null, Object.entries(item.usage || {}).filter(([, value]) => typeof value === "number" && value).map(([name, value]) => `${name.replaceAll("_", " ")} ${fmt.count(value)}`).join(", ") || "–"))))));
+        cell([item.requests_per_minute && fmt.plural(item.requests_per_minute, "request"), item.tokens_per_minute && fmt.plural(item.tokens_per_minute, "token")].filter(Boolean).join(", ") || null),
+        cell(item.usage.open), cell(item.usage.refused),
+        h("td", { class: "num" }, fmt.count(item.usage.tokens_today ?? 0), item.tokens_per_day && [` of ${fmt.count(item.tokens_per_day)} `, meter(item.usage.tokens_today / item.tokens_per_day)]))))));
+  }
+
+  /** What keys used since the server started; only an admin's scrapes have it, and those of a server without keys. */
+  drawUsage(now) {
+    const counts = ["key_requests_total", "key_prompt_tokens_total", "key_generation_tokens_total"].map(name => new Map(now.list(name).map(({ labels, value }) => [JSON.stringify([labels.key, labels.model]), value])));
+    const rows = [...counts[0].keys()].map(group => [JSON.parse(group), counts.map(each => each.get(group) || 0)]).filter(([[name]]) => name).sort((a, b) => b[1][2] - a[1][2]).slice(0, 100);
+    this.usageCard.hidden = !rows.length;
+    put(this.usage, h("table", { class: "wide" },
+      h("thead", null, h("tr", null, ["key", "model", "requests", "prompt tokens", "generated"].map((name, index) => h("th", { scope: "col", class: index > 1 ? "num" : null }, name)))),
+      h("tbody", null, rows.map(([[name, model], values]) => h("tr", null, h("th", { scope: "row" }, name), h("td", null, model), values.map(value => h("td", { class: "num" }, fmt.count(value))))))));
   }
 
   async openBench() {
@@ -312,7 +335,30 @@ export class ServerView {
   }
 }
 
-function legend(series) {
+// Names of /v1/models: a model's own, its aliases and variants, its adapters, and encoders.
+
+const isEncoder = card => !("sampling_defaults" in card);
+const isMain = card => !isEncoder(card) && !card.parent && !card.variant_of && card.root === card.id;
+const isAlias = card => !card.parent && !card.variant_of && card.root !== card.id;
+
+function nameNotes(card, cards) {
+  const aliases = cards.filter(other => isAlias(other) && other.root === card.id).map(other => other.id);
+  return [card.variant_of ? `variant of ${card.variant_of}` : card.parent && `on ${card.parent}`, aliases.length && `also ${aliases.join(", ")}`].filter(Boolean);
+}
+
+function replicaTable(replicas) {
+  const head = ["replica", "state", "running", "waiting"];
+  return h("table", { class: "wide" }, h("caption", null, "Replicas"),
+    h("thead", null, h("tr", null, head.map((name, index) => h("th", { scope: "col", class: index > 1 ? "num" : null }, name)))),
+    h("tbody", null, replicas.map(({ id, model, address, status, detail, running, waiting }) => h("tr", null,
+      h("th", { scope: "row" }, `${model} ${id}`, address && h("small", null, ` ${address}`)),
+      h("td", null, h("span", { class: `badge ${REPLICA_BADGES[status] || "loading"}` }, status === "ok" ? "ready" : status), detail && h("small", null, ` ${detail}`)),
+      h("td", { class: "num" }, fmt.count(running)), h("td", { class: "num" }, fmt.count(waiting))))));
+}
+
+const REPLICA_BADGES = { ok: "loaded", dead: "failed", different: "failed" };
+
+function legend(series, withLast = true) {
   return h("div", { class: "plot-legend" }, series.map(({ name, kind, points }) => h("span", null,
-    h("i", { class: `key-line ${kind}`, "aria-hidden": "true" }), name, points.length ? h("b", null, fmt.number(points.at(-1)[1])) : null)));
+    h("i", { class: `key-line ${kind}`, "aria-hidden": "true" }), name, withLast && points.length ? h("b", null, fmt.number(points.at(-1)[1])) : null)));
 }
