@@ -270,9 +270,8 @@ class RemoteClient:
                 raise _Refused(f"the engine of {self.address} cannot load {path}: {error.message}") from None
             if before is not None and before.digest != adapter.digest:
                 raise _Refused(f"the adapter {path} of {self.address} is another one than before")
-        if self.info is None:
-            adapters = tuple(adapter for adapter in self._adapters.values() if adapter is not None)
-            self.info = replace(info, adapters=adapters or info.adapters)
+        adapters = tuple(adapter for adapter in self._adapters.values() if adapter is not None)
+        self.info = replace(info, adapters=adapters or info.adapters)  # its limits may be others than before
         logger.info("client: connected to %s", self.address)
         self.alive = self._accepts = True
         if self._started is not None and not self._started.done():
@@ -426,8 +425,8 @@ class _Session:
 
     def on_status(self, status: SessionStatus) -> None:
         self.readiness, self.stats = status.readiness, status.stats
-        offset_s = status.now_s - time.monotonic()
-        if abs(offset_s - self._clock_offset_s) > MAX_CLOCK_ERROR_S:
+        offset_s = status.now_s - time.monotonic()  # less the way: the largest is the nearest
+        if offset_s > self._clock_offset_s or offset_s < self._clock_offset_s - MAX_CLOCK_ERROR_S:
             self._clock_offset_s = offset_s
 
     # Calls

@@ -47,8 +47,9 @@ class ThreadSharing:
     def update(self, working: Mapping[str, tuple[EngineClient, Config]]) -> None:
         """Call it when a model begins or ends to work.
 
-        working  engines with open answers and their options, by model
+        working  engines with open answers and their options, by model; those of other machines use no core
         """
+        working = {name: each for name, each in working.items() if each[1].replicas}
         if [client for client, _ in working.values()] == list(self._threads):
             return
         threads = share_threads({name: self._demand(*each) for name, each in working.items()})

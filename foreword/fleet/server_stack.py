@@ -146,6 +146,7 @@ class ServerStack:
             predictive=info.resolved.draft_length == "adaptive",
             vllm_metrics=config.vllm_metrics,
             max_loras=info.resolved.max_loras,
+            speculative=bool(info.resolved.drafters or config.remote_urls),  # engines elsewhere may have some
         )
         return recorder
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -113,7 +113,7 @@ class ServerCounters:
 class MetricsRecorder(ServerCounters):
     """Metrics of one model, and of its server if that has no other. Not thread-safe; no global state.
 
-    drafters        names of the drafters; without any, there are no speculation metrics
+    drafters        names of the drafters, which have series from the start
     log_interval_s  seconds between throughput lines; 0 for none
     clock           monotonic seconds, as in Request.arrival_s and TokenEvent.scheduled_s
     multimodal      whether there are image metrics
@@ -122,6 +122,7 @@ class MetricsRecorder(ServerCounters):
     predictive      whether the times of steps are predicted, and compared with the measured ones
     vllm_metrics    whether to export vLLM's names too
     max_loras       LoRA adapters in memory at a time; 0: LoRA is off
+    speculative     whether there are speculation metrics; None: with drafters. Replicas may have further ones
     """
 
     def __init__(
@@ -135,8 +136,9 @@ class MetricsRecorder(ServerCounters):
         predictive: bool = True,
         vllm_metrics: bool = False,
         max_loras: int = 0,
+        speculative: bool | None = None,
     ) -> None:
-        self._drafters = drafters
+        self._speculative = bool(drafters) if speculative is None else speculative
         self._predictive = predictive
         self._multimodal = multimodal
         self._log_interval_s = log_interval_s
@@ -150,20 +152,20 @@ class MetricsRecorder(ServerCounters):
         self._num_embedding = 0
         self._stats: dict[str, StepStats] = {}  # of the last step, by replica
         self._gauges = StepStats()  # of the last step
-        self._spec_stats = {name: SpecDecodeStats() for name in drafters}
+        self._spec_stats: defaultdict[str, SpecDecodeStats] = defaultdict(SpecDecodeStats)  # by drafter
         self._interval = log.LogInterval()
         self._busy_since_s = clock()
         self._logged_s = clock()
         model = "" if info is None else info[MODEL_LABEL]
-        super().__init__(MetricsRegistry(bool(drafters), multimodal, predictive, model, vllm_metrics))
+        super().__init__(MetricsRegistry(self._speculative, multimodal, predictive, model, vllm_metrics))
         if info is not None:
             self._registry.set("info", 1, *(info[label] for label in INFO_LABELS))
-        self._init_series(num_positions)
+        self._init_series([name for name in drafters if name != GRAMMAR], num_positions)
 
-    def _init_series(self, num_positions: int) -> None:
+    def _init_series(self, drafters: Sequence[str], num_positions: int) -> None:
         init_series = self._registry.init_series
         init_series("requests_finished_total", FINISH_REASONS)
-        init_series("step_seconds", [name for name in STEP_STAGES if name != DRAFT_STAGE or self._drafters])
+        init_series("step_seconds", [name for name in STEP_STAGES if name != DRAFT_STAGE or self._speculative])
         init_series("engine_faults_total", FAULT_STAGES)
         for name in ("step_seconds", "engine_faults_total") if self._multimodal else ():
             init_series(name, (ENCODE_STAGE,))
@@ -171,8 +173,7 @@ class MetricsRecorder(ServerCounters):
             init_series("embedding_requests_total", EMBEDDING_FINISH_REASONS, task)
         for name in EMBEDDING_METRICS:
             init_series(name, EMBEDDING_TASKS)
-        drafters = [drafter for drafter in self._drafters if drafter != GRAMMAR]
-        for name in DRAFTER_METRICS if self._drafters else ():
+        for name in DRAFTER_METRICS if self._speculative else ():
             init_series(name, drafters)
         for drafter in drafters:
             for name in POSITION_METRICS:
@@ -295,7 +296,7 @@ class MetricsRecorder(ServerCounters):
             self._registry.add("spec_drafter_errors_total", new_errors, drafter)
         for stage, faults in stats.faults.items():
             self._registry.add("engine_faults_total", _delta(before.faults.get(stage, 0), faults), stage)
-        if self._drafters:
+        if self._speculative:
             self._count_decisions(before.drafting, stats.drafting)
         interval = self._interval
         interval.prefix_queries += _delta(before.prefix_cache_queries_total, stats.prefix_cache_queries_total)

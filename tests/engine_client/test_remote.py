@@ -10,16 +10,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from foreword.config.lora import LoraModule
 from foreword.config.options import Config
 from foreword.core.outputs import ErrorEvent, Event, StepStats, TokenEvent
 from foreword.core.params import SamplingParams
+from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 from foreword.engine_client import remote
-from foreword.engine_client.remote import RemoteClient
-from foreword.engine_client.remote_messages import GREETING, Greeting, build_digest
+from foreword.engine_client.remote import RemoteClient, _Session
+from foreword.engine_client.remote_messages import GREETING, Greeting, SessionStatus, build_digest
 from foreword.errors import CheckpointError, ConfigError, EngineDead, Overloaded, RequestFailed
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import EOS, FakeEngineClient, FakeOutput, engine_info
@@ -105,6 +107,19 @@ async def test_clocks_of_two_machines_may_differ(
     for event in events:
         assert isinstance(event, TokenEvent)
         assert now_s <= event.scheduled_s <= ended_s + ahead_s / 2
+
+
+async def test_messages_that_took_long_do_not_change_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time that was sent 0.2 s ago looks like a clock that is 0.2 s behind."""
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    async with httpx.AsyncClient() as http:
+        session = _Session(http, Greeting(build_digest(), "s", engine_info(), 99.8))
+        session.submit(make_request(), lambda event: None)
+        for server_s in (100.0, 99.8):
+            session.on_status(SessionStatus(Readiness("ok"), StepStats(), server_s))
+    delivery = session.take_event(TokenEvent("s-0", 0, (65,), scheduled_s=50.0))
+    assert delivery is not None and isinstance(delivery[1], TokenEvent)
+    assert delivery[1].scheduled_s == 50.0
 
 
 async def test_error_of_the_engine_arrives(node: RunningServer) -> None:
@@ -268,6 +283,16 @@ async def test_engine_of_another_fingerprint_gets_no_requests(
             client.submit(make_request())
         node.client.info = engine_info()
         await wait_until_async(lambda: client.readiness.is_ready)
+
+
+async def test_server_that_comes_back_with_another_context_says_so(node: RunningServer) -> None:
+    async with connected(node.url) as client:
+        assert client.info == engine_info()
+        shorter = replace(engine_info().resolved, max_model_len=32)
+        node.client.info = replace(engine_info(), resolved=shorter)
+        hang_up(node)
+        await wait_until_async(lambda: client.readiness.restarts == 1 and client.readiness.is_ready)
+        assert client.info == node.client.info
 
 
 async def test_adapters_are_loaded_again_after_a_restart_of_the_server(node: RunningServer) -> None:

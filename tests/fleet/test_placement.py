@@ -80,6 +80,14 @@ def test_engines_are_told_when_others_begin_or_end_to_work() -> None:
     assert (a.told, b.told) == ([2], [6])
 
 
+def test_engines_of_other_machines_use_no_core() -> None:
+    here, elsewhere = Client(8), Client(64)
+    sharing = ThreadSharing(Machine((tuple((cpu,) for cpu in range(8)),)))
+    router = Config(replicas=0, replica_urls="http://a", engine_key="a key of the engines")
+    sharing.update({"a": (here, Config()), "b": (elsewhere, router)})  # type: ignore[dict-item]
+    assert (here.told, elsewhere.told) == ([8], [])
+
+
 def test_models_go_to_the_gpu_with_the_fewest() -> None:
     models = read_models(Config(models="a,b,c,d"))
     assigned = assign_gpus(models, Machine((), ("3", "1", "0")))

@@ -88,6 +88,17 @@ def play(recorder: MetricsRecorder, clock: Clock) -> Request:
     return submitted
 
 
+def test_drafters_of_replicas_are_counted_that_were_unknown_at_the_start(clock: Clock) -> None:
+    """Engines of other machines may be started with further drafters."""
+    recorder = MetricsRecorder((), clock=clock, speculative=True)
+    recorder.on_submit(request())
+    recorder.on_tokens(request(), tokens(0, 3, DraftResult("suffix", 4, 2)), clock.now)
+    recorder.on_step(StepStats(step=1, drafter_errors={"own": 1}))
+    series = scrape(recorder)
+    assert series["spec_draft_tokens_total", "suffix"] == 4
+    assert series["spec_drafter_errors_total", "own"] == 1
+
+
 def test_tokens_are_counted_after_stop_strings(clock: Clock) -> None:
     recorder = MetricsRecorder(("ngram",), clock=clock)
     play(recorder, clock)

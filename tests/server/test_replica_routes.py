@@ -95,6 +95,20 @@ def test_server_with_another_fingerprint_gets_no_requests(router: RunningServer)
         assert "its fingerprint is fp_other, not fp_fake" in model["replicas"][1]["detail"]
 
 
+def test_server_that_comes_back_with_a_shorter_context_gets_no_requests(
+    router: RunningServer, nodes: list[RunningServer]
+) -> None:
+    add(router, nodes[1].url)
+    wait_until(lambda: states(router)[nodes[1].url] == "ok")
+    shorter = replace(engine_info().resolved, max_model_len=32)
+    nodes[1].client.info = replace(engine_info(), resolved=shorter)
+    for session in list(nodes[1].app.state.engine_sessions._sessions.values()):
+        session._heard_s -= 3600  # it ends
+    wait_until(lambda: states(router)[nodes[1].url] == "different")
+    (model,) = router.http.get(ROUTE, headers=BEARER).json()["models"]
+    assert "its context of 32 tokens is shorter" in model["replicas"][1]["detail"]
+
+
 @pytest.mark.parametrize("url", ["", "10.0.0.1:80", "ftp://a", "http://a,http://b"])
 def test_invalid_url_is_refused(router: RunningServer, url: str) -> None:
     assert add(router, url) == 400
