@@ -12,7 +12,7 @@ from foreword.config.memory import format_bytes
 from foreword.config.options import Config
 from foreword.config.resolve import EngineInfo
 from foreword.embedding.client import EncoderInfo
-from foreword.fleet.memory import FleetPlan
+from foreword.fleet.memory import ELSEWHERE, FleetPlan
 
 __all__ = [
     "banner_lines",
@@ -99,12 +99,14 @@ def parse_loading_line(line: str) -> dict[str, float] | None:
 
 def models_lines(config: Config, plan: FleetPlan, url: str) -> Iterator[str]:
     """The lines of a server of several models: each with its plan."""
-    limits = plan.memory_limits.items()
-    room = " and ".join(f"{format_bytes(limit)} of {device} memory" for device, limit in limits)
-    yield f"models: {len(plan.plans)}, loaded on demand into {room}"
+    limits = {name: limit for name, limit in plan.memory_limits.items() if name != ELSEWHERE}
+    room = " and ".join(f"{format_bytes(limit)} of {device} memory" for device, limit in limits.items())
+    yield f"models: {len(plan.plans)}, loaded on demand" + (f" into {room}" if room else "")
     for each in plan.plans:
         entry = each.entry
-        parts = [f"{format_bytes(each.num_bytes)}"]
+        parts = [format_bytes(each.num_bytes) if each.resolved else f"on {ELSEWHERE}"]
+        if entry.config.replicas > 1:
+            parts.append(f"{entry.config.replicas} replicas")
         if entry.config.threads:
             parts.append(f"{entry.config.threads} thread{'s' * (entry.config.threads > 1)}")
         if entry.pinned:

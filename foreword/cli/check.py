@@ -112,11 +112,14 @@ def _check_model(
 
 
 def _check_weights(config: Config) -> Iterator[CheckResult]:
-    """Whether the files of weights are whole and have the tensors that the model loads, by their headers."""
+    """Whether the files of weights are whole and have the tensors that the model loads, by their headers.
+
+    Without an engine here, the weights are those of other machines.
+    """
     draft_model = config.draft_model if config.runs_draft_model else None
     for label, name in (("weights", config.model), ("draft weights", draft_model)):
         path = Path(str(name))
-        if name is None or config.load_format == "dummy":
+        if name is None or config.load_format == "dummy" or not config.replicas:
             continue
         try:
             size = format_bytes(check_weights(path, config.gguf_dequantize))

@@ -13,7 +13,7 @@ from foreword.config.options import format_cpus, parse_cpus
 from foreword.config.topology import read_machine
 from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import ForewordError
-from foreword.fleet.memory import FleetPlan, ModelPlan, plan_fleet
+from foreword.fleet.memory import ELSEWHERE, FleetPlan, ModelPlan, plan_fleet
 
 __all__ = ["check_plan", "sets_that_fit"]
 
@@ -30,8 +30,8 @@ def check_plan(models: ModelsConfig) -> Iterator[CheckResult]:
         return
     for each in plan.plans:
         yield CheckResult(True, _describe(each))
-    for device, limit in plan.memory_limits.items():
-        yield _check_together(plan, device, limit)
+    for device in dict.fromkeys(each.device for each in plan.plans if each.device != ELSEWHERE):
+        yield _check_together(plan, device, plan.memory_limits[device])
 
 
 async def _plan(models: ModelsConfig) -> FleetPlan:
@@ -44,7 +44,13 @@ async def _plan(models: ModelsConfig) -> FleetPlan:
 
 def _describe(plan: ModelPlan) -> str:
     entry, resolved = plan.entry, plan.resolved
-    facts = [f"{format_bytes(plan.num_bytes)} on {plan.device}", f"context {resolved.max_model_len} tokens"]
+    urls = entry.config.remote_urls
+    elsewhere = [f"engines of {', '.join(urls)}"] if urls else []
+    if resolved is None:
+        return f"{entry.name}: {'; '.join((*elsewhere, _describe_stay(entry) + _list_names(entry)))}"
+    replicas = f" for {entry.config.replicas} replicas" if entry.config.replicas > 1 else ""
+    facts = [f"{format_bytes(plan.num_bytes)} on {plan.device}{replicas}", *elsewhere]
+    facts.append(f"context {resolved.max_model_len} tokens")
     facts.append(f"drafters {', '.join(resolved.drafters)}" if resolved.drafters else "speculation off")
     cpus = read_machine().cpus if entry.config.cpus is None else parse_cpus(entry.config.cpus)
     threads = "1 thread" if resolved.threads == 1 else f"up to {resolved.threads} threads"

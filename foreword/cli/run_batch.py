@@ -207,7 +207,8 @@ async def _several_models(config: Config) -> AsyncIterator[tuple[FastAPI, int]]:
             drain = DrainState()
             app = models_app(manager.models, Health(manager, None, drain), drain, request_log)
             async with app.router.lifespan_context(app):
-                yield app, max(each.resolved.max_num_seqs for each in plan.plans)
+                resolved = (each.resolved for each in plan.plans)
+                yield app, max(each.max_num_seqs if each else REMOTE_CONCURRENCY for each in resolved)
 
 
 def _http_client(

@@ -237,10 +237,17 @@ class ReplicatedClient:
             self._place(stream)
 
     async def reload(self) -> AsyncIterator[str]:
-        """One replica after another: its streams move to the others first."""
+        """One replica after another: its streams move to the others first.
+
+        An error names those of other machines that cannot be reached, once the others are replaced.
+        """
+        skipped = []
         async with self._reload_lock:
             for member in list(self._members.values()):
-                name = member.replica.id
+                name, readiness = member.replica.id, member.client.readiness
+                if member.replica.address is not None and not readiness.is_ready:
+                    skipped.append(f"replica {name} is not reloaded: {readiness.detail}")
+                    continue
                 yield f"replica {name}: moving {len(member.streams)} streams"
                 self._drain(member)
                 try:
@@ -249,6 +256,8 @@ class ReplicatedClient:
                 finally:
                     member.is_draining = False
                 self._place_waiting()
+        if skipped:
+            raise EngineDead("; ".join(skipped))
 
     async def _admit(self, member: _Member) -> None:
         """Give a ready replica the adapters it lacks, and streams if it samples the same tokens."""

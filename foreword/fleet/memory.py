@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,11 +44,20 @@ from foreword.fleet.load_scheduler import ModelSpec
 from foreword.fleet.placement import assign_gpus
 from foreword.models.hub import resolve_path
 
-__all__ = ["FleetPlan", "ModelPlan", "describe_models", "make_fleet_plan", "plan_fleet", "resident_bytes"]
+__all__ = [
+    "ELSEWHERE",
+    "FleetPlan",
+    "ModelPlan",
+    "describe_models",
+    "make_fleet_plan",
+    "plan_fleet",
+    "resident_bytes",
+]
 
 PROCESS_BYTES: Final = 256 << 20  # of an engine beside its model: interpreter, libraries, heap
 MAX_KV_SHARES: Final = 4  # models among which the memory of KV caches is divided at most
 KV_CACHE: Final = "KV cache"
+ELSEWHERE: Final = "other machines"  # device of a model whose engines all run there
 PROC: Final = Path("/proc")
 PROCESS_GROUP: Final = 2  # index in read_proc_stat()
 
@@ -57,9 +67,9 @@ class ModelPlan:
     """What a model and its replicas take of their device."""
 
     entry: ModelEntry  # its config has local paths, and the size of the KV cache
-    device: str  # "cpu", or "gpu0"
+    device: str  # "cpu", "gpu0", or ELSEWHERE
     parts: tuple[MemoryPart, ...]
-    resolved: ResolvedConfig
+    resolved: ResolvedConfig | None  # None: its engines run elsewhere, and make their choices
 
     @property
     def num_bytes(self) -> int:
@@ -102,14 +112,18 @@ async def plan_fleet(models: ModelsConfig, fork_server: ForkServer) -> FleetPlan
 
 async def describe_models(
     configs: Sequence[Config], fork_server: ForkServer
-) -> list[ModelDescription | ForewordError]:
-    """Describe models in processes of the fork server that exit at once: one for each choice of GPUs."""
+) -> list[ModelDescription | ForewordError | None]:
+    """Describe models in processes of the fork server that exit at once: one for each choice of GPUs.
+
+    None stands for a model without an engine here, whose weights may be elsewhere.
+    """
     results: dict[int, ModelDescription | ForewordError] = {}
-    for gpus in dict.fromkeys(config.gpus for config in configs):
-        numbers = [number for number, config in enumerate(configs) if config.gpus == gpus]
+    local = {number: config for number, config in enumerate(configs) if config.replicas}
+    for gpus in dict.fromkeys(config.gpus for config in local.values()):
+        numbers = [number for number, config in local.items() if config.gpus == gpus]
         described = await _describe_in_process([configs[number] for number in numbers], fork_server)
         results.update(zip(numbers, described, strict=True))
-    return [results[number] for number in range(len(configs))]
+    return [results.get(number) for number in range(len(configs))]
 
 
 async def _describe_in_process(
@@ -131,18 +145,25 @@ async def _describe_in_process(
 
 
 def make_fleet_plan(
-    models: ModelsConfig, descriptions: Sequence[ModelDescription | ForewordError]
+    models: ModelsConfig, descriptions: Sequence[ModelDescription | ForewordError | None]
 ) -> FleetPlan:
     """Divide the memory. Raises ConfigError for a model that can never be loaded beside the pinned ones."""
-    sizings = [_Sizing(entry, each) for entry, each in zip(models.entries, descriptions, strict=True)]
+    described = zip(models.entries, descriptions, strict=True)
+    sizings = [_Sizing(entry, each) for entry, each in described if each is not None]
     limits = {sizing.device: _limit(models, sizing) for sizing in sizings}
     for device, limit in limits.items():
         _divide([sizing for sizing in sizings if sizing.device == device], models, limit)
-    pinned = [sizing.entry.name for sizing in sizings if sizing.entry.pinned]
-    if models.max_loaded is not None and len(pinned) + (len(pinned) < len(sizings)) > models.max_loaded:
+    pinned = [entry.name for entry in models.entries if entry.pinned]
+    if (
+        models.max_loaded is not None
+        and len(pinned) + (len(pinned) < len(models.entries)) > models.max_loaded
+    ):
         problem = f"max_loaded_models {models.max_loaded} leaves no room beside the pinned models"
         raise ConfigError(f"{problem} {', '.join(pinned)}", "max_loaded_models")
-    plans = tuple(sizing.plan() for sizing in sizings)
+    local = {sizing.entry.name: sizing.plan() for sizing in sizings}
+    plans = tuple(local.get(each.name) or ModelPlan(each, ELSEWHERE, (), None) for each in models.entries)
+    if len(local) < len(plans):
+        limits[ELSEWHERE] = sys.maxsize
     return FleetPlan(replace(models, entries=tuple(plan.entry for plan in plans)), plans, limits)
 
 
@@ -160,7 +181,7 @@ class _Sizing:
         dtype, _ = resolve_dtypes(config, self.hardware, description.model)
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         block_bytes = config.block_size * sum(kv_bytes_per_token(info, kv_dtype) for info in infos)
-        self._block_bytes = max(config.replicas, 1) * block_bytes
+        self._block_bytes = config.replicas * block_bytes
         context = config.max_model_len or description.model.context_len
         num_seqs, _ = batch_limits(config, self.hardware)
         self._min_blocks = self._blocks_for(min_context(config, description.model))
@@ -218,7 +239,7 @@ class _Sizing:
         tokens = parse_tokens("kv_cache_memory", text)
         if tokens is not None:
             return self._blocks_for(tokens)
-        num_bytes = parse_bytes("kv_cache_memory", text) * max(self.entry.config.replicas, 1)
+        num_bytes = parse_bytes("kv_cache_memory", text) * self.entry.config.replicas
         return max(num_bytes // self._block_bytes, 1)
 
     def _blocks_for(self, num_tokens: int) -> int:

@@ -76,7 +76,7 @@ def assign_gpus(models: ModelsConfig, machine: Machine) -> ModelsConfig:
                 taken[gpu] += 1
     entries = []
     for entry in models.entries:
-        if entry.config.gpus is None and entry.config.device != "cpu":
+        if entry.config.gpus is None and entry.config.device != "cpu" and entry.config.replicas:
             gpu = min(taken, key=taken.__getitem__)
             taken[gpu] += 1
             entry = replace(entry, config=replace(entry.config, gpus=gpu))

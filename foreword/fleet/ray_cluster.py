@@ -151,6 +151,7 @@ def plan_server(config: Config) -> tuple[Config, Needs]:
     models = ModelsConfig((ModelEntry("model", config),), None, None, 0.0)
     plan = asyncio.run(plan_fleet(models, ForkServer())).plans[0]
     resolved = plan.resolved
+    assert resolved is not None, "a server has an engine"
     config = replace(
         config,
         device=resolved.device,

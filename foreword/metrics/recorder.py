@@ -165,7 +165,9 @@ class MetricsRecorder(ServerCounters):
     def _init_series(self, drafters: Sequence[str], num_positions: int) -> None:
         init_series = self._registry.init_series
         init_series("requests_finished_total", FINISH_REASONS)
-        init_series("step_seconds", [name for name in STEP_STAGES if name != DRAFT_STAGE or self._speculative])
+        init_series(
+            "step_seconds", [name for name in STEP_STAGES if name != DRAFT_STAGE or self._speculative]
+        )
         init_series("engine_faults_total", FAULT_STAGES)
         for name in ("step_seconds", "engine_faults_total") if self._multimodal else ():
             init_series(name, (ENCODE_STAGE,))

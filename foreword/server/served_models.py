@@ -178,6 +178,24 @@ class ServedModels:
         variant = model.variants.get(name or "")
         return context if variant is None else context.as_variant(variant)
 
+    @contextmanager
+    def hold(self, model: ManagedModel) -> Iterator[ServerContext | None]:
+        """The model's context; it stays loaded meanwhile. Raises ShuttingDown.
+
+        None: it is not loaded, or about to be unloaded.
+        """
+        if self.loader is None or model.context is None:
+            yield model.context
+            return
+        request_id = f"hold-{next(self._request_ids)}"
+        try:
+            loaded = self.loader.submit(request_id, model.name)
+            if loaded.done():
+                loaded.result()
+            yield model.context if loaded.done() else None
+        finally:
+            self.loader.end(request_id)
+
     async def _wait_loaded(
         self, name: str, loaded: asyncio.Future[None], stream: EarlyStream | None
     ) -> Literal[True]:

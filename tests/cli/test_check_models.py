@@ -41,6 +41,19 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, *words:
     return code, captured.out + captured.err
 
 
+def test_replicas_and_models_of_other_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A router needs a model's config and tokenizer, but not its weights."""
+    without_weights = tmp_path / "demo"
+    shutil.copytree(MODEL, without_weights, ignore=shutil.ignore_patterns("*.safetensors"))
+    file = "models:\n  a: {model: %s, replicas: 0, replica_urls: [http://127.0.0.1:9], pinned: true}\n"
+    file += "  b: {model: demo, replicas: 2, variants: {brief: {max_tokens: 3}}}\n"
+    code, text = check(tmp_path, capsys, file % without_weights, "--engine-key", "a key of the engines")
+    assert code == 1 and text.startswith("no   a: replica http://127.0.0.1:9: no connection"), text
+    assert text.count("no   ") == 1 and "ok   a: engines of http://127.0.0.1:9; pinned\n" in text
+    assert re.search(r"ok   b: \S+ GiB on cpu for 2 replicas; context 1024 tokens; ", text)
+    assert text.count("memory of") == 1 and "all fit together" in text
+
+
 def test_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cpu = min(os.sched_getaffinity(0))
     code, text = check(tmp_path, capsys, FILE % cpu)

@@ -20,6 +20,7 @@ from foreword.config.resolve import HardwareInfo
 from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import CheckpointError, ConfigError
 from foreword.fleet import memory
+from foreword.fleet.load_scheduler import LoadScheduler
 from foreword.fleet.memory import FleetPlan, make_fleet_plan, plan_fleet, resident_bytes
 
 CPU = HardwareInfo("cpu", 8, 40 * GIB, supports_bfloat16=True, total_bytes=48 * GIB)
@@ -27,6 +28,12 @@ GPU = HardwareInfo("cuda", 8, 79 * GIB, True, "triton", 80 * GIB, "NVIDIA H100",
 MODEL = ModelInfo(  # 8 GiB of weights, 64 KiB a token
     "llama", 32768, "bfloat16", parameters=4 << 30, vocab_size=1000, kv_values_per_token=32 << 10
 )
+
+ROUTER: dict[str, Any] = {
+    "replicas": 0,
+    "replica_urls": "http://a,http://b:8000",
+    "engine_key": "a key of the engines",
+}
 
 
 def make_plan(
@@ -70,7 +77,8 @@ def test_a_kv_cache_has_at_most_4_gib_on_a_cpu() -> None:
 def test_a_kv_cache_is_at_most_what_requests_can_use() -> None:
     plan = make_plan({"max_model_len": 1024, "max_num_seqs": 2})
     assert kv_bytes(plan) == [2 * 1024 * (64 << 10)]
-    assert plan.plans[0].resolved.max_model_len == 1024
+    resolved = plan.plans[0].resolved
+    assert resolved is not None and resolved.max_model_len == 1024
 
 
 def test_the_configured_kv_cache_is_kept() -> None:
@@ -175,7 +183,8 @@ def test_models_are_described_in_a_process_of_the_fork_server() -> None:
 
     fleet = asyncio.run(plan())
     demo, vision = fleet.plans
-    assert demo.entry.config.kv_cache_memory == "65536tokens" and demo.resolved.max_model_len == 1024
+    assert demo.entry.config.kv_cache_memory == "65536tokens"
+    assert demo.resolved is not None and demo.resolved.max_model_len == 1024
     assert "vision encoder" in {part.name for part in vision.parts}
     assert [spec.name for spec in fleet.specs] == ["demo", "demo-vision"]
 
@@ -192,8 +201,32 @@ def test_models_of_each_gpu_are_described_in_a_process_of_their_own(monkeypatch:
     configs = [
         Config(model=name, gpus=gpus) for name, gpus in (("a", "0"), ("b", "1"), ("c", "0"), ("d", None))
     ]
+    configs.insert(1, replace(configs[0], **ROUTER))
     described = asyncio.run(memory.describe_models(configs, ForkServer()))
-    assert (described, asked) == (["a", "b", "c", "d"], [["0", "0"], ["1"], [None]])
+    assert (described, asked) == (["a", None, "b", "c", "d"], [["0", "0"], ["1"], [None]])
+
+
+def test_model_of_other_machines_takes_no_memory_here() -> None:
+    entries = [ModelEntry(name, Config(model="x", **ROUTER)) for name in "ab"]
+    entries[1] = replace(entries[1], config=Config(model="x", speculate="off"))
+    models = ModelsConfig(tuple(entries), 9 * GIB, None, 10.0)
+    plan = make_fleet_plan(models, [None, ModelDescription(CPU, MODEL)])
+    assert [(each.device, each.num_bytes > 0) for each in plan.plans] == [
+        (memory.ELSEWHERE, False),
+        ("cpu", True),
+    ]
+    alone = make_plan({}, limit=9 * GIB)
+    assert plan.plans[1].parts == alone.plans[0].parts, "the KV cache shares memory with nobody"
+    scheduler = LoadScheduler(plan.specs, plan.memory_limits, None, 10.0)
+    assert [scheduler.why_not(name) for name in "ab"] == [None, None]
+
+
+def test_each_replica_counts() -> None:
+    options = {"kv_cache_memory": "1600tokens"}
+    one, two = make_plan(options, {**options, "replicas": 2}).plans
+    assert two.num_bytes == 2 * one.num_bytes
+    assert one.resolved is not None and two.resolved is not None
+    assert one.resolved.num_blocks == two.resolved.num_blocks
 
 
 def test_a_broken_checkpoint_ends_the_plan(tmp_path: Path) -> None:

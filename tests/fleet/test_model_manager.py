@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,33 @@ async def test_dead_engine_ends_its_model_only_and_a_later_request_loads_it_agai
         for call in (other, again):
             call.disconnect()
             await call.ended()
+
+
+async def test_reload_keeps_its_model_and_passes_those_that_are_unloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with fleet(monkeypatch, "a", "b", "c") as fakes:
+        for name in ("a", "b"):
+            await fakes.ask(model=name)
+        is_replaced = asyncio.Event()
+
+        async def reload() -> AsyncIterator[str]:
+            yield "replacing"
+            await is_replaced.wait()
+            yield "ready"
+
+        monkeypatch.setattr(fakes.engine("a"), "reload", reload)
+        call = fakes.call("/admin/reload")
+        await wait_until_async(lambda: call.body)
+        for name in ("a", "b"):
+            await fakes.ask("/models/unload", model=name)
+        await wait_until_async(lambda: fakes.manager.status("b").status == "unloaded")
+        assert fakes.loaded == {"a"} and fakes.manager.status("a").open_requests == 1
+        is_replaced.set()
+        lines = [json.loads(line) for line in (await call.ended()).text.splitlines()]
+        assert lines == [{"status": "a: replacing"}, {"status": "a: ready"}]
+        await wait_until_async(lambda: fakes.manager.status("a").status == "unloaded")
+        assert fakes.loads == ["a", "b"]
 
 
 async def test_disconnect_while_waiting_frees_everything(monkeypatch: pytest.MonkeyPatch) -> None:

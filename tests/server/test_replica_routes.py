@@ -109,6 +109,18 @@ def test_server_that_comes_back_with_a_shorter_context_gets_no_requests(
     assert "its context of 32 tokens is shorter" in model["replicas"][1]["detail"]
 
 
+def test_reload_names_the_servers_that_it_cannot_reach(
+    router: RunningServer, nodes: list[RunningServer]
+) -> None:
+    add(router, "http://127.0.0.1:9")
+    add(router, nodes[1].url)
+    wait_until(lambda: states(router)[nodes[1].url] == "ok")
+    lines = router.http.post("/admin/reload").text.splitlines()
+    ready = [line for line in lines if "ready after" in line]
+    assert len(ready) == 2 and len(lines) == 7
+    assert "replica 127.0.0.1:9 is not reloaded: no connection" in lines[-1] and '"error"' in lines[-1]
+
+
 @pytest.mark.parametrize("url", ["", "10.0.0.1:80", "ftp://a", "http://a,http://b"])
 def test_invalid_url_is_refused(router: RunningServer, url: str) -> None:
     assert add(router, url) == 400

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -11,10 +11,9 @@ from starlette.responses import StreamingResponse
 
 from foreword.errors import ForewordError
 from foreword.server.auth.keys import PermissionsDep
-from foreword.server.context import ServerContext
 from foreword.server.errors import error_body
 from foreword.server.http import json_bytes
-from foreword.server.served_models import ModelsDep
+from foreword.server.served_models import ModelsDep, ServedModels
 
 __all__ = ["router"]
 
@@ -26,16 +25,23 @@ async def reload(models: ModelsDep, permissions: PermissionsDep) -> Response:
     """Replace each engine, streaming the progress as lines of JSON. Needs an admin key where keys exist."""
     if not models.keyring.is_open:
         models.check_admin(permissions)
-    return StreamingResponse(_lines(models.loaded), media_type="application/x-ndjson")
+    return StreamingResponse(_lines(models), media_type="application/x-ndjson")
 
 
-async def _lines(contexts: Sequence[ServerContext]) -> AsyncIterator[bytes]:
-    """{"status": text} for each stage, or last {"error": ...}."""
+async def _lines(models: ServedModels) -> AsyncIterator[bytes]:
+    """{"status": text} for each stage, or last {"error": ...}.
+
+    A model that is not loaded gets a new engine with its next load.
+    """
     try:
-        for context in contexts:
-            progress: Any = context.client.reload()
-            async with aclosing(progress):
-                async for text in progress:
-                    yield json_bytes({"status": text}) + b"\n"
+        for model in models.models:
+            prefix = "" if models.loader is None else f"{model.name}: "
+            with models.hold(model) as context:
+                if context is None:
+                    continue
+                progress: Any = context.client.reload()
+                async with aclosing(progress):
+                    async for text in progress:
+                        yield json_bytes({"status": f"{prefix}{text}"}) + b"\n"
     except ForewordError as error:
         yield json_bytes(error_body(error)) + b"\n"
