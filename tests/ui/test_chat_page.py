@@ -6,11 +6,13 @@ import base64
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from foreword.bench.server import ServerProcess
 from foreword.config.options import Config
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer, engine_info
@@ -491,6 +493,33 @@ def test_answer_goes_on_when_the_engine_is_killed(open_page: Open, demo: Running
     page.button("Regenerate with the same seed").click()
     page.wait_done()
     assert page.locator(".answer .text").text_content() == first
+
+
+def test_page_outlives_its_server(open_page: Open) -> None:
+    """The whole server is killed in mid-stream; another goes on at the same address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        flags = ["--port", str(listener.getsockname()[1])]
+    config = Config(threads=1, kv_cache_memory="8000tokens", log_level="warning")
+    with ServerProcess(config, flags) as first:
+        page = open_page(first, allowed="ERR_|503")  # refused, broken off, still loading
+        page.get_by_label("speculation", exact=True).select_option("off")
+        page.get_by_label("max_tokens", exact=True).fill("900")
+        page.get_by_label("Other fields of the body, as JSON").evaluate(
+            "field => { field.closest('details').open = true; }"
+        )
+        page.get_by_label("Other fields of the body, as JSON").fill('{"ignore_eos": true}')
+        page.send("What is speculative decoding?")
+        page.wait_for_function("() => document.querySelector('.answer .text')?.innerText.length > 20")
+        os.kill(first.pid, signal.SIGKILL)
+        page.wait_done()
+    assert "connection broke" in page.locator(".answer .note.bad").inner_text()
+    begun = page.locator(".answer .text").text_content()
+    page.wait_for_selector(".state[data-status=offline]")
+    with ServerProcess(config, flags):
+        page.wait_for_selector(".state[data-status=ok]")
+        page.button("Regenerate with the same seed").click()
+        page.wait_for_function("() => document.querySelector('.stats')?.innerText.includes('900 tokens')")
+        assert page.locator(".answer .text").text_content().startswith(begun)
 
 
 def test_page_works_without_its_server(open_page: Open, fake: RunningServer) -> None:

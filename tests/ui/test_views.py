@@ -162,6 +162,22 @@ def test_page_fits_a_phone(open_page: Open, tooled: RunningServer) -> None:
         assert page.evaluate(overflow) == 0, name
 
 
+def test_every_view_works_behind_a_prefix(open_page: Open) -> None:
+    with run_server(Config(root_path="/llm")) as server:
+        page = open_page(server, "/llm/")
+        page.on(
+            "request",
+            lambda request: page.watch.problems.append(request.url) if "/llm/" not in request.url else None,
+        )
+        page.ask("Hi")
+        page.get_by_role("link", name="Server").click()
+        page.wait_for_selector(".tile")
+        page.get_by_role("link", name="API", exact=True).click()
+        page.wait_for_selector(".route")
+        page.get_by_role("link", name="Chat", exact=True).click()
+        page.wait_for_selector(".welcome, .answer")
+
+
 def test_theme_is_chosen_and_kept(open_page: Open, fake: RunningServer) -> None:
     page = open_page(fake, color_scheme="light")
     colour = "() => getComputedStyle(document.documentElement).backgroundColor"
@@ -201,10 +217,12 @@ def test_server_shows_its_figures(open_page: Open, demo: RunningServer) -> None:
 
 def test_hidden_page_asks_nothing(open_page: Open, fake: RunningServer) -> None:
     page = open_page(fake)
-    page.wait_for_selector(".state[data-status=ok]")
     page.clock.install()
+    page.reload()
+    page.wait_for_selector(".state[data-status=ok]")
     page.get_by_role("link", name="Server").click()
     page.wait_for_selector(".tile")
+    page.wait_for_load_state("networkidle")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.evaluate(
@@ -213,8 +231,6 @@ def test_hidden_page_asks_nothing(open_page: Open, fake: RunningServer) -> None:
             document.dispatchEvent(new Event("visibilitychange"));
         }"""
     )
-    page.clock.run_for(3_000)  # what was planned before
-    asked.clear()
     page.clock.run_for(600_000)
     assert asked == []
     page.evaluate(
@@ -413,6 +429,7 @@ def test_ten_thousand_tokens_without_a_long_task(open_page: Open, browser: Any) 
         and (not renderers or e["pid"] in renderers)
     ]
     assert len(tasks) > 100, "no tasks were traced"
+    print(f"longest of {len(tasks)} tasks: {max(tasks) / 1000:.0f} ms of CPU time")
     assert max(tasks) <= MAX_TASK_US
 
 
@@ -432,4 +449,5 @@ def test_first_paint_is_near_that_of_an_empty_page(browser: Any, fake: RunningSe
         return float(seconds)
 
     ratios = [measure("/", None) / measure("/empty", "<!doctype html><title>e</title>e") for _ in range(7)]
+    print(f"first paint over that of an empty page: {', '.join(f'{ratio:.2f}' for ratio in sorted(ratios))}")
     assert statistics.median(ratios) <= 3

@@ -123,7 +123,7 @@ export const fmt = {
   count: value => counts.format(value),
   number: value => (Math.abs(value) >= 100 ? counts : numbers).format(value),
   percent: value => `${numbers.format(value * 100)} %`,
-  seconds: value => value < 1 ? `${counts.format(value * 1000)} ms` : value < 120 ? `${numbers.format(value)} s`
+  seconds: value => value < .01 ? `${numbers.format(value * 1000)} ms` : value < 1 ? `${counts.format(value * 1000)} ms` : value < 120 ? `${numbers.format(value)} s`
     : `${counts.format(value / 60)} min`,
   bytes: value => {
     const units = ["B", "KiB", "MiB", "GiB", "TiB"];

@@ -2,7 +2,13 @@
 
 import { s } from "./dom.js";
 
-const WIDTH = 560, LEFT = 46, BOTTOM = 20, TOP = 8, RIGHT = 8;
+const LEFT = 46, BOTTOM = 20, TOP = 8, RIGHT = 8;
+
+const NARROW = 760; // of the window, in CSS pixels
+const MAX_LOG_RATIO = Math.log(10); // of the axis: intervals of few rounds have no end
+
+/** Of a plot's coordinates: fewer in a narrow window, so that texts stay readable. */
+const plotWidth = () => innerWidth < NARROW ? 330 : 560;
 
 /** A round number at or above `value`, of which axes are made. */
 function ceiling(value) {
@@ -13,23 +19,24 @@ function ceiling(value) {
 
 /** Lines through the points [x, y] of each series {name, kind, points}. `label` says it in words. */
 export function lines({ series, label, format = String, xFormat = String, height = 150, top = null }) {
+  const width = plotWidth();
   const points = series.flatMap(each => each.points);
   const xs = points.map(point => point[0]);
   const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
   const y1 = top ?? ceiling(Math.max(...points.map(point => point[1]), 0));
-  const x = value => LEFT + (x1 > x0 ? (value - x0) / (x1 - x0) : .5) * (WIDTH - LEFT - RIGHT);
+  const x = value => LEFT + (x1 > x0 ? (value - x0) / (x1 - x0) : .5) * (width - LEFT - RIGHT);
   const y = value => TOP + (1 - Math.min(value / y1, 1)) * (height - TOP - BOTTOM);
-  const svg = s("svg", { class: "plot", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": label });
+  const svg = s("svg", { class: "plot", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
   for (const share of [0, .5, 1]) {
-    svg.append(s("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(share * y1), y2: y(share * y1) }),
+    svg.append(s("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(share * y1), y2: y(share * y1) }),
       s("text", { class: "tick", x: LEFT - 6, y: y(share * y1) + 4, "text-anchor": "end" }, format(share * y1)));
   }
   if (!points.length) {
-    svg.append(s("text", { class: "tick", x: WIDTH / 2, y: height / 2 - 14, "text-anchor": "middle" }, "nothing yet"));
+    svg.append(s("text", { class: "tick", x: width / 2, y: height / 2 - 14, "text-anchor": "middle" }, "nothing yet"));
     return svg;
   }
   svg.append(s("text", { class: "tick", x: LEFT, y: height - 4 }, xFormat(x0)),
-    s("text", { class: "tick", x: WIDTH - RIGHT, y: height - 4, "text-anchor": "end" }, xFormat(x1)));
+    s("text", { class: "tick", x: width - RIGHT, y: height - 4, "text-anchor": "end" }, xFormat(x1)));
   for (const { kind, points: own } of series) {
     if (own.length === 1) svg.append(s("circle", { class: `dot ${kind}`, cx: x(own[0][0]), cy: y(own[0][1]), r: 3 }));
     else svg.append(s("polyline", { class: `line ${kind}`, points: own.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ") }));
@@ -65,10 +72,11 @@ export function stacked(parts, label) {
 /** Ratios with their intervals on a log scale around 1: [{name, ratio, low, high}]. */
 export function intervals(rows, label) {
   const values = rows.flatMap(row => [row.low, row.high, row.ratio]).filter(value => value > 0);
-  const limit = Math.max(...values.map(value => Math.abs(Math.log(value))), Math.log(2)) * 1.05;
-  const x = value => 170 + (1 + Math.log(Math.max(value, 1e-3)) / limit) / 2 * (WIDTH - 240);
+  const width = plotWidth();
+  const limit = Math.min(Math.max(...values.map(value => Math.abs(Math.log(value))), Math.log(2)), MAX_LOG_RATIO) * 1.05;
+  const x = value => 110 + (1 + Math.max(Math.min(Math.log(Math.max(value, 1e-9)) / limit, 1), -1)) / 2 * (width - 160);
   const height = rows.length * 20 + 26;
-  const svg = s("svg", { class: "plot", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": label });
+  const svg = s("svg", { class: "plot", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
   const ticks = [.25, .5, 1, 2, 4, 8].filter(value => Math.abs(Math.log(value)) <= limit);
   for (const value of ticks) {
     svg.append(s("line", { class: value === 1 ? "grid one" : "grid", x1: x(value), x2: x(value), y1: 2, y2: height - 20 }),
@@ -77,10 +85,10 @@ export function intervals(rows, label) {
   rows.forEach((row, index) => {
     const middle = index * 20 + 12;
     const kind = row.low > 1 ? "good" : row.high < 1 ? "bad" : "unclear";
-    svg.append(s("text", { class: "name", x: 162, y: middle + 4, "text-anchor": "end" }, row.name),
+    svg.append(s("text", { class: "name", x: 102, y: middle + 4, "text-anchor": "end" }, row.name),
       s("line", { class: `range ${kind}`, x1: x(row.low), x2: x(row.high), y1: middle, y2: middle }),
       s("circle", { class: `point ${kind}`, cx: x(row.ratio), cy: middle, r: 4 }),
-      s("text", { class: "tick", x: WIDTH - 4, y: middle + 4, "text-anchor": "end" }, row.ratio < 99 ? row.ratio.toFixed(2) : ">99"));
+      s("text", { class: "tick", x: width - 4, y: middle + 4, "text-anchor": "end" }, row.ratio < 99 ? row.ratio.toFixed(2) : ">99"));
   });
   return svg;
 }

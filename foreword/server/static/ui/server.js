@@ -51,16 +51,20 @@ export class ServerView {
 
   start() {
     this.running = true;
-    this.onVisible ||= () => { if (this.running && !document.hidden) this.poll(); };
+    this.onVisible ||= () => document.hidden ? this.pause() : this.poll();
     document.addEventListener("visibilitychange", this.onVisible);
     this.poll();
   }
 
   stop() {
     this.running = false;
+    this.pause();
+    document.removeEventListener("visibilitychange", this.onVisible);
+  }
+
+  pause() {
     clearTimeout(this.timer);
     clearTimeout(this.soon);
-    document.removeEventListener("visibilitychange", this.onVisible);
   }
 
   /** Read everything once, then again while somebody looks. */

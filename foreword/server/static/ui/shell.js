@@ -25,7 +25,7 @@ export class Shell {
       button("API key", "key", () => this.askKey()), button("Theme", "sun", () => this.nextTheme()));
     top.after(this.banner);
     mountMessages();
-    document.addEventListener("visibilitychange", () => { if (!document.hidden) this.checkHealth(); });
+    document.addEventListener("visibilitychange", () => document.hidden ? clearTimeout(this.timer) : this.checkHealth());
     this.checkHealth();
   }
 
