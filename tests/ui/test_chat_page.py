@@ -181,6 +181,9 @@ def test_choices_stand_side_by_side(open_page: Open, fake: RunningServer) -> Non
     boxes = [page.locator(".choice").nth(i).bounding_box() for i in range(3)]
     assert boxes[0]["y"] == boxes[1]["y"]
     assert boxes[0]["x"] < boxes[1]["x"]
+    page.button("Replay without drafts").first.click()
+    page.wait_for_selector(".verdict.good")
+    assert "3 answers shared the server" in page.locator(".verdict").inner_text()
     page.get_by_role("radio", name="Choice 2").check()
     page.ask("Next", 6)
     assert b"choice 1" in bytes(token for token in submitted(fake).prompt_ids if token < 256)
@@ -456,6 +459,7 @@ def test_wrong_key_asks_for_another(open_page: Open) -> None:
             0,
             KEY,
         ]
+        page.close()
 
 
 def test_error_of_the_server_is_shown(open_page: Open, fake: RunningServer) -> None:

@@ -128,7 +128,7 @@ def test_every_view_is_accessible(
 
 def test_drafts_are_in_sight(open_page: Open, screenshots: Path | None) -> None:
     """The picture of the README: what two drafters proposed, and the same answer without them."""
-    config = Config(draft_model="demo", threads=1, kv_cache_memory="8000tokens", log_level="warning")
+    config = Config(draft_model="demo", kv_cache_memory="8000tokens", log_level="warning")
     with ServerProcess(config) as server:
         page = open_page(server, viewport=PICTURE, color_scheme="light", device_scale_factor=4 / 3)
         page.button("Settings").click()
@@ -149,11 +149,15 @@ def test_drafts_are_in_sight(open_page: Open, screenshots: Path | None) -> None:
             page.screenshot(path=screenshots / "page.png")
             with Image.open(screenshots / "page.png") as picture:
                 picture.quantize(96, dither=Image.Dither.NONE).save(screenshots / "page.png", optimize=True)
+        page.close()
 
 
 def test_page_fits_a_phone(open_page: Open, tooled: RunningServer) -> None:
     page = open_page(tooled, **PHONE)
     show_chat(page, tooled)
+    page.locator(".tok").last.tap()
+    page.evaluate("() => new Promise(requestAnimationFrame)")
+    assert page.locator(".tip").is_visible(), "a finger does not hover"
     overflow = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert page.evaluate(overflow) == 0
     for name in ("Server", "API"):
@@ -176,6 +180,7 @@ def test_every_view_works_behind_a_prefix(open_page: Open) -> None:
         page.wait_for_selector(".route")
         page.get_by_role("link", name="Chat", exact=True).click()
         page.wait_for_selector(".welcome, .answer")
+        page.close()
 
 
 def test_theme_is_chosen_and_kept(open_page: Open, fake: RunningServer) -> None:
@@ -267,6 +272,7 @@ def test_operator_sees_requests_and_keys(open_page: Open, tmp_path: Path) -> Non
         row.wait_for()
         counts = ["1", str(used.prompt_tokens), str(used.completion_tokens)]
         assert row.inner_text().split() == ["root", "fake-model", *counts]
+        page.close()
 
 
 @pytest.fixture(scope="module")
@@ -357,6 +363,7 @@ def test_replicas_are_listed(open_page: Open) -> None:
         table.wait_for()
         assert table.locator("tbody th").all_inner_texts() == ["demo 0", "demo 1"]
         assert table.locator(".badge.loaded").all_inner_texts() == ["ready", "ready"]
+        page.close()
 
 
 def test_benchmark_result_is_opened(open_page: Open, fake: RunningServer) -> None:
@@ -419,6 +426,7 @@ def test_ten_thousand_tokens_without_a_long_task(open_page: Open, browser: Any) 
         while not done:
             page.wait_for_timeout(50)
         assert page.locator(".answer .text").text_content()
+        page.close()
     renderers = {
         e["pid"] for e in events if e.get("name") == "thread_name" and e["args"]["name"] == "CrRendererMain"
     }

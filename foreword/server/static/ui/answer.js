@@ -13,7 +13,7 @@ export class Choice {
     for (const name of ["finish", "error", "seed", "tokens", "accepted", "seconds", "first", "metrics", "speculation"]) {
       this[name] = data[name] ?? null;
     }
-    this.replay = data.replay ?? null; // the same answer without speculation: {seconds, first, metrics, equal, at}
+    this.replay = data.replay ?? null; // the same answer without speculation: {seconds, first, metrics, equal, at, together}
   }
 
   toJSON() {
@@ -232,7 +232,8 @@ export class AnswerView {
     const ratio = rates[0] && rates[1] ? rates[0] / rates[1] : replay.seconds / choice.seconds;
     const verdict = replay.equal
       ? h("p", { class: "verdict good" }, h("b", null, "Same answer"), `, character by character (${fmt.count(replay.length)}); `,
-        ratio >= 1 ? `${fmt.number(ratio)}× the tokens a second with drafts.` : `${fmt.number(1 / ratio)}× the tokens a second without drafts this time.`)
+        replay.together > 1 ? `with drafts ${fmt.count(replay.together)} answers shared the server, without them one was alone.`
+          : ratio >= 1 ? `${fmt.number(ratio)}× the tokens a second with drafts.` : `${fmt.number(1 / ratio)}× the tokens a second without drafts this time.`)
       : h("p", { class: "verdict bad", role: "alert" }, h("b", null, "Not the same answer"), `: the first difference is at character ${fmt.count(replay.at)}. This is a bug of the server: please report it with the seed.`);
     put(this.comparison, h("section", { class: "replay", "aria-label": "Replay without drafts" },
       bar("With drafts", choice, rates[0], "with"), bar("Without", replay, rates[1], "without"), verdict));
@@ -278,6 +279,10 @@ export function mountTips() {
     const found = token(event);
     if (found) showTip(found);
     else tip.hidden = true;
+  });
+  document.addEventListener("click", event => { // a finger does not hover
+    const found = token(event);
+    if (found) showTip(found);
   });
   document.addEventListener("focusin", event => {
     for (const old of document.querySelectorAll(".tok.here")) old.classList.remove("here");

@@ -425,7 +425,7 @@ export class Chat {
     const [first, second] = [choice.transcript, again.transcript];
     const equal = first === second;
     choice.replay = again.error ? { error: again.error } : {
-      seconds: again.seconds, first: again.first, metrics: again.metrics, tokens: again.tokens, equal,
+      seconds: again.seconds, first: again.first, metrics: again.metrics, tokens: again.tokens, equal, together: message.choices.length,
       length: choice.content.length + choice.reasoning.length, at: equal ? null : difference(choice.content.text, again.content.text),
     };
     view.showComparison();

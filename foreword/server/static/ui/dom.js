@@ -100,9 +100,12 @@ export function download(name, text, type = "application/json") {
 /** The files that the user chooses. */
 export function pickFiles(accept, multiple = false) {
   return new Promise(resolve => {
-    const input = h("input", { type: "file", accept, multiple });
-    input.addEventListener("change", () => resolve([...input.files]));
-    input.addEventListener("cancel", () => resolve([]));
+    // In the document until it has answered: one that nobody refers to may be collected before.
+    const input = h("input", { type: "file", accept, multiple, hidden: true });
+    const end = files => { input.remove(); resolve(files); };
+    input.addEventListener("change", () => end([...input.files]));
+    input.addEventListener("cancel", () => end([]));
+    document.body.append(input);
     input.click();
   });
 }
