@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
 from collections.abc import Callable, Iterator
@@ -60,10 +59,9 @@ def tooled() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="session")
 def axe() -> str:
-    path = os.environ.get("FOREWORD_AXE")
-    if path is None:
-        pytest.skip("axe-core is not named: FOREWORD_AXE=PATH of its axe.min.js")
-    return Path(path).read_text()
+    """The source of axe-core, which this package contains."""
+    package = pytest.importorskip("axe_playwright_python")
+    return Path(package.__file__).with_name("axe.min.js").read_text(encoding="utf-8")
 
 
 def check_axe(page: OpenPage, source: str) -> None:
