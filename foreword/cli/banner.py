@@ -61,16 +61,17 @@ def banner_lines(
         *((speculation_line(info),) if info.resolved.drafters else ()),
         *((_sampling_line(sampling_defaults),) if sampling_defaults else ()),
         *(() if encoder is None else (encoder_line(encoder),)),
-        _address_line(url),
+        _address_line(config, url),
         f"try: {curl_line(url, name, bool(config.api_key or config.api_key_file), question)}",
         *(f"warning: {text}" for text in (*_open_server_warning(config), *info.warnings)),
     )
 
 
-def _address_line(url: str) -> str:
+def _address_line(config: Config, url: str) -> str:
     if url.startswith(UNIX):
         return f"address: {url.removeprefix(UNIX)}, a Unix socket"
-    return f"address: {url} (docs: {url}/docs, metrics: {url}/metrics)"
+    pages = f"open it in a browser; docs: {url}/docs, " if config.ui else ""
+    return f"address: {url} ({pages}metrics: {url}/metrics)"
 
 
 def _open_server_warning(config: Config) -> tuple[str, ...]:
@@ -117,7 +118,7 @@ def models_lines(config: Config, plan: FleetPlan, url: str) -> Iterator[str]:
             parts.append(f"unloaded after {entry.keep_alive:g} s without use")
         more = f" (also {', '.join(entry.names[1:])})" if entry.names[1:] else ""
         yield f"  {entry.name}{more}: {', '.join(parts)}"
-    yield _address_line(url)
+    yield _address_line(config, url)
     needs_key = bool(config.api_key or config.api_key_file)
     yield f"try: {curl_line(url, plan.plans[0].entry.name, needs_key, SECOND_EXAMPLE_PROMPT)}"
     yield from (f"warning: {text}" for text in _open_server_warning(config))

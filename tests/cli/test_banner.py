@@ -44,6 +44,19 @@ def test_sampling_defaults_are_shown() -> None:
     assert "sampling:" not in "\n".join(banner_lines(Config(), INFO, "demo", URL, 1.0))
 
 
+def test_address_names_the_page_unless_it_is_off() -> None:
+    with_page, without = (
+        next(
+            line
+            for line in banner_lines(Config(ui=ui), INFO, "demo", URL, 1.0)
+            if line.startswith("address: ")
+        )
+        for ui in (True, False)
+    )
+    assert with_page == f"address: {URL} (open it in a browser; docs: {URL}/docs, metrics: {URL}/metrics)"
+    assert without == f"address: {URL} (metrics: {URL}/metrics)"
+
+
 def test_curl_line_is_one_command_with_valid_json() -> None:
     words = shlex.split(curl_line(URL, "it's a model", needs_key=False))
     assert words[:2] == ["curl", f"{URL}/v1/chat/completions"]
