@@ -53,6 +53,7 @@ class CheckpointInfo:
     path: Path
     tokenizer: Tokenizer
     never_sampled_ids: tuple[int, ...]  # ids without a token, and image placeholders
+    vocab_size: int  # rows of the output layer
     processor: ImageProcessor | None = None  # None: text only
 
 
@@ -95,7 +96,7 @@ def prepare_checkpoint(config: Config) -> CheckpointInfo:
         check_draft_model(tokenizer, processor, Path(str(config.draft_model)))
     placeholders = () if processor is None else read_placeholder_ids(path)
     never_sampled_ids = tuple(sorted({*tokenizer.unassigned_ids(rows), *placeholders}))
-    return CheckpointInfo(config, path, tokenizer, never_sampled_ids, processor)
+    return CheckpointInfo(config, path, tokenizer, never_sampled_ids, rows, processor)
 
 
 def model_names(config: Config, path: Path) -> tuple[str, ...]:

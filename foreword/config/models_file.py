@@ -35,7 +35,7 @@ SERVER_FIELDS = ("any_model_name", "max_waiting", "max_waiting_tokens")
 # Options that name one model, or files of one.
 ONE_MODEL_FIELDS = (
     *("model", "served_model_name", "lora_modules", "lora_dir", "embedding_model", "chat_template"),
-    *("draft_model", "speculative_config", "replay_file", "trace"),
+    *("draft_model", "speculative_config", "replay_file", "trace", "replica_urls"),
 )
 FILE_KEYS = ("defaults", "keep_alive", "max_loaded_models", "max_swap_wait", "memory_limit", "models")
 ENTRY_KEYS = ("keep_alive", "pinned", "preload", "variants")  # of a model, beside options

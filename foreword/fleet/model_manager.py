@@ -373,4 +373,4 @@ def _make_model(entry: ModelEntry) -> ManagedModel:
         served[encoder] = ServedModel(encoder, (encoder,), encoder, is_encoder=True)
     for module in config.adapters:
         served[module.name] = ServedModel(module.name, (module.name,), module.path, name)
-    return ManagedModel(name, served, {variant.name: variant for variant in entry.variants})
+    return ManagedModel(name, served, {variant.name: variant for variant in entry.variants}, config)

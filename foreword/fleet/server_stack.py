@@ -68,6 +68,7 @@ class ServerStack:
         finally:
             for task in tasks:
                 task.cancel()
+        self._check_engines_elsewhere(info)
         encoder = None if self.encoder is None else self.encoder.info
         adapters = (module.name for module in self._prepared.config.adapters)
         if encoder is not None and encoder.name in (self.name, *self._aliases, *adapters):
@@ -76,6 +77,20 @@ class ServerStack:
                 "served_model_name",
             )
         return info
+
+    def _check_engines_elsewhere(self, info: EngineInfo) -> None:
+        """Raises ConfigError if they plainly have another model; with one here, fingerprints are compared."""
+        prepared = self._prepared
+        config, has_images = prepared.config, prepared.processor is not None
+        sees = info.image_token_id is not None
+        if config.replicas or (info.vocab_size, sees) == (prepared.vocab_size, has_images):
+            return
+        raise ConfigError(
+            f"the servers {config.replica_urls} have another model than {self.name}: {info.architecture}, "
+            f"{info.vocab_size} rows of logits instead of {prepared.vocab_size}, "
+            f"images {'yes' if sees else 'no'} instead of {'yes' if has_images else 'no'}",
+            "replica_urls",
+        )
 
     @property
     def pids(self) -> tuple[int, ...]:

@@ -56,6 +56,7 @@ from foreword.server.routes import (
 from foreword.server.served_models import HeldModelsMiddleware, ServedModels
 from foreword.tokenizer.input_processor import ChatInputProcessor, open_image_loader
 from foreword.tokenizer.tokenizer import Tokenizer
+from foreword.utils.logging import log_model
 
 __all__ = ["SwappableApp", "create_app", "loading_app", "make_context", "models_app"]
 
@@ -210,7 +211,7 @@ def models_app(models: ServedModels, state: Health, drain: DrainState, request_l
         if module is not ui or models.config.ui:
             app.include_router(module.router)
     app.state.engine_sessions = None
-    if models.config.replica_urls is not None:
+    if any(model.config.remote_urls for model in models.models):
         app.include_router(replicas.router)
     elif models.config.engine_key is not None:
         app.state.engine_sessions = engine.EngineSessions(drain)
@@ -278,7 +279,10 @@ async def _tick(
     while True:
         await asyncio.sleep(TICK_S)
         for server in models.loaded:
+            if models.loader is not None:
+                log_model.set(server.model_name)
             server.recorder.log_if_due()
+        log_model.set("")
         if sessions is not None and models.config.router_timeout:
             sessions.end_server_if_unused(models.config.router_timeout)
         request_log.flush()

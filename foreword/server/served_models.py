@@ -62,6 +62,7 @@ class ManagedModel:
     name: str  # in answers
     served: Mapping[str, ServedModel]  # what its names stand for while it is not loaded
     variants: Mapping[str, ModelVariant]  # by name
+    config: Config  # of its first load
     context: ServerContext | None = None  # None: not loaded
     max_model_len: int | None = None  # of the engine that was loaded last
 
@@ -141,7 +142,7 @@ class ServedModels:
 
     def add(self, context: ServerContext) -> None:
         """Serve the only model."""
-        self.models.append(ManagedModel(context.model_name, {}, {}, context))
+        self.models.append(ManagedModel(context.model_name, {}, {}, context.config, context))
 
     @property
     def default(self) -> ServerContext:
@@ -170,7 +171,7 @@ class ServedModels:
         if not loaded.done():
             with self.admission.reserve(1, permissions.meter):
                 early = request.state.early_stream if stream else None
-                work = self._wait_loaded(model.name, loaded, early)
+                work = self._wait_loaded(model, loaded, early)
                 if await cancel_on_disconnect(request.receive, work) is None:
                     raise ClientDisconnect
         loaded.result()
@@ -197,11 +198,11 @@ class ServedModels:
             self.loader.end(request_id)
 
     async def _wait_loaded(
-        self, name: str, loaded: asyncio.Future[None], stream: EarlyStream | None
+        self, model: ManagedModel, loaded: asyncio.Future[None], stream: EarlyStream | None
     ) -> Literal[True]:
-        """Raises Overloaded after --queue-timeout."""
+        """Raises Overloaded after the model's --queue-timeout."""
         assert self.loader is not None and isinstance(self.recorder, ServerMetrics)
-        limit_s, started_s = self.config.queue_timeout, time.monotonic()
+        name, limit_s, started_s = model.name, model.config.queue_timeout, time.monotonic()
         try:
             async with asyncio.timeout(limit_s or None):
                 while not (await asyncio.wait((loaded,), timeout=COMMENT_INTERVAL_S))[0]:

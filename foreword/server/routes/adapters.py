@@ -9,7 +9,7 @@ from foreword.server.auth.keys import KeyPermissions, PermissionsDep
 from foreword.server.http import JSONResponse
 from foreword.server.protocol.base import StrictModel
 from foreword.server.routes.info import model_card
-from foreword.server.served_models import ModelsDep, ServedModels
+from foreword.server.served_models import ManagedModel, ModelsDep, ServedModels
 
 __all__ = ["router"]
 
@@ -33,9 +33,9 @@ async def load_lora_adapter(
     body: LoadAdapterBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Load a LoRA adapter of --lora-dir under a name; needs --allow-runtime-lora-updating."""
-    _check_allowed(models, permissions)
     models.check_fields(body, request)
     base = models.find_allowed(body.base_model_name, permissions)
+    _check_allowed(models, base, permissions)
     if any(model is not base and model.find(body.lora_name) for model in models.models):
         raise InvalidRequest(f"a model is called {body.lora_name!r} already", "lora_name")
     server = await models.acquire(body.base_model_name, permissions, request)
@@ -51,16 +51,16 @@ async def unload_lora_adapter(
     body: UnloadAdapterBody, request: Request, permissions: PermissionsDep, models: ModelsDep
 ) -> Response:
     """Forget a LoRA adapter's name at once; answers once its last open request has ended."""
-    _check_allowed(models, permissions)
     models.check_fields(body, request)
+    _check_allowed(models, models.find_allowed(body.lora_name, permissions), permissions)
     server = await models.acquire(body.lora_name, permissions, request)
     await server.names.unload_adapter(body.lora_name)
     return JSONResponse({"id": body.lora_name, "object": "model", "deleted": True})
 
 
-def _check_allowed(models: ServedModels, permissions: KeyPermissions) -> None:
-    """Raises Forbidden without the flag; where keys of admins exist, for all other keys too."""
-    if not models.config.allow_runtime_lora_updating:
+def _check_allowed(models: ServedModels, model: ManagedModel, permissions: KeyPermissions) -> None:
+    """Raises Forbidden without the model's option; where keys of admins exist, for all other keys too."""
+    if not model.config.allow_runtime_lora_updating:
         raise Forbidden("adapters are fixed here: --allow-runtime-lora-updating lets clients change them")
     if models.keyring.has_admin:
         models.check_admin(permissions)
