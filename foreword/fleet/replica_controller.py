@@ -23,6 +23,7 @@ START_TIMEOUT_S: Final = 1800.0  # until a server answers, a download included
 LOST_S: Final = 10.0  # without an answer until a server that did answer is replaced
 RETRY_S: Final = 10.0  # after a server that could not be placed, or ended while it was loading
 CALL_TIMEOUT_S: Final = 10.0
+END_TIMEOUT_S, END_POLL_S = 30.0, 0.2  # of servers that are stopped at the end
 
 
 class Cluster(Protocol):
@@ -70,6 +71,16 @@ class RouterClient:
     def stop(self, server_url: str) -> None:
         """End a server; its open requests may finish."""
         self._send("POST", f"{server_url}/engine/shutdown")
+
+    def is_running(self, server_url: str) -> bool:
+        """Whether its port is open."""
+        try:
+            self._http.get(f"{server_url}/live")
+        except httpx.ConnectError:
+            return False
+        except httpx.HTTPError:
+            pass
+        return True
 
     def _send(self, method: str, url: str, **options: Any) -> None:
         """A call that is repeated if it was lost, or that nobody needs any more."""
@@ -235,11 +246,20 @@ class ReplicaController:
         self._changed()
 
     def stop_all(self) -> None:
-        """End all servers."""
-        for address in list(self._servers):
-            server = self._servers.pop(address)
-            self._router.stop(server.url)
-            self._cluster.forget(server.url)
+        """End all servers, and wait for them."""
+        urls = [server.url for server in self._servers.values()]
+        for url in urls:
+            self._router.stop(url)
+        deadline_s = time.monotonic() + END_TIMEOUT_S
+        while (running := [url for url in urls if self._router.is_running(url)]) and (
+            time.monotonic() < deadline_s
+        ):
+            time.sleep(END_POLL_S)
+        for url in running:
+            logger.warning("the server %s has not ended yet", url)
+        self._servers.clear()
+        for url in urls:
+            self._cluster.forget(url)
 
     def _changed(self) -> None:
         self._on_change([server.url for server in self._servers.values()])

@@ -76,6 +76,7 @@ class FakeRouter:
         self.serves = True
         self.states: dict[str, str] = {}  # status by address
         self.stopped: list[str] = []  # servers
+        self.num_polls = 0  # of servers that were stopped; the first finds them running
         self.wait_s, self.num_requests = 0.0, 0
 
     def answer(self, request: httpx.Request) -> httpx.Response:
@@ -83,6 +84,11 @@ class FakeRouter:
         if request.url.path == "/engine/shutdown":
             self.stopped.append(request.url.netloc.decode())
             return httpx.Response(204)
+        if request.url.path == "/live":
+            self.num_polls += 1
+            if self.num_polls > len(self.stopped):
+                raise httpx.ConnectError("refused")
+            return httpx.Response(200)
         if not self.serves:
             raise httpx.ConnectError("refused")
         if request.method == "POST":
@@ -200,7 +206,7 @@ def test_next_controller_takes_over_the_servers(fleet: Fleet) -> None:
     assert {url.removeprefix("http://") for url in fleet.urls} == before
     assert fleet.cluster.num_started == 2
     fleet.controller.stop_all()
-    assert set(fleet.router.stopped) == before
+    assert set(fleet.router.stopped) == before and fleet.router.num_polls == 4
 
 
 def test_failed_start_waits_before_the_next(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
