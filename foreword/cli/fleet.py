@@ -225,13 +225,14 @@ def _place(args: argparse.Namespace) -> int:
     set_up_logging(config.log_level, config.log_format)
     assert config.ray is not None and config.engine_key is not None, "a part of `fleet up`"
     stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    cluster = RayCluster(config.ray)
+    for number in (signal.SIGTERM, signal.SIGINT):  # after Ray's, which end the process at once
         signal.signal(number, lambda *_: stopped.set())
     servers = _node_config(config)
     wanted = _model_of(config)
     minimum = max(wanted.replicas, 1)
     controller = ReplicaController(
-        RayCluster(config.ray),
+        cluster,
         RouterClient(args.router_url, config.engine_key),
         servers,
         Autoscaler(minimum, wanted.max_replicas or minimum, UP_WAIT_S, DOWN_AFTER_S),

@@ -126,6 +126,11 @@ class ServerContext:
         method = self.variant.speculation
         return {**defaults, **own, **({} if method is None else {"speculation": Speculation(method)})}
 
+    @property
+    def variant_limits_tokens(self) -> bool:
+        """Whether the variant has a max_tokens for requests without one."""
+        return self.variant is not None and "max_tokens" in self.variant.sampling
+
     def probe_request(self, request_id: str) -> EngineRequest:
         """A greedy request for one token, without speculation."""
         info = self.info()
@@ -266,7 +271,7 @@ class ServerContext:
         """
         info = self.info()
         defaults = SamplingDefaults.from_config(self.config, self.tokenizer)
-        if self.variant is not None and "max_tokens" in self.variant.sampling:
+        if self.variant is not None and self.variant_limits_tokens:
             defaults = replace(defaults, max_tokens=self.variant.sampling["max_tokens"])
         requests = make_requests(
             prompt_ids,

@@ -275,6 +275,8 @@ async def test_variant_has_defaults_and_a_context_of_its_own(monkeypatch: pytest
         too_long = await fakes.ask("/v1/completions", model="a:x", prompt="x" * 24)
         assert (too_long.status, too_long.code) == (400, "context_length_exceeded")
         assert (await fakes.ask("/v1/completions", model="a", prompt="x" * 24)).status == 200
+        completion = await fakes.ask("/v1/completions", model="a:x", prompt="x")
+        assert completion.json()["usage"]["completion_tokens"] == 3, "not the 16 of OpenAI"
         card = await fakes.card("a:x")
         assert (card["parent"], card["variant_of"], card["max_model_len"]) == ("a", "a", 24)
         assert card["sampling_defaults"] == {"temperature": 0.25, "max_tokens": 3}

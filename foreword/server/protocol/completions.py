@@ -11,7 +11,7 @@ from foreword.server.protocol.base import TextOrIds, TextsOrIds, is_token_ids
 from foreword.server.protocol.compat import COMPLETION, PeerField
 from foreword.server.protocol.sampling import NO_DEFAULTS, SamplingBody
 
-__all__ = ["CompletionBody"]
+__all__ = ["DEFAULT_MAX_TOKENS", "CompletionBody"]
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -31,11 +31,13 @@ class CompletionBody(SamplingBody):
         """echo with max_tokens 0 scores the prompt and generates nothing."""
         return self.max_tokens == 0 and bool(self.echo)
 
-    def params(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
+    def params(
+        self, defaults: Mapping[str, Any] = NO_DEFAULTS, default_max_tokens: int | None = DEFAULT_MAX_TOKENS
+    ) -> SamplingParams:
         """The parameters, and `defaults` of others. Raises InvalidRequest, which names the body's field."""
         echoed = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
-        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        if self.max_tokens is None and self.min_tokens is not None:
+        max_tokens = default_max_tokens if self.max_tokens is None else self.max_tokens
+        if self.max_tokens is None and self.min_tokens is not None and max_tokens is not None:
             max_tokens = max(max_tokens, self.min_tokens)
         if self.logprob_token_ids and self.logprobs is None:
             raise InvalidRequest("logprob_token_ids needs logprobs", "logprob_token_ids")

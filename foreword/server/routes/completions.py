@@ -11,7 +11,7 @@ from foreword.server.auth.keys import PermissionsDep
 from foreword.server.context import offload_if_large
 from foreword.server.generation import Generation
 from foreword.server.protocol.base import TextOrIds
-from foreword.server.protocol.completions import CompletionBody
+from foreword.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionBody
 from foreword.server.responses import CompletionResponseBuilder
 from foreword.server.served_models import ModelsDep
 from foreword.server.streaming import respond, response_header, response_options
@@ -29,7 +29,8 @@ async def completions(
     models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request, body.stream)
     model = server.check_model(body.model, permissions)
-    params = server.resolve_params(body.params(server.sampling_defaults))
+    default_max_tokens = None if server.variant_limits_tokens else DEFAULT_MAX_TOKENS
+    params = server.resolve_params(body.params(server.sampling_defaults, default_max_tokens))
     prompts = body.prompts()
     options = replace(response_options(body, params), logprobs=body.wants_logprobs)
     header = response_header(server, "cmpl", params, model)
