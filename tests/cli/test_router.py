@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ import httpx
 import pytest
 
 from foreword.bench.server import ServerProcess
+from foreword.checkpoint import prepare_checkpoint
 from foreword.cli.main import main
 from foreword.config.options import Config
 from foreword.demo import BUNDLED, DEFAULT_MODEL
 from foreword.errors import ConfigError
+from foreword.fleet.server_stack import ServerStack
+from tests.server.conftest import run_server
+from tests.support.fakes import engine_info
 from tests.support.processes import kill_tree
 from tests.support.streams import NUM_STREAMS, ask_all
 from tests.support.waiting import WAIT_S, wait_until, wait_until_async
@@ -117,6 +122,24 @@ def _running(server: ServerProcess) -> str:
 def test_impossible_replicas_are_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         Config(**options)
+
+
+async def test_server_of_another_model_is_refused(checkpoint: Path) -> None:
+    """A router without an engine here has no fingerprint to compare."""
+    with run_server(Config(engine_key=KEY)) as node:
+        config = Config(model=str(checkpoint), replicas=0, replica_urls=node.url, engine_key=KEY)
+        async with ServerStack(prepare_checkpoint(config)) as stack:
+            with pytest.raises(ConfigError, match=r"have another model than demo: fake, \d+ rows of logits"):
+                await stack.start()
+
+
+async def test_router_counts_drafts_of_drafters_that_the_first_server_lacks(checkpoint: Path) -> None:
+    prepared = prepare_checkpoint(
+        Config(model=str(checkpoint), replicas=0, replica_urls="http://a", engine_key=KEY)
+    )
+    async with ServerStack(prepared) as stack:
+        stack.engine.info = replace(engine_info(), resolved=replace(engine_info().resolved, drafters=()))
+        assert b"foreword_spec_no_draft_total" in stack.make_recorder().render()
 
 
 @pytest.mark.full

@@ -283,6 +283,10 @@ def test_errors_name_line_and_nearest_key(read, text: str, part: str) -> None:  
         ({"models": "demo,/x/demo"}, "two models are called 'demo'"),
         ({"models": "/nowhere.yaml"}, "models file /nowhere.yaml: No such file"),
         ({"models": "a,b", "draft_model": "c"}, "draft_model belongs to one model"),
+        (
+            {"models": "a,b", "replica_urls": "http://c", "engine_key": "x" * 16},
+            "replica_urls belongs to one model",
+        ),
         ({"models": "a,b", "served_model_name": "c"}, "served_model_name belongs to one model"),
         ({"models": "a,b", "model": "c"}, "give --model or --models, not both"),
     ],

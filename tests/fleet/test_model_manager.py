@@ -375,6 +375,31 @@ async def test_adapters_loaded_by_clients_come_back_with_their_model(
         assert (module.name, module.path) == ("tuned", str(tmp_path / "tuned"))
 
 
+async def test_options_of_a_model_hold_for_it_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tuned").mkdir()
+    options = {"allow_runtime_lora_updating": True, "enable_lora": True, "lora_dir": str(tmp_path)}
+    async with fleet(
+        monkeypatch, "a", "b", options={"b": {**options, "queue_timeout": 0.05}}, is_open=False
+    ) as fakes:
+        refused = await fakes.ask(model="b")
+        assert (refused.status, refused.code) == (429, "overloaded")
+        for gate in fakes.gates.values():
+            gate.set()
+        load = {"lora_name": "tuned", "lora_path": "tuned"}
+        assert (await fakes.ask("/v1/load_lora_adapter", **load, base_model_name="b")).status == 200
+        other = {**load, "lora_name": "other"}
+        assert (await fakes.ask("/v1/load_lora_adapter", **other, base_model_name="a")).status == 403
+        assert (await fakes.ask("/v1/unload_lora_adapter", lora_name="tuned")).status == 200
+
+
+async def test_routes_of_replicas_are_those_of_the_models_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "a key of the engines"
+    router = {"replicas": 0, "replica_urls": "http://a", "engine_key": key}
+    async with fleet(monkeypatch, "a", "b", config=Config(engine_key=key), options={"b": router}) as fakes:
+        assert (await fakes.get("/engine/replicas", key)).json() == {"models": []}
+        assert (await fakes.ask("/engine/sessions", key)).status == 404, "a router has no engine for others"
+
+
 async def test_admin_lists_and_aborts_requests_of_all_models(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

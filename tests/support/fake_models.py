@@ -159,6 +159,7 @@ async def fleet(
     script: FakeOutput = HELLO,
     entries: Mapping[str, Mapping[str, Any]] = {},
     variants: Sequence[ModelVariant] = (),
+    options: Mapping[str, Mapping[str, Any]] = {},
     is_open: bool = True,
     max_swap_wait: float = 0.0,
 ) -> AsyncIterator[FakeFleet]:
@@ -166,6 +167,7 @@ async def fleet(
 
     entries   fields of ModelEntry, by model
     variants  of the first model
+    options   fields of Config, by model
     is_open   loads end at once; else each waits for its gate
     """
     fakes = FakeFleet(script, {name: asyncio.Event() for name in names})
@@ -174,7 +176,11 @@ async def fleet(
     monkeypatch.setattr(model_manager, "prepare_checkpoint", lambda config: config)
     monkeypatch.setattr(model_manager, "ServerStack", lambda config, *_, **__: FakeStack(fakes, config))
     chosen = [
-        ModelEntry(name, replace(config, served_model_name=name, model=name), **entries.get(name, {}))
+        ModelEntry(
+            name,
+            replace(config, served_model_name=name, model=name, **options.get(name, {})),
+            **entries.get(name, {}),
+        )
         for name in names
     ]
     chosen[0] = replace(chosen[0], variants=tuple(variants))
