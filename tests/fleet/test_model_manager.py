@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from foreword.config.models_file import ModelVariant
 from foreword.config.options import Config
 from foreword.errors import CheckpointError
-from foreword.server import served_models
+from foreword.server import app, served_models
 from foreword.utils.logging import set_up_logging
 from tests.server.auth.test_keys import key_of, write
 from tests.support.fake_models import CHAT, Call, FakeFleet, fleet
@@ -433,13 +433,19 @@ async def test_log_lines_name_their_model(
     root.handlers.clear()
     try:
         set_up_logging("info", "%(message)s")
+        monkeypatch.setattr(app, "TICK_S", 0.01)
         async with fleet(monkeypatch, "a", "b") as fakes:
             for name in ("a", "b"):
                 await fakes.ask(model=name)
+            recorders = fakes.manager.recorders()
+            for recorder in recorders:
+                recorder._log_interval_s = 0.001
+            await wait_until_async(lambda: not any(each._interval.has_traffic for each in recorders))
     finally:
         root.handlers[:] = before
         root.setLevel(level)
     lines = capsys.readouterr().err.splitlines()
     for name in ("a", "b"):
         assert any(line.startswith(f"{name}: loaded in") for line in lines)
+        assert any(line.startswith(f"{name}: Throughput") for line in lines)
         assert sum(line.startswith(f"{name}: request chatcmpl-") for line in lines) == 1
