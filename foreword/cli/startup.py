@@ -7,6 +7,7 @@ This module imports nothing that takes time, because the line precedes the impor
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -108,8 +109,11 @@ class StartupLine:
         """Stop, and clear a terminal's line. Also without begin()."""
         self._done.set()
         if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+            thread, self._thread = self._thread, None
+            with contextlib.suppress(
+                RuntimeError
+            ):  # interrupted in begin(): it has not started, and ends at once
+                thread.join()
             self._write(CLEAR if self._is_terminal else "")
 
     def exit(self, message: str, code: int) -> None:

@@ -58,7 +58,7 @@ class RayCluster:
             raise ConfigError("ray needs its Python package: pip install 'foreword[ray]'", "ray") from None
         where = {"include_dashboard": False} if address == LOCAL else {"address": address}
         try:
-            self._ray.init(**where, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+            self._ray.init(**where, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(f"ray: no cluster at {address}: {reason}", "ray") from None

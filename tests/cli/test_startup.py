@@ -4,6 +4,7 @@ import os
 import pty
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -175,6 +176,20 @@ def test_first_line_of_a_command_goes_to_stderr(words: list[str], first: str) ->
     )
     assert completed.stderr.splitlines()[0] == f"foreword {__version__}: {first}"
     assert first not in completed.stdout and completed.stdout
+
+
+def test_interrupted_begin_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread whose start was interrupted cannot be joined."""
+
+    def interrupt(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    line = StartupLine()
+    monkeypatch.setattr(threading.Thread, "start", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        line.begin("loading", at_once=False)
+    line.end()
+    assert not line.is_shown
 
 
 def test_line_comes_before_heavy_imports() -> None:

@@ -81,7 +81,7 @@ def full_request(body: bytes = BODY) -> bytes:
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {400, 404}),
         (b"GET / HTTP/1.1\r\n\r\n", {400}),  # no Host
         (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", {400}),
-        (b"GET / HTTP/9.9\r\nHost: x\r\n\r\n", {400, 404}),
+        (b"GET /nowhere HTTP/9.9\r\nHost: x\r\n\r\n", {400, 404}),
         (b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n", {400}),
         (b"GET / HTTP/1.1\r\nHost: x\r\nA : b\r\n\r\n", {400}),
         (b"GET / HTTP/1.1\r\nHost: x\r\nA: \x00\r\n\r\n", {400}),

@@ -22,9 +22,12 @@ TIMEOUT_MS = 120_000  # reached only by a hang
 DESKTOP = {"width": 1320, "height": 860}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium of the system; nothing is downloaded."""
+    """Chromium of the system; nothing is downloaded.
+
+    It ends with the file: playwright keeps an event loop running, beside which no other can.
+    """
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = os.environ.get("FOREWORD_CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
     if path is None:
