@@ -105,9 +105,10 @@ def check(made: KernelBinary, each: KernelSource) -> None:
     instruction = INSTRUCTIONS[capability].format(dtype, DOT_COLUMNS.get(form, 32))
     (product,) = made.products
     assert re.fullmatch(instruction, product.rstrip(";")), product
-    # Experts on Ampere: two accumulators of 128 x 128 and the bounds of a tile, between splits of K.
-    spilled = 16 if capability < 90 and "row_tiles" in each.arguments else 0
-    assert made.stack <= spilled and made.spills <= spilled // 2
+    # Experts before Hopper: two accumulators of 128 x 128 and the bounds of a tile, between splits of K. Their
+    # smallest tile and that of MXFP4 on Ada: a few registers outside of the loop.
+    may_spill = capability < 90 and ("row_tiles" in each.arguments or (form, capability) == ("mxfp4", 89))
+    assert made.stack <= 16 * may_spill and made.spills <= 9 * may_spill
     assert made.shared <= MAX_SHARED[capability]
     # No slow conversion of weights, and no instruction that ptxas serializes: it would be awaited alone.
     assert sum(made.opcodes.get(opcode, 0) for opcode in ("F2F", "I2F")) < SOME_DIVISIONS
