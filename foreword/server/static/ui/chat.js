@@ -46,7 +46,6 @@ export class Chat {
     this.buildComposer();
     this.center = h("div", { class: "center" }, this.log, this.toEnd, this.composer);
     root.append(this.sidebar, this.center, this.panel);
-    this.renderPanel();
   }
 
   buildComposer() {
@@ -117,14 +116,15 @@ export class Chat {
   }
 
   renderPanel() {
-    const settings = this.current ? this.current.settings : {};
+    if (!this.current) return; // open() comes
+    const { settings } = this.current;
     put(this.panel, button("Close settings", "close", () => this.toggle("panel"), { class: "btn icon-only panel-close" }),
       settingsPanel(settings, this.app.card(), () => { this.renderSummary(); store.writeSetting("settings", keptSettings(settings)); this.keep(); }));
     this.renderSummary();
   }
 
   renderSummary() {
-    const { settings } = this.current || { settings: {} };
+    const { settings } = this.current;
     put(this.summary, summarize(settings));
     this.summary.title = this.summary.textContent;
   }
