@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from foreword.config.lora import AdapterInfo
 from foreword.config.resolve import EngineInfo
@@ -12,7 +13,9 @@ from foreword.core.outputs import BlockUpdate, Event, StepStats, TokenEvent
 from foreword.core.readiness import Readiness, ReplicaState
 from foreword.core.request import Request
 
-__all__ = ["EngineClient", "is_last", "iterate_events"]
+__all__ = ["EngineClient", "SafeCalls", "is_last", "iterate_events"]
+
+logger = logging.getLogger(__name__)
 
 
 class EngineClient(Protocol):
@@ -122,3 +125,18 @@ def iterate_events(client: EngineClient, request: Request) -> AsyncIterator[Even
 
     client.listen(request, on_event)
     return events()
+
+
+class SafeCalls:
+    """Calls callbacks. An error of theirs loses no event and ends no connection; the first is logged."""
+
+    def __init__(self) -> None:
+        self._is_error_logged = False
+
+    def __call__(self, callback: Callable[..., None], *args: Any) -> None:
+        try:
+            callback(*args)
+        except Exception:
+            if not self._is_error_logged:
+                logger.exception("client: a callback failed; later failures are not logged")
+            self._is_error_logged = True

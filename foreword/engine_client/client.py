@@ -20,7 +20,7 @@ from foreword.core.params import SamplingParams, Speculation
 from foreword.core.readiness import OnLoadProgress, Readiness, ReplicaState
 from foreword.core.request import Request
 from foreword.core.structured_output import Vocabulary
-from foreword.engine_client.base import EngineClient, is_last, iterate_events
+from foreword.engine_client.base import EngineClient, SafeCalls, is_last, iterate_events
 from foreword.engine_client.connection import EngineProcess, SendFailed
 from foreword.engine_client.crash_recovery import InflightRequests, RestartPolicy
 from foreword.engine_client.forkserver import ForkServer
@@ -99,7 +99,7 @@ class SubprocessClient:
         self._num_threads: int | None = None  # of set_threads()
         self._usage_changed = asyncio.Event()  # a request ended, or the engine serves again
         self._tasks: list[asyncio.Task[None]] = []
-        self._callback_error_logged = False
+        self._safe_callback = SafeCalls()
 
     @property
     def pid(self) -> int | None:
@@ -346,15 +346,6 @@ class SubprocessClient:
         if is_last(event):
             del self._listeners[event.request_id]
         self._safe_callback(on_event, event)
-
-    def _safe_callback(self, callback: Callable[..., None], *args: Any) -> None:
-        """Call it; an error must not lose events."""
-        try:
-            callback(*args)
-        except Exception:
-            if not self._callback_error_logged:
-                logger.exception("client: a callback failed; later failures are not logged")
-            self._callback_error_logged = True
 
     # Start and restart
 

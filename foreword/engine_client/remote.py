@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import httpx
 from pydantic import ValidationError
@@ -22,7 +22,7 @@ from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import BlockUpdate, EmbeddingEvent, ErrorEvent, Event, StepStats, TokenEvent
 from foreword.core.readiness import Readiness, ReplicaState
 from foreword.core.request import Request
-from foreword.engine_client.base import EngineClient, is_last, iterate_events
+from foreword.engine_client.base import EngineClient, SafeCalls, is_last, iterate_events
 from foreword.engine_client.messages import LoadAdapter, RemoveRequest, SendBlocks, UnloadAdapter
 from foreword.engine_client.remote_messages import (
     CLIENT_INTERVAL_S,
@@ -96,7 +96,7 @@ class RemoteClient:
         # By path: None is not loaded yet. A server that was started again has to load them again.
         self._adapters: dict[str, AdapterInfo | None] = {module.path: None for module in adapters}
         self._usage_changed = asyncio.Event()  # a request ended
-        self._callback_error_logged = False
+        self._safe_callback = SafeCalls()
         self._http = httpx.AsyncClient(
             base_url=self.address,
             headers={"Authorization": f"Bearer {key.strip()}", "Content-Type": "application/json"},
@@ -312,15 +312,6 @@ class RemoteClient:
         if is_last(own):
             self._usage_changed.set()
         self._safe_callback(on_event, own)
-
-    def _safe_callback(self, callback: Callable[..., None], *args: Any) -> None:
-        """Call it; an error must not end the connection."""
-        try:
-            callback(*args)
-        except Exception:
-            if not self._callback_error_logged:
-                logger.exception("client: a callback failed; later failures are not logged")
-            self._callback_error_logged = True
 
     def _on_lost(self, session: _Session, error: BaseException) -> None:
         """End all open requests."""

@@ -32,7 +32,7 @@ from foreword.errors import (
 )
 from foreword.formats.tools import ReasoningOptions, Tool
 from foreword.grammar.check import GrammarChecker
-from foreword.metrics.recorder import MetricsRecorder
+from foreword.metrics.recorder import MetricsRecorder, ServerCounters
 from foreword.metrics.tracing import current_span
 from foreword.server.admission import Admission
 from foreword.server.auth.keys import KeyPermissions, RequestContext
@@ -52,7 +52,14 @@ from foreword.tokenizer.input_processor import (
 )
 from foreword.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["LARGE_BODY_BYTES", "Abortable", "RequestContext", "ServerContext", "offload_if_large"]
+__all__ = [
+    "LARGE_BODY_BYTES",
+    "Abortable",
+    "RequestContext",
+    "ServerContext",
+    "count_forbidden",
+    "offload_if_large",
+]
 
 T = TypeVar("T")
 
@@ -159,7 +166,7 @@ class ServerContext:
         except ModelNotFound as error:
             allowed = " and ".join(map(repr, self.allowed_names(permissions))) or "none to this key"
             raise ModelNotFound(f"{error.message}; this server serves {allowed}", "model") from None
-        with self._count_forbidden():
+        with count_forbidden(self.recorder):
             permissions.check_model(name if name in model.names else model.name, model.names)
         if (span := current_span.get()) is not None:
             span.on_model(name or model.name, model.name)
@@ -182,20 +189,12 @@ class ServerContext:
                 f"timeout must be above 0 and at most {limit or MAX_TIMEOUT_S:g} seconds, got {timeout_s}",
                 "timeout",
             )
-        with self._count_forbidden():
+        with count_forbidden(self.recorder):
             context = permissions.request_context(body.priority, timeout_s or limit or None)
         if body.cache_salt:  # a namespace within the key's
             digest = hashlib.sha256(body.cache_salt.encode("utf-8", "surrogatepass")).hexdigest()
             context = replace(context, cache_salt=f"{context.cache_salt}:{digest[:32]}")
         return context if model is None else replace(context, model=model.name, adapter=model.digest)
-
-    @contextmanager
-    def _count_forbidden(self) -> Iterator[None]:
-        try:
-            yield
-        except Forbidden:
-            self.recorder.on_reject("forbidden")
-            raise
 
     @property
     def model_name(self) -> str:
@@ -301,6 +300,16 @@ class ServerContext:
 
 def _deadline_s(start_s: float, seconds: float | None) -> float | None:
     return start_s + seconds if seconds else None
+
+
+@contextmanager
+def count_forbidden(recorder: ServerCounters) -> Iterator[None]:
+    """Count a refusal by a key's permissions."""
+    try:
+        yield
+    except Forbidden:
+        recorder.on_reject("forbidden")
+        raise
 
 
 async def offload_if_large(request: Request, work: Callable[[], T]) -> T:

@@ -18,14 +18,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foreword.config.models_file import ModelVariant
 from foreword.config.options import Config
-from foreword.errors import Forbidden, InvalidRequest, ModelLoading, ModelNotFound, Overloaded
+from foreword.errors import InvalidRequest, ModelLoading, ModelNotFound, Overloaded
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.metrics.request_stats import RequestProgress
 from foreword.metrics.server_metrics import ServerMetrics
 from foreword.server.admission import Admission
 from foreword.server.auth.keys import KeyPermissions, Keyring
 from foreword.server.auth.usage_log import UsageLog
-from foreword.server.context import Abortable, ServerContext
+from foreword.server.context import Abortable, ServerContext, count_forbidden
 from foreword.server.http import cancel_on_disconnect
 from foreword.server.model_names import ServedModel
 from foreword.server.protocol.base import RequestBody, StrictModel, suggest_field
@@ -222,7 +222,7 @@ class ServedModels:
             problem = f"the model {name!r:.200} does not exist; this server serves {allowed}"
             raise ModelNotFound(problem, "model")
         served = None if name is None else model.find(name) or model.find(model.name)
-        with self._count_forbidden():
+        with count_forbidden(self.recorder):
             # Of None the route chooses: the generating model, or its encoder.
             permissions.check_model(name or model.name, model.names if served is None else served.names)
         return model
@@ -272,16 +272,8 @@ class ServedModels:
 
     def check_admin(self, permissions: KeyPermissions) -> None:
         """Raises Forbidden unless this is an admin key."""
-        with self._count_forbidden():
+        with count_forbidden(self.recorder):
             permissions.check_admin()
-
-    @contextmanager
-    def _count_forbidden(self) -> Iterator[None]:
-        try:
-            yield
-        except Forbidden:
-            self.recorder.on_reject("forbidden")
-            raise
 
     def live_requests(self) -> Sequence[RequestProgress]:
         """Open choices of all models."""
