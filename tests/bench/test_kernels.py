@@ -151,6 +151,7 @@ def test_case_timings_are_medians_over_rounds() -> None:
     assert timings.ratio(CaseTimings(case, seconds=[1.0, 1.0, 1.0])) == 2.0
 
 
+@pytest.mark.full
 def test_command_of_the_shell_imports_all_of_torch() -> None:
     """An import of torch without its kernels for the meta device once broke its generators."""
     words = "bench kernels --shape 33x64 --kinds float32 --rows 1 --rounds 1 --threads 1 --isa reference"

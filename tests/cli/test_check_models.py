@@ -41,6 +41,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, *words:
     return code, captured.out + captured.err
 
 
+@pytest.mark.full
 def test_replicas_and_models_of_other_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A router needs a model's config and tokenizer, but not its weights."""
     without_weights = tmp_path / "demo"
@@ -74,6 +75,7 @@ def test_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.full
 def test_all_models_may_fit_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "memory_limit: 2GiB\nmodels: {demo: , demo-vision: }"
     assert "models may use 2.00 GiB; all fit together, in " in check(tmp_path, capsys, text)[1]
@@ -81,6 +83,7 @@ def test_all_models_may_fit_together(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert text.endswith("at most 1 at a time; these fit together:\n       demo\n       demo-vision\n")
 
 
+@pytest.mark.full
 def test_models_that_never_fit_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "memory_limit: 600MiB\nmodels: {demo: {pinned: yes}, a: {model: demo}, b: {model: demo-vision}}"
     code, text = check(tmp_path, capsys, text)
@@ -90,6 +93,7 @@ def test_models_that_never_fit_fail(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "models may use 0.59 GiB" in text
 
 
+@pytest.mark.full
 def test_a_broken_model_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(MODEL, broken)

@@ -113,6 +113,7 @@ async def test_refused_adapters_leave_the_engine_as_it_was(client: SubprocessCli
     assert await collect_answers(client, requests("after", {"first": first_digest(client)})) == expected
 
 
+@pytest.mark.full
 async def test_changed_adapter_fails_its_requests_only(folder: Path, tmp_path: Path) -> None:
     """A restarted engine must not go on with other weights."""
     path = write_adapter(tmp_path / "adapter", folder / "model", seed=1)

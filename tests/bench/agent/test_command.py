@@ -33,6 +33,7 @@ def test_recorded_sessions_are_equal_in_all_modes(capsys: pytest.CaptureFixture[
     assert cell["modes"]["suffix"]["acceptance"] > 0
 
 
+@pytest.mark.full
 def test_model_answers_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_checkpoint(tmp_path / "tiny")
     flags = ["--model", str(model), "--kv-cache-memory", "4000tokens", "--modes", "suffix"]
@@ -41,6 +42,7 @@ def test_model_answers_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert set(result["cells"][0]["modes"]) == {"suffix"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags", [["--contexts", "0"], ["--contexts", "90000"], ["--modes", "fast"]])
 def test_wrong_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "agent", *flags]) == 2
