@@ -98,8 +98,8 @@ def replica_configs(config: Config, machine: Machine) -> list[Config]:
     own = [config] * count
     if config.trace is not None:
         own = [replace(each, trace=f"{config.trace}.replica{index}") for index, each in enumerate(own)]
-    if not count:
-        return []
+    if count <= 1:
+        return own
     gpus = machine.gpus if config.gpus is None else tuple(config.gpus.split(","))
     if gpus and config.device != "cpu":
         share = config.gpu_memory_utilization / -(-count // len(gpus))

@@ -612,7 +612,7 @@ class ReplicatedClient:
         return [each.state() for each in self._members.values()]
 
     def request_blocks(self) -> None:
-        """Nobody routes to this client by its blocks."""
+        """Without effect: each replica has a prefix cache of its own, and this client publishes none."""
 
     def set_threads(self, num_threads: int) -> None:
         """Of each replica."""

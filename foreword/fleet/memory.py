@@ -115,7 +115,7 @@ async def describe_models(
 ) -> list[ModelDescription | ForewordError | None]:
     """Describe models in processes of the fork server that exit at once: one for each choice of GPUs.
 
-    None stands for a model without an engine here, whose weights may be elsewhere.
+    None: all engines of the model run on other machines.
     """
     results: dict[int, ModelDescription | ForewordError] = {}
     local = {number: config for number, config in enumerate(configs) if config.replicas}

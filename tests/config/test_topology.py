@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.config import topology
-from foreword.config.topology import Machine, read_machine, split_cpus
+from foreword.config.options import Config, parse_cpus
+from foreword.config.topology import Machine, read_machine, replica_configs, split_cpus
 
+REMOTE = {"replicas": 0, "replica_urls": "http://10.0.0.7:8000", "engine_key": "a key of the engines"}
+ONE_NODE = Machine((((0,), (1,), (2,), (3,), (4,)),))
 # Two nodes of four cores with two hardware threads each, numbered as on x86 servers.
 TWO_NODES = Machine(
     (
@@ -50,6 +54,33 @@ def test_replicas_have_cores_of_their_own_while_there_are_enough(sizes: list[int
         assert all(
             any({*share} <= {cpu for core in node for cpu in core} for node in nodes) for share in shares
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "machine", "expected"),
+    [
+        (REMOTE, TWO_NODES, []),
+        ({"replicas": 1}, TWO_NODES, [None]),
+        ({"replicas": 2}, ONE_NODE, [None, None]),  # the kernel places the threads
+        ({"replicas": 2}, TWO_NODES, split_cpus(TWO_NODES, 2)),
+        ({"replicas": 2, "cpus": "0-3"}, ONE_NODE, [(0, 1), (2, 3)]),
+    ],
+)
+def test_replicas_get_cpus(
+    options: dict[str, Any], machine: Machine, expected: list[tuple[int, ...] | None]
+) -> None:
+    configs = replica_configs(Config(**options), machine)
+    assert [None if each.cpus is None else parse_cpus(each.cpus) for each in configs] == expected
+
+
+def test_replicas_get_gpus_and_share_their_memory() -> None:
+    machine = Machine(ONE_NODE.nodes, ("0", "1"))
+    configs = replica_configs(Config(replicas=3, gpu_memory_utilization=0.9, trace="t"), machine)
+    assert [each.gpus for each in configs] == ["0", "1", "0"]
+    assert [each.gpu_memory_utilization for each in configs] == [0.45] * 3
+    assert [each.trace for each in configs] == ["t.replica0", "t.replica1", "t.replica2"]
+    assert replica_configs(Config(replicas=2, gpus="1"), machine)[1].gpus == "1"
+    assert [each.gpus for each in replica_configs(Config(replicas=2, device="cpu"), machine)] == [None, None]
 
 
 def test_this_machine() -> None:
