@@ -263,8 +263,6 @@ class ArgumentReader(Reader, abc.ABC):
         assert tool is not None
         while True:
             char = yield from self._skip_space()
-            if self._is_cut():
-                return True
             is_next = bool(char) and (yield from self._at(part.key_begin))
             is_closed = bool(char) and not is_next and (yield from self._at(closer))
             if not is_started:
@@ -283,8 +281,6 @@ class ArgumentReader(Reader, abc.ABC):
                 types = argument_types(tool, key)
                 if part.types_in_tag:
                     header = yield from self._read_header(">")
-                    if self._is_cut():
-                        return True
                     self._position += header is not None
                     types = frozenset({"string"}) if 'string="true"' in (header or "") else types - {"string"}
                 elif part.value_begin:
@@ -293,11 +289,9 @@ class ArgumentReader(Reader, abc.ABC):
                 num_arguments += 1
                 if not (yield from self._read_value(part, closer, types or ANY_TYPES)):
                     return True
-            elif is_closed or (MARKER.match(char) if char else self._ended_by_model):
+            elif is_closed or not char or MARKER.match(char):
                 self._emit("}")
                 self._end_call()
-                return True
-            elif not char:
                 return True
             else:  # no argument: skip it
                 self.num_parse_errors += 1
@@ -326,8 +320,6 @@ class ArgumentReader(Reader, abc.ABC):
                 value.close()
                 self._position += num_read
                 return True
-            if self._is_cut():
-                return False
             self._position += len(stop)
             value.feed(self._spell(stop))
         return False
@@ -342,9 +334,7 @@ class ArgumentReader(Reader, abc.ABC):
         keys = list((tool.parameters or {}).get("properties") or ())  # of arguments by position
         while True:
             char = yield from self._skip_space()
-            if self._is_cut():
-                return True
-            is_closed = char == closer or (not char and is_started and self._ended_by_model)
+            is_closed = char == closer or (not char and is_started)
             if is_closed or (is_started and char and char != quote and MARKER.match(char)):
                 if not is_started:
                     self._start_call()
@@ -353,7 +343,7 @@ class ArgumentReader(Reader, abc.ABC):
                 self.num_parse_errors += bool(char) and not is_closed
                 return True
             if not char:
-                return is_started
+                return False
             if char == "," and is_started:
                 self._position += 1
                 continue
@@ -367,8 +357,8 @@ class ArgumentReader(Reader, abc.ABC):
             else:
                 word = yield from self._read_run(PYTHON_SCALAR)
             char = yield from self._skip_space()
-            if not char and not (is_started and self._ended_by_model):
-                return is_started
+            if not char and not is_started:
+                return False
             if word and char == (":" if quote else "="):
                 self._position += 1
                 key, word = word, ""
@@ -398,7 +388,7 @@ class ArgumentReader(Reader, abc.ABC):
         """
         closers: list[str] = []
         is_first, is_value = True, False
-        while (char := (yield from self._skip_space())) and not self._is_cut():
+        while char := (yield from self._skip_space()):
             is_key = bool(closers) and closers[-1] == "}" and not is_value
             if char in ")]}" or (char == "," and not closers):
                 if not closers:  # there is no value
@@ -429,8 +419,6 @@ class ArgumentReader(Reader, abc.ABC):
                 else:
                     is_bare = bool(quote) and not is_key
                     word = (yield from self._read_run(BARE_SCALAR if is_bare else PYTHON_SCALAR)).rstrip()
-                    if self._is_cut():
-                        return False
                     self._emit(_quoted(word) if is_key else scalar_to_json(word, types))
                 if is_key:
                     self._emit(": ")
@@ -485,8 +473,6 @@ class ArgumentReader(Reader, abc.ABC):
                 sequence = PYTHON_ESCAPE.match(self._buffer, self._position)
                 assert sequence is not None
                 self._position = sequence.end()
-                if self._is_cut() and self._position == len(self._buffer):
-                    return False
                 emit(self._escape(decode_python_escape(sequence[0])))
             elif char == quote:
                 if is_long:
@@ -497,8 +483,6 @@ class ArgumentReader(Reader, abc.ABC):
                 if is_end:
                     emit('"')
                     return True
-                if self._is_cut():
-                    return False
                 emit(self._escape(quote))
 
 

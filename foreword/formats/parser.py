@@ -240,10 +240,19 @@ class ChatParser(ArgumentReader):
     def flush(self, ended_by_model: bool = False) -> list[ChatEvent]:
         """Release the text that is held back, at the end of the answer.
 
-        ended_by_model  a call that lacks nothing but closing markers is complete; else the answer may be cut
+        ended_by_model  a call that lacks nothing but closing markers is complete. Else the answer is cut:
+                        what is held back of a call, or may be the begin of a marker, is dropped if there are
+                        tools to call
         """
         if not self._ended:
-            self._ended, self._ended_by_model = True, ended_by_model
+            self._ended = True
+            is_cut = bool(self._tools) and not ended_by_model
+            if is_cut:
+                self._buffer = self._buffer[: self._position]
+                if not self._says:
+                    self._space.clear()
+            if is_cut and self._region is _Region.CALL:
+                self._run.close()
             for _ in self._run:
                 raise AssertionError("the parser waits for more than the answer")
         return self._take_events()

@@ -66,12 +66,7 @@ class Reader:
         self._raw: list[str] | None = None  # what is read of a call that is not certain yet: before _mark,
         self._mark = 0  # and from this position in the buffer on
         self._ended = False
-        self._ended_by_model = False
         self._is_in_call = False  # it has started and not ended
-
-    def _is_cut(self) -> bool:
-        """The answer has ended within a call, not by the model: what is not certain there is dropped."""
-        return self._ended and self._is_in_call and not self._ended_by_model
 
     def _wait(self) -> Wait:
         """Wait for more input, and drop what is read. False at the end of the answer."""
@@ -166,13 +161,13 @@ class Reader:
                 self._position = end
             if stop is not None and is_whole:
                 return stop[0]
-            if not (yield from self._wait()) and (self._is_cut() or self._position == len(self._buffer)):
+            if not (yield from self._wait()) and self._position == len(self._buffer):
                 return None
 
     def _is_followed(self, num_chars: int, texts: tuple[str, ...]) -> Wait:
         """Whether one of some texts, a marker token or the end follows these characters and whitespace.
 
-        Nothing is read. False where the answer is cut: see `_is_cut`.
+        Nothing is read.
         """
         while True:
             begin = self._position + num_chars
@@ -187,4 +182,4 @@ class Reader:
                     return False
             is_at_end = end == len(self._buffer)
             if not (yield from self._wait()):
-                return is_at_end and not self._is_cut()
+                return is_at_end

@@ -257,14 +257,17 @@ def _fragments(sample: str) -> list[str]:
     return [f"\x00{piece}" if piece.endswith("\x01") else piece for piece in pieces if piece]
 
 
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["as tokens", "spelled"])
 @WITH_FAMILY
-def test_truncation_never_invents_a_call(family: Family) -> None:
-    """Events of a cut answer are those of the whole one, up to the cut."""
+def test_truncation_never_invents_a_call_or_leaks_one(family: Family, as_tokens: bool) -> None:
+    """Events of a cut answer are those of the whole one, up to the cut: no piece of a call is content."""
     calls = [("get_weather", {"city": 'a "b"\n</x>', "n": [1, {"text": None}]}), ("get", {"text": "true"})]
     content = "" if family.calls_alone else "I look it up."
     answer = write_answer(family, "Hm. I call." if family.reasoning else "", content, calls)
     tokens, ids = tokens_of(answer, list)
-    bound = bind_format(FORMATS[family.name], ids.get)
+    bound = bind_format(FORMATS[family.name], ids.get if as_tokens else lambda _: None)
+    if not as_tokens:
+        tokens = [(-1, piece) for piece in _cut("".join(text for _, text in tokens), (1, 3, 2))]
     use = _use(calls)
     whole, _ = _feed(bound, use, tokens)
     assert _calls(whole) == calls
@@ -272,11 +275,11 @@ def test_truncation_never_invents_a_call(family: Family) -> None:
         events, _ = _feed(bound, use, tokens[:num_tokens], ended_by_model=False)
         _check_shape(events)
         expected, actual = _texts(whole), _texts(events)
-        if actual and actual[-1][0] in ("content", "reasoning"):
-            actual.pop()  # it may go on with a piece of a marker, or of a call that has not started
         for i, (kind, text) in enumerate(actual):
             assert kind == expected[i][0]
             is_last = i == len(actual) - 1
+            if is_last and kind == "content":
+                text = text.rstrip()  # whitespace that ends a cut text may be before a call
             assert expected[i][1].startswith(text) if is_last else expected[i][1] == text
 
 

@@ -138,6 +138,18 @@ def test_call_that_the_limit_cuts_off(fake: RunningServer) -> None:
     ]
 
 
+@pytest.mark.parametrize("max_tokens", [3, 13, 40, len(CALL.encode()) - 5])
+def test_no_piece_of_a_cut_call_is_text(fake: RunningServer, max_tokens: int) -> None:
+    fake.set_output(FakeOutput(CALL, (3,)))
+    fields = {"tools": TOOLS, "tool_choice": {"type": "any"}, "max_tokens": max_tokens}
+    message, (_, streamed) = ask(fake, **fields), stream(fake, **fields)
+    for found in (message, streamed):
+        assert found.stop_reason == "max_tokens"
+        assert [block.type for block in found.content if block.type != "text" or block.text] == (
+            ["tool_use"] if max_tokens > 40 else []
+        )
+
+
 def test_thinking_is_off_by_default_and_hidden_on_request(fake: RunningServer) -> None:
     ask(fake, tools=TOOLS)
     assert prompt_of(fake).endswith(b"<think>\n\n</think>\n\n"), "the template's switch"

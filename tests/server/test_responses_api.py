@@ -188,6 +188,19 @@ def test_length_makes_the_answer_incomplete(tools: RunningServer) -> None:
     assert whole["usage"]["output_tokens"] == 45 and whole["max_output_tokens"] == 45
 
 
+@pytest.mark.parametrize("num_tokens", [3, 13, 35, len(CALL_TEXT) - 5])
+def test_no_piece_of_a_cut_call_is_output_text(tools: RunningServer, num_tokens: int) -> None:
+    tools.set_output(FakeOutput(CALL_TEXT, (3,)))
+    body = {"input": "Hi", "tools": [FUNCTION], "tool_choice": "required", "max_output_tokens": num_tokens}
+    whole = create(tools, **body)
+    events, streamed = read_stream(tools.http, **body)
+    assert whole["status"] == "incomplete" and without_ids(streamed) == without_ids(whole)
+    calls = [item for item in whole["output"] if item["type"] == "function_call"]
+    texts = [part["text"] for item in whole["output"] for part in item.get("content", ())]
+    assert len(calls) == (num_tokens > 35) and not any(texts)
+    assert not any(event["type"] == "response.output_text.delta" for event in events)
+
+
 def test_runaway_answer_is_incomplete(served: RunningServer) -> None:
     served.set_output(FakeOutput("ab" * 900))
     response = post(served, input="Hi", on_runaway="stop").json()

@@ -258,6 +258,20 @@ def test_call_cut_by_the_length_is_no_finished_call(fake: RunningServer) -> None
     assert '{"city": "Köln", "days": 2}'.startswith(choice.message.tool_calls[0].function.arguments)
 
 
+CUTS = (3, 13, 40, len(CALL.encode()) - 5)  # within the marker, before and behind the name, within the end
+
+
+@pytest.mark.parametrize("num_tokens", CUTS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_piece_of_a_cut_call_is_content(fake: RunningServer, num_tokens: int, stream: bool) -> None:
+    fake.set_output(FakeOutput(CALL, (3,)))
+    answer = chat(fake, tool_choice="required", max_tokens=num_tokens, stream=stream)
+    choice = (streamed(answer)[0] if stream else answer).choices[0]
+    assert (choice.message.content or "", choice.finish_reason) == ("", "length")
+    calls = choice.message.tool_calls or []
+    assert [call.function.name for call in calls] == ["get_weather"] * (num_tokens == CUTS[-1])
+
+
 @pytest.mark.parametrize("burst", [1, 7])
 def test_reasoning_alone(fake: RunningServer, burst: int) -> None:
     fake.set_output(FakeOutput(f"{THOUGHT}Yes.", (burst,)))

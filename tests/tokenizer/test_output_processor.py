@@ -232,7 +232,7 @@ def test_stop_strings_are_searched_in_content_alone() -> None:
 def test_stop_string_in_what_the_parser_held_back() -> None:
     """The end of the answer shows that a text begins no marker; it may hold a stop string."""
     output = parsed_answer(stop=("ool",))
-    feed(output, "Hi <tool", (3,), "length")
+    feed(output, "Hi <tool", (3,), "stop", EOS)
     assert (output.text, output.finish_reason, output.stop_reason) == ("Hi <t", "stop", "ool")
 
 
