@@ -17,7 +17,7 @@ from foreword.models.gguf.header import is_gguf, open_gguf
 from foreword.models.hub import resolve_path
 from foreword.multimodal.preprocessor_config import read_json_object
 from foreword.multimodal.processor import ImageProcessor, read_placeholder_ids, read_processor
-from foreword.tokenizer.chat_template import ChatTemplate
+from foreword.tokenizer.chat_template import PROBE_TOOL, ChatTemplate
 from foreword.tokenizer.files import read_tokenizer_files
 from foreword.tokenizer.generation_config import GenerationConfig
 from foreword.tokenizer.gguf import CHAT_TEMPLATE_KEY, build_gguf_tokenizer
@@ -161,7 +161,10 @@ def apply_options(config: Config, tokenizer: Tokenizer, processor: ImageProcesso
     placeholder = None if processor is None else processor.placeholder_text
     try:
         template = ChatTemplate.from_tokenizer(tokenizer, placeholder)
-        text = template.render(PROBE_MESSAGES)
+        try:
+            text = template.render(PROBE_MESSAGES)
+        except InvalidRequest:  # it may need tools; a chat without is refused then
+            text = template.render(PROBE_MESSAGES, tools=[PROBE_TOOL])
     except (CheckpointError, InvalidRequest) as error:
         raise ConfigError(f"chat_template {source}: {error.message}", "chat_template") from None
     if PROBE_MESSAGES[-1]["content"] not in text:

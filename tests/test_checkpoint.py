@@ -145,6 +145,13 @@ def test_chat_template_option_replaces_the_checkpoints(tmp_path: Path, is_file: 
     )
 
 
+@pytest.mark.parametrize("head", ["{% for tool in tools %}{% endfor %}", "{{ tools[0].function.name }}"])
+def test_template_that_needs_tools_does_not_refuse_the_start(tmp_path: Path, head: str) -> None:
+    path = write_checkpoint(tmp_path / "model")
+    prepared = prepare_checkpoint(Config(model=str(path), chat_template=head + TEMPLATE))
+    assert prepared.tokenizer.chat_template == head + TEMPLATE
+
+
 def test_chat_template_option_serves_a_model_without_one(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model")
     write_json(path / "tokenizer_config.json", {"eos_token": "<eos>"})

@@ -1,10 +1,11 @@
 """Which chat format a checkpoint has, proven by its chat template.
 
 A candidate is proven if a conversation with calls, rendered by the template, parses back to the same calls,
-reasoning and content. Of the first two kinds, one that also writes calls as the template does is preferred.
-Candidates are, in this order: the checkpoint's `response_template`, the families whose
-markers the template holds, an analysis of what the template writes, and for templates without tools the
-`generic` format, in which a system text describes the tools.
+reasoning and content. If none is, a family by its markers may be proven for parsing alone: some templates
+write strings of the history without their quotes or escapes, or refuse a part of it. Of the first two kinds,
+one that also writes calls as the template does is preferred. Candidates are, in this order: the checkpoint's
+`response_template`, the families whose markers the template holds, an analysis of what the template writes,
+and for templates without tools the `generic` format, in which a system text describes the tools.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Final, Protocol
 
 from foreword.errors import InvalidRequest
 from foreword.formats.analysis import derive_tools, find_markers, num_common
-from foreword.formats.events import CallArguments, CallStart, ContentText, ReasoningText
+from foreword.formats.events import CallArguments, CallStart, ChatEvent, ContentText, ReasoningText
 from foreword.formats.families import FORMATS
 from foreword.formats.parser import parse_message, starts_in_reasoning
 from foreword.formats.record import ChatFormat, ReasoningFormat, ToolFormat, bind_format
@@ -45,6 +46,7 @@ CONTENT: Final = "Foreword tells"
 REASONING: Final = "Foreword thinks"
 FIND, STOP = "foreword_find", "foreword_stop"  # tools
 BY_MARKERS: Final = "markers of the chat template"
+PROVEN, PARSES, UNPROVEN = "proven", "proven for parsing alone", "not proven"
 UNFINISHED_MARKER: Final = re.compile(r"[<\[][^<>\[\]\s]*$")
 
 
@@ -84,15 +86,19 @@ class Detection:
 
     format: ChatFormat | None  # `tools` is None if no format of calls is proven; None: nothing is known
     origin: str = ""  # where the format comes from
-    is_proven: bool = False
+    proof: str = UNPROVEN
     problems: tuple[str, ...] = ()  # candidates that are not proven, and what differed
+
+    @property
+    def is_proven(self) -> bool:
+        return self.proof == PROVEN
 
     def __str__(self) -> str:
         if self.format is None or self.format.tools is None:
             tools = "none" + "".join(f"; {problem}" for problem in self.problems)
         else:
-            proof = "proven" if self.is_proven else f"not proven ({'; '.join(self.problems)})"
-            tools = f"{self.format.name} ({self.origin}), {proof}"
+            problems = "" if self.is_proven else f" ({'; '.join(self.problems)})"
+            tools = f"{self.format.name} ({self.origin}), {self.proof}{problems}"
         reasoning = None if self.format is None else self.format.reasoning
         return tools + (
             "" if reasoning is None else f"; reasoning between {reasoning.begin} and {reasoning.end}"
@@ -116,13 +122,17 @@ def detect_format(
     source = template.source.replace('\\"', '"').replace("\\'", "'")
     problems: list[str] = []
     first: Detection | None = None
+    parsing: Detection | None = None
     for fmt, origin in _candidates(template, tokenizer, source, wanted, response_template):
         if first is not None and origin != BY_MARKERS:
             break
         fmt = _with_text_markers(fmt, source, template, tokenizer)
         _set_call_format(template, fmt)
         problem = _difference(fmt, template, tokenizer)
-        found = Detection(fmt, origin, problem is None, () if problem is None else (problem,))
+        proof = PROVEN
+        if problem is not None:
+            proof = PARSES if _parses(fmt, template, tokenizer) else UNPROVEN
+        found = Detection(fmt, origin, proof, () if problem is None else (problem,))
         # Families that differ in whitespace parse each other's calls: take one that also writes them alike.
         if wanted == fmt.name or (problem is None and _writes_alike(fmt, template, tokenizer)):
             return found
@@ -130,8 +140,11 @@ def detect_format(
             first = first or found
         else:
             problems.append(f"{fmt.name}: {problem}")
+            if parsing is None and proof == PARSES and origin == BY_MARKERS:
+                parsing = found
+    first = first or parsing
     if first is not None:
-        assert first.format is not None, "a proven format"
+        assert first.format is not None, "a candidate"
         _set_call_format(template, first.format)
         return first
     fmt = _with_text_markers(ChatFormat("text"), source, template, tokenizer)
@@ -306,18 +319,7 @@ def _round_trip(
 ) -> str | None:
     """What differs after parsing the rendered message."""
     prompt, turn = assistant_turn(template, message, tokenizer.end_texts, tools)
-    bound = bind_format(fmt, tokenizer.token_to_id, tokenizer.special_ids)
-    prompt_ids = [token_id for token_id, _ in tokenizer.tokenize(prompt)]
-    reasons = starts_in_reasoning(bound, prompt_ids, prompt)
-    events = parse_message(bound, ToolUse(tools), tokenizer.tokenize(turn), reasons)
-    calls = [
-        (
-            event.name,
-            "".join(e.text for e in events if isinstance(e, CallArguments) and e.index == event.index),
-        )
-        for event in events
-        if isinstance(event, CallStart)
-    ]
+    events, calls = _parse(fmt, tokenizer, tools, turn, prompt)
     expected = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
     expected = [call for call in expected if call[0] in turn]  # others are in a turn of their own
     if not expected and not message["content"]:
@@ -330,6 +332,36 @@ def _round_trip(
     if fmt.reasoning is None and "reasoning_content" in message:
         return None  # it stays in the content
     return _text_difference(events, message, turn)
+
+
+def _parse(
+    fmt: ChatFormat, tokenizer: ProofTokenizer, tools: tuple[Tool, ...], turn: str, prompt: str = ""
+) -> tuple[tuple[ChatEvent, ...], list[tuple[str, str]]]:
+    """The events of a turn, and its calls: names and arguments."""
+    bound = bind_format(fmt, tokenizer.token_to_id, tokenizer.special_ids)
+    prompt_ids = [token_id for token_id, _ in tokenizer.tokenize(prompt)]
+    reasons = starts_in_reasoning(bound, prompt_ids, prompt)
+    events = parse_message(bound, ToolUse(tools), tokenizer.tokenize(turn), reasons)
+    calls = [
+        (
+            event.name,
+            "".join(e.text for e in events if isinstance(e, CallArguments) and e.index == event.index),
+        )
+        for event in events
+        if isinstance(event, CallStart)
+    ]
+    return events, calls
+
+
+def _parses(fmt: ChatFormat, template: TemplateProbe, tokenizer: ProofTokenizer) -> bool:
+    """Whether the format reads its own calls in this vocabulary, and a call in what the template writes."""
+    assert fmt.tools is not None
+    tools = _proof_tools(PLAIN_ARGUMENTS)
+    written = write_calls(fmt.tools, [WrittenCall(FIND, PLAIN_ARGUMENTS, "call01234")])
+    own = [(name, _canonical(text)) for name, text in _parse(fmt, tokenizer, tools, written)[1]]
+    turn = _turn(template, tokenizer, {"content": "", "tool_calls": [_call(0, FIND, {"text": CONTENT})]})
+    names = [name for name, _ in _parse(fmt, tokenizer, tools, turn)[1]]
+    return (own, names) == ([(FIND, json.dumps(PLAIN_ARGUMENTS, sort_keys=True))], [FIND])
 
 
 def _canonical(text: str) -> str:

@@ -148,7 +148,7 @@ _ALL: Final = (
             ToolFormat(("<|python_tag|>", JsonCall(arguments_key="parameters")), separator=(";",)),
             ToolFormat(("<|python_tag|>", Name(), ".call(", PythonArguments(), ")")),
         ),
-        template_markers=("<|start_header_id|>", '"parameters"'),
+        template_markers=("header_", '"parameters"'),  # <|start_header_id|>, <|header_start|>
     ),
     ChatFormat(
         "pythonic",

@@ -36,7 +36,7 @@ from foreword.tokenizer.template_worker import NOT_COMPILED, RENDERED
 from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.workers.pool import JobFailed, JobLimits, WorkerPool
 
-__all__ = ["ChatTemplate"]
+__all__ = ["PROBE_TOOL", "ChatTemplate"]
 
 WORKER: Final = "foreword.tokenizer.template_worker"
 NUM_WORKERS: Final = 2
@@ -150,6 +150,7 @@ class ChatTemplate:
         "_describes_tools",
         "_fits",
         "_keeps",
+        "_no_tools",
         "_placeholder",
         "_takes_content_lists",
         "_variables",
@@ -169,6 +170,7 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._placeholder = placeholder
         self._takes_content_lists = False
+        self._no_tools: list[Any] | None = None  # as transformers; []: the template fails with None
         self._call_format = JSON_CALLS  # of calls that the template does not render
         self._describes_tools = True  # the template does, not this class
         # As probed on first use:
@@ -294,7 +296,7 @@ class ChatTemplate:
         options: Mapping[str, Any],
         tools: Sequence[Tool] = (),
     ) -> str:
-        described = [tool.to_template() for tool in tools] or None
+        described = [tool.to_template() for tool in tools] or self._no_tools
         messages = [_write_reasoning(message, source) for message in messages]
         variables = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         variables |= {**self._variables, "tools": described, "documents": None, **options}
@@ -414,10 +416,12 @@ class ChatTemplate:
         assert self.source is not None
         parts = [dict(IMAGE_PART), {"type": "text", "text": PROBE_TEXT}]
         content = PROBE_TEXT if self._placeholder is None else parts
-        try:
-            text = self._render(self.source, [{"role": "user", "content": content}], True, {})
-        except InvalidRequest:
-            return False
+        messages = [{"role": "user", "content": content}]
+        text = self._try_render(messages)
+        if not text and "tools" in self.source:
+            self._no_tools = []
+            text = self._try_render(messages)
+            self._no_tools = [] if text else None
         if self._placeholder is None:
             return False
         is_repr = "'type'" in text or '"type"' in text

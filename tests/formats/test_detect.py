@@ -126,6 +126,50 @@ def test_unproven_format_is_none_and_tools_are_refused() -> None:
     assert chat.render_ids([{"role": "user", "content": "a"}], {}, 0)
 
 
+PYTHONIC = (  # @VALUE@ is a value of the history
+    "{% if loop.first %}[{% endif %}"
+    f"{CALL_NAME}({{% for key, value in call.function.arguments | items %}}{{{{ key }}}}=@VALUE@"
+    "{% if not loop.last %}, {% endif %}{% endfor %})"
+    "{% if loop.last %}]{% else %}, {% endif %}"
+)
+SAYS_PYTHONIC = "{# Answer [func_name1(params_name1=params_value1)] #}"
+SAYS_JSON = '{# <|header_start|> {"name": function name, "parameters": arguments} #}'
+
+
+@pytest.mark.parametrize(
+    ("call", "says", "name"),
+    [
+        (PYTHONIC.replace("@VALUE@", "{{ '%s' | format(value) }}"), SAYS_PYTHONIC, "pythonic"),
+        (PYTHONIC.replace("@VALUE@", "{{ '%sr' | format(value) }}"), SAYS_PYTHONIC, "pythonic"),
+        (PYTHONIC.replace("@VALUE@", """{{ '"%s"' | format(value) }}"""), SAYS_PYTHONIC, "pythonic"),
+        (
+            PYTHONIC.replace("@VALUE@{% if not loop.last %}, {% endif %}", "{{ value | tojson }}"),
+            SAYS_PYTHONIC,
+            "pythonic",
+        ),
+        (f'{{"name": "{CALL_NAME}", "parameters": {CALL_ARGUMENTS}}}', SAYS_JSON, "llama-json"),
+    ],
+    ids=["no quotes", "no quotes and a letter", "no escapes", "no commas", "text before JSON"],
+)
+def test_history_that_cannot_be_read_back_leaves_the_format_of_the_markers(
+    call: str, says: str, name: str
+) -> None:
+    chat = processor(UNKNOWN.replace("@CALL@", call) + says)
+    assert str(chat.detection).startswith(
+        f"{name} (markers of the chat template), proven for parsing alone ("
+    )
+    assert not chat.detection.is_proven
+    question = [{"role": "user", "content": "Where?"}]
+    assert chat.render_ids(question, {}, 0, tools=[TOOL])
+
+
+def test_template_that_iterates_over_tools_takes_none() -> None:
+    """Named tool templates of older checkpoints fail where `tools` is none, as transformers pass it."""
+    chat = processor(TEMPLATES["hermes"] + "{% for tool in tools %}{% endfor %}")
+    assert str(chat.detection).startswith("hermes (markers of the chat template), proven;")
+    assert chat.render_ids([{"role": "user", "content": "Where?"}], {}, 0)
+
+
 def test_named_format_is_taken_without_proof() -> None:
     template = TEMPLATES["hermes"]
     assert detect(template, "none").format == FORMATS["hermes"].__class__(
@@ -134,6 +178,10 @@ def test_named_format_is_taken_without_proof() -> None:
     mistral = detect(template, "mistral-v3")
     assert mistral.format is not None and mistral.format.tools == FORMATS["mistral-v3"].tools
     assert not mistral.is_proven and "not proven (a call: " in str(mistral)
+    unquoted = UNKNOWN.replace("@CALL@", PYTHONIC.replace("@VALUE@", "{{ value }}"))
+    assert str(detect(unquoted, "pythonic")).startswith(
+        "pythonic (--tool-format), proven for parsing alone ("
+    )
     named = detect(template, "hermes")
     assert named.is_proven and str(named).startswith("hermes (--tool-format), proven")
     chat = processor(template, "generic")
