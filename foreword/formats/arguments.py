@@ -24,7 +24,6 @@ from foreword.formats.values import (
     JSON_STRING,
     RawValue,
     Unescape,
-    argument_types,
     decode_python_escape,
     escape,
     scalar_to_json,
@@ -278,7 +277,7 @@ class ArgumentReader(Reader, abc.ABC):
                     self.num_parse_errors += 1
                     continue
                 self._position += len(part.key_end)
-                types = argument_types(tool, key)
+                types = tool.argument_types(key)
                 if part.types_in_tag:
                     header = yield from self._read_header(">")
                     self._position += header is not None
@@ -375,7 +374,7 @@ class ArgumentReader(Reader, abc.ABC):
                 is_started = True
             self._emit((", " if num_arguments else "{") + _quoted(key) + ": ")
             num_arguments += 1
-            types = argument_types(tool, key)
+            types = tool.argument_types(key)
             if word:
                 self._emit(scalar_to_json(word, types))
             elif not (yield from self._convert(quote, types)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from foreword.core.structured_output import StructuredOutput
+from foreword.formats.values import SchemaTypes
 
 __all__ = ["DEFAULT_REASONING", "NO_TOOLS", "ReasoningOptions", "Tool", "ToolUse"]
 
@@ -23,6 +24,17 @@ class Tool:
     input_grammar: StructuredOutput | None = None  # of a custom tool's input; None: any text
     is_deferred: bool = False  # described by a message: chat templates do not get it
     schema_field: str = field(default="", compare=False)  # the user's name of `parameters`, for errors
+    _argument_types: dict[str | None, frozenset[str]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def argument_types(self, key: str | None) -> frozenset[str]:
+        """JSON types that the schema allows for an argument; None for one that it does not name."""
+        if self.is_custom:
+            return frozenset({"string"})
+        if not self._argument_types:
+            self._argument_types.update(SchemaTypes(self.parameters or {}).arguments)
+        return self._argument_types.get(key, self._argument_types[None])
 
     def to_template(self) -> dict[str, Any]:
         """OpenAI's form, as chat templates read it."""

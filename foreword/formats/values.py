@@ -9,21 +9,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 from urllib.parse import unquote
 
-from foreword.formats.tools import Tool
-
 __all__ = [
     "ANY_TYPES",
     "JSON_STRING",
     "MAX_SCHEMA_DEPTH",
     "CustomInput",
     "RawValue",
+    "SchemaTypes",
     "Unescape",
-    "argument_types",
     "decode_python_escape",
     "escape",
     "resolve_reference",
     "scalar_to_json",
-    "schema_types",
 ]
 
 # A JSON string up to its quote; a backslash at the end of the text stays out.
@@ -32,6 +29,7 @@ ANY_TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", 
 MAX_HEAD_CHARS: Final = 160  # of a custom tool's arguments before its input
 MAX_LITERAL_CHARS: Final = 64  # of a number, true, false or null
 MAX_SCHEMA_DEPTH: Final = 16  # of references and alternatives
+MAX_INDEX_DIGITS: Final = 6  # of a list index in a reference
 
 HEX: Final = "[0-9a-fA-F]"
 HIGH: Final = rf"\\u[dD][89abAB]{HEX}{{2}}"
@@ -65,38 +63,58 @@ def escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def argument_types(tool: Tool, key: str | None) -> frozenset[str]:
-    """JSON types that the schema allows for an argument, None for one that it does not name."""
-    if tool.is_custom:
-        return frozenset({"string"})
-    root = tool.parameters or {}
-    properties = root.get("properties")
-    if isinstance(properties, Mapping) and key in properties:
-        return schema_types(properties[key], root)
-    return schema_types(root.get("additionalProperties"), root)
+class SchemaTypes:
+    """JSON types that the parts of a tool's schema allow, as far as it tells. Each part is read once.
+
+    A part inside of itself, or behind MAX_SCHEMA_DEPTH references and alternatives, allows any type.
+    """
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._types: dict[int, frozenset[str]] = {}  # by id() of the part, which the root keeps
+        properties = root.get("properties")
+        # All of them now and in this order: the types do not depend on who asks for which first.
+        self.arguments: dict[str | None, frozenset[str]] = {
+            None: self.of(root.get("additionalProperties")),
+            **{key: self.of(schema) for key, schema in _mapping(properties).items()},
+        }
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that were read."""
+        return len(self._types)
+
+    def of(self, schema: Any, depth: int = MAX_SCHEMA_DEPTH) -> frozenset[str]:
+        """The types of a part of the schema."""
+        if not isinstance(schema, Mapping) or not depth:
+            return ANY_TYPES
+        if id(schema) not in self._types:
+            self._types[id(schema)] = ANY_TYPES  # for references to the part from inside of it
+            self._types[id(schema)] = self._read(schema, depth - 1)
+        return self._types[id(schema)]
+
+    def _read(self, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
+        types = ANY_TYPES
+        names = schema.get("type")
+        if isinstance(names, str | list):
+            named = {names} if isinstance(names, str) else {name for name in names if isinstance(name, str)}
+            types &= named | ({"integer"} if "number" in named else set())
+        if isinstance(schema.get("enum"), list):
+            types &= {_type_of(value) for value in schema["enum"]}
+        if "const" in schema:
+            types &= {_type_of(schema["const"])}
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(schema.get(keyword), list):
+                types &= frozenset().union(*(self.of(option, depth) for option in schema[keyword]))
+        for option in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+            types &= self.of(option, depth)
+        if isinstance(schema.get("$ref"), str):
+            types &= self.of(resolve_reference(schema["$ref"], self._root), depth)
+        return types or ANY_TYPES
 
 
-def schema_types(schema: Any, root: Mapping[str, Any], depth: int = MAX_SCHEMA_DEPTH) -> frozenset[str]:
-    """JSON types that a part of the schema `root` allows, as far as it tells."""
-    if not isinstance(schema, Mapping) or not depth:
-        return ANY_TYPES
-    types = ANY_TYPES
-    names = schema.get("type")
-    if isinstance(names, str | list):
-        named = {names} if isinstance(names, str) else {name for name in names if isinstance(name, str)}
-        types &= named | ({"integer"} if "number" in named else set())
-    if isinstance(schema.get("enum"), list):
-        types &= {_type_of(value) for value in schema["enum"]}
-    if "const" in schema:
-        types &= {_type_of(schema["const"])}
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(schema.get(keyword), list):
-            types &= frozenset().union(*(schema_types(option, root, depth - 1) for option in schema[keyword]))
-    for option in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-        types &= schema_types(option, root, depth - 1)
-    if isinstance(schema.get("$ref"), str):
-        types &= schema_types(resolve_reference(schema["$ref"], root), root, depth - 1)
-    return types or ANY_TYPES
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
@@ -104,10 +122,11 @@ def resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
     value: Any = root if reference[:1] == "#" else None
     for step in reference[1:].split("/")[1:]:
         step = unquote(step).replace("~1", "/").replace("~0", "~")
-        if isinstance(value, list) and step.isdecimal() and int(step) < len(value):
-            value = value[int(step)]
+        if isinstance(value, list):
+            is_index = step.isdecimal() and len(step) <= MAX_INDEX_DIGITS and int(step) < len(value)
+            value = value[int(step)] if is_index else None
         else:
-            value = value.get(step) if isinstance(value, Mapping) else None
+            value = _mapping(value).get(step)
     return value
 
 

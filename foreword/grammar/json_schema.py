@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final, NoReturn
 
 from llguidance import LLMatcher
@@ -17,6 +17,7 @@ from foreword.grammar import limits
 __all__ = [
     "ANY_OBJECT",
     "GrammarError",
+    "SchemaConverter",
     "convert_schema",
     "convert_schema_text",
     "is_pattern_known",
@@ -29,6 +30,8 @@ __all__ = [
 STRING_OR_BRACKET: Final = re.compile(r'"(?:[^"\\]|\\.?)*(?:"|\Z)|[\[\]{}]', re.DOTALL)
 MAX_SHOWN_NUMBER: Final = 10**12
 ANY_OBJECT: Final = '{"type": "object"}'
+ROOT: Final = "parameters"  # of a schema, in the definitions of its parts
+MAX_PATH_CHARS: Final = 200  # of a place in errors and logs
 ANY_PROPERTY_NAME: Final = "(?s:.*)"  # pattern
 
 # Whitespace between two parts of JSON: a space, or a newline and an indentation. json.dumps() with indent=4
@@ -123,31 +126,64 @@ def convert_schema_text(text: str, whitespace: bool) -> str:
     return convert_schema(read_json(text, "the schema"), whitespace)
 
 
-def convert_schema(
-    schema: Any, whitespace: bool, dropped: list[str] | None = None, closes_objects: bool = False
-) -> str:
-    """`convert_schema_text` for a parsed schema. Annotations are left out.
+def convert_schema(schema: Any, whitespace: bool) -> str:
+    """`convert_schema_text` for a parsed schema. Annotations are left out."""
+    return SchemaConverter(schema).convert(schema, "", whitespace)
 
-    dropped         receives "PATH: KEYWORD" for each keyword that is left out since it cannot be enforced;
-                    None: such a keyword raises
-    closes_objects  an object that names its properties has no others, unless the schema asks for them
-    """
-    if not isinstance(schema, dict | bool):
-        raise GrammarError(f"a schema must be an object, got {json.dumps(schema):.80}")
-    cleaner = _SchemaCleaner(schema, dropped, closes_objects and not _has_keyword(schema, "allOf"))
-    clean = cleaner.clean(schema if isinstance(schema, dict) else {"anyOf": [schema]}, "")
-    options: dict[str, Any] = {"whitespace_flexible": whitespace}
-    if whitespace:
-        options["whitespace_pattern"] = WHITESPACE
-    return json.dumps({"x-guidance": options, **clean}, ensure_ascii=False)
+
+class SchemaConverter:
+    """Converts one schema, or parts of it with the whole as their definitions, to llguidance's JSON."""
+
+    def __init__(self, root: Any, dropped: list[str] | None = None, closes_objects: bool = False) -> None:
+        """
+        dropped         receives "PATH: KEYWORD" for each keyword that is left out since it cannot be
+                        enforced; None: such a keyword raises
+        closes_objects  an object that names its properties has no others, unless the schema asks for them
+        """
+        self._root = root
+        self._dropped = dropped
+        self._closes_objects = closes_objects
+        self._definitions = ""  # as JSON
+
+    def convert(self, schema: Any, path: str, whitespace: bool) -> str:
+        """A part of the schema, which stands at this path of it; "": the whole. Raises GrammarError."""
+        if not isinstance(schema, dict | bool):
+            raise GrammarError(f"a schema must be an object, got {json.dumps(schema):.80}")
+        options: dict[str, Any] = {"whitespace_flexible": whitespace}
+        if whitespace:
+            options["whitespace_pattern"] = WHITESPACE
+        schema = schema if isinstance(schema, dict) else {"anyOf": [schema]}
+        keywords = _keywords(schema)
+        is_whole = not path or "$ref" not in keywords
+        closes_objects = self._closes_objects and "allOf" not in keywords
+        if not is_whole:
+            closes_objects = closes_objects and "allOf" not in self._root_keywords
+        clean = self._clean(schema, path, closes_objects)
+        if is_whole:
+            return json.dumps({"x-guidance": options, **clean}, ensure_ascii=False)
+        if not self._definitions:
+            root = self._clean(self._root, "", self._closes_objects and "allOf" not in self._root_keywords)
+            self._definitions = json.dumps({ROOT: _move_references(root)}, ensure_ascii=False)
+        clean.pop("$defs", None)  # the root has them
+        text = json.dumps({"x-guidance": options, **_move_references(clean)}, ensure_ascii=False)
+        return f'{text[:-1]}, "$defs": {self._definitions}}}'
+
+    def _clean(self, schema: Any, path: str, closes_objects: bool) -> Any:
+        has_ids = self._dropped is not None and "$id" in self._root_keywords
+        return _SchemaCleaner(self._root, has_ids, self._dropped, closes_objects).clean(schema, path)
+
+    @cached_property
+    def _root_keywords(self) -> frozenset[str]:
+        return _keywords(self._root)
 
 
 class _SchemaCleaner:
     """Removes annotations from a schema and counts its entries."""
 
-    def __init__(self, root: Any, dropped: list[str] | None, closes_objects: bool) -> None:
+    def __init__(self, root: Any, has_ids: bool, dropped: list[str] | None, closes_objects: bool) -> None:
         self._num_entries = 0
         self._root = root
+        self._has_ids = has_ids  # the root may hold what references without "#" name
         self._dropped = dropped
         self._closes_objects = closes_objects
 
@@ -161,7 +197,7 @@ class _SchemaCleaner:
         self._count_entries(len(schema))
         schema = self._leave_out_unsupported(schema, path)
         clean = {
-            key: self._clean_value(key, value, f"{path}/{key}")
+            key: self._clean_value(key, value, f"{path}/{key}"[:MAX_PATH_CHARS])
             for key, value in schema.items()
             if _is_constraint(key, value)
         }
@@ -172,10 +208,10 @@ class _SchemaCleaner:
     def _clean_value(self, key: str, value: Any, path: str) -> Any:
         if key in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
             self._count_entries(len(value))
-            return [self.clean(item, f"{path}/{index}") for index, item in enumerate(value)]
+            return [self.clean(item, f"{path}/{index}"[:MAX_PATH_CHARS]) for index, item in enumerate(value)]
         if key in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
             self._count_entries(len(value))
-            return {name: self.clean(item, f"{path}/{name}") for name, item in value.items()}
+            return {name: self.clean(item, f"{path}/{name}"[:MAX_PATH_CHARS]) for name, item in value.items()}
         if key in SCHEMA_KEYWORDS:
             return self.clean(value, path)
         if key == "enum" and isinstance(value, list) and len(value) > limits.MAX_CHOICES:
@@ -195,7 +231,7 @@ class _SchemaCleaner:
             )
         if self._dropped is None:
             return schema
-        reasons |= dict.fromkeys(_malformed(schema, self._root), "")
+        reasons |= dict.fromkeys(_malformed(schema, self._root, self._has_ids), "")
         self._dropped += [f"{path}: {keyword}" for keyword in reasons]
         return {key: value for key, value in schema.items() if key not in reasons}
 
@@ -220,7 +256,7 @@ def _unsupported(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, f"{key} may be at most {limits.MAX_REPEAT}, got {shown}"
 
 
-def _malformed(schema: Mapping[str, Any], root: Any) -> Iterator[str]:
+def _malformed(schema: Mapping[str, Any], root: Any, has_ids: bool) -> Iterator[str]:
     """Keywords that llguidance would refuse: it knows no look-around, and no other documents."""
     pattern, reference = schema.get("pattern"), schema.get("$ref")
     if isinstance(pattern, str) and not is_pattern_known(pattern):
@@ -228,10 +264,10 @@ def _malformed(schema: Mapping[str, Any], root: Any) -> Iterator[str]:
     patterns = schema.get("patternProperties")
     if isinstance(patterns, Mapping) and not all(map(is_pattern_known, patterns)):
         yield "patternProperties"
-    if (
-        isinstance(reference, str) and reference[:1] == "#" and resolve_reference(reference, root) is None
-    ) or (isinstance(reference, str) and reference[:1] != "#" and not _has_keyword(root, "$id")):
-        yield "$ref"
+    if isinstance(reference, str):
+        is_known = resolve_reference(reference, root) is not None if reference[:1] == "#" else has_ids
+        if not is_known:
+            yield "$ref"
     if isinstance(schema.get("enum"), list) and not schema["enum"]:
         yield "enum"
     names = schema.get("type", [])
@@ -256,10 +292,35 @@ def is_pattern_known(pattern: str) -> bool:
     return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
 
 
-def _has_keyword(value: Any, keyword: str) -> bool:
+def _keywords(schema: Any) -> frozenset[str]:
+    """Keywords of a schema and of the schemas inside of it."""
+    keywords: set[str] = set()
+    pending = [schema]
+    while pending:
+        part = pending.pop()
+        if not isinstance(part, Mapping):
+            continue
+        keywords.update(part)
+        for key, value in part.items():
+            if key in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
+                pending += value
+            elif key in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
+                pending += value.values()
+            elif key in SCHEMA_KEYWORDS:
+                pending.append(value)
+    return frozenset(keywords)
+
+
+def _move_references(value: Any) -> Any:
+    """The references of a part of a schema to the root, which becomes its definition ROOT."""
     if isinstance(value, Mapping):
-        return keyword in value or any(_has_keyword(item, keyword) for item in value.values())
-    return isinstance(value, list) and any(_has_keyword(item, keyword) for item in value)
+        return {
+            key: f"#/$defs/{ROOT}{item[1:]}"
+            if key == "$ref" and isinstance(item, str) and item.startswith("#")
+            else _move_references(item)
+            for key, item in value.items()
+        }
+    return [_move_references(item) for item in value] if isinstance(value, list) else value
 
 
 def _is_constraint(key: str, value: Any) -> bool:

@@ -93,7 +93,7 @@ def embed_lark(text: str, prefix: str, in_json: bool) -> tuple[str, dict[str, st
     Raises GrammarError for directives other than imports of common terminals, and for attributes of rules.
     """
     check_brackets(text, "the grammar")
-    rules: dict[str, str] = {}
+    rules: dict[str, list[str]] = {}
     head, body = "", ""
 
     def rename(name: str) -> str:
@@ -105,23 +105,24 @@ def embed_lark(text: str, prefix: str, in_json: bool) -> tuple[str, dict[str, st
     for line in COMMENT.sub(lambda match: match[1] or "", text).split("\n"):
         imported = IMPORT.fullmatch(line.strip())
         if imported is not None and imported[1] in COMMON_TERMINALS:
-            rules[rename(imported[2] or imported[1])] = _embed_regex(COMMON_TERMINALS[imported[1]], in_json)
+            name = rename(imported[2] or imported[1])
+            rules[name] = [_embed_regex(COMMON_TERMINALS[imported[1]], in_json)]
             continue
         if line.lstrip().startswith("%"):
             raise GrammarError(f"the directive {line.strip()!r:.80} is not supported here")
         rule = RULE.fullmatch(line)
         if rule is not None:
             head, body = rename(rule[1]), rule[2]
-            rules[head] = ""
+            rules[head] = []
         else:
             body = line
         if head:
-            rules[head] += " " + LARK_PART.sub(lambda part: _embed_part(part, rename, in_json), body)
+            rules[head].append(LARK_PART.sub(lambda part: _embed_part(part, rename, in_json), body))
         elif body.strip():
             raise GrammarError(f"expected a rule, got {line.strip()!r:.80}")
     if rename("start") not in rules:
         raise GrammarError("the grammar has no rule `start`")
-    return rename("start"), rules
+    return rename("start"), {head: " ".join(parts) for head, parts in rules.items()}
 
 
 def _embed_part(part: re.Match[str], rename: Callable[[str], str], in_json: bool) -> str:

@@ -10,10 +10,11 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import groupby, takewhile
 from typing import Any, Final
 
-from foreword.core.structured_output import AnswerGate, Marker, StructuredOutput
+from foreword.core.structured_output import MAX_TOOLS_BYTES, AnswerGate, Marker, StructuredOutput
 from foreword.errors import InvalidRequest
 from foreword.formats.record import (
     BareArguments,
@@ -31,7 +32,7 @@ from foreword.formats.record import (
     ToolFormat,
 )
 from foreword.formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUse
-from foreword.formats.values import MAX_SCHEMA_DEPTH, argument_types, resolve_reference, schema_types
+from foreword.formats.values import MAX_SCHEMA_DEPTH, SchemaTypes, resolve_reference
 from foreword.grammar import limits
 from foreword.grammar.compiler import constraint_body
 from foreword.grammar.json_schema import (
@@ -39,7 +40,7 @@ from foreword.grammar.json_schema import (
     UNSUPPORTED_KEYWORDS,
     WHITESPACE,
     GrammarError,
-    convert_schema,
+    SchemaConverter,
     is_pattern_known,
 )
 from foreword.grammar.lark import embed_lark, escape_char, lark_regex
@@ -57,7 +58,6 @@ JSON_STRING: Final = r'"([^"\\\x00-\x1f]|\\["\\\/bfnrt]|\\u[0-9a-fA-F]{4})*"'
 KEY: Final = "[a-zA-Z_][a-zA-Z0-9_.-]*"
 LITERAL_TEXTS: Final = {"boolean": "/true|false/", "null": "/null/"}
 MAX_ANY_ORDER: Final = 64  # bits of llguidance's parameter; more arguments come in the schema's order
-ROOT: Final = "parameters"  # of a tool, in the definitions of an argument's schema
 LENGTHS: Final = ("minLength", "maxLength")
 STRING_KEYWORDS: Final = frozenset(("const", "enum", "pattern", *LENGTHS))
 STRING_ALTERNATIVES: Final = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref")
@@ -70,6 +70,8 @@ OPEN_BRACE, CLOSE_BRACE, OPEN_BRACKET, CLOSE_BRACKET, COMMA = (
     rf"/{SPACES}{{0,{MAX_SPACES}}}{sign}{SPACES}{{0,{MAX_SPACES}}}/"
     for sign in (r"\{", r"\}", r"\[", r"\]", ",")
 )
+MIN_VISITS: Final = 256  # of alternatives of a tool's arguments; more for a schema of more parts
+MAX_PATH_CHARS: Final = 1000  # of a place in a schema; a longer one is hashed
 MAX_CACHED: Final = 16  # constraints; one of 512 tools has about 1 MB
 NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -107,6 +109,8 @@ def tool_constraint(
         )
         for tool in use.tools
     ]
+    for tool in use.callable_tools:
+        tool.argument_types(None)  # now: the parser asks on the event loop
     key = (
         bound.format,
         *sorted(bound.token_ids.items()),
@@ -115,7 +119,10 @@ def tool_constraint(
         use.allowed,
         use.parallel,
     )
-    return _cached_constraint(_Task(key, reasoning, starts_in_reasoning, response_format, bound, use))
+    try:
+        return _cached_constraint(_Task(key, reasoning, starts_in_reasoning, response_format, bound, use))
+    except RecursionError:
+        raise InvalidRequest("tools: a schema is nested too deeply", "tools") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +296,8 @@ class _ToolSchema:
     index: int  # in the request
     tool: Tool
     parameters: Mapping[str, Any]
+    converter: SchemaConverter
+    unsupported: list[str]  # keywords that the converter left out
 
     @property
     def field(self) -> str:
@@ -314,11 +323,11 @@ class _Writer:
         self._bound = bound
         self._lines: dict[str, str] = {}  # head of each rule -> its body
         self._dropped: dict[str, None] = {}
+        self._arguments: dict[int, list[Item]] = {}  # of tagged formats, by the tool's index
+        self._num_chars = 0  # of rules, and of the arguments in them
         callable_names = {tool.name for tool in use.callable_tools}
         self._tools = [
-            _ToolSchema(index, tool, _parameters(tool))
-            for index, tool in enumerate(use.tools)
-            if tool.name in callable_names
+            _read_tool(index, tool) for index, tool in enumerate(use.tools) if tool.name in callable_names
         ]
 
     @property
@@ -494,9 +503,15 @@ class _Writer:
             case JsonCall():
                 return self._json_call(part)
             case TaggedArguments():
-                return [lambda described: _TaggedWriter(self, part, described).items()]
+                return [lambda described: self._tagged(part, described)]
             case PythonArguments() | BareArguments():
                 return [lambda described: _LiteralWriter(self, part, described).items()]
+
+    def _tagged(self, part: TaggedArguments, described: _ToolSchema) -> list[Item]:
+        """The arguments of a tool, written once for its first call and the further ones."""
+        if described.index not in self._arguments:
+            self._arguments[described.index] = _TaggedWriter(self, part, described).items()
+        return self._arguments[described.index]
 
     def _optional(self, text: str) -> str:
         body = _join(self.marker(text))
@@ -542,14 +557,13 @@ class _Writer:
 
     def json(self, described: _ToolSchema, schema: Any, path: str) -> str:
         """JSON by a schema at this path of the tool's parameters."""
-        dropped: list[str] | None = None if described.is_strict else []
         try:
-            converted = convert_schema(_rebase(schema, path, described.parameters), True, dropped, True)
+            converted = described.converter.convert(schema, path, True)
         except GrammarError as error:
             raise InvalidRequest(f"{described.field}: {error}", described.field) from None
-        for place in dropped or ():
-            inner = place.removeprefix(f"/$defs/{ROOT}")
-            self.drop(described, inner if inner != place else path + place)
+        for place in described.unsupported:
+            self.drop(described, place)
+        described.unsupported.clear()
         return f"%json {converted}"
 
     def string_terminals(self, described: _ToolSchema, schema: Mapping[str, Any], path: str) -> list[str]:
@@ -593,8 +607,17 @@ class _Writer:
 
     def rule(self, head: str, body: str) -> str:
         """Add a rule, which may be there already. Returns its name."""
-        assert self._lines.setdefault(head, body) == body, f"two rules {head}"
+        assert self._lines.setdefault(head, self.count(body)) == body, f"two rules {head}"
         return head.removesuffix("[lazy]").removesuffix("::_")
+
+    def count(self, text: str) -> str:
+        """A text of the grammar. Raises InvalidRequest for a grammar that is too large, while it grows."""
+        self._num_chars += len(text)
+        if self._num_chars > 2 * MAX_TOOLS_BYTES:
+            raise InvalidRequest(
+                "tools: their grammar is too large (fewer tools or simpler schemas fit)", "tools"
+            )
+        return text
 
     def lazy_rule(self, name: str, terminal: str) -> str:
         """A rule that ends as soon as the terminal matches."""
@@ -618,6 +641,8 @@ class _TaggedWriter:
         self._writer = writer
         self._part = part
         self._tool = described
+        self._types = SchemaTypes(described.parameters)
+        self._num_visits_left = MIN_VISITS + 4 * self._types.num_parts
         end = writer.marker(part.value_end)
         self._end: list[Item] = [*end, SPACE_TEXT]
 
@@ -634,8 +659,8 @@ class _TaggedWriter:
         part = self._part
         name = _Text(KEY if key is None else _literal(key))
         head = [*self._writer.marker(part.key_begin), name, *self._writer.marker(part.key_end)]
-        path = "/additionalProperties" if key is None else f"/properties/{key}"
-        types = argument_types(self._tool.tool, key)
+        path = "/additionalProperties" if key is None else _join_path("/properties", key)
+        types = self._tool.tool.argument_types(key)
         strings = list(self._string_options(schema, path)) if "string" in types else []
         # A raw text that reads as a number or a literal is one: free text leaves objects and arrays to JSON.
         is_any_text = any(not {*option} & STRING_KEYWORDS for option, _ in strings)
@@ -646,46 +671,68 @@ class _TaggedWriter:
             for option, place in strings
         ]
         if strings:
-            schema = self._without_strings(schema, others)
+            schema = self._without_strings(schema, others, path)
         if not strings or (schema is not None and others):
             value = self._writer.json(self._tool, schema, path)
             bodies.append(_join([*head, *self._value_begin(False), value, SPACE_TEXT, *self._end]))
-        return " | ".join(bodies)
+        return self._writer.count(" | ".join(bodies))
 
-    def _string_options(
-        self, schema: Any, path: str, depth: int = MAX_SCHEMA_DEPTH
-    ) -> Iterator[tuple[Mapping[str, Any], str]]:
+    def _string_options(self, schema: Any, path: str) -> Iterator[tuple[Mapping[str, Any], str]]:
         """The alternatives of a schema that allow strings, each with its path."""
-        schema, root = schema if isinstance(schema, Mapping) else {}, self._tool.parameters
-        options = _alternatives(schema, root) if depth else {}
-        for place, option in options.items():
-            if "string" in schema_types(option, root):
-                yield from self._string_options(option, path + place, depth - 1)
-        if not options:
-            yield schema, path
+        for option, place in self._expand(schema, path, lambda part: "string" not in self._types.of(part)):
+            if "string" in self._types.of(option):
+                yield (option if isinstance(option, Mapping) else {}), place
 
-    def _without_strings(self, schema: Any, others: Iterable[str], depth: int = MAX_SCHEMA_DEPTH) -> Any:
+    def _expand(
+        self, schema: Any, path: str, is_leaf: Callable[[Mapping[str, Any]], bool]
+    ) -> Iterator[tuple[Any, str]]:
+        """The alternatives of a schema, and theirs, each once and with its path.
+
+        A schema of too many allows anything: its keyword is dropped.
+        """
+        visited: set[int] = set()
+        pending = [(schema, path, 0)]
+        while pending:
+            schema, path, depth = pending.pop()
+            if id(schema) in visited:
+                continue
+            visited.add(id(schema))
+            is_plain = not isinstance(schema, Mapping) or is_leaf(schema)
+            keyword, options = ("", {}) if is_plain else _alternatives(schema, self._tool.parameters)
+            self._num_visits_left -= len(options)
+            if not options:
+                yield schema, path
+            elif depth == MAX_SCHEMA_DEPTH or self._num_visits_left < 0:
+                self._writer.drop(self._tool, f"{path}: {keyword}")
+                yield {}, path
+            else:
+                below = [(option, _join_path(path, place), depth + 1) for place, option in options.items()]
+                pending += reversed(below)
+
+    def _without_strings(self, schema: Any, others: Iterable[str], path: str) -> Any:
         """The part of a schema that allows other values than strings; None if that is not plain.
 
         others  the types that they may have, if the schema does not tell
         """
-        if not isinstance(schema, Mapping) or not depth:
-            return None
-        if not schema:
-            return {"type": sorted(others)}
-        if "string" not in schema_types(schema, self._tool.parameters):
-            return schema
-        if isinstance(schema.get("type"), list):
-            return {**schema, "type": [name for name in schema["type"] if name != "string"]}
-        if isinstance(schema.get("enum"), list):
-            choices = [choice for choice in schema["enum"] if not isinstance(choice, str)]
-            return {**schema, "enum": choices} if choices else None
-        options = [
-            self._without_strings(option, others, depth - 1)
-            for option in _alternatives(schema, self._tool.parameters).values()
-        ]
-        options = [option for option in options if option is not None]
-        return {"anyOf": options} if options else None
+        plain: list[Mapping[str, Any]] = []
+        for option, _ in self._expand(schema, path, self._is_plain):
+            if not isinstance(option, Mapping):
+                continue
+            if not option:
+                plain.append({"type": sorted(others)})
+            elif "string" not in self._types.of(option):
+                plain.append(option)
+            elif isinstance(option.get("type"), list):
+                plain.append({**option, "type": [name for name in option["type"] if name != "string"]})
+            elif isinstance(option.get("enum"), list):
+                choices = [choice for choice in option["enum"] if not isinstance(choice, str)]
+                plain += [{**option, "enum": choices}] if choices else []
+        return {"anyOf": plain} if len(plain) > 1 else next(iter(plain), None)
+
+    def _is_plain(self, schema: Mapping[str, Any]) -> bool:
+        """Whether `_without_strings` can take the strings out of the schema itself."""
+        has_list = isinstance(schema.get("type"), list) or isinstance(schema.get("enum"), list)
+        return has_list or "string" not in self._types.of(schema)
 
     def _value_begin(self, is_string: bool) -> list[Item]:
         part = self._part
@@ -749,7 +796,7 @@ class _LiteralWriter:
         properties, required, others = _properties(self._tool.parameters)
         self._writer.drop_others(self._tool, self._tool.parameters, "", OBJECT_KEYWORDS)
         entries = {
-            key: _join([_Text(_literal(key) + assign), self._value(schema, f"/properties/{key}")])
+            key: _join([_Text(_literal(key) + assign), self._value(schema, _join_path("/properties", key))])
             for key, schema in properties.items()
         }
         if others is not None:
@@ -771,13 +818,14 @@ class _LiteralWriter:
         for keyword in ("anyOf", "oneOf"):
             if isinstance(schema.get(keyword), list) and schema[keyword]:
                 options = [
-                    self._value(option, f"{path}/{keyword}/{i}") for i, option in enumerate(schema[keyword])
+                    self._value(option, _join_path(path, f"{keyword}/{i}"))
+                    for i, option in enumerate(schema[keyword])
                 ]
                 return f"({' | '.join(dict.fromkeys(options))})"
         types = schema.get("type", ())
         types = [types] if isinstance(types, str) else list(types)
         if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1 and not types:
-            return self._value(schema["allOf"][0], f"{path}/allOf/0")
+            return self._value(schema["allOf"][0], _join_path(path, "allOf/0"))
         if not types and "properties" in schema:
             types = ["object"]
         numbers = NUMBER_KEYWORDS if {*types} <= {"integer", "number", "null", "boolean"} else ()
@@ -798,13 +846,15 @@ class _LiteralWriter:
                 return f'"{self._words[2]}"'
             case "array":
                 low, high = schema.get("minItems", 0), schema.get("maxItems")
-                return self._list(self._value(schema.get("items"), f"{path}/items"), low, high)
+                return self._list(self._value(schema.get("items"), _join_path(path, "items")), low, high)
             case "object":
                 properties, required, others = _properties(schema)
                 if others is not None:
-                    return self._object(self._value(others, f"{path}/additionalProperties"))
+                    return self._object(self._value(others, _join_path(path, "additionalProperties")))
                 entries = {
-                    key: _join([_Text(self._key(key)), self._value(value, f"{path}/properties/{key}")])
+                    key: _join(
+                        [_Text(self._key(key)), self._value(value, _join_path(path, f"properties/{key}"))]
+                    )
                     for key, value in properties.items()
                 }
                 inner = _any_order(self._writer, self._tool, path, entries, required, ",")
@@ -919,6 +969,13 @@ def _properties(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]
     return properties, [name for name in required if name in properties], others if may_have_others else None
 
 
+def _read_tool(index: int, tool: Tool) -> _ToolSchema:
+    parameters, unsupported = _parameters(tool), list[str]()
+    is_strict = tool.strict or tool.is_custom
+    converter = SchemaConverter(parameters, None if is_strict else unsupported, closes_objects=True)
+    return _ToolSchema(index, tool, parameters, converter, unsupported)
+
+
 def _parameters(tool: Tool) -> Mapping[str, Any]:
     """The schema of a tool's arguments."""
     if not tool.is_custom:
@@ -977,6 +1034,7 @@ def _join(items: Iterable[Item]) -> str:
     return " ".join(parts)
 
 
+@lru_cache(maxsize=4096)
 def _literal(text: str) -> str:
     """A regular expression for a text."""
     return "".join(char if char in PLAIN_CHARS or char.isalnum() else escape_char(char) for char in text)
@@ -995,31 +1053,23 @@ def _search_regex(pattern: str) -> str:
     return f"/{before}({body}){after}/"
 
 
-def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """The schemas that a value conforms to instead, by their paths; {}: the schema itself says it."""
+def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A keyword, and the schemas that a value conforms to instead, by their places; none: to this one."""
     if isinstance(schema.get("$ref"), str):
         target = resolve_reference(schema["$ref"], root)
-        return {} if target is None else {"/$ref": target}
+        return "$ref", {} if target is None else {"$ref": target}
     for keyword in ("anyOf", "oneOf", "allOf"):
         options = schema.get(keyword)
         if isinstance(options, list) and (keyword != "allOf" or len(options) == 1):
-            return {f"/{keyword}/{index}": option for index, option in enumerate(options)}
-    return {}
+            return keyword, {f"{keyword}/{index}": option for index, option in enumerate(options)}
+    return "", {}
 
 
-def _rebase(schema: Any, path: str, root: Mapping[str, Any]) -> Any:
-    """A part of a schema with its references: the root is its definition ROOT."""
-    if not path or not isinstance(schema, Mapping) or '"$ref"' not in json.dumps(schema):
-        return schema
-    return {**_move_references(schema), "$defs": {ROOT: _move_references(root)}}
-
-
-def _move_references(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {
-            key: f"#/$defs/{ROOT}{item[1:]}"
-            if key == "$ref" and isinstance(item, str) and item.startswith("#")
-            else _move_references(item)
-            for key, item in value.items()
-        }
-    return [_move_references(item) for item in value] if isinstance(value, list) else value
+def _join_path(path: str, place: str) -> str:
+    """The path of a part of a schema, a text of bounded length."""
+    joined = f"{path}/{place}"
+    return (
+        joined
+        if len(joined) <= MAX_PATH_CHARS
+        else f"/{blake2b(joined.encode('utf-8', 'surrogatepass')).hexdigest()}"
+    )

@@ -124,8 +124,9 @@ async def _constrain(server: ServerContext, task: ChatTask, starts_in_reasoning:
     described = partial(
         tool_constraint, bound, task.tools, task.reasoning, starts_in_reasoning, params.structured
     )
-    # Schemas of hundreds of tools take a tenth of a second.
-    constraint = await asyncio.to_thread(described) if task.tools.callable_tools else described()
+    # Schemas of 1 MiB take a second.
+    has_schemas = bool(task.tools.callable_tools) or params.structured is not None
+    constraint = await asyncio.to_thread(described) if has_schemas else described()
     _record_dropped(server, constraint.dropped)
     return replace(params, structured=constraint.structured)
 
