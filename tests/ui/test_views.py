@@ -164,6 +164,29 @@ def test_page_fits_a_phone(open_page: Open, tooled: RunningServer) -> None:
         assert page.evaluate(overflow) == 0, name
 
 
+def test_end_of_an_answer_stays_in_sight(open_page: Open, fake: RunningServer) -> None:
+    """Whatever the composer, the answer or the window grow or shrink by, unless the reader scrolled away."""
+    hidden = """() => { const log = document.querySelector('.log');
+        return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() =>
+            done(Math.round(log.scrollHeight - log.clientHeight - log.scrollTop))))); }"""
+    fake.set_output(FakeOutput("\n\n".join(f"line {i}" for i in range(60))))
+    page = open_page(fake)
+    page.ask("Go")
+    assert page.evaluate(hidden) <= 1, "after the answer"
+    page.get_by_label("Message", exact=True).fill("- an entry\n" * 12)
+    assert page.evaluate(hidden) <= 1, "below a taller composer"
+    page.set_viewport_size({"width": 700, "height": 480})
+    assert page.evaluate(hidden) <= 1, "in a smaller window"
+    page.keyboard.press("Enter")
+    page.wait_done(2)
+    assert page.evaluate(hidden) <= 1, "after a second answer"
+    page.locator(".log").hover()
+    page.mouse.wheel(0, -400)
+    page.wait_for_function("() => !document.querySelector('.to-end').hidden")
+    page.get_by_label("Message", exact=True).fill("- an entry\n" * 12)
+    assert page.evaluate(hidden) > 60, "a reader who scrolled away stays there"
+
+
 def test_every_view_works_behind_a_prefix(open_page: Open) -> None:
     with run_server(Config(root_path="/llm")) as server:
         page = open_page(server, "/llm/")

@@ -37,10 +37,14 @@ export class Chat {
         button("Import", "up", () => this.import(), { text: true }),
         button("Export all", "down", () => this.export(this.conversations), { text: true })));
     this.log = h("div", { class: "log", tabindex: "0", role: "region", "aria-label": "Conversation" });
+    // What grows below the place in sight scrolls nothing: only a reader who goes up leaves the end.
     this.log.addEventListener("scroll", () => {
-      this.sticks = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 60;
+      const { scrollTop, scrollHeight, clientHeight } = this.log;
+      this.sticks = scrollHeight - scrollTop - clientHeight < 60 || (this.sticks && scrollTop >= this.scrolled);
+      this.scrolled = scrollTop;
       this.toEnd.hidden = this.sticks;
     }, { passive: true });
+    this.resized = new ResizeObserver(() => this.follow());
     this.toEnd = button("To the end", "down", () => { this.sticks = true; this.follow(); }, { class: "btn icon-only to-end", hidden: true });
     this.panel = h("aside", { class: "panel", id: "settings", "aria-label": "Settings" });
     this.buildComposer();
@@ -135,6 +139,8 @@ export class Chat {
     this.views = [];
     const { messages } = this.current;
     put(this.log, messages.length ? h("div", { class: "thread" }, h("h1", { class: "visually-hidden" }, this.current.title), messages.map((message, index) => this.message(message, index))) : this.welcome());
+    this.resized.disconnect();
+    for (const box of [this.log, this.log.firstChild]) this.resized.observe(box);
     this.setBusy();
     this.follow();
   }
