@@ -76,8 +76,7 @@ def _address_line(config: Config, url: str) -> str:
 
 def _open_server_warning(config: Config) -> tuple[str, ...]:
     """Warns if other machines can reach the server and need no key."""
-    is_local = config.host in ("localhost", "::1") or config.host.startswith("127.")
-    if config.api_key or config.api_key_file or is_local or config.uds is not None:
+    if config.api_key or config.api_key_file or config.is_local:
         return ()
     return (f"anybody who reaches {config.host} may use this server; --api-key asks for a key",)
 

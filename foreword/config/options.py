@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -733,6 +734,16 @@ class Config:
     def remote_urls(self) -> tuple[str, ...]:
         """The servers of `replica_urls`."""
         return tuple(url.strip().rstrip("/") for url in (self.replica_urls or "").split(",") if url.strip())
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.uds is not None or self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:  # a name, perhaps of an address of the network
+            return False
 
     @property
     def publish_blocks(self) -> bool:

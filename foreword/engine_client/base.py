@@ -26,7 +26,8 @@ class EngineClient(Protocol):
     # False again, the engine is gone for good, and every open stream got an ErrorEvent with EngineDead.
     alive: bool
     on_step: Callable[[StepStats], None] | None  # called in the event loop after every step
-    on_restart: Callable[[str], None] | None  # called in the event loop before a restart, with the reason
+    # Called in the event loop before a restart, with the reason; None: a planned one
+    on_restart: Callable[[str | None], None] | None
     on_ready: Callable[[], None] | None  # called in the event loop when it accepts requests after a restart
     on_blocks: Callable[[BlockUpdate], None] | None  # called before the events of the same step
     # Called in the event loop at a crash, with the ids of the requests in the batch. If it is set, a crash

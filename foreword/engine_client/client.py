@@ -68,7 +68,7 @@ class SubprocessClient:
         self.info: EngineInfo | None = None
         self.alive = False
         self.on_step: Callable[[StepStats], None] | None = None
-        self.on_restart: Callable[[str], None] | None = None
+        self.on_restart: Callable[[str | None], None] | None = None
         self.on_ready: Callable[[], None] | None = None
         self.on_blocks: Callable[[BlockUpdate], None] | None = None
         self.on_crash: Callable[[Collection[str]], None] | None = None
@@ -408,7 +408,8 @@ class SubprocessClient:
         plugin = self._drop_plugin(process)
         self._stats, self._health = StepStats(), EngineHealth()
         if self.on_restart is not None:
-            self._safe_callback(self.on_restart, process.exit_reason or "it hung up")
+            is_planned = process is self._reloaded
+            self._safe_callback(self.on_restart, None if is_planned else process.exit_reason or "it hung up")
         num_open = len(self._inflight)
         self._hand_over(process)
         reason = await process.reap(self._fork_server)

@@ -83,7 +83,7 @@ class RemoteClient:
         self.info: EngineInfo | None = None
         self.alive = False
         self.on_step: Callable[[StepStats], None] | None = None
-        self.on_restart: Callable[[str], None] | None = None
+        self.on_restart: Callable[[str | None], None] | None = None
         self.on_ready: Callable[[], None] | None = None
         self.on_blocks: Callable[[BlockUpdate], None] | None = None
         self.on_crash: Callable[[Collection[str]], None] | None = None  # never called
@@ -323,7 +323,8 @@ class RemoteClient:
             self._num_lost += 1
             logger.warning("client: %s; %d open requests end here", self._detail, len(listeners))
             if self.on_restart is not None:
-                self._safe_callback(self.on_restart, self._detail)
+                is_planned = session.readiness.status == "draining"
+                self._safe_callback(self.on_restart, None if is_planned else self._detail)
         for request_id, on_event in listeners:
             self._safe_callback(on_event, ErrorEvent(request_id, EngineDead(self._detail)))
 

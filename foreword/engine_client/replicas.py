@@ -136,7 +136,7 @@ class ReplicatedClient:
         self.info: EngineInfo | None = None
         self.alive = False
         self.on_step: Callable[[StepStats], None] | None = None
-        self.on_restart: Callable[[str], None] | None = None
+        self.on_restart: Callable[[str | None], None] | None = None
         self.on_ready: Callable[[], None] | None = None
         self.on_blocks: Callable[[BlockUpdate], None] | None = None
         self.on_crash: Callable[[Collection[str]], None] | None = None
@@ -507,10 +507,10 @@ class ReplicatedClient:
         if self.on_step is not None:
             self.on_step(replace(stats, replica=member.replica.id))
 
-    def _on_restart(self, member: _Member, reason: str) -> None:
+    def _on_restart(self, member: _Member, reason: str | None) -> None:
         member.blocks.clear()
         if self.on_restart is not None:
-            self.on_restart(f"replica {member.replica.id}: {reason}")
+            self.on_restart(None if reason is None else f"replica {member.replica.id}: {reason}")
         self._on_step(member, StepStats())  # the new engine counts from zero
 
     def _fail(self, stream: _Stream, error: ForewordError) -> None:

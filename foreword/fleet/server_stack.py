@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from foreword.checkpoint import CheckpointInfo, model_names
 from foreword.config.resolve import EngineInfo
-from foreword.core.readiness import OnLoadProgress
+from foreword.core.readiness import OnLoadProgress, Readiness
 from foreword.embedding.client import EncoderClient
 from foreword.embedding.sentence_transformers import read_decoder_pooling_config
 from foreword.engine_client.forkserver import ForkServer
@@ -93,6 +93,15 @@ class ServerStack:
         )
 
     @property
+    def readiness(self) -> Readiness:
+        """While start() runs; never "ok", since the loading application answers no request."""
+        engine = self.engine.readiness
+        if not engine.is_ready:
+            return engine
+        is_waiting = self.encoder is not None and self.encoder.info is None
+        return Readiness("loading", f"the {'encoder' if is_waiting else 'chat template'} is still loading")
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """Of the processes that run."""
         encoder = None if self.encoder is None else self.encoder.pid
@@ -107,7 +116,7 @@ class ServerStack:
 
     def loading_app(self, drain: DrainState, request_log: RequestLog) -> FastAPI:
         """The application until start() has returned."""
-        return loading_app(Health(self.engine, self.encoder, drain), self._prepared.config, request_log)
+        return loading_app(Health(self, self.encoder, drain), self._prepared.config, request_log)
 
     def serving_app(self, request_log: RequestLog, drain: DrainState | None = None) -> FastAPI:
         """The application of the started server."""

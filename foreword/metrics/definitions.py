@@ -209,7 +209,10 @@ CATALOG = (
         "Unknown fields of messages and content parts, which are ignored.",
         of_server=True,
     ),
-    _counter("engine_restarts_total", "Engine restarts while the server runs."),
+    _counter(
+        "engine_restarts_total",
+        "Engines that died or hung and were replaced; planned reloads are not counted.",
+    ),
     _counter("engine_faults_total", "Engine errors that failed a single request, by stage.", "stage"),
     _counter("runaway_requests_total", "Requests whose output fell into a repeating pattern."),
     _histogram("time_to_first_token_seconds", "From arrival to the first token.", LATENCY_BUCKETS_S),

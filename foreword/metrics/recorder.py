@@ -305,9 +305,10 @@ class MetricsRecorder(ServerCounters):
         interval.prefix_hits += _delta(before.prefix_cache_hits_total, stats.prefix_cache_hits_total)
         self._stats[stats.replica] = self._gauges = stats
 
-    def on_restart(self, reason: str) -> None:
-        """The engine is restarted: the new one counts from zero."""
-        self._registry.add("engine_restarts_total", 1)
+    def on_restart(self, reason: str | None) -> None:
+        """The engine is restarted, as planned without a reason: the new one counts from zero."""
+        if reason is not None:
+            self._registry.add("engine_restarts_total", 1)
         self._stats.pop("", None)  # a replica reports the step 0
         self._gauges = StepStats()
         for span in {progress.span for progress in self._live.values() if progress.span is not None}:

@@ -414,7 +414,7 @@ async def test_faults_in_an_engine_process(
     client = SubprocessClient(
         config_of(checkpoint), (), lambda: VOCABULARY, fork_server=ForkServer(faulty_engine.__name__)
     )
-    restarts: list[str] = []
+    restarts: list[str | None] = []
     client.on_restart = restarts.append
     await client.start()
 

@@ -229,7 +229,7 @@ def hang_up(node: RunningServer) -> None:
 
 async def test_lost_connection_fails_the_requests_and_comes_back(node: RunningServer) -> None:
     node.set_output(FakeOutput(hang_after=1))
-    reasons: list[str] = []
+    reasons: list[str | None] = []
     async with connected(node.url) as client:
         client.on_restart = reasons.append
         events: list[Event | None] = []
@@ -316,7 +316,7 @@ async def test_silent_connection_is_dead() -> None:
 async def test_line_that_is_no_report_ends_the_connection(line: bytes) -> None:
     events: list[Event | None] = []
     async with scripted_server(b"[[],[],[],[],null]", line) as url, connected(url) as client:
-        client.on_restart = lambda reason: events.append(None) if "sent no report" in reason else None
+        client.on_restart = lambda reason: events.append(None) if "sent no report" in str(reason) else None
         await wait_until_async(lambda: events)
 
 

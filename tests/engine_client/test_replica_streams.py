@@ -40,7 +40,7 @@ class ScriptedEngine:
         self.status = "ok"
         self.stats = StepStats()
         self.on_step: Callable[[StepStats], None] | None = None
-        self.on_restart: Callable[[str], None] | None = None
+        self.on_restart: Callable[[str | None], None] | None = None
         self.on_ready: Callable[[], None] | None = None
         self.on_blocks: Callable[[BlockUpdate], None] | None = None
         self.on_crash: Callable[[Collection[str]], None] | None = None

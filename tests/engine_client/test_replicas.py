@@ -115,8 +115,12 @@ async def test_reload_replaces_every_engine_under_streams(
         if not reloading:
             reloading.append(asyncio.create_task(reload()))
 
+    reasons: list[str | None] = []
+    client.on_restart = reasons.append
     got = await collect_answers(client, requests("reload"), begin)
     await reloading[0]
+    client.on_restart = None
+    assert reasons == [None] * 3, "a reload is no death"
     assert same_but_cached(got) == same_but_cached(undisturbed)
     assert len({*before.values(), *client.pids.values()}) == 6, "all processes are new"
     assert [line.split(":")[0] for line in lines] == [f"replica {i}" for i in "000111222"]

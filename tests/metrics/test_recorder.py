@@ -400,6 +400,16 @@ def test_restart_is_counted_and_resets_stats(clock: Clock) -> None:
     assert (series["engine_restarts_total",], series["preemptions_total",]) == (1, 5 + 6)
 
 
+def test_planned_reload_is_no_restart(clock: Clock) -> None:
+    recorder = MetricsRecorder((), clock=clock)
+    recorder.on_step(StepStats(step=3, preemptions_total=5, requests_running=7))
+    recorder.on_restart(None)
+    assert scrape(recorder)["requests_running",] == 0
+    recorder.on_step(StepStats(step=1, preemptions_total=6))
+    series = scrape(recorder)
+    assert (series["engine_restarts_total",], series["preemptions_total",]) == (0, 5 + 6)
+
+
 def test_gauges_use_get_stats(clock: Clock) -> None:
     recorder = MetricsRecorder((), clock=clock)
     recorder.on_step(StepStats(step=3, requests_running=7))

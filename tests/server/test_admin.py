@@ -63,6 +63,25 @@ def test_routes_need_an_admin_key_in_the_file(tmp_path: Path) -> None:
                 assert server.http.request(method, route, headers=keyed("alice")).status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("config", "status"),
+    [
+        (Config(), 200),
+        (Config(host="::1"), 200),
+        (Config(host="localhost"), 200),
+        (Config(host="0.0.0.0"), 404),
+        (Config(host="::"), 404),
+        (Config(host="server.example"), 404),
+        (Config(host="0.0.0.0", uds="/run/foreword.sock"), 200),
+        (Config(api_key="alice"), 404),
+    ],
+)
+def test_reload_needs_an_admin_key_or_the_loopback(config: Config, status: int) -> None:
+    with run_server(config) as server:
+        reply = server.http.post("/admin/reload", headers=keyed("alice") if config.api_key else {})
+        assert reply.status_code == status
+
+
 def test_routes_are_not_in_the_public_docs(server: RunningServer) -> None:
     assert "/admin" not in server.http.get("/openapi.json").text
 

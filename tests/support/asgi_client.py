@@ -35,7 +35,7 @@ class InProcessEngineClient:
         self.alive = False
         self.readiness = Readiness("ok")
         self.on_step: Callable[[StepStats], None] | None = None
-        self.on_restart: Callable[[str], None] | None = None
+        self.on_restart: Callable[[str | None], None] | None = None
         self._listeners: dict[str, Callable[[Event | None], None]] = {}
         self._stepping: asyncio.Task[None] | None = None
 

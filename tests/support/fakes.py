@@ -99,7 +99,7 @@ class FakeEngineClient:
         self.stats = StepStats()
         self.alive = False
         self.on_step: Callable[[StepStats], None] | None = None
-        self.on_restart: Callable[[str], None] | None = None
+        self.on_restart: Callable[[str | None], None] | None = None
         self.on_ready: Callable[[], None] | None = None
         self.on_blocks: Callable[[BlockUpdate], None] | None = None
         self.on_crash: Callable[[Collection[str]], None] | None = None

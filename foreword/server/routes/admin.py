@@ -28,17 +28,17 @@ from foreword.server.auth.usage_db import (
 from foreword.server.http import JSONResponse
 from foreword.server.served_models import ModelsDep
 
-__all__ = ["router"]
+__all__ = ["check_is_admin", "router"]
 
 
-def _require_admin(permissions: PermissionsDep, models: ModelsDep) -> None:
+def check_is_admin(permissions: PermissionsDep, models: ModelsDep) -> None:
     """Raises 404 if no key is an admin key, Forbidden if this key is not."""
     if not models.keyring.has_admin:
         raise HTTPException(404)
     models.check_admin(permissions)
 
 
-router = APIRouter(dependencies=[Depends(_require_admin)], include_in_schema=False)
+router = APIRouter(dependencies=[Depends(check_is_admin)], include_in_schema=False)
 
 
 @router.get("/admin/requests")

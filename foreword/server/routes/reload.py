@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, HTTPException, Response
 from starlette.responses import StreamingResponse
 
 from foreword.errors import ForewordError
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.errors import error_body
 from foreword.server.http import json_bytes
+from foreword.server.routes.admin import check_is_admin
 from foreword.server.served_models import ModelsDep, ServedModels
 
 __all__ = ["router"]
@@ -22,9 +23,14 @@ router = APIRouter(include_in_schema=False)
 
 @router.post("/admin/reload")
 async def reload(models: ModelsDep, permissions: PermissionsDep) -> Response:
-    """Replace each engine, streaming the progress as lines of JSON. Needs an admin key where keys exist."""
+    """Replace each engine, streaming the progress as lines of JSON.
+
+    Needs an admin key; a server without keys has this route on the loopback and on a Unix socket only.
+    """
     if not models.keyring.is_open:
-        models.check_admin(permissions)
+        check_is_admin(permissions, models)
+    elif not models.config.is_local:
+        raise HTTPException(404)
     return StreamingResponse(_lines(models), media_type="application/x-ndjson")
 
 

@@ -101,7 +101,7 @@ export class ServerView {
     grown("http_requests_total", labels => `${labels.status} on ${labels.route}`, labels => labels.status >= 400 && labels.status !== "499");
     grown("requests_finished_total", () => "a request failed", labels => labels.reason === "error");
     grown("requests_finished_total", () => "a text repeated itself", labels => labels.reason === "repetition");
-    grown("engine_restarts_total", () => "the engine was replaced");
+    grown("engine_restarts_total", () => "the engine died and was replaced");
     grown("engine_faults_total", labels => `an error of one request in the stage ${labels.stage}`);
     grown("spec_drafter_errors_total", labels => `the drafter ${labels.drafter} failed`);
     this.events.length = Math.min(this.events.length, MAX_EVENTS);
