@@ -17,7 +17,7 @@ import pytest
 from foreword.bench.server import ServerProcess
 from foreword.cli.banner import curl_line
 from foreword.cli.command_line import COMMANDS, build_parser
-from foreword.cli.flags import ForeignAction, flag
+from foreword.cli.flags import flag
 from foreword.config.foreign_flags import find_foreign
 from foreword.config.options import Config, option_fields
 from foreword.core.params import SamplingParams
@@ -216,8 +216,7 @@ def every_flag() -> set[str]:
 
 def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
-        if not isinstance(action, ForeignAction):
-            yield from action.option_strings
+        yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
                 yield from flags_of(inner)

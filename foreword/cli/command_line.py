@@ -31,15 +31,19 @@ from foreword.cli.arguments import (
 )
 from foreword.cli.batch_file import check_files
 from foreword.cli.flags import (
-    ForeignAction,
-    add_foreign_flags,
+    NoEffectAction,
+    check_foreign_keys,
+    foreign_variables,
+    has_foreign_words,
     print_line,
     read_config,
     read_log_format,
     unknown_variables,
+    unused_options,
 )
 from foreword.cli.listener import bind
 from foreword.cli.startup import startup_line
+from foreword.config.foreign_flags import NO_EFFECT, translate_words
 from foreword.config.models_file import read_models
 from foreword.config.option_text import KIND_NAMES
 from foreword.config.options import Config
@@ -87,7 +91,7 @@ COMMANDS = (
     Subcommand(
         "bench",
         "foreword.bench.command",
-        "measure: latency, throughput, serve, speculate, kernels, gpu",
+        "measure: latency, throughput, serve, speculate, agent, kernels, gpu",
         "bench",
     ),
     Subcommand(
@@ -156,15 +160,24 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuses words that are left over here, where the flags of the command are known."""
+        """Refuses words that are left over here, where the flags of the command are known.
+
+        A command that has options of Config takes flags of other servers, too.
+        """
+        own = self._option_string_actions
+        notes: list[str] = []
+        if "--config" in own and has_foreign_words(args, own):
+            args, notes, self.refusals = translate_words(args, own)
+            if NO_EFFECT in args and NO_EFFECT not in own:
+                self.add_argument(NO_EFFECT, action=NoEffectAction, nargs=0, help=argparse.SUPPRESS)
         namespace, rest = super().parse_known_args(args, namespace)
-        if self.refusals:  # words may be left over because of them
-            rest = [word for word in rest if word.startswith("-")]
         if rest:
             self.error(self._unknown(rest))
         if self.refusals:
             self._print_refusals()
             self.exit(EXIT_USAGE)
+        for line in notes:
+            print_line(self.prog, line)
         return namespace, rest
 
     def _print_refusals(self) -> None:
@@ -174,13 +187,7 @@ class Parser(argparse.ArgumentParser):
     def _unknown(self, rest: Sequence[str]) -> str:
         flag = next((word.partition("=")[0] for word in rest if word.startswith("-") and word != "-"), None)
         if flag is not None:
-            own = [
-                name
-                for action in self._actions
-                if not isinstance(action, ForeignAction)
-                for name in action.option_strings
-            ]
-            return f"unknown flag {flag}{did_you_mean(flag, own)}"
+            return f"unknown flag {flag}{did_you_mean(flag, self._option_string_actions)}"
         hint = TOO_MANY_WORDS.get(self.prog.rpartition(" ")[2])
         takes_words = any(not action.option_strings for action in self._actions)
         if not takes_words and "--model" in self._option_string_actions:
@@ -246,14 +253,13 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
 
 
 def _finish(parser: argparse.ArgumentParser) -> None:
-    """Give the parser, or those of its subcommands, a short usage and foreign flags if it has --config."""
+    """Give the parser, or those of its subcommands, a short usage if it has options of Config."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for sub in action.choices.values():
                 _finish(sub)
     if "--config" in parser._option_string_actions:
         parser.usage = " ".join((parser.prog, "[flags]", *_required_words(parser)))
-        add_foreign_flags(parser)
 
 
 def _required_words(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -306,12 +312,17 @@ def _check_config(args: argparse.Namespace, fetch: bool) -> Config:
     fetch  download models with a hub id now, before the start-up line of the command
     """
     config = read_config(args)
+    warnings = unknown_variables()
     if args.command == "serve":
+        check_foreign_keys(config)
         _check_server_files(config)
+        warnings += unused_options(config)
     elif args.command == "run-batch":
         check_files(Path(args.input), Path(args.output))
     prog = f"foreword {args.command}"
-    for line in unknown_variables():
+    if _server_url(args) is None:
+        warnings += foreign_variables()
+    for line in warnings:
         print_line(prog, f"warning: {line}")
     if _server_url(args) is None:
         configs = [config]

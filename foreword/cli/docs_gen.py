@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from foreword.cli.flags import GROUPS, environment_name, flag
-from foreword.config.foreign_flags import FOREIGN_FLAGS, ForeignFlag
+from foreword.config.foreign_flags import ForeignFlag, foreign_flags
 from foreword.config.option_text import type_name
 from foreword.config.options import IGNORED_SPECULATIVE_FIELDS, option_fields
 from foreword.metrics.definitions import CATALOG, MODEL_LABEL, PREFIX, VLLM_METRICS, Metric, VLLMMetric
@@ -43,14 +43,22 @@ unknown `FOREWORD_*` variable is a warning, because platforms set some (Kubernet
 
 FOREIGN_FLAGS_HEADER = """# Flags of other servers
 
-Written by `python -m foreword.cli.docs_gen`; edit `foreword/config/foreign_flags.py` instead.
+Written by `python -m foreword.cli.docs_gen`; edit `foreword/config/foreign_flags.toml` instead.
 
-The commands that load a model answer these flags, `--config FILE` answers them as keys, and `LLM(...)` as
-keyword arguments. A flag that several servers have stands in the first table. Flags whose name and meaning
-are ours are in [flags](flags.md); [migrating](migrating.md) tells what differs beside flags.
+The commands that load a model answer these flags, and `LLM(...)` answers them as keyword arguments. Names may
+have underscores for dashes; `--option.field VALUE` sets a field of a JSON option. As keys of `--config FILE`
+they are refused with the same lines. A flag that several servers have stands in the first table. Flags whose
+name and meaning are ours are in [flags](flags.md); [migrating](migrating.md) tells what differs beside flags.
+Every flag of vLLM and llama-server is here or there, of the versions in `tests/config/peer_flags.txt`.
 
-A flag that is taken without effect is named on stderr, as is one that is taken for ours. A refused flag ends
-the command with exit code 2 and the line of this table.
+Each flag that is taken for ours or without effect has its line on stderr, also with `--log-level error`; in
+`LLM(...)` it is a warning of the log. A refused flag ends the command with exit code 2 and the line of this
+table. A switch has its opposite too: `--no-NAME`, and `--disable-` for `--enable-`. The opposite of a refused
+switch has no effect, the opposite of "always" is refused.
+
+Variables of other servers (`VLLM_*`, `LLAMA_ARG_*`, `SGLANG_*`) have no effect: a start names those that are
+set, with our flag if there is one. Keys alone are different: where `VLLM_API_KEY`, `LLAMA_API_KEY` or
+`LLAMA_ARG_API_KEY_FILE` is set, a server without `--api-key` and `--api-key-file` does not start.
 """
 
 METRICS_HEADER = f"""# Metrics
@@ -218,11 +226,12 @@ def flags_page() -> str:
 def foreign_flags_page() -> str:
     """One table per server."""
     lines = [FOREIGN_FLAGS_HEADER]
-    for source, flags in FOREIGN_FLAGS.items():
-        lines += [f"## {source}\n", "| flag | here |", "|---|---|"]
-        lines += [
-            f"| {', '.join(f'`{name}`' for name in item.names)} | {_foreign_answer(item)} |" for item in flags
-        ]
+    for source, flags in foreign_flags().items():
+        title = "Values of flags whose names are ours" if source == "values" else source
+        lines += [f"## {title}\n", "| flag | here |", "|---|---|"]
+        for item in flags:
+            names = [*item.names, *item.variables]
+            lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {_foreign_answer(item)} |")
         lines.append("")
     lines += [SPECULATIVE_FIELDS_HEADER, "| field | here |", "|---|---|"]
     for name, (accepted, reason) in IGNORED_SPECULATIVE_FIELDS.items():
@@ -238,14 +247,23 @@ def _with_flags(text: str) -> str:
 
 
 def _foreign_answer(item: ForeignFlag) -> str:
-    answer = _with_flags(item.answer)
-    if item.kind == "same":
-        fallback = f"; on a server: {answer}" if answer else ""
-        return f"`{item.ours}`{fallback}"
-    if item.kind == "refused":
-        return f"refused: {answer}"
-    accepted = f", if it is {' or '.join(f'`{value}`' for value in item.accepted)}" if item.accepted else ""
-    return f"taken without effect{accepted}: {answer}"
+    parts = []
+    if item.refused:
+        parts.append(f"refused: {_with_flags(item.refused)}")
+    if item.ours:
+        parts.append(f"`{item.ours}`" + (f"; {_with_flags(item.note)}" if item.note else ""))
+    if item.none and item.ours:
+        parts.append(f"on a server without effect: {_with_flags(item.none)}")
+    elif item.none or item.always:
+        kind = "always" if item.always else "without effect"
+        only = f", if it is {' or '.join(f'`{value}`' for value in item.only)}" if item.only else ""
+        parts.append(f"{kind}{only}: {_with_flags(item.none or item.always)}")
+    if item.reads == "number":
+        parts.append("with units, such as `8k` or `8K`")
+    parts += [
+        f"`{value}` is {f'`{words}`' if words else 'the default'}" for value, words in item.values.items()
+    ]
+    return "; ".join(parts)
 
 
 def metrics_page() -> str:

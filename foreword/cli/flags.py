@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from foreword.cli.startup import startup_line
-from foreword.config.foreign_flags import FOREIGN_FLAGS, ForeignFlag
+from foreword.config.foreign_flags import describe_variable
 from foreword.config.option_text import (
     PARSERS,
     SERVICE_SCHEMES,
@@ -42,16 +42,18 @@ from foreword.utils.logging import JSONFormatter
 __all__ = [
     "FLAGS",
     "GROUPS",
-    "ForeignAction",
     "Message",
+    "NoEffectAction",
     "SamplingFlag",
     "add_config_options",
-    "add_foreign_flags",
     "add_image_option",
     "add_sampling_options",
     "add_structured_options",
+    "check_foreign_keys",
     "environment_name",
     "flag",
+    "foreign_variables",
+    "has_foreign_words",
     "print_line",
     "read_config",
     "read_log_format",
@@ -59,6 +61,7 @@ __all__ = [
     "read_structured",
     "read_text",
     "unknown_variables",
+    "unused_options",
     "usage_errors",
     "user_message",
 ]
@@ -70,8 +73,14 @@ ENGINE_GROUPS = ("model", "scheduler", "speculation", "images")
 PREFIX = "FOREWORD_"
 OTHER_VARIABLES = ("FOREWORD_CONFIG", "FOREWORD_NATIVE", "FOREWORD_TRITON_VARIANTS")  # that are no options
 TEST_PREFIX = "FOREWORD_TEST_"
-# Kubernetes sets these for a service whose name begins with "foreword".
-SERVICE_VARIABLE = re.compile(r"FOREWORD_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP)\w*)")
+RANDOM_SEED = -1  # as of llama-server
+FOREIGN_PREFIXES = ("VLLM_", "LLAMA_ARG_", "SGLANG_")
+FOREIGN_KEYS = ("VLLM_API_KEY", "LLAMA_API_KEY", "LLAMA_ARG_API_KEY", "LLAMA_ARG_API_KEY_FILE")
+FLEET_OPTIONS = ("memory_limit", "keep_alive", "max_loaded_models", "max_swap_wait")
+# Kubernetes sets these for a service whose name begins with such a prefix.
+SERVICE_VARIABLE = re.compile(
+    r"(FOREWORD|VLLM|SGLANG)_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP)\w*)"
+)
 
 
 def flag(name: str) -> str:
@@ -117,6 +126,8 @@ def read_config(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
         problem = f"two models are given, {model} and {flag(name)} {given[name]}; leave one out"
         raise ConfigError(problem, name)
     values.update(given)
+    if values.get("seed") == RANDOM_SEED:
+        values["seed"] = None
     _check_swallowed_model(args, values)
     return Config(**values).with_speculative_config()
 
@@ -168,57 +179,28 @@ def _hide(action: Any) -> None:
     action.full_help, action.help = action.help, argparse.SUPPRESS
 
 
-class ForeignAction(argparse.Action):
-    """A flag of another server: taken for ours, taken without effect, or refused, each with one line.
-
-    The parser has a list `refusals`, so that it can report all of them at once.
-    """
-
-    def __init__(
-        self, foreign: ForeignFlag, source: str, ours: argparse.Action | None, **options: Any
-    ) -> None:
-        self._foreign = foreign
-        self._source = source
-        self._ours = ours  # None: the command has no such flag
-        super().__init__(default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options)
+class NoEffectAction(argparse.Action):
+    """A flag that changes nothing, and keeps the words before it from taking those after it."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        foreign, name = self._foreign, str(option_string)
-        if not foreign.accepts(values) or (foreign.kind == "same" and self._ours is None):
-            refusal = foreign.refusal(name, values)
-            parser.refusals.append(f"{refusal} (a flag of {self._source})")
-            return
-        if note := foreign.note(name):
-            print_line(parser.prog, note)
-        if self._ours is not None:
-            constant = foreign.ours.partition(" ")[2]
-            if constant:
-                values = self._ours.type(constant) if callable(self._ours.type) else constant
-            elif self.nargs == 0:
-                values = not foreign.ours.startswith("--no-")
-            setattr(namespace, self._ours.dest, values)
+        pass
 
 
-def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
-    """Answer flags of other servers that are not the command's own; call it when all others are added."""
-    own = dict(parser._option_string_actions)
-    for source, flags in FOREIGN_FLAGS.items():
-        for item in flags:
-            names = [name for name in item.names if name not in parser._option_string_actions]
-            if not names:
-                continue
-            ours = own.get(item.ours.split()[0]) if item.ours else None
-            parser.add_argument(
-                *names,
-                action=ForeignAction,
-                foreign=item,
-                source=source,
-                ours=ours,
-                dest=ours.dest if ours is not None else argparse.SUPPRESS,
-                nargs=None if item.num_args == 1 else item.num_args,
-                type=(ours.type if ours is not None and item.num_args else None) or str,
-                choices=ours.choices if ours is not None and item.num_args else None,
-            )
+def has_foreign_words(words: Sequence[str], own: Mapping[str, argparse.Action]) -> bool:
+    """Whether a word is no flag of ours, or gives one a value that it does not take."""
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        if word == "--":
+            break
+        name, _, value = word.partition("=")
+        action, value = own.get(name), value or following
+        if action is None:
+            if re.match(r"-\D", word):
+                return True
+        elif (action.choices and value not in action.choices) or (
+            action.type is int and not value.isdecimal()
+        ):
+            return True
+    return False
 
 
 def _add_option(section: Any, item: Any, is_many: bool) -> argparse.Action:
@@ -290,6 +272,38 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
         and not SERVICE_VARIABLE.fullmatch(name)
         and not environ[name].startswith(SERVICE_SCHEMES)
     ]
+
+
+def foreign_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """At most one line, which names the set variables of other servers and our flags for them."""
+    shown = []
+    for name in sorted(environ):
+        value = environ[name]
+        is_service = SERVICE_VARIABLE.fullmatch(name) or value.startswith(SERVICE_SCHEMES)
+        if value and not is_service and name.startswith(FOREIGN_PREFIXES) and name not in FOREIGN_KEYS:
+            ours = describe_variable(name, value)
+            shown.append(f"{name} (here {ours})" if ours else name)
+    return [f"variables of other servers have no effect: {', '.join(shown)}"] if shown else []
+
+
+def check_foreign_keys(config: Config, environ: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError where a server would be open although another server's variable has a key for it."""
+    name = next((name for name in FOREIGN_KEYS if environ.get(name)), None)
+    if name is not None and config.api_key is None and config.api_key_file is None:
+        raise ConfigError(
+            f"{name} is set, but has no effect here, and the server would be open: set FOREWORD_API_KEY "
+            f"(or --api-key, --api-key-file), or unset {name}",
+            "api_key",
+        )
+
+
+def unused_options(config: Config) -> list[str]:
+    """At most one line, which names the given options of several models where one is served."""
+    names = [flag(name) for name in FLEET_OPTIONS if getattr(config, name) is not None]
+    if not names or config.models is not None:
+        return []
+    verb = "has" if len(names) == 1 else "have"
+    return [f"{', '.join(names)} {verb} no effect with one model: use --models, as for several"]
 
 
 def _from_file(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from foreword.cli.banner import local_url
-from foreword.cli.flags import add_config_options, environment_name, read_config
+from foreword.cli.flags import add_config_options, check_foreign_keys, environment_name, read_config
 from foreword.cli.terminal import set_up_logging
 from foreword.cli.uvicorn_server import ShutdownSignals, wait_first
 from foreword.config.models_file import read_models
@@ -80,6 +80,7 @@ def run_up(config: Config) -> int:
     set_up_logging(config.log_level, config.log_format)
     if config.uds is not None or not config.port:
         raise ConfigError("a fleet's router needs --port, not 0 and no Unix socket", "port")
+    check_foreign_keys(config)
     key = config.engine_key or secrets.token_urlsafe(32)
     config = replace(config, engine_key=key)
     _model_of(config)

@@ -1,424 +1,354 @@
 """Flags of other servers, and what answers them: a flag of ours, a note, or the reason against it.
 
-The command line, `LLM(...)` and the tables of docs/migrating.md read them from here. Flags whose name and
-meaning are ours are not listed.
+foreign_flags.toml is the table. It is read when a command line, the environment or `LLM(...)` has a name that
+is not ours.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from foreword.config.options import option_fields
 from foreword.errors import ConfigError, did_you_mean
 
-__all__ = ["FOREIGN_FLAGS", "ForeignFlag", "find_foreign", "translate_keywords"]
+__all__ = [
+    "NO_EFFECT",
+    "ForeignFlag",
+    "ForeignUse",
+    "describe_variable",
+    "find_foreign",
+    "foreign_flags",
+    "translate_keywords",
+    "translate_words",
+]
 
-ONE_DEVICE = "a server runs on one device; start one server for each and a proxy in front"
-CONTROLLER = "a controller sets the draft length by measured gain"
-WITH_MODEL = "the draft model runs where the model runs"
-LORA = "use --lora-modules name=path: each adapter is a model of its name"
-FORMAT_FOUND = "the format is found by the chat template; see --tool-format and `foreword check`"
-NO_TLS = "TLS ends at a proxy in front of the server"
-REQUEST_FIELD = "it is a field of each request"
-HUB_CACHE = "the variable HF_HOME names the hub's cache"
-CHECKPOINT_DECIDES = "config.json decides; edit the checkpoint's file"
-DOWNLOAD = "download the file and pass its path, or pass a hub id such as organisation/name:Q4_K_M"
-EXACT = "acceptance is always exact"
+NO_EFFECT = "--no-effect"  # stands for a flag without effect, so that words around it stay apart
+OPPOSITES = {"--enable-": "--disable-", "--disable-": "--enable-"}
+OFF_VALUES = ("0", "false", "off", "disabled", "no")
+NUMBER_UNITS = {
+    unit: base**power
+    for units, base in (("kmgt", 1000), ("KMGT", 1024))
+    for power, unit in enumerate(units, start=1)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignUse:
+    """What a use of a foreign flag becomes: words of ours with a note, or a refusal."""
+
+    words: tuple[str, ...] = ()
+    note: str = ""
+    refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignFlag:
-    """A flag of another server.
+    """An entry of foreign_flags.toml, which explains its keys.
 
-    kind      same: taken for `ours`; ignored: taken without effect; refused: an error
-    answer    the reason, or what to use instead; for "same", used by commands that lack `ours`
-    ours      our flag of the same meaning; with a value if the foreign flag has none ("--log-interval 0")
-    num_args  values on the command line, as argparse's nargs
-    accepted  the only values of an ignored flag that have no effect; empty: all
+    names      names of the option, and the suffix that says how many values follow each
+    off_names  names that turn a switch off, beside those by rule
+    variables  variables of the environment that stand for it
     """
 
-    names: tuple[str, ...]
-    kind: Literal["same", "ignored", "refused"]
-    answer: str = ""
+    source: str
+    names: Mapping[str, str]
+    off_names: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
     ours: str = ""
-    num_args: int | str = 0
-    accepted: tuple[str, ...] = ()
+    none: str = ""
+    always: str = ""
+    refused: str = ""
+    note: str = ""
+    only: tuple[str, ...] = ()
+    reads: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
 
-    def note(self, name: str) -> str:
-        """One line about a use that is taken; empty where the only accepted value says what we do."""
-        if self.kind == "same":
+    def use(self, name: str, value: str | None, is_off: bool, own: Collection[str]) -> ForeignUse:
+        """The answer to NAME VALUE of a command that has the flags `own`; `value` is None for a switch."""
+        if is_off:
+            return self._use_off(name, own)
+        if value is not None and value in self.values:
+            words = self.values[value]
+            here = words or "the default"
+            return ForeignUse(("=".join(words.split()),) if words else (), f"{name} {value} is {here} here")
+        reason = self.none or self.always
+        if self.refused:
+            return ForeignUse(refusal=f"{name}: {self.refused}")
+        if self.only and value is not None and value.lower() not in self.only:
+            choices = " or ".join([*self.only, *self.values])
+            return ForeignUse(refusal=f"{name} can only be {choices}, got {value!r}: {reason}")
+        ours = self.our_flag(own)
+        if not ours and reason:
+            return ForeignUse((), f"{name} has no effect: {reason}")
+        if not ours:
+            return ForeignUse(refusal=f"{name}: {self.ours} is no flag of this command")
+        try:
+            constant = self._value(value)
+        except ValueError as error:
+            return ForeignUse(refusal=f"{name} must be {error}, got {value!r}")
+        shown = f"{ours} {constant}" if value is None or constant != value else ours
+        note = f"{name} is {shown.strip()} here" + (f"; {self.note}" if self.note else "")
+        return ForeignUse((f"{ours}={constant}" if constant else ours,), note)
+
+    def answer(self, name: str) -> str:
+        """The answer where no value can be translated: to a key of a file, or a variable."""
+        if self.ours and not self.refused:
             return f"{name} is {self.ours} here"
-        return "" if self.accepted else f"{name} has no effect: {self.answer}"
-
-    def refusal(self, name: str, value: object = None) -> str:
-        """One line about a use that is refused."""
-        if self.kind == "ignored":
-            return f"{name} can only be {' or '.join(self.accepted)}, got {value!r}: {self.answer}"
-        return f"{name}: {self.answer or f'{self.ours} is no flag of this command'}"
-
-    def accepts(self, value: object) -> bool:
-        """Whether a use with this value is taken."""
-        return self.kind == "same" or (
-            self.kind == "ignored" and (not self.accepted or str(value).lower() in self.accepted)
+        return (
+            f"{name}: {self.refused}" if self.refused else f"{name} has no effect: {self.none or self.always}"
         )
 
+    def our_flag(self, own: Collection[str]) -> str:
+        """The first flag of `ours` that the command has; empty if there is none."""
+        flags = (word for word in self.ours.split() if word.startswith("--"))
+        return next((word for word in flags if word.partition(".")[0] in own), "")
 
-def _same(names: str, ours: str, answer: str = "") -> ForeignFlag:
-    has_value = " " not in ours and not ours.startswith("--no-") and ours not in SWITCHES
-    return ForeignFlag(tuple(names.split()), "same", answer, ours, 1 if has_value else 0)
+    def _value(self, value: str | None) -> str:
+        """The value of `ours`. Raises ValueError with what it must be."""
+        template = next((word for word in self.ours.split() if not word.startswith("--")), "{}")
+        if self.reads and value is not None:
+            value = READERS[self.reads](value)
+        return template.format(value or "")
+
+    def _use_off(self, name: str, own: Collection[str]) -> ForeignUse:
+        if self.always:
+            return ForeignUse(refusal=f"{name}: {self.always}")
+        if self.refused:
+            return ForeignUse((), f"{name} has no effect: it is off here")
+        ours = self.our_flag(own)
+        if not ours and not self.none:
+            return ForeignUse(refusal=f"{name}: {self.ours} is no flag of this command")
+        if not ours or " " in self.ours:
+            return ForeignUse((), f"{name} has no effect: {self.none or 'it is the default here'}")
+        opposite = f"--{ours[5:]}" if ours.startswith("--no-") else f"--no-{ours[2:]}"
+        return ForeignUse((opposite,), f"{name} is {opposite} here")
 
 
-def _ignored(names: str, answer: str, *accepted: str, num_args: int | str = 0) -> ForeignFlag:
-    return ForeignFlag(tuple(names.split()), "ignored", answer, "", num_args or int(bool(accepted)), accepted)
+def _read_number(text: str) -> str:
+    """The number of "8k" (8000), "8K" (8192) or "8192"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text)
+    if match is None:
+        raise ValueError("a number such as 8k or 8192")
+    return str(int(float(match[1]) * NUMBER_UNITS.get(match[2], 1)))
 
 
-def _refused(names: str, answer: str) -> ForeignFlag:
-    return ForeignFlag(tuple(names.split()), "refused", answer, "", "?")
+def _read_list(text: str) -> str:
+    """The items of a JSON list, joined by commas; another text as it is."""
+    try:
+        items = json.loads(text)
+    except ValueError:
+        return text
+    return ",".join(map(str, items)) if isinstance(items, list) else text
 
 
-SWITCHES = frozenset(
-    "--" + item.name.replace("_", "-") for item in option_fields() if isinstance(item.default, bool)
-)
+def _read_images(text: str) -> str:
+    """The number of images of {"image": 4, ...} or {"image": {"count": 4}}."""
+    try:
+        count = json.loads(text)["image"]
+        return str(int(count["count"] if isinstance(count, dict) else count))
+    except (ValueError, LookupError, TypeError):
+        raise ValueError('a JSON object such as {"image": 4}') from None
 
-# By server. A flag that several servers have stands with the first.
-FOREIGN_FLAGS: Mapping[str, tuple[ForeignFlag, ...]] = MappingProxyType(
-    {
-        "vLLM": (
-            _ignored("--trust-remote-code", "no code of a checkpoint is ever run"),
-            _ignored("--enable-prefix-caching", "on by default"),
-            _same("--no-enable-prefix-caching", "--no-prefix-caching"),
-            _ignored("--enable-chunked-prefill", "prompts are always computed in chunks"),
-            _refused("--no-enable-chunked-prefill", "prompts are always computed in chunks"),
-            _same("--async-scheduling", "--overlap"),
-            _same("--no-async-scheduling --disable-async-output-proc", "--no-overlap"),
-            _ignored(
-                "--scheduling-policy",
-                "requests are ordered by their priority, then by arrival",
-                "fcfs",
-                "priority",
-            ),
-            _ignored(
-                "--disable-log-requests --no-enable-log-requests", "a request logs one line, never its text"
-            ),
-            _ignored("--enable-log-requests", "every request logs one line, never its text"),
-            _ignored("--enable-log-outputs --enable-log-deltas", "answers are never logged"),
-            _ignored("--max-log-len", "prompts are never logged", num_args=1),
-            _same("--disable-log-stats", "--log-interval 0"),
-            _ignored("--uvicorn-log-level", "uvicorn writes no lines; use --log-level", num_args=1),
-            _ignored("--disable-uvicorn-access-log", "off by default; --access-log turns it on"),
-            _ignored("--enable-request-id-headers", "X-Request-Id is always sent"),
-            _ignored("--enable-prompt-tokens-details", "usage always has the cached tokens"),
-            _refused("--enable-force-include-usage", f"{REQUEST_FIELD}: stream_options.include_usage"),
-            _refused("--enable-per-request-metrics", f"{REQUEST_FIELD}: metrics"),
-            _refused("--return-tokens-as-token-ids", f"{REQUEST_FIELD} of the same name"),
-            _refused("--default-chat-template-kwargs", f"{REQUEST_FIELD}: chat_template_kwargs"),
-            _refused(
-                "--trust-request-chat-template", "requests cannot bring a template; use --chat-template"
-            ),
-            _ignored("--enable-server-load-tracking", "GET /metrics has the running and waiting requests"),
-            _refused("--enable-prompt-embeds", "prompts are texts or token ids"),
-            _refused("--watermark-config", "answers are not watermarked"),
-            _ignored("--disable-frontend-multiprocessing", "the engine always has its own process"),
-            _ignored("--api-server-count", "one process answers HTTP", "1"),
-            _ignored("-tp --tensor-parallel-size", ONE_DEVICE, "1"),
-            _ignored("-pp --pipeline-parallel-size", ONE_DEVICE, "1"),
-            _same("-dp --data-parallel-size", "--replicas"),
-            _refused("--enable-expert-parallel", "one device has all experts"),
-            _ignored("--distributed-executor-backend", ONE_DEVICE, "mp", "uni"),
-            _ignored("--disable-custom-all-reduce", ONE_DEVICE),
-            _ignored("--swap-space", "preempted requests are computed again, not swapped", num_args=1),
-            _ignored("--preemption-mode", "preempted requests are computed again", "recompute"),
-            _ignored("--cpu-offload-gb", "weights lie on one device", "0", "0.0"),
-            _refused("--num-gpu-blocks-override", "use --kv-cache-memory, such as 4000tokens"),
-            _ignored("--calculate-kv-scales", "every token and head has its own scale"),
-            _ignored("--max-seq-len-to-capture", "CUDA graphs hold for every length", num_args=1),
-            _ignored(
-                "-O --compilation-config",
-                "nothing is compiled; --enforce-eager avoids CUDA graphs",
-                num_args=1,
-            ),
-            _ignored("--disable-cascade-attn --use-v2-block-manager", "there is one implementation"),
-            _ignored("--num-scheduler-steps", "a step is one forward pass; see --overlap", "1"),
-            _ignored("--num-lookahead-slots", "blocks for drafts are reserved in each step", num_args=1),
-            _ignored("--max-parallel-loading-workers", "files are mapped and read in order", num_args=1),
-            _refused("--tokenizer", "the checkpoint's own tokenizer is used; put another into its directory"),
-            _ignored("--tokenizer-mode", "tokenizer.json is used", "auto", "hf"),
-            _refused("--skip-tokenizer-init", "the tokenizer is always loaded"),
-            _refused(
-                "--revision --code-revision --tokenizer-revision",
-                "download the revision and pass its directory",
-            ),
-            _refused("--download-dir", HUB_CACHE),
-            _refused("-hft --hf-token", "the variable HF_TOKEN holds the hub's token"),
-            _refused("--hf-config-path --rope-scaling --rope-theta", CHECKPOINT_DECIDES),
-            _ignored("--hf-overrides", CHECKPOINT_DECIDES, "{}"),
-            _ignored("--config-format", "the format is detected", "auto", "hf"),
-            _ignored("--model-impl", "there is one implementation", "auto", "vllm"),
-            _ignored("--task --runner", "the served model generates and embeds", "auto", "generate", "embed"),
-            _ignored("--convert", "the served model generates and embeds", "auto", "none", "embed"),
-            _refused("--pooler-config", "the checkpoint's files name the pooling"),
-            _ignored("--override-generation-config", f"{REQUEST_FIELD}; see --generation-config", "{}"),
-            _ignored("--chat-template-content-format", "the format is detected", "auto", "openai", "string"),
-            _ignored("--response-role", "answers have the role assistant", "assistant"),
-            _refused("--max-logprobs", "the limit is 20 a token"),
-            _ignored("--max-cpu-loras", "adapters are in one memory; see --max-loras", num_args=1),
-            _ignored("--lora-dtype", "adapters have the activations' type", "auto"),
-            _ignored("--fully-sharded-loras", ONE_DEVICE),
-            _refused("--default-mm-loras", "a request's model names its adapter"),
-            _ignored("--enable-auto-tool-choice", "the model may always call the tools of a request"),
-            _ignored("--tool-call-parser", FORMAT_FOUND, num_args=1),
-            _refused("--tool-parser-plugin", "no code of a plugin parses answers; see --tool-format"),
-            _refused("--tool-server", "the client runs the tools"),
-            _ignored("--reasoning-parser", FORMAT_FOUND, num_args=1),
-            _ignored("--enable-reasoning", "reasoning is always separated from the answer"),
-            _refused("--reasoning-config", "the format of reasoning is found by the chat template"),
-            _refused(
-                "--exclude-tools-when-tool-choice-none", "tools stay in the prompt, so that its prefix stays"
-            ),
-            _ignored(
-                "--guided-decoding-backend --structured-outputs-config", "one backend, always on", num_args=1
-            ),
-            _refused("--limit-mm-per-prompt", "use --max-images N"),
-            _refused("--mm-processor-kwargs", "preprocessor_config.json decides"),
-            _refused("--mm-processor-cache-gb", "use --image-cache-memory"),
-            _refused("--allowed-origins", "use --cors-origins, names joined by commas"),
-            _refused("--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-key-file --ssl-cert-file", NO_TLS),
-            _refused(
-                "--allow-credentials --allowed-methods --allowed-headers", "--cors-origins decides alone"
-            ),
-            _refused("--middleware --worker-extension-cls", "no code of the command line is run"),
-            _refused("--kv-transfer-config", "prefill and decoding run in one engine"),
-            _same("--otlp-endpoint", "--otlp-traces-endpoint"),
-            _ignored("--collect-detailed-traces", "the phases of every request are traced", num_args=1),
-            _refused("--enable-sleep-mode", "end the server to free its memory"),
-            _refused("--speculative-model", "use --draft-model MODEL, or --speculate ngram for [ngram]"),
-            _same("--ngram-prompt-lookup-max", "--prompt-lookup-max"),
-            _same("--ngram-prompt-lookup-min", "--prompt-lookup-min"),
-            _ignored("-spec-draft-tp --speculative-draft-tensor-parallel-size", ONE_DEVICE, "1"),
-            _ignored("--spec-decoding-acceptance-method", EXACT, "rejection_sampler"),
-            _refused("--typical-acceptance-sampler-posterior-threshold", EXACT),
-            _refused("--typical-acceptance-sampler-posterior-alpha", EXACT),
-            _ignored("--speculative-disable-by-batch-size", CONTROLLER, num_args=1),
-            _ignored("--speculative-disable-mqa-scorer", "there is one implementation"),
-            _ignored("--speculative-max-model-len", "the draft model's own context applies", num_args=1),
-            _refused("--speculative-model-quantization", "--quantization applies to both models"),
-            _ignored(
-                "--disable-logprobs-during-spec-decoding", "logprobs are the same with speculation", "false"
-            ),
-        ),
-        "llama-server, llama-box": (
-            _same("-m", "--model"),
-            _same("-hf -hfr --hf-repo", "--model"),
-            _refused("-hff --hf-file", "append it to the hub id: organisation/name:FILE.gguf"),
-            _refused("-mu --model-url", DOWNLOAD),
-            _same("-a --alias", "--served-model-name"),
-            _same("--models-dir", "--models"),
-            _same("--models-max", "--max-loaded-models"),
-            _refused("--models-preset", "use --models FILE.yaml, which has the options of each model"),
-            _ignored("--models-autoload", "models are loaded on demand"),
-            _refused("--no-models-autoload", "models are loaded on demand"),
-            _refused("--sleep-idle-seconds", "use --keep-alive"),
-            _refused(
-                "-c --ctx-size",
-                "use --max-model-len N for the limit of a request, --kv-cache-memory Ntokens for that of all",
-            ),
-            _same("-np --parallel", "--max-num-seqs"),
-            _refused("-b --batch-size -ub --ubatch-size", "use --max-num-batched-tokens N"),
-            _ignored("-cb --cont-batching", "always on"),
-            _refused("-nocb --no-cont-batching", "requests are always batched"),
-            _same("-t", "--threads"),
-            _refused("-tb --threads-batch", "use --threads N, for prompts and answers"),
-            _ignored("--threads-http", "one process answers HTTP", num_args=1),
-            _refused("-C --cpu-mask --cpu-range --cpu-strict --prio --poll", "use --cpus and --threads N"),
-            _refused("--numa", "use numactl"),
-            _refused(
-                "-ngl --gpu-layers --n-gpu-layers", "use --device cuda or --device cpu: all layers or none"
-            ),
-            _refused("-sm --split-mode -ts --tensor-split", ONE_DEVICE),
-            _refused("-mg --main-gpu -dev", "use --device and --gpus"),
-            _ignored("-fa --flash-attn", "attention is always fused", "on", "off", "auto", "1", "0"),
-            _ignored("--mlock --no-mmap", "weights are packed into memory of their own"),
-            _ignored("--no-warmup", "warm-up takes a moment, and measures what a step costs"),
-            _ignored("-nr --no-repack", "weights are packed as the processor reads them"),
-            _refused("-nkvo --no-kv-offload", "the KV cache is where the model is"),
-            _ignored(
-                "-ctk --cache-type-k -ctv --cache-type-v",
-                "the default is the type of the activations; use --kv-cache-dtype int8",
-                "f16",
-                "bf16",
-            ),
-            _ignored(
-                "-ctkd --cache-type-k-draft -ctvd --cache-type-v-draft",
-                "--kv-cache-dtype is for both",
-                num_args=1,
-            ),
-            _ignored("-kvu --kv-unified", "all requests share one cache in blocks"),
-            _ignored("-dt --defrag-thold", "a cache in blocks has no gaps", num_args=1),
-            _ignored("--cache-reuse", "blocks of equal prefixes are reused", num_args=1),
-            _ignored("-sps --slot-prompt-similarity", "there are no slots", num_args=1),
-            _refused("--slot-save-path", "the cache is not saved"),
-            _ignored("--no-context-shift", "an answer ends where the context ends"),
-            _refused("--context-shift", "an answer ends where the context ends"),
-            _same("-md --model-draft", "--draft-model"),
-            _same("--draft --draft-n --draft-max", "--num-speculative-tokens"),
-            _ignored("--draft-min --draft-n-min --draft-p-min --draft-p-split", CONTROLLER, num_args=1),
-            _ignored("-cd --ctx-size-draft", "its cache holds as many tokens as the model's", num_args=1),
-            _ignored(
-                "-ngld --gpu-layers-draft --n-gpu-layers-draft -devd --device-draft", WITH_MODEL, num_args=1
-            ),
-            _ignored("-td --threads-draft -tbd --threads-batch-draft", WITH_MODEL, num_args=1),
-            _same("--lookup-ngram-min", "--prompt-lookup-min"),
-            _ignored(
-                "-lcd --lookup-cache-dynamic",
-                "finished answers are kept in memory: --suffix-corpus-memory",
-                num_args=1,
-            ),
-            _refused(
-                "-lcs --lookup-cache-static",
-                "drafts come from requests and finished answers, not from a file",
-            ),
-            _same("-s", "--seed"),
-            _refused("-p --prompt", 'a prompt is a word of its own: `foreword generate "PROMPT"`'),
-            _same("-n --predict --n-predict", "--max-tokens", "use --default-max-tokens N"),
-            _same("--temp", "--temperature", REQUEST_FIELD),
-            _same("--typical", "--typical-p", REQUEST_FIELD),
-            _same("--repeat-penalty", "--repetition-penalty", REQUEST_FIELD),
-            _refused(
-                "--temperature --top-k --top-p --min-p --xtc-probability --xtc-threshold", REQUEST_FIELD
-            ),
-            _refused("--presence-penalty --frequency-penalty --dry-multiplier --dry-base", REQUEST_FIELD),
-            _refused("--dry-allowed-length --max-tokens --typical-p --repetition-penalty", REQUEST_FIELD),
-            _refused(
-                "--mirostat --mirostat-lr --mirostat-ent",
-                "its state would make tokens depend on earlier samples",
-            ),
-            _refused("--samplers --sampling-seq --sampler-seq", "the order of the filters is fixed"),
-            _refused("--grammar --grammar-file -j --json-schema -jf --json-schema-file", REQUEST_FIELD),
-            _ignored("--embedding --embeddings --rerank --reranking", "these routes are always served"),
-            _ignored(
-                "--metrics --slots --no-slots --props", "/metrics is always served, and there are no slots"
-            ),
-            _ignored("--no-webui", "there is no web page"),
-            _refused("--webui --path", "there is no web page"),
-            _refused("--api-prefix", "a proxy in front can add a prefix"),
-            _refused("-to --timeout", "use --client-timeout or --request-timeout"),
-            _ignored("--jinja", "templates are always Jinja"),
-            _same("--chat-template-file", "--chat-template"),
-            _refused("--no-jinja", "templates are always Jinja"),
-            _ignored(
-                "--reasoning-format", "reasoning is always separated", "auto", "deepseek", "deepseek-legacy"
-            ),
-            _ignored("--reasoning-budget", f"{REQUEST_FIELD}: thinking_token_budget", "-1"),
-            _refused("--reasoning-budget-message", "the budget closes the reasoning without a message"),
-            _refused("--mmproj -mm --mmproj-url", "multimodal models load from Hugging Face checkpoints"),
-            _ignored("--no-mmproj", "a GGUF file is text only"),
-            _refused("--lora --lora-scaled", LORA),
-            _refused("--control-vector --control-vector-scaled", "control vectors are not supported"),
-            _refused("--rope-freq-base --rope-freq-scale --yarn-orig-ctx --override-kv", CHECKPOINT_DECIDES),
-            _refused(
-                "-ot --override-tensor -ncmoe --n-cpu-moe -cmoe --cpu-moe", "all layers are on one device"
-            ),
-            _refused("--log-disable", "use --log-level error"),
-            _refused("--log-file", "redirect stderr"),
-            _refused("-v --verbose -lv --verbosity", "use --log-level debug"),
-            _ignored("--log-colors --log-prefix --log-timestamps --no-perf", "the log has one format"),
-        ),
-        "SGLang": (
-            _same("--model-path", "--model"),
-            _refused("--tokenizer-path", "the checkpoint's own tokenizer is used"),
-            _same("--context-length", "--max-model-len"),
-            _same("--max-running-requests", "--max-num-seqs"),
-            _refused("--max-queued-requests", "use --max-waiting N, which counts running requests too"),
-            _refused("--mem-fraction-static", "use --gpu-memory-utilization, a share of the whole memory"),
-            _refused(
-                "--max-total-tokens",
-                "use --kv-cache-memory Ntokens (SGLang's meaning) or --max-model-len N (TGI's meaning)",
-            ),
-            _refused("--chunked-prefill-size --max-prefill-tokens", "use --max-num-batched-tokens N"),
-            _same("--page-size", "--block-size"),
-            _same("--random-seed", "--seed"),
-            _refused("--lora-paths", LORA),
-            _same("--max-loras-per-batch", "--max-loras"),
-            _ignored("--max-loaded-loras", "adapters are in one memory; see --max-loras", num_args=1),
-            _ignored("--lora-target-modules", "an adapter's files name its targets", num_args="*"),
-            _ignored("--lora-backend", "there is one implementation", num_args=1),
-            _same("--disable-radix-cache", "--no-prefix-caching"),
-            _same("--disable-cuda-graph", "--enforce-eager"),
-            _same("--disable-overlap-schedule", "--no-overlap"),
-            _ignored("--cuda-graph-max-bs", "graphs are captured up to the rows that pay", num_args=1),
-            _ignored("--tp --tp-size --dp --dp-size --pp-size --ep-size --nnodes", ONE_DEVICE, "1"),
-            _refused("--dist-init-addr --node-rank", ONE_DEVICE),
-            _ignored(
-                "--attention-backend --sampling-backend --grammar-backend", "the device decides", num_args=1
-            ),
-            _ignored(
-                "--schedule-policy", "requests are ordered by their priority, then by arrival", "fcfs", "lpm"
-            ),
-            _ignored("--schedule-conservativeness", "the cache has no over-commitment", num_args=1),
-            _ignored("--enable-mixed-chunk --enable-deterministic-inference", "always on"),
-            _ignored("--enable-metrics", "/metrics is always served"),
-            _ignored("--enable-torch-compile", "nothing is compiled at run time"),
-            _ignored("--is-embedding", "the served model generates and embeds"),
-            _ignored("--skip-server-warmup", "warm-up takes a moment, and measures what a step costs"),
-            _ignored("--stream-interval", "every step is streamed", "1"),
-            _refused("--torchao-config", "use --quantization int8 or int4"),
-            _refused("--watchdog-timeout", "use --hang-timeout SECONDS"),
-            _refused(
-                "--speculative-algorithm",
-                "use --speculate ngram for NGRAM, or --draft-model MODEL for STANDALONE; "
-                "trained heads (EAGLE, MTP) are not supported yet",
-            ),
-            _same("--speculative-draft-model-path", "--draft-model"),
-            _refused(
-                "--speculative-num-steps --speculative-num-draft-tokens", "use --num-speculative-tokens N"
-            ),
-            _ignored("--speculative-eagle-topk", "drafts are chains, not trees", "1"),
-            _ignored(
-                "--speculative-accept-threshold-single --speculative-accept-threshold-acc", EXACT, "1", "1.0"
-            ),
-        ),
-        "TGI": (
-            _same("--model-id", "--model"),
-            _refused("--quantize", "use --quantization int8, int4 or fp8"),
-            _ignored("--num-shard", ONE_DEVICE, "1"),
-            _ignored("--sharded", ONE_DEVICE, "false"),
-            _same("--hostname", "--host"),
-            _same("--max-concurrent-requests", "--max-waiting"),
-            _same("--max-batch-size", "--max-num-seqs"),
-            _same("--json-output", "--log-format json"),
-            _refused(
-                "--max-input-tokens --max-input-length",
-                "use --max-model-len N, for prompt and answer together",
-            ),
-            _refused("--max-batch-prefill-tokens", "use --max-num-batched-tokens N"),
-            _refused("--max-batch-total-tokens", "use --kv-cache-memory Ntokens"),
-            _ignored("--waiting-served-ratio", "prompts and answers share every step", num_args=1),
-            _refused("--cuda-memory-fraction", "use --gpu-memory-utilization X"),
-            _refused("--lora-adapters", LORA),
-            _refused("--huggingface-hub-cache", HUB_CACHE),
-            _refused("--payload-limit", "use --max-body-mb N"),
-            _refused("--cors-allow-origin", "use --cors-origins, names joined by commas"),
-            _refused("--max-best-of", "the request's field n decides"),
-            _ignored("--validation-workers --max-client-batch-size", "there is no such limit", num_args=1),
-            _ignored("--enable-prefill-logprobs", "the request decides"),
-            _ignored("--usage-stats", "nothing is ever sent", num_args=1),
-        ),
+
+READERS = {"number": _read_number, "list": _read_list, "images": _read_images}
+
+
+@functools.cache
+def foreign_flags() -> Mapping[str, tuple[ForeignFlag, ...]]:
+    """The table by server. A flag that several servers have stands with the first."""
+    tomllib: Any = importlib.import_module("tomllib")  # a start without foreign names does not pay for it
+    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    return MappingProxyType(
+        {
+            source: tuple(_read_entry(source, **entry) for entry in entries)
+            for source, entries in table.items()
+        }
+    )
+
+
+def _read_entry(source: str, flags: str, only: Sequence[str] = (), **texts: Any) -> ForeignFlag:
+    words = flags.split()
+    names = {word.rstrip("=?*"): word[len(word.rstrip("=?*")) :] for word in words if word.startswith("-")}
+    off_names = tuple(word[1:] for word in words if word.startswith("!"))
+    variables = tuple(word for word in words if word[0].isalpha())
+    return ForeignFlag(source, names, off_names, variables, only=tuple(only), **texts)
+
+
+@functools.cache
+def _index() -> Mapping[str, tuple[ForeignFlag, bool]]:
+    """Flags by name, and whether the name turns a switch off."""
+    entries = [entry for source, flags in foreign_flags().items() for entry in flags if source != "values"]
+    index = {name: (entry, False) for entry in reversed(entries) for name in entry.names}
+    for entry in entries:
+        switches = [name for name, suffix in entry.names.items() if not suffix and name.startswith("--")]
+        opposites = [
+            there + name.removeprefix(here)
+            for name in switches
+            for here, there in OPPOSITES.items()
+            if name.startswith(here)
+        ]
+        for name in (*entry.off_names, *(f"--no-{name[2:]}" for name in switches), *opposites):
+            index.setdefault(name, (entry, True))
+    return index
+
+
+def find_foreign(name: str) -> tuple[ForeignFlag, bool] | None:
+    """The flag of another server that has this name, and whether the name turns it off."""
+    return _index().get(name)
+
+
+def describe_variable(name: str, value: str) -> str:
+    """Our flag for a variable of another server, such as "--max-model-len 4096"; empty if there is none."""
+    entries = (entry for flags in foreign_flags().values() for entry in flags)
+    entry = next((entry for entry in entries if name in entry.variables), None)
+    if entry is None:
+        return ""
+    switches = {
+        f"--{each.name.replace('_', '-')}" for each in option_fields() if isinstance(each.default, bool)
     }
-)
+    is_switch = entry.ours in switches
+    is_off = is_switch and value.lower() in OFF_VALUES
+    use = entry.use(name, None if is_switch else value, is_off, {*entry.ours.split(), *switches})
+    return " ".join(word.replace("=", " ", 1) for word in use.words)
 
 
-def find_foreign(name: str) -> tuple[str, ForeignFlag] | None:
-    """The server that has a flag of this name, and the flag."""
-    for source, flags in FOREIGN_FLAGS.items():
-        for flag in flags:
-            if name in flag.names:
-                return source, flag
-    return None
+def translate_words(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str], list[str]]:
+    """The words of a command line in our flags, notes, and refusals.
+
+    own  the flags of the command
+    Names may have underscores for dashes. Of a JSON option, --option.field VALUE sets a field. Unknown flags
+    stay as they are.
+    """
+    return _Translation(words, own).run()
+
+
+class _Translation:
+    """One pass over the words of a command line."""
+
+    def __init__(self, words: Sequence[str], own: Collection[str]) -> None:
+        self._rest = list(words)
+        self._own = own
+        self._words: list[str] = []
+        self._notes: list[str] = []
+        self._refusals: list[str] = []
+        self._fields: dict[str, dict[str, Any]] = {}  # of JSON options
+
+    def run(self) -> tuple[list[str], list[str], list[str]]:
+        while self._rest:
+            word = self._rest.pop(0)
+            if word == "--":
+                self._words += [word, *self._rest]
+                break
+            if re.match(r"-\D", word):
+                self._translate(word)
+            else:
+                self._words.append(word)
+        for name, fields in list(self._fields.items()):
+            if name not in self._own:
+                self._use(*_index()[name], name, json.dumps(fields))
+        for name, fields in self._fields.items():
+            if name not in self._own:
+                continue
+            if any(word.partition("=")[0] == name for word in self._words):
+                self._refusals.append(f"{name}: give its fields in JSON or one by one, not both")
+            self._words[:0] = [f"{name}={json.dumps(fields)}"]
+        return self._words, self._notes, self._refusals
+
+    def _translate(self, word: str) -> None:
+        given, sign, value = word.partition("=")
+        base, dot, path = (given, "", "") if find_foreign(given) else given.partition(".")
+        name = base.replace("_", "-") if base.startswith("--") else base
+        found = find_foreign(name)
+        if name in self._own and not dot:
+            self._translate_own(name, value if sign else None)
+        elif dot and (name in self._own or found):
+            text = value if sign else self._next_value()
+            _set_field(self._fields.setdefault(name, {}), path, text or "")
+        elif found and not dot:
+            self._use_name(name, given, value if sign else None)
+        elif match := re.fullmatch(r"(-[a-z]+)(\d.*)|(-[a-zA-Z])(\w.*)", word):  # -np4, -mFILE
+            short, text = match[1] or match[3], match[2] or match[4]
+            if find_foreign(short) and short not in self._own:
+                self._use_name(short, short, text)
+            else:
+                self._words.append(word)
+        else:
+            self._words.append(word)
+
+    def _translate_own(self, name: str, value: str | None) -> None:
+        """A flag of ours, whose value may be one of another server's."""
+        entry = next((each for each in foreign_flags()["values"] if name in each.names), None)
+        text = self._rest[0] if value is None and self._rest else value or ""
+        if entry is not None and text in entry.values:
+            self._use(entry, False, name, text)
+        elif entry is not None and entry.reads and re.fullmatch(r"[\d.]+[a-zA-Z]", text):
+            self._words.append(f"{name}={READERS[entry.reads](text)}")
+        else:
+            self._words.append(name if value is None else f"{name}={value}")
+            return
+        if value is None:
+            self._rest.pop(0)
+
+    def _use_name(self, name: str, given: str, value: str | None) -> None:
+        """A foreign flag with the values that follow it."""
+        entry, is_off = _index()[name]
+        suffix = "" if is_off else entry.names[name]
+        if value is not None and not suffix:
+            self._refusals.append(f"{given} takes no value, got {value!r} (a flag of {entry.source})")
+            return
+        if value is None and suffix == "?" and self._rest and self._rest[0].lower() in entry.only:
+            value = self._rest.pop(0)
+        elif value is None and suffix in ("=", "=="):
+            value = self._next_value()
+            if value is None and not entry.refused:
+                self._refusals.append(f"{given} expected a value (a flag of {entry.source})")
+                return
+        elif suffix == "*":
+            values = [value] if value is not None else []
+            while self._rest and not self._rest[0].startswith("-"):
+                values.append(self._rest.pop(0))
+            value = ",".join(values)
+        if suffix == "==":
+            self._next_value()
+        self._use(entry, is_off, given, value)
+
+    def _next_value(self) -> str | None:
+        if not self._rest or re.match(r"-\D", self._rest[0]):
+            return None
+        return self._rest.pop(0)
+
+    def _use(self, entry: ForeignFlag, is_off: bool, given: str, value: str | None) -> None:
+        use = entry.use(given, value, is_off, self._own)
+        if use.refusal:
+            self._refusals.append(f"{use.refusal} (a flag of {entry.source})")
+            return
+        self._notes.append(use.note)
+        for word in use.words or (NO_EFFECT,):
+            base, dot, rest = word.partition(".")
+            if dot and base in self._own and "=" not in base:
+                path, _, text = rest.partition("=")
+                _set_field(self._fields.setdefault(base, {}), path, text)
+            else:
+                self._words.append(word)
+
+
+def _set_field(fields: dict[str, Any], path: str, text: str) -> None:
+    """Set the field "a.b" to the JSON value of a text, or to the text."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        fields = fields.setdefault(parent, {})
+    try:
+        fields[name] = json.loads(text)
+    except ValueError:
+        fields[name] = text
 
 
 def translate_keywords(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -435,26 +365,41 @@ def translate_keywords(options: Mapping[str, Any]) -> tuple[dict[str, Any], list
         elif name in fields:
             translated[name] = value
         elif value is not None:
-            translated.update(_translate_keyword(name, value, tuple(fields), notes))
+            translated.update(_translate_keyword(name, value, fields, notes))
     return translated, notes
 
 
-def _translate_keyword(name: str, value: object, known: Collection[str], notes: list[str]) -> dict[str, Any]:
-    """One argument that is no field of Config. False stands for the flag --no-..., or for the default."""
-    dashed = name.replace("_", "-")
-    found = find_foreign(f"--no-{dashed}" if value is False else f"--{dashed}")
-    if found is None and value is False and find_foreign(f"--{dashed}"):
-        return {}  # a switch that is off
+def _translate_keyword(
+    name: str, value: object, fields: Mapping[str, Any], notes: list[str]
+) -> dict[str, Any]:
+    """One argument that is no field of Config. False turns a switch off, or leaves the default."""
+    found = find_foreign(f"--{name.replace('_', '-')}")
     if found is None:
-        raise ConfigError(f"LLM has no option {name!r}{did_you_mean(name, known)}", name)
-    flag = found[1]
-    if not flag.accepts(value):
-        raise ConfigError(flag.refusal(name, value), name)
-    if flag.kind == "ignored":
-        notes += filter(None, [flag.note(name)])
-        return {}
-    ours, _, constant = flag.ours.partition(" ")
-    field = re.sub(r"^--(no-)?", "", ours).replace("-", "_")
-    if constant:
-        return {field: float(constant)}
-    return {field: not ours.startswith("--no-") if flag.num_args == 0 else value}
+        raise ConfigError(f"LLM has no option {name!r}{did_you_mean(name, tuple(fields))}", name)
+    entry, is_off = found
+    own = [flag for field in fields for flag in (f"--{field}", f"--no-{field}")]
+    text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+    use = entry.use(
+        name,
+        None if isinstance(value, bool) else text,
+        is_off != (value is False),
+        {flag.replace("_", "-") for flag in own},
+    )
+    if use.refusal:
+        raise ConfigError(use.refusal, name)
+    if use.words or value is not False:
+        notes.append(use.note)
+    return dict(_field_of(word, fields, {text: value}) for word in use.words)
+
+
+def _field_of(word: str, fields: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[str, Any]:
+    """The field of Config that a word of ours sets, and its value; `values` has those by their text."""
+    flag, sign, text = word.partition("=")
+    name, dot, path = flag.removeprefix("--").replace("-", "_").partition(".")
+    if dot:
+        return name, json.dumps({path: values[text]})
+    if not sign:
+        return name.removeprefix("no_"), name in fields
+    kind = type(fields[name].default)
+    value = values.get(text, kind(text) if kind in (int, float) else text)
+    return name, text if str(fields[name].type).startswith("str") else value

@@ -100,9 +100,7 @@ def read_option_key(where: str, key: str, more: Iterable[str] = ()) -> str:
     if name in FIELDS:
         return name
     if (found := find_foreign(f"--{key.replace('_', '-')}")) is not None:
-        foreign = found[1]
-        answer = foreign.note(key) or foreign.answer if foreign.kind != "refused" else foreign.refusal(key)
-        raise ConfigError(f"{where}: {answer} (an option of {found[0]})", "config")
+        raise ConfigError(f"{where}: {found[0].answer(key)} (an option of {found[0].source})", "config")
     known = [*(field.replace("_", "-") for field in FIELDS), *more]
     raise ConfigError(f"{where}: unknown option {key!r}{did_you_mean(key, known)}", "config")
 

@@ -8,20 +8,24 @@ import pytest
 from foreword.cli.arguments import add_serve_arguments
 from foreword.cli.command_line import Parser
 from foreword.cli.flags import (
-    ForeignAction,
     add_config_options,
-    add_foreign_flags,
     add_sampling_options,
+    check_foreign_keys,
     engine_fields,
     environment_name,
     flag,
+    foreign_variables,
+    has_foreign_words,
     help_text,
     read_config,
     unknown_variables,
+    unused_options,
 )
-from foreword.config.foreign_flags import FOREIGN_FLAGS, ForeignFlag
 from foreword.config.options import Config, option_fields
 from foreword.errors import ConfigError
+
+NAMED_DEMO = {"model": "demo", "served_model_name": "a,b", "max_num_seqs": 1}
+NGRAM_3 = {"speculate": "ngram", "prompt_lookup_max": 3}
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -170,40 +174,112 @@ def test_variables_that_kubernetes_sets_are_not_reported(name: str) -> None:
 def parse_foreign(*words: str) -> argparse.Namespace:
     parser = Parser(prog="foreword serve")
     add_config_options(parser)
-    add_foreign_flags(parser)
     return parser.parse_args(words)
 
 
-EVERY_FOREIGN_FLAG = [
-    (name, item) for items in FOREIGN_FLAGS.values() for item in items for name in item.names
-]
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("-m a.gguf -ngl 99 -c 4096 -fa --temp 0.2", {"model": "a.gguf", "max_model_len": 4096}),
+        ("-fa on -fa -c 0 -np -1 -ngl 0", {"device": "cpu"}),
+        ("-fa --flash-attn=off -t 2 -np4", {"threads": 2, "max_num_seqs": 4}),
+        (
+            "--max_model_len 8k --max-num-batched-tokens=2K",
+            {"max_model_len": 8000, "max_num_batched_tokens": 2048},
+        ),
+        ("--max-model-len auto --seed -1 --threads -1", {}),
+        ("--structured-outputs-config.backend xgrammar -cc.level=3 -O3 -O 2 -cc {}", {}),
+        ("--speculative-config.method ngram --speculative_config.prompt_lookup_max=3", NGRAM_3),
+        ("--spec-method ngram --speculative-config.prompt_lookup_max 3", NGRAM_3),
+        (
+            "--spec-model d --spec-tokens 2",
+            {"speculate": "draft", "draft_model": "d", "num_speculative_tokens": 2},
+        ),
+        ("--runner pooling --task embed", {}),
+        ("--shutdown-timeout 30 --max-num-queued-reqs 9", {"drain_timeout": 30.0, "max_waiting": 9}),
+        ("--kv-cache-memory-bytes 2G", {"kv_cache_memory": str(2 << 30)}),
+        (
+            '--limit-mm-per-prompt {"image":4} --mm-processor-cache-gb 2',
+            {"max_images": 4, "image_cache_memory": "2GB"},
+        ),
+        ('--allowed-origins ["http://a","http://b"]', {"cors_origins": "http://a,http://b"}),
+        ("--no-enable-prefix-caching --disable-lora", {"prefix_caching": False}),
+        ("--disable-prefix-caching --no-async-scheduling", {"prefix_caching": False, "overlap": False}),
+        ("--no-cache-prompt --no-webui", {"prefix_caching": False, "ui": False}),
+        ("--webui --enable-fastapi-docs", {}),
+        ("--no-enable-dbo --no-enable-sleep-mode --no-trust-remote-code", {}),
+        ("--quantization awq --load-format safetensors --log-level INFO", {}),
+        ("-m demo --served-model-name a b --trust-remote-code -np=1", NAMED_DEMO),
+        ("--log-disable --log-jsonl", {"log_level": "error", "log_format": "json"}),
+        ("--spec-type none", {"speculate": "off"}),
+        ("-n 7 -to 5", {"default_max_tokens": 7, "client_timeout": 5.0}),
+        ("--api-prefix /llm --media-path m", {"root_path": "/llm", "allowed_local_media_path": "m"}),
+    ],
+)
+def test_command_lines_of_other_servers_start(words: str, fields: dict[str, object]) -> None:
+    assert engine_fields(read_config(parse_foreign(*words.split()), {})) == fields
 
 
-@pytest.mark.parametrize(("name", "item"), EVERY_FOREIGN_FLAG, ids=[name for name, _ in EVERY_FOREIGN_FLAG])
-def test_foreign_flag_is_answered(name: str, item: ForeignFlag, capsys: pytest.CaptureFixture[str]) -> None:
-    value = [] if item.num_args == 0 else [item.accepted[0] if item.accepted else "4"]
-    if item.kind == "refused" or (item.answer and item.kind == "same"):
-        with pytest.raises(SystemExit) as caught:
-            parse_foreign(name, *value)
-        assert caught.value.code == 2
-        err = capsys.readouterr().err
-        assert err.startswith(f"foreword serve: {name}: {item.answer}") and err.count("\n") == 1
-        return
-    args = parse_foreign(name, *value)
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("-ngl 99", "-ngl has no effect: all layers are on one device, see --device"),
+        ("-tp 1", "-tp has no effect: a model runs on one device; --replicas N runs several engines"),
+        ("-c 64", "-c is --max-model-len here; the cache that all requests share is --kv-cache-memory"),
+        ("-c 0", "-c 0 is the default here"),
+        ("--disable-log-stats", "--disable-log-stats is --log-interval 0 here"),
+        ("--no-enable-dbo", "--no-enable-dbo has no effect: a step is one batch"),
+        ("--no-grpc", "--no-grpc has no effect: it is off here"),
+    ],
+)
+def test_foreign_flag_that_is_taken_has_a_line(
+    words: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse_foreign(*words.split())
+    assert capsys.readouterr().err == f"foreword serve: {line}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "-tp 2",
+            "-tp can only be 1, got '2': a model runs on one device; --replicas N runs several engines",
+        ),
+        ("--revision main", "--revision: download the revision and pass its directory"),
+        ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill: prompts are always computed in chunks"),
+        ("-nocb", "-nocb: requests are always batched"),
+        ("-ctk", "-ctk expected a value"),
+        ("--grpc=1", "--grpc takes no value, got '1'"),
+        (
+            "--kv-cache-memory-bytes many",
+            "--kv-cache-memory-bytes must be a number such as 8k or 8192, got 'many'",
+        ),
+        (
+            "--spec-tokens 3 --speculative-config {}",
+            "--speculative-config: give its fields in JSON or one by one",
+        ),
+        ("--hf-overrides.a.b 1", '--hf-overrides can only be {}, got \'{"a": {"b": 1}}\''),
+    ],
+)
+def test_foreign_flag_that_is_refused_has_a_line(
+    words: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_foreign(*words.split())
     err = capsys.readouterr().err
-    assert err == (f"foreword serve: {item.note(name)}\n" if item.note(name) else "")
-    expected = parse(*item.ours.split(), *value) if item.kind == "same" else parse()
-    assert read_config(args, {}) == read_config(expected, {})
+    assert caught.value.code == 2
+    assert err.startswith(f"foreword serve: {line}") and err.count("\n") == 1
 
 
 def test_all_refused_flags_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--enable-expert-parallel", "-tp", "2", "--hf-overrides", "{}", "--hf-overrides", '{"a": 1}']
+    words = ["--enable-prompt-embeds", "-tp", "2", "--hf-overrides", "{}", "--hf-overrides", '{"a": 1}']
     for unknown in ([], ["--magic"]):
         with pytest.raises(SystemExit) as caught:
             parse_foreign(*words, *unknown)
         lines = capsys.readouterr().err.splitlines()
         starts = [
-            "--enable-expert-parallel",
+            "--enable-prompt-embeds",
             "-tp",
             "--hf-overrides",
             *(f"unknown flag {word}" for word in unknown),
@@ -213,21 +289,63 @@ def test_all_refused_flags_are_reported_at_once(capsys: pytest.CaptureFixture[st
             assert line.startswith(f"foreword serve: {start}")
 
 
-def test_foreign_flags_are_unique_and_not_ours() -> None:
-    names = [name for name, _ in EVERY_FOREIGN_FLAG]
-    assert len(set(names)) == len(names)
-    assert not set(names) & {flag(item.name) for item in option_fields()}
+def test_foreign_table_is_read_for_foreign_words_alone() -> None:
+    own = Parser(prog="foreword serve")
+    add_config_options(own)
+    actions = own._option_string_actions
+    ours = ["demo", "--port", "8", "--threads=2", "--dtype", "auto", "--seed", "1", "-h"]
+    assert not has_foreign_words([*ours, "--", "--magic"], actions)
+    for word in (["--max_num_seqs", "2"], ["-c", "3"], ["--max-model-len", "8k"], ["--dtype", "half2"]):
+        assert has_foreign_words([*ours, *word], actions)
 
 
 def test_own_flag_comes_before_a_foreign_one() -> None:
     """`generate` has --temperature; `-n` then means its --max-tokens."""
-    parser = argparse.ArgumentParser()
+    parser = Parser(prog="foreword generate")
     add_config_options(parser)
     add_sampling_options(parser)
-    add_foreign_flags(parser)
-    args = parser.parse_args(["--temperature", "0.5", "-n", "7", "--repeat-penalty", "1.1"])
+    words = "--temperature 0.5 -n 7 --repeat-penalty 1.1 --seed -1"
+    args = parser.parse_args(words.split())
     assert (args.temperature, args.max_tokens, args.repetition_penalty) == (0.5, 7, 1.1)
-    assert not isinstance(parser._option_string_actions["--temperature"], ForeignAction)
+    assert not hasattr(args, "seed")
+
+
+def test_random_seed_of_the_environment() -> None:
+    assert read_config(parse(), {"FOREWORD_SEED": "-1"}).seed is None
+
+
+def test_variables_of_other_servers_are_named() -> None:
+    environ = {
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "LLAMA_ARG_CTX_SIZE": "64",
+        "LLAMA_ARG_UI": "0",
+        "VLLM_USE_V1": "1",
+        "VLLM_PORT": "tcp://10.0.0.1:80",
+        "VLLM_SERVICE_HOST": "10.0.0.1",
+        "SGLANG_X": "",
+        "HOME": "/",
+    }
+    assert foreign_variables(environ) == [
+        "variables of other servers have no effect: LLAMA_ARG_CTX_SIZE (here --max-model-len 64), "
+        "LLAMA_ARG_UI (here --no-ui), VLLM_CPU_KVCACHE_SPACE (here --kv-cache-memory 4GiB), VLLM_USE_V1"
+    ]
+    assert foreign_variables({"PATH": "x", "VLLM_API_KEY": "k"}) == []
+
+
+@pytest.mark.parametrize("name", ["VLLM_API_KEY", "LLAMA_API_KEY", "LLAMA_ARG_API_KEY_FILE"])
+def test_server_is_not_open_where_another_server_has_a_key(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is set.*FOREWORD_API_KEY"):
+        check_foreign_keys(Config(), {name: "secret"})
+    check_foreign_keys(Config(), {name: ""})
+    check_foreign_keys(Config(api_key="k"), {name: "secret"})
+    check_foreign_keys(Config(api_key_file="f"), {name: "secret"})
+
+
+def test_options_of_several_models_are_named_with_one() -> None:
+    assert unused_options(Config(models="a,b", keep_alive="5m")) == []
+    assert unused_options(Config(model="a")) == []
+    (line,) = unused_options(Config(memory_limit="2GiB", keep_alive="5m"))
+    assert line == "--memory-limit, --keep-alive have no effect with one model: use --models, as for several"
 
 
 def test_empty_file_changes_nothing(tmp_path: Path) -> None:

@@ -90,20 +90,19 @@ def test_short_help_has_the_common_flags(capsys: pytest.CaptureFixture[str]) -> 
         (["serve", "--dtype", "bfloat1"], "did you mean bfloat16?"),
         (["serve", "--port", "x"], "--port must be a whole number, got 'x'"),
         (["serve", "--port"], "--port expected one argument"),
-        (["generate", "x", "--temp", "hot"], "--temp must be a number, got 'hot'"),
+        (["generate", "x", "--temp", "hot"], "--temperature must be a number, got 'hot'"),
         (["bench", "latncy"], "did you mean latency?"),
         (["keys"], "missing: ACTION, one of new, limit, list, revoke, usage"),
         (["generate"], "missing: PROMPT"),
         (["bench", "latency", "demo"], "'demo' is one word too many: `--model demo` names a model"),
         (["chat", "demo", "hello"], "'hello' is one word too many: messages are typed after the start"),
         (["serve", "--tensor-parallel-size", "2"], "--tensor-parallel-size can only be 1, got '2'"),
-        (["serve", "-c", "4096"], "-c: use --max-model-len N"),
+        (["serve", "-c", "many"], "--max-model-len must be a whole number, got 'many'"),
         (["serve", "--lora", "x"], "--lora: use --lora-modules name=path"),
-        (["serve", "--temp", "1"], "it is a field of each request"),
-        (["serve", "-fa", "model.gguf"], "-fa can only be on or off"),
+        (["serve", "--grammar", "g"], "it is a field of each request"),
         (["generate", "x", "--host", "h"], "unknown flag --host"),
         (["generate", "x", "-p", "hello"], 'a prompt is a word of its own: `foreword generate "PROMPT"`'),
-        (["serve", "-l", "x"], "unknown flag -l"),
+        (["serve", "-y", "x"], "unknown flag -y"),
     ],
 )
 def test_wrong_command_lines_are_answered_in_one_line(
@@ -196,6 +195,37 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         cli.main([command, "--help"])
     assert caught.value.code == 0
     assert f"foreword {command}" in capsys.readouterr().out
+
+
+def test_help_names_every_kind_of_bench() -> None:
+    (bench,) = (command for command in command_line.COMMANDS if command.name == "bench")
+    kinds = importlib.import_module(bench.module).MODULES
+    assert bench.help == f"measure: {', '.join(kinds)}"
+
+
+def test_flag_without_effect_keeps_names_from_taking_the_model() -> None:
+    words = ["serve", "--served-model-name", "a", "b", "--trust-remote-code", "demo"]
+    args = command_line.build_parser("serve").parse_args(words)
+    assert (args.model_words, args.served_model_name) == (["demo"], "a,b")
+
+
+def test_start_without_foreign_words_reads_no_table() -> None:
+    code = (
+        "import sys; from foreword.cli.command_line import build_parser\n"
+        "build_parser('serve').parse_args(['serve', 'demo', '--port', '0'])\n"
+        "print('tomllib' in sys.modules)"
+    )
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "False"
+
+
+def test_server_with_a_key_of_another_server_does_not_start_open(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert cli.main(["serve", "--port", "0"]) == 2
+    err = capsys.readouterr().err
+    assert "VLLM_API_KEY is set" in err and "FOREWORD_API_KEY" in err and "secret" not in err
 
 
 def test_command_line_imports_little() -> None:

@@ -200,7 +200,7 @@ def test_a_variant_sets_what_a_request_may() -> None:
             "line 3: unknown option 'max_modle_len'; did you mean max-model-len?",
         ),
         ("models:\n  a:\n    pined: 1", "line 3: unknown option 'pined'; did you mean pinned?"),
-        ("models:\n  a:\n    ctx-size: 5", "line 3: ctx-size: use --max-model-len N"),
+        ("models:\n  a:\n    ctx-size: 5", "line 3: ctx-size is --max-model-len here"),
         ("models:\n  a:\n    threads: many", "line 3: threads must be a whole number, got 'many'"),
         ("models:\n  a:\n    threads: 0", "line 3: threads must be between 1 and"),
         ("models:\n  a:\n    threads: [1]", "line 3: threads must be a single value"),
