@@ -15,6 +15,7 @@ from foreword.errors import CheckpointError, ConfigError, InvalidRequest, did_yo
 from foreword.formats.families import FORMATS
 from foreword.models.gguf.header import is_gguf, open_gguf
 from foreword.models.hub import resolve_path
+from foreword.models.unsupported import describe_checkpoint, missing_feature
 from foreword.multimodal.preprocessor_config import read_json_object
 from foreword.multimodal.processor import ImageProcessor, read_placeholder_ids, read_processor
 from foreword.tokenizer.chat_template import PROBE_TOOL, ChatTemplate
@@ -86,6 +87,7 @@ def prepare_checkpoint(config: Config) -> CheckpointInfo:
         raise ConfigError(f"trace {config.trace}: {folder} is no directory that can be written", "trace")
     config = resolve_paths(config)
     path = Path(str(config.model))
+    check_family(path, "model")
     check_context(config, path)
     tokenizer, rows = read_tokenizer(path)
     processor = read_processor(path)
@@ -105,6 +107,19 @@ def model_names(config: Config, path: Path) -> tuple[str, ...]:
         return names
     bundled = next((name for name, (model, _) in BUNDLED.items() if model == path), None)
     return (bundled or (config.model or path.name).rstrip("/").rsplit("/", 1)[-1],)
+
+
+def check_family(path: Path, param: str) -> None:
+    """Refuse a model of a known unsupported family before its tokenizer is read. Raises CheckpointError."""
+    if is_gguf(path):
+        family = str(open_gguf(path).metadata.get("general.architecture"))
+        reason, source = missing_feature(family), f"{path}: `general.architecture`"
+    else:
+        file = path / "config.json"
+        family = str(read_json_object(file).get("model_type"))
+        reason, source = describe_checkpoint(family), f"{file}: model_type"
+    if reason:
+        raise CheckpointError(f"{source} {family!r:.80} is not supported{reason}", param)
 
 
 def check_context(config: Config, path: Path) -> None:
@@ -190,6 +205,7 @@ def check_draft_model(tokenizer: Tokenizer, processor: ImageProcessor | None, pa
     The draft model may lack added tokens, such as those of images. A vision-language draft model must
     preprocess images like the model. Returns the number of added tokens that it lacks. Raises ConfigError.
     """
+    check_family(path, "draft_model")
     drafter, rows = read_tokenizer(path)
     difference = tokenizer.diff(drafter)
     if difference is not None:

@@ -13,7 +13,11 @@ from foreword.checkpoint import model_names, prepare_checkpoint, read_tokenizer,
 from foreword.config.options import Config
 from foreword.demo import MODEL, VISION_MODEL
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest
+from foreword.models.architectures import ARCHITECTURES
+from foreword.models.gguf.config import MODEL_TYPES
 from foreword.models.gguf.header import open_gguf
+from foreword.models.loader import VISION_MODELS
+from foreword.models.unsupported import describe_checkpoint, missing_feature
 from foreword.tokenizer.tokenizer import Tokenizer
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint, write_json
 from tests.support.gguf_files import RawGGUF, write_gguf
@@ -47,6 +51,46 @@ def test_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"<|im_start|>", b"<|im_begin|>"))
     with pytest.raises(ConfigError, match=r"tokenizer differs.*id 258 is '<\|im_start\|>' in the one"):
         prepare_checkpoint(Config(model=str(checkpoint), draft_model=str(file)))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("bert", "it is an encoder, .* foreword serve --embedding-model PATH"),
+        ("xlm-roberta", "it is an encoder"),
+        ("gemma3", "its text alone runs, as a checkpoint of model_type gemma3_text or a GGUF file"),
+        ("deepseek_v3", "it needs multi-head latent attention .*; its distillations on Qwen and Llama run"),
+        ("qwen3_next", "it needs recurrent layers; qwen3 and qwen3_moe run"),
+        ("falcon_h1", "it needs recurrent layers"),
+        ("falcon", "it needs attention and MLP side by side"),
+        ("gpt2", "it needs LayerNorm or learned positions"),
+        ("gpt_neox", "it needs attention and MLP side by side"),
+        ("llava_onevision", "it needs another vision encoder; llava,"),
+        ("t5", "it needs an encoder and a decoder"),
+    ],
+)
+def test_unsupported_family_is_refused_before_its_tokenizer(
+    model_type: str, reason: str, tmp_path: Path
+) -> None:
+    write_json(tmp_path / "config.json", {"model_type": model_type})
+    with pytest.raises(CheckpointError, match=rf"'{model_type}' is not supported \({reason}") as refused:
+        prepare_checkpoint(Config(model=str(tmp_path)))
+    assert refused.value.param == "model"
+
+
+def test_unsupported_gguf_family_is_refused_before_its_tokenizer(tmp_path: Path) -> None:
+    file = write_gguf(write_checkpoint(tmp_path / "checkpoint"), tmp_path / "model.gguf")
+    raw = file.read_bytes()
+    kind = b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama"
+    assert kind in raw
+    file.write_bytes(raw.replace(kind, kind.replace(b"llama", b"mamba")))
+    with pytest.raises(CheckpointError, match=r"'mamba' is not supported \(it needs recurrent layers"):
+        prepare_checkpoint(Config(model=str(file)))
+
+
+def test_no_supported_family_is_called_unsupported() -> None:
+    assert not [name for name in (*ARCHITECTURES, *VISION_MODELS) if describe_checkpoint(name)]
+    assert not [name for name in MODEL_TYPES if missing_feature(name)]
 
 
 def test_trace_needs_a_directory() -> None:

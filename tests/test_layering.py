@@ -56,6 +56,7 @@ ALLOWED = {
         "formats",
         "models.hub",
         "models.gguf.header",
+        "models.unsupported",
         "tokenizer",
         "multimodal",
         "demo",

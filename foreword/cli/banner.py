@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from foreword.cli.terminal import format_count
 from foreword.config.memory import format_bytes
@@ -30,6 +31,12 @@ UNIX = "unix:"  # begins the address of a Unix socket
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 EXAMPLE_PROMPT = "What is speculative decoding?"
 SECOND_EXAMPLE_PROMPT = "What can you do?"  # with speculation off
+COMPLETION_PROMPT = "Once upon a time"  # without a chat template
+IMAGE_PROMPT = "What colour is this?"
+RED_PNG = (  # 32 x 32 pixels
+    "iVBORw0KGgoAAAANSUhEUgAAACAAAAAgCAIAAAD8GO2jAAAAJ0lEQVR42u3NsQkA"
+    "AAjAsP7/tF7hIASyp6lTCQQCgUAgEAgEgi/BAjLD/C5w/SM9AAAAAElFTkSuQmCC"
+)
 
 
 def local_url(host: str, port: int) -> str:
@@ -51,9 +58,15 @@ def banner_lines(
     load_s: float,
     encoder: EncoderInfo | None = None,
     sampling_defaults: str = "",  # of the checkpoint, in words
+    has_chat_template: bool = True,
 ) -> tuple[str, ...]:
     """The lines in order; warnings last, where they are seen."""
     question = EXAMPLE_PROMPT if info.resolved.drafters else SECOND_EXAMPLE_PROMPT
+    needs_key = bool(config.api_key or config.api_key_file)
+    if not has_chat_template:
+        example = curl_completion_line(url, name, needs_key)
+    else:
+        example = curl_line(url, name, needs_key, question, has_image=info.image_token_id is not None)
     return (
         loading_line(name, info, load_s),
         *((device_line(info),) if info.gpu is not None else ()),
@@ -62,7 +75,7 @@ def banner_lines(
         *((_sampling_line(sampling_defaults),) if sampling_defaults else ()),
         *(() if encoder is None else (encoder_line(encoder),)),
         _address_line(config, url),
-        f"try: {curl_line(url, name, bool(config.api_key or config.api_key_file), question)}",
+        f"try: {example}",
         *(f"warning: {text}" for text in (*_open_server_warning(config), *info.warnings)),
     )
 
@@ -169,10 +182,27 @@ def encoder_line(encoder: EncoderInfo) -> str:
     return f"encoder: {model} {use}, at most {encoder.max_tokens} tokens"
 
 
-def curl_line(url: str, name: str, needs_key: bool, question: str = EXAMPLE_PROMPT) -> str:
+def curl_line(
+    url: str, name: str, needs_key: bool, question: str = EXAMPLE_PROMPT, has_image: bool = False
+) -> str:
     """A request to paste into a shell; its key is in FOREWORD_API_KEY."""
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": question}]})
+    content: Any = question
+    if has_image:
+        image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{RED_PNG}"}}
+        content = [image, {"type": "text", "text": IMAGE_PROMPT}]
+    messages = [{"role": "user", "content": content}]
+    return _curl(url, "/v1/chat/completions", needs_key, {"model": name, "messages": messages})
+
+
+def curl_completion_line(url: str, name: str, needs_key: bool) -> str:
+    """curl_line() for a model without a chat template."""
+    body = {"model": name, "prompt": COMPLETION_PROMPT, "max_tokens": 32}
+    return _curl(url, "/v1/completions", needs_key, body)
+
+
+def _curl(url: str, route: str, needs_key: bool, body: Mapping[str, Any]) -> str:
     key = ' -H "Authorization: Bearer $FOREWORD_API_KEY"' if needs_key else ""
     if url.startswith(UNIX):
         url = f"--unix-socket {shlex.quote(url.removeprefix(UNIX))} http://localhost"
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
+    data = shlex.quote(json.dumps(body))
+    return f"curl {url}{route} -H 'Content-Type: application/json'{key} -d {data}"

@@ -168,7 +168,14 @@ def _print_banner(server_stack: ServerStack, config: Config, listener: socket.so
     assert info is not None, "a started engine has info"
     encoder = server_stack.encoder.info if server_stack.encoder is not None else None
     for line in banner_lines(
-        config, info, server_stack.name, url, load_s, encoder, server_stack.sampling_defaults
+        config,
+        info,
+        server_stack.name,
+        url,
+        load_s,
+        encoder,
+        server_stack.sampling_defaults,
+        server_stack.has_chat_template,
     ):
         _print_line(config, line)
 

@@ -44,6 +44,7 @@ class ServerStack:
         self.name, *self._aliases = model_names(prepared.config, prepared.path)  # in the API
         check_adapter_names(prepared.config.adapters, (self.name, *self._aliases))
         self.sampling_defaults = str(prepared.tokenizer.generation_config)  # in words
+        self.has_chat_template = bool(prepared.tokenizer.chat_template)
         self.engine = make_engine_client(
             prepared.config,
             prepared.never_sampled_ids,

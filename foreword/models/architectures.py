@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from foreword.errors import CheckpointError
@@ -29,48 +29,9 @@ from foreword.models.qwen2_moe import Qwen2Moe
 from foreword.models.qwen3 import Qwen3
 from foreword.models.qwen3_moe import Qwen3Moe
 from foreword.models.smollm3 import SmolLM3
+from foreword.models.unsupported import describe_checkpoint
 
-__all__ = ["ARCHITECTURES", "missing_feature", "read_decoder"]
-
-# What architectures need that is missing, by the start of model_type or GGUF architecture without - and _
-MISSING_FEATURES: Mapping[str, Sequence[str]] = MappingProxyType(
-    {
-        "multi-head latent attention (MLA)": (
-            "deepseek2",
-            "deepseekv2",
-            "deepseekv3",
-            "deepseekv4",
-            "glm4moelite",
-            "kimik2",
-            "longcat",
-            "minicpm3",
-            "mistral4",
-        ),
-        "recurrent layers": (
-            "bamba",
-            "falconh1",
-            "falconmamba",
-            "granitehybrid",
-            "granitemoehybrid",
-            "jamba",
-            "kimilinear",
-            "lfm2",
-            "lfm3",
-            "mamba",
-            "minimax",
-            "nemotronh",
-            "olmohybrid",
-            "plamo2",
-            "qwen35",
-            "qwen3next",
-            "recurrentgemma",
-            "rwkv",
-            "zamba",
-        ),
-        "Gemma 4's shared KV layers": ("gemma3n", "gemma4"),
-        "trained heads for drafting": ("eagle", "medusa", "mlpspeculator", "speculator"),
-    }
-)
+__all__ = ["ARCHITECTURES", "read_decoder"]
 
 ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
     {
@@ -100,21 +61,12 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
 )
 
 
-def missing_feature(architecture: str) -> str:
-    """ " (it needs ...)" for a known architecture that is not supported, else ""."""
-    name = architecture.lower().replace("-", "").replace("_", "").replace(".", "")
-    for feature, starts in MISSING_FEATURES.items():
-        if name.startswith(tuple(starts)):
-            return f" (it needs {feature})"
-    return ""
-
-
 def read_decoder(reader: ConfigReader, default: str | None = None) -> tuple[type[Decoder], DecoderConfig]:
     """Read a decoder's config strictly; `default` is its model_type if missing. Raises CheckpointError."""
     model_type = reader.get("model_type", *([] if default is None else [default]))
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
-        problem = f"model_type {model_type!r:.80} is not supported{missing_feature(str(model_type))}"
+        problem = f"model_type {model_type!r:.80} is not supported{describe_checkpoint(str(model_type))}"
         raise CheckpointError(f"{reader.source}: {problem}; known: {known}")
     architecture = ARCHITECTURES[model_type]
     config = architecture.read_config(reader)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Collection
 from pathlib import Path
 
@@ -87,9 +89,12 @@ def _check_directory(path: Path) -> Path:
     if gguf:
         hint = f"pass one of its GGUF files: {_list([str(path / name) for name in gguf])}"
     elif checkpoints:
-        hint = f"pass one of the checkpoints in it: {_list([str(path / name) for name in checkpoints])}"
+        hint = (
+            f"serve all its models with --models {path}, or pass one of the checkpoints in it: "
+            f"{_list([str(path / name) for name in checkpoints])}"
+        )
     elif "adapter_config.json" in names:
-        hint = "it is an adapter: pass the model that it was merged into (merge_and_unload() of peft)"
+        hint = f"it is an adapter: foreword serve {_base_of(path)} --lora-modules {path.name}={path}"
     elif "params.json" in names:
         hint = "it has Mistral's own format: pass the checkpoint in Hugging Face's format"
     elif any(name.endswith(WEIGHT_FILES) for name in names):
@@ -99,6 +104,15 @@ def _check_directory(path: Path) -> Path:
     else:
         hint = f"a checkpoint is {DIRECTORY}"
     raise CheckpointError(f"{path} has no config.json; {hint}", "model")
+
+
+def _base_of(adapter: Path) -> str:
+    """The base that an adapter names, or BASE."""
+    try:
+        base = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+        return shlex.quote(base["base_model_name_or_path"][:200])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return "BASE"
 
 
 def _describe_file(path: Path) -> str:

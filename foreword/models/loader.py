@@ -15,7 +15,7 @@ from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.layers.lora import LoraLimits
 from foreword.layers.weights import Weights
-from foreword.models.architectures import ARCHITECTURES, missing_feature, read_decoder
+from foreword.models.architectures import ARCHITECTURES, read_decoder
 from foreword.models.base import Model, Precision
 from foreword.models.config import ConfigReader, read_json
 from foreword.models.decoder import Decoder, DecoderConfig
@@ -25,6 +25,7 @@ from foreword.models.gguf.header import GGUFFile, is_gguf, open_gguf, split_file
 from foreword.models.gguf.tensors import GGUFWeights, check_tensor_types, read_rope_factors, with_memory_info
 from foreword.models.quantized.config import CONFIG_FILES, Quantization, read_quantization
 from foreword.models.quantized.weights import QuantizedWeights
+from foreword.models.unsupported import describe_checkpoint
 from foreword.models.vision.base import PREPROCESSOR_FILE, PROCESSOR_FILE, VisionModel
 from foreword.models.vision.llava import Llava
 from foreword.models.vision.llava_next import LlavaNext
@@ -258,7 +259,7 @@ def _read_known_decoder(reader: ConfigReader) -> tuple[type[Decoder], DecoderCon
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(sorted((*ARCHITECTURES, *VISION_MODELS)))
         remote = "; the code in `auto_map` is not run: no code of a checkpoint is"
-        reason = missing_feature(str(model_type)) or (remote if "auto_map" in reader else "")
+        reason = describe_checkpoint(str(model_type)) or (remote if "auto_map" in reader else "")
         problem = f"is not supported{reason}"
         raise CheckpointError(f"{reader.source}: model_type {model_type!r:.80} {problem}; known: {known}")
     return read_decoder(reader)

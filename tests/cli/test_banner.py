@@ -1,10 +1,14 @@
 """Lines that `foreword serve` prints at start."""
 
+import base64
+import io
 import json
 import shlex
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from PIL import Image
 
 from foreword.cli.banner import (
     banner_lines,
@@ -63,6 +67,27 @@ def test_curl_line_is_one_command_with_valid_json() -> None:
     body = json.loads(words[words.index("-d") + 1])
     assert body["model"] == "it's a model"
     assert body["messages"][0]["role"] == "user"
+
+
+def body_of_example(info: EngineInfo, **options: bool) -> tuple[str, dict[str, Any]]:
+    """Route and body of the line that a visitor copies."""
+    lines = banner_lines(Config(), info, "m", URL, 1.0, **options)
+    (line,) = [line.removeprefix("try: ") for line in lines if line.startswith("try: ")]
+    words = shlex.split(line)
+    return words[1].removeprefix(URL), json.loads(words[-1])
+
+
+def test_example_without_chat_template_is_a_completion() -> None:
+    route, body = body_of_example(INFO, has_chat_template=False)
+    assert route == "/v1/completions" and body["model"] == "m" and body["prompt"]
+
+
+def test_example_of_a_model_with_images_has_one() -> None:
+    route, body = body_of_example(replace(INFO, image_token_id=3))
+    image, text = body["messages"][0]["content"]
+    assert (route, text["type"]) == ("/v1/chat/completions", "text")
+    data = base64.b64decode(image["image_url"]["url"].removeprefix("data:image/png;base64,"))
+    assert Image.open(io.BytesIO(data)).convert("RGB").getextrema() == ((255, 255), (0, 0), (0, 0))
 
 
 def test_curl_line_never_prints_the_key() -> None:

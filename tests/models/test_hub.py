@@ -1,5 +1,6 @@
 """Model names resolve to local paths, or to errors with instructions."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -60,10 +61,13 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("model.bin", "holds weights alone: pass the directory"),
         ("weights/model.safetensors", "holds weights alone: pass the directory"),
         ("weights", "the missing files of the checkpoint beside its weights: config.json, tokenizer_config"),
-        ("lora", "lora has no config.json; it is an adapter: pass the model that it was merged into"),
+        ("lora", "lora has no config.json; it is an adapter: foreword serve BASE --lora-modules lora=lora"),
         ("mistral", "it has Mistral's own format: pass the checkpoint in Hugging Face's format"),
         ("quantized", "pass one of its GGUF files: quantized/a-Q4_K_M.gguf"),
-        ("models", "pass one of the checkpoints in it: models/qwen2"),
+        (
+            "models",
+            "serve all its models with --models models, or pass one of the checkpoints in it: ",
+        ),
         ("empty", "empty has no config.json; a checkpoint is a directory with config.json"),
         ("some name/x", "there is no directory or file some name/x"),
     ],
@@ -72,6 +76,13 @@ def test_name_that_is_no_hub_id_is_answered(name: str, answer: str, models: Path
     with pytest.raises(CheckpointError) as caught:
         resolve_path(name)
     assert answer in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_adapter_names_its_base(tmp_path: Path) -> None:
+    config = {"base_model_name_or_path": "some/base"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="foreword serve some/base --lora-modules"):
+        resolve_path(str(tmp_path))
 
 
 def test_names_that_the_caller_knows_are_suggested(models: Path) -> None:

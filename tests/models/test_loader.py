@@ -180,8 +180,8 @@ def test_unknown_architecture_lists_known_ones(tmp_path: Path):
     (path / "config.json").write_text(json.dumps({"model_type": ["llama"]}))
     with pytest.raises(CheckpointError, match=r"model_type \['llama'\] is not supported"):
         read_model_info(path)
-    (path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(CheckpointError, match=r"'gpt2' is not supported; known: ernie4_5, .*llama"):
+    (path / "config.json").write_text(json.dumps({"model_type": "novel"}))
+    with pytest.raises(CheckpointError, match=r"'novel' is not supported; known: ernie4_5, .*llama"):
         read_model_info(path)
 
 

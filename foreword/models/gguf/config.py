@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from foreword.errors import CheckpointError
-from foreword.models.architectures import missing_feature
 from foreword.models.gguf.header import GGUFFile
 from foreword.models.gguf.metadata import MetadataReader
 from foreword.models.gguf.rope import DEFAULT_THETA, TensorReader, read_rope_theta, rope_options
 from foreword.models.gguf.tensors import POST_NORM_ARCHITECTURES
+from foreword.models.unsupported import missing_feature
 
 __all__ = ["MODEL_TYPES", "read_hf_config"]
 
