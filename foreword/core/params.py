@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from copy import copy
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -220,7 +221,10 @@ class SamplingParams:
 
         The prediction is dropped: Request carries it as token ids.
         """
-        return replace(self, n=1, seed=(seed + index) & SEED_MASK, prediction=None)
+        params = copy(self)  # unlike replace(), it checks no field again
+        for name, value in (("n", 1), ("seed", (seed + index) & SEED_MASK), ("prediction", None)):
+            set_field(params, name, value)
+        return params
 
     def non_default_fields(self) -> dict[str, object]:
         """Fields that differ from the defaults, for the request's log line."""

@@ -28,6 +28,9 @@ __all__ = ["ConnectionLimits", "TimeoutH11Protocol", "uvicorn_config"]
 
 MAX_HEADER_BYTES = 32 * 1024  # of a request line and its headers
 SEND_BUFFER_BYTES = 256 * 1024  # kernel buffer per connection, which a client that does not read fills
+MAX_READ_BYTES = 16 * 1024  # taken from a connection at once, so that parsing them holds up nobody
+MAX_SMALL_CHUNKS, MIN_CHUNK_BYTES = 512, 64  # chunks of a body; beyond that number, their least mean size
+REFUSED_BODY_TIMEOUT_S = 10.0  # for a client to notice an answer that came before its body was read
 BODY_TIMEOUT_FACTOR = 10  # limit on a whole body, in client timeouts
 SHUTDOWN_GRACE_S = 1  # for connections to close after the last answer
 NEW_CONNECTION_GRACE_S = 0.2  # at shutdown, for the first request of a connection to come and be refused
@@ -67,7 +70,7 @@ class TimeoutH11Protocol(H11Protocol):
         self, *args: Any, limits: ConnectionLimits, request_log: RequestLog | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = _StrictH11(h11.SERVER, MAX_HEADER_BYTES)
+        self._strict_conn = self.conn = _StrictH11(h11.SERVER, MAX_HEADER_BYTES)
         self.access_log = False  # in any configuration: a path may hold a key
         self._limits = limits
         self._request_log = request_log  # told about connections that are closed with an error
@@ -76,9 +79,11 @@ class TimeoutH11Protocol(H11Protocol):
         self._total_deadline_s = math.inf  # loop time, for the whole head or body
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._discards = False  # the answer is sent, the rest of the body is dropped unparsed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.max_size = MAX_READ_BYTES  # type: ignore[attr-defined]  # of asyncio's recv()
         limits = self._limits
         if len(self.connections) > limits.max_connections:
             return self._close_with_error(
@@ -107,12 +112,27 @@ class TimeoutH11Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._arm(self._next_part())
+        if not self._discards:
+            super().data_received(data)
+            self._arm(self._next_part())
 
     def on_response_complete(self) -> None:
+        if self._strict_conn.answers_early and not self.transport.is_closing():
+            return self._discard_body()
         super().on_response_complete()
         self._arm(self._next_part())
+
+    def _discard_body(self) -> None:
+        """Close after an answer that came before the body; closing on unread data would lose the answer."""
+        self.server_state.total_requests += 1
+        self._discards = True
+        self._arm("")
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(REFUSED_BODY_TIMEOUT_S, self.transport.close)
 
     def pause_writing(self) -> None:
         """The send buffer is full: close the connection if the client reads nothing for a timeout."""
@@ -149,7 +169,10 @@ class TimeoutH11Protocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         self._close_with_error(
-            InvalidRequest("this is not a valid HTTP/1.1 request, or its headers are too long")
+            InvalidRequest(
+                "this is not a valid HTTP/1.1 request, its headers are too long, "
+                f"or it has more than {MAX_SMALL_CHUNKS} chunks of less than {MIN_CHUNK_BYTES} bytes"
+            )
         )
 
     def _should_upgrade(self) -> bool:
@@ -212,13 +235,25 @@ class TimeoutH11Protocol(H11Protocol):
 
 
 class _StrictH11(h11.Connection):
-    """Refuses a body with both length headers: a proxy in front may read the other (request smuggling)."""
+    """Refuses a body with both length headers: a proxy in front may read the other (request smuggling).
+
+    Refuses tiny chunks too, each of which costs as much as a large one.
+    """
+
+    answers_early = False  # an answer has started before its body was read: it is the connection's last one
+    _num_chunks = _num_body_bytes = 0
 
     def send(self, event: Any) -> Any:
         """As h11. A part of a chunked body changes no state, and a stream has one for each token."""
         if isinstance(event, h11.Data) and event.data and isinstance(self._writer, ChunkedWriter):
             return b"%x\r\n%b\r\n" % (len(event.data), event.data)
-        return super().send(event)
+        output = super().send(event)
+        if isinstance(event, h11.Response) and self.their_state is h11.SEND_BODY:
+            # h11 does not know: it would have the connection closed on unread data.
+            self.answers_early = self.our_state is not h11.MUST_CLOSE
+            if b"\r\nconnection: close" not in output.lower():
+                output = output[:-2] + b"Connection: close\r\n\r\n"
+        return output
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         event = super().next_event()
@@ -226,6 +261,12 @@ class _StrictH11(h11.Connection):
             names = {name for name, _ in event.headers}
             if {b"content-length", b"transfer-encoding"} <= names:
                 raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
+            self._num_chunks = self._num_body_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_body_bytes += len(event.data)
+            if self._num_chunks > max(MAX_SMALL_CHUNKS, self._num_body_bytes // MIN_CHUNK_BYTES):
+                raise h11.RemoteProtocolError("tiny chunks")
         return event
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator
 from functools import partial
@@ -26,7 +24,6 @@ __all__ = [
 logger = logging.getLogger("foreword.serve")
 MAX_BODIES_IN_MEMORY = 16  # bodies of the largest size held at once
 RETRY_AFTER_S = 1.0
-REJECTED_BODY_TIMEOUT_S = 10.0  # for a client to finish sending a refused body
 
 
 class RootPathMiddleware:
@@ -84,14 +81,14 @@ class BodyLimitMiddleware:
             return await self._app(scope, receive, send)
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdigit() and int(declared) > self._max_bytes:
-            return await self._reject(self._too_large(), scope, receive, send)
+            return await error_response(self._too_large(), scope)(scope, receive, send)
         body = _Body(receive)
         try:
             async for size in body.read():
                 self.held_bytes += size
                 if (error := self._size_error(body.size)) is not None:
                     self._release(body)
-                    return await self._reject(error, scope, receive, send, body.has_more)
+                    return await error_response(error, scope)(scope, receive, send)
             if body.complete:
                 state = scope.setdefault("state", {})
                 state.update(body_bytes=body.size, forget_body=partial(self._release, body))
@@ -115,23 +112,6 @@ class BodyLimitMiddleware:
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"the body is larger than {self._max_bytes} bytes")
-
-    async def _reject(
-        self, error: ForewordError, scope: Scope, receive: Receive, send: Send, has_more: bool = True
-    ) -> None:
-        """Answer at once, then read the rest: closing on unread data would lose the answer."""
-        response = error_response(error, scope)
-        response.headers["Connection"] = "close"
-        await send(
-            {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
-        )
-        await send({"type": "http.response.body", "body": response.body, "more_body": True})
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(REJECTED_BODY_TIMEOUT_S):
-                while has_more:
-                    message = await receive()
-                    has_more = message.get("more_body", False)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def release_body(request: Request) -> None:

@@ -167,7 +167,7 @@ def read_tool_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     for a result that belongs to no call before it; the error names the field.
     """
     names: dict[str, str] = {}  # of called functions, by the id of the call
-    open_ids: list[str] = []  # calls without a result so far
+    open_ids: dict[str, None] = {}  # calls without a result so far, in order
     converted: list[dict[str, Any]] = []
     for index, given in enumerate(messages):
         message = dict(given)
@@ -181,7 +181,7 @@ def read_tool_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
             ]
             message["tool_calls"] = calls
             names |= {call["id"]: call["function"]["name"] for call in calls}
-            open_ids = [call["id"] for call in calls]
+            open_ids = dict.fromkeys(call["id"] for call in calls)
         elif "tool_calls" in message:
             del message["tool_calls"]  # templates ask whether there are any by the key
         if message.get("role") == "tool":
@@ -193,7 +193,7 @@ def read_tool_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
                     f"{field_name} {call_id!r:.80} is the id of no call before this message; {known}",
                     field_name,
                 )
-            open_ids = [other for other in open_ids if other != call_id]
+            open_ids.pop(call_id, None)
             message |= {"tool_call_id": call_id, "name": message.get("name") or names[call_id]}
         converted.append(message)
     return converted
@@ -242,7 +242,8 @@ def one_call_per_turn(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         if not calls:
             split.append(dict(message))
             continue
-        following = takewhile(lambda other: other.get("role") == "tool", messages[index + 1 :])
+        later = (messages[i] for i in range(index + 1, len(messages)))
+        following = takewhile(lambda other: other.get("role") == "tool", later)
         results = {result["tool_call_id"]: dict(result) for result in following}
         whole = {name: value for name, value in message.items() if name != "tool_calls"}
         if message["content"]:
@@ -266,6 +267,7 @@ def to_plain_tool_messages(
     keep_results  the template renders results; otherwise they become messages of the user
     """
     plain: list[dict[str, Any]] = []
+    contents: list[list[str | list[Any]]] = []  # of each message; several of results in a row
     follows_result, num_calls = False, 0
     for message in messages:
         calls = [
@@ -282,11 +284,15 @@ def to_plain_tool_messages(
             heading = f"Result of {message['name']}:"
             bare = {"role": "user", "content": join_content("", heading, message["content"])}
         if is_result and follows_result:
-            plain[-1]["content"] = join_content(plain[-1]["content"], bare["content"])
+            contents[-1].append(bare["content"])
         else:
             plain.append(bare)
+            contents.append([bare["content"]])
         follows_result = is_result
-    return plain
+    return [
+        {**message, "content": join_content(*joined)} if len(joined) > 1 else message
+        for message, joined in zip(plain, contents, strict=True)
+    ]
 
 
 def join_content(first: str | list[Any], *more: str | list[Any]) -> str | list[Any]:

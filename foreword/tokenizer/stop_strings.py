@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 __all__ = ["StopStrings"]
+
+MAX_COMPILED = 8  # sets of stop strings whose borders are kept: the choices of a request are made in a row
 
 
 class StopStrings:
@@ -16,7 +20,7 @@ class StopStrings:
 
     def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
         """include: the stop string stays in the text, so nothing is held back."""
-        self._patterns = [_Pattern(stop) for stop in sorted(set(stops), key=len, reverse=True)]
+        self._patterns = [_Pattern(*pattern) for pattern in _compile(stops)]
         self._include = include
         self._held = ""
 
@@ -50,10 +54,10 @@ class _Pattern:
 
     __slots__ = ("_borders", "matched", "text")
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, borders: list[int]) -> None:
         self.text = text
         self.matched = 0
-        self._borders = _borders(text)
+        self._borders = borders
 
     def advance(self, char: str) -> bool:
         """Take one character; True if the stop string is complete. It may overlap with itself."""
@@ -64,6 +68,12 @@ class _Pattern:
             return False
         self.matched = self._borders[self.matched]
         return True
+
+
+@lru_cache(MAX_COMPILED)
+def _compile(stops: tuple[str, ...]) -> list[tuple[str, list[int]]]:
+    """The stop strings, longest first, each with its borders, which all choices and prompts share."""
+    return [(stop, _borders(stop)) for stop in sorted(set(stops), key=len, reverse=True)]
 
 
 def _borders(text: str) -> list[int]:

@@ -68,6 +68,7 @@ def post(served: RunningServer, fields: dict[str, Any], path: str = CHAT) -> tup
         ({"stop": 5}, "stop", "must be a text or a list"),
         ({"stop": ["x"] * 65}, "stop", "at most 64"),
         ({"stop": "x" * 1025}, "stop", "at most 1024"),
+        ({"stop": ["x" * 1000] * 5}, "stop", "5000 characters; the limit is 4096"),
         ({"bad_words": "no"}, "bad_words", "must be a list"),
         ({"stream": "yes"}, "stream", "must be true or false"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),

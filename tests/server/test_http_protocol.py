@@ -151,7 +151,8 @@ def test_parts_of_a_body_are_framed_as_h11_frames_them(headers: list[tuple[bytes
     sent = []
     for server in (h11.Connection(h11.SERVER), connections._StrictH11(h11.SERVER)):
         server.receive_data(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        server.next_event()
+        while server.their_state is not h11.DONE:
+            server.next_event()
         parts = [h11.Data(data=part) for part in (b"ab", b"", b"cdef")]
         events = [h11.Response(status_code=200, headers=headers), *parts, h11.EndOfMessage()]
         sent.append([server.send(event) for event in events])
@@ -183,6 +184,54 @@ def test_garbage_while_a_body_is_refused(strict_server: RunningServer) -> None:
         except (BrokenPipeError, ConnectionResetError):
             return
         assert status_of(read_until_close(raw)) == 413
+
+
+def test_tiny_chunks_are_refused(strict_server: RunningServer) -> None:
+    chunked = HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    few = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY)
+    for chunks, status in ((few, 200), (b"1\r\n \r\n" * 2000 + few, 400)):
+        with connect(strict_server) as raw:
+            raw.sendall(chunked + chunks + b"0\r\n\r\n")
+            answer = read_until_close(raw)
+        assert not answer or status_of(answer) == status  # reset: it was cut off while the client was sending
+    large = b"400\r\n" + b" " * 1024 + b"\r\n"
+    with connect(strict_server) as raw:
+        raw.sendall(chunked + large * 40 + few + b"0\r\n\r\n")
+        assert status_of(read_until_close(raw)) == 200
+
+
+def test_answer_before_the_body_closes_the_connection() -> None:
+    """The rest of the body is dropped unparsed; an answer after the body leaves the connection open."""
+    with run_server(Config(api_key="secret", max_body_mb=1), FakeEngineClient(FakeOutput("ok"))) as server:
+        with connect(server) as raw:
+            raw.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
+            answer = read_until_close(raw)  # the client has not ended its body
+            assert status_of(answer) == 401 and answer.lower().count(b"connection: close") == 1
+            raw.sendall(b"1\r\nx\r\n" * 10_000 + b"no chunk")
+        with connect(server) as raw:
+            for _ in range(2):
+                raw.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+                answer = b""
+                while not answer.endswith(b"}}"):
+                    answer += raw.recv(65536)
+                assert status_of(answer) == 401 and b"connection: close" not in answer.lower()
+
+
+def test_connection_is_read_in_small_parts(
+    strict_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between them the event loop serves other connections."""
+    receive, sizes = connections.TimeoutH11Protocol.data_received, []
+
+    def record(self: connections.TimeoutH11Protocol, data: bytes) -> None:
+        sizes.append(len(data))
+        receive(self, data)
+
+    monkeypatch.setattr(connections.TimeoutH11Protocol, "data_received", record)
+    with connect(strict_server) as raw:
+        raw.sendall(full_request(BODY + b" " * 900_000))
+        assert status_of(read_until_close(raw)) == 200
+    assert sum(sizes) > 900_000 and max(sizes) <= connections.MAX_READ_BYTES
 
 
 # Slow clients

@@ -443,6 +443,23 @@ def test_deferred_tool_is_described_where_it_is_referred_to() -> None:
     assert [tool.name for tool in use.listed_tools] == ["read"], "the prompt's head does not change"
 
 
+def test_deferred_tools_are_described_once_and_checked_first() -> None:
+    tools = [
+        {"name": name, "input_schema": {"type": "object"}, "description": "x" * size, "defer_loading": True}
+        for name, size in (("a", 600_000), ("b", 600_000), ("c", 2_000_000))
+    ]
+
+    def read(*names: str) -> int:
+        content = [{"type": "tool_reference", "tool_name": name} for name in names]
+        body = MessagesBody.model_validate({"messages": tool_turns(content=content), "tools": tools})
+        return sum(len(part["text"]) for part in body.conversation(False).messages[2]["content"])
+
+    assert read("a", *"a" * 1000) < 602_000, "later references are its name"
+    for names, field in (("ab", "tool_reference"), ("c", "tools")):
+        with pytest.raises(InvalidRequest, match=field):
+            read(*names)
+
+
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [

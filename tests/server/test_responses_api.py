@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from foreword.config.options import Config
 from foreword.errors import EngineDead, InvalidRequest
 from foreword.server.protocol.responses_api import ItemConversation, ResponsesBody, encode_reasoning
+from foreword.server.routes import responses as routes
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer, engine_info
 from tests.support.images import data_url, image_processor, image_tokenizer, png
@@ -724,6 +725,23 @@ def test_truncation_drops_the_oldest_turns() -> None:
         assert "question 0" not in prompt and len(client.submitted[0].prompt_ids) <= 350
         kept = [i for i in range(10) if f"question {i} " in prompt]
         assert kept == list(range(kept[0], 10)) and len(client.submitted[0].prompt_ids) > 350 - 100
+        server.wait_until_idle()
+
+
+def test_truncation_copies_a_conversation_only_to_count_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+    replace = routes.replace
+
+    def record(task: Any, **changes: Any) -> Any:
+        copies.append(len(changes.get("messages", ())))
+        return replace(task, **changes)
+
+    monkeypatch.setattr(routes, "replace", record)
+    with run_server(client=FakeEngineClient(info=engine_info(400))) as server:
+        turns = [{"role": role, "content": "Hi"} for role in ("user", "assistant")] * 1000
+        create(server, input=[*turns, {"role": "user", "content": "last"}], truncation="auto")
+        assert sum(size > 0 for size in copies) <= 12 and max(copies) <= 400
+        assert "last" in prompt_of(server)
         server.wait_until_idle()
 
 

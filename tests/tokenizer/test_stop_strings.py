@@ -1,6 +1,8 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreword.tokenizer import stop_strings
 from foreword.tokenizer.stop_strings import StopStrings
 
 WORDS = st.text(alphabet="ab", min_size=1, max_size=4)
@@ -48,3 +50,13 @@ def test_stop_string_without_search_is_ignored() -> None:
     stops = StopStrings(("aa",))
     assert stops.feed("aa", search=False) == ("a", None)
     assert stops.feed("a") == ("", "aa")
+
+
+def test_choices_share_the_borders(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    borders = stop_strings._borders
+    monkeypatch.setattr(stop_strings, "_borders", lambda text: [calls.append(text), borders(text)][1])
+    matchers = [StopStrings(("shared", "borders")) for _ in range(100)]
+    assert sorted(calls) == ["borders", "shared"]
+    assert matchers[0].feed("shar") == ("", None) and matchers[1].feed("ed") == ("ed", None)
+    assert matchers[0].feed("ed") == ("", "shared")

@@ -16,7 +16,7 @@ from pydantic import Field
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest, Unsupported
-from foreword.formats.tool_checks import Choice, check_tools
+from foreword.formats.tool_checks import MAX_TOOLS, MAX_TOOLS_BYTES, Choice, check_tools
 from foreword.formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.server.errors import rename_field
 from foreword.server.protocol.base import RequestBody, StrictModel
@@ -39,6 +39,7 @@ ROLES = ("user", "assistant", "system")
 # What Anthropic's own servers add to an assistant's message, also in a history of theirs.
 SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "container_upload", "fallback", "redacted_thinking")
 SERVER_RESULT = "_tool_result"  # ends the types of results of their tools
+OWN_TOOLS = (None, "custom")  # types of tools that the client runs
 CHOICES: Mapping[str, Choice] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 
 Schema = dict[str, Any]
@@ -105,16 +106,16 @@ class ToolBody(StrictModel):
 class MessagesConversation:
     """Messages in the form of chat templates.
 
-    deferred    tools that are no part of the prompt's head, by name
+    deferred    tools that are no part of the prompt's head, by name, each with its field
     origins     index in the body's messages for each of them; None: the body's `system`
-    referenced  names of the deferred tools that results refer to
+    referenced  names of the deferred tools that results refer to, and the bytes of each definition
     continues   the last message is the beginning of the answer
     """
 
-    deferred: Mapping[str, ToolBody]
+    deferred: Mapping[str, tuple[str, ToolBody]]
     messages: list[dict[str, Any]] = field(default_factory=list)
     origins: list[int | None] = field(default_factory=list)
-    referenced: set[str] = field(default_factory=set)
+    referenced: dict[str, int] = field(default_factory=dict)
     continues: bool = False
 
     @property
@@ -201,7 +202,11 @@ class ConversationBody(StrictModel):
         takes_images  False: images in results of tools become a text; others are refused later
         Raises InvalidRequest and Unsupported, which name the block.
         """
-        deferred = {tool.name: tool for tool in self.tools or () if tool.name and tool.defer_loading}
+        deferred = {
+            tool.name: (f"tools[{i}]", tool)
+            for i, tool in enumerate(self.tools or ())
+            if tool.name and tool.defer_loading and tool.type in OWN_TOOLS
+        }
         conversation = MessagesConversation(deferred)
         parts = [part for part in _texts(self.system, "system") if not _is_billing_header(part)]
         # Leading system messages join the system prompt. Later ones stay where they are: at the top they
@@ -252,6 +257,8 @@ class ConversationBody(StrictModel):
                 conversation.messages.pop()
                 conversation.origins.pop()
         for message in conversation.messages:
+            if "reasoning_content" in message:
+                message["reasoning_content"] = "\n".join(message["reasoning_content"])
             if [part["type"] for part in message["content"]] in ([], ["text"]):
                 message["content"] = "".join(part["text"] for part in message["content"])
         return conversation
@@ -267,7 +274,7 @@ class ConversationBody(StrictModel):
         server_tools: set[str | None] = set()  # names
         for index, tool in enumerate(self.tools or ()):
             name = f"tools[{index}]"
-            if tool.type not in (None, "custom"):
+            if tool.type not in OWN_TOOLS:
                 skipped.append(f"{name}.{tool.type}")
                 server_tools.add(tool.name)
             elif not tool.defer_loading or tool.name in referenced:
@@ -368,16 +375,20 @@ class _UserTurn:
 
     def _refer(self, tool_name: str) -> str:
         """The definition of a deferred tool, in place of the reference: the prompt's head stays as it was."""
-        tool = self._conversation.deferred.get(tool_name)
-        if tool is None:
+        deferred, referenced = self._conversation.deferred, self._conversation.referenced
+        if tool_name not in deferred or tool_name in referenced:  # defined once: later by its name
             return tool_name
-        self._conversation.referenced.add(tool_name)
-        function = {
-            "name": tool_name,
-            "description": tool.description or "",
-            "parameters": tool.input_schema,
-        }
-        return json.dumps({"type": "function", "function": function}, ensure_ascii=False)
+        name, body = deferred[tool_name]
+        tool = check_tools([(name, body.tool(name))], schema_field="input_schema").tools[0]
+        function = {"name": tool_name, "description": tool.description, "parameters": tool.parameters}
+        text = json.dumps({"type": "function", "function": function}, ensure_ascii=False)
+        referenced[tool_name] = len(text)
+        if len(referenced) > MAX_TOOLS or sum(referenced.values()) > MAX_TOOLS_BYTES:
+            raise InvalidRequest(
+                f"tool_reference names more than {MAX_TOOLS} tools or {MAX_TOOLS_BYTES} bytes of them",
+                "tools",
+            )
+        return text
 
     def _flush_images(self) -> None:
         images, self._images = self._images, []
@@ -444,10 +455,9 @@ def _add_assistant_turn(
     message = conversation.messages[-1]
     message["content"] += parts
     if text := "\n".join(filter(None, thinking)):
-        before = message.get("reasoning_content")
-        message["reasoning_content"] = f"{before}\n{text}" if before else text
+        message.setdefault("reasoning_content", []).append(text)
     if calls:
-        message["tool_calls"] = [*message.get("tool_calls", ()), *calls]
+        message.setdefault("tool_calls", []).extend(calls)
 
 
 def _call(block: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -524,6 +524,7 @@ class ItemConversation:
     become a part of the turn that they follow: at the top they would change the prefix of all that follows.
 
     takes_images  False: images in results of tools become a text; others are refused later
+    messages      those of the assistant hold lists of texts until finish()
     origins       the field that errors name, for each message
     """
 
@@ -552,6 +553,10 @@ class ItemConversation:
     def finish(self) -> list[dict[str, Any]]:
         """The messages; an empty one of the user if there is none, since Codex probes with an empty input."""
         self._flush_images()
+        for message in self.messages:
+            if message["role"] == "assistant":
+                for name in ("content", "reasoning_content"):
+                    message |= {name: "".join(message[name])} if name in message else {}
         if not any(message["role"] != "system" for message in self.messages):
             self._add("user", [_text_part("")], "input")
         return self.messages
@@ -592,17 +597,15 @@ class ItemConversation:
     def _add_to_answer(self, item: Item, origin: str) -> None:
         """Reasoning, text or a call, of the assistant's last message if nothing came between."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            self._add("assistant", "", origin)
+            self._add("assistant", [], origin)
         message = self.messages[-1]
         if item["type"] == "reasoning":
-            message["reasoning_content"] = message.get("reasoning_content", "") + _reasoning_text(
-                item, origin
-            )
+            message.setdefault("reasoning_content", []).append(_reasoning_text(item, origin))
         elif item["type"] == "message":
             # Texts around a call are one text, as in chat; messages of a client are lines.
             texts = [_template_part(part)["text"] for part in item["content"]]
             separator = "\n" if message["content"] and self._last_type == "message" else ""
-            message["content"] += separator + "\n".join(texts)
+            message["content"] += filter(None, (separator, "\n".join(texts)))
         else:
             name = join_namespace(item.get("namespace", ""), item["name"])
             custom = item["type"] == "custom_tool_call"
@@ -628,7 +631,7 @@ class ItemConversation:
         if images:
             self._add_user(images, self.origins[-1])
 
-    def _add(self, role: str, content: str | list[Part], origin: str, **fields: Any) -> None:
+    def _add(self, role: str, content: list[Any], origin: str, **fields: Any) -> None:
         self.messages.append({"role": role, "content": content, **fields})
         self.origins.append(origin)
 

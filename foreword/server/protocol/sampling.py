@@ -16,7 +16,7 @@ from foreword.server.protocol.structured import StructuredBody
 
 __all__ = ["NO_DEFAULTS", "PredictionBody", "SamplingBody", "SpeculationBody", "StreamOptions"]
 
-MAX_STOP_STRINGS, MAX_STOP_CHARS = 64, 1024
+MAX_STOP_STRINGS, MAX_STOP_CHARS, MAX_ALL_STOP_CHARS = 64, 1024, 4096
 MAX_ID_DIGITS = 20  # digits of a token id; int() raises for thousands of digits
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 PARAMS_FIELDS = frozenset(field.name for field in fields(SamplingParams))
@@ -173,3 +173,7 @@ class SamplingBody(StructuredBody, RequestBody):
             raise InvalidRequest(f"stop may hold at most {MAX_STOP_STRINGS} texts, got {len(stops)}", "stop")
         if max(map(len, stops), default=0) > MAX_STOP_CHARS:
             raise InvalidRequest(f"a text of stop may have at most {MAX_STOP_CHARS} characters", "stop")
+        if (num_chars := sum(map(len, stops))) > MAX_ALL_STOP_CHARS:
+            raise InvalidRequest(
+                f"the texts of stop have {num_chars} characters; the limit is {MAX_ALL_STOP_CHARS}", "stop"
+            )

@@ -221,14 +221,21 @@ async def _drop_turns(
     wanted = task.params.max_tokens or max_model_len // DEFAULT_ROOM
     room = max(1, min(wanted, max_model_len // 2))
     head = 1 if task.messages[0]["role"] == "system" else 0
-    starts = [i for i, message in enumerate(task.messages) if i > head and message["role"] == "user"]
-    cuts = [task, *(replace(task, messages=[*task.messages[:head], *task.messages[i:]]) for i in starts)]
-    low, high = 0, len(cuts) - 1  # of the first cut that fits; the last one is taken in any case
+    messages = task.messages
+    starts = [head, *(i for i in range(head + 1, len(messages)) if messages[i]["role"] == "user")]
+
+    def cut(start: int) -> ChatTask:
+        return replace(task, messages=[*messages[:head], *messages[start:]])
+
+    # Of the first cut that fits; a message is at least one token. The last one is taken in any case.
+    low, high = 0, len(starts) - 1
+    while low < high and len(messages) - starts[low] + head > max_model_len:
+        low += 1
     while low < high:
         middle = (low + high) // 2
-        count = await count_prompt_tokens(server, request, context, cuts[middle])
+        count = await count_prompt_tokens(server, request, context, cut(starts[middle]))
         low, high = (low, middle) if count + room <= max_model_len else (middle + 1, high)
-    return cuts[low]
+    return cut(starts[low])
 
 
 def _response_fields(model: str, params: SamplingParams, response_id: str, stores: bool) -> dict[str, Any]:
