@@ -12,10 +12,13 @@ import gc
 import logging
 import resource
 import socket
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
 from foreword.cli.banner import banner_lines, local_url, models_lines, unix_address
@@ -52,11 +55,35 @@ def run(args: argparse.Namespace) -> int:
         return run_up(config)
     set_up_logging(config.log_level, config.log_format)
     raise_file_limit(config.max_connections + EXTRA_FILES)
+    executor = ThreadPoolExecutor(thread_name_prefix="request")
     with bind(config.host, config.port) if config.uds is None else bind_unix(Path(config.uds)) as listener:
         if config.models is not None:
-            models = read_models(config)
-            return asyncio.run(_run_several(config, models, listener, args.fork_server))
-        return asyncio.run(_run(prepare_checkpoint(config), listener, args.fork_server))
+            run_server = _run_several(config, read_models(config), listener, args.fork_server)
+        else:
+            run_server = _run(prepare_checkpoint(config), listener, args.fork_server)
+        code = asyncio.run(_run_with(executor, run_server))
+    _end_threads(executor, code)
+    return code
+
+
+async def _run_with(executor: ThreadPoolExecutor, run_server: Coroutine[Any, Any, int]) -> int:
+    """The exit code. The executor of requests is the default one, but asyncio.run() does not wait for it."""
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(executor)
+    try:
+        return await run_server
+    finally:
+        loop.set_default_executor(ThreadPoolExecutor(1))
+
+
+def _end_threads(executor: ThreadPoolExecutor, code: int) -> None:
+    """Wait a moment for threads of requests; end the process if one hangs, since Python would wait for it."""
+    executor.shutdown(wait=False, cancel_futures=True)
+    waiting = threading.Thread(target=executor.shutdown, daemon=True)
+    waiting.start()
+    waiting.join(CANCEL_GRACE_S)
+    if waiting.is_alive():
+        startup_line.exit("foreword serve: a thread of a request hangs; the process ends without it\n", code)
 
 
 def raise_file_limit(count: int) -> None:

@@ -33,6 +33,7 @@ from foreword.embedding.tokenizer import EncoderTokenizer
 from foreword.embedding.vectors import scalar
 from foreword.errors import ConfigError, EngineDead, ForewordError, InvalidRequest, Overloaded, RequestFailed
 from foreword.models.hub import resolve_path
+from foreword.utils.threads import run_in_own_thread
 from foreword.workers.pool import spawn
 
 __all__ = ["EncoderClient", "EncoderInfo", "EncoderProcess", "EncoderTokenizer"]
@@ -92,10 +93,10 @@ class EncoderProcess:
         self._writer.transport.abort()
         self._process.terminate()
         try:
-            await asyncio.to_thread(self._process.wait, CLOSE_TIMEOUT_S)
+            await run_in_own_thread(self._process.wait, CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+            await run_in_own_thread(self._process.wait)
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
 
@@ -137,12 +138,12 @@ class EncoderClient:
     async def start(self) -> EncoderInfo:
         """Start the process and wait until it is ready. Raises ConfigError or CheckpointError."""
         assert self._config.embedding_model is not None and self._process is None
-        path = await asyncio.to_thread(resolve_path, self._config.embedding_model)
+        path = await run_in_own_thread(resolve_path, self._config.embedding_model)
         self._config = replace(self._config, embedding_model=str(path))
         self._process = await EncoderProcess.launch(self._config)
         try:
             self.info = await self._process.wait_ready()
-            self.tokenizer = await asyncio.to_thread(EncoderTokenizer.from_directory, Path(path), self.info)
+            self.tokenizer = await run_in_own_thread(EncoderTokenizer.from_directory, Path(path), self.info)
         except BaseException:
             await self._stop_process()
             raise

@@ -22,6 +22,7 @@ from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.heartbeat import HeartbeatPage, read_proc_stat
 from foreword.engine_client.messages import HEARTBEAT_FD
 from foreword.errors import ConfigError
+from foreword.utils.threads import run_in_own_thread
 
 __all__ = ["EngineProcess", "SendFailed"]
 
@@ -121,7 +122,7 @@ class EngineProcess:
             self._kill()
             code = await self._wait_killed(fork_server)
         self._is_reaped = True
-        await asyncio.to_thread(self._writer.join)
+        await run_in_own_thread(self._writer.join)
         self._loop.remove_reader(self._socket)
         self._socket.close()
         self.heartbeat.close()

@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Final
 
 from foreword.errors import ConfigError
+from foreword.utils.threads import run_in_own_thread
 
 __all__ = ["ForkServer", "main"]
 
@@ -228,7 +229,7 @@ class ForkServer:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            await asyncio.to_thread(process.wait)
+            await run_in_own_thread(process.wait)
 
     async def _request_fork(self, engine_fd: int, timeout_s: float | None) -> int:
         assert self._control is not None

@@ -30,6 +30,7 @@ from foreword.metrics.server_metrics import ServerMetrics
 from foreword.server.model_names import ServedModel
 from foreword.server.served_models import ManagedModel, ModelStatus, ServedModels
 from foreword.utils.logging import log_model
+from foreword.utils.threads import run_in_own_thread
 
 __all__ = ["ModelManager"]
 
@@ -285,7 +286,7 @@ class ModelManager:
                 logger.info("loading: %s %.0f%%", stage, 100 * done / total)
 
         host.logged_s = time.monotonic()
-        prepared = await asyncio.to_thread(prepare_checkpoint, host.config)
+        prepared = await run_in_own_thread(prepare_checkpoint, host.config)
         stack = ServerStack(prepared, on_progress, self._fork_server, owns_fork_server=False)
         host.stack = stack
         info = await stack.start()
@@ -337,7 +338,7 @@ class ModelManager:
 
     async def _measure_host(self, host: _Host) -> int:
         stack = host.stack
-        return 0 if stack is None else await asyncio.to_thread(self._measure, stack.pids)
+        return 0 if stack is None else await run_in_own_thread(self._measure, stack.pids)
 
     async def _measure_regularly(self) -> None:
         while True:

@@ -25,6 +25,7 @@ from foreword.server.model_names import check_adapter_names
 from foreword.server.request_log import RequestLog
 from foreword.server.served_models import ServedModels
 from foreword.tokenizer.input_processor import ChatInputProcessor
+from foreword.utils.threads import run_in_own_thread
 from foreword.utils.version import __version__
 
 __all__ = ["ServerStack"]
@@ -111,7 +112,7 @@ class ServerStack:
     async def _make_chat_processor(self) -> None:
         """Compile the template and detect its tool format, in a thread. Raises CheckpointError."""
         prepared, config = self._prepared, self._prepared.config
-        self._chat_processor = await asyncio.to_thread(
+        self._chat_processor = await run_in_own_thread(
             ChatInputProcessor, prepared.tokenizer, prepared.processor, config.max_images, config.tool_format
         )
 

@@ -51,6 +51,7 @@ from foreword.tokenizer.input_processor import (
     resolve_seed,
 )
 from foreword.tokenizer.tokenizer import Tokenizer
+from foreword.utils.threads import run_in_own_thread
 
 __all__ = [
     "LARGE_BODY_BYTES",
@@ -98,9 +99,9 @@ class ServerContext:
 
     async def close(self) -> None:
         """End the worker processes; the clients are the caller's."""
-        await asyncio.to_thread(self.grammar_checker.close)
+        await run_in_own_thread(self.grammar_checker.close)
         if self.image_intake is not None:
-            await asyncio.to_thread(self.image_intake.close)
+            await run_in_own_thread(self.image_intake.close)
 
     def info(self) -> EngineInfo:
         """Facts of the running engine. Raises ModelLoading before there is one, EngineDead after it."""

@@ -5,7 +5,6 @@ Never a text or a key.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import re
@@ -25,6 +24,7 @@ from foreword.errors import ForewordError
 from foreword.metrics.tracing import RequestTracer, current_span, open_tracer
 from foreword.server.auth.keys import PUBLIC_PATHS
 from foreword.server.http import CLIENT_CLOSED, REQUEST_ID_PATTERN, is_messages_path
+from foreword.utils.threads import run_in_own_thread
 from foreword.utils.version import __version__
 
 __all__ = ["OTHER_ROUTE", "RequestLog", "RequestLogMiddleware", "RouteTable", "open_request_log"]
@@ -65,7 +65,7 @@ async def open_request_log(config: Config) -> AsyncIterator[RequestLog]:
         yield RequestLog(config.access_log, tracer=tracer)
     finally:
         if tracer is not None:
-            await asyncio.to_thread(tracer.close)
+            await run_in_own_thread(tracer.close)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -22,6 +23,9 @@ from foreword.cli.listener import bind, bind_unix
 from foreword.cli.main import main
 from foreword.config.options import Config
 from foreword.errors import ConfigError, ForewordError
+from foreword.server.auth.usage_db import read_usage
+from tests.server.auth.test_keys import key_of
+from tests.server.auth.test_keys import write as write_keys
 from tests.server.conftest import run_server
 from tests.support.checkpoints import write_checkpoint
 from tests.support.waiting import WAIT_S, wait_until
@@ -205,6 +209,52 @@ def test_second_signal_does_not_wait(long_context_model: Config) -> None:
         assert server.wait(WAIT_S) == 0
         reader.join(WAIT_S)
     assert '"code":"shutting_down"' in log_text[-4]
+
+
+# A server whose threads for requests hang, as in a call of native code that does not return.
+HUNG_SERVER = """
+import sys, threading
+from foreword.cli.main import main
+from foreword.server import context
+from foreword.tokenizer.input_processor import ChatInputProcessor
+context.MAX_RENDER_THREADS = 64
+ChatInputProcessor.render_ids = lambda *args: threading.Event().wait()
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.full
+def test_hung_threads_of_requests_hold_up_neither_keys_nor_usage_nor_the_end(
+    tiny: Path, tmp_path: Path
+) -> None:
+    keys, usage = tmp_path / "keys.yaml", tmp_path / "usage.db"
+    write_keys(keys, key_of("alice"), key_of("mallory"))
+    config = Config(model=str(tiny), speculate="off")
+    flags = [f"--api-key-file={keys}", f"--usage-db={usage}", "--drain-timeout=1"]
+    server = ServerProcess(config, flags)
+    server._command[1:3] = ["-c", HUNG_SERVER]
+    num_threads = min(32, (os.cpu_count() or 1) + 4)
+    with server, ThreadPoolExecutor(num_threads + 4) as clients:
+
+        def call(path: str, key: str, **fields: object) -> int:
+            body = {"model": "tiny", "max_tokens": 1, **fields}
+            headers = {"Authorization": f"Bearer {key}"}
+            try:
+                return httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=60).status_code
+            except httpx.TransportError:
+                return 0
+
+        before = len(os.listdir(f"/proc/{server.pid}/task"))
+        for _ in range(num_threads + 4):
+            clients.submit(call, "/v1/chat/completions", "mallory", messages=ASK["messages"])
+        wait_until(lambda: len(os.listdir(f"/proc/{server.pid}/task")) >= before + num_threads)
+        write_keys(keys, key_of("alice"))
+        wait_until(lambda: call("/v1/completions", "mallory", prompt="a") == 401)
+        assert call("/v1/completions", "alice", prompt="a") == 200
+        assert "alice" in [row[0][1] for row in read_usage(usage)]
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.wait(WAIT_S) == 0
+        assert "a thread of a request hangs" in server.read_log()[-1]
 
 
 # Start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import os
@@ -22,6 +21,7 @@ from foreword.server.auth.key_file import SALT_BYTES, Key, check_quotas, hash_ke
 from foreword.server.auth.rate_limit import KeyLimits, UsageMeter
 from foreword.server.auth.usage_log import UsageLog
 from foreword.server.errors import error_response
+from foreword.utils.threads import run_in_own_thread
 
 __all__ = [
     "AuthenticationMiddleware",
@@ -185,7 +185,7 @@ class Keyring:
         """Reload a changed file. An invalid file is logged once and changes nothing."""
         if self._path is None:
             return
-        stamp = await asyncio.to_thread(_file_stamp, self._path)
+        stamp = await run_in_own_thread(_file_stamp, self._path)
         if stamp != self._file_stamp:
             try:
                 await self.reload()
@@ -196,8 +196,8 @@ class Keyring:
         """Reload the file. Raises ConfigError, which leaves the keys as they were."""
         assert self._path is not None, "reload() needs a key file"
         # Stamp before the read, so that a later change is noticed.
-        self._file_stamp = await asyncio.to_thread(_file_stamp, self._path)
-        keys = await asyncio.to_thread(self._read)
+        self._file_stamp = await run_in_own_thread(_file_stamp, self._path)
+        keys = await run_in_own_thread(self._read)
         before = {key.name for key in self._keys[len(self._cli_keys) :]}
         after = {key.name for key in keys}
         self._install(keys)
