@@ -22,6 +22,7 @@ from foreword.embedding.client import EncoderClient
 from foreword.embedding.sentence_transformers import DECODER_POOLING, PoolingConfig
 from foreword.engine_client.client import EngineClient
 from foreword.errors import (
+    ContextLengthExceeded,
     EngineDead,
     Forbidden,
     ForewordError,
@@ -205,6 +206,15 @@ class ServerContext:
     def allowed_names(self, permissions: KeyPermissions) -> tuple[str, ...]:
         """The served names that this key may use."""
         return tuple(name for name in self.names.all if permissions.may_use(self.names.resolve(name).names))
+
+    def check_num_parts(self, count: int, field: str) -> None:
+        """Raises ContextLengthExceeded for more parts than tokens, before anything is converted."""
+        if count > self.max_model_len:
+            raise ContextLengthExceeded(
+                f"{field} holds {count} messages, parts, calls or ids, of which each is at least one token; "
+                f"the context is {self.max_model_len} tokens long",
+                field,
+            )
 
     def resolve_params(self, params: SamplingParams) -> SamplingParams:
         """The parameters with a seed. Raises InvalidRequest for a drafter that does not run."""

@@ -109,6 +109,11 @@ def make_requests(
     limit = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
     _check_ids("prompt", prompt, limit)
     _check_ids("logit_bias", params.logit_bias, limit)
+    if len(params.allowed_token_ids or ()) > limit:
+        raise InvalidRequest(
+            f"allowed_token_ids holds {len(params.allowed_token_ids or ())} ids; the vocabulary has {limit}",
+            "allowed_token_ids",
+        )
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), limit)
     _check_ids("stop_token_ids", params.stop_token_ids, limit)
     _check_ids("logprob_token_ids", params.logprob_token_ids, limit)

@@ -307,3 +307,31 @@ def test_unexpected_exception_is_a_500_in_the_envelope(
 def test_errors_show_short_values(served: RunningServer) -> None:
     _, error = post(served, {"temperature": "x" * 10_000})
     assert len(error["message"]) < 300
+
+
+RESULT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{}] * 2100}]}
+PARTS = [{"role": "user", "content": [{"type": "text", "text": ""}] * 2100}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": USER * 2100}, "messages"),
+        (CHAT, {"messages": PARTS}, "messages"),
+        ("/tokenize", {"messages": USER * 2100}, "messages"),
+        ("/detokenize", {"tokens": [1] * 2100}, "tokens"),
+        ("/v1/messages", {"messages": USER * 2100, "max_tokens": 1}, "messages"),
+        ("/v1/messages/count_tokens", {"messages": [RESULT]}, "messages"),
+        ("/v1/responses", {"input": USER * 2100}, "input"),
+        ("/v1/responses/input_tokens", {"input": USER * 2100}, "input"),
+    ],
+)
+def test_more_parts_than_the_context_has_tokens_are_refused_before_conversion(
+    served: RunningServer, path: str, body: dict[str, Any], param: str
+) -> None:
+    reply = served.http.post(path, json=body)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and "each is at least one token" in error["message"]
+    if not path.startswith("/v1/messages"):  # its envelope has no more
+        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+    assert error["message"].startswith(param)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
@@ -23,6 +23,7 @@ __all__ = [
     "TextOrIds",
     "TextsOrIds",
     "is_token_ids",
+    "num_parts",
     "suggest_field",
 ]
 
@@ -108,6 +109,21 @@ class RequestBody(StrictModel):
     priority: int | None = None
     request_id: RequestId | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+
+
+def num_parts(turns: Iterable[StrictModel]) -> int:
+    """Messages or items, their parts and calls: each is at least one token of a prompt."""
+    names = ("content", "tool_calls", "output")
+    lists = ([getattr(turn, name, None) for name in names] for turn in turns)
+    return sum(max(1, sum(map(_num_inner, found))) for found in lists)
+
+
+def _num_inner(value: object) -> int:
+    """Parts of a content, of which a tool's result has parts of its own."""
+    if not isinstance(value, list):
+        return 0
+    inner = (part.get("content") if isinstance(part, Mapping) else None for part in value)
+    return sum(len(content) if isinstance(content, list) and content else 1 for content in inner)
 
 
 def suggest_field(model: StrictModel, name: str) -> str:

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.chat_generation import ChatTask, start_chat
+from foreword.server.protocol.base import num_parts
 from foreword.server.protocol.chat import ChatBody, to_template_messages
 from foreword.server.responses import ChatResponseBuilder
 from foreword.server.served_models import ModelsDep
@@ -27,6 +28,7 @@ async def chat_completions(
     params = server.resolve_params(body.params(server.sampling_defaults))
     options, header = response_options(body, params), response_header(server, "chatcmpl", params, model)
     context = server.request_context(permissions, body, body.timeout, model)
+    server.check_num_parts(num_parts(body.messages), "messages")
     task = ChatTask(
         to_template_messages(body.messages),
         params,

@@ -12,6 +12,7 @@ from foreword.server.chat_generation import ChatTask, count_prompt_tokens, start
 from foreword.server.context import ServerContext
 from foreword.server.http import JSONResponse
 from foreword.server.messages_writer import MessagesWriter
+from foreword.server.protocol.base import num_parts
 from foreword.server.protocol.messages_api import CountTokensBody, MessagesBody, MessagesConversation
 from foreword.server.served_models import ModelsDep, ServedModels
 from foreword.server.streaming import respond
@@ -68,6 +69,7 @@ def _read_task(
     server: ServerContext,
     params: SamplingParams,
 ) -> tuple[MessagesConversation, ChatTask]:
+    server.check_num_parts(num_parts(body.messages), "messages")
     conversation = body.conversation(takes_images=server.chat_processor.placeholder_id is not None)
     tools, skipped = body.tool_use(conversation.referenced)
     models.check_fields(body, request, ignored=skipped)

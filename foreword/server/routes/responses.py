@@ -24,6 +24,7 @@ from foreword.server.context import (
     offload_if_large,
 )
 from foreword.server.http import JSONResponse, json_bytes
+from foreword.server.protocol.base import num_parts
 from foreword.server.protocol.responses_api import (
     InputTokensBody,
     Item,
@@ -159,6 +160,10 @@ async def _read_task(
     params: SamplingParams,
 ) -> tuple[ChatTask, ItemConversation, list[Item]]:
     """The task, its conversation, and the input items. Raises InvalidRequest, ResponseNotFound."""
+    given = [] if body.input is None or isinstance(body.input, str) else body.input
+    drops_turns = isinstance(body, ResponsesBody) and body.truncation == "auto"
+    if not drops_turns:
+        server.check_num_parts(num_parts(given), "input")
     named, skipped = body.items()
     tools, skipped_tools = body.tool_use()
     models.check_fields(body, request, [*skipped, *skipped_tools])
@@ -169,7 +174,10 @@ async def _read_task(
     if body.previous_response_id is not None:
         field = "previous_response_id"
         chain = models.response_store.conversation(tenant, body.previous_response_id, field)
-        conversation.add([(field, item) for item in await _stored_items(chain)])
+        stored = await _stored_items(chain)
+        if not drops_turns:
+            server.check_num_parts(len(stored) + len(given), field)
+        conversation.add([(field, item) for item in stored])
     conversation.add(named)
     task = ChatTask(conversation.finish(), params, tools, body.reasoning_options(), body.template_kwargs())
     if isinstance(body, ResponsesBody):

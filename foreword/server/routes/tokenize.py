@@ -14,7 +14,7 @@ from foreword.server.auth.keys import KeyPermissions, PermissionsDep
 from foreword.server.context import ServerContext, offload_if_large
 from foreword.server.errors import rename_field
 from foreword.server.http import JSONResponse
-from foreword.server.protocol.base import ModelName, StrictModel
+from foreword.server.protocol.base import ModelName, StrictModel, num_parts
 from foreword.server.protocol.chat import Message, TemplateOptions, to_template_messages
 from foreword.server.protocol.compat import TEMPLATE, PeerField
 from foreword.server.protocol.tools import ChatTool
@@ -66,6 +66,7 @@ async def detokenize(
     models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request)
     server.check_model(body.model, permissions)
+    server.check_num_parts(len(body.tokens), "tokens")
     for token_id in body.tokens:
         if not 0 <= token_id < server.tokenizer.vocab_size:
             raise InvalidRequest(
@@ -81,6 +82,7 @@ async def _token_ids(
         return await offload_if_large(
             request, lambda: server.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
         )
+    server.check_num_parts(num_parts(body.messages), "messages")
     messages, kwargs = to_template_messages(body.messages), body.template_kwargs()
     tools = check_tools([tool.tool(f"tools[{i}]") for i, tool in enumerate(body.tools or ())]).tools
     with rename_field({"prompt": "messages"}), ExitStack() as resources:
