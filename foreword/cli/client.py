@@ -300,5 +300,7 @@ def _check_status(response: httpx.Response) -> httpx.Response:
         message, code = error["message"], error.get("code")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         message = response.text[:200]
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        message += "; the key is that of --api-key or FOREWORD_API_KEY, not OPENAI_API_KEY"
     error_class = ContextLengthExceeded if code == ContextLengthExceeded.code else ForewordError
     raise error_class(f"the server answered {response.status_code}: {message}")

@@ -247,7 +247,7 @@ class _Translation:
             if word == "--":
                 self._words += [word, *self._rest]
                 break
-            if re.match(r"-\D", word):
+            if re.match(r"-\D[^\s=]*(=|$)", word):
                 self._translate(word)
             else:
                 self._words.append(word)

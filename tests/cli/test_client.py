@@ -118,7 +118,7 @@ def test_error_message_of_the_server_is_kept() -> None:
 
     with pytest.raises(ForewordError, match="401: no key"):
         list(remote(handler).stream(MESSAGES, SamplingParams()))
-    with pytest.raises(ForewordError, match="401: no key"):
+    with pytest.raises(ForewordError, match="401: no key; the key is that of --api-key or FOREWORD_API_KEY"):
         remote(handler).answer(MESSAGES, SamplingParams())
 
 

@@ -81,6 +81,11 @@ def test_recorded_flags_that_are_taken_start() -> None:
     assert num_taken > 600
 
 
+def test_words_that_are_no_flags_stay() -> None:
+    words = ["-creative writing", "- list", "-5", "-", "--magic=1", "--", "-fa"]
+    assert translate_words(words, {"--max-model-len"}) == (words, [], [])
+
+
 def test_names_are_unique_and_not_ours() -> None:
     own = {f"--{field}".replace("_", "-") for field in Config.__dataclass_fields__}
     tables = {source: flags for source, flags in foreign_flags().items() if source != "values"}
