@@ -154,6 +154,7 @@ class RequestGrammar(Protocol):
     """
 
     error: str | None
+    draft_error: str | None  # of a row of the last draft; it holds if that row's tokens become output
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Advance over committed output; tokens after the grammar's end are ignored."""

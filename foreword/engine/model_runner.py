@@ -148,8 +148,8 @@ def _sampling_error(state: RequestState, token_id: int, num_output: int) -> Fore
     if token_id != ALL_MASKED:
         return RequestFailed("no token can be sampled: the logits are not finite")
     fields = masking_fields(state.request)
-    if state.grammar is not None and state.grammar.error is not None:
-        return Unsatisfiable(state.grammar.error, fields[0])
+    if state.grammar is not None and (reason := state.grammar.error or state.grammar.draft_error):
+        return Unsatisfiable(reason, fields[0])
     names = " and ".join(fields)
     verb = "leaves" if len(fields) == 1 else "contradict each other: together they leave"
     return Unsatisfiable(

@@ -35,7 +35,7 @@ def start(vocabulary: Vocabulary) -> Callable[[Connection], None]:
 def check_grammar(structured: StructuredOutput, vocab: GrammarVocab) -> str | None:
     """The reason to reject a constraint; None to accept it."""
     try:
-        llg = CompiledGrammar(structured, vocab).new_matcher()
+        llg = CompiledGrammar(structured, vocab, for_check=True).lexer().new_matcher()
     except InvalidRequest as error:
         return error.message.removeprefix(f"{structured.field}: ")
     return _dry_run(llg, vocab)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 import time
+from dataclasses import dataclass
 from typing import Final
 
 from llguidance import LLMatcher
@@ -26,11 +28,15 @@ from foreword.grammar.limits import RECOMPILE_CPU_S, parser_limits
 from foreword.grammar.structural_tag import structural_tag_to_lark
 from foreword.grammar.vocab import GrammarVocab
 
-__all__ = ["CompiledGrammar", "constraint_body", "error_reason", "to_llguidance"]
+__all__ = ["CompiledGrammar", "Lexer", "constraint_body", "error_reason", "to_llguidance"]
 
 # llguidance would force its own tokenization of fixed text; here the model chooses the tokens.
 OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
 # Parts of llguidance's errors that show the converted grammar, which the user never saw.
+VERBOSE_STATE: Final = re.compile(r"\n<state>.*", re.DOTALL)
+LEXER_COST: Final = re.compile(r'"lexer_cost": (\d+)')
+LEXER_ERROR: Final = "lexer error"
+NO_TOKEN: Final = (1 << 31) - 1
 GRAMMAR_LISTING: Final = re.compile(r"^ *\d+ \| ", re.MULTILINE)
 ERROR_LOCATION: Final = re.compile(r"^at 2\(8\): (failed to compile JSON schema: )?")
 ERROR_LINE: Final = re.compile(r"^at (\d+)\(\d+\): ")
@@ -54,7 +60,7 @@ def to_llguidance(structured: StructuredOutput) -> str:
 
 def error_reason(llg: LLMatcher) -> str:
     """llguidance's error in one line, without its listing of the converted grammar."""
-    text = GRAMMAR_LISTING.split(llg.get_error().replace("<non-verbose/>", ""), maxsplit=1)[0]
+    text = GRAMMAR_LISTING.split(VERBOSE_STATE.sub("", llg.get_error()), maxsplit=1)[0]
     return " ".join(ERROR_LOCATION.sub("", text).split())[: limits.MAX_REASON_CHARS]
 
 
@@ -116,58 +122,101 @@ def _name_tool(reason: str, lark: str) -> str:
     return f"tools[{tool[1]}]: {reason[place.end() :].removeprefix('failed to compile JSON schema: ')}"
 
 
+@dataclass(slots=True)
+class Lexer:
+    """A cache of lexer states, shared by all matchers made here. Its error ends all of them."""
+
+    prototype: LLMatcher
+    max_cost: float  # of the states of outputs, in llguidance's fuel
+    base_cost: int = 0  # before the first output
+    _cost: int = 0  # when last read
+    unread_s: float = 0.0  # time of the masks since then
+
+    def new_matcher(self) -> LLMatcher:
+        """A matcher at the start of the grammar."""
+        return self.prototype.deep_copy()
+
+    def error(self) -> str:
+        """Why the lexer reached a limit; "" if it did not. A matcher may call it an illegal token."""
+        probe = self.new_matcher()
+        probe.consume_token(0)
+        reason = error_reason(probe)
+        return reason if reason.startswith(LEXER_ERROR) else ""
+
+    def is_full(self, llg: LLMatcher) -> bool:
+        """Whether the states cost too much for a shared lexer; `llg` has computed the last mask."""
+        if self._cost + self.unread_s * limits.MAX_COST_PER_S > self.max_cost:
+            self._cost = self.read_cost(llg)
+            self.unread_s = 0.0
+        return self._cost > self.max_cost
+
+    def read_cost(self, llg: LLMatcher) -> int:
+        """Cost of the states of outputs at the last mask of `llg`; only llguidance's errors tell it."""
+        probe = llg.deep_copy()
+        probe.consume_token(NO_TOKEN)
+        cost = LEXER_COST.search(probe.get_error())
+        assert cost is not None, "llguidance's errors do not hold the lexer's cost"
+        return int(cost[1]) - self.base_cost
+
+
 class CompiledGrammar:
     """Compiled once, copied for each request. Raises InvalidRequest with llguidance's reason.
 
-    Copies share a lexer with a cache of states: it is fast, but locks, and can fill up. So a grammar that
-    compiles fast gets several lexers, and a new one when one is full.
+    A shared lexer is fast, but locks, and can fill up. So a grammar that compiles fast gets several lexers.
     """
 
-    def __init__(self, structured: StructuredOutput, vocab: GrammarVocab, num_lexers: int = 1) -> None:
+    def __init__(
+        self, structured: StructuredOutput, vocab: GrammarVocab, num_lexers: int = 1, for_check: bool = False
+    ) -> None:
         """`num_lexers` masks can be computed in parallel."""
         self._structured = structured
+        self._limits = parser_limits(self.kind, for_check)
         self._ll_tokenizer = vocab.tokenizer(for_tools=self.kind == "tools")
         self._num_lexers = num_lexers
         self._lock = threading.Lock()
         begin = time.thread_time()
-        self._prototypes = [self._compile()]
+        first = self.new_lexer()
         self._is_cheap = time.thread_time() - begin < RECOMPILE_CPU_S
-        self._num_copies = 0
-        self.is_lexer_full = False  # and too slow to rebuild in a step: the manager compiles the grammar anew
+        if not self._is_cheap:
+            first.max_cost = math.inf
+        self._lexers = [first]
+        self._num_uses = 0
 
     @property
     def kind(self) -> str:
         return self._structured.constraint_type
 
-    def new_matcher(self) -> LLMatcher:
-        """A matcher at the start of the grammar."""
+    def lexer(self) -> Lexer:
+        """A shared lexer for another matcher."""
         with self._lock:
-            if self._is_cheap and len(self._prototypes) <= self._num_copies < self._num_lexers:
-                self._prototypes.append(self._compile())
-            first = self._prototypes[self._num_copies % len(self._prototypes)]
-            self._num_copies += 1
-            return first.deep_copy()
+            if self._is_cheap and len(self._lexers) <= self._num_uses < self._num_lexers:
+                self._lexers.append(self.new_lexer())
+            self._num_uses += 1
+            return self._lexers[(self._num_uses - 1) % len(self._lexers)]
 
-    def recompile(self) -> LLMatcher | None:
-        """A matcher with a new lexer, also for later matchers; None if compilation is too slow for a step."""
-        if not self._is_cheap:
-            self.is_lexer_full = True
-            return None
-        first = self._compile()
+    def is_shared(self, lexer: Lexer) -> bool:
+        """Whether further matchers may use this lexer."""
+        return any(lexer is other for other in self._lexers)
+
+    def share(self, lexer: Lexer) -> None:
+        """Use this lexer for further matchers, in place of those before."""
         with self._lock:
-            self._prototypes = [first]
-            self._num_copies = 1
-        return first.deep_copy()
+            lexer.max_cost = self._lexers[0].max_cost
+            self._lexers = [lexer]
+            self._num_uses = 1
 
-    def _compile(self) -> LLMatcher:
+    def new_lexer(self) -> Lexer:
+        """A lexer that no output has used."""
         structured = self._structured
-        llg = LLMatcher(
-            self._ll_tokenizer, to_llguidance(structured), log_level=0, limits=parser_limits(self.kind)
-        )
+        llg = LLMatcher(self._ll_tokenizer, to_llguidance(structured), log_level=0, limits=self._limits)
         llg.consume_tokens([])  # sets its stop state
         if llg.is_error():
             reason = error_reason(llg)
             if self.kind == "tools":
                 reason = _name_tool(reason, structured.text)
             raise InvalidRequest(f"{structured.field}: {reason}", structured.field)
-        return llg
+        lexer = Lexer(llg, limits.MAX_LEXER_COST)
+        first = llg.deep_copy()
+        first.compute_bitmask()  # gives the lexer the fuel of a step, which all its matchers spend
+        lexer.base_cost = lexer.read_cost(first)
+        return lexer

@@ -38,15 +38,28 @@ MAX_CACHED_GRAMMARS: Final = 128  # compiled grammars in the engine
 RECOMPILE_CPU_S: Final = 0.02  # below this compile time, a grammar gets more lexers
 
 
-def parser_limits(kind: str) -> LLParserLimits:
-    """Limits of llguidance. Fuel and items are counted, not timed: equal on every machine."""
+# Cost of the lexer states of one row: of its tokens and its mask, computed by a lexer without any. It decides
+# whether an answer fails. 25 to 40 units of llguidance's fuel take about 1 us; so a row takes 0.2 s at most.
+MAX_ROW_COST: Final = 5_000_000
+# A shared lexer is replaced at this cost, below that of a row: a row that it serves would not fail alone.
+MAX_LEXER_COST: Final = 4_000_000
+MAX_COST_PER_S: Final = 100_000_000  # upper bound, so that a lexer's cost is rarely read
+
+
+def parser_limits(kind: str, for_check: bool = False) -> LLParserLimits:
+    """Limits of llguidance. Fuel and items are counted, not timed: equal on every machine.
+
+    Fuel pays for states that a lexer has not cached, so what a mask spends depends on the masks before it.
+    Only the check, whose lexer is new, limits each mask; Matcher decides about rows.
+    """
+    # 512 tools, whose names may stand anywhere in an answer, need more.
+    check_fuel = 1_000_000 if kind == "tools" else 100_000
     return LLParserLimits(
         max_items_in_row=600,
         initial_lexer_fuel=1_000_000,  # to build the lexer; 50 units take about 1 us
-        # For one mask; 14 units take about 1 us. Names of 512 tools, anywhere in an answer, need more.
-        step_lexer_fuel=1_000_000 if kind == "tools" else 100_000,
+        step_lexer_fuel=check_fuel if for_check else MAX_ROW_COST,
         step_max_items=50_000,  # Earley items for one mask; 20 take about 1 us
         max_lexer_states=50_000,  # 1 to 2 kB each
         max_grammar_size=200_000,
-        verbose_errors=False,
+        verbose_errors=True,  # hold the lexer's cost
     )

@@ -112,7 +112,7 @@ class _GrammarCache:
     def get(self, structured: StructuredOutput) -> CompiledGrammar | None:
         with self._lock:
             compiled = self._compiled.get(_cache_key(structured))
-            if compiled is None or compiled.is_lexer_full:
+            if compiled is None:
                 return None
             self._compiled.move_to_end(_cache_key(structured))
             return compiled

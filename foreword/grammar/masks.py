@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from queue import SimpleQueue
 import torch
 from llguidance import LLExecutor, LLMatcher
 from torch import Tensor
+
+from foreword.grammar.compiler import Lexer
 
 __all__ = ["MaskBuffer", "MaskJob", "MaskRequest", "MaskThread", "compute_masks"]
 
@@ -23,6 +26,7 @@ class MaskRequest:
     """The masks after each prefix of `draft`, the empty prefix first."""
 
     matcher: LLMatcher
+    lexer: Lexer
     draft: tuple[int, ...]
     on_masks: Callable[[Tensor], None]  # called with int32 [len(draft) + 1, W]
 
@@ -71,7 +75,11 @@ class MaskJob:
 
     def _compute(self) -> None:
         masks = self._buffer.rows(sum(len(request.draft) + 1 for request in self._requests))
+        begin_s = time.perf_counter()
         compute_masks(self._executor, [(request.matcher, request.draft) for request in self._requests], masks)
+        elapsed_s = time.perf_counter() - begin_s
+        for lexer in {id(request.lexer): request.lexer for request in self._requests}.values():
+            lexer.unread_s += elapsed_s
         begin = 0
         for request in self._requests:
             end = begin + len(request.draft) + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Final
@@ -11,7 +12,8 @@ from llguidance import LLExecutor, LLMatcher
 from torch import Tensor
 
 from foreword.core.request import Request
-from foreword.grammar.compiler import CompiledGrammar, error_reason
+from foreword.grammar import limits
+from foreword.grammar.compiler import CompiledGrammar, Lexer, error_reason
 from foreword.grammar.jump_forward import JumpForward
 from foreword.grammar.masks import MaskJob, MaskRequest, compute_masks
 from foreword.grammar.reasoning import make_gate_tracker, tokenize_marker
@@ -19,11 +21,14 @@ from foreword.grammar.vocab import GrammarVocab
 
 __all__ = ["Matcher"]
 
-LEXER_FULL_ERROR: Final = "lexer error"
+TOO_COSTLY: Final = "lexer error: too many expressions constructed"  # as llguidance says it
 
 
 class Matcher:
-    """Follows one output. A mask is a pure function of the grammar and the tokens before it.
+    """Follows one output. A mask is a pure function of the grammar and the tokens before it; so is an error.
+
+    The limits of a shared lexer only lead to a new one. The limit of a row is the cost of the lexer states of
+    its tokens and its mask.
 
     `mask` takes its result from the job of `GrammarManager.start_masks`, or computes it; the bits are equal.
     A running job owns the llguidance matcher: every method waits for it, or cancels it, first.
@@ -37,12 +42,15 @@ class Matcher:
         "_is_finished",
         "_job",
         "_jump_forward",
+        "_lexer",
         "_llg",
         "_masked_draft",
         "_masks",
+        "_may_draft",
         "_stop_tokens",
         "_usual",
         "_vocab",
+        "draft_error",
         "error",
     )
 
@@ -50,8 +58,11 @@ class Matcher:
         self, request: Request, compiled: CompiledGrammar, vocab: GrammarVocab, executor: LLExecutor
     ) -> None:
         self.error: str | None = None
+        self.draft_error: str | None = None
         self._compiled = compiled
-        self._llg = compiled.new_matcher()
+        self._lexer = compiled.lexer()
+        self._llg = self._lexer.new_matcher()
+        self._may_draft = True
         self._vocab = vocab
         self._executor = executor
         eos_stop_ids = [i for i in request.params.stop_token_ids if i in vocab.eos_ids]
@@ -84,7 +95,7 @@ class Matcher:
         begin, num_allowed, _ = self._gate.walk(draft)
         if begin is None:
             return num_allowed
-        if self._is_finished or self.error is not None:
+        if self._is_finished or self.error is not None or not self._may_draft:
             return min(begin, num_allowed)
         self._cancel_job()
         text, ends = self._stop_tokens.split_at_stop(draft[begin:])
@@ -97,6 +108,8 @@ class Matcher:
         closing = self._gate.forced_ids(self._gate.state)
         if closing or not self._gate.state.is_open or self._is_finished or self.error is not None:
             return closing[:max_tokens]
+        if not self._may_draft:
+            return ()
         self._cancel_job()
         if self._usual and not self._accepted:
             return self._usual[: min(self._llg.validate_tokens(list(self._usual)), max_tokens)]
@@ -125,7 +138,7 @@ class Matcher:
         if self._masks is None or text != self._masked_draft[: len(text)]:
             masks = torch.empty(len(text) + 1, self._vocab.num_mask_words, dtype=torch.int32)
             if self.error is None:
-                compute_masks(self._executor, [(self._llg, text)], masks)
+                self._compute(text, masks)
             self._store_masks(text, masks)
         assert self._masks is not None
         mask = self._masks[len(text), : (self._vocab.vocab_size + 31) // 32]
@@ -152,7 +165,7 @@ class Matcher:
         if begin is None or self._is_finished or self.error is not None:
             return None
         text, _ = self._stop_tokens.split_at_stop(draft[begin:])
-        return MaskRequest(self._llg, text, lambda masks: self._store_masks(text, masks))
+        return MaskRequest(self._llg, self._lexer, text, lambda masks: self._store_masks(text, masks))
 
     def use_job(self, job: MaskJob) -> None:
         """Take the next masks from this job."""
@@ -193,58 +206,94 @@ class Matcher:
             self._rebuild()
         return result
 
+    def _compute(self, draft: tuple[int, ...], masks: Tensor) -> None:
+        begin_s = time.perf_counter()
+        compute_masks(self._executor, [(self._llg, draft)], masks)
+        self._lexer.unread_s += time.perf_counter() - begin_s
+
     def _store_masks(self, draft: tuple[int, ...], masks: Tensor) -> None:
         """Check and keep the masks after each prefix of the draft: int32 [len(draft) + 1, W]."""
+        self.draft_error = None
         if self.error is not None:
             masks.zero_()
-        elif self._llg.is_error():
+        elif self._llg.is_error() or self._lexer.is_full(self._llg):
             self._recompute(draft, masks)
         self._stop_tokens.apply_to_masks(masks)
         self._masked_draft, self._masks = draft, masks
 
     def _recompute(self, draft: tuple[int, ...], masks: Tensor) -> None:
-        """Compute masks again after an llguidance error, which perhaps only a wrong draft token caused.
+        """Compute masks again after an error, row by row: a row has a mask if and only if it has one alone.
 
-        Row by row with a new matcher, so that a row has a mask if and only if it has one without the draft.
+        Masks after an error stay zero: no answer reaches their rows.
         """
         masks.zero_()
-        for _ in range(2):  # the first matcher may share a nearly full lexer
-            self._rebuild()
-            if self.error is not None or self._compute_by_row(draft, masks):
-                return
-            if masks[0].any():
-                self._rebuild()
-                return
-        self.error = error_reason(self._llg)
+        num_decided = 0
+        for row in range(len(draft) + 1):
+            if row and not _holds(masks[row - 1], draft[row - 1]):
+                break
+            if self._extend(draft[:row], masks[row]):
+                continue
+            num_decided += 1
+            if reason := self._decide(draft[:row], masks[row]):
+                if row:
+                    self.draft_error = reason
+                else:
+                    self.error = reason
+                    return
+                break
+        # Each row that needs a lexer of its own takes its time: further drafts would multiply it.
+        self._may_draft = self._may_draft and num_decided < 2
+        if not self._compiled.is_shared(self._lexer):
+            self._compiled.share(self._lexer)
+        self._rebuild()
 
-    def _compute_by_row(self, draft: tuple[int, ...], masks: Tensor) -> bool:
-        """Compute masks up to an llguidance error, zero after it; returns False on an error."""
-        for line in range(len(draft) + 1):
-            compute_masks(self._executor, [(self._llg, ())], masks[line : line + 1])
-            if self._llg.is_error():
-                masks[line].zero_()
+    def _extend(self, draft: tuple[int, ...], mask: Tensor) -> bool:
+        """Compute the mask after a draft, after the row before; returns whether the lexer suffices."""
+        if not draft:
+            lexer = self._compiled.lexer()  # perhaps another request has replaced the lexer already
+            if lexer is self._lexer or not self._move_to(lexer, ()):
                 return False
-            if line < len(draft) and not self._llg.consume_tokens([draft[line]]):
-                return False
-        return not draft or self._llg.rollback(len(draft))
+        elif not self._llg.consume_tokens([draft[-1]]):
+            return False
+        self._compute((), mask[None])
+        return not self._llg.is_error() and not self._lexer.is_full(self._llg)
+
+    def _decide(self, draft: tuple[int, ...], mask: Tensor) -> str | None:
+        """Compute the mask after a draft with a lexer of its own; returns why there is none."""
+        lexer = self._compiled.new_lexer()
+        if self._move_to(lexer, draft):
+            self._compute((), mask[None])
+        if not self._llg.is_error() and lexer.read_cost(self._llg) <= limits.MAX_ROW_COST:
+            return None
+        mask.zero_()
+        return self._reason() if self._llg.is_error() else TOO_COSTLY
 
     def _rebuild(self) -> None:
         """Replace the llguidance matcher by one at the same output, after an error; sets `error` on failure.
 
         A wrong draft may have caused the error, or a lexer that other requests filled.
         """
-        full = LEXER_FULL_ERROR in error_reason(self._llg)
-        if not full and self._swap(self._compiled.new_matcher()):
+        if not self._lexer.error() and self._move_to(self._lexer, ()):
             return
-        llg = self._compiled.recompile()
-        if llg is None or not self._swap(llg):
-            self.error = error_reason(self._llg)
+        lexer = self._compiled.lexer()
+        if lexer is not self._lexer and self._move_to(lexer, ()):
+            return
+        lexer = self._compiled.new_lexer()
+        if self._move_to(lexer, ()):
+            self._compiled.share(lexer)
+        else:
+            self.error = self._reason()
 
-    def _swap(self, llg: LLMatcher) -> bool:
-        """Use another llguidance matcher; returns whether it accepts the output."""
-        self._llg = llg
-        llg.consume_tokens(self._accepted)
-        return not llg.is_error()
+    def _reason(self) -> str:
+        return self._lexer.error() or error_reason(self._llg)
+
+    def _move_to(self, lexer: Lexer, draft: tuple[int, ...]) -> bool:
+        """Use a matcher of this lexer after the output and a draft; returns whether it accepts them."""
+        self._lexer, self._llg = lexer, lexer.new_matcher()
+        begin_s = time.perf_counter()
+        self._llg.consume_tokens([*self._accepted, *draft])
+        lexer.unread_s += time.perf_counter() - begin_s
+        return not self._llg.is_error()
 
 
 class StopTokens:
@@ -280,6 +329,11 @@ class StopTokens:
             masks[:, word] &= ~bit
             if token_id in self._extra_ids:
                 masks[:, word] |= may_end * bit
+
+
+def _holds(mask: Tensor, token_id: int) -> bool:
+    word, bit = _word_and_bit(token_id)
+    return bool(mask[word] & bit)
 
 
 def _word_and_bit(token_id: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from itertools import takewhile
 
 import jsonschema
 import pytest
@@ -15,16 +16,18 @@ from torch import Tensor
 from foreword.core.batch import SampleRow
 from foreword.core.params import SamplingParams
 from foreword.core.request import RequestState
-from foreword.core.structured_output import StructuredOutput
+from foreword.core.structured_output import RequestGrammar, StructuredOutput
 from foreword.grammar import compiler as compiler_module
+from foreword.grammar import limits
 from foreword.grammar.limits import parser_limits
 from foreword.grammar.manager import GrammarManager
-from tests.support.budget import examples
+from tests.support.budget import examples, is_full
 from tests.support.grammar_walks import (
     EOS,
     begin_request,
     encode,
     legal_ids,
+    open_grammar_manager,
     random_walk,
     request,
     tokenizer,
@@ -57,6 +60,8 @@ CASES = {
     "gbnf": StructuredOutput("gbnf", GBNF),
 }
 SEEDS = st.integers(0, 2**32)
+Row = tuple[bytes, str]  # mask and error
+Case = tuple[StructuredOutput, list[int], list[Row]]
 
 
 def _conforms(name: str, text: str) -> bool:
@@ -288,7 +293,9 @@ def test_reasoning_may_end_in_the_prompt(grammars: GrammarManager) -> None:
 
 def test_full_lexer_is_replaced(grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests with one constraint share a lexer: if one fills it, the others go on."""
-    monkeypatch.setattr(compiler_module, "parser_limits", lambda kind: _limits(max_lexer_states=60))
+    monkeypatch.setattr(
+        compiler_module, "parser_limits", lambda kind, for_check=False: _limits(max_lexer_states=60)
+    )
     large = StructuredOutput("regex", "[a-z]{1,40}[0-9]{1,40}#")
     words = [begin_request(grammars, large) for _ in range(6)]
     for number, grammar in enumerate(words):
@@ -302,7 +309,9 @@ def test_full_lexer_is_replaced(grammars: GrammarManager, monkeypatch: pytest.Mo
 def test_full_slow_lexer_is_not_used_for_later_requests(
     grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler_module, "parser_limits", lambda kind: _limits(max_lexer_states=60))
+    monkeypatch.setattr(
+        compiler_module, "parser_limits", lambda kind, for_check=False: _limits(max_lexer_states=60)
+    )
     monkeypatch.setattr(compiler_module, "RECOMPILE_CPU_S", 0.0)
     large = StructuredOutput("regex", "[a-z]{1,40}[0-9]{1,40}!")
     first = begin_request(grammars, large)
@@ -317,7 +326,9 @@ def test_full_slow_lexer_is_not_used_for_later_requests(
 def test_llguidance_error_is_reported_after_equal_masks(
     grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler_module, "parser_limits", lambda kind: _limits(max_items_in_row=50))
+    monkeypatch.setattr(
+        compiler_module, "parser_limits", lambda kind, for_check=False: _limits(max_items_in_row=50)
+    )
     ambiguous = StructuredOutput("lark", 'start: s\ns: s s s | s s | "a"?')
     grammar, plain = begin_request(grammars, ambiguous), begin_request(grammars, ambiguous)
     letter = encode("a")[0]
@@ -333,8 +344,101 @@ def test_llguidance_error_is_reported_after_equal_masks(
     assert legal_ids(grammar.mask(())) == [] and grammar.num_legal([letter]) == 0 and grammar.forced(3) == ()
 
 
+# Regexes whose lexer needs new states all along an answer. Which of them it already has depends on drafts,
+# other requests and restarts.
+COSTLY = (
+    r"([a-zA-Z' ]{1,30}[ -]){5,80}\.",
+    r"([a-z ]{1,60}[ ,]){1,60}!",
+    r"(([a-z]{1,20}[ a-c]){1,20}[a-f]){1,20}!",
+    r"(\w{1,50}[\s\w]){1,200}!",
+    r"(.|x)*a.{40}",
+    r"[a-z]{1,40}[0-9]{1,40}#",
+    r"([a-m ]*[n-z ]{1,9}){2,30}\.",
+    r"(a|b)*a(a|b){20}c",
+    r"((a|an|the|[a-z]+) [a-z' ]{2,9}[,;. ]){3,40}",
+    r"[^a]*([a-z ]{3,20}a){2,20}",
+    r"(.{1,20},.{1,20};){1,9}",
+    r"([A-Z][a-z ]{1,25}[.?! ]){1,40}",
+)
+
+
+def _rows(grammars: GrammarManager, structured: StructuredOutput, seed: int) -> tuple[list[int], list[Row]]:
+    """A random output of a request alone, and its rows."""
+    draw, grammar = random.Random(seed), begin_request(grammars, structured)
+    output: list[int] = []
+    rows = [_row(grammar, ())]
+    while not rows[-1][1] and len(output) < (60 if is_full() else 20):
+        text = [i for i in legal_ids(grammar.mask(())) if i != EOS]
+        if not text:
+            break
+        output.append(draw.choice(text))
+        grammar.accept(output[-1:])
+        rows.append(_row(grammar, ()))
+    return output, rows
+
+
+def _row(grammar: RequestGrammar, draft: tuple[int, ...]) -> Row:
+    mask = grammar.mask(draft)
+    assert mask is not None
+    return mask.numpy().tobytes(), "" if mask.any() else str(grammar.error or grammar.draft_error)
+
+
+def _check_drafted(grammars: GrammarManager, case: Case, draw: random.Random) -> None:
+    """Drafts that follow the output, and leave it at their end; and the drafter's calls between them."""
+    structured, output, rows = case
+    grammar, at = begin_request(grammars, structured), 0
+    while at < len(output):
+        length = draw.randint(0, 8)
+        wrong = [draw.choice(output) for _ in range(2)]
+        draft = (*output[at : at + length], *wrong)
+        draft = (*grammar.forced(3), *draft) if draw.random() < 0.1 else draft
+        draft = tuple(i for i in draft[: grammar.num_legal(draft)] if i != EOS)
+        state = RequestState(request(structured), 0, 2048, grammar)
+        grammars.start_masks([SampleRow(state, draft[:n]) for n in range(len(draft) + 1)])
+        grammar.must_end(draft[:1])
+        accepted = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(draft, output[at:], strict=False))
+        )
+        for row in range(accepted + 1):
+            assert _row(grammar, draft[:row]) == rows[at + row], (structured.text, at, row, len(rows))
+        accepted = min(accepted + 1, len(output) - at)
+        grammar.accept(output[at : at + accepted])
+        at += accepted
+
+
+@pytest.mark.parametrize("seed", range(examples(20)))
+def test_failure_depends_on_the_tokens_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts, other requests, a warm lexer and resumption change no mask and no failure."""
+    draw = random.Random(seed)
+    cost = draw.choice((8_000, 40_000, 200_000))
+    monkeypatch.setattr(limits, "MAX_ROW_COST", cost)
+    monkeypatch.setattr(limits, "MAX_LEXER_COST", cost * 4 // 5)
+    for regex in COSTLY if is_full() else draw.sample(COSTLY, 1):
+        structured = StructuredOutput("regex", regex)
+        with open_grammar_manager() as alone, open_grammar_manager() as warm:
+            output, rows = _rows(alone, structured, seed)
+            _rows(warm, structured, seed + 1)
+            _check_drafted(warm, (structured, output, rows), draw)
+            for at in range(draw.randrange(3), len(rows), 1 if is_full() else 9):
+                grammar = begin_request(warm, structured, resume_output_ids=tuple(output[:at]))
+                assert _row(grammar, ()) == rows[at], (regex, at, len(rows))
+
+
+def test_costly_answers_fail_at_a_limit_and_finish_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of the test before matter, and the usual ones allow long answers."""
+    structured = StructuredOutput("regex", COSTLY[0])
+    words = encode("the house of the rising sun and the old man's " * 12)
+    with open_grammar_manager() as grammars:
+        grammar = begin_request(grammars, structured, resume_output_ids=words)
+        assert _row(grammar, ())[1] == ""
+    monkeypatch.setattr(limits, "MAX_ROW_COST", 8_000)
+    with open_grammar_manager() as grammars:
+        grammar = begin_request(grammars, structured, resume_output_ids=words)
+        assert _row(grammar, ())[1] == "lexer error: too many expressions constructed"
+
+
 def _limits(**changed: int) -> object:
-    limits = parser_limits("regex")
+    usual = parser_limits("regex")
     names = (
         "max_items_in_row",
         "initial_lexer_fuel",
@@ -343,5 +447,5 @@ def _limits(**changed: int) -> object:
         "max_lexer_states",
         "max_grammar_size",
     )
-    values = {name: getattr(limits, name) for name in names}
-    return type(limits)(**{**values, **changed}, verbose_errors=False)
+    values = {name: getattr(usual, name) for name in names}
+    return type(usual)(**{**values, **changed}, verbose_errors=True)
