@@ -232,7 +232,7 @@ class Config:
         common=True,
     )
     seed: int | None = option(
-        None, "seed of requests without one (default: a random one for each)", group="model"
+        None, "seed of requests without one (default and -1: a random one for each)", group="model"
     )
     threads: int | None = option(
         None,

@@ -131,6 +131,8 @@ class MessagesWriter:
     ) -> None:
         self._server = server
         self._output = generation.outputs[0]
+        resolved, num_input = server.info().resolved, len(self._output.request.prompt_ids)
+        self._num_cacheable = num_input - num_input % resolved.block_size if resolved.prefix_caching else 0
         self._id = message_id
         self._model = model
         self._scope = scope
@@ -141,7 +143,7 @@ class MessagesWriter:
 
     def first_events(self) -> Iterable[bytes]:
         # One token at least has come, so that the cached tokens are known.
-        message = self._message([], None, None, self._usage(min(self._output.num_tokens, 1)))
+        message = self._message([], None, None, self._usage(0))
         yield _sse({"type": "message_start", "message": message})
         yield _sse({"type": "ping"})
 
@@ -206,11 +208,15 @@ class MessagesWriter:
         return "end_turn", None
 
     def _usage(self, num_output: int) -> dict[str, Any]:
-        """Tokens so far; those read from the prefix cache are counted apart from the other input."""
+        """Tokens so far; input read from the prefix cache, and input added to it, are counted apart.
+
+        The prompt's other whole blocks are added.
+        """
         output = self._output
+        num_added = max(self._num_cacheable - output.num_cached, 0)
         usage: dict[str, Any] = {
-            "input_tokens": len(output.request.prompt_ids) - output.num_cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": len(output.request.prompt_ids) - output.num_cached - num_added,
+            "cache_creation_input_tokens": num_added,
             "cache_read_input_tokens": output.num_cached,
             "output_tokens": 0 if self._fills_cache else num_output,
         }

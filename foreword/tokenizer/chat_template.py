@@ -52,7 +52,7 @@ RESERVED_VARIABLES: Final = frozenset({"messages", "add_generation_prompt", "too
 SHORT_ID: Final = re.compile(r"[a-zA-Z0-9]{9}")
 JSON_CALLS: Final = ToolFormat((JsonCall(),))
 REASONING: Final = "reasoning_content"
-REASONING_FIELDS: Final = (REASONING, "reasoning", "thinking")  # names that clients and templates use
+REASONING_FIELDS: Final = ("reasoning", REASONING, "thinking")  # names of clients and templates
 REASONING_PART: Final = re.compile(
     r"type['\"]?\]? *== *['\"]thinking['\"]"
 )  # a template that reads parts of it

@@ -53,6 +53,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 MAX_MARKER_TOKENS = 64  # at the end of a prompt, where a marker of several tokens may open the reasoning
+RANDOM_SEED = -1  # as llama-server's clients send it
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 NO_SAMPLING_PARAMS = SamplingParams()
 
@@ -144,9 +145,9 @@ def make_requests(
 
 
 def resolve_seed(seed: int | None, default: int | None = None) -> int:
-    """Seed of the first choice: the request's, the default, or a random one."""
+    """Seed of the first choice: the request's, the default, or a random one, which -1 asks for too."""
     chosen = default if seed is None else seed
-    return secrets.randbits(64) if chosen is None else chosen & SEED_MASK
+    return secrets.randbits(64) if chosen in (None, RANDOM_SEED) else chosen & SEED_MASK
 
 
 def encode_bad_words(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

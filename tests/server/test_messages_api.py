@@ -115,12 +115,16 @@ def test_message_is_whole_and_streamed(served: RunningServer) -> None:
     assert (message.stop_reason, message.stop_sequence, message.model) == ("end_turn", None, MODEL)
     assert message.id.startswith("msg_") and message._request_id
     num_prompt = len(served.client.submitted[-1].prompt_ids)
-    assert message.usage.input_tokens == num_prompt - 16, "cached tokens are counted apart"
+    num_added = message.usage.cache_creation_input_tokens
+    block_size = served.client.info.resolved.block_size
+    assert num_added == num_prompt - num_prompt % block_size - 16, "the other whole blocks"
+    assert message.usage.input_tokens == num_prompt - 16 - num_added, "cached tokens are counted apart"
     assert (message.usage.cache_read_input_tokens, message.usage.output_tokens) == (16, 14)
     events, final = stream(served)
     assert [event["type"] for event in events][:3] == ["message_start", "ping", "content_block_start"]
     assert [event["type"] for event in events][-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert events[0]["message"]["usage"]["cache_read_input_tokens"] == 16
+    assert events[0]["message"]["usage"]["output_tokens"] == 0
     assert final.model_dump(exclude={"id"}, warnings=False)["content"][0]["text"] == "Hello, wörld"
     assert (final.stop_reason, final.usage) == (message.stop_reason, message.usage)
 
@@ -312,6 +316,29 @@ def test_request_headers_are_accepted(served: RunningServer) -> None:
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "x-2026", "authorization": "Bearer k"}
     reply = served.http.post(f"{PATH}?beta=true", json={"messages": USER, "max_tokens": 2}, headers=headers)
     assert reply.status_code == 200 and reply.headers["request-id"] == reply.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "part"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0]", "input_schema"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": {}}]}, "tools[0]", "input_schema"),
+        ({"tools": [{"name": "f", "parameters": {}}]}, "tools[0]", "input_schema"),
+        (
+            {"output_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "output_format.json_schema",
+            '{"type": "json_schema", "schema": ...}',
+        ),
+        ({"include_reasoning": False}, "include_reasoning", "use thinking"),
+    ],
+)
+def test_refusals_show_the_form_of_this_api(
+    served: RunningServer, fields: dict[str, Any], param: str, part: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "include_reasoning": True}
+    reply = served.http.post("/v1/messages", json={**body, **fields})
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["message"].startswith(param) and part in error["message"]
 
 
 def test_server_tools_are_skipped_and_named(served: RunningServer) -> None:
@@ -518,7 +545,9 @@ def test_image_reaches_the_engine(seeing: RunningServer) -> None:
     content: Any = [image_block(png("red")), *texts("What is it?")]
     message = ask(seeing, messages=[{"role": "user", "content": content}])
     request = seeing.client.submitted[-1]
-    assert len(request.images) == 1 and message.usage.input_tokens == len(request.prompt_ids) > TOKENS
+    usage = message.usage
+    num_input = usage.input_tokens + usage.cache_creation_input_tokens
+    assert len(request.images) == 1 and num_input == len(request.prompt_ids) > TOKENS
     with client_of(seeing) as client:
         count = client.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": content}])
     assert count.input_tokens == len(request.prompt_ids)

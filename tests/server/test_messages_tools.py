@@ -179,7 +179,8 @@ def test_count_tokens_counts_tools(fake: RunningServer) -> None:
     fields: dict[str, Any] = {"tools": TOOLS, "messages": USER, "system": "Rules"}
     usage = ask(fake, **fields).usage
     with client_of(fake) as client:
-        assert client.messages.count_tokens(model=MODEL, **fields).input_tokens == usage.input_tokens
+        counted = client.messages.count_tokens(model=MODEL, **fields).input_tokens
+    assert counted == usage.input_tokens + usage.cache_creation_input_tokens
 
 
 @pytest.mark.parametrize(
@@ -318,7 +319,8 @@ def test_a_session_as_of_claude_code_stays_cached(hermes: RunningServer) -> None
         usage = events[0]["message"]["usage"]
         cached = usage["cache_read_input_tokens"]
         assert cached >= num_before - BLOCK_SIZE, f"step {step}: {cached} of {num_before} tokens are cached"
-        num_before = usage["input_tokens"] + cached + answer.usage.output_tokens
+        num_input = usage["input_tokens"] + usage["cache_creation_input_tokens"] + cached
+        num_before = num_input + answer.usage.output_tokens
         call = answer.content[-1]
         assert call.type == "tool_use"
         result = {

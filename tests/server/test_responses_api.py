@@ -202,6 +202,17 @@ def test_no_piece_of_a_cut_call_is_output_text(tools: RunningServer, num_tokens:
     assert not any(event["type"] == "response.output_text.delta" for event in events)
 
 
+def test_compact_is_refused_with_a_sentence(served: RunningServer) -> None:
+    error = error_of(served.http.post("/v1/responses/compact", json={"input": "Hi"}), 404)
+    assert "the client compacts its conversation" in error["message"]
+
+
+def test_neutral_fields_of_peers_are_accepted(served: RunningServer) -> None:
+    fields = {"include_reasoning": True, "enable_response_messages": False, "return_weight_versions": False}
+    create(served, input="Hi", seed=-1, mm_payload={}, **fields)
+    assert served.client.submitted[-1].seed != 2**64 - 1, "a random seed"
+
+
 def test_runaway_answer_is_incomplete(served: RunningServer) -> None:
     served.set_output(FakeOutput("ab" * 900))
     response = post(served, input="Hi", on_runaway="stop").json()
@@ -572,6 +583,13 @@ def test_tools_of_a_namespace(tools: RunningServer) -> None:
         ({"n": 2}, "n", "one answer"),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is required"),
+        (
+            {"text": {"format": {"type": "json_schema", "json_schema": {"schema": {}}}}},
+            "text.format.json_schema",
+            '{"type": "json_schema", "name": ..., "schema": ...}',
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0]", "form of chat; this API"),
+        ({"tools": [{"name": "f", "input_schema": {}}]}, "tools[0]", "form of Messages; this API takes"),
         ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "regex", "cannot both"),
         ({"messages": [{"role": "user"}]}, "messages", "use input"),
         ({"inputs": "Hi"}, "inputs", "did you mean 'input'?"),

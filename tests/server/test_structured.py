@@ -147,6 +147,16 @@ def test_whitespace_and_after() -> None:
             "response_format.json_schema.schema",
             "required",
         ),
+        (
+            {"response_format": {"type": "json_schema", "schema": {}}},
+            "response_format.json_schema",
+            '"json_schema": {"name": ..., "schema": ...}',
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"type": "object", "properties": {}}}},
+            "response_format.json_schema.properties",
+            'the schema goes here: {"name": ..., "schema": ...}',
+        ),
         ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "does not belong"),
         (
             {"response_format": {"type": "json_object", "colour": 1}},

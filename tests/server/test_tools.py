@@ -335,6 +335,8 @@ BIG = {"type": "object", "description": "x" * (MAX_TOOLS_BYTES // 2 + 1)}
         ({"tools": [function(parameters={"type": "array"})]}, "tools[0].function.parameters", "array"),
         ({"tools": [function(parameters=[])]}, "tools[0].function.parameters", "an object"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
+        ({"tools": [{"name": "f", "input_schema": {}}]}, "tools[0]", 'form of Messages; this API'),
+        ({"tools": [{"type": "function", "name": "f"}]}, "tools[0]", "form of Responses; this API takes"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         ({"tools": [{"type": "custom", "custom": {"name": "c", "format": {"type": "?"}}}]},
          "tools[0].custom.format", "lark"),
@@ -410,6 +412,13 @@ def test_history_in_every_form_is_rendered(fake: RunningServer) -> None:
     forms = [dumped, *({**bare, name: "It may rain."} for name in (*names, "thinking"))]
     for form in forms:
         chat(fake, messages=[*USER, form, result])
+        prompts.append(bytes(token for token in fake.client.submitted[-1].prompt_ids if token < 256).decode())
+    unequal = [
+        {"reasoning": "It may rain.", "reasoning_content": "No."},
+        {"reasoning": "", "thinking": "It may rain."},
+    ]
+    for names_and_texts in unequal:
+        chat(fake, messages=[*USER, {**bare, **names_and_texts}, result])
         prompts.append(bytes(token for token in fake.client.submitted[-1].prompt_ids if token < 256).decode())
     assert len(set(prompts)) == 1
     assert f"{THOUGHT}Let me see.\n{CALL}" in prompts[0] and "<tool_response>\nsunny" in prompts[0]

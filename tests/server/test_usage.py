@@ -61,9 +61,10 @@ def answer_usage(response: httpx.Response) -> Usage:
         usage = {**(started[0] if started else {}), **[each for each in found if each][-1]}
     else:
         usage = response.json()["usage"]
-    if "cache_read_input_tokens" in usage:  # Anthropic's: without the cached tokens
+    if "cache_read_input_tokens" in usage:  # Anthropic's: parts of the input
         cached = usage["cache_read_input_tokens"]
-        return Usage(1, usage["input_tokens"] + cached, cached, usage["output_tokens"])
+        num_input = usage["input_tokens"] + usage["cache_creation_input_tokens"] + cached
+        return Usage(1, num_input, cached, usage["output_tokens"])
     prompt = usage.get("prompt_tokens", usage.get("input_tokens"))
     generated = usage.get("completion_tokens", usage.get("output_tokens", 0))
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}

@@ -115,5 +115,7 @@ def test_messages_api_sees_the_same_images(server: tuple[ServerProcess, str]) ->
     assert text == chat["choices"][0]["message"]["content"] and text
     usage = message.usage
     assert (
-        usage.input_tokens + (usage.cache_read_input_tokens or 0) == count == chat["usage"]["prompt_tokens"]
+        sum((usage.input_tokens, usage.cache_creation_input_tokens, usage.cache_read_input_tokens))
+        == count
+        == chat["usage"]["prompt_tokens"]
     )

@@ -44,8 +44,8 @@ def test_each_choice_is_a_request() -> None:
 def test_resolve_seed() -> None:
     assert resolve_seed(5, 7) == 5
     assert resolve_seed(None, 7) == 7
-    assert resolve_seed(-1) == 2**64 - 1
-    drawn = {resolve_seed(None) for _ in range(8)}
+    assert resolve_seed(-2) == 2**64 - 2
+    drawn = {resolve_seed(*args) for args in [(None,), (-1,), (-1, 7), (None, -1)] * 2}
     assert len(drawn) == 8 and max(drawn) < 2**64
 
 

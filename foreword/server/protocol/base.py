@@ -24,6 +24,7 @@ __all__ = [
     "TextsOrIds",
     "is_token_ids",
     "num_parts",
+    "refusal",
     "suggest_field",
 ]
 
@@ -74,12 +75,12 @@ class StrictModel(BaseModel):
         for name in data:
             if not name.isascii() and LONE_SURROGATE.search(name):
                 shown = name[:MAX_SUGGESTED_CHARS].encode("utf-8", "backslashreplace").decode()
-                raise _refusal("invalid", shown, "is not the name of a field: it has a lone surrogate")
+                raise refusal("invalid", shown, "is not the name of a field: it has a lone surrogate")
         given = {name: value for name, value in data.items() if value is not None}
         for name, value in given.items():
             field = cls.peer_fields.get(name)
             if field is not None and not field.accepts(value):
-                raise _refusal("unsupported", name, field.refusal(value))
+                raise refusal("unsupported", name, field.refusal(value))
         return _apply_aliases(
             {name: given[name] for name in given if name not in cls.peer_fields}, cls.aliases
         )
@@ -144,12 +145,12 @@ def _apply_aliases(data: dict[str, Any], aliases: Mapping[str, str]) -> dict[str
             continue
         value = data.pop(alias)
         if {**renamed, **data}.get(name, value) != value:
-            raise _refusal("invalid", alias, f"is another name of {name}: only one of them may be given")
+            raise refusal("invalid", alias, f"is another name of {name}: only one of them may be given")
         renamed[name] = value
     return data | renamed
 
 
-def _refusal(error_type: str, field: str, text: str) -> PydanticCustomError:
+def refusal(error_type: str, field: str, text: str) -> PydanticCustomError:
     """An error of one field; the handler of errors prefixes its path."""
     assert error_type in REFUSED
     return PydanticCustomError(error_type, "{text}", {"field": field, "text": text})

@@ -89,15 +89,13 @@ class Message(StrictModel):
 
     is_lenient: ClassVar[bool] = True
     peer_fields: ClassVar[Mapping[str, PeerField]] = MESSAGE
-    aliases: ClassVar[Mapping[str, str]] = {
-        "reasoning": "reasoning_content",  # vLLM, Ollama, OpenRouter
-        "thinking": "reasoning_content",
-    }
     role: str
     content: MessageContent = None
     name: str | None = None
     refusal: str | None = None  # in place of the content
-    reasoning_content: str | None = None  # of an assistant's message, before its content
+    reasoning: str | None = None  # of an assistant's message, before its content: vLLM, Ollama, OpenRouter
+    reasoning_content: str | None = None  # its other name; the first that is not empty counts
+    thinking: str | None = None
     tool_calls: list[ToolCallBody] | None = None
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None  # OpenAI's older form of one tool call
@@ -116,7 +114,7 @@ class Message(StrictModel):
             calls.append(older.to_template(f"{field}.function_call"))
         given = {
             "name": self.name,
-            "reasoning_content": self.reasoning_content,
+            "reasoning_content": self.reasoning or self.reasoning_content or self.thinking,
             "tool_call_id": self.name if self.role == "function" else self.tool_call_id,
             "tool_calls": calls or None,
         }

@@ -60,7 +60,7 @@ DESCRIPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "logprob_token_ids": "log-probabilities of these ids, instead of the likeliest; needs `logprobs`",
             "prompt_logprobs": "log-probabilities of the prompt's tokens, and of this many likely "
             "ones; not in a stream",
-            "seed": "the same request with the same seed gives the same answer; default a random "
+            "seed": "the same request with the same seed gives the same answer; default and -1: a random "
             "one, which is returned",
             "on_runaway": "what to do if the answer [repeats "
             "itself](staying-up.md#repetition-detection): `warn`, `stop` or "
@@ -102,7 +102,9 @@ DESCRIPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "content": "a text, or parts: `text`, and of a user `image_url` too",
             "name": "the author's name, where the template has a place for it",
             "refusal": "OpenAI's text in place of the content",
-            "reasoning_content": "the reasoning before an assistant's content",
+            "reasoning": "the reasoning before an assistant's content",
+            "reasoning_content": "another name of `reasoning`; the first of these that is not empty counts",
+            "thinking": "a third name",
             "tool_calls": "calls of an assistant",
             "tool_call_id": "the call that a tool's message answers",
             "function_call": "OpenAI's older form of one call",

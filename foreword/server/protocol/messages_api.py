@@ -23,7 +23,8 @@ from foreword.server.protocol.base import RequestBody, StrictModel
 from foreword.server.protocol.chat import MessageContent
 from foreword.server.protocol.compat import MESSAGES_API, PeerField
 from foreword.server.protocol.sampling import NO_DEFAULTS, SamplingBody
-from foreword.server.protocol.structured import Constraint
+from foreword.server.protocol.structured import Constraint, SchemaHolder
+from foreword.server.protocol.tools import check_tool_form
 
 __all__ = ["ConversationBody", "CountTokensBody", "MessagesBody", "MessagesConversation", "hide_thinking"]
 
@@ -39,7 +40,7 @@ ROLES = ("user", "assistant", "system")
 # What Anthropic's own servers add to an assistant's message, also in a history of theirs.
 SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "container_upload", "fallback", "redacted_thinking")
 SERVER_RESULT = "_tool_result"  # ends the types of results of their tools
-OWN_TOOLS = (None, "custom")  # types of tools that the client runs
+OWN_TOOLS = (None, "custom", "function")  # types of tools that the client runs
 CHOICES: Mapping[str, Choice] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 
 Schema = dict[str, Any]
@@ -60,7 +61,8 @@ class ThinkingBody(StrictModel):
     display: Literal["summarized", "omitted"] | None = None  # omitted: the signature holds the text
 
 
-class OutputFormatBody(StrictModel):
+class OutputFormatBody(SchemaHolder):
+    schema_form: ClassVar[str] = '{"type": "json_schema", "schema": ...}'
     type: Literal["json_schema"]
     schema_: Schema = Field(alias="schema")
 
@@ -277,7 +279,9 @@ class ConversationBody(StrictModel):
             if tool.type not in OWN_TOOLS:
                 skipped.append(f"{name}.{tool.type}")
                 server_tools.add(tool.name)
-            elif not tool.defer_loading or tool.name in referenced:
+                continue
+            check_tool_form(tool, "Messages", name)
+            if not tool.defer_loading or tool.name in referenced:
                 tools.append((name, tool.tool(name)))
         choice = self.tool_choice or ToolChoiceBody(type="auto")
         if (choice.name is None) == (choice.type == "tool"):

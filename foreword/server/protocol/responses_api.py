@@ -28,8 +28,8 @@ from foreword.server.protocol.compat import (
     PeerField,
 )
 from foreword.server.protocol.sampling import NO_DEFAULTS, SamplingBody
-from foreword.server.protocol.structured import Constraint, Schema, StructuredOutputsBody
-from foreword.server.protocol.tools import check_arguments, custom_input_grammar
+from foreword.server.protocol.structured import Constraint, Schema, SchemaHolder, StructuredOutputsBody
+from foreword.server.protocol.tools import check_arguments, check_tool_form, custom_input_grammar
 
 __all__ = [
     "HOSTED_ITEMS",
@@ -105,7 +105,7 @@ class FlatTool(StrictModel):
     """A function, a custom tool, or a namespace of both; other types are tools that other servers run."""
 
     is_lenient: ClassVar[bool] = True
-    type: str
+    type: str | None = None
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -115,6 +115,7 @@ class FlatTool(StrictModel):
 
     def tool(self, field_name: str, namespace: str = "") -> tuple[str, Tool]:
         """The tool and its field. Raises InvalidRequest, Unsupported."""
+        check_tool_form(self, "Responses", field_name)
         if self.type not in OWN_TOOLS:
             raise Unsupported(
                 f"{field_name}.type must be function or custom, got {self.type!r:.80}", f"{field_name}.type"
@@ -152,9 +153,10 @@ class ReasoningFields(StrictModel):
     max_tokens: int | None = None  # thinking budget
 
 
-class TextFormat(StrictModel):
+class TextFormat(SchemaHolder):
     """OpenAI's `response_format` in flat form. Every schema is enforced, `strict` or not."""
 
+    schema_form: ClassVar[str] = '{"type": "json_schema", "name": ..., "schema": ...}'
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -227,7 +229,7 @@ class ItemsBody(StrictModel):
                 space = _required(tool.name, "name", name)
                 members = enumerate(tool.tools or ())
                 tools += [member.tool(f"{name}.tools[{i}]", space) for i, member in members]
-            elif tool.type in ("function", "custom"):
+            elif tool.type in (None, *OWN_TOOLS):
                 tools.append(tool.tool(name))
             else:
                 skipped.append(f"{name}.{tool.type}")

@@ -6,25 +6,46 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema, model_validator
 
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest, Unsupported
-from foreword.server.protocol.base import StrictModel
+from foreword.server.protocol.base import StrictModel, refusal
 from foreword.server.protocol.compat import JSON_SCHEMA, STRUCTURED_OUTPUTS, PeerField
 
-__all__ = ["ResponseFormat", "StructuredBody", "StructuredOutputsBody"]
+__all__ = ["ResponseFormat", "SchemaHolder", "StructuredBody", "StructuredOutputsBody"]
 
 Schema = Annotated[
     Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "boolean"}]})
 ]
 Tag = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})]
 Constraint = StructuredOutput | None
+SCHEMA_FORM = '{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
+SCHEMA_WORDS = ("json_schema", "properties", "$ref", "$defs", "anyOf", "items", "enum", "type")
 
 
-class NamedSchema(StrictModel):
+class SchemaHolder(StrictModel):
+    """An object whose `schema` clients write elsewhere: they are told its place."""
+
+    schema_form: ClassVar[str]  # of the object
+
+    @model_validator(mode="before")
+    @classmethod
+    def _show_place(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("schema") is None:
+            for name in SCHEMA_WORDS:
+                value = data.get(name)
+                if value is not None and (name != "type" or value == "object"):
+                    raise refusal(
+                        "invalid", name, f"is no field of it: the schema goes here: {cls.schema_form}"
+                    )
+        return data
+
+
+class NamedSchema(SchemaHolder):
     """OpenAI's `json_schema`. Every schema is enforced, `strict` or not."""
 
+    schema_form: ClassVar[str] = '{"name": ..., "schema": ...}'
     peer_fields: ClassVar[Mapping[str, PeerField]] = JSON_SCHEMA
     name: str | None = None
     schema_: Schema = Field(alias="schema")
@@ -42,13 +63,17 @@ class ResponseFormat(StrictModel):
 
     def constraint(self) -> Constraint:
         """None for type text. Raises InvalidRequest for a missing field, or a field of another type."""
-        self._check_fields()
         field = "response_format"
-        if self.type == "json_schema":
-            if self.json_schema is None:
-                raise InvalidRequest(
-                    "response_format.json_schema is required with this type", "response_format.json_schema"
-                )
+        if self.type == "json_schema" and (self.json_schema is None or self.schema_ is not None):
+            given = (
+                "schema does not belong to" if self.schema_ is not None else "json_schema is required with"
+            )
+            raise InvalidRequest(
+                f"{field}.{given} type 'json_schema', which has this form: {SCHEMA_FORM}",
+                f"{field}.json_schema",
+            )
+        self._check_fields()
+        if self.json_schema is not None:
             return StructuredOutput.json_schema(self.json_schema.schema_, field=f"{field}.json_schema.schema")
         if self.type == "json_object" and self.schema_ is not None:
             return StructuredOutput.json_schema(self.schema_, field=f"{field}.schema")

@@ -17,10 +17,16 @@ __all__ = [
     "FunctionBody",
     "ToolsBody",
     "check_arguments",
+    "check_tool_form",
     "custom_input_grammar",
 ]
 
 MAX_ARGUMENTS_CHARS: Final = 1 << 20  # of one call in the history
+TOOL_FORMS: Final = {  # by API
+    "chat": '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}',
+    "Messages": '{"name": ..., "description": ..., "input_schema": ...}',
+    "Responses": '{"type": "function", "name": ..., "description": ..., "parameters": ...}',
+}
 
 
 def check_arguments(arguments: object, field: str) -> None:
@@ -50,6 +56,25 @@ def custom_input_grammar(format_: Mapping[str, Any] | None, field: str) -> Struc
     if syntax == "regex":
         return StructuredOutput.regex(definition, field=field)
     return StructuredOutput("lark", definition, field=field)
+
+
+def check_tool_form(tool: StrictModel, form: str, field: str) -> None:
+    """Raises InvalidRequest, which shows the form of this API, for a tool in another API's form.
+
+    form  name in TOOL_FORMS
+    """
+    given = tool.model_dump(exclude_none=True)
+    written = None
+    if isinstance(given.get("function"), dict):
+        written = "chat"
+    elif isinstance(given.get("input_schema"), dict):
+        written = "Messages"
+    elif "name" in given and ("parameters" in given or given.get("type") == "function"):
+        written = "Responses"
+    if written is not None and written != form:
+        raise InvalidRequest(
+            f"{field} is a tool in the form of {written}; this API takes {TOOL_FORMS[form]}", field
+        )
 
 
 class FunctionBody(StrictModel):
@@ -84,6 +109,7 @@ class ChatTool(StrictModel):
 
     def tool(self, field: str) -> tuple[str, Tool]:
         """The tool and its field. Raises InvalidRequest, Unsupported."""
+        check_tool_form(self, "chat", field)
         kind = self.type or ("custom" if self.custom is not None else "function")
         if kind not in ("function", "custom"):
             raise Unsupported(

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import APIRouter, Query, Request, Response
 
 from foreword.core.params import SamplingParams
-from foreword.errors import Unsupported
+from foreword.errors import ResponseNotFound, Unsupported
 from foreword.server.auth.keys import PermissionsDep
 from foreword.server.chat_generation import ChatTask, count_prompt_tokens, start_chat
 from foreword.server.context import (
@@ -86,6 +86,15 @@ async def create_response(
         partial(store.complete, tenant),
     )
     return respond(generation, writer, bool(body.stream))
+
+
+@router.post("/v1/responses/compact", include_in_schema=False)
+async def compact_response() -> Response:
+    """Refused with a sentence: the path would else look like an id with a wrong method."""
+    raise ResponseNotFound(
+        "/v1/responses/compact is not served: the client compacts its conversation, "
+        'or truncation: "auto" drops the oldest turns'
+    )
 
 
 @router.post("/v1/responses/input_tokens")
