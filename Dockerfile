@@ -44,8 +44,9 @@ RUN /opt/foreword/bin/pip install --no-cache-dir --no-deps /wheels/*.whl
 
 FROM python AS runtime
 LABEL org.opencontainers.image.title=foreword org.opencontainers.image.version=0.1.0 org.opencontainers.image.licenses=Apache-2.0
-# .cache exists, so that a volume there belongs to the user: downloaded models, Triton's kernels.
-RUN useradd --create-home --uid 1000 foreword && install -d -o foreword -g foreword /home/foreword/.cache
+# They exist, so that volumes there belong to the user: downloaded models and Triton's kernels; the usage database.
+RUN useradd --create-home --uid 1000 foreword && \
+    install -d -o foreword -g foreword /home/foreword/.cache /home/foreword/state
 ENV PATH=/opt/foreword/bin:$PATH PYTHONUNBUFFERED=1 FOREWORD_HOST=0.0.0.0 FOREWORD_PORT=8000
 WORKDIR /home/foreword
 EXPOSE 8000

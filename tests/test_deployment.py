@@ -170,6 +170,12 @@ def test_compose_mounts_files_that_exist_where_they_are_looked_for() -> None:
     assert dashboard in mounted and str(Path(dashboard).parent) == provider["options"]["path"]
 
 
+def test_volumes_of_compose_belong_to_the_user_of_the_image() -> None:
+    (made,) = re.findall(r"install -d -o foreword -g foreword (.+)", DOCKERFILE)
+    writable = [volume for volume in COMPOSE["services"]["foreword"]["volumes"] if not volume.endswith(":ro")]
+    assert made.split() == [volume.rsplit(":", 1)[1] for volume in writable]
+
+
 def test_compose_services_reach_each_other() -> None:
     (scrape,) = yaml.safe_load((ROOT / "monitoring/prometheus.yml").read_text())["scrape_configs"]
     port = instruction("cpu", "EXPOSE")
