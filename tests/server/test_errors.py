@@ -335,3 +335,9 @@ def test_more_parts_than_the_context_has_tokens_are_refused_before_conversion(
     if not path.startswith("/v1/messages"):  # its envelope has no more
         assert (error["param"], error["code"]) == (param, "context_length_exceeded")
     assert error["message"].startswith(param)
+
+
+def test_list_of_too_many_objects_is_refused_before_validation(served: RunningServer) -> None:
+    for fields in ({"messages": [{}] * 32_769}, {"messages": [{"role": "user", "content": [{}] * 32_769}]}):
+        status, error = post(served, fields)
+        assert status == 400 and "32769 objects; the limit is 32768" in error["message"]
