@@ -328,7 +328,9 @@ def _parse_content(
         raise InvalidRequest(
             f"{field_name} must be a text or a list of parts, got {content!r:.80}", field_name
         )
-    return [_parse_part(part, f"{field_name}[{i}]", allow_images) for i, part in enumerate(content)]
+    parts = [_parse_part(part, f"{field_name}[{i}]", allow_images) for i, part in enumerate(content)]
+    # An empty text beside others would be a line break in one API and nothing in another.
+    return [part for part in parts if part.get("text", part)] or parts[:1]
 
 
 def _parse_part(part: object, field_name: str, allow_images: bool) -> Mapping[str, Any]:
