@@ -46,7 +46,7 @@ from foreword.formats.parser import ChatParser
 from foreword.formats.tool_checks import check_tools, parse_choice
 from foreword.formats.tools import DEFAULT_REASONING, ReasoningOptions, Tool, ToolUse
 from foreword.grammar.check import GrammarChecker
-from foreword.grammar.tool_calls import tool_constraint
+from foreword.grammar.tool_calls import may_follow_space, tool_constraint
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput, StreamPiece, ToolCall
 from foreword.tokenizer.input_processor import (
@@ -438,6 +438,7 @@ class LLM:
         bound = self._chat_input.format
         assert bound is not None, "the model's format is not known"
         starts_in_reasoning = self._chat_input.starts_in_reasoning(prompt_ids)
+        drops_space = may_follow_space(params.structured)
         if params.structured is None or params.structured.after is None:
             constraint = tool_constraint(
                 bound, chat.tools, chat.reasoning, starts_in_reasoning, params.structured
@@ -449,7 +450,8 @@ class LLM:
             raise InvalidRequest(
                 "structured.after cannot be used with tools that may be called", "structured"
             )
-        return params, partial(ChatParser, bound, chat.tools, starts_in_reasoning, _new_call_id)
+        make_parser = partial(ChatParser, bound, chat.tools, starts_in_reasoning, _new_call_id, drops_space)
+        return params, make_parser
 
     def _generate(self, prompts: list[_PromptRequests], progress: bool) -> list[RequestOutput]:
         outputs = [

@@ -190,8 +190,13 @@ class ChatParser(ArgumentReader):
         use: ToolUse,
         starts_in_reasoning: bool,
         new_call_id: Callable[[int], str],
+        drops_space: bool | None = None,
     ) -> None:
-        """new_call_id  id of the call with this index, unless the model wrote one"""
+        """
+        new_call_id  id of the call with this index, unless the model wrote one
+        drops_space  of constrained content: whether whitespace before it is a separator, or a part of it;
+                     None: content is free, and whitespace behind a marker is a separator
+        """
         syntax = _syntax(bound)
         super().__init__(use, syntax.spell, syntax.closers)
         self.num_calls = 0  # started
@@ -204,7 +209,8 @@ class ChatParser(ArgumentReader):
 
         self._region = _Region.REASONING if starts_in_reasoning else _Region.CONTENT
         self._space: list[str] = []  # whitespace at the end of a text, which belongs to it if it goes on
-        self._drops_space = False  # whitespace at the begin of a text belongs to the marker before it
+        self._has_separators = drops_space is not False
+        self._drops_space = bool(drops_space)  # whitespace at the begin of a text is no part of it
         # Without calls, whitespace within content is sent at once: a stop string may end in it.
         self._keeps_space = not self._tools and not syntax.content
         self._says = False  # content since the last call or reasoning
@@ -218,8 +224,9 @@ class ChatParser(ArgumentReader):
     def feed(self, token_id: int, text: str) -> list[ChatEvent]:
         """Read one token.
 
-        text  characters that this token completes, a marker's text included. A special token that is no
-              marker of the format is text like any other: pass "" for one that the user shall not see.
+        token_id  negative: a text that no token has, which is not counted
+        text      characters that this token completes, a marker's text included. A special token that is no
+                  marker of the format is text like any other: pass "" for one that the user shall not see.
         """
         assert not self._ended, "the answer has ended"
         char = self._syntax.chars.get(token_id)
@@ -232,9 +239,9 @@ class ChatParser(ArgumentReader):
             self._buffer += text
             next(self._run)
         if before is _Region.CALL or self._region is _Region.CALL:
-            self.num_call_tokens += 1
+            self.num_call_tokens += token_id >= 0
         elif before is _Region.REASONING or self._region is _Region.REASONING:
-            self.num_reasoning_tokens += 1
+            self.num_reasoning_tokens += token_id >= 0
         return self._take_events()
 
     def flush(self, ended_by_model: bool = False) -> list[ChatEvent]:
@@ -289,7 +296,7 @@ class ChatParser(ArgumentReader):
     def _drop_space(self) -> None:
         """A marker follows, or has been read: the whitespace beside it is no text."""
         self._space.clear()
-        self._drops_space = True
+        self._drops_space = self._has_separators or self._region is not _Region.CONTENT
 
     def _start_call(self) -> None:
         assert self._tool is not None

@@ -63,6 +63,8 @@ def check_tools(
             raise InvalidRequest(
                 f"{choice_field} names the tool {name!r:.140}; the tools are: {known or 'none'}", choice_field
             )
+    if choice == "required" and len(allowed) == 1:
+        parallel = False  # one tool by name: exactly one call of it
     named = (replace(tool, schema_field=f"{field}.{schema_field}") for field, tool in tools)
     return ToolUse(tuple(named), choice, tuple(allowed), parallel)
 

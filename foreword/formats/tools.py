@@ -52,7 +52,7 @@ class ToolUse:
 
     tools: tuple[Tool, ...] = ()
     choice: Literal["auto", "none", "required"] = "auto"
-    allowed: tuple[str, ...] = ()  # names that may be called; (): all. One name and "required": that tool
+    allowed: tuple[str, ...] = ()  # names that may be called; (): all
     parallel: bool = True  # several calls in one answer
     _by_name: Mapping[str, Tool] = field(init=False, repr=False, compare=False)
 

@@ -128,7 +128,7 @@ def convert_schema_text(text: str, whitespace: bool) -> str:
 
 def convert_schema(schema: Any, whitespace: bool) -> str:
     """`convert_schema_text` for a parsed schema. Annotations are left out."""
-    return SchemaConverter(schema).convert(schema, "", whitespace)
+    return SchemaConverter(schema).convert(schema, "", WHITESPACE if whitespace else "")
 
 
 class SchemaConverter:
@@ -145,13 +145,17 @@ class SchemaConverter:
         self._closes_objects = closes_objects
         self._definitions = ""  # as JSON
 
-    def convert(self, schema: Any, path: str, whitespace: bool) -> str:
-        """A part of the schema, which stands at this path of it; "": the whole. Raises GrammarError."""
+    def convert(self, schema: Any, path: str, whitespace: str) -> str:
+        """A part of the schema. Raises GrammarError.
+
+        path        where the part stands in the schema; "": it is the whole
+        whitespace  regular expression of what may stand between two parts of the JSON; "": nothing
+        """
         if not isinstance(schema, dict | bool):
             raise GrammarError(f"a schema must be an object, got {json.dumps(schema):.80}")
-        options: dict[str, Any] = {"whitespace_flexible": whitespace}
+        options: dict[str, Any] = {"whitespace_flexible": bool(whitespace)}
         if whitespace:
-            options["whitespace_pattern"] = WHITESPACE
+            options["whitespace_pattern"] = whitespace
         schema = schema if isinstance(schema, dict) else {"anyOf": [schema]}
         keywords = _keywords(schema)
         is_whole = not path or "$ref" not in keywords

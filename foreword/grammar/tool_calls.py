@@ -38,19 +38,20 @@ from foreword.grammar.compiler import constraint_body
 from foreword.grammar.json_schema import (
     SUPPORTED_KEYWORDS,
     UNSUPPORTED_KEYWORDS,
-    WHITESPACE,
     GrammarError,
     SchemaConverter,
     is_pattern_known,
 )
 from foreword.grammar.lark import embed_lark, escape_char, lark_regex
 
-__all__ = ["ToolConstraint", "tool_constraint"]
+__all__ = ["ToolConstraint", "may_follow_space", "tool_constraint"]
 
 ANY_TEXT: Final = "/(?s:.*)/"
 SPACES: Final = r"[ \t\r\n]"
-MAX_SPACES: Final = 16
-JSON_SPACE: Final = f"({WHITESPACE})?"
+ANY_SPACES: Final = rf"{SPACES}{{0,16}}"
+# One separator: a small model would write blank lines up to the end of its answer.
+SPACE: Final = r"[ \n]"
+CALL_WHITESPACE: Final = r" |\n"  # between parts of JSON
 PLAIN_CHARS: Final = frozenset(" _,:;=<>\"'%!@&")  # of a regular expression, besides letters and digits
 NUMBER: Final = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?"
 PYTHON_STRING: Final = r"'([^'\\\x00-\x1f]|\\[\\'\"nrtbf]|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4})*'"
@@ -65,10 +66,11 @@ NUMBER_KEYWORDS: Final = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "mi
 OBJECT_KEYWORDS: Final = ("type", "properties", "required", "additionalProperties")
 DEFINITION_KEYWORDS: Final = ("$anchor", "$defs", "$id", "$schema", "definitions", "id")
 CONSTRAINING_KEYWORDS: Final = (*SUPPORTED_KEYWORDS, *UNSUPPORTED_KEYWORDS)
+# Fields of formats of the content alone, of which an answer of calls has none.
+CONTENT_FIELDS: Final = ("response_format", "text.format", "output_config.format", "output_format")
 EMBEDDABLE_TYPES: Final = ("json_schema", "json_object", "regex", "choice")
 OPEN_BRACE, CLOSE_BRACE, OPEN_BRACKET, CLOSE_BRACKET, COMMA = (
-    rf"/{SPACES}{{0,{MAX_SPACES}}}{sign}{SPACES}{{0,{MAX_SPACES}}}/"
-    for sign in (r"\{", r"\}", r"\[", r"\]", ",")
+    rf"/{SPACE}?{sign}{SPACE}?/" for sign in (r"\{", r"\}", r"\[", r"\]", ",")
 )
 MIN_VISITS: Final = 256  # of alternatives of a tool's arguments; more for a schema of more parts
 MAX_PATH_CHARS: Final = 1000  # of a place in a schema; a longer one is hashed
@@ -146,6 +148,16 @@ def _cached_constraint(task: _Task) -> ToolConstraint:
         return ToolConstraint(_constrain_content(bound, gate, response_format))
     writer = _Writer(bound, use)
     document = response_format if use.choice == "auto" else None
+    if (
+        response_format is not None
+        and document is None
+        and not response_format.field.startswith(CONTENT_FIELDS)
+    ):
+        raise InvalidRequest(
+            f"{response_format.field} constrains the answer, and cannot be used with a tool_choice that asks "
+            'for a call: send tool_choice "auto" or "none"',
+            response_format.field,
+        )
     trigger, rest = _split_trigger(bound, calls)
     if use.choice == "required" or document is not None:
         body = writer.whole_answer(calls, use.parallel, document)
@@ -170,6 +182,16 @@ def _cached_constraint(task: _Task) -> ToolConstraint:
             first = (calls.begin + calls.call)[0]
             gate = replace(gate, opening=first[0] if isinstance(first, str) else "{")
     return ToolConstraint(StructuredOutput("tools", lark, field="tools", gate=gate), writer.dropped)
+
+
+def may_follow_space(document: StructuredOutput | None) -> bool | None:
+    """Whether whitespace may precede constrained content and is no part of it; None: content is free.
+
+    Models write some behind their reasoning, before JSON too; another constraint may begin with its own.
+    """
+    if document is None:
+        return None
+    return document.whitespace and document.constraint_type in ("json_schema", "json_object")
 
 
 def _reasoning_gate(bound: BoundFormat, options: ReasoningOptions, starts_in_reasoning: bool) -> AnswerGate:
@@ -285,10 +307,12 @@ class _Text:
     """Text by a regular expression. Neighbours are joined to one terminal."""
 
     regex: str
+    is_space: bool = False  # it may be empty, which a terminal may not
 
 
 Item = _Text | str  # a text, or a part of a Lark rule
-SPACE_TEXT: Final = _Text(f"{SPACES}{{0,{MAX_SPACES}}}")
+SPACE_TEXT: Final = _Text(f"{SPACE}?", is_space=True)
+LEADING_SPACE: Final = _Text(rf"(\n\n|{SPACE})?", is_space=True)  # of the first call, or of JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,8 +369,8 @@ class _Writer:
         body = section
         if calls.separator is None and parallel:
             body = f"{section} ({_join([SPACE_TEXT])} {section})*"
-        choice = f"({body} | {self.document(document)})" if document is not None else body
-        return f"{_join([SPACE_TEXT])} {choice}"
+        answer = f"{_join([LEADING_SPACE])} {body}"
+        return f"({answer}) | ({self.document(document)})" if document is not None else answer
 
     def document(self, document: StructuredOutput) -> str:
         """A text by a user's constraint, in the markers of content."""
@@ -357,11 +381,12 @@ class _Writer:
         if not body.startswith("%json"):
             body = self.rule("DOCUMENT", body)
         begin, end = self._bound.format.content or ("", "")
-        return f"{_join([SPACE_TEXT])} {self._optional(begin)} {body} {self._optional(end)}"
+        space = _join([LEADING_SPACE]) if may_follow_space(document) else ""
+        return f"{space} {self._optional(begin)} {body} {self._optional(end)}"
 
     def after_reasoning(self, body: str, gate: AnswerGate) -> str:
         """The body after the reasoning, which is a part of the grammar if the gate does not pass it."""
-        body = " ".join([*map(self._optional, self._bound.format.dropped), body])
+        body = " ".join([*map(self._optional, self._bound.format.dropped), f"({body})"])
         if not gate.holds_reasoning:
             return body
         reasoning = self._reasoning(gate)
@@ -416,10 +441,9 @@ class _Writer:
         for described in self._tools:
             own = _evaluate(items[len(prefix) :], described)
             name = own[: 1 + isinstance(calls.call[0], Name)]  # up to the text after it
-            heads.append(
-                "".join(item.regex for item in (SPACE_TEXT, *prefix, *name) if isinstance(item, _Text))
-            )
-            named.append(self.rule(f"opening_{described.rule}", _join([SPACE_TEXT, *prefix, *own])))
+            head = "".join(item.regex for item in (SPACE_TEXT, *prefix, *name) if isinstance(item, _Text))
+            heads.append(head.replace(SPACE_TEXT.regex, ANY_SPACES))  # as the parser reads it
+            named.append(self.rule(f"opening_{described.rule}", _join([LEADING_SPACE, *prefix, *own])))
         other = self.rule("OTHER_TEXT", f"{ANY_TEXT} & ~(/({'|'.join(heads)})(?s:.*)/)")
         more = self._more_calls(calls, parallel)
         if calls.separator is None and parallel:
@@ -453,7 +477,9 @@ class _Writer:
         end = _join(self._plain_items(calls.end))
         if calls.separator is None or not parallel:
             return end
-        between = [SPACE_TEXT, *self._plain_items(calls.separator)]
+        between = self._plain_items(calls.separator)
+        if not between or not isinstance(between[0], _Text) or not between[0].is_space:
+            between.insert(0, SPACE_TEXT)
         return f"({self._call(calls.call, between)})* {end}"
 
     def _call(self, parts: Sequence[Part], opening: Sequence[Item] = ()) -> str:
@@ -483,9 +509,9 @@ class _Writer:
     def _part_items(self, part: Part) -> list[Item | ToolItems]:
         match part:
             case str():
-                return [SPACE_TEXT] if part.isspace() else [*self.marker(part)]
+                return [_space(part)] if part.isspace() else [*self.marker(part)]
             case Space():
-                return [SPACE_TEXT]
+                return [_space(part.usual)]
             case Header():
                 return [self._optional(part.usual)]
             case Name():
@@ -519,18 +545,18 @@ class _Writer:
 
     def _json_call(self, part: JsonCall) -> list[Item | ToolItems]:
         def key(name: str) -> str:
-            return f"{_literal(json.dumps(name))}{JSON_SPACE}:{JSON_SPACE}"
+            return f"{_literal(json.dumps(name))}{SPACE}?:{SPACE}?"
 
-        comma = f"{JSON_SPACE},{JSON_SPACE}"
+        comma = f"{SPACE}?,{SPACE}?"
         call_id = "" if part.id_key is None else f'{key(part.id_key)}"({part.id_pattern})"'
         before = f"{call_id}{comma}" if call_id and part.id_first else ""
         after = f"{comma}{call_id}" if call_id and not part.id_first else ""
         return [
-            _Text(rf"\{{{JSON_SPACE}{before}{key(part.name_key)}"),
+            _Text(rf"\{{{SPACE}?{before}{key(part.name_key)}"),
             lambda described: [_Text(_literal(json.dumps(described.tool.name)))],
             _Text(f"{comma}{key(part.arguments_key)}"),
             self._json_arguments,
-            _Text(rf"{after}{JSON_SPACE}\}}"),
+            _Text(rf"{after}{SPACE}?\}}"),
         ]
 
     def lark_input(self, described: _ToolSchema, in_json: bool) -> str | None:
@@ -549,8 +575,8 @@ class _Writer:
     def _json_arguments(self, described: _ToolSchema) -> list[Item]:
         start = self.lark_input(described, in_json=True)
         if start is not None:
-            key = f"{_literal(json.dumps('input'))}{JSON_SPACE}:{JSON_SPACE}"
-            return [_Text(rf'\{{{JSON_SPACE}{key}"'), start, _Text(rf'"{JSON_SPACE}\}}')]
+            key = f"{_literal(json.dumps('input'))}{SPACE}?:{SPACE}?"
+            return [_Text(rf'\{{{SPACE}?{key}"'), start, _Text(rf'"{SPACE}?\}}')]
         return [self.json(described, described.parameters, "")]
 
     # Schemas.
@@ -558,7 +584,7 @@ class _Writer:
     def json(self, described: _ToolSchema, schema: Any, path: str) -> str:
         """JSON by a schema at this path of the tool's parameters."""
         try:
-            converted = described.converter.convert(schema, path, True)
+            converted = described.converter.convert(schema, path, CALL_WHITESPACE)
         except GrammarError as error:
             raise InvalidRequest(f"{described.field}: {error}", described.field) from None
         for place in described.unsupported:
@@ -644,15 +670,15 @@ class _TaggedWriter:
         self._types = SchemaTypes(described.parameters)
         self._num_visits_left = MIN_VISITS + 4 * self._types.num_parts
         end = writer.marker(part.value_end)
-        self._end: list[Item] = [*end, SPACE_TEXT]
+        self._end: list[Item] = [*end, _space(part.between)]
 
     def items(self) -> list[Item]:
         properties, required, others = _properties(self._tool.parameters)
         self._writer.drop_others(self._tool, self._tool.parameters, "", OBJECT_KEYWORDS)
         entries = {key: self._element(key, schema) for key, schema in properties.items()}
         if others is not None:
-            return [SPACE_TEXT, f"({self._element(None, others)})*"]
-        return [SPACE_TEXT, _any_order(self._writer, self._tool, "", entries, required, "")]
+            return [f"({self._element(None, others)})*"]
+        return [_any_order(self._writer, self._tool, "", entries, required, "")]
 
     def _element(self, key: str | None, schema: Any) -> str:
         """An argument; the key None is any."""
@@ -737,7 +763,9 @@ class _TaggedWriter:
     def _value_begin(self, is_string: bool) -> list[Item]:
         part = self._part
         types = f' string="{str(is_string).lower()}">' if part.types_in_tag else ""
-        begin: list[Item] = [SPACE_TEXT, *self._writer.marker(part.value_begin)] if part.value_begin else []
+        begin: list[Item] = (
+            [_space(part.between), *self._writer.marker(part.value_begin)] if part.value_begin else []
+        )
         return [*self._writer.text(types), *begin, *self._writer.text(part.padding)]
 
     def _string(self, schema: Mapping[str, Any], others: frozenset[str], path: str) -> list[Item]:
@@ -759,12 +787,12 @@ class _TaggedWriter:
         literals = [LITERAL_TEXTS[name] for name in names]
         if isinstance(head, _Text) and len(tail) == 1:  # the end is a text: up to the first
             if not texts:
-                return [self._writer.lazy_rule("string_end", f"/(?s:.*){head.regex}/"), SPACE_TEXT]
+                return [self._writer.lazy_rule("string_end", f"/(?s:.*){head.regex}/"), *tail]
             closer, padding = head.regex, _literal(self._part.padding)
             text = f"({' & '.join([ANY_TEXT, *texts, f'~(/(?s:.*){closer}(?s:.*)/)'])})"
             body = f"({' | '.join([text, *literals])}) /{padding}{closer}/"
             name = self._writer.rule(f"STRING_{self._tool.rule}_{_hex(path)}".upper(), body)
-            return [self._writer.lazy_rule(name.lower(), name), SPACE_TEXT]
+            return [self._writer.lazy_rule(name.lower(), name), *tail]
         closer = head.regex if isinstance(head, _Text) else ""  # text before the marker
         if not texts:
             return [f"/(?s:.*){closer}/", *(tail if closer else self._end)]
@@ -802,7 +830,7 @@ class _LiteralWriter:
         if others is not None:
             value = self._value(others, "/additionalProperties")
             entry = _join([_Text(KEY.replace(".-", "") + assign), value])
-            return [f"({entry} (/,{SPACES}{{0,{MAX_SPACES}}}/ {entry})*)?"]
+            return [f"({entry} (/,{SPACE}?/ {entry})*)?"]
         return [_any_order(self._writer, self._tool, "", entries, required, ",")]
 
     def _value(self, schema: Any, path: str) -> str:
@@ -873,7 +901,7 @@ class _LiteralWriter:
         return name
 
     def _key(self, key: str) -> str:
-        colon = f":{SPACES}{{0,{MAX_SPACES}}}"
+        colon = f":{SPACE}?"
         return (
             f"({_literal(repr(key))}|{_literal(json.dumps(key))})" if self._is_python else _literal(key)
         ) + colon
@@ -915,7 +943,7 @@ class _LiteralWriter:
 
     def _object(self, value: str) -> str:
         """An object of any keys."""
-        colon = f":{SPACES}{{0,{MAX_SPACES}}}"
+        colon = f":{SPACE}?"
         key = f"/({PYTHON_STRING}|{JSON_STRING}){colon}/" if self._is_python else f"/{KEY}{colon}/"
         return f"{OPEN_BRACE} ({key} {value} ({COMMA} {key} {value})*)? {CLOSE_BRACE}"
 
@@ -937,7 +965,7 @@ def _any_order(
     name = f"object_{described.rule}_{_hex(path)}"
     keys = [*required, *(key for key in entries if key not in required)]
     rules = {key: writer.rule(f"{name}_{index}", entries[key]) for index, key in enumerate(keys)}
-    between = f"/{separator}{SPACES}{{0,{MAX_SPACES}}}/ " if separator else ""
+    between = f"/{separator}{SPACE}?/ " if separator else ""
     if len(keys) > MAX_ANY_ORDER:
         for key in required:
             writer.drop(described, f"{path}/properties/{key}: required")
@@ -1026,12 +1054,17 @@ def _join(items: Iterable[Item]) -> str:
     parts: list[str] = []
     for is_text, group in groupby(items, lambda item: isinstance(item, _Text)):
         if is_text:
-            texts = [item.regex for item in group if isinstance(item, _Text)]
-            is_blank = all(text == SPACE_TEXT.regex for text in texts)
-            parts.append(f"/{SPACES}{{1,{MAX_SPACES}}}/?" if is_blank else f"/{''.join(texts)}/")
+            texts = [item for item in group if isinstance(item, _Text)]
+            spaces = [f"/{item.regex[:-1]}/?" for item in texts if item.is_space]
+            parts += spaces if len(spaces) == len(texts) else [f"/{''.join(item.regex for item in texts)}/"]
         else:
             parts += [item for item in group if isinstance(item, str) and item]
     return " ".join(parts)
+
+
+def _space(usual: str) -> _Text:
+    """At most one separator, or what the template writes."""
+    return _Text(f"({_literal(usual)}|{SPACE})?", is_space=True) if len(usual) > 1 else SPACE_TEXT
 
 
 @lru_cache(maxsize=4096)

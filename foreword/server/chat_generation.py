@@ -17,7 +17,7 @@ from foreword.core.params import SamplingParams
 from foreword.errors import InvalidRequest, Unsupported
 from foreword.formats.parser import ChatParser
 from foreword.formats.tools import DEFAULT_REASONING, NO_TOOLS, ReasoningOptions, ToolUse
-from foreword.grammar.tool_calls import tool_constraint
+from foreword.grammar.tool_calls import may_follow_space, tool_constraint
 from foreword.server.context import RequestContext, ServerContext, offload_if_large
 from foreword.server.errors import rename_field
 from foreword.server.generation import Generation
@@ -72,7 +72,10 @@ async def start_chat(
         make_parser = None
         if bound is not None and task.splits:
             new_call_id = partial(_new_call_id, task.call_id_prefix)
-            make_parser = partial(ChatParser, bound, task.tools, starts_in_reasoning, new_call_id)
+            drops_space = may_follow_space(task.params.structured)
+            make_parser = partial(
+                ChatParser, bound, task.tools, starts_in_reasoning, new_call_id, drops_space
+            )
         return Generation(server, requests, context, task.prompt_only, resources.pop_all(), make_parser)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -21,10 +22,11 @@ from foreword.core.structured_output import RequestGrammar, StructuredOutput
 from foreword.errors import InvalidRequest
 from foreword.formats.events import ContentText, ReasoningText
 from foreword.formats.families import FORMATS
+from foreword.formats.tool_checks import check_tools, parse_choice
 from foreword.formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUse
 from foreword.formats.writer import WrittenCall, write_calls
 from foreword.grammar.manager import GrammarManager
-from foreword.grammar.tool_calls import tool_constraint
+from foreword.grammar.tool_calls import may_follow_space, tool_constraint
 from tests.support.budget import examples
 from tests.support.grammar_walks import legal_ids
 from tests.support.tool_walks import (
@@ -189,6 +191,82 @@ def test_call_as_the_template_writes_it(cases: Cases, name: str, has_markers: bo
         if not tools.opens_answer:
             assert case.accepts(structured, f"Some text.\n{one}") == is_free
     assert not case.accepts(case.constraint(ToolUse(TOOLS, "required", ("get", "now"))), one)
+
+
+@pytest.mark.parametrize("has_markers", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_named_tool_is_called_exactly_once(cases: Cases, name: str, has_markers: bool) -> None:
+    case = cases.get(name, has_markers)
+    choice, allowed = parse_choice({"type": "function", "function": {"name": "now"}}, "tool_choice")
+    structured = case.constraint(check_tools([("", tool) for tool in TOOLS], choice, allowed))
+    call = replace(OTHER_CALL, id=CALL.id)
+    assert case.accepts(structured, case.written(call))
+    assert not case.accepts(structured, case.written(call, call))
+    assert not case.accepts(structured, case.written(CALL))
+
+
+@pytest.mark.parametrize("has_markers", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_separators_of_a_call_are_bounded(cases: Cases, name: str, has_markers: bool) -> None:
+    """A walk that takes whitespace wherever it may never takes three in a row."""
+    case = cases.get(name, has_markers)
+    structured = case.constraint(ToolUse(TOOLS, "required"))
+    spaces = [ord(char) for char in " \n\t\r"]
+    draw = random.Random(name)
+    grammar, answer = case.begin(structured), list[int]()
+    while len(answer) < 120:
+        legal = legal_ids(grammar.mask(()))
+        free = ord("x") in legal  # inside of a text
+        token_id = next((i for i in spaces if i in legal and not free), None)
+        if token_id is None:
+            token_id = draw.choice(sorted(legal))
+        if token_id == case.vocab.eos:
+            break
+        answer.append(token_id)
+        grammar.accept([token_id])
+        if not free:
+            assert not re.search(r"\s{4}$", case.vocab.decode(answer)), case.vocab.decode(answer)
+
+
+def test_forced_call_beside_another_constraint_is_refused(cases: Cases) -> None:
+    """Not beside the formats of content, of which a forced call has none."""
+    case = cases.get("hermes")
+    use = ToolUse(TOOLS, "required")
+    for field in ("structured_outputs.choice", "guided_choice"):
+        document = StructuredOutput.choice(["yes"], field=field)
+        with pytest.raises(InvalidRequest, match=f"{field} .* tool_choice") as caught:
+            case.constraint(use, response_format=document)
+        assert caught.value.param == field
+    for field in ("response_format", "text.format.schema", "output_config.format.schema"):
+        document = StructuredOutput.json_schema({"const": 1}, field=field)
+        assert not case.accepts(case.constraint(use, response_format=document), "1")
+
+
+@pytest.mark.parametrize("has_markers", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_whitespace_precedes_a_constrained_text(cases: Cases, name: str, has_markers: bool) -> None:
+    """What the client gets is a text of the constraint; whitespace before JSON is not passed on."""
+    case = cases.get(name, has_markers)
+    reasoning = case.vocab.bound.format.reasoning
+    thoughts = ["", f"{reasoning.begin}abc{reasoning.end}"] if reasoning is not None else [""]
+    documents = [
+        (StructuredOutput.choice(["yes", "no"]), ["yes"], [" yes", "\nno"]),
+        (StructuredOutput.regex(" ?[a-z]{3}"), ["yes", " yes"], ["  yes"]),
+        (StructuredOutput.json_schema({"enum": ["yes"]}), ['"yes"'], []),
+    ]
+    for use in (NO_TOOLS, ToolUse(TOOLS)):
+        for document, good, bad in documents:
+            structured = case.constraint(use, ReasoningOptions(), response_format=document)
+            gaps = ["", "\n\n"] if structured.text != document.text and document.text[0] == "{" else [""]
+            for text, thought, gap in itertools.product((*good, *bad), thoughts, gaps):
+                answer = thought + gap + text
+                assert case.accepts(structured, answer) == (text in good), (answer, document)
+                if text in good:
+                    events = parse_tools(
+                        case.vocab, use, case.vocab.encode(answer), drops_space=may_follow_space(document)
+                    )
+                    content = [event.text for event in events if isinstance(event, ContentText)]
+                    assert "".join(content) == text
 
 
 def test_nothing_is_masked_before_a_trigger_token(cases: Cases) -> None:

@@ -535,6 +535,49 @@ def test_answer_is_a_document_or_calls(hermes: RunningServer) -> None:
     assert json.loads(document.message.content) in ("sun", "rain")
 
 
+def test_constrained_answer_is_a_text_of_its_constraint(hermes: RunningServer) -> None:
+    """From its first character on, with reasoning before it and without, whole and streamed."""
+    constraints: list[tuple[dict[str, Any], str]] = [
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_regex": " ?[a-z]{3}"}, " ?[a-z]{3}"),
+    ]
+    messages = [*USER, {"role": "assistant", "content": "<think>\nHm."}]
+    reasoning = {"messages": messages, "continue_final_message": True, "thinking_token_budget": 3}
+    for extra, pattern in constraints:
+        for seed in range(5):
+            for before in ({"messages": USER}, reasoning):
+                fields = sampled(seed=seed, max_tokens=40, **extra, **before)
+                whole = hermes.chat(**fields).choices[0].message.content
+                final, _ = streamed(hermes.chat(**fields, stream=True))
+                assert re.fullmatch(pattern, whole) and final.choices[0].message.content == whole
+
+
+def test_named_tool_is_called_exactly_once(hermes: RunningServer) -> None:
+    named = {"type": "function", "function": {"name": "get_time"}}
+    for seed in range(3):
+        choice = chat(hermes, **sampled(seed=seed, tool_choice=named)).choices[0]
+        assert [call.function.name for call in choice.message.tool_calls] == ["get_time"]
+        assert choice.finish_reason == "tool_calls"
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    fields = {"input": "Hi", "tools": flat, "max_output_tokens": 150, "reasoning": {"effort": "none"}}
+    reply = hermes.http.post(
+        "/v1/responses", json={**fields, "tool_choice": {"type": "function", "name": "get_time"}}
+    )
+    assert [item["type"] for item in reply.json()["output"]] == ["function_call"], reply.text
+    tools = [{"name": "get_time", "input_schema": {"type": "object", "properties": {}}}]
+    fields = {"messages": USER, "tools": tools, "max_tokens": 150, "thinking": {"type": "disabled"}}
+    reply = hermes.http.post(
+        "/v1/messages", json={**fields, "model": MODEL, "tool_choice": {"type": "tool", "name": "get_time"}}
+    )
+    assert [block["type"] for block in reply.json()["content"]] == ["tool_use"], reply.text
+
+
+def test_forced_call_beside_another_constraint_is_refused(hermes: RunningServer) -> None:
+    for fields in ({"structured_outputs": {"choice": ["a"]}}, {"guided_regex": "a"}):
+        error = error_of(hermes, tools=TOOLS, tool_choice="required", **fields)
+        assert error["param"].startswith(next(iter(fields))) and "tool_choice" in error["message"]
+
+
 def test_thinking_budget(hermes: RunningServer) -> None:
     """The prompt has opened the reasoning, and the bias lets nothing end it but its budget."""
     banned = (marker_id("<think>"), marker_id("</think>"), EOS, END_OF_TURN)

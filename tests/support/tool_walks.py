@@ -126,10 +126,14 @@ def walk_tools(
 
 
 def parse_tools(
-    vocab: ToolVocab, use: ToolUse, answer: Sequence[int], in_reasoning: bool = False
+    vocab: ToolVocab,
+    use: ToolUse,
+    answer: Sequence[int],
+    in_reasoning: bool = False,
+    drops_space: bool | None = None,
 ) -> tuple[ChatEvent, ...]:
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    parser = ChatParser(vocab.bound, use, in_reasoning, "call_{}".format)
+    parser = ChatParser(vocab.bound, use, in_reasoning, "call_{}".format, drops_space)
     events: list[ChatEvent] = []
     for token_id in answer:
         if token_id != vocab.eos:

@@ -246,6 +246,18 @@ def test_stop_string_of_newlines_ends_the_answer_at_its_token(name: str) -> None
     assert (output.text, output.num_tokens, output.stop_reason) == ("Hi", 4, "\n\n")
 
 
+@pytest.mark.parametrize("end", ["length", "stop"])
+def test_reasoning_tokens_are_tokens_of_the_answer(end: str) -> None:
+    """Wherever the answer ends: within a character, whose rest is no token, and within its markers."""
+    raw = "<think>\nÄh Ä.\n</think>\n\nWell".encode()
+    thought = raw.index(b"\n\nWell")
+    for burst in (1, 3, 1000):
+        for length in range(1, len(raw) + 1):
+            output = parsed_answer()
+            feed(output, raw[:length], (burst,), end)
+            assert output.num_tokens == length and output.num_reasoning_tokens <= min(length, thought)
+
+
 def test_unfinished_call_is_no_reason_to_call() -> None:
     output = parsed_answer()
     feed(output, ANSWER[: ANSWER.index('"stop"')], (3,), "stop", END)
