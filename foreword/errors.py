@@ -15,6 +15,7 @@ __all__ = [
     "ExpiredKey",
     "Forbidden",
     "ForewordError",
+    "GrammarFailed",
     "InvalidRequest",
     "ModelLoadFailed",
     "ModelLoading",
@@ -188,6 +189,12 @@ class QuotaExceeded(RateLimited):
 
 class RequestFailed(ForewordError):
     """One request failed by an engine error; others continue."""
+
+
+class GrammarFailed(ForewordError):
+    """The grammar of an answer has no way on from its middle, or exceeds a limit there."""
+
+    code = "grammar_failed"
 
 
 class EngineDead(ForewordError):

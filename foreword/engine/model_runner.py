@@ -16,7 +16,7 @@ from foreword.engine.batch_builder import ModelInput, PromptLogprobRow
 from foreword.engine.pooler import Pooler
 from foreword.engine.schedule_output import ScheduledRequest
 from foreword.engine.timers import StepTimer
-from foreword.errors import ForewordError, RequestFailed, Unsatisfiable
+from foreword.errors import ForewordError, GrammarFailed, RequestFailed, Unsatisfiable
 from foreword.executor.decode_loop import SupportsDecodeLoop
 from foreword.executor.graph_runner import with_graphs
 from foreword.kv_cache.storage import KVStorage
@@ -149,7 +149,8 @@ def _sampling_error(state: RequestState, token_id: int, num_output: int) -> Fore
         return RequestFailed("no token can be sampled: the logits are not finite")
     fields = masking_fields(state.request)
     if state.grammar is not None and (reason := state.grammar.error or state.grammar.draft_error):
-        return Unsatisfiable(reason, fields[0])
+        kind = GrammarFailed if num_output else Unsatisfiable  # only the first mask is known beforehand
+        return kind(reason, fields[0])
     names = " and ".join(fields)
     verb = "leaves" if len(fields) == 1 else "contradict each other: together they leave"
     return Unsatisfiable(

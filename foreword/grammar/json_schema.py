@@ -31,6 +31,8 @@ STRING_OR_BRACKET: Final = re.compile(r'"(?:[^"\\]|\\.?)*(?:"|\Z)|[\[\]{}]', re.
 MAX_SHOWN_NUMBER: Final = 10**12
 ANY_OBJECT: Final = '{"type": "object"}'
 ROOT: Final = "parameters"  # of a schema, in the definitions of its parts
+MAX_PATTERNS: Final = 16  # of an object that names its properties and has no others
+MAX_NAME_CHARS: Final = 128  # of its properties
 MAX_PATH_CHARS: Final = 200  # of a place in errors and logs
 ANY_PROPERTY_NAME: Final = "(?s:.*)"  # pattern
 
@@ -207,6 +209,8 @@ class _SchemaCleaner:
         }
         if self._closes_objects and clean.get("properties") and not clean.keys() & OBJECT_EXTENSIONS:
             return {**clean, "additionalProperties": False}
+        if clean.get("additionalProperties") is False:
+            clean = _merge_named_patterns(clean, path)
         return _forbid_escaped_keys(clean)
 
     def _clean_value(self, key: str, value: Any, path: str) -> Any:
@@ -292,8 +296,48 @@ def _malformed(schema: Mapping[str, Any], root: Any, has_ids: bool) -> Iterator[
 @lru_cache(maxsize=1024)
 def is_pattern_known(pattern: str) -> bool:
     """Whether llguidance can enforce a regular expression."""
-    schema = json.dumps({"type": "string", "pattern": pattern})
-    return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
+    return _is_valid({"type": "string", "pattern": pattern})
+
+
+def _is_valid(schema: Mapping[str, Any]) -> bool:
+    return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+
+
+def _merge_named_patterns(schema: dict[str, Any], path: str) -> dict[str, Any]:
+    """An object's schema without patterns that match no names but those of its properties, which take theirs.
+
+    After a comma llguidance would expect one more name of such a pattern, and there is none.
+    """
+    properties, patterns = schema.get("properties"), schema.get("patternProperties")
+    if not isinstance(properties, dict) or not isinstance(patterns, dict) or not properties or not patterns:
+        return schema
+    if len(patterns) > MAX_PATTERNS or max(map(len, properties)) > MAX_NAME_CHARS:
+        raise GrammarError(
+            f"beside additionalProperties: false, patternProperties may hold at most {MAX_PATTERNS} patterns "
+            f"and properties names of {MAX_NAME_CHARS} characters{_location(path)}"
+        )
+    properties, kept = dict(properties), dict(patterns)
+    others = {"type": "string", "pattern": f"^{_other_texts(list(properties))}$"}
+    for pattern, value in patterns.items() if _is_valid(others) else ():
+        if not is_pattern_known(pattern) or _is_valid({"allOf": [others, {"pattern": pattern}]}):
+            continue
+        del kept[pattern]
+        for name in properties:
+            if _is_valid({"type": "string", "const": name, "pattern": pattern}):
+                properties[name] = {"allOf": [properties[name], value]}
+    rest = {key: value for key, value in schema.items() if key != "patternProperties"}
+    return {**rest, "properties": properties, **({"patternProperties": kept} if kept else {})}
+
+
+def _other_texts(texts: list[str]) -> str:
+    """A regular expression for all texts but these."""
+    tails: dict[str, list[str]] = {}
+    for text in filter(None, texts):
+        tails.setdefault(text[0], []).append(text[1:])
+    chars = {char: f"\\x{{{ord(char):x}}}" for char in tails}
+    options = [f"{chars[char]}{_other_texts(rest)}" for char, rest in tails.items()]
+    options.append(f"[^{''.join(chars.values())}](?s:.*)" if chars else "(?s:.+)")
+    return f"(?:{'|'.join(options if '' in texts else [*options, ''])})"
 
 
 def _keywords(schema: Any) -> frozenset[str]:

@@ -15,7 +15,7 @@ from foreword.core.outputs import ErrorEvent, TokenEvent
 from foreword.core.request import Request
 from foreword.core.structured_output import RequestGrammar, StructuredOutput, Vocabulary
 from foreword.engine.engine import Engine
-from foreword.errors import InvalidRequest, Unsatisfiable
+from foreword.errors import GrammarFailed, InvalidRequest
 from tests.engine.test_engine import engine_of, make_request, run, tokens_of
 from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
 
@@ -161,7 +161,8 @@ def test_matcher_error_fails_its_request_only(checkpoint: Path) -> None:
     last = events["bad"][-1]
     assert (
         isinstance(last, ErrorEvent)
-        and isinstance(last.error, Unsatisfiable)
+        and isinstance(last.error, GrammarFailed)
+        and last.error.status == 500
         and "too complex" in last.error.message
     )
 

@@ -15,7 +15,15 @@ from foreword.core.structured_output import StructuredOutput
 from foreword.grammar.json_schema import GrammarError, convert_schema_text
 from foreword.grammar.manager import GrammarManager
 from tests.support.budget import examples
-from tests.support.grammar_walks import EOS, begin_request, encode, is_legal, random_walk, tokenizer
+from tests.support.grammar_walks import (
+    EOS,
+    begin_request,
+    encode,
+    is_legal,
+    legal_ids,
+    random_walk,
+    tokenizer,
+)
 
 
 def _schema(schema: Any, whitespace: bool = True) -> StructuredOutput:
@@ -98,6 +106,30 @@ def test_empty_schema_accepts_any_json(grammars: GrammarManager, schema: Any) ->
 
 
 NAMED = {"type": "object", "properties": {"a": {"type": "integer"}, "é": {"type": "null"}}}
+
+
+def test_pattern_of_named_properties_alone_leads_to_no_dead_end(grammars: GrammarManager) -> None:
+    """No other name matches it: after a comma there would be no token to go on with."""
+    named = {"name": {"type": "string"}, "no": {"type": "integer"}, "é": {"type": "null"}}
+    for pattern, other in (("^name$", ""), ("^(name|no)$", ""), ("^é$", ""), ("^n", "nose"), ("m", "mine")):
+        schema = {
+            "type": "object",
+            "properties": named,
+            "patternProperties": {pattern: {"maxLength": 2}},
+            "additionalProperties": False,
+        }
+        structured = _schema(schema)
+        assert is_legal(grammars, structured, '{"name": "ab", "no": 1, "é": null}')
+        assert is_legal(grammars, structured, '{"name": "abc"}') == (pattern == "^é$")
+        assert is_legal(grammars, structured, f'{{"no": 1, "{other or "nose"}": "a"}}') == bool(other)
+        grammar = begin_request(grammars, structured)
+        text = '{"name": "ab", "no": 1, "é": null'
+        grammar.accept(encode(text))
+        mask = grammar.mask(())
+        assert mask is not None and grammar.error is None and legal_ids(mask)
+        grammar.accept(encode(","))
+        mask = grammar.mask(())
+        assert mask is None or bool(legal_ids(mask)) == bool(other), pattern
 
 
 @pytest.mark.parametrize(
