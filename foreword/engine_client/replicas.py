@@ -32,6 +32,7 @@ from foreword.engine_client.remote import RemoteClient
 from foreword.engine_client.routing import BlockIndex, ReplicaLoad, RoutingPolicy, choose
 from foreword.errors import AdapterConflict, EngineDead, ForewordError, NoReplica
 from foreword.kv_cache.prefix_cache import extend_hashes
+from foreword.utils.logging import log_model
 
 __all__ = ["Replica", "ReplicatedClient", "describe_difference", "make_engine_client", "remote_replica"]
 
@@ -205,7 +206,14 @@ class ReplicatedClient:
             task.result()
 
     async def _start_member(self, member: _Member, like: EngineClient | None) -> None:
-        info = await member.client.start(like)
+        before = log_model.get()
+        if member.replica.address is None and len(self._members) > 1:
+            # The client's tasks and its engine inherit it; lines about servers elsewhere have their address.
+            log_model.set(f"{before}{', ' if before else ''}replica {member.replica.id}")
+        try:
+            info = await member.client.start(like)
+        finally:
+            log_model.set(before)
         member.is_started = True
         if self.info is None:
             self.info = info

@@ -17,7 +17,7 @@ __all__ = ["JSONFormatter", "RedactingFormatter", "log_model", "set_up_logging"]
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
-# The model that log lines of this task or callback are about, if the server has several.
+# The model and replica that log lines of this task or callback are about, if the server has several.
 log_model: ContextVar[str] = ContextVar("log_model", default="")
 
 

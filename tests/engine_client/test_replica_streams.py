@@ -20,6 +20,7 @@ from foreword.engine_client.base import EngineClient, iterate_events
 from foreword.engine_client.crash_recovery import CRASHES_TO_REFUSE, CRASHES_TO_SUSPECT
 from foreword.engine_client.replicas import Replica, ReplicatedClient
 from foreword.errors import EngineDead, RequestFailed
+from foreword.utils.logging import log_model
 from tests.support.fakes import engine_info
 from tests.support.waiting import wait_until_async
 
@@ -53,7 +54,7 @@ class ScriptedEngine:
         return Readiness(self.status)
 
     async def start(self, like: EngineClient | None = None) -> EngineInfo:
-        self.info, self.alive = engine_info(), True
+        self.info, self.alive, self.log_model = engine_info(), True, log_model.get()
         return self.info
 
     def submit(self, request: Request) -> AsyncIterator[Event]:
@@ -298,6 +299,18 @@ async def test_dead_replicas_end_all_requests() -> None:
     assert not client.alive and client.readiness.status == "dead"
     with pytest.raises(EngineDead):
         client.listen(make_request("2"), caller)
+    await client.close()
+
+
+async def test_log_lines_name_the_replica_if_there_are_several() -> None:
+    log_model.set("m")
+    client, engines = await start(3)
+    assert [engine.log_model for engine in engines] == [f"m, replica {i}" for i in range(3)]
+    assert log_model.get() == "m"
+    await client.close()
+    log_model.set("")
+    client, engines = await start(1)
+    assert [engine.log_model for engine in engines] == [""]
     await client.close()
 
 
