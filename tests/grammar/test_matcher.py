@@ -21,6 +21,7 @@ from foreword.grammar import compiler as compiler_module
 from foreword.grammar import limits
 from foreword.grammar.limits import parser_limits
 from foreword.grammar.manager import GrammarManager
+from tests.support.adversarial_grammars import COSTLY_REGEXES
 from tests.support.budget import examples, is_full
 from tests.support.grammar_walks import (
     EOS,
@@ -344,24 +345,6 @@ def test_llguidance_error_is_reported_after_equal_masks(
     assert legal_ids(grammar.mask(())) == [] and grammar.num_legal([letter]) == 0 and grammar.forced(3) == ()
 
 
-# Regexes whose lexer needs new states all along an answer. Which of them it already has depends on drafts,
-# other requests and restarts.
-COSTLY = (
-    r"([a-zA-Z' ]{1,30}[ -]){5,80}\.",
-    r"([a-z ]{1,60}[ ,]){1,60}!",
-    r"(([a-z]{1,20}[ a-c]){1,20}[a-f]){1,20}!",
-    r"(\w{1,50}[\s\w]){1,200}!",
-    r"(.|x)*a.{40}",
-    r"[a-z]{1,40}[0-9]{1,40}#",
-    r"([a-m ]*[n-z ]{1,9}){2,30}\.",
-    r"(a|b)*a(a|b){20}c",
-    r"((a|an|the|[a-z]+) [a-z' ]{2,9}[,;. ]){3,40}",
-    r"[^a]*([a-z ]{3,20}a){2,20}",
-    r"(.{1,20},.{1,20};){1,9}",
-    r"([A-Z][a-z ]{1,25}[.?! ]){1,40}",
-)
-
-
 def _rows(grammars: GrammarManager, structured: StructuredOutput, seed: int) -> tuple[list[int], list[Row]]:
     """A random output of a request alone, and its rows."""
     draw, grammar = random.Random(seed), begin_request(grammars, structured)
@@ -413,7 +396,7 @@ def test_failure_depends_on_the_tokens_alone(seed: int, monkeypatch: pytest.Monk
     cost = draw.choice((8_000, 40_000, 200_000))
     monkeypatch.setattr(limits, "MAX_ROW_COST", cost)
     monkeypatch.setattr(limits, "MAX_LEXER_COST", cost * 4 // 5)
-    for regex in COSTLY if is_full() else draw.sample(COSTLY, 1):
+    for regex in COSTLY_REGEXES if is_full() else draw.sample(COSTLY_REGEXES, 1):
         structured = StructuredOutput("regex", regex)
         with open_grammar_manager() as alone, open_grammar_manager() as warm:
             output, rows = _rows(alone, structured, seed)
@@ -426,7 +409,7 @@ def test_failure_depends_on_the_tokens_alone(seed: int, monkeypatch: pytest.Monk
 
 def test_costly_answers_fail_at_a_limit_and_finish_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits of the test before matter, and the usual ones allow long answers."""
-    structured = StructuredOutput("regex", COSTLY[0])
+    structured = StructuredOutput("regex", COSTLY_REGEXES[0])
     words = encode("the house of the rising sun and the old man's " * 12)
     with open_grammar_manager() as grammars:
         grammar = begin_request(grammars, structured, resume_output_ids=words)

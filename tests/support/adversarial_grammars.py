@@ -7,7 +7,7 @@ from typing import Any
 
 from foreword.core.structured_output import StructuredOutput
 
-__all__ = ["ADVERSARIAL", "REJECTED"]
+__all__ = ["ADVERSARIAL", "COSTLY_REGEXES", "REJECTED"]
 
 
 def _schema(value: Any) -> StructuredOutput:
@@ -183,3 +183,20 @@ ADVERSARIAL: dict[str, StructuredOutput] = {
         "structural_tag", json.dumps({"format": {"type": "any_text"}})
     ),
 }
+
+# Regexes whose lexer needs new states all along an answer. Which of them it already has depends on drafts,
+# other requests and restarts.
+COSTLY_REGEXES = (
+    r"([a-zA-Z' ]{1,30}[ -]){5,80}\.",
+    r"([a-z ]{1,60}[ ,]){1,60}!",
+    r"(([a-z]{1,20}[ a-c]){1,20}[a-f]){1,20}!",
+    r"(\w{1,50}[\s\w]){1,200}!",
+    r"(.|x)*a.{40}",
+    r"[a-z]{1,40}[0-9]{1,40}#",
+    r"([a-m ]*[n-z ]{1,9}){2,30}\.",
+    r"(a|b)*a(a|b){20}c",
+    r"((a|an|the|[a-z]+) [a-z' ]{2,9}[,;. ]){3,40}",
+    r"[^a]*([a-z ]{3,20}a){2,20}",
+    r"(.{1,20},.{1,20};){1,9}",
+    r"([A-Z][a-z ]{1,25}[.?! ]){1,40}",
+)
