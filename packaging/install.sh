@@ -16,7 +16,7 @@ command -v "$python" >/dev/null || fail "$python was not found. Debian: apt inst
     fail "Foreword needs Python 3.11 to 3.14, $python is $("$python" -V 2>&1). Another one: make PYTHON=python3.12 ..."
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "$python lacks its venv module. Debian: apt install $(basename "$python")-venv"
-compiling="; last, the native kernels are compiled: a minute on two cores, with a spinner"
+compiling="; last, the native kernels are compiled: minutes of CPU time, on all cores, with a spinner"
 command -v "${CXX:-g++}" >/dev/null || {
     compiling=
     note "no C++ compiler (Debian: apt install g++), so no native kernels: torch computes instead," \
