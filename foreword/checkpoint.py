@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from foreword.config.resolve import check_max_model_len
 from foreword.demo import BUNDLED, DEFAULT_MODEL
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest, did_you_mean
 from foreword.formats.families import FORMATS
+from foreword.models.config import ConfigReader, read_json, read_text_config
 from foreword.models.gguf.header import is_gguf, open_gguf
 from foreword.models.hub import resolve_path
 from foreword.models.unsupported import describe_checkpoint, missing_feature
@@ -96,7 +96,7 @@ def prepare_checkpoint(config: Config) -> CheckpointInfo:
         logger.warning("%s", warning)
     if config.runs_draft_model:
         check_draft_model(tokenizer, processor, Path(str(config.draft_model)))
-    placeholders = () if processor is None else read_placeholder_ids(path)
+    placeholders = () if processor is None else read_placeholder_ids(path, rows)
     never_sampled_ids = tuple(sorted({*tokenizer.unassigned_ids(rows), *placeholders}))
     return CheckpointInfo(config, path, tokenizer, never_sampled_ids, rows, processor)
 
@@ -224,10 +224,6 @@ def check_draft_model(tokenizer: Tokenizer, processor: ImageProcessor | None, pa
 
 
 def read_vocab_size(path: Path) -> int:
-    """Vocabulary size in config.json. Raises CheckpointError."""
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        problem = f"config.json has no vocab_size ({type(error).__name__})"
-        raise CheckpointError(f"{path}: {problem}", "model") from None
+    """Vocabulary size in config.json, where the model reads it. Raises CheckpointError."""
+    file = path / "config.json"
+    return read_text_config(ConfigReader(read_json(file), str(file))).get_int("vocab_size")

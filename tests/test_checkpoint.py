@@ -256,3 +256,59 @@ def test_model_names() -> None:
     assert model_names(Config(model=str(VISION_MODEL)), VISION_MODEL) == ("demo-vision",)
     assert model_names(Config(model="org/name"), Path("/cache/snapshots/abc")) == ("name",)
     assert model_names(Config(model="dir/name/"), Path("dir/name")) == ("name",)
+
+
+def vision_demo(path: Path, **changes: object) -> Path:
+    """The bundled vision model with another config.json."""
+    for file in VISION_MODEL.iterdir():
+        (path / file.name).symlink_to(file)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").unlink()
+    write_json(path / "config.json", config | changes)
+    return path
+
+
+@pytest.mark.parametrize("vocab_size", [1600, 1600000, 2147483648])
+def test_vocab_size_that_the_model_ignores_is_ignored_everywhere(tmp_path: Path, vocab_size: int) -> None:
+    path = vision_demo(tmp_path, vocab_size=vocab_size)
+    rows = json.loads((VISION_MODEL / "config.json").read_text())["text_config"]["vocab_size"]
+    prepared = prepare_checkpoint(Config(model=str(path)))
+    assert prepared.vocab_size == rows and max(prepared.never_sampled_ids) < rows
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("vocab_size", [1600, 1600000])
+def test_ignored_vocab_size_writes_no_foreign_memory(tmp_path: Path, vocab_size: int) -> None:
+    """Ids beyond the logits were masked: the process died of a signal."""
+    path = vision_demo(tmp_path, vocab_size=vocab_size)
+    options = "threads=1, max_model_len=64, speculate='off'"
+    code = (
+        "from foreword import LLM, SamplingParams; "
+        f"llm = LLM({str(path)!r}, {options}); llm.generate('x', SamplingParams(max_tokens=2))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("vocab_size", [1 << 31, -1, 0, True, "9", None])
+def test_vocab_size_is_bounded(tmp_path: Path, vocab_size: object) -> None:
+    path = write_checkpoint(tmp_path)
+    write_json(
+        path / "config.json", json.loads((path / "config.json").read_text()) | {"vocab_size": vocab_size}
+    )
+    with pytest.raises(CheckpointError, match="`vocab_size`"):
+        prepare_checkpoint(Config(model=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [("llava", "image_token_index"), ("qwen2_vl", "image_token_id"), ("qwen2_vl", "video_token_id")],
+)
+@pytest.mark.parametrize("token_id", [1 << 12, 1 << 23, -1])
+def test_placeholder_outside_the_vocabulary_is_refused(
+    tmp_path: Path, model_type: str, key: str, token_id: int
+) -> None:
+    path = write_vision_checkpoint(tmp_path, model_type)
+    write_json(path / "config.json", json.loads((path / "config.json").read_text()) | {key: token_id})
+    with pytest.raises(CheckpointError, match=r"(image|video)_token_id|added token has the id"):
+        prepare_checkpoint(Config(model=str(path)))

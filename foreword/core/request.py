@@ -12,7 +12,7 @@ from foreword.core.outputs import TokenLogprob
 from foreword.core.params import SamplingParams
 from foreword.core.repetition import Repetition, RepetitionDetector
 from foreword.core.structured_output import RequestGrammar
-from foreword.errors import DeadlineExceeded, ForewordError, Overloaded
+from foreword.errors import DeadlineExceeded, ForewordError, InvalidRequest, Overloaded
 
 if TYPE_CHECKING:  # a client needs no torch
     from torch import Tensor
@@ -49,6 +49,25 @@ class Request:
     images: tuple[PromptImage, ...] = ()  # in order of their placeholders
     adapter: str = ""  # digest of its LoRA adapter; empty: the base model
     adapter_name: str = ""  # for statistics
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raises InvalidRequest for an id outside the vocabulary: kernels index logits by some of them."""
+        params = self.params
+        for name, sequences in (
+            ("prompt", (self.prompt_ids, self.resume_output_ids)),
+            ("stop_token_ids", (self.eos_token_ids, params.stop_token_ids)),
+            ("logit_bias", (params.logit_bias,)),
+            ("allowed_token_ids", (params.allowed_token_ids or (),)),
+            ("logprob_token_ids", (params.logprob_token_ids,)),
+            ("bad_words", self.bad_words_ids),
+            ("dry_sequence_breakers", self.dry_breakers),
+            ("structured_outputs.after", self.reasoning_end_ids),
+        ):
+            for ids in filter(None, sequences):
+                if not 0 <= min(ids) <= max(ids) < vocab_size:
+                    outside = next(i for i in ids if not 0 <= i < vocab_size)
+                    problem = f"token id {outside} is outside the vocabulary 0..{vocab_size - 1}"
+                    raise InvalidRequest(f"{name}: {problem}", name)
 
     @property
     def namespace(self) -> str:

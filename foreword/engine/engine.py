@@ -275,12 +275,7 @@ class Engine:
         max_tokens = request.params.max_tokens
         if len(request.resume_output_ids) >= (max_tokens or limit):
             raise InvalidRequest(f"all of max_tokens {max_tokens} are delivered already", "max_tokens")
-        vocab_size = self.info.vocab_size
-        for token_id in (*request.prompt_ids, *request.resume_output_ids):
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(
-                    f"token id {token_id} is outside the vocabulary 0..{vocab_size - 1}", "prompt"
-                )
+        request.check_token_ids(self.info.vocab_size)
         check_images(request, self.info.image_token_id, self.batch_builder.mrope)
         self.info.resolved.check_method(request.params.speculation.method)
         self._lora_slot(request)

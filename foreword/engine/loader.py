@@ -240,7 +240,8 @@ class _EngineComponents:
         self._model_drafters: list[ModelDrafter] = []
         model = models.target
         timer = StepTimer()
-        sampler = Sampler(model.ops, model.vocab_size, never_sampled_ids, resolved.test_mode)
+        unused_ids = [i for i in never_sampled_ids if 0 <= i < model.vocab_size]
+        sampler = Sampler(model.ops, model.vocab_size, unused_ids, resolved.test_mode)
         self.proposer = self._make_proposer()
         grammars = _make_grammars(model.vocab_size)
         self.model_runner = ModelRunner(model, self._make_kv_storage(model), sampler, grammars, timer)
@@ -359,7 +360,7 @@ class _EngineComponents:
         resolved, model = self._resolved, self._models.draft_model
         assert model is not None, "a model drafter without its model"
         # The vocabularies may be padded differently: ids beyond the target's are not drafted
-        unused_ids = [i for i in self._never_sampled_ids if i < model.vocab_size]
+        unused_ids = [i for i in self._never_sampled_ids if 0 <= i < model.vocab_size]
         unused_ids += range(self._models.target.vocab_size, model.vocab_size)
         drafter = ModelDrafter(
             model,

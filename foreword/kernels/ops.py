@@ -349,12 +349,13 @@ class Ops(Protocol):
         """
 
     def mask_ids(self, logits: Tensor, ids: Tensor) -> None:
-        """Mask ids int64 [N], each below V, in every row."""
+        """Mask ids int64 [N], each in 0..V-1, in every row."""
 
     def add_bias(self, logits: Tensor, starts: Tensor, ids: Tensor, biases: Tensor) -> None:
         """logits[r, ids[i]] += biases[i] for starts[r] <= i < starts[r + 1].
 
-        starts int64 [R+1], ids int64 [N], unique within a row, biases float32 [N]. Ids from V on are ignored.
+        starts int64 [R+1], ids int64 [N], unique within a row, biases float32 [N].
+        Ids outside 0..V-1 are ignored.
         """
 
     def apply_repetition_penalty(

@@ -11,7 +11,7 @@ from typing import Any
 
 from foreword.errors import CheckpointError
 
-__all__ = ["ConfigReader", "read_json"]
+__all__ = ["ConfigReader", "read_json", "read_text_config"]
 
 # Options without effect on the forward pass: training, bookkeeping, and defaults of generate().
 IGNORED_KEYS = frozenset(
@@ -44,6 +44,40 @@ DTYPES = ("float32", "bfloat16", "float16")
 MISSING: Any = object()
 MAX_INT = 1 << 24  # above any model's positions, tokens or values
 MIN_FLOAT, MAX_FLOAT = 1e-30, 1e30  # products of a few such numbers stay finite
+
+
+# Defaults of LLaVA's text_config: files on the hub hold only the differences.
+LLAVA_TYPES = ("llava", "llava_next")
+LLAMA_DEFAULTS = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+}
+LLAVA_TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama": {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 32000,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 2048,
+        },
+        "mistral": {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 32000,
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+        },
+        "qwen2": {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 151936,
+            "intermediate_size": 22016,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
+        },
+    }
+)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -193,6 +227,15 @@ class ConfigReader:
 
     def _value_error(self, key: str, value: Any, expected: str) -> CheckpointError:
         return self.error(key, f"must be {expected} here, got {_abbreviate(value)}")
+
+
+def read_text_config(config: ConfigReader) -> ConfigReader:
+    """The decoder's options: `text_config` if there is one, with defaults for LLaVA, else all of them."""
+    text = config.get_section("text_config")
+    if config.get("model_type", None) not in LLAVA_TYPES:
+        return config if text is None else text
+    text = text or ConfigReader({}, f"{config.source}: text_config")
+    return text.with_defaults(LLAVA_TEXT_DEFAULTS.get(str(text.get("model_type", "llama")), {}))
 
 
 def _is_number(value: Any) -> bool:

@@ -52,12 +52,18 @@ def read_processor(path: Path) -> ImageProcessor | None:
     return processor
 
 
-def read_placeholder_ids(path: Path) -> frozenset[int]:
+def read_placeholder_ids(path: Path, vocab_size: int) -> frozenset[int]:
     """Ids of the image and video placeholders of a multimodal model. Raises CheckpointError."""
     file = path / "config.json"
     config = read_json_object(file)
-    video = config.get(VIDEO_KEY)
-    return frozenset({_read_placeholder_id(config, file), *([video] if is_int(video, 0) else ())})
+    ids = {"image_token_id": _read_placeholder_id(config, file)}
+    if config.get(VIDEO_KEY) is not None:
+        ids[VIDEO_KEY] = config[VIDEO_KEY]
+    for key, value in ids.items():
+        if not is_int(value, 0) or value >= vocab_size:
+            problem = f"{key} must be a token id from 0 to {vocab_size - 1}, got {value!r:.40}"
+            raise CheckpointError(f"{file}: {problem}", "model")
+    return frozenset(ids.values())
 
 
 def _read_placeholder_id(config: dict[str, Any], file: Path) -> int:

@@ -121,7 +121,7 @@ class PenaltyState:
         mask = self._allowed_masks.get(vocab_size)
         if mask is None:
             ids = np.array(self._request.params.allowed_token_ids or (), np.int64)
-            ids = np.unique(ids[ids < vocab_size])
+            ids = np.unique(ids[(ids >= 0) & (ids < vocab_size)])
             words = np.zeros(-(-vocab_size // WORD_BITS), np.uint32)
             np.bitwise_or.at(words, ids // WORD_BITS, np.uint32(1) << (ids % WORD_BITS).astype(np.uint32))
             mask = self._allowed_masks[vocab_size] = torch.from_numpy(words.view(np.int32))

@@ -100,6 +100,7 @@ class Sampler:
         """never_sampled_ids  ids below vocab_size without a token; no distribution includes them"""
         self._ops = ops
         self._vocab_size = vocab_size
+        assert all(0 <= token_id < vocab_size for token_id in never_sampled_ids)
         self._never_sampled_ids = torch.tensor(sorted(never_sampled_ids), dtype=torch.int64)
         self.with_hashes = test_mode
 
@@ -223,7 +224,7 @@ def _logprob_table(raw: _RawLogits, token_ids: Tensor, requested_ids: Sequence[S
         width = max(map(len, requested_ids))
         padded = [[*row_ids, *[0] * (width - len(row_ids))] for row_ids in requested_ids]
         (columns,) = upload([np.array(padded, np.int64)], raw.logits.device)
-        known = columns < raw.logits.shape[1]
+        known = (columns >= 0) & (columns < raw.logits.shape[1])
         values.append(raw.logits.gather(1, torch.where(known, columns, 0)).where(known, -torch.inf))
     scores = torch.cat(values, 1) - raw.log_sum_exp[:, None]
     return torch.cat((ids.double(), scores.double()), 1)

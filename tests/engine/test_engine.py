@@ -29,7 +29,7 @@ from foreword.errors import (
     Unsatisfiable,
 )
 from foreword.speculation.base import DraftRequest
-from tests.support.checkpoints import EOS, write_checkpoint
+from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
 
 PROMPT = (40, 41, 42, 40, 41)
 
@@ -165,6 +165,19 @@ def test_request_with_all_tokens_masked_fails_alone(checkpoint: Path) -> None:
         (make_request("a", prompt=[]), InvalidRequest, "no tokens"),
         (make_request("a", prompt=[10**6]), InvalidRequest, "1000000"),
         (make_request("a", prompt=[-1]), InvalidRequest, "-1"),
+        (make_request("a", delivered=[VOCAB_SIZE]), InvalidRequest, f"prompt: token id {VOCAB_SIZE}"),
+        (replace(make_request("a", min_tokens=2), eos_token_ids=(-200000000,)), InvalidRequest, "-200000000"),
+        (
+            replace(make_request("a"), bad_words_ids=((3, 4), (5, -1))),
+            InvalidRequest,
+            "bad_words: token id -1",
+        ),
+        (replace(make_request("a"), dry_breakers=((-1,),)), InvalidRequest, "dry_sequence_breakers"),
+        (replace(make_request("a"), reasoning_end_ids=((1 << 70,),)), InvalidRequest, "structured_outputs"),
+        (make_request("a", logit_bias={VOCAB_SIZE: 1.0}), InvalidRequest, "logit_bias"),
+        (make_request("a", allowed_token_ids=(1, 1 << 70)), InvalidRequest, "allowed_token_ids"),
+        (make_request("a", stop_token_ids=(1 << 40,)), InvalidRequest, "stop_token_ids"),
+        (make_request("a", logprob_token_ids=(1 << 40,)), InvalidRequest, "logprob_token_ids"),
         (make_request("a", speculation=Speculation("draft")), InvalidRequest, "suffix"),
     ],
 )

@@ -57,10 +57,12 @@ def masks_of(logits: Tensor, seed: int) -> Iterator[Call]:
 
 
 def changes_of(logits: Tensor, seed: int) -> Iterator[Call]:
-    """Some ids of each row, one of them beyond the vocabulary."""
+    """Some ids of each row, some of them outside of the vocabulary."""
     count, width = logits.shape
     generator = torch.Generator().manual_seed(seed)
-    ids = [torch.randperm(width + 1, generator=generator)[: (r * seed) % (width + 1)] for r in range(count)]
+    ids = [
+        torch.randperm(width + 4, generator=generator)[: (r * seed) % (width + 4)] - 2 for r in range(count)
+    ]
     starts = torch.tensor([0, *map(len, ids)]).cumsum(0)
     amounts = torch.randn(int(starts[-1]), generator=generator)
     yield "add_bias", (starts, torch.cat(ids), amounts)
@@ -178,3 +180,10 @@ def test_unsupported_tensors_use_torch(native: NativeSampling) -> None:
 def test_wrong_parameter_dtype_is_an_assertion(native: NativeSampling) -> None:
     with pytest.raises(AssertionError, match=r"torch.int64 \[2\]"):
         native.apply_top_k(torch.zeros(2, 9), torch.tensor([1, 2, 3]))
+
+
+def test_foreign_ids_are_not_masked(native: NativeSampling) -> None:
+    """Such as ids of a config.json whose vocabulary is not the model's; the values beside the row stay."""
+    buffer = torch.zeros(3, 8)
+    native.mask_ids(buffer[1:2], torch.tensor([-8, -1, 3, 8, 15, 1 << 40]))
+    assert buffer.isinf().nonzero().tolist() == [[1, 3]]

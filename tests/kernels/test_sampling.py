@@ -211,7 +211,7 @@ def test_xtc_coin_has_its_probability_and_its_own_noise() -> None:
 @settings(max_examples=examples(60))
 def test_biases_are_added_and_penalties_applied(logits: Tensor, data: st.DataObject) -> None:
     count, width = logits.shape
-    ids = [data.draw(st.lists(st.integers(0, width + 3), unique=True, max_size=5)) for _ in range(count)]
+    ids = [data.draw(st.lists(st.integers(-3, width + 3), unique=True, max_size=5)) for _ in range(count)]
     starts = torch.tensor([0, *map(len, ids)]).cumsum(0)
     flat = torch.tensor([token_id for own in ids for token_id in own], dtype=torch.int64)
     amounts = torch.linspace(-3, 3, len(flat))
@@ -221,7 +221,7 @@ def test_biases_are_added_and_penalties_applied(logits: Tensor, data: st.DataObj
     place = 0
     for r, own in enumerate(ids):
         for token_id in own:
-            if token_id < width:
+            if 0 <= token_id < width:
                 logit = logits[r, token_id]
                 assert same_bits(added[r, token_id], logit + amounts[place])
                 assert same_bits(penalized[r, token_id], logit * 1.3 if logit < 0 else logit / 1.3)

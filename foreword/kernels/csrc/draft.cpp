@@ -147,7 +147,8 @@ private:
 
     // The steps of sampling/logits_processors.py that a draft supports, in their order.
     void process(const DraftJob& job, Row row, int thread) const {
-        for (int64_t i = 0; i < draft_.num_never_sampled; i++) row.values[draft_.never_sampled_ids[i]] = MASKED;
+        for (int64_t i = 0; i < draft_.num_never_sampled; i++)
+            if (has_id(row, draft_.never_sampled_ids[i])) row.values[draft_.never_sampled_ids[i]] = MASKED;
         if (job.greedy) return;
         if (job.temperature != 1) apply_temperature_row(row, static_cast<float>(job.temperature));
         if (job.top_k > 0) apply_top_k_row(row, job.top_k);

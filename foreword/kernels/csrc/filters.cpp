@@ -176,7 +176,8 @@ void foreword_keep_allowed(CpuContext* cpu, float* logits, int64_t num_rows, int
 
 void foreword_mask_ids(CpuContext* cpu, float* logits, int64_t num_rows, int64_t width, const int64_t* ids, int64_t count) {
     each_row(cpu, logits, num_rows, width, [&](Row row, int64_t, int) {
-        for (int64_t i = 0; i < count; i++) row.values[ids[i]] = MASKED;
+        for (int64_t i = 0; i < count; i++)
+            if (has_id(row, ids[i])) row.values[ids[i]] = MASKED;
     });
 }
 
@@ -221,7 +222,7 @@ void foreword_add_at(CpuContext* cpu, float* logits, int64_t num_rows, int64_t w
                      const float* biases) {
     each_row_of_ids(cpu, logits, num_rows, width, starts, [&](Row row, int64_t, int64_t first, int64_t end) {
         for (int64_t i = first; i < end; i++)
-            if (ids[i] < row.width) row.values[ids[i]] += biases[i];
+            if (has_id(row, ids[i])) row.values[ids[i]] += biases[i];
     });
 }
 
@@ -229,7 +230,7 @@ void foreword_penalize(CpuContext* cpu, float* logits, int64_t num_rows, int64_t
                        const int64_t* ids, const float* penalties) {
     each_row_of_ids(cpu, logits, num_rows, width, starts, [&](Row row, int64_t r, int64_t first, int64_t end) {
         for (int64_t i = first; i < end; i++) {
-            if (ids[i] >= row.width) continue;
+            if (!has_id(row, ids[i])) continue;
             float& value = row.values[ids[i]];
             value = value < 0 ? value * penalties[r] : value / penalties[r];
         }

@@ -15,6 +15,9 @@ struct Row {
     int64_t width;
 };
 
+// Ids come from configs and requests: those outside of the vocabulary are ignored.
+inline bool has_id(Row row, int64_t id) { return 0 <= id && id < row.width; }
+
 // Mask ids whose bit is clear or beyond `num_words` words, in any row; NaN and +inf stay.
 void apply_mask_row(Row row, const uint32_t* words, int64_t num_words);
 void apply_temperature_row(Row row, float by);

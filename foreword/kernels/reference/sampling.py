@@ -187,9 +187,9 @@ def _shortest_prefix(weights: Tensor, p: Tensor) -> Tensor:
 
 
 def _rows_of_ids(logits: Tensor, starts: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of the ids below V, and the mask of those ids; starts[r] is the first id of row r."""
+    """Rows of the ids of the vocabulary, and the mask of those ids; starts[r] is the first id of row r."""
     rows = torch.repeat_interleave(torch.arange(len(starts) - 1, device=logits.device), starts.diff())
-    inside = ids < logits.shape[1]
+    inside = (ids >= 0) & (ids < logits.shape[1])
     return rows[inside], inside
 
 

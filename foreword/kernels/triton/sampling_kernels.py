@@ -81,7 +81,7 @@ def _add_bias_kernel(logits, stride, V, starts, ids, biases, IDS: tl.constexpr, 
     for first in range(tl.load(starts + row) + tl.program_id(1) * IDS, end, tl.num_programs(1) * IDS):
         place = first + tl.arange(0, IDS)
         token_ids = tl.load(ids + place, mask=place < end, other=V)
-        inside = token_ids < V
+        inside = (token_ids >= 0) & (token_ids < V)
         values = tl.load(logits + row * stride + token_ids, mask=inside, other=0.0)
         added = values + tl.load(biases + place, mask=inside, other=0.0)
         tl.store(logits + row * stride + token_ids, added, mask=inside)
@@ -97,7 +97,7 @@ def _repetition_penalty_kernel(
     for first in range(tl.load(starts + row) + tl.program_id(1) * IDS, end, tl.num_programs(1) * IDS):
         place = first + tl.arange(0, IDS)
         token_ids = tl.load(ids + place, mask=place < end, other=V)
-        inside = token_ids < V
+        inside = (token_ids >= 0) & (token_ids < V)
         values = tl.load(logits + row * stride + token_ids, mask=inside, other=0.0)
         penalized = tl.where(values < 0, values * penalty, tl.div_rn(values, tl.zeros_like(values) + penalty))
         tl.store(logits + row * stride + token_ids, penalized, mask=inside)

@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
 from foreword.models.architectures import read_decoder
 from foreword.models.base import Precision, VisionEncoder
-from foreword.models.config import ConfigReader
+from foreword.models.config import ConfigReader, read_text_config
 from foreword.models.decoder import Decoder, DecoderConfig
 from foreword.models.vision.base import (
     Normalization,
@@ -44,37 +44,6 @@ DEFAULT_VISION_CONFIG = {
     "image_size": 336,
     "patch_size": 14,
 }
-# Defaults of text_config: files on the hub hold only the differences.
-LLAMA_DEFAULTS = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
-}
-TEXT_CONFIG_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "llama": {
-            **LLAMA_DEFAULTS,
-            "vocab_size": 32000,
-            "intermediate_size": 11008,
-            "max_position_embeddings": 2048,
-        },
-        "mistral": {
-            **LLAMA_DEFAULTS,
-            "vocab_size": 32000,
-            "intermediate_size": 14336,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-        },
-        "qwen2": {
-            **LLAMA_DEFAULTS,
-            "vocab_size": 151936,
-            "intermediate_size": 22016,
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 32768,
-        },
-    }
-)
 NUM_DROPPED_ROWS = {"default": 1, "full": 0}  # first rows of a tile, by vision_feature_select_strategy
 MAX_FEATURE_LAYERS = 64
 IGNORED_KEYS = ("ignore_index", "image_seq_length", "vocab_size")  # of training, processors and text_config
@@ -198,7 +167,7 @@ def read_llava_config(
     """Read the options that LLaVA-1.5 and LLaVA-NeXT share. Raises CheckpointError."""
     for key in IGNORED_KEYS:
         config.get(key, None)
-    decoder_type, decoder = _read_text_decoder(config, "llama")
+    decoder_type, decoder = _read_text_decoder(config)
     vit_type, vit = _read_vit(config)
     strategies = {name: name for name in NUM_DROPPED_ROWS}
     strategy = config.get_choice("vision_feature_select_strategy", strategies, "default")
@@ -217,14 +186,12 @@ def read_llava_config(
     return decoder_type, decoder, read_image_token_id(config, decoder), llava
 
 
-def _read_text_decoder(config: ConfigReader, default_model_type: str) -> tuple[type[Decoder], DecoderConfig]:
+def _read_text_decoder(config: ConfigReader) -> tuple[type[Decoder], DecoderConfig]:
     """Read `text_config`; data type and tying of the outer config override it. Raises CheckpointError.
 
     The head belongs to the whole model in transformers, so softcap and scale of text_config do not apply.
     """
-    text = config.get_section("text_config") or ConfigReader({}, f"{config.source}: text_config")
-    text = text.with_defaults(TEXT_CONFIG_DEFAULTS.get(str(text.get("model_type", default_model_type)), {}))
-    architecture, decoder = read_decoder(text, default_model_type)
+    architecture, decoder = read_decoder(read_text_config(config), "llama")
     tied = config.get_bool("tie_word_embeddings", False) or decoder.tie_word_embeddings
     dtype = config.get_dtype() if "dtype" in config or "torch_dtype" in config else decoder.dtype
     return architecture, replace(

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from foreword.kernels.ops import MRopeSections
 from foreword.models.common import MAX_HIDDEN_SIZE, MAX_LAYERS, read_decoder_config, read_head_dim
-from foreword.models.config import ConfigReader
+from foreword.models.config import ConfigReader, read_text_config
 from foreword.models.decoder import DecoderConfig, LayerType, QKNorm
 from foreword.models.qwen2 import read_qwen_layer_windows
 from foreword.models.qwen3 import HEAD_DIM
@@ -48,16 +48,16 @@ MAX_TEMPORAL_PATCH_SIZE = 16
 
 def read_qwen2_decoder(config: ConfigReader) -> DecoderConfig:
     """Decoder of Qwen2-VL and Qwen2.5-VL: options at the top level, or in `text_config` in newer files."""
-    text = config.get_section("text_config")
-    if text is None:
+    text = read_text_config(config)
+    if text is config:
         return _read_qwen2(config)
     return _merge_text_config(config, text, _read_qwen2(text))
 
 
 def read_qwen3_decoder(config: ConfigReader) -> DecoderConfig:
     """Decoder of Qwen3-VL."""
-    text = config.get_section("text_config")
-    if text is None:
+    text = read_text_config(config)
+    if text is config:
         raise config.error("text_config", "is missing")
     context_length = text.get_int("max_position_embeddings")
     rope = read_rope(text, read_head_dim(text, HEAD_DIM), context_length, QWEN3_THETA, QWEN3_MROPE_SECTIONS)

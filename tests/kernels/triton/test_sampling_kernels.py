@@ -45,8 +45,8 @@ def assert_changed(logits: Tensor, ids: list[Tensor]) -> None:
 @given(random_few_rows(), st.data())
 @settings(max_examples=examples(25))
 def test_random_ids_match_reference(logits: Tensor, data: st.DataObject) -> None:
-    """Also ids beyond the vocabulary."""
-    some = st.lists(st.integers(0, logits.shape[1] + 3), unique=True, max_size=8)
+    """Also ids outside of the vocabulary."""
+    some = st.lists(st.integers(-3, logits.shape[1] + 3), unique=True, max_size=8)
     assert_changed(logits, [torch.tensor(data.draw(some), dtype=torch.int64) for _ in logits])
 
 
