@@ -227,7 +227,10 @@ class LLM:
         is_one = isinstance(messages, str | Mapping) or (messages and isinstance(messages[0], Mapping))
         conversations: Any = [messages] if is_one else messages
         chat = _Chat(_read_tool_use(tools, tool_choice, parallel_tool_calls), reasoning)
-        parsed = [self._render_chat(conversation, chat) for conversation in conversations]
+        parsed = [
+            self._render_chat(conversation, chat, self._is_seeded(params, index))
+            for index, conversation in enumerate(conversations)
+        ]
         return self._generate(self._build_all_requests(parsed, params, lora_request), progress)
 
     def stream(
@@ -247,7 +250,9 @@ class LLM:
             parsed = self._parse_prompt(prompt)
         else:
             use = _read_tool_use(tools, "auto", True)
-            parsed = self._render_chat(prompt, _Chat(use, ReasoningOptions()) if tools else None)
+            parsed = self._render_chat(
+                prompt, _Chat(use, ReasoningOptions()) if tools else None, self._is_seeded(params, 0)
+            )
         (built,) = self._build_all_requests([parsed], params, lora_request)
         if len(built.requests) != 1:
             raise InvalidRequest("a stream has one choice: n must be 1", "n")
@@ -317,7 +322,15 @@ class LLM:
         """Assert the integrity of the engine's state."""
         self._client.check()
 
-    def _render_chat(self, messages: Sequence[Message], chat: _Chat | None = None) -> _Prompt:
+    def _is_seeded(self, params: SamplingParams | Sequence[SamplingParams] | None, index: int) -> bool:
+        """Whether prompt `index` has a seed that its caller chose."""
+        is_single = params is None or isinstance(params, SamplingParams)
+        chosen: Any = [params] if is_single else params[index : index + 1]  # type: ignore[index]
+        return self.config.seed is not None or any(each and each.seed is not None for each in chosen)
+
+    def _render_chat(
+        self, messages: Sequence[Message], chat: _Chat | None = None, is_seeded: bool = False
+    ) -> _Prompt:
         if not all(isinstance(message, Mapping) for message in messages):
             raise InvalidRequest(f"{MESSAGES_HELP}, got {messages!r:.80}", "messages")
         text_messages, parts = self._chat_input.split_images(messages, local=True)
@@ -328,6 +341,7 @@ class LLM:
             len(parts),
             tools=tools,
             reasoning=chat.reasoning if chat is not None else None,
+            is_seeded=is_seeded,
         )
         return _Prompt(self.tokenizer.decode(ids, skip_special_tokens=False), ids, parts, chat)
 

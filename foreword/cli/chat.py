@@ -31,7 +31,7 @@ from foreword.cli.flags import (
 from foreword.cli.terminal import StyledText, WordWrapper, replace_unknown_characters, show_controls
 from foreword.cli.tools import REFUSED_RESULT, TOOLS, LocalTools, error_result, join_calls
 from foreword.cli.turn_reader import History, history_path, piped_turns, typed_turns
-from foreword.core.params import SamplingParams, Speculation
+from foreword.core.params import SEED_MASK, SamplingParams, Speculation
 from foreword.errors import ConfigError, ContextLengthExceeded, ForewordError, InvalidRequest
 from foreword.formats.events import CallArguments, CallStart
 from foreword.outputs import ToolCall
@@ -312,7 +312,7 @@ class ChatSession:
         results: list[Message] = []  # of the last calls
         while True:
             try:
-                answer = self._answer([*self._conversation(), *turn], self._params, bool(results))
+                answer = self._answer([*self._conversation(), *turn], self._next_params(), bool(results))
             except ContextLengthExceeded:
                 turn[-len(results) :] = [{**result, "content": TOO_LONG_RESULT} for result in results]
                 results = []
@@ -361,6 +361,14 @@ class ChatSession:
             hint = "; --yes runs calls without a question" if result == REFUSED_RESULT else ""
             shown = f"{call.arguments:.{MAX_SHOWN_RESULT}}: {shown}{hint}"
         self.say(show_controls(f"{call.name} {shown}"))
+
+    def _next_params(self) -> SamplingParams:
+        """With the seed after the last answer's: for requests without one, history depends on the server."""
+        metrics = self._answers[-1].metrics if self._answers else None
+        seed = (metrics or {}).get("seed")
+        if self._params.seed is not None or not isinstance(seed, int):
+            return self._params
+        return replace(self._params, seed=(seed + 1) & SEED_MASK)
 
     def _answer(
         self, messages: Sequence[Message], params: SamplingParams, raises_length: bool = False

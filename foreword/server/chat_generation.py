@@ -116,6 +116,7 @@ async def _build_prompt(
         server.chat_processor.described_tools(task.tools),
         task.reasoning,
         context.cache_salt,
+        is_seeded=task.params.seed is not None or server.config.seed is not None,
     )
 
 

@@ -237,6 +237,7 @@ class ServerContext:
         tools: Sequence[Tool] = (),
         reasoning: ReasoningOptions | None = None,
         cache_salt: str = "",
+        is_seeded: bool = False,
     ) -> Prompt:
         """Prompt of a conversation; `resources` releases its images' memory, and images release the body.
 
@@ -247,7 +248,14 @@ class ServerContext:
 
         def render() -> list[int]:
             return processor.render_ids(
-                text_messages, template_kwargs, len(parts), add_special_tokens, tools, reasoning, cache_salt
+                text_messages,
+                template_kwargs,
+                len(parts),
+                add_special_tokens,
+                tools,
+                reasoning,
+                cache_salt,
+                is_seeded,
             )
 
         async with self.render_semaphore:  # a thread, because it waits for the worker process of templates

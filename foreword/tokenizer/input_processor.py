@@ -123,13 +123,18 @@ def make_requests(
     breakers = encode_dry_breakers(params.dry_sequence_breakers, tokenizer) if params.uses_dry else ()
     predicted = encode_prediction(params.prediction, tokenizer, max_model_len)
     reasoning_end = encode_reasoning_end(params.structured.after, tokenizer) if params.structured else ()
+    if limit < tokenizer.vocab_size:  # the model never samples the others
+        bad_words, breakers, reasoning_end = (
+            tuple(ids for ids in sequences if max(ids) < limit)
+            for sequences in (bad_words, breakers, reasoning_end)
+        )
     return [
         Request(
             id=f"{request_id}-{index}",
             prompt_ids=prompt,
             params=filled.for_choice(index, seed),
             seed=(seed + index) & SEED_MASK,
-            eos_token_ids=tokenizer.eos_token_ids,
+            eos_token_ids=tuple(i for i in tokenizer.eos_token_ids if i < limit),
             bad_words_ids=bad_words,
             dry_breakers=breakers,
             priority=priority,
@@ -406,6 +411,7 @@ class ChatInputProcessor:
         tools: Sequence[Tool] = (),
         reasoning: ReasoningOptions | None = None,
         cache_salt: str = "",
+        is_seeded: bool = False,
     ) -> list[int]:
         """Token ids with one placeholder for each image. Raises InvalidRequest.
 
@@ -413,18 +419,17 @@ class ChatInputProcessor:
         add_special_tokens  False: templates write special tokens themselves
         tools, reasoning    as in ChatTemplate.render()
         cache_salt          namespace of the prefix cache, whose answers are replayed
+        is_seeded           replay none: the prompt is a function of the arguments alone
         """
         self.check_tools(tools)
 
         def render(messages: Sequence[Mapping[str, Any]]) -> str:
             return self.template.render(messages, tools=tools, reasoning=reasoning, **template_kwargs)
 
-        continues = template_kwargs.get("continue_final_message")
-        ids = None
-        if self._replay is not None and not continues:
-            ids = self._replay.encode(messages, cache_salt, render, add_special_tokens)
-        if ids is None:
+        if self._replay is None or is_seeded or template_kwargs.get("continue_final_message"):
             ids = self._tokenizer.encode(render(messages), add_special_tokens)
+        else:
+            ids = self._replay.encode(messages, tools, cache_salt, render, add_special_tokens)
         return self.check_placeholders(ids, num_images, "messages", "the chat template")
 
     def described_tools(self, use: ToolUse) -> Sequence[Tool]:

@@ -5,6 +5,10 @@ the client dropped, text in other tokens. The prefix cache then ends at that ans
 are replaced by placeholders before the template runs, and what the template writes for them by the tokens
 that the model wrote, if the history still holds the same answer and the template keeps it in its place.
 Whatever does not fit is rendered plainly: a replay is never needed for correctness.
+
+So the tokens of a prompt, not its text, depend on what this process remembers. Requests with a seed are
+rendered plainly: their prompts are functions of the request alone. An answer is found by the conversation
+before it, so that the same words of another conversation do not take its place.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from foreword.tokenizer.tokenizer import Tokenizer
 __all__ = ["AnswerReplay"]
 
 MAX_BYTES: Final = 64 << 20  # of all remembered answers
+MAX_PROMPTS: Final = 1 << 14  # last prompts whose answers can be remembered
 MAX_PROMPT_END: Final = 16  # tokens of the prompt, after its last end of a turn, that identify the place
 MAX_ATTEMPTS: Final = 3  # renderings until one is plain
 OVERHEAD_BYTES: Final = 512  # of an answer's objects
@@ -156,9 +161,10 @@ class AnswerReplay:
         self._bound = bound
         self._max_bytes = max_bytes
         self._end_texts = tuple(filter(None, map(tokenizer.token_text, tokenizer.eos_token_ids)))
-        self._answers: OrderedDict[tuple[str, str], _Answer] = (
-            OrderedDict()
-        )  # by tenant and key; oldest first
+        # By tenant, digest of the conversation before the answer, and key; oldest first.
+        self._answers: OrderedDict[tuple[str, bytes, str], _Answer] = OrderedDict()
+        # Digests of conversations by tenant and digest of the prompt; oldest first.
+        self._conversations: OrderedDict[tuple[str, bytes], bytes] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
 
@@ -169,7 +175,7 @@ class AnswerReplay:
         events: Iterable[ChatEvent],
         tenant: str = "",
     ) -> None:
-        """Keep a whole answer: the last of `token_ids` ended it; others are not kept."""
+        """Keep a whole answer to a prompt of encode(): the last of `token_ids` ended it."""
         eos = self._tokenizer.eos_token_ids
         if not token_ids or token_ids[-1] not in eos:
             return
@@ -180,8 +186,12 @@ class AnswerReplay:
         if answer.num_bytes > self._max_bytes:
             return
         with self._lock:
-            self._pop((tenant, answer.said.key))
-            self._answers[tenant, answer.said.key] = answer
+            conversation = self._conversations.get((tenant, answer.prompt_digest))
+            if conversation is None:
+                return
+            key = tenant, conversation, said.key
+            self._pop(key)
+            self._answers[key] = answer
             self._num_bytes += answer.num_bytes
             while self._num_bytes > self._max_bytes:
                 self._pop(next(iter(self._answers)))
@@ -189,13 +199,33 @@ class AnswerReplay:
     def encode(
         self,
         messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Tool],
         tenant: str,
         render: Render,
         add_special_tokens: bool = False,
-    ) -> list[int] | None:
-        """Token ids of a rendered conversation with replayed answers; None if there are none to replay."""
+    ) -> list[int]:
+        """Token ids of a rendered conversation with replayed answers."""
         history = read_tool_history(messages)
-        found = self._find(history, tenant)
+        digests = _conversation_digests(history, tools)
+        found = self._find(history, digests, tenant)
+        ids = self._encode_replayed(history, found, render, add_special_tokens)
+        if ids is None:
+            ids = self._tokenizer.encode(render(messages), add_special_tokens)
+        with self._lock:
+            self._conversations[tenant, _hash(ids).digest()] = digests[-1]
+            self._conversations.move_to_end((tenant, _hash(ids).digest()))
+            if len(self._conversations) > MAX_PROMPTS:
+                self._conversations.popitem(last=False)
+        return ids
+
+    def _encode_replayed(
+        self,
+        history: Sequence[Mapping[str, Any]],
+        found: Mapping[int, _Answer],
+        render: Render,
+        add_special_tokens: bool,
+    ) -> list[int] | None:
+        """Token ids with the answers that keep their places; None if there are none."""
         for _ in range(MAX_ATTEMPTS):
             if not found:
                 return None
@@ -214,13 +244,16 @@ class AnswerReplay:
                 }
         return None
 
-    def _find(self, history: Sequence[Mapping[str, Any]], tenant: str) -> dict[int, _Answer]:
+    def _find(
+        self, history: Sequence[Mapping[str, Any]], digests: Sequence[bytes], tenant: str
+    ) -> dict[int, _Answer]:
         """Remembered answers by the index of their message; they become the last to be dropped."""
         found: dict[int, _Answer] = {}
         with self._lock:
             for index, message in enumerate(history):
                 calls = message.get("tool_calls") or ()
-                key = (tenant, calls[0]["id"] if calls else f"\n{message.get('content')}")
+                content = f"\n{message.get('content')}"
+                key = tenant, digests[index], calls[0]["id"] if calls else content
                 answer = self._answers.get(key)
                 if answer is not None and answer.said.is_in(message):
                     self._answers.move_to_end(key)
@@ -326,7 +359,7 @@ class AnswerReplay:
     def _text(self, token_ids: Sequence[int]) -> str:
         return b"".join(map(self._tokenizer.token_bytes, token_ids)).decode("utf-8", "ignore")
 
-    def _pop(self, key: tuple[str, str]) -> None:
+    def _pop(self, key: tuple[str, bytes, str]) -> None:
         answer = self._answers.pop(key, None)
         self._num_bytes -= 0 if answer is None else answer.num_bytes
 
@@ -339,6 +372,17 @@ def _are_equal(arguments: Mapping[str, Any], written: str) -> bool:
         value = None
     known = json.dumps(arguments, sort_keys=True)
     return known in (json.dumps(value, sort_keys=True), json.dumps({"input": written}))
+
+
+def _conversation_digests(history: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[bytes]:
+    """Digests of the tools and the first 0, 1, ... messages, without reasoning, which clients may drop."""
+    running = hashlib.blake2b(repr(tools).encode("utf-8", "surrogatepass"), digest_size=16)
+    digests = [running.digest()]
+    for message in history:
+        said = {name: message.get(name) or "" for name in ("role", "content", "tool_calls", "tool_call_id")}
+        running.update(json.dumps(said, sort_keys=True, default=repr).encode())
+        digests.append(running.digest())
+    return digests
 
 
 def _to_bytes(token_ids: Sequence[int]) -> bytes:

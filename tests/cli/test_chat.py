@@ -176,7 +176,7 @@ def test_compare_decodes_the_last_answer_plainly() -> None:
     source = Echo()
     lines = notes("one", "/compare", "two", backend=source, params=SamplingParams(temperature=1.0))
     assert [params.speculation.method for params in source.params] == ["auto", "off", "auto"]
-    assert [params.seed for params in source.params] == [None, 7, None]
+    assert [params.seed for params in source.params] == [None, 7, 8]
     assert source.prompts[1] == source.prompts[0] and users(source.prompts[2]) == ["one", "two"]
     assert lines[2] == "1 one" and "times as fast (measured once" in lines[4]
     assert lines[5] == "the texts are equal"

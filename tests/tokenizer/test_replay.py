@@ -26,6 +26,7 @@ READ = '{"name":"read",  "arguments":{"path":"a.py","lines":[1,2]}}'  # not as t
 LIST = '{"name": "list", "arguments": { }}'
 CALL = f"<tool_call>{READ}</tool_call>"
 CALLS = f"{CALL}\n\n<tool_call>{LIST}\n</tool_call>"
+THOUGHT = "<think>\nHm.\n</think>\n\nYes."  # clients drop the reasoning
 QUESTION = {"role": "user", "content": "What is in a.py?"}
 
 
@@ -43,8 +44,12 @@ class Chat:
         self.messages: list[dict[str, Any]] = [QUESTION]
         self.written: list[int] = []  # prompt and answer of the last turn, without its end
 
-    def render(self, messages: Sequence[Mapping[str, Any]] | None = None, salt: str = "") -> list[int]:
-        return self.processor.render_ids(messages or self.messages, {}, 0, tools=TOOLS, cache_salt=salt)
+    def render(
+        self, messages: Sequence[Mapping[str, Any]] | None = None, salt: str = "", is_seeded: bool = False
+    ) -> list[int]:
+        return self.processor.render_ids(
+            messages or self.messages, {}, 0, tools=TOOLS, cache_salt=salt, is_seeded=is_seeded
+        )
 
     def answer(self, text: str, end: int = END_OF_TURN) -> dict[str, Any]:
         """Let the model answer; the message as a client sends it back, without the reasoning."""
@@ -156,6 +161,30 @@ def test_answer_is_replayed_only_if_it_is_the_same(tmp_path: Path) -> None:
     for name, other in others.items():
         assert chat.render(other) == plain.render_ids(other, {}, 0, tools=TOOLS), name
     assert chat.render(history, salt="of another key") == plain.render_ids(history, {}, 0, tools=TOOLS)
+
+
+def test_prompt_of_a_seeded_request_is_a_function_of_the_request(tmp_path: Path) -> None:
+    """Whatever was answered before: nothing is replayed."""
+    chat = Chat(tmp_path)
+    chat.messages += [chat.answer(THOUGHT), {"role": "user", "content": "And?"}]
+    plain = ChatInputProcessor(chat.tokenizer, None, 0).render_ids(chat.messages, {}, 0, tools=TOOLS)
+    assert chat.render() != plain
+    assert chat.render(is_seeded=True) == plain
+
+
+def test_answer_of_another_conversation_displaces_none(tmp_path: Path) -> None:
+    chat = Chat(tmp_path)
+    chat.messages += [chat.answer(THOUGHT), {"role": "user", "content": "And?"}]
+    expected = chat.render()
+    assert chat.keeps_prefix()
+    history, written = chat.messages, chat.written
+    for question in ("Say it.", "What is in b.py?"):
+        chat.messages = [{"role": "user", "content": question}]
+        message = chat.answer(THOUGHT)
+        chat.messages += [message, history[-1]]
+        assert chat.keeps_prefix()
+    chat.messages, chat.written = history, written
+    assert chat.render() == expected and chat.keeps_prefix()
 
 
 def test_answer_that_no_token_ended_is_not_replayed(tmp_path: Path) -> None:

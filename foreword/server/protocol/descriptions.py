@@ -60,8 +60,8 @@ DESCRIPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "logprob_token_ids": "log-probabilities of these ids, instead of the likeliest; needs `logprobs`",
             "prompt_logprobs": "log-probabilities of the prompt's tokens, and of this many likely "
             "ones; not in a stream",
-            "seed": "the same request with the same seed gives the same answer; default and -1: a random "
-            "one, which is returned",
+            "seed": "the same request with the same seed gives the same answer, [whatever was answered "
+            "before](exactness.md#seeds); default and -1: a random one, which is returned",
             "on_runaway": "what to do if the answer [repeats "
             "itself](staying-up.md#repetition-detection): `warn`, `stop` or "
             "`off`",
