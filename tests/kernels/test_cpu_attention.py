@@ -211,7 +211,7 @@ def test_block_placement_changes_no_bit(isa: str, block_size: int):
 @settings(max_examples=examples(15))
 @given(
     spans=st.lists(st.tuples(st.integers(0, 1100), st.integers(1, 40)), min_size=1, max_size=5),
-    heads=st.sampled_from([2, 8, 14]),
+    heads=st.sampled_from([2, 6, 8, 14]),
     window=st.sampled_from([None, 7, 530]),
     softcap=st.sampled_from([None, 20.0]),
     cached=st.sampled_from(CACHES),

@@ -193,6 +193,7 @@ class CpuOps(NativeSampling, UnfusedOps):
     ) -> Tensor:
         assert cos_sin.dtype == torch.float32 and cos_sin.is_contiguous()
         assert positions.dtype == torch.int64 and positions.dim() == (1 if mrope_sections is None else 2)
+        assert cos_sin.shape[1] % 2 == 0 and cos_sin.shape[1] <= x.shape[2], "more angles than pairs"
         axes = None if mrope_sections is None else _axes_array(mrope_sections)
         assert axes is None or len(axes) == cos_sin.shape[1] // 2, "an angle without an axis"
         table = RopeTable(cos_sin.data_ptr(), ctypes.cast(axes, ctypes.c_void_p) if axes else None)

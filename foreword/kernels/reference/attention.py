@@ -9,7 +9,7 @@ So the bits depend neither on neighbouring rows nor on prefill chunks. All math 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,11 +19,12 @@ from torch.nn import functional as F
 
 from foreword.core.batch import NULL_BLOCK, Batch, KVLayer
 
-__all__ = ["ReferenceAttnMetadata", "attend", "build_attention_metadata"]
+__all__ = ["ReferenceAttnMetadata", "attend", "build_attention_metadata", "map_values"]
 
 Q_TILE = 8
 KV_TILE = 256
-GRAIN_SIZE = 32768  # values, a multiple of KV_TILE
+VECTOR_MULTIPLE = 64  # values without a remainder in any CPU's vector loop
+GRAIN_SIZE = 32768  # values, a multiple of KV_TILE; torch splits larger element-wise work among threads
 TILES_PER_GROUP = 8
 LOG2_E = math.log2(math.e)
 MIN_SCORE = torch.finfo(torch.float32).min
@@ -227,7 +228,7 @@ def _attend_group(
     assert state is not None
     if sinks is None:
         return state.values / state.exp_sum
-    return state.values / (state.exp_sum + _exp2((sinks - state.max_score).contiguous()))
+    return state.values / (state.exp_sum + map_values(torch.exp2, sinks - state.max_score))
 
 
 def _attend_tile(
@@ -236,14 +237,14 @@ def _attend_tile(
     """Softmax of q [n, Hk, Q_TILE, G, D] over one KV tile each; MIN_SCORE for a fully masked row."""
     scores = _batched_matmul(q, keys.permute(0, 2, 3, 1), step.kv_tile_index)
     if softcap is not None:
-        scores = torch.tanh(scores.div_(softcap)).mul_(softcap * LOG2_E)
+        scores = map_values(torch.tanh, scores.div_(softcap)).mul_(softcap * LOG2_E)
     if step.mask is not None:
         if select_values:
             scores.masked_fill_(step.mask.isneginf(), -math.inf)
         else:
             scores.add_(step.mask)
     top = scores.amax(-1, keepdim=True).clamp_min_(MIN_SCORE)
-    weights = _exp2(scores.sub_(top))
+    weights = map_values(torch.exp2, scores.sub_(top))
     weigh = _weigh_row_by_row if select_values else _weigh_values
     return SoftmaxState(top, weights.sum(-1, keepdim=True), weigh(weights, values.permute(0, 2, 1, 3), step))
 
@@ -274,11 +275,15 @@ def _batched_matmul(rows: Tensor, columns: Tensor, kv_tile_index: tuple[int, ...
     return out.view(count, kv_heads, Q_TILE, group, -1)
 
 
-def _exp2(x: Tensor) -> Tensor:
-    """In place, by GRAIN_SIZE: elsewhere torch's threads would end in a scalar loop with other bits."""
-    for piece in torch.split(x.view(-1), GRAIN_SIZE):
-        piece.exp2_()
-    return x
+def map_values(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x), value by value, in whole vectors of one thread.
+
+    Torch ends its loops, each thread's too, with scalars: their bits differ, so a value's place would matter.
+    """
+    values = x.reshape(-1).contiguous()  # a strided loop is one of scalars
+    padded = F.pad(values, (0, -len(values) % VECTOR_MULTIPLE)) if len(values) % VECTOR_MULTIPLE else values
+    pieces = [function(piece) for piece in torch.split(padded, GRAIN_SIZE)]
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[: len(values)].view(x.shape)
 
 
 def _weigh_values(weights: Tensor, values: Tensor, step: KVTileStep) -> Tensor:
@@ -305,7 +310,7 @@ def _merge(state: SoftmaxState, part: SoftmaxState, step: KVTileStep) -> None:
     """Merge the next KV tile into the first num_tiles query tiles; fully masked rows keep their bits."""
     old = SoftmaxState(*(tensor[: step.num_tiles] for tensor in state))
     top = torch.maximum(old.max_score, part.max_score)
-    keep, add = (torch.exp((each.max_score - top).div_(LOG2_E)) for each in (old, part))
+    keep, add = (map_values(torch.exp, (each.max_score - top).div_(LOG2_E)) for each in (old, part))
     total = old.exp_sum * keep + part.exp_sum * add
     values = old.values * keep + part.values * add
     for target, merged in zip(old, (top, total, values), strict=True):

@@ -19,13 +19,16 @@ from torch.nn import functional as F
 from foreword.core.batch import Batch, KVLayer
 from foreword.kernels.ops import ExpertsConfig, LoraTable, Matrix, MRopeSections, UnfusedOps
 from foreword.kernels.quantization import dequantize, fake_quantize
-from foreword.kernels.reference.attention import ReferenceAttnMetadata, attend, build_attention_metadata
+from foreword.kernels.reference.attention import (
+    ReferenceAttnMetadata,
+    attend,
+    build_attention_metadata,
+    map_values,
+)
 from foreword.kernels.reference.sampling import ReferenceSampling
 
 __all__ = ["FastMathOps", "ReferenceOps", "cu_seqlens_to_lens", "reference_threads"]
 
-VECTOR_MULTIPLE = 64  # row widths without a remainder in any CPU's vector loop
-GRAIN_SIZE = 32768  # values; torch splits larger element-wise work among threads
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of "gpt_oss"
 
 
@@ -124,8 +127,8 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         """See Ops.experts: one expert after the other, then the sum of each row's outputs."""
         order = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, : config.top_k]
         chosen = logits.gather(1, order)
-        powers = self._apply_by_tile(torch.exp, chosen - chosen[:, :1])
-        all_powers = powers if config.renormalize else self._apply_by_tile(torch.exp, logits - chosen[:, :1])
+        powers = map_values(torch.exp, chosen - chosen[:, :1])
+        all_powers = powers if config.renormalize else map_values(torch.exp, logits - chosen[:, :1])
         total = _sum_in_order(all_powers)
         outputs = torch.zeros(*order.shape, x.shape[1], dtype=torch.float32, device=x.device)
         for expert in sorted(set(order.flatten().tolist())):
@@ -143,7 +146,7 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         return self.linear(inner, weights.down[expert], torch.float32)
 
     def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
-        scale = self._apply_by_tile(torch.sigmoid, gate.to(torch.float32))
+        scale = map_values(torch.sigmoid, gate.to(torch.float32))
         return (x.to(torch.float32) * scale).to(x.dtype)
 
     def add_lora(self, y: Tensor, x: Tensor, table: LoraTable, batch: Batch) -> Tensor:
@@ -231,11 +234,8 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         return rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), -1)
 
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
-        act = ACTIVATIONS[activation]
         gate, up = gate_up.chunk(2, -1)
-        gate = gate.to(torch.float32).contiguous()
-        pieces = [act(piece) for piece in torch.split(gate, _max_rows_per_call(gate.shape[1], self.row_tile))]
-        activated = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        activated = map_values(ACTIVATIONS[activation], gate.to(torch.float32))
         return activated.mul_(_clamp_up(up.to(torch.float32), activation)).to(gate_up.dtype)
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
@@ -278,7 +278,7 @@ class ReferenceOps(ReferenceSampling, UnfusedOps):
         return torch.cat([_sdpa(*section, scale) for section in zip(queries, keys, values, strict=True)])
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
-        return torch.tanh(x / cap).mul_(cap)
+        return map_values(torch.tanh, x / cap).mul_(cap)
 
     def _apply_by_tile(self, operation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Run `operation` on the rows of x, `row_tile` contiguous rows at a time."""
@@ -300,16 +300,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q [n, heads, D], k and v [m, heads, D] -> [n, heads, D]"""
     q, k, v = (rows.transpose(0, 1)[None] for rows in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, scale=scale)[0].transpose(0, 1)
-
-
-def _max_rows_per_call(width: int, max_rows: int) -> int:
-    """Contiguous rows of one activation call: neither torch's scalar tail loop nor a thread may start inside.
-
-    A single row is always treated alike.
-    """
-    if width % VECTOR_MULTIPLE:
-        return 1
-    return max(min(max_rows, GRAIN_SIZE // width), 1)
 
 
 def _sum_in_order(values: Tensor) -> Tensor:

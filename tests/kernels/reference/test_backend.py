@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
-from foreword.kernels.ops import QuantizedBlocks
+from foreword.kernels.ops import ExpertsConfig, QuantizedBlocks
 from foreword.kernels.quantization import fake_quantize
 from foreword.kernels.reference.attention import KV_TILE, Q_TILE, build_attention_metadata
 from foreword.kernels.reference.backend import FastMathOps, ReferenceOps, reference_threads
@@ -56,6 +56,13 @@ def operations(dtype: torch.dtype, width: int):
     packed = pack(randn(40, width, seed=1, dtype=dtype), randn(40, seed=2))
     weight = randn(width, seed=3)
     table = randn(10, 8, seed=4)
+    experts = OPS.pack_experts(
+        [pack(randn(24, width, seed=seed, dtype=dtype)) for seed in range(5)],
+        [pack(randn(width, 12, seed=seed, dtype=dtype)) for seed in range(5)],
+    )
+
+    def route(x: torch.Tensor, renormalize: bool) -> torch.Tensor:
+        return OPS.experts(x, x[:, :5].to(torch.float32), experts, ExpertsConfig(5, 3, renormalize, "silu"))
 
     def rope(x: torch.Tensor) -> torch.Tensor:
         # every row gets the same angle: the place in the batch must not matter
@@ -69,7 +76,11 @@ def operations(dtype: torch.dtype, width: int):
         "silu": lambda x: OPS.gated_act(x, "silu"),
         "gelu": lambda x: OPS.gated_act(x, "gelu"),
         "gelu_tanh": lambda x: OPS.gated_act(x, "gelu_tanh"),
+        "gpt_oss": lambda x: OPS.gated_act(x, "gpt_oss"),
         "softcap": lambda x: OPS.softcap(x, 3.0),
+        "scale_by_sigmoid": lambda x: OPS.scale_by_sigmoid(x, x[:, :1]),
+        "experts": lambda x: route(x, renormalize=True),
+        "softmax of all experts": lambda x: route(x, renormalize=False),
         "rope": rope,
     }
 
@@ -352,6 +363,18 @@ def test_decode_attention_is_batch_invariant(count: int):
             run(cache, [(request, length - 1, length)], 3),
             {(request, length - 1): together[request, length - 1]},
         )
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 6, 7])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_number_of_query_tiles_changes_no_bit(heads: int, softcap: float | None):
+    """A sink for each row and head is few values: in one place of torch's vectors, in another behind them."""
+    cache = Cache([44, 30, 19], 1, 16)
+    options = {"softcap": softcap, "sinks": randn(heads, seed=5)}
+    together = run(cache, [(0, 0, 44), (1, 0, 30), (2, 18, 19)], heads, **options)
+    for start in range(44):
+        alone = run(cache, [(0, start, start + 1)], heads, **options)
+        agree(alone, {key: together[key] for key in alone})
 
 
 @settings(max_examples=examples(25))

@@ -168,18 +168,22 @@ def test_rows_do_not_depend_on_chunks_or_programs(
     spans=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 4, 11])), min_size=2, max_size=3),
     window=st.sampled_from([None, 25]),
     tile=st.sampled_from([TileShape(16, 16, 4), TileShape(32, 32, 4), TileShape(16, 64, 4)]),
+    heads=st.sampled_from([2, 6, 10]),
+    has_sinks=st.booleans(),
 )
 def test_rows_do_not_depend_on_neighbours_or_tiles(
-    spans: list[tuple[int, int]], window: int | None, tile: TileShape
+    spans: list[tuple[int, int]], window: int | None, tile: TileShape, heads: int, has_sinks: bool
 ) -> None:
     """Prompt chunks, decode rows and verified drafts in any mixture."""
     cache = Cache([start + count for start, count in spans], 2, 16)
     mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "tile_shape", lambda *_: tile)
-        together = run(cache, mixed, 6, row_tile=4, window=window)
-    for span in mixed:
-        agree(run(cache, [span], 6, window=window), together)
+        options = {"window": window, "sinks": randn(heads, seed=5) if has_sinks else None}
+        together = run(cache, mixed, heads, row_tile=4, **options)
+    for request, start, end in mixed:
+        for span in ((request, start, end), (request, end - 1, end)):  # in other places of a tile
+            agree(run(cache, [span], heads, **options), together)
     assert all(value.isfinite().all() for value in together.values())
 
 
