@@ -34,6 +34,9 @@ GGUF = ".gguf"
 QUANTIZATION = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|F16|FP16|F32))$", re.I)
 OTHER_GGUF = re.compile(r"(^|[-._/])(mmproj|imatrix)[-._]", re.I)  # no language models
 DEFAULT_QUANTIZATION = "Q4_K_M"  # as in llama.cpp
+BLOB_NAME = re.compile(
+    r"[0-9A-Za-z_-]{1,128}"
+)  # an ETag; the hub's are SHA-1 or SHA-256, a mirror's any digest
 MAX_FILES = 12  # that an error lists
 NUM_STREAMS = 4  # files at once
 POLL_S = 0.2
@@ -216,6 +219,12 @@ def _download(hub: Any, listing: _Listing, names: Sequence[str], on_bytes: OnByt
         with report, ThreadPoolExecutor(NUM_STREAMS) as pool:
             large = [name for name in missing if name.lower().endswith((GGUF, SAFETENSORS))]
             list(pool.map(partial(_download_blob, hub, listing), large))
+            small = [
+                hub.hf_hub_url(listing.repository, name, revision=listing.folder.name)
+                for name in missing
+                if name not in large
+            ]
+            list(pool.map(partial(_get_metadata, hub), small))  # the client names files by ETags unchecked
             hub.snapshot_download(listing.repository, allow_patterns=[glob.escape(name) for name in missing])
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]
@@ -226,12 +235,20 @@ def _download(hub: Any, listing: _Listing, names: Sequence[str], on_bytes: OnByt
         ) from error
 
 
+def _get_metadata(hub: Any, url: str) -> Any:
+    """A file's metadata. Raises ValueError for an ETag that could name a file outside of the cache."""
+    metadata = hub.get_hf_file_metadata(url)
+    if not BLOB_NAME.fullmatch(metadata.etag or ""):
+        raise ValueError(f"{url} has the ETag {metadata.etag!r:.80}, which is no digest")
+    return metadata
+
+
 def _download_blob(hub: Any, listing: _Listing, name: str) -> None:
     """Download a file's contents into the cache, from where they ended: the client begins anew."""
     client = importlib.import_module("huggingface_hub.file_download")
     utils = importlib.import_module("huggingface_hub.utils")
     url = hub.hf_hub_url(listing.repository, name, revision=listing.folder.name)
-    metadata = hub.get_hf_file_metadata(url)
+    metadata = _get_metadata(hub, url)
     headers = utils.build_hf_headers()
     if urlsplit(metadata.location).netloc != urlsplit(url).netloc:
         headers.pop("authorization", None)  # of the hub, and not of its store

@@ -52,6 +52,7 @@ REPOSITORIES = {
         **{f"Q2_K/big-Q2_K-0000{n}-of-00002.gguf": b"2" for n in (1, 2)},
         "Q3_K/big-Q3_K-00001-of-00002.gguf": b"3",
     },
+    "some/pooling": {"config.json": b"{}", "2_Dense/model.safetensors": b"f"},
     "some/pickle": {"config.json": b"{}", "pytorch_model.bin": b"d"},
 }
 
@@ -183,3 +184,11 @@ def test_bytes_are_reported_while_they_come(
         while (2 * KB, 3 * KB) not in reports:
             pass
     assert reports[0] == (KB, 3 * KB) and reports[-1] == (3 * KB, 3 * KB)
+
+
+@pytest.mark.parametrize("name", ["some/checkpoint", "some/pooling", "some/quants:Q4_K_M"])
+def test_etag_names_no_file_elsewhere(name: str, hub: FakeHub, tmp_path: Path) -> None:
+    hub.etag = "../../../../elsewhere"
+    with pytest.raises(CheckpointError, match=r"ETag '[./]*elsewhere', which is no digest"):
+        resolve_path(name)
+    assert not [path for path in tmp_path.rglob("*") if "elsewhere" in path.name]

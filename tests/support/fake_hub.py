@@ -28,6 +28,7 @@ class FakeHub:
         self.repositories = repositories
         self.requests: list[tuple[str, str, str | None]] = []
         self.cut_after: int | None = None  # bytes of a file, after which the connection ends: once
+        self.etag: str | None = None  # of all files, instead of their digests
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
 
     @property
@@ -84,7 +85,8 @@ class FakeHub:
                 if data is None:
                     self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
                     return
-                headers = {"ETag": f'"{_digest(data)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+                etag = hub.etag or _digest(data)
+                headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
                 begin = self.headers.get("Range")
                 if begin is None:
                     self._send(200, data, headers)
