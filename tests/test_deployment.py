@@ -121,6 +121,12 @@ def test_requirements_of_the_image_are_those_of_the_package(tmp_path: Path) -> N
     assert instruction("requirements", "ARG") == "EXTRAS=otel"
 
 
+def test_pods_need_their_secret() -> None:
+    """A typo in its name would open the server."""
+    (key,) = [each["valueFrom"] for each in CONTAINER["env"] if each["name"] == "FOREWORD_API_KEY"]
+    assert not key["secretKeyRef"].get("optional")
+
+
 def test_versions_are_those_of_the_package() -> None:
     version = PROJECT["version"]
     assert f"image.version={version} " in DOCKERFILE
