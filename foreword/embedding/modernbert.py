@@ -61,8 +61,9 @@ class ModernBert(TextEncoder):
             config.get(key, None)
         hidden = config.get_int("hidden_size", high=MAX_HIDDEN_SIZE)
         heads = config.get_int("num_attention_heads")
-        if hidden % heads:
-            raise config.error("num_attention_heads", f"{heads} does not divide hidden_size {hidden}")
+        if hidden % (2 * heads):  # RoPE rotates pairs
+            limit = f"{heads} must divide hidden_size {hidden} into heads of an even size"
+            raise config.error("num_attention_heads", limit)
         layers = config.get_int("num_hidden_layers", high=MAX_LAYERS)
         positions = config.get_int("max_position_embeddings")
         config.require_value("position_embedding_type", "absolute")  # inherited and unused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -111,4 +112,15 @@ def test_norms_with_gamma_and_beta_are_loaded(tmp_path: Path) -> None:
 def test_head_with_several_labels_is_rejected(tmp_path: Path) -> None:
     write_encoder(tmp_path, ranks=True, num_labels=3, id2label=None, label2id=None)
     with pytest.raises(CheckpointError, match="names 3 labels"):
+        load(tmp_path)
+
+
+def test_odd_heads_are_refused(tmp_path: Path) -> None:
+    """RoPE rotates pairs: its native table of an odd head was one value too wide, and corrupted the heap."""
+    write_encoder(tmp_path, "modernbert")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 45, "num_attention_heads": 3}))
+    with pytest.raises(
+        CheckpointError, match="`num_attention_heads` 3 must divide hidden_size 45 into heads of an even"
+    ):
         load(tmp_path)
