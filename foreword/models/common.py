@@ -17,6 +17,7 @@ __all__ = [
     "read_layer_windows",
     "read_moe_config",
     "read_num_layers",
+    "read_window",
 ]
 
 ACTIVATIONS = {
@@ -143,6 +144,11 @@ def read_layer_windows(
         if layer_type == "sliding_attention" and window is None:
             raise config.error("layer_types", "has sliding_attention, but there is no window")
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in types)
+
+
+def read_window(config: ConfigReader, default: int | None = None) -> int | None:
+    """`sliding_window`. 0 is none: transformers 5 writes it where windows are off, such as for Qwen2-MoE."""
+    return config.get_optional_int("sliding_window", default, low=0) or None
 
 
 def read_num_layers(config: ConfigReader) -> int:

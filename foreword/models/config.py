@@ -126,10 +126,10 @@ class ConfigReader:
             raise self._value_error(key, value, f"a whole number of at most {high}")
         return value
 
-    def get_optional_int(self, key: str, default: int | None = None) -> int | None:
+    def get_optional_int(self, key: str, default: int | None = None, low: int = 1) -> int | None:
         """A whole number; None for null, the default if missing."""
         is_null = key not in self and not self._uses_default(key, default)
-        return self.get(key, None) if is_null else self.get_int(key, default)
+        return self.get(key, None) if is_null else self.get_int(key, default, low)
 
     def get_float(self, key: str, default: Any = MISSING) -> float:
         """A positive number."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foreword.layers.rope import NO_ROPE
-from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows
+from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows, read_window
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, LayerType, QKNorm
 from foreword.models.olmo2 import EPS, Olmo2Layer
@@ -21,7 +21,7 @@ class Exaone4(Decoder):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `exaone4`"""
-        window = config.get_optional_int("sliding_window", default=WINDOW)
+        window = read_window(config, WINDOW)
         windows = _read_windows(config, window)
         context_length = config.get_int("max_position_embeddings")
         rope = read_rope(config, read_head_dim(config), context_length)

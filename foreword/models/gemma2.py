@@ -8,7 +8,7 @@ from torch import Tensor
 
 from foreword.core.batch import KVLayer
 from foreword.layers.attention import ForwardContext
-from foreword.models.common import read_decoder_config, read_layer_windows
+from foreword.models.common import read_decoder_config, read_layer_windows, read_window
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
 
@@ -57,7 +57,7 @@ class Gemma2(Decoder):
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `gemma2`"""
         bias = config.get_bool("attention_bias", False)
-        window = config.get_optional_int("sliding_window", default=WINDOW)
+        window = read_window(config, WINDOW)
         base = read_decoder_config(
             config,
             "gemma2",

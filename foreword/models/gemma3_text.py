@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows
+from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows, read_window
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, LayerType, QKNorm
 from foreword.models.gemma2 import HEAD_DIM, WINDOW, Gemma2Layer, apply_gemma_options
@@ -24,7 +24,7 @@ class Gemma3Text(Decoder):
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `gemma3_text`"""
         bias = config.get_bool("attention_bias", False)
-        window = config.get_int("sliding_window", WINDOW)
+        window = read_window(config, WINDOW)
         period = config.get_int("sliding_window_pattern", WINDOW_PERIOD)
         windows = read_layer_windows(config, window, lambda index: (index + 1) % period != 0)
         local_rope, global_rope = read_local_and_global_rope(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.common import read_decoder_config, read_layer_windows, read_moe_config
+from foreword.models.common import read_decoder_config, read_layer_windows, read_moe_config, read_window
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
 from foreword.models.experts import ExpertNames
@@ -24,7 +24,7 @@ class GptOss(Decoder):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `gpt_oss`"""
-        window = config.get_optional_int("sliding_window", default=WINDOW)
+        window = read_window(config, WINDOW)
         windows = read_layer_windows(config, window, lambda index: window is not None and index % 2 == 0)
         config.require_value("hidden_act", "silu")  # named so, but "gpt_oss" is what it does
         config.require_value("swiglu_alpha", 1.702)

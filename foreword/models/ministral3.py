@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows
+from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows, read_window
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, LayerType
 from foreword.models.llama import LlamaLayer
@@ -20,7 +20,7 @@ class Ministral3(Decoder):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `ministral3`"""
-        window = config.get_optional_int("sliding_window")
+        window = read_window(config)
         windows = read_layer_windows(config, window, lambda index: window is not None)
         context_length = config.get_int("max_position_embeddings")
         rope = read_query_scaled_rope(config, read_head_dim(config, HEAD_DIM), context_length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foreword.models.common import read_decoder_config, read_layer_windows
+from foreword.models.common import read_decoder_config, read_layer_windows, read_window
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
 from foreword.models.llama import LlamaLayer
@@ -18,7 +18,7 @@ class Mistral(Decoder):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `mistral`"""
-        window = config.get_optional_int("sliding_window", default=WINDOW)
+        window = read_window(config, WINDOW)
         windows = read_layer_windows(config, window, lambda index: window is not None)
         return read_decoder_config(config, "mistral", windows=windows)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.common import read_decoder_config, read_moe_config, read_num_layers
+from foreword.models.common import read_decoder_config, read_moe_config, read_num_layers, read_window
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
 from foreword.models.experts import ExpertNames
@@ -21,7 +21,7 @@ class Mixtral(Decoder):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `mixtral`"""
-        window = config.get_optional_int("sliding_window")
+        window = read_window(config)
         base = read_decoder_config(
             config, "mixtral", windows=(window,) * read_num_layers(config), eps=1e-5, theta=1e6
         )

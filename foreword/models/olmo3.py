@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows
+from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows, read_window
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, LayerType, QKNorm
 from foreword.models.olmo2 import EPS, Olmo2Layer
@@ -22,7 +22,7 @@ class Olmo3(Decoder):
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `olmo3`"""
         bias = config.get_bool("attention_bias", False)
-        window = config.get_optional_int("sliding_window", default=WINDOW)
+        window = read_window(config, WINDOW)
         windows = read_layer_windows(config, window, lambda index: (index + 1) % WINDOW_PERIOD != 0)
         theta = config.get_float("rope_theta", THETA)
         local_rope, global_rope = read_local_and_global_rope(config, read_head_dim(config), theta, theta)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from foreword.core.batch import KVLayer
 from foreword.layers.attention import ForwardContext
-from foreword.models.common import read_decoder_config, read_layer_windows
+from foreword.models.common import read_decoder_config, read_layer_windows, read_window
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
 
@@ -35,7 +35,7 @@ class Phi3(Decoder):
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `phi3`"""
         config.require_value("attention_bias", False)
-        window = config.get_optional_int("sliding_window")
+        window = read_window(config)
         windows = read_layer_windows(config, window, lambda index: window is not None)
         return read_decoder_config(config, "phi3", windows=windows)
 

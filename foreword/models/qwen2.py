@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foreword.models.common import read_decoder_config, read_layer_windows
+from foreword.models.common import read_decoder_config, read_layer_windows, read_window
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
 from foreword.models.llama import LlamaLayer
@@ -15,7 +15,7 @@ MAX_WINDOW_LAYERS = 28
 
 def read_qwen_layer_windows(config: ConfigReader) -> tuple[int | None, ...]:
     """The first `max_window_layers` layers have full attention, the others a window if enabled."""
-    window = config.get_optional_int("sliding_window", default=WINDOW)
+    window = read_window(config, WINDOW)
     full_layers = config.get_int("max_window_layers", MAX_WINDOW_LAYERS, low=0)
     if not config.get_bool("use_sliding_window", False):
         window = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.common import read_decoder_config, read_layer_windows, read_moe_config
+from foreword.models.common import read_decoder_config, read_layer_windows, read_moe_config, read_window
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
 from foreword.models.experts import ExpertNames
@@ -24,7 +24,7 @@ class Qwen2Moe(Decoder):
     @classmethod
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `qwen2_moe`"""
-        window = config.get_optional_int("sliding_window", default=WINDOW)
+        window = read_window(config, WINDOW)
         window_layers = config.get_int("max_window_layers", MAX_WINDOW_LAYERS, low=0)
         if not config.get_bool("use_sliding_window", False):
             window = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.common import read_decoder_config, read_moe_config, read_num_layers
+from foreword.models.common import read_decoder_config, read_moe_config, read_num_layers, read_window
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, QKNorm
 from foreword.models.experts import ExpertNames
@@ -29,7 +29,7 @@ class Qwen3Moe(Decoder):
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `qwen3_moe`"""
         bias = config.get_bool("attention_bias", False)
-        window = config.get_optional_int("sliding_window")
+        window = read_window(config)
         if not config.get_bool("use_sliding_window", False):
             window = None
         config.get("max_window_layers", None)  # without effect in this architecture

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from foreword.layers.rope import NO_ROPE
-from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows, read_num_layers
+from foreword.models.common import (
+    read_decoder_config,
+    read_head_dim,
+    read_layer_windows,
+    read_num_layers,
+    read_window,
+)
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, LayerType
 from foreword.models.llama import LlamaLayer
@@ -22,7 +28,7 @@ class SmolLM3(Decoder):
     def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `smollm3`"""
         has_rope = _read_rope_layers(config)
-        window = config.get_optional_int("sliding_window")
+        window = read_window(config)
         if not config.get_bool("use_sliding_window", False):
             window = None
         windows = read_layer_windows(config, window, lambda i: window is not None and not has_rope[i])

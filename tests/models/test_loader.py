@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from foreword.errors import CheckpointError
 from foreword.kernels.reference.backend import ReferenceOps
+from foreword.models.architectures import read_decoder
 from foreword.models.base import Precision
+from foreword.models.config import ConfigReader
 from foreword.models.loader import load_model, read_model_info
-from tests.support.checkpoints import YARN, write_checkpoint
+from tests.support.checkpoints import COMMON, FAMILIES, YARN, write_checkpoint
 from tests.support.forward_helpers import ForwardHelper
 
 
@@ -316,3 +318,32 @@ def test_files_without_an_index_are_found(tmp_path: Path, names: tuple[str, ...]
         (path / names[0]).rename(path / "x-00001-of-00003.safetensors")
         with pytest.raises(CheckpointError, match=r"holds neither .*it holds x-00001-of-00003.safetensors, "):
             load(path)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mistral",
+        "qwen2",
+        "phi3",
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "smollm3",
+        "ministral3",
+        "gemma2",
+        "gpt_oss",
+    ],
+)
+def test_window_of_0_is_none(family: str):
+    """Transformers 5 writes it for Qwen2-MoE with windows off."""
+    values = {key: value for key, value in {**COMMON, **FAMILIES[family]}.items() if value is not ...}
+    _, config = read_decoder(ConfigReader({**values, "model_type": family, "sliding_window": 0}, family))
+    assert [layer_type.window for layer_type in config.layer_types] == [None] * len(config.layer_types)
+
+
+@pytest.mark.parametrize("family", ["olmo3", "exaone4", "gemma3_text"])
+def test_sliding_layers_need_a_window(family: str):
+    values = {key: value for key, value in {**COMMON, **FAMILIES[family]}.items() if value is not ...}
+    with pytest.raises(CheckpointError, match="layer_types"):
+        read_decoder(ConfigReader({**values, "model_type": family, "sliding_window": 0}, family))
