@@ -53,6 +53,7 @@ from foreword.tokenizer.input_processor import (
     ChatInputProcessor,
     SamplingDefaults,
     check_input,
+    has_seed,
     image_source,
     make_embedding_requests,
     make_requests,
@@ -326,7 +327,7 @@ class LLM:
         """Whether prompt `index` has a seed that its caller chose."""
         is_single = params is None or isinstance(params, SamplingParams)
         chosen: Any = [params] if is_single else params[index : index + 1]  # type: ignore[index]
-        return self.config.seed is not None or any(each and each.seed is not None for each in chosen)
+        return any(has_seed(each and each.seed, self.config.seed) for each in chosen)
 
     def _render_chat(
         self, messages: Sequence[Message], chat: _Chat | None = None, is_seeded: bool = False

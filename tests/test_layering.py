@@ -54,6 +54,7 @@ ALLOWED = {
     },
     "checkpoint": {
         "formats",
+        "models.config",
         "models.hub",
         "models.gguf.header",
         "models.unsupported",

@@ -116,7 +116,7 @@ async def _build_prompt(
         server.chat_processor.described_tools(task.tools),
         task.reasoning,
         context.cache_salt,
-        is_seeded=task.params.seed is not None or server.config.seed is not None,
+        is_seeded=context.is_seeded,
     )
 
 

@@ -47,6 +47,7 @@ from foreword.tokenizer.input_processor import (
     ChatInputProcessor,
     Prompt,
     SamplingDefaults,
+    has_seed,
     image_source,
     make_requests,
     resolve_seed,
@@ -196,6 +197,7 @@ class ServerContext:
         if body.cache_salt:  # a namespace within the key's
             digest = hashlib.sha256(body.cache_salt.encode("utf-8", "surrogatepass")).hexdigest()
             context = replace(context, cache_salt=f"{context.cache_salt}:{digest[:32]}")
+        context = replace(context, is_seeded=has_seed(getattr(body, "seed", None), self.config.seed))
         return context if model is None else replace(context, model=model.name, adapter=model.digest)
 
     @property

@@ -43,6 +43,7 @@ __all__ = [
     "encode_dry_breakers",
     "encode_prediction",
     "encode_reasoning_end",
+    "has_seed",
     "image_source",
     "make_embedding_requests",
     "make_requests",
@@ -153,6 +154,11 @@ def resolve_seed(seed: int | None, default: int | None = None) -> int:
     """Seed of the first choice: the request's, the default, or a random one, which -1 asks for too."""
     chosen = default if seed is None else seed
     return secrets.randbits(64) if chosen in (None, RANDOM_SEED) else chosen & SEED_MASK
+
+
+def has_seed(seed: int | None, default: int | None = None) -> bool:
+    """Whether resolve_seed() is no random one."""
+    return (default if seed is None else seed) not in (None, RANDOM_SEED)
 
 
 def encode_bad_words(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

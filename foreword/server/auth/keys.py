@@ -56,6 +56,7 @@ class RequestContext:
     meter: UsageMeter = field(default_factory=UsageMeter)
     model: str = ""  # name in answers
     adapter: str = ""  # digest of the LoRA adapter
+    is_seeded: bool = False  # its answer is a function of the request alone
 
 
 @dataclass(frozen=True, slots=True)
