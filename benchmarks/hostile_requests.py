@@ -263,7 +263,7 @@ def load_config(folder: Path, vocab_size: int) -> dict[str, Any]:
     shutil.copytree(DEMO / "vision", path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size}))
-    command = [sys.executable, "-m", "foreword", "generate", str(path), "Hi", "--max-tokens=2"]
+    command = [sys.executable, "-m", "foreword", "generate", "Hi", "--model", str(path), "--max-tokens=2"]
     started = os.times()
     code = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
     used = os.times().children_user - started.children_user
