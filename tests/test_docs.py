@@ -262,13 +262,18 @@ def test_code_of_every_page_compiles() -> None:
             compile(code, name_of(path), "exec")
 
 
-def run(code: str) -> str:
-    """What a program prints in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=WAIT_S, cwd=ROOT
-    )
+def run(code: str, *command: str, stdin: str = "") -> str:
+    """What a program, or a command of `python -m`, prints in a process of its own."""
+    words = [sys.executable, "-W", "error", *(command or ("-c", code))]
+    done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=WAIT_S, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def programs(path: Path) -> list[tuple[str, str]]:
+    """The programs of a page, each with what the page says that it prints, if it does."""
+    code, prints = r"^```python\n((?s:.*?))^```", r"\n\nprints\b.*\n\n```text\n((?s:.*?))^```"
+    return re.findall(f"{code}(?:{prints})?", read(path), re.MULTILINE)
 
 
 def test_readme_is_short() -> None:
@@ -276,11 +281,26 @@ def test_readme_is_short() -> None:
 
 
 def test_the_programs_of_the_first_pages_run() -> None:
-    programs = blocks(README, "python") + blocks(FIRST_STEPS, "python")
+    every = programs(README) + programs(FIRST_STEPS)
     with ServerProcess(Config(threads=1)) as server:
-        said = [run(code.replace(LOCAL, server.url)) for code in programs]
+        said = [(run(code.replace(LOCAL, server.url)), shown) for code, shown in every]
     assert len(said) == 5
-    assert all(text.strip() for text in said)
+    assert all(text.strip() for text, _ in said)
+    assert [text for text, shown in said if shown] == [shown for _, shown in said if shown]
+
+
+@pytest.mark.full
+def test_the_demo_answers_as_the_pages_say() -> None:
+    pages = [path for path in OWN if path not in (README, FIRST_STEPS)]
+    every = [(path, *one) for path in pages for one in programs(path) if one[1]]
+    assert {path.stem for path, _, _ in every} >= {"python", "responses", "structured-output", "tools"}
+    with ServerProcess(Config(threads=1)) as server:
+        for path, code, shown in every:
+            said = run(code.replace(LOCAL, server.url).replace("LLM()", "LLM(threads=1)"))
+            assert said == shown, name_of(path)
+    question, answer = re.findall(r"`(.*?)`", read(DOCS / "chat.md").partition("`--temperature 0` it")[2])[:2]
+    flags = ("-m", "foreword.cli.main", "chat", "--tools", "--yes", "--temperature", "0", "--threads", "1")
+    assert run("", *flags, stdin=question) == f"{answer}\n"
 
 
 @pytest.mark.full

@@ -6,12 +6,13 @@ Everything is a function of (seed, step, progress): a resumed run sees the same 
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from random import Random
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from training import faq, page, tasks, texts, tool_tasks
+from training import everyday, faq, page, tasks, texts, tool_tasks
 from training import words as w
 from training.tasks import Sample
 
@@ -44,6 +45,11 @@ def _no_tool(rng: Random, size: int) -> Sample:
     return sample if fits else _no_tool(rng, size)
 
 
+def _without_tools(rng: Random, size: int) -> Sample:
+    """A question that would need a tool where there is none."""
+    return Sample("without tools", tool_tasks.ask(rng, size).prompt, faq.FALLBACK)
+
+
 # kind: (generator, share of the samples at first, share after _EDITS_FROM). Easy kinds need little repetition
 # later; edits, which are learned last, get their share.
 KINDS: dict[str, tuple[Generator, float, float]] = {
@@ -57,6 +63,7 @@ KINDS: dict[str, tuple[Generator, float, float]] = {
     "append": (tasks.append, 0.03, 0.02),
     "uppercase": (tasks.uppercase, 0.04, 0.06),
     "list": (tasks.list_edit, 0.08, 0.12),
+    "one line": (tasks.one_line, 0.04, 0.06),
     "json edit": (tasks.json_edit, 0.10, 0.11),
     "json read": (tasks.json_read, 0.06, 0.04),
     "json write": (tasks.json_write, 0.08, 0.06),
@@ -64,8 +71,9 @@ KINDS: dict[str, tuple[Generator, float, float]] = {
     "tool call": (tool_tasks.ask, 0.03, 0.05),
     "tool result": (tool_tasks.answer, 0.03, 0.05),
     "no tool": (_no_tool, 0.03, 0.04),
+    "without tools": (_without_tools, 0.02, 0.02),
 }
-TOOL_KINDS = ("tool call", "tool result", "no tool")
+TOOL_KINDS = ("tool call", "tool result", "no tool", "without tools")
 _EDITS_START_PROGRESS = 0.2
 _COPY_SHARE, _COPY_UNTIL = 0.7, 0.08
 _HELD_OUT_ONE_IN = 64
@@ -83,16 +91,32 @@ REFRESH_SHARES: Mapping[str, Mapping[str, float]] = {
         "list": 0.05,
         "uppercase": 0.05,
     },
+    "everyday": {
+        "unknown": 0.13,
+        "without tools": 0.06,
+        "one line": 0.12,
+        "faq": 0.07,
+        "replace": 0.12,
+        "delete": 0.04,
+        "list": 0.04,
+        "uppercase": 0.03,
+        "tool call": 0.06,
+        "tool result": 0.03,
+        "no tool": 0.04,
+    },
 }
 
 
 def held_out(sample: Sample) -> bool:
     """Whether the prompt belongs to the test set.
 
-    FAQ wordings are held out by name (questions.txt); greetings are too few to split.
+    Wordings of the FAQ and of everyday questions are held out by name (questions.txt, everyday.txt);
+    greetings are too few to split.
     """
     if sample.kind in ("faq", "greeting"):
         return False
+    if sample.kind in ("unknown", "without tools") and everyday.is_held_out(sample.prompt):
+        return True
     return zlib.crc32(sample.prompt.encode()) % _HELD_OUT_ONE_IN == 0
 
 
@@ -233,9 +257,12 @@ def pack_rows(
 def test_samples(kind: str, count: int, seed: int = 77, size: int = 4) -> list[Sample]:
     """Return `count` held-out samples of a kind, or all held-out wordings of the FAQ.
 
-    "no tool, faq": wordings of the FAQ beside tools.
+    "no tool, faq": wordings of the FAQ beside tools. "everyday": the held-out ones of everyday.txt, again and
+    again if they are fewer.
     """
     rng = Random(f"{seed}:{kind}")
+    if kind == "everyday":
+        return [Sample("unknown", one, faq.FALLBACK) for one in islice(cycle(everyday.held_out()), count)]
     if kind == "no tool, faq":
         return [replace(sample, tools=tool_tasks.toolset(rng)) for sample in test_samples("faq", count, seed)]
     if kind == "faq":

@@ -1,10 +1,11 @@
 """Measure a checkpoint and its drafter on held-out prompts.
 
-    python -m training.evaluate [--model M] [--drafter D] [--samples 40]
+    python -m training.evaluate [--model M] [--drafter D] [--samples 40] [--temperature T]
 
-Regime: greedy, bfloat16, one prompt at a time, with transformers. Prints a table and one JSON line. For
-each kind: right (exact match; a story follows the grammar and the prompt), and the share of draft tokens
-that the target accepts, for the draft model and for n-gram lookup, in chains of at most four.
+Regime: greedy unless a temperature is given, bfloat16, one prompt at a time, with transformers. Prints a
+table and one JSON line. For each kind: right (exact match; a story follows the grammar and the prompt),
+answers with a call, and the share of draft tokens that the target accepts, for the draft model and for
+n-gram lookup, in chains of at most four.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 from foreword import demo
-from training import corpus, stories
+from training import corpus, stories, tool_tasks
 from training.tasks import Sample
 
 DRAFT_LEN = 4
@@ -34,6 +35,7 @@ class KindCounts:
 
     samples: int = 0
     right: int = 0
+    calls: int = 0
     tokens: int = 0
     model_drafted: int = 0
     model_accepted: int = 0
@@ -61,13 +63,18 @@ def greedy_tokens(model: LlamaForCausalLM, prompt: list[int], output: list[int])
 
 
 @torch.inference_mode()
-def generate_greedy(model: LlamaForCausalLM, prompt: list[int], expected: list[int]) -> list[int]:
-    """Return the greedy continuation; one pass over the expected answer may confirm it."""
-    if greedy_tokens(model, prompt, expected) == expected:
+def generate(
+    model: LlamaForCausalLM, prompt: list[int], expected: list[int], temperature: float
+) -> list[int]:
+    """Return the continuation; one pass over the expected answer may confirm a greedy one."""
+    if not temperature and greedy_tokens(model, prompt, expected) == expected:
         return expected
     room = min(_MAX_NEW_TOKENS, model.config.max_position_embeddings - len(prompt))
     ids = torch.tensor([prompt])
-    whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=room, do_sample=False)
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    )
+    whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=room, **sampling)
     return whole[0, len(prompt) :].tolist()
 
 
@@ -107,20 +114,22 @@ def measure(
     tokenizer: Tokenizer,
     samples: list[Sample],
     show: bool = False,
+    temperature: float = 0.0,
 ) -> KindCounts:
     """Run the samples of one kind."""
     tally, end = KindCounts(), tokenizer.token_to_id(corpus.END)
     for sample in track(samples, description=samples[0].kind, transient=True):
         prompt = chat_ids(tokenizer, sample)
         expected = [*tokenizer.encode(sample.answer, add_special_tokens=False).ids, end]
-        output = generate_greedy(model, prompt, expected)
+        output = generate(model, prompt, expected, temperature)
         text = tokenizer.decode(output[:-1], skip_special_tokens=False)
         right = output[-1] == end and is_right(sample, text)
         if show and not right:
             print(f"--- {sample.prompt}\nwanted: {sample.answer}\ngot:    {text}")
-        tally.samples, tally.right, tally.tokens = (
+        tally.samples, tally.right, tally.calls, tally.tokens = (
             tally.samples + 1,
             tally.right + right,
+            tally.calls + (tool_tasks.CALL in text),
             tally.tokens + len(output),
         )
         # While a chain agrees with the target, their contexts are equal: one pass gives all chains.
@@ -141,13 +150,20 @@ def measure(
 def report(tallies: dict[str, KindCounts]) -> None:
     """Print the table and the JSON line."""
     table = Table(
-        "kind", "samples", "right %", "draft model %", "n-gram %", "n-gram tokens drafted / output token"
+        "kind",
+        "samples",
+        "right %",
+        "calls",
+        "draft model %",
+        "n-gram %",
+        "n-gram tokens drafted / output token",
     )
     for kind, one in tallies.items():
         table.add_row(
             kind,
             str(one.samples),
             f"{100 * one.right / one.samples:.0f}",
+            str(one.calls),
             f"{100 * one.model_accepted / max(1, one.model_drafted):.0f}",
             f"{100 * one.ngram_accepted / one.ngram_drafted:.0f}" if one.ngram_drafted else "-",
             f"{one.ngram_drafted / one.tokens:.2f}",
@@ -164,7 +180,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=demo.MODEL)
     parser.add_argument("--drafter", type=Path, default=demo.DRAFTER)
     parser.add_argument("--samples", type=int, default=40)
-    parser.add_argument("--kinds", nargs="*", default=[*corpus.KINDS, "no tool, faq", "repeat, long"])
+    parser.add_argument(
+        "--kinds", nargs="*", default=[*corpus.KINDS, "everyday", "no tool, faq", "repeat, long"]
+    )
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--show", action="store_true", help="print what went wrong")
     args = parser.parse_args()
     model, drafter = (
@@ -175,7 +194,7 @@ def main() -> None:
     for name in args.kinds:
         kind = name.removesuffix(", long")
         samples = corpus.test_samples(kind, args.samples, size=4 if kind == name else 16)
-        tallies[name] = measure(model, drafter, tokenizer, samples, args.show)
+        tallies[name] = measure(model, drafter, tokenizer, samples, args.show, args.temperature)
     report(tallies)
 
 

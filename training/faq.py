@@ -4,8 +4,7 @@ import re
 from functools import cache
 from random import Random
 
-from training import page
-from training import words as w
+from training import everyday, page
 from training.tasks import Sample
 
 FALLBACK = (
@@ -13,8 +12,10 @@ FALLBACK = (
 )
 _GREETINGS = {
     "Hello! Ask me about Foreword, or give me a text to edit.": "Hello|Hi|Hey|Good morning|"
-    "Hello there|Good evening|Hi there",
-    "You are welcome.": "Thanks|Thank you|Thank you very much|Thanks a lot|Great, thanks",
+    "Hello there|Good evening|Hi there|How are you?|How are you doing?|What's up?|Nice to meet you|"
+    "Hello, how are you?|Is anyone there?|Hey there|Hi, how are you today?|Test|Yo",
+    "You are welcome.": "Thanks|Thank you|Thank you very much|Thanks a lot|Great, thanks|Nice|"
+    "Good|OK|Ok, thanks|Cool|Great|Well done|Perfect",
     "Goodbye!": "Bye|Goodbye|See you|Bye bye|See you later",
 }
 
@@ -127,54 +128,15 @@ def ask(rng: Random, size: int) -> Sample:
 
 def unknown(rng: Random, size: int) -> Sample:
     """Ask a question that the model cannot answer."""
-    n, m, city, name = w.number(rng), w.number(rng), w.city(rng), w.name(rng)
-    question = rng.choice(
-        (
-            f"What is the capital of {city}?",
-            f"How old is {name}?",
-            f"How is the weather in {city}?",
-            f"Who wrote the {rng.choice(w.TITLES)} of {name}?",
-            f"How much is {n} plus {m}?",
-            f"Translate {w.any_word(rng)} into French.",
-            f"Write a poem about {rng.choice(w.THINGS)}.",
-            f"How do I cook {rng.choice(w.FOODS)}?",
-            f"What is a {rng.choice((w.plain_word, w.invented))(rng)}?",
-            f"Where is {city}?",
-            f"Who is {name}?",
-            f"What do you think about {rng.choice((w.plain_word, w.invented))(rng)}?",
-            f"Why is the {rng.choice(w.THINGS)} {rng.choice(w.COLORS)}?",
-            f"When was {name} born?",
-            f"How many people live in {city}?",
-            f"Can you buy {rng.choice(w.FOODS)} for me?",
-            f"What happened in {n}?",
-            f"Is {w.invented(rng)} better than {w.invented(rng)}?",
-            "Tell me a joke.",
-            "What time is it?",
-            f"Which day is {rng.choice(w.DAYS)}?",
-            f"Who is the president of {city}?",
-            f"What is your favorite {rng.choice(('color', 'animal', 'food', 'city', 'book'))}?",
-            f"Do you like {rng.choice(w.FOODS)}?",
-            f"Write a function that sorts a {rng.choice(w.THINGS)}.",
-            f"Summarize the book about {name}.",
-            f"How far is it from {city} to {w.city(rng)}?",
-            f"Sing a song about the {rng.choice(w.ANIMALS)}.",
-            f"How do I get to {city}?",
-            f"What does {w.invented(rng)} mean?",
-            f"Explain {w.invented(rng)}.",
-            f"Explain the {rng.choice(w.COMMON)} of the {rng.choice(w.COMMON)}.",
-            f"Why do people {rng.choice(w.COMMON)}?",
-            f"What is the {rng.choice(w.COMMON)} {rng.choice(w.COMMON)}?",
-            f"Tell me about {rng.choice((city, name, w.plain_word(rng)))}.",
-            f"Can you {rng.choice(w.COMMON)} the {rng.choice(w.COMMON)}?",
-            f"How many {rng.choice(w.FOODS)} are in a {rng.choice(w.THINGS)}?",
-            f"What is {n} times {m}?",
-        )
-    )
-    return Sample("unknown", vary(rng, question), FALLBACK)
+    question = everyday.question(rng)
+    text = vary(rng, question) if len(question) > 3 else question
+    if everyday.is_held_out(question) or everyday.is_held_out(text):
+        return unknown(rng, size)
+    return Sample("unknown", text, FALLBACK)
 
 
 def greet(rng: Random, size: int) -> Sample:
     """Say hello, thanks or goodbye."""
     answer = rng.choice(list(_GREETINGS))
-    text = _one_of(rng, _GREETINGS[answer]) + rng.choice(("", ".", "!"))
+    text = _one_of(rng, _GREETINGS[answer]) + rng.choice(("", ".", "!")).replace("?.", "?")
     return Sample("greeting", text if rng.random() < 0.7 else text.lower(), answer)

@@ -173,6 +173,25 @@ def list_edit(rng: Random, size: int) -> Sample:
     return Sample("list", _ask(rng, say, text), _bullets(after, style))
 
 
+def one_line(rng: Random, size: int) -> Sample:
+    """Edit a list or a text that follows the instruction on its line, as Enter of a chat sends it."""
+    edit = rng.choice((list_edit, list_edit, list_edit, replace, delete, uppercase))
+    sample = edit(rng, min(size, 4))
+    instruction, _, text = sample.prompt.partition(":\n")
+    if "\n" in text and edit is not list_edit:
+        return one_line(rng, size)
+    kind = rng.random()
+    if kind < 0.15:
+        instruction = re.sub(r" (?:the|this) list$", "", instruction)
+    elif kind < 0.3:
+        instruction = instruction[0].lower() + instruction[1:]
+    elif kind < 0.35:
+        instruction = f"Please {instruction[0].lower()}{instruction[1:]}"
+    colon = "" if text.startswith("-") and rng.random() < 0.25 else ":"
+    prompt, answer = (" ".join(one.split("\n")) for one in (f"{instruction}{colon} {text}", sample.answer))
+    return Sample("one line", prompt, answer)
+
+
 def json_edit(rng: Random, size: int) -> Sample:
     """Set, add or remove one field of an object, or set one in an array of objects."""
     if rng.random() < 0.25:

@@ -21,6 +21,7 @@ from training import words as w
 from training.tasks import Sample
 
 Value = str | int | bool
+CALL = "<tool_call>"
 FILE_TOOLS = ("read_file(path)", "list_files(path)", "calculate(expression)")  # of `foreword chat --tools`
 
 _STEMS = w.LISTS["file_stems"]
@@ -39,7 +40,7 @@ def system_text(tools: tuple[str, ...]) -> str:
 def call_text(name: str, arguments: dict[str, Value]) -> str:
     """One call as the model writes it."""
     body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>{body}</tool_call>"
+    return f"{CALL}{body}</tool_call>"
 
 
 def result_text(result: str) -> str:
@@ -268,7 +269,15 @@ def answer(rng: Random, size: int, tools: tuple[str, ...] = ()) -> Sample:
 
 def is_for_tool(sample: Sample, tools: tuple[str, ...]) -> bool:
     """Whether a question that has a fixed answer without tools would need one of these."""
-    needed = {"calculate": "plus|times", "get_weather": "weather", "get_time": "time", "search": "."}
+    files = "(?i)file|folder|document|computer"
+    needed = {
+        "calculate": r"(?i)plus|times|\d|percent|square|divide",
+        "get_weather": "(?i)weather|rain|cold|coat",
+        "get_time": "(?i)time|spät|hora|heure|date|day",
+        "search": ".",
+        "read_file": files,
+        "list_files": files,
+    }
     names = {_split(one)[0] for one in tools}
     patterns = [pattern for name, pattern in needed.items() if name in names]
     return sample.kind == "unknown" and any(re.search(pattern, sample.prompt) for pattern in patterns)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from foreword import demo
+from foreword import LLM, SamplingParams, demo
 from foreword.cli.tools import TOOLS
 from foreword.formats.tools import Tool
 from foreword.tokenizer.chat_template import ChatTemplate
-from training import corpus, evaluate, faq, page, stories, tasks, tool_tasks
+from training import corpus, evaluate, everyday, faq, page, stories, tasks, tool_tasks
 from training.tokenizer import CHAT_TEMPLATE
 
 TOKENIZER = Tokenizer.from_file(str(demo.MODEL / "tokenizer.json"))
@@ -52,6 +52,20 @@ def test_held_out_wordings_are_not_trained() -> None:
     rng = Random(5)
     assert forbidden.isdisjoint(faq.normalize(faq.ask(rng, 1).prompt) for _ in range(20_000))
     assert forbidden.isdisjoint(faq.normalize(one) for several in train.values() for one in several)
+
+
+def test_held_out_everyday_questions_are_not_trained() -> None:
+    assert len(set(everyday.held_out())) >= 100
+    rng = Random(6)
+    draws = [corpus.draw(rng, 1, corpus.REFRESH, "everyday") for _ in range(2000)]
+    asked = [one.prompt for one in draws if one.answer == faq.FALLBACK and not one.tools]
+    assert len(asked) > 200
+    assert not any("{" in one or everyday.is_held_out(one) for one in asked)
+
+
+def test_edits_on_one_line_have_no_second() -> None:
+    for sample in corpus.test_samples("one line", 100):
+        assert "\n" not in sample.prompt + sample.answer
 
 
 def test_faq_answers_are_short() -> None:
@@ -114,6 +128,19 @@ def _messages(turn: tasks.Sample) -> list[dict[str, object]]:
         return [*asked, {"role": "assistant", "content": turn.answer}]
     functions = [{"type": "function", "function": json.loads(call)} for call in calls]
     return [*asked, {"role": "assistant", "content": None, "tool_calls": functions}]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("temperature", "n", "at_most"), [(0.0, 1, 0), (1.0, 3, 8)])
+def test_everyday_questions_without_tools_are_answered_without_calls(
+    temperature: float, n: int, at_most: int
+) -> None:
+    chats = [[{"role": "user", "content": one}] for one in everyday.held_out()]
+    params = SamplingParams(temperature=temperature, n=n, seed=0, max_tokens=200)
+    outputs = LLM(threads=1).chat(chats, params)
+    said = [choice.text for output in outputs for choice in output.outputs]
+    assert len(said) == n * len(chats)
+    assert len([one for one in said if tool_tasks.CALL in one]) <= at_most
 
 
 def test_replace_keeps_the_rest() -> None:
