@@ -110,12 +110,16 @@ REFRESH_SHARES: Mapping[str, Mapping[str, float]] = {
 def held_out(sample: Sample) -> bool:
     """Whether the prompt belongs to the test set.
 
-    Wordings of the FAQ and of everyday questions are held out by name (questions.txt, everyday.txt);
-    greetings are too few to split.
+    Wordings of the FAQ and of everyday questions are held out by name (questions.txt, everyday.txt),
+    the latter without tools; greetings are too few to split.
     """
     if sample.kind in ("faq", "greeting"):
         return False
-    if sample.kind in ("unknown", "without tools") and everyday.is_held_out(sample.prompt):
+    if (
+        sample.kind in ("unknown", "without tools")
+        and not sample.tools
+        and everyday.is_held_out(sample.prompt)
+    ):
         return True
     return zlib.crc32(sample.prompt.encode()) % _HELD_OUT_ONE_IN == 0
 

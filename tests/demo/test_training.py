@@ -38,9 +38,10 @@ def test_labels_are_next_tokens_of_a_document() -> None:
     "kind", [one for one in corpus.KINDS if one != "greeting"]
 )  # greetings are too few to split
 def test_held_out_prompts_are_not_trained(kind: str) -> None:
-    tests = {one.prompt for one in corpus.test_samples(kind, 50)}
+    tests = {(one.prompt, bool(one.tools)) for one in corpus.test_samples(kind, 50)}
     rng = Random(3)
-    trained = {turn.prompt for _ in range(3000) for turn in corpus.conversation(rng, 4)}
+    turns = [turn for _ in range(3000) for turn in corpus.conversation(rng, 4)]
+    trained = {(turn.prompt, bool(turn.tools)) for turn in turns}
     assert tests and tests.isdisjoint(trained)
 
 
