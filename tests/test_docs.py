@@ -299,7 +299,7 @@ def test_the_demo_answers_as_the_pages_say() -> None:
             said = run(code.replace(LOCAL, server.url).replace("LLM()", "LLM(threads=1)"))
             assert said == shown, name_of(path)
     question, answer = re.findall(r"`(.*?)`", read(DOCS / "chat.md").partition("`--temperature 0` it")[2])[:2]
-    flags = ("-m", "foreword.cli.main", "chat", "--tools", "--yes", "--temperature", "0", "--threads", "1")
+    flags = ("-m", "foreword", "chat", "--tools", "--yes", "--temperature", "0", "--threads", "1")
     assert run("", *flags, stdin=question) == f"{answer}\n"
 
 
