@@ -31,6 +31,7 @@ from hypothesis import seed as seeded
 from schemathesis import GenerationMode
 
 from foreword.bench.common import print_table
+from foreword.bench.regime import run_script
 from foreword.bench.server import ServerProcess
 from foreword.bench.session import print_json
 from foreword.config.options import Config
@@ -299,4 +300,4 @@ def _show(findings: Findings, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

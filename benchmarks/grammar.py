@@ -30,6 +30,7 @@ import torch
 from llguidance import LLExecutor, LLMatcher
 
 from foreword.bench.common import print_table
+from foreword.bench.regime import run_script
 from foreword.bench.session import print_json
 from foreword.core.batch import SampleRow
 from foreword.core.params import SamplingParams
@@ -493,4 +494,4 @@ def _masks(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

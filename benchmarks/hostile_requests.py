@@ -32,6 +32,7 @@ import httpx
 
 import foreword.demo
 from foreword.bench.common import print_table
+from foreword.bench.regime import run_script
 from foreword.bench.server import ServerProcess
 from foreword.bench.session import print_json
 from foreword.config.options import Config
@@ -274,4 +275,4 @@ def load_config(folder: Path, vocab_size: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

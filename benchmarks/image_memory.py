@@ -32,6 +32,7 @@ import httpx
 from PIL import Image
 
 from foreword.bench.common import print_table
+from foreword.bench.regime import run_script
 from foreword.bench.server import ServerProcess
 from foreword.bench.session import print_json
 from foreword.config.options import Config, parse_bytes
@@ -179,4 +180,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

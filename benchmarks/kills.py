@@ -37,6 +37,7 @@ from typing import Any
 import httpx
 
 from foreword.bench.common import percentile, print_table
+from foreword.bench.regime import run_script
 from foreword.bench.server import ServerProcess
 from foreword.bench.session import print_json
 from foreword.cli.flags import ENGINE_GROUPS, add_config_options, read_config
@@ -340,4 +341,4 @@ def _report(args: argparse.Namespace, findings: KillFindings, restarts: float) -
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -36,6 +36,7 @@ from gguf import GGMLQuantizationType as Kind
 from benchmarks.peers_models import make_tokenizer
 from benchmarks.peers_worker import peak_bytes
 from foreword.bench.common import print_table
+from foreword.bench.regime import run_script
 from foreword.bench.session import print_json
 from foreword.config.memory import format_bytes
 from foreword.llm import LLM, SamplingParams
@@ -223,4 +224,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

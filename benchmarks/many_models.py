@@ -36,6 +36,7 @@ from typing import Any
 import httpx
 
 from foreword.bench.common import percentile, print_table
+from foreword.bench.regime import run_script
 from foreword.bench.server import ServerProcess
 from foreword.bench.session import print_json
 from foreword.cli.terminal import loading_bar
@@ -261,4 +262,4 @@ def _figures(findings: ArmFindings, limit: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -35,6 +35,7 @@ from urllib.parse import urlsplit
 from benchmarks.raw_http import ConnectionBroken, RawConnection, RawResponse
 from benchmarks.soak import SoakReading, memory_growth
 from foreword.bench.common import percentile, print_table
+from foreword.bench.regime import run_script
 from foreword.bench.server import ServerProcess
 from foreword.bench.session import print_json
 from foreword.bench.speculate.remote import RemoteTarget
@@ -344,4 +345,4 @@ def _percents(values: Sequence[float]) -> list[float]:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
+        sys.exit(run_script(main))

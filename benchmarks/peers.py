@@ -63,6 +63,7 @@ from foreword.bench.regime import (
     checked_share,
     require,
     require_concurrency,
+    run_script,
     shared_cache_bytes,
 )
 from foreword.bench.roofline import MemoryReader, product_rate
@@ -637,4 +638,4 @@ def _cell(figures: Mapping[Any, Any], name: object, text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

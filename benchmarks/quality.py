@@ -26,6 +26,7 @@ from torch import Tensor
 from benchmarks.peers_models import MODELS, write_checkpoint
 from foreword import demo
 from foreword.bench.common import print_table
+from foreword.bench.regime import run_script
 from foreword.bench.session import print_json
 from foreword.cli.terminal import track_progress
 from foreword.core.batch import Chunk, build_batch
@@ -194,4 +195,4 @@ def _show(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -32,6 +32,7 @@ from random import Random
 from typing import Any
 
 from foreword.bench.common import percentile, print_table, rotate, speed_ratio, time_call
+from foreword.bench.regime import run_script
 from foreword.bench.session import print_json
 from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
 from foreword.cli.flags import ENGINE_GROUPS, add_config_options, read_config
@@ -265,4 +266,4 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

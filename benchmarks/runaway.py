@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from foreword.bench.common import print_table
+from foreword.bench.regime import run_script
 from foreword.bench.session import print_json
 from foreword.core.params import SamplingParams
 from foreword.core.repetition import PATTERN_LIMITS, RepetitionDetector
@@ -152,4 +153,4 @@ def _alarm_row(name: str, found: Counter[str]) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -32,6 +32,7 @@ from typing import Any
 import httpx
 
 from foreword.bench.common import print_table, with_all_drafters
+from foreword.bench.regime import run_script
 from foreword.bench.server import ServerProcess
 from foreword.bench.session import print_json
 from foreword.bench.speculate.remote import RemoteTarget, draft_stats_since, run_conversation
@@ -313,4 +314,4 @@ def _report(args: argparse.Namespace, findings: SoakFindings, preemptions: int) 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

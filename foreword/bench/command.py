@@ -13,6 +13,7 @@ from typing import Any
 
 from foreword.bench.gpu.config import SECTIONS
 from foreword.bench.prompts import add_prompt_options
+from foreword.bench.regime import require_native_kernels
 from foreword.bench.shapes import PARTS, SHAPES, WEIGHT_FORMATS
 from foreword.cli.flags import ENGINE_GROUPS, GROUPS, add_config_options
 from foreword.cli.startup import startup_line
@@ -163,6 +164,7 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_native_kernels()
     module = importlib.import_module(MODULES[args.bench])
     startup_line.end()
     return int(module.run(args))

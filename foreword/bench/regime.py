@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from foreword.errors import ForewordError
+from foreword.kernels.cpu.library import shadowed_library
 
 __all__ = [
     "MAX_SHARE",
@@ -15,6 +16,7 @@ __all__ = [
     "checked_share",
     "require",
     "require_concurrency",
+    "require_native_kernels",
     "run_script",
     "shared_cache_bytes",
 ]
@@ -47,6 +49,12 @@ def require_concurrency(spans: Sequence[tuple[float, float]], wanted: int) -> No
     require("requests at once", most, wanted)
 
 
+def require_native_kernels() -> None:
+    """Raise RegimeError where a source tree without native kernels hides an installed package with them."""
+    if reason := shadowed_library():
+        raise RegimeError(f"{VOID}: {reason}")
+
+
 def checked_share(rate: float, ceiling: float) -> float:
     """`rate` over `ceiling`. Raises RegimeError above MAX_SHARE."""
     share = rate / ceiling
@@ -64,6 +72,7 @@ def shared_cache_bytes() -> int:
 def run_script(main: Callable[[], int | None]) -> int:
     """Exit code of a script in benchmarks/: 1 and a line on stderr where a claim did not hold."""
     try:
+        require_native_kernels()
         return main() or 0
     except RegimeError as error:
         print(error, file=sys.stderr)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
 from foreword.kernels.cpu.library import (
-    DTYPE_IDS,
     ISAS,
     AddressSpace,
     AttentionLayer,
@@ -38,6 +37,7 @@ from foreword.kernels.reference.backend import cu_seqlens_to_lens
 __all__ = ["CpuOps"]
 
 ACTIVATIONS = MappingProxyType({"silu": 0, "gelu": 1, "gelu_tanh": 2, "gpt_oss": 3})  # enum Activation
+DTYPE_IDS = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.int8: 2})  # enum Type
 NULL_OPERAND = Operand(AddressSpace.ABSOLUTE, 0, 0, 0)
 
 

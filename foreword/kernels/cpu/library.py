@@ -1,4 +1,4 @@
-"""The compiled library and its structures in ctypes (csrc/program.h, csrc/kernels.h)."""
+"""The compiled library and its structures in ctypes (csrc/program.h, csrc/kernels.h). No torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import ctypes
 import functools
 import hashlib
 import os
+import sys
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_void_p
 from enum import IntEnum
 from pathlib import Path
 from types import MappingProxyType
 
-import torch
-
 __all__ = [
-    "DTYPE_IDS",
     "FORMAT_IDS",
     "ISAS",
     "NUM_SPACES",
@@ -33,6 +31,7 @@ __all__ = [
     "Weight",
     "library_digest",
     "load_library",
+    "shadowed_library",
     "supported_isas",
 ]
 
@@ -62,7 +61,6 @@ FORMAT_NAMES = [
     "iq4_xs",
 ]
 FORMAT_IDS = MappingProxyType({name: number for number, name in enumerate(FORMAT_NAMES)})  # enum Format
-DTYPE_IDS = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.int8: 2})  # enum Type
 
 
 class Opcode(IntEnum):
@@ -277,7 +275,7 @@ def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
     """The compiled library of this package (or in `folder`), or None and the reason."""
     path = _find_library(folder or PACKAGE_DIR)
     if path is None:
-        return None, NOT_BUILT
+        return None, shadowed_library() or NOT_BUILT
     try:
         library = ctypes.CDLL(str(path))
         version = int(library.foreword_native_version())
@@ -291,6 +289,23 @@ def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
         function.argtypes = arguments
         function.restype = result
     return library, ""
+
+
+def shadowed_library() -> str:
+    """Which installed library this package hides; "" if none.
+
+    Python in a source tree imports the tree, whatever is installed.
+    """
+    if _find_library(PACKAGE_DIR) is not None:
+        return ""
+    folders = (Path(entry) / "foreword" / "kernels" for entry in sys.path)
+    installed = next((path for folder in folders if (path := _find_library(folder)) is not None), None)
+    if installed is None:
+        return ""
+    return (
+        f"{PACKAGE_DIR.parent} has no native kernels and hides the installed package in "
+        f"{installed.parents[1]}, which has them: start Python in another folder, or run `make native` in this one"
+    )
 
 
 def library_digest() -> str:
