@@ -304,7 +304,7 @@ def shadowed_library() -> str:
         return ""
     return (
         f"{PACKAGE_DIR.parent} has no native kernels and hides the installed package in "
-        f"{installed.parents[1]}, which has them: start Python in another folder, or run `make native` in this one"
+        f"{installed.parents[1]}, which has them: start Python in another folder, or run `make native` here"
     )
 
 
