@@ -26,7 +26,7 @@ def check_replicas(config: Config) -> Iterator[CheckResult]:
             yield CheckResult(False, f"replica {url}: {answer.message}")
             continue
         first = first or answer
-        problem = describe_difference(first, answer)
+        problem = describe_difference(first, answer, config.max_model_len)
         facts = f"context {answer.resolved.max_model_len} tokens, fingerprint {answer.fingerprint}"
         yield CheckResult(not problem, f"replica {url}: {problem or facts}")
 

@@ -30,7 +30,7 @@ from foreword.engine_client.crash_recovery import CrashSuspects, InflightRequest
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.remote import RemoteClient
 from foreword.engine_client.routing import BlockIndex, ReplicaLoad, RoutingPolicy, choose
-from foreword.errors import AdapterConflict, EngineDead, ForewordError, NoReplica
+from foreword.errors import AdapterConflict, ConfigError, EngineDead, ForewordError, NoReplica
 from foreword.kv_cache.prefix_cache import extend_hashes
 from foreword.utils.logging import log_model
 
@@ -128,11 +128,13 @@ class ReplicatedClient:
         fork_server: ForkServer | None = None,
         policy: RoutingPolicy = choose,
         is_open_ended: bool = False,
+        max_model_len: int | None = None,
     ) -> None:
         """timeout_s    limits the time that a stream waits for a replica
         fork_server    starts local engines; close() closes it
         policy         chooses the replica of a stream among those that may take it
         is_open_ended  others may be added when all are gone
+        max_model_len  the context. None: that of the local replicas; without one, all must have the same
         """
         self.info: EngineInfo | None = None
         self.alive = False
@@ -146,6 +148,7 @@ class ReplicatedClient:
         self._fork_server = fork_server
         self.policy = policy
         self._is_open_ended = is_open_ended
+        self._max_model_len = max_model_len
         self._members: dict[str, _Member] = {}
         self._streams: dict[str, _Stream] = {}
         self._waiting: dict[str, _Stream] = {}  # in order of arrival
@@ -176,34 +179,33 @@ class ReplicatedClient:
     async def start(self, like: EngineClient | None = None) -> EngineInfo:
         """The first local replica makes the choices, the others take them over.
 
-        Replicas on other machines may come later; without a local one, wait for the first of them.
+        Replicas on other machines may come later; without a local one, wait for the first of them. A local
+        one is started before them: what they are compared with does not depend on who is fast.
         """
         local = [each for each in self._members.values() if each.replica.address is None]
         remote = [each for each in self._members.values() if each.replica.address is not None]
-        tasks = [asyncio.create_task(self._start_member(each, like)) for each in remote]
         if local:
             await self._start_member(local[0], like)
             await asyncio.gather(*(self._start_member(each, local[0].client) for each in local[1:]))
-            for task in tasks:
-                self._keep(task)
-        else:
-            await self._wait_first(tasks)
+        tasks = [asyncio.create_task(self._start_member(each, like)) for each in remote]
+        await self._wait_first(tasks)
         assert self.info is not None
         self.alive = True
         self._spawn(self._tick())
         return self.info
 
     async def _wait_first(self, tasks: Collection[asyncio.Task[None]]) -> None:
-        """Wait until one of these starts is done. Raises its error if all fail."""
+        """Wait until there is a replica, of these starts or before. Raises an error if none may be used."""
         pending = set(tasks)
-        while pending:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if any(task.exception() is None for task in done):
-                for task in pending:
-                    self._keep(task)
-                return
+        while pending and self.info is None:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if self.info is None:
+            for task in tasks:
+                task.result()
+            problems = (f"replica {each.id}: {each.detail}" for each in self.replica_states())
+            raise ConfigError("; ".join(problems), "max_model_len")
         for task in tasks:
-            task.result()
+            self._keep(task)
 
     async def _start_member(self, member: _Member, like: EngineClient | None) -> None:
         before = log_model.get()
@@ -211,13 +213,10 @@ class ReplicatedClient:
             # The client's tasks and its engine inherit it; lines about servers elsewhere have their address.
             log_model.set(f"{before}{', ' if before else ''}replica {member.replica.id}")
         try:
-            info = await member.client.start(like)
+            await member.client.start(like)
         finally:
             log_model.set(before)
         member.is_started = True
-        if self.info is None:
-            self.info = info
-            self._adapters = {adapter.digest: adapter for adapter in info.adapters}
         await self._admit(member)
 
     def add(self, added: Replica) -> None:
@@ -268,11 +267,19 @@ class ReplicatedClient:
             raise EngineDead("; ".join(skipped))
 
     async def _admit(self, member: _Member) -> None:
-        """Give a ready replica the adapters it lacks, and streams if it samples the same tokens."""
-        assert self.info is not None
+        """Give a ready replica the adapters it lacks, and streams if it samples the same tokens.
+
+        The first one decides what the others must have.
+        """
         info = member.client.info
         assert info is not None, "a started engine has info"
-        member.problem = describe_difference(self.info, info)
+        if member.replica.address is None and self._max_model_len is None:
+            self._max_model_len = info.resolved.max_model_len
+        member.problem = describe_difference(self.info or info, info, self._max_model_len)
+        if self.info is None and not member.problem:
+            length = self._max_model_len or info.resolved.max_model_len
+            self.info = replace(info, resolved=replace(info.resolved, max_model_len=length))
+            self._adapters = {adapter.digest: adapter for adapter in info.adapters}
         member.adapters = {adapter.digest for adapter in info.adapters}
         for digest, adapter in list(self._adapters.items()):
             if digest not in member.adapters and not member.problem:
@@ -423,10 +430,11 @@ class ReplicatedClient:
         stream.num_prompt = len(request.prompt_ids) + len(request.resume_output_ids) - matched
         member.num_prompt_tokens += stream.num_prompt
         member.blocks.add_computing(stream.digests)
-        max_len = self.info.resolved.max_model_len
-        if request.params.max_tokens is None and member.client.info.resolved.max_model_len > max_len:
-            max_tokens = max_len - len(request.prompt_ids)
-            request = replace(request, params=replace(request.params, max_tokens=max_tokens))
+        max_len, params = self.info.resolved.max_model_len, request.params
+        if request.pooling is None and member.client.info.resolved.max_model_len > max_len:
+            room = max_len - len(request.prompt_ids)
+            most, least = min(params.max_tokens or room, room), min(params.min_tokens, room)
+            request = replace(request, params=replace(params, max_tokens=most, min_tokens=least))
         member.client.listen(request, partial(self._on_event, stream, stream.attempt))
 
     def _leave(self, stream: _Stream) -> None:
@@ -709,15 +717,25 @@ class ReplicatedClient:
                 logger.error("a task of the router failed", exc_info=error)
 
 
-def describe_difference(first: EngineInfo, other: EngineInfo) -> str:
-    """Why an engine cannot go on with the answers of another, or ""."""
+def describe_difference(first: EngineInfo, other: EngineInfo, max_model_len: int | None = None) -> str:
+    """Why an engine cannot go on with the answers of another, or "".
+
+    It needs a context of `max_model_len` tokens or more; without that, the same as the other.
+    """
     if first.fingerprint != other.fingerprint:
         return (
             f"it would sample other tokens: its fingerprint is {other.fingerprint}, not {first.fingerprint}"
         )
-    length, needed = other.resolved.max_model_len, first.resolved.max_model_len
-    if length < needed:
-        return f"its context of {length} tokens is shorter than the first replica's {needed}"
+    length, first_length = other.resolved.max_model_len, first.resolved.max_model_len
+    if max_model_len is not None:
+        problem = f"its context of {length} tokens is shorter than the router's {max_model_len}"
+        return problem if length < max_model_len else ""
+    if length != first_length:
+        comparative = "shorter" if length < first_length else "longer"
+        hint = f"--max-model-len {min(length, first_length)} uses both"
+        return (
+            f"its context of {length} tokens is {comparative} than the first replica's {first_length}; {hint}"
+        )
     return ""
 
 
@@ -752,4 +770,5 @@ def make_engine_client(
         config.replica_timeout,
         shared if owns_fork_server else None,
         is_open_ended=bool(config.remote_urls),
+        max_model_len=config.max_model_len,
     )

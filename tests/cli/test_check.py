@@ -307,9 +307,9 @@ def test_replicas_that_differ_are_named(capsys: pytest.CaptureFixture[str]) -> N
     key = "a key of the engine"
     with run_server(Config(engine_key=key)) as first, run_server(Config(engine_key=key)) as other:
 
-        def check_urls(*urls: str, engine_key: str = key) -> tuple[int, str]:
-            words = ("--replicas", "0", "--engine-key", engine_key, "--replica-urls", ",".join(urls))
-            return check(capsys, *words)
+        def check_urls(*urls: str, engine_key: str = key, context: int | None = None) -> tuple[int, str]:
+            words = ["--replicas", "0", "--engine-key", engine_key, "--replica-urls", ",".join(urls)]
+            return check(capsys, *words, *(() if context is None else ("--max-model-len", str(context))))
 
         code, text = check_urls(first.url, other.url)
         assert code == 0
@@ -318,6 +318,14 @@ def test_replicas_that_differ_are_named(capsys: pytest.CaptureFixture[str]) -> N
         code, text = check_urls(first.url, "http://127.0.0.1:9")
         assert code == 1
         assert "no   replica http://127.0.0.1:9: " in text
+        short = replace(other.client.info.resolved, max_model_len=512)
+        other.client.info = replace(other.client.info, resolved=short)
+        assert check_urls(first.url, other.url, context=512)[0] == 0
+        code, text = check_urls(first.url, other.url, context=1024)
+        assert code == 1
+        assert (
+            f"no   replica {other.url}: its context of 512 tokens is shorter than the router's 1024" in text
+        )
         other.client.info = replace(other.client.info, fingerprint="fp_other")
         code, text = check_urls(first.url, other.url)
         assert code == 1

@@ -19,7 +19,7 @@ from foreword.core.request import Request
 from foreword.engine_client.base import EngineClient, iterate_events
 from foreword.engine_client.crash_recovery import CRASHES_TO_REFUSE, CRASHES_TO_SUSPECT
 from foreword.engine_client.replicas import Replica, ReplicatedClient
-from foreword.errors import EngineDead, RequestFailed
+from foreword.errors import ConfigError, EngineDead, RequestFailed
 from foreword.utils.logging import log_model
 from tests.support.fakes import engine_info
 from tests.support.waiting import wait_until_async
@@ -35,7 +35,9 @@ def token(request_id: str, position: int) -> int:
 class ScriptedEngine:
     """Implements EngineClient; the test says when it steps, crashes and recovers."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_model_len: int = 2048) -> None:
+        self.max_model_len = max_model_len
+        self.fingerprint = "fp_fake"
         self.info: EngineInfo | None = None
         self.alive = False
         self.status = "ok"
@@ -54,7 +56,8 @@ class ScriptedEngine:
         return Readiness(self.status)
 
     async def start(self, like: EngineClient | None = None) -> EngineInfo:
-        self.info, self.alive, self.log_model = engine_info(), True, log_model.get()
+        self.info = replace(engine_info(self.max_model_len), fingerprint=self.fingerprint)
+        self.alive, self.log_model = True, log_model.get()
         return self.info
 
     def submit(self, request: Request) -> AsyncIterator[Event]:
@@ -371,4 +374,80 @@ async def test_unreachable_replica_is_no_obstacle() -> None:
     engine.alive = False
     engine.crash((), "dead")
     assert "1" in remote.requests and client.replica_states()[1].address == "10.0.0.7:8000"
+    await client.close()
+
+
+async def start_elsewhere(
+    max_model_len: int | None, *contexts: int
+) -> tuple[ReplicatedClient, list[ScriptedEngine]]:
+    """A router over engines of other machines that answer in this order."""
+    engines = [ScriptedEngine(context) for context in contexts]
+    replicas = [Replica(f"host{i}", engine, f"host{i}:1") for i, engine in enumerate(engines)]
+    client = ReplicatedClient(replicas, max_model_len=max_model_len)
+    await client.start()
+    await wait_until_async(lambda: all(engine.alive for engine in engines))
+    return client, engines
+
+
+@pytest.mark.parametrize("contexts", [(1024, 2048, 4096), (4096, 2048, 1024)])
+async def test_context_of_the_router_is_its_option(
+    contexts: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever engine answers first."""
+    client, engines = await start_elsewhere(2048, *contexts)
+    assert client.info is not None and client.info.resolved.max_model_len == 2048
+    refused = "its context of 1024 tokens is shorter than the router's 2048"
+    short, host = contexts.index(1024), f"host{contexts.index(1024)}"
+    states = {each.id: (each.status, each.detail) for each in client.replica_states()}
+    assert states.pop(host) == ("different", refused)
+    assert [status for status, _ in states.values()] == ["ok", "ok"]
+    assert f"replica {host} gets no requests: {refused}" in caplog.text
+    params = SamplingParams(max_tokens=3000, min_tokens=2500)
+    for start in (0, 40):
+        prompt = tuple(range(start, start + 40))
+        client.listen(Request(str(start), prompt, params, seed=0), Caller())
+    assert not engines[short].requests
+    ((request, _),) = engines[contexts.index(4096)].requests.values()
+    assert (request.params.max_tokens, request.params.min_tokens) == (2008, 2008)
+    await client.close()
+
+
+async def test_contexts_of_other_machines_are_equal_without_the_option() -> None:
+    client, _ = await start_elsewhere(None, 2048, 4096, 1024, 2048)
+    details = [each.detail for each in client.replica_states()]
+    longer = (
+        "its context of 4096 tokens is longer than the first replica's 2048; --max-model-len 2048 uses both"
+    )
+    shorter = (
+        "its context of 1024 tokens is shorter than the first replica's 2048; --max-model-len 1024 uses both"
+    )
+    assert details == ["", longer, shorter, ""]
+    await client.close()
+
+
+async def test_router_does_not_start_if_all_contexts_are_shorter_than_its_option() -> None:
+    with pytest.raises(ConfigError, match="replica host1: its context of 1000 tokens is shorter than"):
+        await start_elsewhere(2048, 1024, 1000)
+
+
+async def test_engines_elsewhere_are_compared_with_the_local_one() -> None:
+    """Though they answer while it loads."""
+    local, other = ScriptedEngine(2048), ScriptedEngine(4096)
+    other.fingerprint = "fp_other"
+    loaded = asyncio.Event()
+    local_start = local.start
+
+    async def load(like: EngineClient | None = None) -> EngineInfo:
+        await loaded.wait()
+        return await local_start(like)
+
+    local.start = load  # type: ignore[method-assign]
+    client = ReplicatedClient([Replica("0", local), Replica("host", other, "host:1")])
+    starting = asyncio.create_task(client.start())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    loaded.set()
+    info = await starting
+    assert (info.fingerprint, info.resolved.max_model_len) == ("fp_fake", 2048)
+    await wait_until_async(lambda: [each.status for each in client.replica_states()] == ["ok", "different"])
     await client.close()
