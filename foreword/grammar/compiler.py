@@ -124,7 +124,7 @@ def _name_tool(reason: str, lark: str) -> str:
 
 @dataclass(slots=True)
 class Lexer:
-    """A cache of lexer states, shared by all matchers made here. Its error ends all of them."""
+    """A cache of lexer states, of all matchers made here. Its error ends all of them."""
 
     prototype: LLMatcher
     max_cost: float  # of the states of outputs, in llguidance's fuel
@@ -162,7 +162,8 @@ class Lexer:
 class CompiledGrammar:
     """Compiled once, copied for each request. Raises InvalidRequest with llguidance's reason.
 
-    A shared lexer is fast, but locks, and can fill up. So a grammar that compiles fast gets several lexers.
+    A shared lexer is fast, but locks, and can fill up. So a grammar that compiles fast gets several lexers,
+    and an output that filled one gets its own.
     """
 
     def __init__(
@@ -175,11 +176,11 @@ class CompiledGrammar:
         self._num_lexers = num_lexers
         self._lock = threading.Lock()
         begin = time.thread_time()
-        first = self.new_lexer()
+        self._is_cheap = True
+        self._lexers = [self.new_lexer()]
         self._is_cheap = time.thread_time() - begin < RECOMPILE_CPU_S
         if not self._is_cheap:
-            first.max_cost = math.inf
-        self._lexers = [first]
+            self._lexers[0].max_cost = math.inf
         self._num_uses = 0
 
     @property
@@ -189,21 +190,24 @@ class CompiledGrammar:
     def lexer(self) -> Lexer:
         """A shared lexer for another matcher."""
         with self._lock:
-            if self._is_cheap and len(self._lexers) <= self._num_uses < self._num_lexers:
+            may_add = self._is_cheap and len(self._lexers) <= self._num_uses < self._num_lexers
+            if not self._lexers or may_add:
                 self._lexers.append(self.new_lexer())
             self._num_uses += 1
             return self._lexers[(self._num_uses - 1) % len(self._lexers)]
 
-    def is_shared(self, lexer: Lexer) -> bool:
-        """Whether further matchers may use this lexer."""
-        return any(lexer is other for other in self._lexers)
+    def replace(self, lexer: Lexer) -> Lexer:
+        """A new lexer for the output that filled another; later matchers do not share the full one either.
 
-    def share(self, lexer: Lexer) -> None:
-        """Use this lexer for further matchers, in place of those before."""
+        Outputs that fill a lexer have few states in common: they would fill a new one too, if they shared it.
+        Only a lexer that takes long to compile is shared.
+        """
+        new = self.new_lexer()
         with self._lock:
-            lexer.max_cost = self._lexers[0].max_cost
-            self._lexers = [lexer]
-            self._num_uses = 1
+            if any(lexer is other for other in self._lexers):
+                rest = [other for other in self._lexers if other is not lexer]
+                self._lexers = rest if self._is_cheap else [*rest, new]
+        return new
 
     def new_lexer(self) -> Lexer:
         """A lexer that no output has used."""
@@ -215,7 +219,7 @@ class CompiledGrammar:
             if self.kind == "tools":
                 reason = _name_tool(reason, structured.text)
             raise InvalidRequest(f"{structured.field}: {reason}", structured.field)
-        lexer = Lexer(llg, limits.MAX_LEXER_COST)
+        lexer = Lexer(llg, limits.MAX_LEXER_COST if self._is_cheap else math.inf)
         first = llg.deep_copy()
         first.compute_bitmask()  # gives the lexer the fuel of a step, which all its matchers spend
         lexer.base_cost = lexer.read_cost(first)

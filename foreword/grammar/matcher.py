@@ -231,7 +231,7 @@ class Matcher:
         for row in range(len(draft) + 1):
             if row and not _holds(masks[row - 1], draft[row - 1]):
                 break
-            if self._extend(draft[:row], masks[row]):
+            if row and self._extend(draft[row - 1], masks[row]):
                 continue
             num_decided += 1
             if reason := self._decide(draft[:row], masks[row]):
@@ -243,24 +243,18 @@ class Matcher:
                 break
         # Each row that needs a lexer of its own takes its time: further drafts would multiply it.
         self._may_draft = self._may_draft and num_decided < 2
-        if not self._compiled.is_shared(self._lexer):
-            self._compiled.share(self._lexer)
         self._rebuild()
 
-    def _extend(self, draft: tuple[int, ...], mask: Tensor) -> bool:
-        """Compute the mask after a draft, after the row before; returns whether the lexer suffices."""
-        if not draft:
-            lexer = self._compiled.lexer()  # perhaps another request has replaced the lexer already
-            if lexer is self._lexer or not self._move_to(lexer, ()):
-                return False
-        elif not self._llg.consume_tokens([draft[-1]]):
+    def _extend(self, token_id: int, mask: Tensor) -> bool:
+        """Compute the mask after one more token of the draft; returns whether the lexer suffices."""
+        if not self._llg.consume_tokens([token_id]):
             return False
         self._compute((), mask[None])
         return not self._llg.is_error() and not self._lexer.is_full(self._llg)
 
     def _decide(self, draft: tuple[int, ...], mask: Tensor) -> str | None:
         """Compute the mask after a draft with a lexer of its own; returns why there is none."""
-        lexer = self._compiled.new_lexer()
+        lexer = self._compiled.replace(self._lexer)
         if self._move_to(lexer, draft):
             self._compute((), mask[None])
         if not self._llg.is_error() and lexer.read_cost(self._llg) <= limits.MAX_ROW_COST:
@@ -275,13 +269,7 @@ class Matcher:
         """
         if not self._lexer.error() and self._move_to(self._lexer, ()):
             return
-        lexer = self._compiled.lexer()
-        if lexer is not self._lexer and self._move_to(lexer, ()):
-            return
-        lexer = self._compiled.new_lexer()
-        if self._move_to(lexer, ()):
-            self._compiled.share(lexer)
-        else:
+        if not self._move_to(self._compiled.replace(self._lexer), ()):
             self.error = self._reason()
 
     def _reason(self) -> str:

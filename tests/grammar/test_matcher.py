@@ -19,6 +19,7 @@ from foreword.core.request import RequestState
 from foreword.core.structured_output import RequestGrammar, StructuredOutput
 from foreword.grammar import compiler as compiler_module
 from foreword.grammar import limits
+from foreword.grammar.compiler import CompiledGrammar, Lexer
 from foreword.grammar.limits import parser_limits
 from foreword.grammar.manager import GrammarManager
 from tests.support.adversarial_grammars import COSTLY_REGEXES
@@ -305,6 +306,39 @@ def test_full_lexer_is_replaced(grammars: GrammarManager, monkeypatch: pytest.Mo
             assert legal_ids(grammar.mask(()))
             grammar.accept(encode(char)[:1])
         assert grammar.error is None
+
+
+def test_outputs_that_fill_a_shared_lexer_get_their_own(
+    grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If they shared the next one too, lexers would be compiled and filled every few tokens."""
+    new_lexer, lexers = CompiledGrammar.new_lexer, []
+
+    def count(compiled: CompiledGrammar) -> Lexer:
+        lexers.append(new_lexer(compiled))
+        return lexers[-1]
+
+    def cost(texts: list[str], end: str) -> int:
+        """Of the fullest lexer, after these outputs of one grammar in turn."""
+        regex = StructuredOutput("regex", rf"([a-z]{{1,8}}[ -]){{5,80}}{end}")
+        outputs = [begin_request(grammars, regex) for _ in texts]
+        for column in zip(*texts, strict=True):
+            for output, char in zip(outputs, column, strict=True):
+                output.mask(())
+                output.accept(encode(char)[:1])
+        assert all(output.error is None for output in outputs)
+        return max(output._lexer.read_cost(output._llg) for output in outputs)
+
+    monkeypatch.setattr(CompiledGrammar, "new_lexer", count)
+    monkeypatch.setattr(limits, "MAX_COST_PER_S", 10**12)  # the cost is read at each mask
+    words = [["x" * ((3 * k + j) % 8 + 1) for j in range(20)] for k in range(6)]
+    texts = ["-".join(text)[:60] for text in words]
+    alone, together = cost(texts[:1], "!"), cost(texts, ":")
+    assert together > 1.2 * alone
+    monkeypatch.setattr(limits, "MAX_LEXER_COST", (alone + together) // 2)
+    lexers.clear()
+    cost(texts, ";")
+    assert len(texts) < len(lexers) <= 2 * len(texts)
 
 
 def test_full_slow_lexer_is_not_used_for_later_requests(
