@@ -313,7 +313,7 @@ def test_device_drafter_errors_are_counted(
 
 
 HOST_PARAMS: list[dict[str, Any]] = [
-    {"logprobs": 1, "logprob_token_ids": (3, 10**6)},
+    {"logprobs": 1, "logprob_token_ids": (3, 200)},
     {"presence_penalty": 0.5, "dry_multiplier": 0.8},
     {"min_tokens": 4, "stop_token_ids": tuple(range(60, 90))},
     {"logit_bias": {5: 1.0}, "typical_p": 0.9},

@@ -37,7 +37,7 @@ def test_every_description_has_its_field() -> None:
 def test_schema_has_the_descriptions_without_links(served: RunningServer) -> None:
     schemas = served.http.get("/openapi.json").json()["components"]["schemas"]
     fields = schemas["ChatBody"]["properties"]
-    assert fields["seed"]["description"] == DESCRIPTIONS["SamplingBody"]["seed"]
+    assert fields["stop"]["description"] == DESCRIPTIONS["SamplingBody"]["stop"]
     assert fields["think"]["description"].startswith("whether the model reasons before")
     assert schemas["ChatBody"]["additionalProperties"] is False
     texts = [

@@ -493,7 +493,7 @@ def test_deferred_tools_are_described_once_and_checked_first() -> None:
         (None, ("auto", (), True)),
         ({"type": "auto", "disable_parallel_tool_use": True}, ("auto", (), False)),
         ({"type": "any"}, ("required", (), True)),
-        ({"type": "tool", "name": "read"}, ("required", ("read",), True)),
+        ({"type": "tool", "name": "read"}, ("required", ("read",), False)),  # exactly one call
         ({"type": "none"}, ("none", (), True)),
     ],
 )

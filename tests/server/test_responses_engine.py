@@ -112,7 +112,7 @@ def test_custom_tools_input_follows_its_grammar(hermes: RunningServer, syntax: s
     tool = {**PATCH, "format": {"type": "grammar", "syntax": syntax, "definition": definition}}
     fields = {**CASES["custom"], "tools": [FUNCTION, tool], "parallel_tool_calls": False}
     for seed in range(4):
-        response = create(hermes, **{**fields, "seed": seed})
+        response = create(hermes, **{**fields, "seed": seed, "max_output_tokens": 600})
         (call,) = response["output"]
         assert (call["type"], call["name"]) == ("custom_tool_call", "apply_patch")
         assert PATCH_PATTERN.fullmatch(call["input"]), call["input"]
