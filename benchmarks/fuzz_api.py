@@ -36,8 +36,6 @@ from foreword.bench.server import ServerProcess
 from foreword.bench.session import print_json
 from foreword.config.options import Config
 
-__all__ = ["Findings", "fuzz"]
-
 WORKERS, TIMEOUT_S = 4, 60.0
 IDLE_S = 2.5  # the engine checks its bookkeeping after a second of idleness
 SERVER_CONFIG = Config(max_model_len=256, kv_cache_memory="20000tokens", log_level="error", log_interval=0)

@@ -25,8 +25,6 @@ from foreword.multimodal.llava import LlavaNextProcessor
 from foreword.multimodal.preprocessor_config import VisionTowerInfo
 from foreword.multimodal.processor import read_processor
 
-__all__ = ["image_targets"]
-
 MAX_PIXELS = 1 << 20
 PROCESSOR = LlavaNextProcessor(
     7, "<picture>", VisionTowerInfo(28, 4, 0), ((28, 56), (56, 28), (56, 56)), Resampling.BICUBIC

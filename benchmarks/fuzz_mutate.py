@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-__all__ = ["Mutate", "change_bytes", "change_json", "change_lines", "change_safetensors", "shrink"]
-
 Mutate = Callable[[Random, bytes, bytes], bytes]  # (random source, input, another input) -> mutated input
 
 NUMBERS = (

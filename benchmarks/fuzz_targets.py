@@ -26,19 +26,17 @@ from foreword.grammar.check import GrammarChecker
 from foreword.grammar.compiler import to_llguidance
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.base import Precision
-from foreword.models.gguf.header import open_gguf
 from foreword.models.loader import load_model, read_model_info
-from foreword.models.safetensors import SafetensorsFile
-from foreword.models.weights import FileWeights
 from foreword.server.auth.key_file import read_key_file
 from foreword.tokenizer.chat_template import ChatTemplate
 from foreword.tokenizer.gguf import build_gguf_tokenizer
 from foreword.tokenizer.tokenizer import Tokenizer
+from foreword.weights.gguf.header import open_gguf
+from foreword.weights.safetensors import SafetensorsFile
+from foreword.weights.tensors import FileWeights
 from tests.support.checkpoints import replace_by_mxfp4, write_checkpoint
 from tests.support.gguf_files import RawGGUF, write_gguf
 from tests.support.quantized_checkpoints import write_quantized
-
-__all__ = ["FuzzTarget", "file_targets"]
 
 Checkpoints = Mapping[str, tuple[bytes, bytes]]  # config.json and weights by kind
 
@@ -81,8 +79,8 @@ def file_targets() -> Mapping[str, Callable[[], FuzzTarget]]:
         "gguf": _gguf,
         "gguf-metadata": _gguf_metadata,
         "config": _config,
-        "quantized": lambda: _weights_of(_quantized_checkpoints(), "models/quantized/"),
-        "quantized-config": lambda: _configs_of(_quantized_checkpoints(), "models/quantized/"),
+        "quantized": lambda: _weights_of(_quantized_checkpoints(), "weights/quantized/"),
+        "quantized-config": lambda: _configs_of(_quantized_checkpoints(), "weights/quantized/"),
         "experts": lambda: _weights_of(_expert_checkpoints(), "models/experts.py"),
         "experts-config": lambda: _configs_of(_expert_checkpoints(), "models/experts.py"),
         "tokenizer": _tokenizer,
@@ -113,7 +111,7 @@ def _safetensors() -> FuzzTarget:
     }
     seeds = [_with_header(json.dumps(header).encode(), 34) for header in (entries, more, {})]
     return FuzzTarget(
-        seeds, run, (CheckpointError,), ("models/safetensors.py", "models/mmap_file.py"), change_safetensors
+        seeds, run, (CheckpointError,), ("weights/safetensors.py", "weights/mmap_file.py"), change_safetensors
     )
 
 
@@ -131,7 +129,7 @@ def _index() -> FuzzTarget:
     sound = _with_header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', 8)
     seeds = [b'{"metadata": {"total_size": 8}, "weight_map": {"a": "one.safetensors"}}']
     return FuzzTarget(
-        seeds, run, (CheckpointError,), ("models/weights.py", "models/safetensors.py"), change_json
+        seeds, run, (CheckpointError,), ("weights/tensors.py", "weights/safetensors.py"), change_json
     )
 
 
@@ -153,7 +151,7 @@ def _gguf() -> FuzzTarget:
         for family in ("llama", "gemma2", "phi3", "qwen2_moe", "gpt_oss"):
             checkpoint = write_checkpoint(Path(folder) / family, family, **SMALL)
             seeds.append(write_gguf(checkpoint, Path(folder) / f"{family}.gguf").read_bytes())
-    return FuzzTarget(seeds, run, (CheckpointError,), ("models/gguf/", "tokenizer/gguf"), share=0.5)
+    return FuzzTarget(seeds, run, (CheckpointError,), ("weights/gguf/", "tokenizer/gguf"), share=0.5)
 
 
 def _gguf_metadata() -> FuzzTarget:
@@ -237,7 +235,7 @@ def _weights_of(checkpoints: Checkpoints, module: str) -> FuzzTarget:
 
     configs = {kind: config for kind, (config, _) in checkpoints.items()}
     seeds = [stored for _, stored in checkpoints.values()]
-    modules = (module, "models/weights.py")
+    modules = (module, "weights/tensors.py")
     return FuzzTarget(seeds, run, (CheckpointError,), modules, change_safetensors, share=0.5)
 
 
@@ -373,7 +371,7 @@ def _encoder() -> FuzzTarget:
     kinds = ("bert", "roberta", "distilbert", "mpnet", "modernbert")
     seeds = [json.dumps(files | {"config.json": config | {"model_type": kind}}).encode() for kind in kinds]
     return FuzzTarget(
-        seeds, run, (CheckpointError,), ("embedding/", "models/config.py"), change_json, share=0.5
+        seeds, run, (CheckpointError,), ("embedding/", "weights/config.py"), change_json, share=0.5
     )
 
 

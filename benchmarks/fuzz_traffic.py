@@ -31,8 +31,6 @@ from foreword.server.app import create_app
 from tests.support.fakes import FakeEngineClient
 from tests.support.images import image_part, image_processor, image_tokenizer, png
 
-__all__ = ["traffic_targets"]
-
 URL = "http://box"
 PARAMS = SamplingParams(max_tokens=4)
 CHAT = "/v1/chat/completions"

@@ -29,8 +29,6 @@ from benchmarks.fuzz_mutate import shrink
 from benchmarks.fuzz_targets import FuzzTarget, file_targets
 from benchmarks.fuzz_traffic import traffic_targets
 
-__all__ = ["TARGETS", "Report", "fuzz", "run_target"]
-
 TARGETS = {**file_targets(), **image_targets(), **traffic_targets()}
 PACKAGE = Path(foreword.__file__).parent
 INPUT_CPU_S = 4.0  # for one input

@@ -38,8 +38,9 @@ from benchmarks.peers_worker import peak_bytes
 from foreword.bench.common import print_table
 from foreword.bench.regime import run_script
 from foreword.bench.session import print_json
-from foreword.config.memory import format_bytes
-from foreword.llm import LLM, SamplingParams
+from foreword.core.params import SamplingParams
+from foreword.llm import LLM
+from foreword.planning.memory import format_bytes
 from foreword.utils.hugepages import CHUNK_BYTES, HugePages
 from tests.support.gguf_files import write_byte_level
 

@@ -23,8 +23,6 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as Kind
 from peers_models import GAIN, make_tokenizer
 
-__all__ = ["EXPERT_MODELS", "ExpertModelShape", "write_gguf"]
-
 ROUTER_STD = 2.0  # of logits
 Array = npt.NDArray[Any]
 Tensors = Iterator[tuple[str, tuple[int, ...], Kind]]  # name, shape as in torch, type

@@ -18,8 +18,6 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-__all__ = ["MODELS", "PeerModelShape", "make_tokenizer", "write_checkpoint"]
-
 EOS = "<|end|>"
 CONTEXT = 40960
 GAIN = 0.8  # of a layer: activations stay in a realistic range through 24 layers

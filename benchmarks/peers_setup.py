@@ -15,8 +15,6 @@ import torch
 from peers_experts import EXPERT_MODELS, write_gguf
 from peers_models import MODELS, write_checkpoint
 
-__all__ = ["TO_GGUF", "PeerEnvironment", "convert", "make_environment", "make_files", "make_vllm"]
-
 TO_GGUF, TO_OPENVINO = (Path(__file__).with_name(f"peers_to_{name}.py") for name in ("gguf", "openvino"))
 LLAMA_CPP = "llama-cpp-python"
 PACKAGES = (

@@ -28,8 +28,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Worker", "peak_bytes", "serve"]
-
 
 def serve(engine: object) -> None:
     """Answer commands until stdin ends; libraries print to stderr."""

@@ -7,8 +7,6 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-__all__ = ["ConnectionBroken", "RawConnection", "RawResponse"]
-
 
 class ConnectionBroken(Exception):
     """The server closed the connection or sent no valid response."""

@@ -41,8 +41,8 @@ from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
 from foreword.engine_client.base import EngineClient
-from foreword.engine_client.client import SubprocessClient
-from foreword.engine_client.replicas import Replica, ReplicatedClient, make_engine_client
+from foreword.engine_client.process_client import ProcessClient
+from foreword.engine_client.router import EngineRouter, Replica, make_engine_client
 from foreword.engine_client.routing import ReplicaLoad, RoutingPolicy, choose
 from foreword.kv_cache.prefix_cache import extend_hashes
 
@@ -109,8 +109,8 @@ async def measure_overhead(prepared: CheckpointInfo, args: argparse.Namespace) -
     """Figures by number of requests at once."""
     config = replace(prepared.config, speculate="off", max_num_seqs=max(args.concurrency), replicas=2)
     common = (config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
-    engine, idle = SubprocessClient(*common), SubprocessClient(*common)
-    router = ReplicatedClient([Replica("0", engine), Replica("1", idle)], policy=lambda *_: "0")
+    engine, idle = ProcessClient(*common), ProcessClient(*common)
+    router = EngineRouter([Replica("0", engine), Replica("1", idle)], policy=lambda *_: "0")
     await router.start()
     clients: dict[str, EngineClient] = {DIRECT: engine, ROUTED: router}
     results: dict[str, Any] = {}
@@ -149,7 +149,7 @@ async def measure_prefixes(
         prepared.config, replicas=max(prepared.config.replicas, 3), kv_cache_memory=f"{kv_tokens}tokens"
     )
     client = make_engine_client(config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
-    assert isinstance(client, ReplicatedClient)
+    assert isinstance(client, EngineRouter)
     client.policy = policy
     info = await client.start()
     random, gate = Random(number), asyncio.Semaphore(OPEN_REQUESTS)

@@ -33,11 +33,10 @@ from typing import Any
 from peers_setup import TO_GGUF, convert, make_environment
 from peers_worker import Worker
 
-from foreword.bench.common import print_table, rotate
+from foreword.bench.common import geometric_mean_ratio, print_table, rotate
 from foreword.bench.regime import require, run_script
 from foreword.bench.session import print_json
 from foreword.bench.speculate.local import LocalEngine
-from foreword.bench.speculate.statistics import geometric_mean_ratio
 from foreword.bench.speculate.types import AUTO, OFF
 from foreword.bench.speculate.workloads import (
     CATEGORIES,

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from foreword.utils.version import __version__
 
 if TYPE_CHECKING:
+    from foreword.chat_formats.tools import ReasoningOptions
     from foreword.config.lora import LoRARequest
     from foreword.core.outputs import Draft
     from foreword.core.params import SamplingParams, Speculation
     from foreword.core.structured_output import StructuredOutput
-    from foreword.formats.tools import ReasoningOptions
     from foreword.llm import LLM
     from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput, ToolCall
     from foreword.speculation.drafter import Drafter, DrafterContext, RequestView
@@ -46,7 +46,7 @@ _LAZY_EXPORTS = {
     "DrafterContext": "foreword.speculation.drafter",
     "EmbeddingOutput": "foreword.outputs",
     "LoRARequest": "foreword.config.lora",
-    "ReasoningOptions": "foreword.formats.tools",
+    "ReasoningOptions": "foreword.chat_formats.tools",
     "RequestOutput": "foreword.outputs",
     "RequestView": "foreword.speculation.drafter",
     "SamplingParams": "foreword.core.params",

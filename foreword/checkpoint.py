@@ -7,33 +7,23 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from foreword.chat_formats.families import FORMATS
 from foreword.config.options import Config
-from foreword.config.resolve import check_max_model_len
 from foreword.demo import BUNDLED, DEFAULT_MODEL
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest, did_you_mean
-from foreword.formats.families import FORMATS
-from foreword.models.config import ConfigReader, read_json, read_text_config
-from foreword.models.gguf.header import is_gguf, open_gguf
-from foreword.models.hub import resolve_path
-from foreword.models.unsupported import describe_checkpoint, missing_feature
+from foreword.multimodal.base import ImageProcessor
 from foreword.multimodal.preprocessor_config import read_json_object
-from foreword.multimodal.processor import ImageProcessor, read_placeholder_ids, read_processor
+from foreword.multimodal.processor import read_placeholder_ids, read_processor
+from foreword.planning.resolve import check_max_model_len
 from foreword.tokenizer.chat_template import PROBE_TOOL, ChatTemplate
 from foreword.tokenizer.files import read_tokenizer_files
 from foreword.tokenizer.generation_config import GenerationConfig
 from foreword.tokenizer.gguf import CHAT_TEMPLATE_KEY, build_gguf_tokenizer
 from foreword.tokenizer.tokenizer import Tokenizer
-
-__all__ = [
-    "CheckpointInfo",
-    "apply_options",
-    "check_context",
-    "has_chat_template",
-    "model_names",
-    "prepare_checkpoint",
-    "read_tokenizer",
-    "resolve_paths",
-]
+from foreword.weights.config import ConfigReader, read_json, read_text_config
+from foreword.weights.gguf.header import is_gguf, open_gguf
+from foreword.weights.hub import resolve_path
+from foreword.weights.unsupported import describe_checkpoint, missing_feature
 
 logger = logging.getLogger(__name__)
 

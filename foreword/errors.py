@@ -4,38 +4,6 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = [
-    "Aborted",
-    "AdapterConflict",
-    "CheckpointError",
-    "ConfigError",
-    "ContextLengthExceeded",
-    "DeadlineExceeded",
-    "EngineDead",
-    "ExpiredKey",
-    "Forbidden",
-    "ForewordError",
-    "GrammarFailed",
-    "InvalidRequest",
-    "ModelLoadFailed",
-    "ModelLoading",
-    "ModelNotFound",
-    "NoReplica",
-    "Overloaded",
-    "PayloadTooLarge",
-    "QuotaExceeded",
-    "RateLimited",
-    "RequestFailed",
-    "ResponseNotFound",
-    "ShuttingDown",
-    "Terminated",
-    "Unauthorized",
-    "Unsatisfiable",
-    "Unsupported",
-    "did_you_mean",
-    "safe_message",
-]
-
 
 class Terminated(SystemExit):
     """SIGTERM ends the process; a drafter's own sys.exit() does not."""

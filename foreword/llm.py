@@ -27,11 +27,14 @@ from typing import Any
 
 from rich.progress import Progress
 
+from foreword.chat_formats.events import CallArguments, CallStart, ChatEvent, ReasoningText
+from foreword.chat_formats.parser import ChatParser
+from foreword.chat_formats.tool_checks import check_tools, parse_choice
+from foreword.chat_formats.tools import DEFAULT_REASONING, ReasoningOptions, Tool, ToolUse
 from foreword.checkpoint import prepare_checkpoint
 from foreword.config.foreign_flags import translate_keywords
 from foreword.config.lora import AdapterInfo, LoRARequest
 from foreword.config.options import Config
-from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, StepStats, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.readiness import OnLoadProgress
@@ -41,14 +44,11 @@ from foreword.embedding.sentence_transformers import read_decoder_pooling_config
 from foreword.embedding.vectors import FLOAT_BYTES, cosine, normalize_embedding
 from foreword.engine_client.local import LocalClient
 from foreword.errors import AdapterConflict, InvalidRequest
-from foreword.formats.events import CallArguments, CallStart, ChatEvent, ReasoningText
-from foreword.formats.parser import ChatParser
-from foreword.formats.tool_checks import check_tools, parse_choice
-from foreword.formats.tools import DEFAULT_REASONING, ReasoningOptions, Tool, ToolUse
 from foreword.grammar.check import GrammarChecker
 from foreword.grammar.tool_calls import may_follow_space, tool_constraint
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput, StreamPiece, ToolCall
+from foreword.planning.resolve import EngineInfo
 from foreword.tokenizer.input_processor import (
     ChatInputProcessor,
     SamplingDefaults,
@@ -62,16 +62,6 @@ from foreword.tokenizer.input_processor import (
 from foreword.tokenizer.messages import ImagePart
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta, TokenPiece
 from foreword.tokenizer.tokenizer import Tokenizer
-
-__all__ = [
-    "LLM",
-    "CompletionOutput",
-    "EmbeddingOutput",
-    "ReasoningOptions",
-    "RequestOutput",
-    "StreamPiece",
-    "ToolCall",
-]
 
 MESSAGES_HELP = 'messages are a list such as [{"role": "user", "content": "Hello"}], or several such lists'
 PROMPT_HELP = "a prompt is a text, {'prompt': ...} or {'prompt_token_ids': [...]}, optionally with 'images'"

@@ -5,11 +5,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+from foreword.chat_formats.events import ChatEvent
 from foreword.core.outputs import TokenLogprob
-from foreword.formats.events import ChatEvent
 from foreword.metrics.request_stats import AnswerMetrics
-
-__all__ = ["CompletionOutput", "EmbeddingOutput", "RequestOutput", "StreamPiece", "ToolCall"]
 
 
 @dataclass(frozen=True, slots=True)

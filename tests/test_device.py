@@ -80,7 +80,11 @@ def test_skipped_module_must_be_allowed(tmp_path: Path, package: str, partial: s
 
 def test_engines_use_the_tests_device() -> None:
     from_probe = subprocess.run(
-        [sys.executable, "-c", "from foreword.config.hardware import probe_hardware as p; print(p().device)"],
+        [
+            sys.executable,
+            "-c",
+            "from foreword.planning.hardware import probe_hardware as p; print(p().device)",
+        ],
         capture_output=True,
         text=True,
     )

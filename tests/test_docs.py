@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from foreword.bench.server import ServerProcess
+from foreword.chat_formats.families import FORMATS
+from foreword.chat_formats.writer import WrittenCall, write_calls
 from foreword.cli.banner import curl_line
 from foreword.cli.command_line import COMMANDS, build_parser
 from foreword.cli.flags import flag
 from foreword.config.foreign_flags import find_foreign
 from foreword.config.options import Config, option_fields
 from foreword.core.params import SamplingParams
-from foreword.formats.families import FORMATS
-from foreword.formats.writer import WrittenCall, write_calls
 from foreword.models.architectures import ARCHITECTURES
 from foreword.models.loader import VISION_MODELS
 from foreword.server.app import ROUTES

@@ -22,9 +22,7 @@ from foreword import LLM, SamplingParams, StructuredOutput
 from tests.support.budget import is_full
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, VISION_FAMILIES, write_vision_checkpoint
-from tests.test_exact import acceptance, name_of, outputs_of, pairwise
-
-__all__ = ["name_of"]
+from tests.test_exact import acceptance, outputs_of, pairwise
 
 MAX_MODEL_LEN = 239  # one below a block boundary
 

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from foreword import LLM, RequestOutput, SamplingParams, Speculation
-from foreword.config.options import DRAFTERS
+from foreword.config.drafters import DRAFTERS
 from foreword.errors import InvalidRequest
 from tests.support.budget import is_full
 from tests.support.checkpoints import write_checkpoint

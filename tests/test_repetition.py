@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from foreword import LLM, RequestOutput, SamplingParams, Speculation
-from foreword.config.options import DRAFTERS
+from foreword.config.drafters import DRAFTERS
 from foreword.core.outputs import TokenEvent
 from foreword.core.repetition import PATTERN_LIMITS, RepetitionDetector
 from foreword.outputs import CompletionOutput

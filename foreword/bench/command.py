@@ -18,8 +18,6 @@ from foreword.bench.shapes import PARTS, SHAPES, WEIGHT_FORMATS
 from foreword.cli.flags import ENGINE_GROUPS, GROUPS, add_config_options
 from foreword.cli.startup import startup_line
 
-__all__ = ["add_arguments"]
-
 MODULES = {
     "latency": "foreword.bench.latency",
     "throughput": "foreword.bench.throughput",

@@ -16,31 +16,6 @@ from typing import Any, TypeVar
 from foreword.config.options import Config
 from foreword.core.params import SamplingParams, Speculation
 
-__all__ = [
-    "DEMO",
-    "MODE_LEGEND",
-    "NO_DRAFTS",
-    "OFF",
-    "PROBE_TOKENS",
-    "Ratio",
-    "expected_weight",
-    "geometric_mean_ratio",
-    "modes",
-    "percentile",
-    "print_table",
-    "ratio_legend",
-    "ratio_number",
-    "ratio_text",
-    "rotate",
-    "rounds_text",
-    "sampling_params",
-    "seconds_per_token",
-    "speed_ratio",
-    "time_call",
-    "verdict",
-    "with_all_drafters",
-]
-
 Item = TypeVar("Item")
 
 OFF = "off"

@@ -11,8 +11,6 @@ from foreword.bench.shapes import WEIGHT_FORMATS, ModelShape, WeightMatrix
 from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
 from foreword.kernels.ops import Float8Blocks, GroupedInts, LoraTable, Matrix, Ops, QuantizedBlocks
 
-__all__ = ["BLOCK_SIZE", "VOCAB_SIZE", "RandomInputs", "sampling_ops"]
-
 BLOCK_SIZE = 16
 VOCAB_SIZE = 256  # token ids of a batch are below this
 GROUP_SIZE = 128  # columns that share a scale, as in most checkpoints

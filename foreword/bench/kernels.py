@@ -45,8 +45,6 @@ from foreword.errors import ConfigError
 from foreword.kernels.ops import ExpertsConfig, Ops, PackedLinear
 from foreword.kernels.registry import select_backend
 
-__all__ = ["CaseGroup", "CaseTimings", "KernelBenchSizes", "KernelCase", "KernelCases", "run"]
-
 SETTLE_S = 0.03  # torch's threads spin this long after the read, on the cores that are measured next
 MAX_CALL_S = 0.06  # of a case: fewer copies where all of them take longer
 MAX_HEAD_ROWS = 16  # of logits in one batch

@@ -54,10 +54,9 @@ from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.engine_client.local import LocalClient
-from foreword.llm import LLM, RequestOutput
+from foreword.llm import LLM
+from foreword.outputs import RequestOutput
 from foreword.tokenizer.input_processor import SamplingDefaults, make_requests
-
-__all__ = ["ModeSamples", "figures_by_category", "measure_startup_s", "measure_step_overhead", "run"]
 
 OVERHEAD_REQUESTS = (1, 64)
 IMPORT_S = 3.0  # estimate: of Python's imports when a server starts

@@ -12,8 +12,6 @@ from typing import Any
 from foreword.demo import EXAMPLES
 from foreword.errors import ConfigError
 
-__all__ = ["PromptExample", "add_prompt_options", "read_examples", "read_file"]
-
 DEFAULT_FIELDS = ("prompt", "messages", "turns")
 CATEGORY_FIELDS = ("category", "kind")
 DEFAULT_CATEGORY = "all"

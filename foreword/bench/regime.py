@@ -9,18 +9,6 @@ from pathlib import Path
 from foreword.errors import ForewordError
 from foreword.kernels.cpu.library import shadowed_library
 
-__all__ = [
-    "MAX_SHARE",
-    "VOID",
-    "RegimeError",
-    "checked_share",
-    "require",
-    "require_concurrency",
-    "require_native_kernels",
-    "run_script",
-    "shared_cache_bytes",
-]
-
 VOID = "not measured"  # in place of a figure
 MAX_SHARE = 1.05  # of a measured ceiling; beyond it the ceiling is wrong, not the figure good
 CPU_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")

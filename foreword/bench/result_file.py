@@ -11,15 +11,6 @@ from typing import Any
 
 from foreword.errors import ConfigError, ForewordError
 
-__all__ = [
-    "EXIT_FAILED",
-    "EXIT_INTERRUPTED",
-    "ResultFile",
-    "describe_error",
-    "without_nan",
-    "write_result",
-]
-
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 

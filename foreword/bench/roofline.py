@@ -11,8 +11,6 @@ from foreword.bench.common import time_call
 from foreword.kernels.cpu.library import ISAS, load_library
 from foreword.utils.hugepages import HugePages
 
-__all__ = ["PEAK_TYPES", "MemoryReader", "product_rate"]
-
 PEAK_TYPES = ("float32", "bfloat16", "int8", "int4")  # enum PeakType in csrc/peak.cpp
 FIRST_ROUNDS, LOOP_S = 1 << 14, 0.01
 

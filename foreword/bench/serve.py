@@ -50,8 +50,6 @@ from foreword.config.options import Config
 from foreword.errors import ForewordError
 from foreword.metrics.definitions import PREFIX
 
-__all__ = ["ClientResult", "ServeRepetition", "measure_repetition", "run", "summary"]
-
 ON = "auto"
 PERCENTS = (50, 90, 99)
 DRAFTED = PREFIX + "spec_draft_tokens_total"

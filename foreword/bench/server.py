@@ -17,8 +17,6 @@ from foreword.cli.flags import engine_fields, flag
 from foreword.config.options import Config
 from foreword.errors import ForewordError
 
-__all__ = ["ServerProcess"]
-
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0
 

@@ -32,17 +32,9 @@ from foreword.bench.result_file import (
 )
 from foreword.cli.startup import startup_line
 from foreword.cli.terminal import progress_bar, stderr_console
-from foreword.config.hardware import probe_hardware
 from foreword.core.readiness import OnLoadProgress
 from foreword.errors import ConfigError
-
-__all__ = [
-    "BenchSession",
-    "BenchStep",
-    "describe_machine",
-    "format_seconds",
-    "print_json",
-]
+from foreword.planning.hardware import probe_hardware
 
 logger = logging.getLogger(__name__)
 

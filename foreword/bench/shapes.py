@@ -8,19 +8,6 @@ from dataclasses import dataclass
 
 from foreword.errors import ConfigError
 
-__all__ = [
-    "EXPERTS_SHAPE",
-    "PARTS",
-    "SHAPES",
-    "WEIGHT_FORMATS",
-    "ExpertsShape",
-    "ModelShape",
-    "WeightFormat",
-    "WeightMatrix",
-    "model_shape",
-    "read_shape",
-]
-
 PARTS = ("linear", "experts", "attention", "rows", "sampler")  # of `foreword bench kernels`
 
 

@@ -41,8 +41,6 @@ from foreword.bench.session import BenchSession, BenchStep
 from foreword.cli.flags import engine_fields, read_config
 from foreword.llm import LLM
 
-__all__ = ["run"]
-
 
 def run(args: argparse.Namespace) -> int:
     with BenchSession(args) as session:

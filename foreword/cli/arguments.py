@@ -6,15 +6,6 @@ import argparse
 
 from foreword.cli.flags import ENGINE_GROUPS, add_config_options
 
-__all__ = [
-    "add_check_arguments",
-    "add_env_arguments",
-    "add_model_word",
-    "add_model_words",
-    "add_run_batch_arguments",
-    "add_serve_arguments",
-]
-
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_words(parser)

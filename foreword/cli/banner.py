@@ -9,23 +9,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from foreword.cli.terminal import format_count
-from foreword.config.memory import format_bytes
 from foreword.config.options import Config
-from foreword.config.resolve import EngineInfo
-from foreword.embedding.client import EncoderInfo
+from foreword.embedding.messages import EncoderInfo
 from foreword.fleet.memory import ELSEWHERE, FleetPlan
-
-__all__ = [
-    "banner_lines",
-    "curl_line",
-    "encoder_line",
-    "loading_line",
-    "local_url",
-    "models_lines",
-    "parse_loading_line",
-    "speculation_line",
-    "unix_address",
-]
+from foreword.planning.memory import format_bytes
+from foreword.planning.resolve import EngineInfo
 
 UNIX = "unix:"  # begins the address of a Unix socket
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}

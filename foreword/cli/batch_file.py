@@ -22,18 +22,6 @@ from typing import IO, Any
 
 from foreword.errors import ConfigError
 
-__all__ = [
-    "SUPPORTED_URLS",
-    "BatchLine",
-    "BatchOutput",
-    "InvalidLine",
-    "check_files",
-    "error_line",
-    "missing_choices",
-    "read_lines",
-    "success_line",
-]
-
 SUPPORTED_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from foreword.chat_formats.events import CallArguments, CallStart
 from foreword.cli.arguments import add_model_word
 from foreword.cli.client import ChatBackend, ChatPiece, add_backend_options, finish_note, open_backend
 from foreword.cli.flags import (
@@ -33,10 +34,7 @@ from foreword.cli.tools import REFUSED_RESULT, TOOLS, LocalTools, error_result, 
 from foreword.cli.turn_reader import History, history_path, piped_turns, typed_turns
 from foreword.core.params import SEED_MASK, SamplingParams, Speculation
 from foreword.errors import ConfigError, ContextLengthExceeded, ForewordError, InvalidRequest
-from foreword.formats.events import CallArguments, CallStart
 from foreword.outputs import ToolCall
-
-__all__ = ["ChatSession", "add_arguments", "run"]
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 COMMANDS: Mapping[str, str] = {

@@ -18,27 +18,24 @@ from foreword.cli.check_report import CheckResult, describe_parts
 from foreword.cli.flags import read_config
 from foreword.cli.startup import startup_line
 from foreword.cli.terminal import format_count
-from foreword.config.memory import format_bytes
 from foreword.config.models_file import ModelsConfig, read_models
 from foreword.config.options import Config
-from foreword.config.plan import MemoryPart, plan_memory
-from foreword.config.resolve import (
-    ModelInfo,
+from foreword.engine.loader import detect_hardware, make_plugins, types_in_use
+from foreword.errors import ForewordError
+from foreword.kernels.registry import native_unavailable_reason
+from foreword.models.loader import check_weights, read_model_info
+from foreword.multimodal.processor import read_processor
+from foreword.planning.memory import ModelInfo, format_bytes
+from foreword.planning.plan import MemoryPart, plan_memory
+from foreword.planning.resolve import (
     ResolvedConfig,
     draft_size_warning,
     fitting_options,
     resolve,
 )
-from foreword.engine.loader import detect_hardware, make_plugins, types_in_use
-from foreword.errors import ForewordError
-from foreword.kernels.registry import native_unavailable_reason
-from foreword.models.gguf.header import is_gguf
-from foreword.models.loader import check_weights, read_model_info
-from foreword.multimodal.processor import read_processor
 from foreword.tokenizer.input_processor import ChatInputProcessor
 from foreword.tokenizer.tokenizer import Tokenizer
-
-__all__ = ["check_models", "run", "run_checks"]
+from foreword.weights.gguf.header import is_gguf
 
 IMAGE_SIZES = ((640, 480), (1920, 1080), (1080, 1920))  # example widths and heights, for their token counts
 

@@ -7,15 +7,13 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from foreword.cli.check_report import INDENT, CheckResult, describe_parts
-from foreword.config.memory import format_bytes
 from foreword.config.models_file import ModelEntry, ModelsConfig
 from foreword.config.options import format_cpus, parse_cpus
-from foreword.config.topology import read_machine
 from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import ForewordError
 from foreword.fleet.memory import ELSEWHERE, FleetPlan, ModelPlan, plan_fleet
-
-__all__ = ["check_plan", "sets_that_fit"]
+from foreword.planning.memory import format_bytes
+from foreword.planning.topology import read_machine
 
 MAX_LISTED_SETS = 8
 MAX_COMBINED = 12  # unpinned models of which all sets are tried

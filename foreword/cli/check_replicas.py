@@ -8,12 +8,10 @@ from typing import Final
 
 from foreword.cli.check_report import CheckResult
 from foreword.config.options import Config
-from foreword.config.resolve import EngineInfo
 from foreword.engine_client.remote import RemoteClient
-from foreword.engine_client.replicas import describe_difference
+from foreword.engine_client.router import describe_difference
 from foreword.errors import ConfigError, ForewordError
-
-__all__ = ["check_replicas"]
+from foreword.planning.resolve import EngineInfo
 
 ANSWER_S: Final = 5.0  # until a server counts as absent
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foreword.config.memory import format_bytes
-from foreword.config.plan import MemoryPart
-
-__all__ = ["INDENT", "CheckResult", "describe_parts"]
+from foreword.planning.memory import format_bytes
+from foreword.planning.plan import MemoryPart
 
 INDENT = " " * 7
 

@@ -12,26 +12,13 @@ from typing import Any, Protocol, cast
 
 import httpx
 
+from foreword.chat_formats.events import CallArguments, CallStart
 from foreword.cli.flags import ENGINE_GROUPS, FLAGS, Message, add_config_options, read_config
 from foreword.cli.sse_reader import Chunk, call_events, choices_of, iter_chunks, reasoning_of, text_of
 from foreword.cli.startup import startup_line
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import ContextLengthExceeded, ForewordError
-from foreword.formats.events import CallArguments, CallStart
-
-__all__ = [
-    "ChatBackend",
-    "ChatPiece",
-    "ChatResult",
-    "HTTPBackend",
-    "Tool",
-    "add_backend_options",
-    "finish_note",
-    "open_backend",
-    "request_body",
-    "server_url",
-]
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": ...}, as in OpenAI's API
 CONNECT_TIMEOUT_S = 10.0

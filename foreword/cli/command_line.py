@@ -49,11 +49,9 @@ from foreword.config.option_text import KIND_NAMES
 from foreword.config.options import Config
 from foreword.demo import BUNDLED, DEFAULT_MODEL
 from foreword.errors import CheckpointError, ConfigError, ForewordError, Terminated, did_you_mean
-from foreword.models.hub import find_local, resolve_path
 from foreword.server.auth.key_file import check_quotas, read_key_file
 from foreword.server.auth.usage_db import check_usage_file
-
-__all__ = ["COMMANDS", "Subcommand", "build_parser", "run_command_line"]
+from foreword.weights.hub import find_local, resolve_path
 
 FORK_SERVER = "foreword.engine_client.forkserver"
 EXIT_USAGE = 2

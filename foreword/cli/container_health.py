@@ -17,8 +17,6 @@ from pathlib import Path
 from foreword.cli.arguments import add_serve_arguments
 from foreword.cli.flags import read_config
 
-__all__ = ["check"]
-
 TIMEOUT_S = 4.0
 TRANSIENT = ("restarting", "draining")  # a supervisor that kills the container would only lose answers
 

@@ -16,18 +16,8 @@ from foreword.config.option_text import type_name
 from foreword.config.options import IGNORED_SPECULATIVE_FIELDS, option_fields
 from foreword.metrics.definitions import CATALOG, MODEL_LABEL, PREFIX, VLLM_METRICS, Metric, VLLMMetric
 from foreword.metrics.prometheus import ENGINE_PROCESS
-from foreword.server.protocol import compat
-from foreword.server.protocol.descriptions import DESCRIPTIONS
-
-__all__ = [
-    "PAGES",
-    "fields_page",
-    "flags_page",
-    "foreign_flags_page",
-    "metrics_page",
-    "request_fields_page",
-    "write",
-]
+from foreword.server.apis import ignored_fields as compat
+from foreword.server.apis.descriptions import DESCRIPTIONS
 
 FLAGS_HEADER = """# Flags
 
@@ -115,7 +105,7 @@ vLLM, so that its dashboards and `vllm bench serve` show them. Histograms keep t
 
 FIELDS_HEADER = """# Fields of other servers
 
-Written by `python -m foreword.cli.docs_gen`; edit `foreword/server/protocol/compat.py` instead.
+Written by `python -m foreword.cli.docs_gen`; edit `foreword/server/apis/ignored_fields.py` instead.
 
 Fields that clients of OpenAI, vLLM, SGLang, llama-server and others send, and that have no effect here. "Any"
 value of a hint is accepted, because none would change the answer. Of other fields the accepted values are
@@ -124,7 +114,7 @@ work are in [serving](serving.md#requests).
 """
 REQUEST_FIELDS_HEADER = """# Fields of requests
 
-Written by `python -m foreword.cli.docs_gen`; edit `foreword/server/protocol/descriptions.py` instead.
+Written by `python -m foreword.cli.docs_gen`; edit `foreword/server/apis/descriptions.py` instead.
 
 Every field that has an effect, with its meaning. The page `/docs` and `/openapi.json` of a server have the
 same texts, with types.
@@ -184,7 +174,7 @@ BODIES: Mapping[str, str] = MappingProxyType(
         "AddReplicaBody": "`POST /engine/replicas`, of a router",
     }
 )
-FIELDS: Mapping[str, Mapping[str, compat.PeerField]] = MappingProxyType(
+FIELDS: Mapping[str, Mapping[str, compat.IgnoredField]] = MappingProxyType(
     {
         "Chat and completions": compat.GENERATION,
         "Chat alone": compat.CHAT,
@@ -303,7 +293,7 @@ def request_fields_page() -> str:
     return "\n".join(lines)
 
 
-def _peer_field(name: str, row: compat.PeerField) -> str:
+def _peer_field(name: str, row: compat.IgnoredField) -> str:
     values = ["any"] if row.neutral is None else [f"`{json.dumps(value)}`" for value in row.neutral]
     cells = (f"`{name}`", row.source, ", ".join(values) or "null", row.reason)
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

@@ -10,10 +10,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from foreword.cli.startup import startup_line
-from foreword.config.hardware import probe_hardware
 from foreword.kernels.registry import list_backends
-
-__all__ = ["collect", "run"]
+from foreword.planning.hardware import probe_hardware
 
 
 def run(args: argparse.Namespace) -> int:

@@ -39,33 +39,6 @@ from foreword.core.structured_output import StructuredOutput
 from foreword.errors import ConfigError, InvalidRequest, did_you_mean
 from foreword.utils.logging import JSONFormatter
 
-__all__ = [
-    "FLAGS",
-    "GROUPS",
-    "Message",
-    "NoEffectAction",
-    "SamplingFlag",
-    "add_config_options",
-    "add_image_option",
-    "add_sampling_options",
-    "add_structured_options",
-    "check_foreign_keys",
-    "environment_name",
-    "flag",
-    "foreign_variables",
-    "has_foreign_words",
-    "print_line",
-    "read_config",
-    "read_log_format",
-    "read_params",
-    "read_structured",
-    "read_text",
-    "unknown_variables",
-    "unused_options",
-    "usage_errors",
-    "user_message",
-]
-
 Message = Mapping[str, Any]  # `content` is a text or a list of parts
 
 GROUPS = ("model", "scheduler", "speculation", "images", "fleet", "server")

@@ -31,11 +31,9 @@ from foreword.config.models_file import read_models
 from foreword.config.options import Config, option_fields
 from foreword.engine_client.heartbeat import read_proc_stat
 from foreword.errors import ConfigError
-from foreword.fleet.node_placement import Autoscaler
+from foreword.fleet.node_choice import Autoscaler
 from foreword.fleet.ray_cluster import RayCluster
 from foreword.fleet.replica_controller import ReplicaController, RouterClient
-
-__all__ = ["add_arguments", "run_up"]
 
 logger = logging.getLogger("foreword.fleet")
 

@@ -24,8 +24,6 @@ from foreword.cli.startup import startup_line
 from foreword.cli.terminal import replace_unknown_characters, show_controls, stderr_console
 from foreword.errors import ConfigError, ForewordError
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from stdin")

@@ -37,8 +37,6 @@ from foreword.server.auth.usage_db import (
     write_csv,
 )
 
-__all__ = ["add_arguments", "run"]
-
 KEY_FILE_VARIABLE, USAGE_DB_VARIABLE = environment_name("api_key_file"), environment_name("usage_db")
 UNIT_SECONDS = {"h": 3600, "d": 86_400}
 LIMITS = {

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from foreword.errors import ConfigError
 
-__all__ = ["bind", "bind_error", "bind_unix"]
-
 SOCKET_MODE = 0o660  # of a Unix socket: its owner and group may connect
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from foreword.chat_formats.events import CallArguments, CallStart, ReasoningText
 from foreword.checkpoint import model_names
 from foreword.cli.banner import speculation_line
 from foreword.cli.client import ChatPiece, ChatResult, Tool
@@ -14,10 +15,7 @@ from foreword.cli.flags import Message, engine_fields
 from foreword.cli.terminal import loading_bar
 from foreword.config.options import Config
 from foreword.core.params import SamplingParams
-from foreword.formats.events import CallArguments, CallStart, ReasoningText
 from foreword.llm import LLM
-
-__all__ = ["LocalBackend"]
 
 
 class LocalBackend:

@@ -12,8 +12,6 @@ from foreword.errors import ConfigError
 from foreword.multimodal.decode import ImageError, read_size
 from foreword.multimodal.processor import read_processor
 
-__all__ = ["check_local_request"]
-
 
 def check_local_request(args: argparse.Namespace, config: Config) -> None:
     """Check what the flags ask of the model. Raises ConfigError or CheckpointError."""

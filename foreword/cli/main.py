@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from foreword.cli.startup import startup_line
 
-__all__ = ["main"]
-
 COMMAND_LINE = "foreword.cli.command_line"
 EXIT_INTERRUPTED = 130
 

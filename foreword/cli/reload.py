@@ -13,8 +13,6 @@ from foreword.cli.banner import local_url
 from foreword.cli.client import CONNECT_TIMEOUT_S, server_url
 from foreword.cli.flags import add_config_options, read_config
 
-__all__ = ["add_arguments", "run"]
-
 ROUTE: Final = "/admin/reload"
 
 

@@ -42,10 +42,8 @@ from foreword.fleet.memory import plan_fleet
 from foreword.fleet.model_manager import ModelManager
 from foreword.fleet.server_stack import ServerStack
 from foreword.server.app import models_app
+from foreword.server.http.request_log import open_request_log
 from foreword.server.lifecycle import DrainState, Health
-from foreword.server.request_log import open_request_log
-
-__all__ = ["BatchClient", "BatchSummary", "answer_all", "lines_by_model", "run"]
 
 SERVER_GONE_S = 30.0  # pauses without an answer after which a remote server counts as gone
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 5.0  # between tries where the server does not say when

@@ -36,11 +36,9 @@ from foreword.fleet.memory import FleetPlan, plan_fleet
 from foreword.fleet.model_manager import ModelManager
 from foreword.fleet.server_stack import ServerStack
 from foreword.server.app import SwappableApp, loading_app, models_app
-from foreword.server.http_protocol import uvicorn_config
+from foreword.server.http.protocol import uvicorn_config
+from foreword.server.http.request_log import open_request_log
 from foreword.server.lifecycle import DrainState, Health
-from foreword.server.request_log import open_request_log
-
-__all__ = ["run"]
 
 logger = logging.getLogger("foreword.serve")
 

@@ -8,20 +8,8 @@ from typing import Any, Final
 
 import httpx
 
+from foreword.chat_formats.events import CallArguments, CallStart
 from foreword.errors import ForewordError
-from foreword.formats.events import CallArguments, CallStart
-
-__all__ = [
-    "Chunk",
-    "EventReader",
-    "call_events",
-    "choices_of",
-    "iter_chunks",
-    "iter_chunks_async",
-    "reasoning_of",
-    "text_of",
-    "token_ids_of",
-]
 
 MAX_EVENT_BYTES: Final = 16 << 20
 DONE: Final = b"[DONE]"

@@ -15,9 +15,7 @@ import time
 import unicodedata
 from collections import deque
 
-from foreword.config.memory import format_bytes
-
-__all__ = ["StartupLine", "startup_line"]
+from foreword.planning.memory import format_bytes
 
 REFRESH_S = 0.2  # of a terminal's line
 REPEAT_S = 1.5  # elsewhere: no silence of 2 s

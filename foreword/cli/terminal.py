@@ -24,19 +24,6 @@ from foreword.cli.startup import startup_line
 from foreword.core.readiness import OnLoadProgress
 from foreword.utils import logging as logs
 
-__all__ = [
-    "StyledText",
-    "WordWrapper",
-    "format_count",
-    "loading_bar",
-    "progress_bar",
-    "replace_unknown_characters",
-    "set_up_logging",
-    "show_controls",
-    "stderr_console",
-    "track_progress",
-]
-
 T = TypeVar("T")
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -16,11 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from foreword.chat_formats.events import CallArguments, CallStart
 from foreword.errors import ForewordError
-from foreword.formats.events import CallArguments, CallStart
 from foreword.outputs import ToolCall
-
-__all__ = ["REFUSED_RESULT", "TOOLS", "LocalTools", "calculate", "error_result", "join_calls"]
 
 MAX_FILE_BYTES: Final = 65_536
 MAX_ENTRIES: Final = 200  # of a directory

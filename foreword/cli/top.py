@@ -29,8 +29,6 @@ from foreword.cli.terminal import format_count, show_controls
 from foreword.errors import ConfigError, ForewordError
 from foreword.metrics.definitions import MODEL_LABEL, PREFIX
 
-__all__ = ["Snapshot", "add_arguments", "parse_metrics", "render", "run"]
-
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = environment_name("api_key")
 TIMEOUT_S = 5.0

@@ -11,8 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["History", "history_path", "piped_turns", "typed_turns"]
-
 readline = importlib.import_module("readline") if importlib.util.find_spec("readline") else None
 
 MAX_ENTRIES = 1000

@@ -12,8 +12,6 @@ from typing import Any
 
 import uvicorn
 
-__all__ = ["ShutdownSignals", "UvicornServer", "wait_first"]
-
 POLL_S = 0.005  # while uvicorn starts
 
 

@@ -13,8 +13,6 @@ from typing import Final
 
 from foreword.errors import ConfigError
 
-__all__ = ["DRAFTERS", "ENTRY_POINT_GROUP", "DrafterPlugin", "find_plugin"]
-
 DRAFTERS: Final = ("grammar", "prediction", "suffix", "ngram", "draft", "replay")
 ENTRY_POINT_GROUP: Final = "foreword.drafters"
 RESERVED_NAMES: Final = (*DRAFTERS, "auto", "off", "policy")  # "policy" counts errors of the controller

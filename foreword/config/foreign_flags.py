@@ -19,17 +19,6 @@ from typing import Any
 from foreword.config.options import option_fields
 from foreword.errors import ConfigError, did_you_mean
 
-__all__ = [
-    "NO_EFFECT",
-    "ForeignFlag",
-    "ForeignUse",
-    "describe_variable",
-    "find_foreign",
-    "foreign_flags",
-    "translate_keywords",
-    "translate_words",
-]
-
 NO_EFFECT = "--no-effect"  # stands for a flag without effect, so that words around it stay apart
 OPPOSITES = {"--enable-": "--disable-", "--disable-": "--enable-"}
 OFF_VALUES = ("0", "false", "off", "disabled", "no")

@@ -9,8 +9,6 @@ from typing import Any
 
 from foreword.errors import ConfigError, did_you_mean
 
-__all__ = ["AdapterInfo", "LoRARequest", "LoraModule", "parse_lora_modules"]
-
 FIELDS = ("name", "path", "base_model_name")  # of vLLM's JSON
 
 

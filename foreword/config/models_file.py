@@ -24,8 +24,6 @@ from foreword.config.options import Config, option_fields, parse_bytes, parse_du
 from foreword.core.params import SamplingParams
 from foreword.errors import ConfigError, InvalidRequest, did_you_mean
 
-__all__ = ["ModelEntry", "ModelVariant", "ModelsConfig", "read_models"]
-
 YAML_SUFFIXES = (".yaml", ".yml")
 DEFAULT_KEEP_ALIVE_S, DEFAULT_MAX_SWAP_WAIT_S = 300.0, 10.0
 MAX_NAME_CHARS = 200

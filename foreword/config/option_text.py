@@ -13,18 +13,6 @@ from foreword.config.foreign_flags import find_foreign
 from foreword.config.options import option_fields
 from foreword.errors import ConfigError, did_you_mean
 
-__all__ = [
-    "KIND_NAMES",
-    "PARSERS",
-    "SERVICE_SCHEMES",
-    "compose_yaml",
-    "items_of",
-    "parse_option",
-    "read_option_key",
-    "read_option_value",
-    "type_name",
-]
-
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 NULLS = ("null", "~")

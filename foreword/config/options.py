@@ -17,18 +17,6 @@ from foreword.config.drafters import DRAFTERS, DrafterPlugin, find_plugin
 from foreword.config.lora import LoraModule, parse_lora_modules
 from foreword.errors import ConfigError, did_you_mean
 
-__all__ = [
-    "DRAFTERS",
-    "IGNORED_SPECULATIVE_FIELDS",
-    "Config",
-    "format_cpus",
-    "option_fields",
-    "parse_bytes",
-    "parse_cpus",
-    "parse_duration",
-    "parse_tokens",
-]
-
 MAX_FLOAT_DISPLAY = 1e300
 GPUS_PATTERN = re.compile(r"(\d+|(GPU|MIG)-[\w/-]+)(,(\d+|(GPU|MIG)-[\w/-]+))*", re.ASCII)
 MAX_CPUS = 1 << 16

@@ -28,21 +28,6 @@ from foreword.core.images import MRopePositions
 from foreword.core.request import NO_LORA, RequestState
 from foreword.core.structured_output import RequestGrammar
 
-__all__ = [
-    "NULL_BLOCK",
-    "Array",
-    "Arrays",
-    "Batch",
-    "Chunk",
-    "ImageFeatures",
-    "KVLayer",
-    "SampleRow",
-    "build_batch",
-    "download",
-    "request_index_of",
-    "upload",
-]
-
 Array = npt.NDArray[Any]
 Arrays = tuple[Array, ...]
 Ints = npt.NDArray[np.int64]

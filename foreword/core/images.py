@@ -8,16 +8,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "MRopePositions",
-    "PromptImage",
-    "Size",
-    "Tiling",
-    "choose_resolution",
-    "compute_tiling",
-    "expand_placeholders",
-]
-
 Size = tuple[int, int]  # (height, width)
 ROUND_DIGITS = 7  # digits kept before a length is truncated: 2.9999999999 counts as 3
 

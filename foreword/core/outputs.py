@@ -13,25 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 from foreword.core.repetition import Repetition
 from foreword.errors import ForewordError
 
-__all__ = [
-    "GRAMMAR",
-    "BlockUpdate",
-    "Draft",
-    "DraftResult",
-    "DraftingStats",
-    "EmbeddingEvent",
-    "ErrorEvent",
-    "Event",
-    "StepOutput",
-    "StepReport",
-    "StepStats",
-    "TokenEvent",
-    "TokenLogprob",
-    "drop_prefix",
-    "merge",
-    "truncate",
-]
-
 GRAMMAR = "grammar"  # name of the drafter of forced text
 T = TypeVar("T")
 

@@ -11,8 +11,6 @@ from typing import Any
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest
 
-__all__ = ["MAX_N", "MAX_REPEAT_LEN", "SEED_MASK", "SamplingParams", "Speculation"]
-
 MAX_LOGPROBS = 20
 MAX_N = 128
 SEED_MASK = 2**64 - 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["OnLoadProgress", "Readiness", "ReplicaState"]
-
 # (stage, done, total): bytes of a "download" or "weights"; "kernels" compiled for a GPU; "graphs" captured
 OnLoadProgress = Callable[[str, int, int], None]
 

@@ -20,8 +20,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["PATTERN_LIMITS", "Repetition", "RepetitionDetector"]
-
 # (max_pattern, min_repeating) in tokens: words and sentences; paragraphs; complete answers
 PATTERN_LIMITS = ((128, 256), (512, 1024), (2048, 4096))
 WINDOW_TOKENS = sum(PATTERN_LIMITS[-1])  # read by one check

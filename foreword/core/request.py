@@ -17,8 +17,6 @@ from foreword.errors import DeadlineExceeded, ForewordError, InvalidRequest, Ove
 if TYPE_CHECKING:  # a client needs no torch
     from torch import Tensor
 
-__all__ = ["NO_LORA", "POOLING_TYPES", "FinishResult", "Request", "RequestState", "check_deadline"]
-
 POOLING_TYPES = ("last", "mean", "cls")
 NO_LORA: Final = -1  # slot of requests and rows without an adapter
 MAX_RETRY_AFTER_S: Final = 60.0  # longest Retry-After that a client is given

@@ -17,17 +17,6 @@ if TYPE_CHECKING:  # a client needs no torch
     from foreword.core.batch import SampleRow
     from foreword.core.request import Request
 
-__all__ = [
-    "CONSTRAINT_TYPES",
-    "AnswerGate",
-    "Grammars",
-    "Marker",
-    "NoGrammars",
-    "RequestGrammar",
-    "StructuredOutput",
-    "Vocabulary",
-]
-
 # `tools` is written by grammar.tool_calls; the others by users.
 CONSTRAINT_TYPES = (
     *("json_schema", "json_object", "regex", "choice", "lark", "gbnf", "structural_tag"),
@@ -42,7 +31,7 @@ Marker = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerGate:
+class ConstraintScope:
     """The parts of an answer that its constraint leaves alone: reasoning, and text before a trigger."""
 
     reasoning_begin: Marker = ()  # (): the model opens no reasoning of its own
@@ -73,7 +62,7 @@ class StructuredOutput:
     whitespace: bool = True  # JSON may contain (bounded) whitespace; see docs/structured-output.md
     after: str | None = None  # starts after this text, for reasoning models; None: at once
     field: str = "structured_outputs"  # the user's name of the field, for errors
-    gate: AnswerGate | None = None  # None: the whole answer, or what follows `after`
+    gate: ConstraintScope | None = None  # None: the whole answer, or what follows `after`
 
     def __post_init__(self) -> None:
         if self.constraint_type not in CONSTRAINT_TYPES:

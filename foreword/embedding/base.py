@@ -21,9 +21,7 @@ from torch import Tensor
 from foreword.embedding.messages import EncoderInput
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
-from foreword.models.config import ConfigReader
-
-__all__ = ["EncoderConfig", "RankerHead", "TextEncoder", "VarlenBatch"]
+from foreword.weights.config import ConfigReader
 
 
 @dataclass(frozen=True, slots=True)

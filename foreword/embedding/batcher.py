@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 
 from foreword.embedding.messages import EncoderInput
 
-__all__ = ["EncodeCall", "FairBatcher"]
-
 
 @dataclass(eq=False, slots=True)
 class EncodeCall:

@@ -26,9 +26,7 @@ from foreword.embedding.layers import (
 from foreword.layers.norm import LayerNorm
 from foreword.layers.weights import Weights
 from foreword.models.common import MAX_HIDDEN_SIZE, MAX_LAYERS
-from foreword.models.config import ConfigReader
-
-__all__ = ["Bert", "DistilBert", "MPNet", "Roberta"]
+from foreword.weights.config import ConfigReader
 
 PRETRAINING_HEAD = "head of pre-training"
 UNUSED_POOLER = "neither vectors nor scores read it"

@@ -32,11 +32,9 @@ from foreword.embedding.messages import (
 from foreword.embedding.tokenizer import EncoderTokenizer
 from foreword.embedding.vectors import scalar
 from foreword.errors import ConfigError, EngineDead, ForewordError, InvalidRequest, Overloaded, RequestFailed
-from foreword.models.hub import resolve_path
 from foreword.utils.threads import run_in_own_thread
+from foreword.weights.hub import resolve_path
 from foreword.workers.pool import spawn
-
-__all__ = ["EncoderClient", "EncoderInfo", "EncoderProcess", "EncoderTokenizer"]
 
 LOG = logging.getLogger(__name__)
 

@@ -7,9 +7,7 @@ from types import MappingProxyType
 from foreword.embedding.base import EncoderConfig
 from foreword.embedding.layers import ACTIVATIONS
 from foreword.models.common import MAX_HIDDEN_SIZE, MAX_LAYERS
-from foreword.models.config import ConfigReader
-
-__all__ = ["read_activation", "read_bert_config", "read_score_activation"]
+from foreword.weights.config import ConfigReader
 
 RANKER_SUFFIX = "ForSequenceClassification"
 SCORE_ACTIVATIONS = MappingProxyType(

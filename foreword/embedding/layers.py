@@ -16,17 +16,6 @@ from foreword.layers.linear import Linear, load_linear
 from foreword.layers.norm import LayerNorm
 from foreword.layers.weights import Weights
 
-__all__ = [
-    "ACTIVATIONS",
-    "ClassificationHead",
-    "EmbeddingTable",
-    "EncoderAttention",
-    "EncoderFeedForward",
-    "PostNormLayer",
-    "encoder_linear",
-    "word_embeddings",
-]
-
 WEIGHT_FORMAT = "float32"
 
 

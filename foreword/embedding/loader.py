@@ -13,10 +13,8 @@ from foreword.embedding.bert import Bert, DistilBert, MPNet, Roberta
 from foreword.embedding.modernbert import ModernBert
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
-from foreword.models.config import ConfigReader, read_json
-from foreword.models.weights import FileWeights
-
-__all__ = ["ARCHITECTURES", "load_encoder"]
+from foreword.weights.config import ConfigReader, read_json
+from foreword.weights.tensors import FileWeights
 
 ARCHITECTURES: Mapping[str, type[TextEncoder]] = MappingProxyType(
     {

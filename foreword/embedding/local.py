@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foreword.config.hardware import probe_hardware
 from foreword.config.options import Config
 from foreword.embedding.base import TextEncoder
 from foreword.embedding.loader import load_encoder
@@ -24,9 +23,8 @@ from foreword.embedding.tokenizer import EncoderTokenizer
 from foreword.embedding.vectors import scalar
 from foreword.kernels.ops import Ops
 from foreword.kernels.registry import select_backend
-from foreword.models.hub import resolve_path
-
-__all__ = ["LocalEncoder", "load_local_encoder"]
+from foreword.planning.hardware import probe_hardware
+from foreword.weights.hub import resolve_path
 
 
 class LocalEncoder:

@@ -12,21 +12,6 @@ from foreword.config.options import Config
 from foreword.embedding.sentence_transformers import POOLINGS
 from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest, Unsupported
 
-__all__ = [
-    "EncodeBatch",
-    "EncodeBatchFailed",
-    "EncodeBatchResult",
-    "EncoderInfo",
-    "EncoderInput",
-    "TokenizedPair",
-    "pack_message",
-    "read_message",
-    "read_message_async",
-    "split_batches",
-    "validate_pairs",
-    "validate_texts",
-]
-
 LENGTH_BYTES = 8
 MAX_BATCH_TOKENS = 256  # 512 are 3 % faster, but delay the next caller
 TokenizedPair = tuple[Sequence[int], Sequence[int]]  # token ids of both texts, and their type ids or ()

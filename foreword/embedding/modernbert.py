@@ -18,9 +18,7 @@ from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
 from foreword.models.common import ACTIVATIONS as GATED_ACTIVATIONS
 from foreword.models.common import LAYER_TYPES, MAX_HIDDEN_SIZE, MAX_LAYERS
-from foreword.models.config import ConfigReader
-
-__all__ = ["ModernBert"]
+from foreword.weights.config import ConfigReader
 
 FULL, SLIDING = LAYER_TYPES
 ROPE_THETA_KEYS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}

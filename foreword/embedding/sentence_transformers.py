@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from foreword.errors import CheckpointError, InvalidRequest
-from foreword.models.config import ConfigReader, read_json
-
-__all__ = [
-    "DECODER_POOLING",
-    "POOLINGS",
-    "PoolingConfig",
-    "read_decoder_pooling_config",
-    "read_pooling_config",
-]
+from foreword.weights.config import ConfigReader, read_json
 
 POOLINGS = ("cls", "mean", "last", "max")
 DEFAULT_POOLING = "mean"  # of sentence-transformers

@@ -9,8 +9,6 @@ from foreword.embedding.sentence_transformers import PoolingConfig
 from foreword.errors import InvalidRequest
 from foreword.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["EncoderTokenizer"]
-
 
 class EncoderTokenizer:
     """The tokenizer of an encoder's checkpoint. Thread-safe."""

@@ -6,8 +6,6 @@ import math
 from array import array
 from operator import mul
 
-__all__ = ["FLOAT_BYTES", "cosine", "normalize_embedding", "scalar"]
-
 FLOAT_BYTES = 4
 
 

@@ -14,7 +14,6 @@ from typing import IO
 
 import torch
 
-from foreword.config.hardware import apply_placement
 from foreword.config.options import Config
 from foreword.embedding.local import LocalEncoder, load_local_encoder, num_encoder_threads
 from foreword.embedding.messages import (
@@ -26,9 +25,8 @@ from foreword.embedding.messages import (
 )
 from foreword.errors import ForewordError, RequestFailed
 from foreword.kernels.registry import select_backend
+from foreword.planning.hardware import apply_placement
 from foreword.utils.logging import set_up_logging
-
-__all__ = ["main"]
 
 NICENESS = 10  # a tenth of a core that the engine needs too
 LOG = logging.getLogger(__name__)

@@ -12,8 +12,6 @@ from foreword.core.request import RequestState
 from foreword.engine.pooler import num_pool_rows
 from foreword.engine.schedule_output import ScheduledRequest
 
-__all__ = ["BatchBuilder", "ModelInput", "PromptLogprobRow"]
-
 # state, start, end -> image features of tokens [start, end) as (offset from start, [rows, width])
 GetFeatures = Callable[[RequestState, int, int], Sequence[tuple[int, Tensor]]]
 

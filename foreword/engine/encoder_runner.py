@@ -24,16 +24,6 @@ from foreword.errors import InvalidRequest, RequestFailed
 from foreword.kernels.gpu import is_device_lost
 from foreword.models.base import VisionEncoder
 
-__all__ = [
-    "EncodeFailure",
-    "EncoderCache",
-    "FeatureKey",
-    "VisionEncoderRunner",
-    "check_images",
-    "feature_key",
-    "pending_images",
-]
-
 logger = logging.getLogger(__name__)
 
 STAGE: Final = "encode"  # of the step timer, and the fault label

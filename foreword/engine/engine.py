@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from foreword.config.lora import AdapterInfo
-from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import (
     BlockUpdate,
     Draft,
@@ -41,10 +40,9 @@ from foreword.errors import (
     Unsupported,
 )
 from foreword.lora.slots import AdapterSlots
+from foreword.planning.resolve import EngineInfo
 from foreword.speculation.policy import PrefillLoad, RequestStep, StepRecord
 from foreword.speculation.proposer import Proposer
-
-__all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 

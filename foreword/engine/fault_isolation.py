@@ -24,8 +24,6 @@ from foreword.engine.timers import StepTimer
 from foreword.errors import RequestFailed
 from foreword.kernels.gpu import is_device_lost
 
-__all__ = ["NONFINITE", "FaultIsolation", "reset_state"]
-
 logger = logging.getLogger(__name__)
 
 NONFINITE: Final = "nonfinite"  # the fault label of logits, hidden states and features that are not finite

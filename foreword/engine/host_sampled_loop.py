@@ -26,8 +26,6 @@ from foreword.kernels.ops import DraftTokens
 from foreword.sampling.sampler import NON_FINITE, PendingSamples, Sampler
 from foreword.sampling.verify import verify
 
-__all__ = ["HostSampledLoop"]
-
 NO_DRAFT = DraftTokens((), ())
 
 

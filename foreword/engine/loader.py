@@ -19,21 +19,8 @@ import torch
 from torch import Tensor
 
 from foreword.config.drafters import DRAFTERS
-from foreword.config.hardware import hardware_info, probe_hardware
 from foreword.config.lora import AdapterInfo
-from foreword.config.memory import GIB, DeviceMemory
 from foreword.config.options import Config, parse_cpus
-from foreword.config.plan import ModelDescription
-from foreword.config.resolve import (
-    EngineInfo,
-    HardwareInfo,
-    ModelInfo,
-    ResolvedConfig,
-    draft_size_warning,
-    resolve,
-    resolve_dtypes,
-    with_kv_cache,
-)
 from foreword.core.batch import NULL_BLOCK, Batch, Chunk
 from foreword.core.readiness import OnLoadProgress
 from foreword.core.structured_output import Grammars, NoGrammars
@@ -69,6 +56,18 @@ from foreword.layers.lora import LoraLimits
 from foreword.lora.slots import AdapterSlots
 from foreword.models.base import Model, Precision
 from foreword.models.loader import load_model, read_model_info, weight_files
+from foreword.planning.hardware import hardware_info, probe_hardware
+from foreword.planning.memory import GIB, DeviceMemory, ModelInfo
+from foreword.planning.plan import ModelDescription
+from foreword.planning.resolve import (
+    EngineInfo,
+    HardwareInfo,
+    ResolvedConfig,
+    draft_size_warning,
+    resolve,
+    resolve_dtypes,
+    with_kv_cache,
+)
 from foreword.sampling.sampler import Sampler
 from foreword.speculation.base import EngineDrafter, ModelBasedDrafter
 from foreword.speculation.control.controller import DraftLengthController
@@ -84,8 +83,6 @@ from foreword.speculation.drafters.suffix import SuffixDrafter
 from foreword.speculation.plugin import DrafterAdapter, make_plugin
 from foreword.speculation.policy import FixedLength
 from foreword.speculation.proposer import Proposer
-
-__all__ = ["describe_model", "detect_hardware", "load", "make_plugins", "types_in_use"]
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,6 @@ from foreword.sampling.logits_processors import masking_fields
 from foreword.sampling.sampler import ALL_MASKED, Sampler, SamplerOutput
 from foreword.sampling.verify import verify
 
-__all__ = ["ModelRunner"]
-
 
 class ModelRunner:
     """A model with its KV cache and sampler. Grammar masks are computed during the forward pass."""

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from math import exp
 from typing import Final
 
-from foreword.config.resolve import ResolvedConfig
 from foreword.core.outputs import Draft, StepOutput
 from foreword.core.request import RequestState
 from foreword.engine.encoder_runner import pending_images
@@ -42,11 +41,10 @@ from foreword.engine.timers import StepTimer
 from foreword.executor.decode_loop import DecodeLoop, DecodeResult, DecodeSlot, SupportsDecodeLoop
 from foreword.kernels.gpu import is_device_lost
 from foreword.kernels.ops import DraftSamplingParams
+from foreword.planning.resolve import ResolvedConfig
 from foreword.sampling.logits_processors import draft_sampling_params, only_filters
 from foreword.speculation.base import DeviceDrafter
 from foreword.speculation.proposer import Proposer
-
-__all__ = ["OverlapLoop", "make_overlap_loop"]
 
 logger = logging.getLogger(__name__)
 

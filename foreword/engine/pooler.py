@@ -21,8 +21,6 @@ from foreword.executor.graph_runner import with_graphs
 from foreword.kv_cache.storage import KVStorage
 from foreword.models.base import Model
 
-__all__ = ["PARTIAL_SUMS", "PoolOutput", "Pooler", "accumulate", "num_pool_rows", "reduce_mean"]
-
 PARTIAL_SUMS = 32  # partial sums of a mean: fewer rounding errors than one running sum
 
 

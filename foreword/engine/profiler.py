@@ -15,8 +15,6 @@ from typing import Protocol
 
 import torch
 
-from foreword.config.memory import GIB, DeviceMemory
-from foreword.config.resolve import ResolvedConfig
 from foreword.core.batch import NULL_BLOCK
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
@@ -24,20 +22,10 @@ from foreword.engine.batch_builder import BatchBuilder
 from foreword.engine.model_runner import ModelRunner
 from foreword.engine.schedule_output import ScheduledRequest
 from foreword.models.base import VisionEncoder
+from foreword.planning.memory import GIB, DeviceMemory
+from foreword.planning.resolve import ResolvedConfig
 from foreword.speculation.base import ModelBasedDrafter
 from foreword.speculation.control.cost_model import Calibration, CostCurve
-
-__all__ = [
-    "CudaMemoryMeter",
-    "ProfileRun",
-    "ProfileSteps",
-    "StepCostProfiler",
-    "log_memory",
-    "max_graph_rows",
-    "oom_message",
-    "profile_memory",
-    "time_passes",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from foreword.core.request import RequestState
 
-__all__ = ["ScheduleOutput", "ScheduledRequest"]
-
 
 class ScheduledRequest(NamedTuple):
     """Rows of one request: `num_tokens` known tokens from index `start`, then `num_draft_tokens`."""

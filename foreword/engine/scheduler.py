@@ -36,8 +36,6 @@ from foreword.kv_cache.block_manager import BlockManager
 from foreword.kv_cache.block_pool import BlockPool
 from foreword.kv_cache.prefix_cache import PrefixCache
 
-__all__ = ["Scheduler"]
-
 logger = logging.getLogger(__name__)
 
 # Rows of pooling requests while others generate: 1/32 of the step keeps both busy about half of the time

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["StepTimer"]
-
 
 class StepTimer:
     """Times the stages encode, schedule, assemble, forward, sample, draft, commit and embed."""

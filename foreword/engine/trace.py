@@ -23,8 +23,6 @@ from foreword.engine.waiting_queue import ComputableUntil
 from foreword.errors import ForewordError, InvalidRequest, RequestFailed
 from foreword.kv_cache.block_pool import BlockPool
 
-__all__ = ["RecordingScheduler", "replay"]
-
 
 class RecordingScheduler(Scheduler):
     """A scheduler that appends its inputs and schedules to a file, each line before it acts on it.

@@ -14,17 +14,6 @@ from foreword.core.request import Request, RequestState
 from foreword.core.structured_output import RequestGrammar
 from foreword.kv_cache.prefix_cache import PrefixCache
 
-__all__ = [
-    "AdmissionFilter",
-    "ComputableUntil",
-    "FairQueue",
-    "PendingGrammar",
-    "PendingGrammars",
-    "UnencodedImages",
-    "WaitingQueue",
-    "sort_key_of",
-]
-
 DEFAULT_OUTPUT_TOKENS: Final = 256  # expected output tokens of a request, if its limit allows as many
 MAX_TAG_UPDATES: Final = 256  # waiting requests per step whose tag may be updated
 IDLE_WAIT_S: Final = 0.01  # how long an idle step waits for a grammar

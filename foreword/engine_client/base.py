@@ -8,12 +8,10 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from foreword.config.lora import AdapterInfo
-from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import BlockUpdate, Event, StepStats, TokenEvent
 from foreword.core.readiness import Readiness, ReplicaState
 from foreword.core.request import Request
-
-__all__ = ["EngineClient", "SafeCalls", "is_last", "iterate_events"]
+from foreword.planning.resolve import EngineInfo
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,6 @@ from foreword.engine_client.messages import HEARTBEAT_FD
 from foreword.errors import ConfigError
 from foreword.utils.threads import run_in_own_thread
 
-__all__ = ["EngineProcess", "SendFailed"]
-
 logger = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S: Final = 10.0

@@ -16,10 +16,8 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from foreword.config.hardware import apply_placement
 from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
-from foreword.config.plan import ModelDescription
 from foreword.core.request import Request
 from foreword.core.structured_output import Vocabulary
 from foreword.engine.engine import Engine
@@ -43,9 +41,9 @@ from foreword.engine_client.messages import (
     UnloadAdapter,
 )
 from foreword.errors import ConfigError, ForewordError, RequestFailed
+from foreword.planning.hardware import apply_placement
+from foreword.planning.plan import ModelDescription
 from foreword.utils.logging import log_model, set_up_logging
-
-__all__ = ["main"]
 
 logger = logging.getLogger(__name__)
 

@@ -29,8 +29,6 @@ from typing import Final
 from foreword.errors import ConfigError
 from foreword.utils.threads import run_in_own_thread
 
-__all__ = ["ForkServer", "main"]
-
 ENTRY_MODULE: Final = "foreword.engine_client.engine_process"
 STATUS: Final = struct.Struct("ii")  # pid; exit code, negative for a signal
 RUNNING: Final = 1 << 30  # instead of an exit code

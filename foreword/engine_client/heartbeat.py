@@ -19,18 +19,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-__all__ = [
-    "BUSY",
-    "IDLE",
-    "LOADING",
-    "EngineHealth",
-    "HangDetector",
-    "Heartbeat",
-    "HeartbeatPage",
-    "cpu_seconds",
-    "read_proc_stat",
-]
-
 LOADING, IDLE, BUSY = range(3)
 HEARTBEAT, BUSY_SINCE = range(2)  # float64, seconds
 PHASE, NUM_REQUESTS, PLUGIN = range(2, 5)  # uint64, as the arrival numbers that follow

@@ -12,14 +12,12 @@ from collections.abc import Callable, Sequence
 
 from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
-from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import StepReport
 from foreword.core.readiness import OnLoadProgress
 from foreword.core.request import Request
 from foreword.core.structured_output import Vocabulary
 from foreword.engine.loader import load
-
-__all__ = ["LocalClient"]
+from foreword.planning.resolve import EngineInfo
 
 logger = logging.getLogger(__name__)
 

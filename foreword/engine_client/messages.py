@@ -6,28 +6,10 @@ from dataclasses import dataclass, field
 
 from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
-from foreword.config.plan import ModelDescription
-from foreword.config.resolve import EngineInfo, ResolvedConfig
 from foreword.errors import ForewordError
+from foreword.planning.plan import ModelDescription
+from foreword.planning.resolve import EngineInfo, ResolvedConfig
 from foreword.speculation.control.cost_model import MeasuredCosts
-
-__all__ = [
-    "HEARTBEAT_FD",
-    "AdapterReply",
-    "AddImage",
-    "DescribeModels",
-    "DropImage",
-    "EngineReady",
-    "EngineStartFailed",
-    "Init",
-    "LoadAdapter",
-    "LoadProgress",
-    "ModelDescriptions",
-    "RemoveRequest",
-    "SendBlocks",
-    "SetThreads",
-    "UnloadAdapter",
-]
 
 HEARTBEAT_FD = b"b"  # before all messages, sent along with the file descriptor of the HeartbeatPage
 

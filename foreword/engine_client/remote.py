@@ -18,7 +18,6 @@ import httpx
 from pydantic import ValidationError
 
 from foreword.config.lora import AdapterInfo, LoraModule
-from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import BlockUpdate, EmbeddingEvent, ErrorEvent, Event, StepStats, TokenEvent
 from foreword.core.readiness import Readiness, ReplicaState
 from foreword.core.request import Request
@@ -40,8 +39,7 @@ from foreword.engine_client.remote_messages import (
     build_digest,
 )
 from foreword.errors import ConfigError, EngineDead, ForewordError, RequestFailed
-
-__all__ = ["RemoteClient"]
+from foreword.planning.resolve import EngineInfo
 
 logger = logging.getLogger(__name__)
 

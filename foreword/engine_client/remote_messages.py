@@ -17,31 +17,12 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 import foreword.errors as errors
 from foreword.config.lora import AdapterInfo
-from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import BlockUpdate, EmbeddingEvent, StepStats, TokenEvent
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 from foreword.engine_client.messages import LoadAdapter, RemoveRequest, SendBlocks, UnloadAdapter
 from foreword.errors import ForewordError
-
-__all__ = [
-    "CLIENT_INTERVAL_S",
-    "GREETING",
-    "HEARTBEAT_S",
-    "LEASE_S",
-    "MESSAGES",
-    "REPORT",
-    "SESSIONS_PATH",
-    "CallResult",
-    "Codec",
-    "Greeting",
-    "ReloadEngine",
-    "RemoteError",
-    "SessionMessage",
-    "SessionReport",
-    "SessionStatus",
-    "build_digest",
-]
+from foreword.planning.resolve import EngineInfo
 
 T = TypeVar("T")
 

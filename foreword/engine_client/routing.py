@@ -12,8 +12,6 @@ from typing import Final
 
 from foreword.core.outputs import BlockUpdate
 
-__all__ = ["BlockIndex", "ReplicaLoad", "RoutingPolicy", "choose"]
-
 # A replica may have this much more load than the mean, for the sake of its cache.
 MAX_LOAD_RATIO: Final = 1.25
 LOAD_SLACK: Final = 2.0  # streams

@@ -11,8 +11,6 @@ import torch
 
 from foreword.kernels.gpu import is_device_lost
 
-__all__ = ["CudaGraphPool", "capture_sizes", "pick_size"]
-
 log = logging.getLogger(__name__)
 NUM_WARM_UPS = 2  # Triton compiles in the first, allocators settle in the second
 SIZE_STEPS = ((256, 64), (128, 32), (64, 16), (8, 8))  # (from this size on, distance of sizes)

@@ -36,16 +36,6 @@ from foreword.kernels.ops import DraftSamplingParams, DraftTokens
 from foreword.kernels.reference.decode_ops import SlotField
 from foreword.kernels.reference.sampling import hash_logits
 
-__all__ = [
-    "DecodeLoop",
-    "DecodeResult",
-    "DecodeSlot",
-    "DeviceDecodeLoop",
-    "ForwardResult",
-    "SplitDecodeLoop",
-    "SupportsDecodeLoop",
-]
-
 MAX_IN_FLIGHT = 2
 
 

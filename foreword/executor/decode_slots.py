@@ -17,18 +17,6 @@ from foreword.executor.cuda_graphs import CudaGraphPool
 from foreword.kernels.ops import DraftSamplingParams, Ops
 from foreword.kernels.reference.decode_ops import DecodeOps, SlotField
 
-__all__ = [
-    "DecodeLimits",
-    "GraphOps",
-    "LoopConfig",
-    "SamplerClass",
-    "SlotView",
-    "choose_sampler_class",
-    "copy_to_device",
-    "pack_slots",
-    "sample_slots",
-]
-
 NO_TOP_K = 1 << 40
 SIGN_BIT = 1 << 63
 

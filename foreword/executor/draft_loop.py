@@ -22,8 +22,6 @@ from foreword.executor.decode_slots import (
 from foreword.kernels.ops import DraftJob, DraftTokens
 from foreword.kernels.reference.decode_ops import DraftLoopState, SlotField
 
-__all__ = ["DeviceDraftLoop"]
-
 INITIAL_DRAFT_CAPACITY = 32  # draft tokens; grows on demand
 NUM_CATCH_UP_TOKENS = 2  # tokens without KV after a step: the last draft token if accepted, and its successor
 

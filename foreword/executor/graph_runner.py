@@ -19,8 +19,6 @@ from foreword.executor.decode_slots import DecodeLimits, GraphOps, LoopConfig
 from foreword.executor.draft_loop import DeviceDraftLoop
 from foreword.kernels.ops import DraftJob, DraftTokens, Ops
 
-__all__ = ["GraphRunner", "with_graphs"]
-
 # Limits of a request in a captured pass: few rows (a draft), or a short context (a prompt). Each row attends
 # alone there, which costs less than launches one by one; for other prompts, kernels share reads among rows.
 MAX_ROWS_PER_REQUEST = 16

@@ -22,9 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from foreword.config.memory import format_bytes
-
-__all__ = ["Decision", "LoadScheduler", "ModelSpec", "ModelState", "Refusal"]
+from foreword.planning.memory import format_bytes
 
 ModelState = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 

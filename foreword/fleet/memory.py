@@ -16,17 +16,24 @@ from pathlib import Path
 from typing import Final
 
 from foreword.checkpoint import resolve_paths
-from foreword.config.memory import (
+from foreword.config.models_file import ModelEntry, ModelsConfig
+from foreword.config.options import Config, parse_bytes, parse_tokens
+from foreword.engine_client.connection import EngineProcess
+from foreword.engine_client.forkserver import ForkServer
+from foreword.engine_client.heartbeat import read_proc_stat
+from foreword.engine_client.messages import DescribeModels, ModelDescriptions
+from foreword.errors import ConfigError, ForewordError
+from foreword.fleet.cpu_affinity import assign_gpus
+from foreword.fleet.load_scheduler import ModelSpec
+from foreword.planning.memory import (
     CUDA_CONTEXT_BYTES,
     GIB,
     cpu_reserve,
     cuda_graph_reserve,
     kv_bytes_per_token,
 )
-from foreword.config.models_file import ModelEntry, ModelsConfig
-from foreword.config.options import Config, parse_bytes, parse_tokens
-from foreword.config.plan import MemoryPart, ModelDescription, plan_memory
-from foreword.config.resolve import (
+from foreword.planning.plan import MemoryPart, ModelDescription, plan_memory
+from foreword.planning.resolve import (
     MAX_CPU_KV_BYTES,
     ResolvedConfig,
     batch_limits,
@@ -34,25 +41,8 @@ from foreword.config.resolve import (
     resolve,
     resolve_dtypes,
 )
-from foreword.config.topology import read_machine
-from foreword.engine_client.connection import EngineProcess
-from foreword.engine_client.forkserver import ForkServer
-from foreword.engine_client.heartbeat import read_proc_stat
-from foreword.engine_client.messages import DescribeModels, ModelDescriptions
-from foreword.errors import ConfigError, ForewordError
-from foreword.fleet.load_scheduler import ModelSpec
-from foreword.fleet.placement import assign_gpus
-from foreword.models.hub import resolve_path
-
-__all__ = [
-    "ELSEWHERE",
-    "FleetPlan",
-    "ModelPlan",
-    "describe_models",
-    "make_fleet_plan",
-    "plan_fleet",
-    "resident_bytes",
-]
+from foreword.planning.topology import read_machine
+from foreword.weights.hub import resolve_path
 
 PROCESS_BYTES: Final = 256 << 20  # of an engine beside its model: interpreter, libraries, heap
 MAX_KV_SHARES: Final = 4  # models among which the memory of KV caches is divided at most

@@ -14,25 +14,23 @@ from typing import Any, Final
 
 from foreword.checkpoint import prepare_checkpoint
 from foreword.config.lora import LoraModule
-from foreword.config.memory import format_bytes
 from foreword.config.models_file import ModelEntry
 from foreword.config.options import Config
-from foreword.config.topology import read_machine
 from foreword.core.readiness import Readiness
 from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import ForewordError, InvalidRequest, ModelLoadFailed, RequestFailed, ShuttingDown
+from foreword.fleet.cpu_affinity import ThreadSharing
 from foreword.fleet.load_scheduler import LoadScheduler, Refusal
 from foreword.fleet.memory import FleetPlan, resident_bytes
-from foreword.fleet.placement import ThreadSharing
 from foreword.fleet.server_stack import ServerStack
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.metrics.server_metrics import ServerMetrics
+from foreword.planning.memory import format_bytes
+from foreword.planning.topology import read_machine
 from foreword.server.model_names import ServedModel
-from foreword.server.served_models import ManagedModel, ModelStatus, ServedModels
+from foreword.server.registry import ManagedModel, ModelStatus, ServedModels
 from foreword.utils.logging import log_model
 from foreword.utils.threads import run_in_own_thread
-
-__all__ = ["ModelManager"]
 
 logger = logging.getLogger(__name__)
 

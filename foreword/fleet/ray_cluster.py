@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from foreword.config.hardware import hardware_info, probe_hardware
 from foreword.config.models_file import ModelEntry, ModelsConfig
 from foreword.config.options import Config
 from foreword.engine_client.forkserver import ForkServer
@@ -26,9 +25,8 @@ from foreword.engine_client.heartbeat import read_proc_stat
 from foreword.engine_client.remote_messages import build_digest
 from foreword.errors import ConfigError, ForewordError
 from foreword.fleet.memory import plan_fleet
-from foreword.fleet.node_placement import Needs, NodeFacts
-
-__all__ = ["LOCAL", "RayCluster", "ServerSupervisor"]
+from foreword.fleet.node_choice import Needs, NodeFacts
+from foreword.planning.hardware import hardware_info, probe_hardware
 
 LOCAL: Final = "local"  # as an address: a cluster of this machine alone, which ends with this process
 NAMESPACE: Final = "foreword"

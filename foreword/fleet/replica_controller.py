@@ -13,9 +13,7 @@ import httpx
 from foreword.config.options import Config
 from foreword.engine_client.remote_messages import build_digest
 from foreword.errors import ForewordError
-from foreword.fleet.node_placement import Autoscaler, ModelLoad, Needs, NodeFacts, choose_node, why_not
-
-__all__ = ["Cluster", "ReplicaController", "RouterClient"]
+from foreword.fleet.node_choice import Autoscaler, ModelLoad, Needs, NodeFacts, choose_node, why_not
 
 logger = logging.getLogger(__name__)
 

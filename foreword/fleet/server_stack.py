@@ -10,25 +10,23 @@ from typing import Any
 from fastapi import FastAPI
 
 from foreword.checkpoint import CheckpointInfo, model_names
-from foreword.config.resolve import EngineInfo
 from foreword.core.readiness import OnLoadProgress, Readiness
 from foreword.embedding.client import EncoderClient
 from foreword.embedding.sentence_transformers import read_decoder_pooling_config
 from foreword.engine_client.forkserver import ForkServer
-from foreword.engine_client.replicas import make_engine_client
+from foreword.engine_client.router import make_engine_client
 from foreword.errors import ConfigError
 from foreword.metrics.recorder import MetricsRecorder
+from foreword.planning.resolve import EngineInfo
 from foreword.server.app import create_app, loading_app, make_context
-from foreword.server.context import ServerContext
+from foreword.server.http.request_log import RequestLog
 from foreword.server.lifecycle import DrainState, Health
+from foreword.server.loaded_model import LoadedModel
 from foreword.server.model_names import check_adapter_names
-from foreword.server.request_log import RequestLog
-from foreword.server.served_models import ServedModels
+from foreword.server.registry import ServedModels
 from foreword.tokenizer.input_processor import ChatInputProcessor
 from foreword.utils.threads import run_in_own_thread
 from foreword.utils.version import __version__
-
-__all__ = ["ServerStack"]
 
 
 class ServerStack:
@@ -141,7 +139,7 @@ class ServerStack:
 
     def make_context(
         self, models: ServedModels, recorder: MetricsRecorder, variants: Iterable[str]
-    ) -> ServerContext:
+    ) -> LoadedModel:
         """The started model as one of several. Raises CheckpointError, ConfigError."""
         prepared = self._prepared
         return make_context(

@@ -17,8 +17,6 @@ from foreword.errors import InvalidRequest
 from foreword.grammar import limits
 from foreword.workers.pool import JobFailed, JobLimits, WorkerPool
 
-__all__ = ["GrammarChecker"]
-
 WORKER: Final = "foreword.grammar.check_worker"
 MAX_REPLY_BYTES: Final = 1 << 16
 

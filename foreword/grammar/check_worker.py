@@ -16,8 +16,6 @@ from foreword.grammar.compiler import CompiledGrammar, error_reason
 from foreword.grammar.vocab import GrammarVocab
 from foreword.workers.worker import serve
 
-__all__ = ["check_grammar"]
-
 
 def start(vocabulary: Vocabulary) -> Callable[[Connection], None]:
     """Returns the handler, which replies with the reason to reject a constraint, or ""."""

@@ -28,8 +28,6 @@ from foreword.grammar.limits import RECOMPILE_CPU_S, parser_limits
 from foreword.grammar.structural_tag import structural_tag_to_lark
 from foreword.grammar.vocab import GrammarVocab
 
-__all__ = ["CompiledGrammar", "Lexer", "constraint_body", "error_reason", "to_llguidance"]
-
 # llguidance would force its own tokenization of fixed text; here the model chooses the tokens.
 OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
 # Parts of llguidance's errors that show the converted grammar, which the user never saw.

@@ -18,8 +18,6 @@ from foreword.grammar import limits
 from foreword.grammar.json_schema import GrammarError, nesting_depth
 from foreword.grammar.lark import escape_char
 
-__all__ = ["gbnf_to_lark"]
-
 TOKEN: Final = re.compile(
     r"""(?P<space>\s+|\#[^\n]*)
       | (?P<defined>::=)

@@ -11,20 +11,8 @@ from typing import Any, Final, NoReturn
 
 from llguidance import LLMatcher
 
-from foreword.formats.values import resolve_reference
+from foreword.chat_formats.values import resolve_reference
 from foreword.grammar import limits
-
-__all__ = [
-    "ANY_OBJECT",
-    "GrammarError",
-    "SchemaConverter",
-    "convert_schema",
-    "convert_schema_text",
-    "is_pattern_known",
-    "is_text_list",
-    "nesting_depth",
-    "read_json",
-]
 
 # Linear time, also for an unterminated string.
 STRING_OR_BRACKET: Final = re.compile(r'"(?:[^"\\]|\\.?)*(?:"|\Z)|[\[\]{}]', re.DOTALL)

@@ -14,8 +14,6 @@ from llguidance import LLMatcher
 
 from foreword.grammar.vocab import GrammarVocab
 
-__all__ = ["JumpForward"]
-
 JSON_KINDS: Final = ("json_schema", "json_object", "structural_tag", "tools")
 PUNCTUATION: Final = (b":", b",", b'"', b"{", b"[", b"}", b"]")
 TAG: Final = b"<"  # counts as punctuation in calls

@@ -12,8 +12,6 @@ from llguidance import regex_to_lark
 from foreword.grammar import limits
 from foreword.grammar.json_schema import GrammarError, nesting_depth
 
-__all__ = ["check_brackets", "embed_lark", "escape_char", "lark_literal", "lark_regex"]
-
 LARK_STRING: Final = re.compile(r"[\t\n\r -\x7e\xa0-\U0010ffff]*")  # characters of a JSON-escaped Lark string
 REPEAT: Final = re.compile(r"\{[ \t]*(\d*)[ \t]*,?[ \t]*(\d*)[ \t]*\}|~[ \t]*(\d+)(?:[ \t]*\.\.[ \t]*(\d+))?")
 

@@ -11,8 +11,6 @@ from typing import Final
 
 from llguidance import LLParserLimits
 
-__all__ = ["parser_limits"]
-
 # Text of a constraint; core.structured limits its size in bytes.
 MAX_NESTING: Final = 100  # nested brackets
 MAX_PROPERTIES: Final = 10_000  # keywords, values and names of a schema

@@ -20,8 +20,6 @@ from foreword.grammar.masks import MaskBuffer, MaskJob, MaskRequest, MaskThread
 from foreword.grammar.matcher import Matcher
 from foreword.grammar.vocab import GrammarVocab
 
-__all__ = ["GrammarManager"]
-
 MAX_MASK_THREADS: Final = 8
 
 

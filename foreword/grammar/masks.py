@@ -16,8 +16,6 @@ from torch import Tensor
 
 from foreword.grammar.compiler import Lexer
 
-__all__ = ["MaskBuffer", "MaskJob", "MaskRequest", "MaskThread", "compute_masks"]
-
 WORD_BYTES = 4
 
 

@@ -19,8 +19,6 @@ from foreword.grammar.masks import MaskJob, MaskRequest, compute_masks
 from foreword.grammar.reasoning import make_gate_tracker, tokenize_marker
 from foreword.grammar.vocab import GrammarVocab
 
-__all__ = ["Matcher"]
-
 TOO_COSTLY: Final = "lexer error: too many expressions constructed"  # as llguidance says it
 
 

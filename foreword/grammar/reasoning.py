@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from foreword.core.request import Request
-from foreword.core.structured_output import AnswerGate, Marker
+from foreword.core.structured_output import ConstraintScope, Marker
 from foreword.grammar.vocab import GrammarVocab
-
-__all__ = ["GateState", "GateTracker", "make_gate_tracker", "reasoning_ended_in_prompt", "tokenize_marker"]
 
 PROMPT_TAIL_TOKENS: Final = 4  # length of the template's text after an end sequence; user text is longer
 
@@ -57,7 +55,7 @@ class GateTracker:
 
     def __init__(
         self,
-        gate: AnswerGate,
+        gate: ConstraintScope,
         vocab: GrammarVocab,
         end_ids: Sequence[Sequence[int]] = (),
         stop_ids: Iterable[int] = (),
@@ -171,7 +169,7 @@ def make_gate_tracker(request: Request, vocab: GrammarVocab, stop_ids: Iterable[
     if structured.gate is not None:
         return GateTracker(structured.gate, vocab, stop_ids=stop_ids)
     is_reasoning = bool(end_ids) and not reasoning_ended_in_prompt(request.prompt_ids, end_ids)
-    return GateTracker(AnswerGate(starts_in_reasoning=is_reasoning), vocab, end_ids, stop_ids)
+    return GateTracker(ConstraintScope(starts_in_reasoning=is_reasoning), vocab, end_ids, stop_ids)
 
 
 def _marker_finder(marker: Marker, vocab: GrammarVocab) -> Finder:

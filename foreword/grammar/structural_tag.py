@@ -15,8 +15,6 @@ from foreword.grammar.gbnf import gbnf_to_lark
 from foreword.grammar.json_schema import GrammarError, convert_schema, is_text_list, read_json
 from foreword.grammar.lark import lark_literal, lark_regex
 
-__all__ = ["structural_tag_to_lark"]
-
 ANY_TEXT: Final = "/(?s:.*)/"
 # Fields of each format, besides `type`. Other fields are errors, because they would change the language.
 FORMAT_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {

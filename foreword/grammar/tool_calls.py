@@ -14,9 +14,7 @@ from hashlib import blake2b
 from itertools import groupby, takewhile
 from typing import Any, Final
 
-from foreword.core.structured_output import MAX_TOOLS_BYTES, AnswerGate, Marker, StructuredOutput
-from foreword.errors import InvalidRequest
-from foreword.formats.record import (
+from foreword.chat_formats.record import (
     BareArguments,
     BoundFormat,
     CallId,
@@ -31,8 +29,10 @@ from foreword.formats.record import (
     TaggedArguments,
     ToolFormat,
 )
-from foreword.formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUse
-from foreword.formats.values import MAX_SCHEMA_DEPTH, SchemaTypes, resolve_reference
+from foreword.chat_formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUse
+from foreword.chat_formats.values import MAX_SCHEMA_DEPTH, SchemaTypes, resolve_reference
+from foreword.core.structured_output import MAX_TOOLS_BYTES, ConstraintScope, Marker, StructuredOutput
+from foreword.errors import InvalidRequest
 from foreword.grammar import limits
 from foreword.grammar.compiler import constraint_body
 from foreword.grammar.json_schema import (
@@ -43,8 +43,6 @@ from foreword.grammar.json_schema import (
     is_pattern_known,
 )
 from foreword.grammar.lark import embed_lark, escape_char, lark_regex
-
-__all__ = ["ToolConstraint", "may_follow_space", "tool_constraint"]
 
 ANY_TEXT: Final = "/(?s:.*)/"
 SPACES: Final = r"[ \t\r\n]"
@@ -194,14 +192,16 @@ def may_follow_space(document: StructuredOutput | None) -> bool | None:
     return document.whitespace and document.constraint_type in ("json_schema", "json_object")
 
 
-def _reasoning_gate(bound: BoundFormat, options: ReasoningOptions, starts_in_reasoning: bool) -> AnswerGate:
+def _reasoning_gate(
+    bound: BoundFormat, options: ReasoningOptions, starts_in_reasoning: bool
+) -> ConstraintScope:
     reasoning = bound.format.reasoning
     if reasoning is None:
-        return AnswerGate()
+        return ConstraintScope()
     begin, end = bound.pieces(reasoning.begin), bound.pieces(reasoning.end)
     may_begin = options.enabled is not False
     is_one_token = _is_token(end) and (starts_in_reasoning or _is_token(begin))
-    return AnswerGate(
+    return ConstraintScope(
         reasoning_begin=begin if may_begin else (),
         reasoning_end=end,
         starts_in_reasoning=starts_in_reasoning,
@@ -211,7 +211,7 @@ def _reasoning_gate(bound: BoundFormat, options: ReasoningOptions, starts_in_rea
 
 
 def _constrain_content(
-    bound: BoundFormat, gate: AnswerGate, response_format: StructuredOutput | None
+    bound: BoundFormat, gate: ConstraintScope, response_format: StructuredOutput | None
 ) -> StructuredOutput | None:
     """The constraint on an answer without tools."""
     has_budget = gate.max_reasoning_tokens is not None
@@ -384,7 +384,7 @@ class _Writer:
         space = _join([LEADING_SPACE]) if may_follow_space(document) else ""
         return f"{space} {self._optional(begin)} {body} {self._optional(end)}"
 
-    def after_reasoning(self, body: str, gate: AnswerGate) -> str:
+    def after_reasoning(self, body: str, gate: ConstraintScope) -> str:
         """The body after the reasoning, which is a part of the grammar if the gate does not pass it."""
         body = " ".join([*map(self._optional, self._bound.format.dropped), f"({body})"])
         if not gate.holds_reasoning:
@@ -402,7 +402,7 @@ class _Writer:
             return f"{section} <[*]>*"
         return f"{section} (<[^{trigger[0]}]>* <[{trigger[0]}]> {section})* <[^{trigger[0]}]>*"
 
-    def text_with_calls(self, calls: ToolFormat, parallel: bool, gate: AnswerGate) -> str:
+    def text_with_calls(self, calls: ToolFormat, parallel: bool, gate: ConstraintScope) -> str:
         """Free text, and a call wherever a text opens one."""
         if calls.opens_answer:
             return self.after_reasoning(self._opening_call(calls, parallel), gate)
@@ -451,7 +451,7 @@ class _Writer:
             more += f" ({_join([SPACE_TEXT])} {section})*"
         return f"(({' | '.join(named)}) {more}) | {other}"
 
-    def _reasoning(self, gate: AnswerGate) -> str:
+    def _reasoning(self, gate: ConstraintScope) -> str:
         begin = [] if gate.starts_in_reasoning else self.pieces(gate.reasoning_begin)
         head, *tail = gate.reasoning_end
         if isinstance(head, int):

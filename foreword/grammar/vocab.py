@@ -12,8 +12,6 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from foreword.core.structured_output import Vocabulary
 
-__all__ = ["GrammarVocab"]
-
 # Token sets that a mask often allows as a whole. llguidance's own are those of JSON strings; these add words
 # and names.
 SLICES: Final = (*LLTokenizer.general_slices(), "[a-zA-Z]+", "[a-zA-Z0-9]+")

@@ -12,17 +12,6 @@ from subprocess import CalledProcessError
 
 import torch
 
-__all__ = [
-    "ComputeTypes",
-    "GPUInfo",
-    "check_triton",
-    "current_gpu",
-    "is_device_lost",
-    "skip_trial",
-    "trial_mismatches",
-    "triton_unavailable_reason",
-]
-
 logger = logging.getLogger(__name__)
 
 # Compute capabilities: the oldest that Triton supports, and the oldest with bfloat16.

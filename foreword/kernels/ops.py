@@ -17,24 +17,6 @@ from torch import Tensor
 
 from foreword.core.batch import Batch, KVLayer
 
-__all__ = [
-    "AttentionMetadata",
-    "DraftJob",
-    "DraftLoop",
-    "DraftSamplingParams",
-    "DraftTokens",
-    "ExpertsConfig",
-    "Float8Blocks",
-    "GroupedInts",
-    "MRopeSections",
-    "Matrix",
-    "Ops",
-    "PackedExperts",
-    "PackedLinear",
-    "QuantizedBlocks",
-    "UnfusedOps",
-]
-
 PackedLinear = Any  # result of pack_linear() of the same backend
 PackedExperts = Any  # result of pack_experts() of the same backend
 AttentionMetadata = Any  # result of build_attention_metadata() of the same backend

@@ -11,8 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["FRACTION_BITS", "exp_fixed_point", "log"]
-
 # ln 2 in two parts: the first ends in zeros, so its product with a small integer is exact.
 LN2_HIGH = float.fromhex("0x1.62e42fee00000p-1")
 LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")

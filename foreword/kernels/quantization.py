@@ -13,16 +13,6 @@ from torch import Tensor
 
 from foreword.kernels.ops import Float8Blocks, GroupedInts, QuantizedBlocks
 
-__all__ = [
-    "QUANT_BLOCKS",
-    "QuantBlock",
-    "QuantizedWeight",
-    "dequantize",
-    "fake_quantize",
-    "quantize",
-    "split_blocks",
-]
-
 MIN_MAGNITUDE = 2.0**-100  # a largest magnitude below this counts as zero: its inverse would overflow
 INT4_GROUP = 32
 # Candidates for the quantized value of largest magnitude; the one with the least squared error wins.

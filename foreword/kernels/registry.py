@@ -15,8 +15,6 @@ from foreword.kernels.gpu import ComputeTypes, current_gpu, triton_unavailable_r
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference.backend import FastMathOps, ReferenceOps
 
-__all__ = ["BackendStatus", "list_backends", "native_unavailable_reason", "select_backend", "source_digest"]
-
 # Modules imported on use: only GPUs need Triton.
 TRITON_OPS = ("foreword.kernels.triton.backend", "TritonOps")
 TRITON_FAST_MATH_OPS = ("foreword.kernels.triton.backend", "TritonFastMath")

@@ -8,8 +8,6 @@ from typing import Protocol
 from foreword.core.request import RequestState
 from foreword.kv_cache.block_pool import BlockPool
 
-__all__ = ["BlockManager"]
-
 
 class BlockOwner(Protocol):
     @property

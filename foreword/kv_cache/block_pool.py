@@ -6,8 +6,6 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import takewhile
 
-__all__ = ["BlockPool"]
-
 
 class BlockPool:
     """Reference-counted blocks 1..num_blocks; block 0 is scratch and never allocated.

@@ -10,8 +10,6 @@ from foreword.core.images import PromptImage
 from foreword.core.request import RequestState
 from foreword.kv_cache.block_pool import BlockPool
 
-__all__ = ["PrefixCache", "extend_hashes"]
-
 DIGEST_BYTES = 16
 IMAGE_PERSON = b"pictures"  # separates hashes of blocks with images from those without
 

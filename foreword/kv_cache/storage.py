@@ -11,8 +11,6 @@ from torch import Tensor
 from foreword.core.batch import KVLayer
 from foreword.utils.hugepages import HugePages
 
-__all__ = ["KVStorage"]
-
 SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 

@@ -11,8 +11,6 @@ from foreword.kernels.ops import AttentionMetadata, MRopeSections, Ops
 from foreword.layers.linear import Linear
 from foreword.layers.norm import RMSNorm
 
-__all__ = ["Attention", "AttentionConfig", "ForwardContext"]
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:

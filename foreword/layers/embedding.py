@@ -7,8 +7,6 @@ from torch import Tensor
 
 from foreword.kernels.ops import Ops, PackedLinear
 
-__all__ = ["Embedding"]
-
 
 class Embedding:
     """Rows of a packed weight [V, H], times `scale`, as `dtype`."""

@@ -11,8 +11,6 @@ from foreword.kernels.ops import Ops, PackedLinear
 from foreword.layers.lora import LoraLinear
 from foreword.layers.weights import Weights
 
-__all__ = ["Linear", "load_linear"]
-
 
 class Linear:
     """y = x W^T + b, of type `dtype` (default: of x), plus the adapter of each row if there are any."""

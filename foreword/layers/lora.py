@@ -12,8 +12,6 @@ from torch import Tensor
 from foreword.core.batch import Batch
 from foreword.kernels.ops import LoraTable, Ops
 
-__all__ = ["LoraLayers", "LoraLimits", "LoraLinear", "LoraWeights", "deinterleave_heads"]
-
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:

@@ -6,8 +6,6 @@ from torch import Tensor
 
 from foreword.layers.linear import Linear
 
-__all__ = ["MLP"]
-
 
 class MLP:
     """down(activation(gate(x)) * up(x)), with gate and up fused."""

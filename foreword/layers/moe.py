@@ -8,8 +8,6 @@ from foreword.kernels.ops import ExpertsConfig, Ops, PackedExperts
 from foreword.layers.linear import Linear
 from foreword.layers.mlp import MLP
 
-__all__ = ["MoE", "SharedExpert"]
-
 
 class SharedExpert:
     """The expert of every row, scaled by sigmoid(gate(x)) if there is a gate [1, H]."""

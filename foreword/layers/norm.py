@@ -9,8 +9,6 @@ from torch.nn import functional as F
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
 
-__all__ = ["LayerNorm", "RMSNorm"]
-
 
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last dimension; weight float32 [H].

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from foreword.kernels.ops import MRopeSections
 
-__all__ = ["NO_ROPE", "ROPE_TYPES", "Rope", "RopeConfig", "rope_frequencies"]
-
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from foreword.kernels.ops import Matrix
 
-__all__ = ["Weights"]
-
 
 class Weights(Protocol):
     """Tensors of a checkpoint, by their names in Hugging Face's format."""

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from foreword.errors import CheckpointError
-from foreword.models.config import read_json
-from foreword.models.name_patterns import NamePattern, find_first
-
-__all__ = ["CONFIG_FILE", "AdapterConfig", "Target", "read_adapter_config"]
+from foreword.weights.config import read_json
+from foreword.weights.name_patterns import NamePattern, find_first
 
 CONFIG_FILE = "adapter_config.json"
 ALL_LINEAR = "all-linear"

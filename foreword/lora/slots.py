@@ -10,8 +10,6 @@ from foreword.errors import AdapterConflict, ConfigError, ModelNotFound
 from foreword.layers.lora import LoraLayers
 from foreword.lora.adapter import read_adapter
 
-__all__ = ["AdapterSlots"]
-
 
 class AdapterSlots:
     """Loads and unloads adapters, which requests name by their digests."""

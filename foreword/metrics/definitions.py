@@ -4,24 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "CATALOG",
-    "EMBEDDING_FINISH_REASONS",
-    "EMBEDDING_TASKS",
-    "ENCODE_STAGE",
-    "FAULT_STAGES",
-    "FINISH_REASONS",
-    "INFO_LABELS",
-    "MODEL_LABEL",
-    "PREFIX",
-    "REJECT_REASONS",
-    "STEP_STAGES",
-    "UNLOAD_REASONS",
-    "VLLM_METRICS",
-    "Metric",
-    "VLLMMetric",
-]
-
 PREFIX = "foreword_"
 MODEL_LABEL = "model"  # the served name
 INFO_LABELS = (

@@ -13,20 +13,6 @@ from foreword.core.request import Request
 from foreword.metrics.request_stats import RequestProgress
 from foreword.metrics.spec_stats import SpecDecodeStats
 
-__all__ = [
-    "LogInterval",
-    "PromptChoices",
-    "format_embedding",
-    "format_repetition",
-    "format_request",
-    "format_speculation",
-    "format_throughput",
-    "logger",
-    "request_fields",
-    "speculation_fields",
-    "throughput_fields",
-]
-
 logger = logging.getLogger("foreword.metrics")
 
 MAX_VALUE_CHARS = 80

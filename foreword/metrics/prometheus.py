@@ -18,8 +18,6 @@ from prometheus_client.utils import floatToGoString
 
 from foreword.metrics.definitions import CATALOG, MODEL_LABEL, PREFIX, VLLM_METRICS, Metric, VLLMMetric
 
-__all__ = ["CONTENT_TYPE", "ENGINE_PROCESS", "MetricsRegistry", "render_together"]
-
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 ENGINE_PROCESS = f"{PREFIX}engine"  # prefix of the engine's process metrics
 VLLM_PREFIX = "vllm:"

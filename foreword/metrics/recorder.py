@@ -27,8 +27,6 @@ from foreword.metrics.request_stats import AnswerMetrics, ChoiceStats, RequestPr
 from foreword.metrics.spec_stats import SpecDecodeStats
 from foreword.metrics.tracing import current_span
 
-__all__ = ["MetricsRecorder", "ServerCounters"]
-
 Number = TypeVar("Number", int, float)
 
 DRAFT_STAGE = "draft"  # exists only with drafters

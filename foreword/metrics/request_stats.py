@@ -11,8 +11,6 @@ from foreword.core.request import Request
 from foreword.metrics.spec_stats import SpecDecodeStats
 from foreword.metrics.tracing import RequestSpan
 
-__all__ = ["AnswerMetrics", "ChoiceStats", "RequestProgress", "summarize_choices"]
-
 
 @dataclass(frozen=True, slots=True)
 class AnswerMetrics:

@@ -8,8 +8,6 @@ from foreword.metrics.definitions import UNLOAD_REASONS
 from foreword.metrics.prometheus import MetricsRegistry, render_together
 from foreword.metrics.recorder import MetricsRecorder, ServerCounters
 
-__all__ = ["ServerMetrics"]
-
 LOAD_COUNTERS = ("model_loads_total", "model_load_failures_total")
 
 

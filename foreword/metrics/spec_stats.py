@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-__all__ = ["SpecDecodeStats"]
-
 
 class SpecDecodeStats:
     """Sums over steps that verified a draft, after stop conditions. Ratios are None without drafts."""

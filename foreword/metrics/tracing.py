@@ -22,8 +22,6 @@ from foreword.errors import ConfigError
 if TYPE_CHECKING:
     from foreword.metrics.request_stats import RequestProgress
 
-__all__ = ["RequestSpan", "RequestTracer", "current_span", "open_tracer"]
-
 logger = logging.getLogger("foreword.metrics")
 
 ENDPOINT_PATTERN = re.compile(r"https?://[^/\s]+/\S")  # a URL of gRPC has no path

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from foreword.errors import CheckpointError
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig
 from foreword.models.ernie4_5 import Ernie45
 from foreword.models.exaone4 import Exaone4
@@ -29,9 +28,8 @@ from foreword.models.qwen2_moe import Qwen2Moe
 from foreword.models.qwen3 import Qwen3
 from foreword.models.qwen3_moe import Qwen3Moe
 from foreword.models.smollm3 import SmolLM3
-from foreword.models.unsupported import describe_checkpoint
-
-__all__ = ["ARCHITECTURES", "read_decoder"]
+from foreword.weights.config import ConfigReader
+from foreword.weights.unsupported import describe_checkpoint
 
 ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
     {

@@ -9,13 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foreword.config.resolve import ModelInfo
 from foreword.core.batch import Batch, KVLayer
 from foreword.core.images import PromptImage
 from foreword.kernels.ops import Ops
 from foreword.layers.lora import LoraLayers
-
-__all__ = ["KVCache", "Model", "Precision", "VisionEncoder"]
+from foreword.planning.memory import ModelInfo
 
 
 @dataclass(frozen=True, slots=True)

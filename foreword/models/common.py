@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from foreword.kernels.ops import ExpertsConfig
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import DecoderConfig, LayerType, QKNorm
 from foreword.models.experts import ExpertNames, MoEConfig
 from foreword.models.rope import read_rope, scaled_context_length
-
-__all__ = [
-    "ACTIVATIONS",
-    "read_decoder_config",
-    "read_head_dim",
-    "read_layer_windows",
-    "read_moe_config",
-    "read_num_layers",
-    "read_window",
-]
+from foreword.weights.config import ConfigReader
 
 ACTIVATIONS = {
     "silu": "silu",

@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foreword.config.resolve import ModelInfo
 from foreword.core.batch import Batch, ImageFeatures, KVLayer
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import AttentionMetadata, DraftLoop, Ops
@@ -25,11 +24,10 @@ from foreword.layers.norm import RMSNorm
 from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
 from foreword.models.base import KVCache, Precision, VisionEncoder
-from foreword.models.config import ConfigReader
 from foreword.models.experts import MoEConfig, load_experts
-from foreword.models.weights import DeinterleavedWeights
-
-__all__ = ["Decoder", "DecoderConfig", "DecoderLayer", "LayerBuilder", "LayerType", "QKNorm"]
+from foreword.planning.memory import ModelInfo
+from foreword.weights.config import ConfigReader
+from foreword.weights.tensors import DeinterleavedWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,6 @@ from torch import Tensor
 from foreword.kernels.ops import ExpertsConfig, Matrix, Ops, PackedExperts, QuantizedBlocks
 from foreword.layers.weights import Weights
 
-__all__ = ["ExpertNames", "MoEConfig", "load_experts"]
-
 FUSED = ("experts.gate_up_proj", "experts.down_proj")  # of all experts: gate and up, down
 SEPARATE = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")  # of all experts, in GGUF files
 

@@ -9,10 +9,8 @@ from torch import Tensor
 from foreword.core.batch import KVLayer
 from foreword.layers.attention import ForwardContext
 from foreword.models.common import read_decoder_config, read_layer_windows, read_window
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
-
-__all__ = ["Gemma2", "Gemma2Layer", "apply_gemma_options"]
+from foreword.weights.config import ConfigReader
 
 HEAD_DIM = 256
 WINDOW = 4096

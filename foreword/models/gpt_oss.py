@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from foreword.models.common import read_decoder_config, read_layer_windows, read_moe_config, read_window
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
 from foreword.models.experts import ExpertNames
 from foreword.models.llama import LlamaLayer
-
-__all__ = ["GptOss"]
+from foreword.weights.config import ConfigReader
 
 WINDOW = 128
 HEAD_DIM = 64

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from foreword.models.common import read_decoder_config
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
 from foreword.models.llama import LlamaLayer
-
-__all__ = ["Granite"]
+from foreword.weights.config import ConfigReader
 
 
 class Granite(Decoder):

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from foreword.models.common import read_moe_config
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import DecoderConfig
 from foreword.models.experts import ExpertNames
 from foreword.models.granite import Granite
-
-__all__ = ["GraniteMoe", "GraniteMoeShared"]
+from foreword.weights.config import ConfigReader
 
 NAMES = ExpertNames(
     module="block_sparse_moe",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from foreword.layers.rope import RopeConfig
 from foreword.models.common import read_decoder_config, read_head_dim, read_num_layers
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, LayerType, QKNorm
 from foreword.models.llama import LlamaLayer
 from foreword.models.rope import read_rope
-
-__all__ = ["HunyuanDense"]
+from foreword.weights.config import ConfigReader
 
 EPS = 1e-5
 # Options that published checkpoints have with the only value that the architecture knows.

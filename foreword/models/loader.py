@@ -10,29 +10,28 @@ from types import MappingProxyType
 
 import torch
 
-from foreword.config.resolve import ModelInfo
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.layers.lora import LoraLimits
 from foreword.layers.weights import Weights
 from foreword.models.architectures import ARCHITECTURES, read_decoder
 from foreword.models.base import Model, Precision
-from foreword.models.config import ConfigReader, read_json
 from foreword.models.decoder import Decoder, DecoderConfig
-from foreword.models.device_loader import DeviceLoader
-from foreword.models.gguf.config import read_hf_config
-from foreword.models.gguf.header import GGUFFile, is_gguf, open_gguf, split_files
-from foreword.models.gguf.tensors import GGUFWeights, check_tensor_types, read_rope_factors, with_memory_info
-from foreword.models.quantized.config import CONFIG_FILES, Quantization, read_quantization
-from foreword.models.quantized.weights import QuantizedWeights
-from foreword.models.unsupported import describe_checkpoint
 from foreword.models.vision.base import PREPROCESSOR_FILE, PROCESSOR_FILE, VisionModel
 from foreword.models.vision.llava import Llava
 from foreword.models.vision.llava_next import LlavaNext
 from foreword.models.vision.qwen2_5_vl import Qwen25VL
 from foreword.models.vision.qwen2_vl import Qwen2VL
 from foreword.models.vision.qwen3_vl import Qwen3VL
-from foreword.models.weights import (
+from foreword.planning.memory import ModelInfo
+from foreword.weights.config import ConfigReader, read_json
+from foreword.weights.device_loader import DeviceLoader
+from foreword.weights.gguf.config import read_hf_config
+from foreword.weights.gguf.header import GGUFFile, is_gguf, open_gguf, split_files
+from foreword.weights.gguf.tensors import GGUFWeights, check_tensor_types, read_rope_factors, with_memory_info
+from foreword.weights.quantized.config import CONFIG_FILES, Quantization, read_quantization
+from foreword.weights.quantized.weights import QuantizedWeights
+from foreword.weights.tensors import (
     DummyWeights,
     FileWeights,
     HeaderWeights,
@@ -41,8 +40,7 @@ from foreword.models.weights import (
     MetaWeights,
     MultipartWeights,
 )
-
-__all__ = ["VISION_MODELS", "check_weights", "load_model", "read_model_info", "weight_files"]
+from foreword.weights.unsupported import describe_checkpoint
 
 VISION_MODELS: Mapping[str, type[VisionModel]] = MappingProxyType(
     {

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows, read_window
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, LayerType
 from foreword.models.llama import LlamaLayer
 from foreword.models.rope import read_query_scaled_rope
-
-__all__ = ["Ministral3"]
+from foreword.weights.config import ConfigReader
 
 HEAD_DIM = 128
 EPS = 1e-5

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from foreword.models.common import read_decoder_config, read_layer_windows, read_window
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
 from foreword.models.llama import LlamaLayer
-
-__all__ = ["Mistral"]
+from foreword.weights.config import ConfigReader
 
 WINDOW = 4096  # default; null means no window
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from foreword.models.common import read_decoder_config, read_moe_config, read_num_layers, read_window
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
 from foreword.models.experts import ExpertNames
 from foreword.models.llama import LlamaLayer
-
-__all__ = ["Mixtral"]
+from foreword.weights.config import ConfigReader
 
 NAMES = ExpertNames(module="block_sparse_moe", projections=("w1", "w3", "w2"))
 

@@ -7,10 +7,8 @@ from torch import Tensor
 from foreword.core.batch import KVLayer
 from foreword.layers.attention import ForwardContext
 from foreword.models.common import read_decoder_config
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, QKNorm
-
-__all__ = ["EPS", "Olmo2", "Olmo2Layer"]
+from foreword.weights.config import ConfigReader
 
 EPS = 1e-5
 

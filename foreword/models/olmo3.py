@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows, read_window
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, LayerType, QKNorm
 from foreword.models.olmo2 import EPS, Olmo2Layer
 from foreword.models.rope import read_local_and_global_rope
-
-__all__ = ["Olmo3"]
+from foreword.weights.config import ConfigReader
 
 WINDOW = 4096
 WINDOW_PERIOD = 4  # every n-th layer has full attention

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from foreword.models.common import read_decoder_config, read_moe_config
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, QKNorm
 from foreword.models.experts import ExpertNames
 from foreword.models.llama import LlamaLayer
-
-__all__ = ["Olmoe"]
+from foreword.weights.config import ConfigReader
 
 
 class Olmoe(Decoder):

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from foreword.models.common import read_decoder_config, read_layer_windows, read_moe_config, read_window
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
 from foreword.models.experts import ExpertNames
 from foreword.models.llama import LlamaLayer
 from foreword.models.qwen3_moe import read_expert_layers
-
-__all__ = ["Qwen2Moe"]
+from foreword.weights.config import ConfigReader
 
 WINDOW = 4096
 MAX_WINDOW_LAYERS = 28

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from foreword.models.common import read_decoder_config
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, QKNorm
 from foreword.models.llama import LlamaLayer
 from foreword.models.qwen2 import read_qwen_layer_windows
-
-__all__ = ["Qwen3"]
+from foreword.weights.config import ConfigReader
 
 HEAD_DIM = 128
 

@@ -7,15 +7,7 @@ from dataclasses import replace
 
 from foreword.kernels.ops import MRopeSections
 from foreword.layers.rope import ROPE_TYPES, RopeConfig
-from foreword.models.config import MAX_INT, ConfigReader
-
-__all__ = [
-    "read_local_and_global_rope",
-    "read_query_scaled_rope",
-    "read_rope",
-    "read_rope_section",
-    "scaled_context_length",
-]
+from foreword.weights.config import MAX_INT, ConfigReader
 
 ROPE_TYPE_NAMES = {name: name for name in ROPE_TYPES} | {"su": "longrope", "mrope": "default"}
 

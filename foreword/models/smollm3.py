@@ -10,12 +10,10 @@ from foreword.models.common import (
     read_num_layers,
     read_window,
 )
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, LayerType
 from foreword.models.llama import LlamaLayer
 from foreword.models.rope import read_rope
-
-__all__ = ["SmolLM3"]
+from foreword.weights.config import ConfigReader
 
 NO_ROPE_INTERVAL = 4  # every n-th layer has no RoPE
 THETA = 2_000_000.0

@@ -11,8 +11,6 @@ from PIL.Image import Image, Resampling
 
 from foreword.core.images import PromptImage
 
-__all__ = ["ImageLayout", "ImageProcessor", "resize", "to_chw"]
-
 DIGEST_BYTES = 16
 
 

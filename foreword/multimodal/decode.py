@@ -23,8 +23,6 @@ from PIL.Image import Transpose
 
 from foreword.multimodal.limits import MAX_ASPECT_RATIO
 
-__all__ = ["FORMATS", "ImageError", "decode", "read_size"]
-
 FORMATS: Final = tuple(
     plugin.format
     for plugin in (

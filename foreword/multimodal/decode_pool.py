@@ -17,8 +17,6 @@ from foreword.multimodal.decode_worker import PIXELS, SIZE
 from foreword.multimodal.limits import MediaLimits
 from foreword.workers.pool import JobFailed, JobLimits, WorkerPool
 
-__all__ = ["ImageDecodePool"]
-
 WORKER: Final = "foreword.multimodal.decode_worker"
 MAX_REPLY_BYTES: Final = 1 << 16
 

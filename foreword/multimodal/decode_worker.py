@@ -19,8 +19,6 @@ from foreword.multimodal.decode import ImageError, decode, read_size
 from foreword.multimodal.limits import MediaLimits
 from foreword.workers.worker import serve
 
-__all__ = ["PIXELS", "SIZE"]
-
 SIZE: Final = b"size"
 PIXELS: Final = b"pixels"
 MAX_COMMAND_BYTES: Final = 16

@@ -26,8 +26,6 @@ from foreword.multimodal.url_policy import (
     read_file_url,
 )
 
-__all__ = ["Fetcher", "ImageSource", "download"]
-
 REDIRECT_STATUSES: Final = (301, 302, 303, 307, 308)
 HEADERS: Final = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "foreword"}
 MAX_PORT: Final = 65535

@@ -10,8 +10,6 @@ from foreword.multimodal.decode_pool import ImageDecodePool
 from foreword.multimodal.fetch import Fetcher, ImageSource
 from foreword.multimodal.limits import MediaLimits
 
-__all__ = ["ImageLoader"]
-
 
 class ImageLoader:
     """Loads images for one model. Thread-safe; each call blocks its thread."""

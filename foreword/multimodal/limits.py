@@ -9,8 +9,6 @@ from typing import Final
 
 from foreword.errors import ConfigError
 
-__all__ = ["MAX_ASPECT_RATIO", "MediaLimits"]
-
 MB: Final = 1_000_000
 MAX_ASPECT_RATIO: Final = 200  # limit of Qwen's processors; bounds the cost of resizing
 HOST_PATTERN = re.compile(r"\.?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:]*:[0-9a-f:.]*")

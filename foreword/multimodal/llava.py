@@ -20,8 +20,6 @@ from foreword.multimodal.preprocessor_config import (
     read_tower_info,
 )
 
-__all__ = ["DEFAULT_IMAGE_SIZE", "LlavaNextProcessor", "LlavaProcessor"]
-
 DEFAULT_IMAGE_SIZE = 224  # of all image processors used with LLaVA
 DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 MAX_PINPOINTS = 1024

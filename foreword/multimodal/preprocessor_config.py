@@ -13,15 +13,6 @@ from PIL.Image import Resampling
 
 from foreword.errors import CheckpointError
 
-__all__ = [
-    "ImageSize",
-    "PreprocessorReader",
-    "VisionTowerInfo",
-    "read_json_object",
-    "read_preprocessor_config",
-    "read_tower_info",
-]
-
 PREPROCESSOR_FILE = "preprocessor_config.json"
 MAX_VALUE = 1 << 24  # sanity limit of sizes and pixels
 # Options without effect on the uint8 pixels of one image. The engine normalizes colours.

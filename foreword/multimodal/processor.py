@@ -19,8 +19,6 @@ from foreword.multimodal.preprocessor_config import (
 )
 from foreword.multimodal.qwen_vl import QwenVLProcessor
 
-__all__ = ["PROCESSORS", "ImageProcessor", "read_placeholder_ids", "read_processor"]
-
 FromConfig = Callable[[int, str, dict[str, Any], PreprocessorReader], ImageProcessor]
 PROCESSORS: Mapping[str, FromConfig] = MappingProxyType(
     {

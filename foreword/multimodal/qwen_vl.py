@@ -12,8 +12,6 @@ from foreword.errors import CheckpointError
 from foreword.multimodal.base import ImageLayout, ImageProcessor, resize, to_chw
 from foreword.multimodal.preprocessor_config import PreprocessorReader, is_int
 
-__all__ = ["QwenVLProcessor"]
-
 TEMPORAL_PATCH_SIZE = 2  # an image is a video of two equal frames; the vision encoder repeats it
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280  # defaults
 SIZE_KEYS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # option -> its name inside `size`

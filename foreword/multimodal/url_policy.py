@@ -14,8 +14,6 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from foreword.errors import InvalidRequest
 
-__all__ = ["check_bytes", "is_allowed", "is_public", "may_be_private", "read_data_url", "read_file_url"]
-
 MB = 1_000_000
 
 

@@ -9,8 +9,6 @@ import numpy.typing as npt
 
 from foreword.core.params import MAX_REPEAT_LEN
 
-__all__ = ["SuffixRepeats"]
-
 INITIAL_CAPACITY = 1024  # tokens
 
 Ids = npt.NDArray[np.int64]

@@ -15,8 +15,6 @@ from foreword.core.request import Request
 from foreword.kernels.ops import Ops
 from foreword.sampling.penalties import Ids
 
-__all__ = ["MinP", "Temperature", "TopK", "TopNSigma", "TopP", "TypicalP", "Xtc", "rng_keys"]
-
 Rows = Sequence[SampleRow]
 
 

@@ -21,17 +21,6 @@ from foreword.kernels.ops import DraftSamplingParams, Ops
 from foreword.sampling.filters import MinP, Temperature, TopK, TopNSigma, TopP, TypicalP, Xtc
 from foreword.sampling.penalties import WORD_BITS, Floats, Ids, get_penalty_state
 
-__all__ = [
-    "MASKING_PROCESSORS",
-    "PIPELINE",
-    "LogitsProcessor",
-    "active_processors",
-    "draft_sampling_params",
-    "find_runs",
-    "masking_fields",
-    "only_filters",
-]
-
 Rows = Sequence[SampleRow]
 ALL_BITS = -1  # int32 mask word that allows 32 ids
 

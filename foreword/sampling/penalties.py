@@ -14,8 +14,6 @@ from foreword.core.params import MAX_REPEAT_LEN
 from foreword.core.request import Request, RequestState
 from foreword.sampling.dry import SuffixRepeats
 
-__all__ = ["PenaltyState", "TokenCounts", "get_penalty_state"]
-
 WORD_BITS = 32  # of a mask word
 INITIAL_CAPACITY = 256  # distinct ids
 MAX_PENALTY = 1e30  # finite after any temperature: a penalty never masks a token

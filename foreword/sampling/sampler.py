@@ -24,8 +24,6 @@ from foreword.sampling.logits_processors import (
     find_runs,
 )
 
-__all__ = ["ALL_MASKED", "NON_FINITE", "PendingSamples", "Sampler", "SamplerOutput"]
-
 NON_FINITE = -1  # instead of a token id: the logits are not finite
 ALL_MASKED = -2  # instead of a token id: the request's own parameters mask every id
 NUM_PROBED_IDS = 64  # ids checked first for a finite logit

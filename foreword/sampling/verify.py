@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["verify"]
-
 
 def verify(sampled: Sequence[int], draft: Sequence[int]) -> int:
     """Number of draft tokens that the target itself sampled.

@@ -13,9 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foreword.errors import ForewordError, InvalidRequest, Overloaded
 from foreword.server.auth.keys import KeyPermissions
 from foreword.server.auth.rate_limit import UsageMeter
-from foreword.server.errors import error_response
-
-__all__ = ["Admission", "AdmissionMiddleware", "AdmissionTicket", "DrainRateEstimator"]
+from foreword.server.http.errors import error_response
 
 RATE_WINDOW_S = 15.0  # time constant of the drain rate
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0

@@ -17,48 +17,46 @@ from foreword.config.options import Config, parse_bytes
 from foreword.core.outputs import StepStats
 from foreword.embedding.client import EncoderClient
 from foreword.embedding.sentence_transformers import DECODER_POOLING, PoolingConfig
-from foreword.engine_client.client import EngineClient
+from foreword.engine_client.base import EngineClient
 from foreword.errors import ModelLoading
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.multimodal.base import ImageProcessor
 from foreword.server.admission import AdmissionMiddleware
+from foreword.server.answering.image_intake import ImageIntake, ImageMemory
+from foreword.server.apis.chat import routes as chat
+from foreword.server.apis.completions import routes as completions
+from foreword.server.apis.embeddings import routes as embeddings
+from foreword.server.apis.messages import routes as messages
+from foreword.server.apis.ranking import routes as ranking
+from foreword.server.apis.responses import routes as responses
 from foreword.server.auth.keys import AuthenticationMiddleware
-from foreword.server.context import ServerContext
-from foreword.server.errors import add_error_handlers, error_response
-from foreword.server.image_intake import ImageIntake, ImageMemory
-from foreword.server.lifecycle import DrainMiddleware, DrainState, EngineProbe, Health
-from foreword.server.middleware import (
+from foreword.server.http.errors import add_error_handlers, error_response
+from foreword.server.http.middleware import (
     BodyLimitMiddleware,
     RootPathMiddleware,
     ServerErrorMiddleware,
 )
+from foreword.server.http.request_log import RequestLog, RequestLogMiddleware, RouteTable
+from foreword.server.lifecycle import DrainMiddleware, DrainState, EngineProbe, Health
+from foreword.server.loaded_model import LoadedModel
 from foreword.server.model_names import ModelNames
-from foreword.server.request_log import RequestLog, RequestLogMiddleware, RouteTable
+from foreword.server.registry import HeldModelsMiddleware, ServedModels
 from foreword.server.routes import (
     adapters,
     admin,
-    chat,
-    completions,
-    embeddings,
     engine,
     health,
     info,
     loading,
-    messages,
-    ranking,
     reload,
     replicas,
-    responses,
     tokenize,
     ui,
 )
-from foreword.server.served_models import HeldModelsMiddleware, ServedModels
 from foreword.tokenizer.input_processor import ChatInputProcessor, open_image_loader
 from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.utils.logging import log_model
-
-__all__ = ["SwappableApp", "create_app", "loading_app", "make_context", "models_app"]
 
 ROUTES = (
     chat,
@@ -156,7 +154,7 @@ def make_context(
     aliases: tuple[str, ...],
     chat_processor: ChatInputProcessor | None,
     variants: Iterable[str] = (),  # names
-) -> ServerContext:
+) -> LoadedModel:
     """The context of a started model, with the arguments of create_app().
 
     Raises CheckpointError, ConfigError.
@@ -164,7 +162,7 @@ def make_context(
     client.on_step = recorder.on_step
     client.on_restart = recorder.on_restart
     recorder.get_stats = lambda: client.stats
-    return ServerContext(
+    return LoadedModel(
         config=config,
         client=client,
         tokenizer=tokenizer,

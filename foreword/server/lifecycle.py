@@ -21,13 +21,11 @@ from foreword.core.outputs import ErrorEvent
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 from foreword.embedding.client import EncoderClient
-from foreword.engine_client.client import EngineClient
+from foreword.engine_client.base import EngineClient
 from foreword.errors import EngineDead, ForewordError, ModelLoading, ShuttingDown
 from foreword.server.auth.keys import is_public
-from foreword.server.errors import error_body, error_headers, error_response
-from foreword.server.http import JSONResponse
-
-__all__ = ["RETRY_AFTER_S", "DrainMiddleware", "DrainState", "EngineProbe", "Health", "HealthBody"]
+from foreword.server.http.errors import error_body, error_headers, error_response
+from foreword.server.http.responses import JSONResponse
 
 logger = logging.getLogger(__name__)
 

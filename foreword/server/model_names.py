@@ -11,10 +11,8 @@ from pathlib import Path
 
 from foreword.config.lora import AdapterInfo, LoraModule
 from foreword.embedding.client import EncoderClient
-from foreword.engine_client.client import EngineClient
+from foreword.engine_client.base import EngineClient
 from foreword.errors import AdapterConflict, ConfigError, InvalidRequest, ModelNotFound
-
-__all__ = ["ModelNames", "ServedModel", "check_adapter_names"]
 
 MAX_NAME_CHARS = 200
 

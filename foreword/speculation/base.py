@@ -9,8 +9,6 @@ from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
 from foreword.executor.decode_loop import SupportsDecodeLoop
 
-__all__ = ["DeviceDrafter", "DraftRequest", "EngineDrafter", "ModelBasedDrafter"]
-
 
 class DraftRequest(NamedTuple):
     """A request for a draft: a continuation of state.tokens."""

@@ -13,8 +13,6 @@ from typing import overload
 
 from foreword.core.outputs import Draft
 
-__all__ = ["Drafter", "DrafterContext", "RequestView", "TokenSequence"]
-
 
 class TokenSequence(Sequence[int]):
     """The tokens of a request, read-only and not copied: prompt, then output. It grows with the request.

@@ -18,8 +18,6 @@ from foreword.errors import ConfigError
 from foreword.speculation.base import DraftRequest
 from foreword.speculation.drafter import Drafter, DrafterContext, RequestView, TokenSequence
 
-__all__ = ["DrafterAdapter", "make_plugin", "summarize_error"]
-
 
 class _InvalidDraft(ValueError):
     """A result of propose() that is no draft. The message quotes no request."""

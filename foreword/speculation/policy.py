@@ -13,8 +13,6 @@ from foreword.core.outputs import Draft, DraftingStats
 from foreword.core.request import RequestState
 from foreword.speculation.base import DraftRequest
 
-__all__ = ["FixedLength", "Policy", "PrefillLoad", "Proposal", "RequestStep", "StepRecord"]
-
 
 @dataclass(slots=True)
 class Proposal:

@@ -16,8 +16,6 @@ from foreword.speculation.control.cost_model import MeasuredCosts
 from foreword.speculation.plugin import DrafterAdapter, summarize_error
 from foreword.speculation.policy import Policy, PrefillLoad, Proposal, StepRecord
 
-__all__ = ["Proposer"]
-
 Result = TypeVar("Result")
 NO_PREFILL = PrefillLoad()
 

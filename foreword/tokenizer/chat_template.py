@@ -18,10 +18,10 @@ from itertools import product
 from types import EllipsisType
 from typing import Any, Final
 
+from foreword.chat_formats.record import JsonCall, ToolFormat
+from foreword.chat_formats.tools import ReasoningOptions, Tool
+from foreword.chat_formats.writer import describe_tools, write_calls
 from foreword.errors import CheckpointError, InvalidRequest
-from foreword.formats.record import JsonCall, ToolFormat
-from foreword.formats.tools import ReasoningOptions, Tool
-from foreword.formats.writer import describe_tools, write_calls
 from foreword.tokenizer.messages import (
     IMAGE_PART,
     check_no_placeholder,
@@ -35,8 +35,6 @@ from foreword.tokenizer.messages import (
 from foreword.tokenizer.template_worker import NOT_COMPILED, RENDERED
 from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.workers.pool import JobFailed, JobLimits, WorkerPool
-
-__all__ = ["PROBE_TOOL", "ChatTemplate"]
 
 WORKER: Final = "foreword.tokenizer.template_worker"
 NUM_WORKERS: Final = 2

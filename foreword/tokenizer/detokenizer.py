@@ -7,8 +7,6 @@ from collections.abc import Collection
 
 from foreword.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer"]
-
 
 class Detokenizer:
     """Decodes a growing answer, each byte once.

@@ -12,15 +12,6 @@ from typing import Any
 from foreword.errors import CheckpointError
 from foreword.tokenizer.generation_config import GenerationConfig, read_generation_config
 
-__all__ = [
-    "ADDED_TOKEN_FLAGS",
-    "MAX_TOKENS",
-    "SPECIAL_TOKEN_NAMES",
-    "TokenizerFiles",
-    "is_utf8_encodable",
-    "read_tokenizer_files",
-]
-
 MAX_TOKENS = 1 << 24  # ids of a vocabulary
 TOKEN_ID_PATTERN = re.compile(r"[0-9]{1,8}")
 GENERATION_FILE = "generation_config.json"

@@ -10,8 +10,6 @@ from typing import Any
 from foreword.core.params import SamplingParams
 from foreword.errors import InvalidRequest
 
-__all__ = ["DEFAULTED_FIELDS", "GenerationConfig", "read_generation_config", "read_gguf_generation_config"]
-
 # Keys of generation_config.json, and the fields of SamplingParams that they set. `do_sample` is not one of
 # them, as in vLLM: false is transformers' default, which many checkpoints repeat without meaning it.
 FIELDS: Mapping[str, str] = MappingProxyType(

@@ -20,8 +20,6 @@ from foreword.tokenizer.files import TokenizerFiles
 from foreword.tokenizer.generation_config import read_gguf_generation_config
 from foreword.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["build_gguf_tokenizer"]
-
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 KEY_PREFIX = "tokenizer.ggml."
 SPACE = "▁"

@@ -14,42 +14,25 @@ from typing import Any
 
 from PIL.Image import Image
 
+from foreword.chat_formats.detect import ProofTokenizer, detect_format
+from foreword.chat_formats.events import ChatEvent
+from foreword.chat_formats.parser import starts_in_reasoning
+from foreword.chat_formats.record import bind_format
+from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.config.options import Config
 from foreword.core.images import PromptImage, expand_placeholders
 from foreword.core.params import SEED_MASK, SamplingParams
 from foreword.core.request import POOLING_TYPES, Request
 from foreword.errors import ContextLengthExceeded, InvalidRequest, Unsupported
-from foreword.formats.detect import ProofTokenizer, detect_format
-from foreword.formats.events import ChatEvent
-from foreword.formats.parser import starts_in_reasoning
-from foreword.formats.record import bind_format
-from foreword.formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.multimodal.base import ImageProcessor
 from foreword.multimodal.fetch import ImageSource
 from foreword.multimodal.images import ImageLoader
 from foreword.multimodal.limits import MediaLimits
+from foreword.tokenizer.answer_cache import AnswerTokenCache
 from foreword.tokenizer.chat_template import ChatTemplate
 from foreword.tokenizer.detokenizer import Detokenizer
 from foreword.tokenizer.messages import ImagePart, extract_images
-from foreword.tokenizer.replay import AnswerReplay
 from foreword.tokenizer.tokenizer import Tokenizer
-
-__all__ = [
-    "ChatInputProcessor",
-    "Prompt",
-    "SamplingDefaults",
-    "check_input",
-    "encode_bad_words",
-    "encode_dry_breakers",
-    "encode_prediction",
-    "encode_reasoning_end",
-    "has_seed",
-    "image_source",
-    "make_embedding_requests",
-    "make_requests",
-    "open_image_loader",
-    "resolve_seed",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -372,7 +355,7 @@ class ChatInputProcessor:
         logger.info("tool calls: %s", self.detection)
         fmt = self.detection.format  # how the model writes reasoning and calls
         self.format = None if fmt is None else bind_format(fmt, tokenizer.token_to_id, tokenizer.special_ids)
-        self._replay = None if self.format is None else AnswerReplay(tokenizer, self.format)
+        self._replay = None if self.format is None else AnswerTokenCache(tokenizer, self.format)
         self.placeholder_id = None if processor is None else processor.placeholder_id  # of an image token
         self.max_images = max_images
         self._placeholder_hint = f"; {text!r} represents an image, also if several parts of a text form it"

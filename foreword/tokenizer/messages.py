@@ -9,22 +9,8 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Final
 
+from foreword.chat_formats.writer import WrittenCall
 from foreword.errors import InvalidRequest, Unsupported
-from foreword.formats.writer import WrittenCall
-
-__all__ = [
-    "IMAGE_PART",
-    "ImagePart",
-    "check_no_placeholder",
-    "extract_images",
-    "join_content",
-    "num_unknown_fields",
-    "one_call_per_turn",
-    "read_tool_history",
-    "to_content_lists",
-    "to_plain_tool_messages",
-    "to_text_messages",
-]
 
 TEXT_PARTS = ("text", "refusal")  # types of parts with a text, in the field of that name
 IMAGE_PART: Final[Mapping[str, str]] = MappingProxyType({"type": "image"})  # an image for chat templates

@@ -7,15 +7,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from foreword.chat_formats.events import CallEnd, CallStart, ChatEvent, ContentText, merge_events
+from foreword.chat_formats.parser import ChatParser
 from foreword.core.outputs import DraftResult, TokenEvent, TokenLogprob, truncate
 from foreword.core.request import Request
-from foreword.formats.events import CallEnd, CallStart, ChatEvent, ContentText, merge_events
-from foreword.formats.parser import ChatParser
 from foreword.tokenizer.detokenizer import Detokenizer
 from foreword.tokenizer.stop_strings import StopStrings
 from foreword.tokenizer.tokenizer import Tokenizer
-
-__all__ = ["ChoiceOutput", "OutputDelta", "TokenLogprobText", "TokenPiece"]
 
 Place = tuple[int, int | None]  # of a token: `offset` and `content_group` of TokenLogprobText
 NO_TOKEN = -1  # for a text that no token has: an unfinished character at the end

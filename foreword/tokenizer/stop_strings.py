@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-__all__ = ["StopStrings"]
-
 MAX_COMPILED = 8  # sets of stop strings whose borders are kept: the choices of a request are made in a row
 
 

@@ -22,8 +22,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from foreword.workers.worker import serve
 
-__all__ = ["MAX_RENDERED_CHARACTERS", "NOT_COMPILED", "REFUSED", "RENDERED", "render"]
-
 RENDERED, REFUSED, NOT_COMPILED = b"rendered", b"refused ", b"compile "  # 8 bytes before the text of a reply
 MAX_RENDERED_CHARACTERS: Final = 32_000_000
 MAX_REASON_CHARACTERS: Final = 500

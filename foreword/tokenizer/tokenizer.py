@@ -21,13 +21,11 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from foreword.chat_formats.families import FORMATS
+from foreword.chat_formats.record import bind_format
 from foreword.core.structured_output import Vocabulary
 from foreword.errors import CheckpointError, ForewordError, InvalidRequest, RequestFailed
-from foreword.formats.families import FORMATS
-from foreword.formats.record import bind_format
 from foreword.tokenizer.files import ADDED_TOKEN_FLAGS, MAX_TOKENS, TokenizerFiles, read_tokenizer_files
-
-__all__ = ["ByteDecoder", "TokenSearch", "Tokenizer", "parse_decoder", "translate_errors"]
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 PANIC_TYPE_NAME = "PanicException"  # of Rust libraries: a BaseException that cannot be imported

@@ -7,8 +7,6 @@ import mmap
 import torch
 from torch import Tensor
 
-__all__ = ["HugePages"]
-
 HUGE_PAGE_BYTES = 2 << 20
 CHUNK_BYTES = 64 << 20
 ALIGNMENT = 64

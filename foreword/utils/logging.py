@@ -11,8 +11,6 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, TypeAlias
 
-__all__ = ["JSONFormatter", "RedactingFormatter", "log_model", "set_up_logging"]
-
 # As of sys.exc_info().
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 

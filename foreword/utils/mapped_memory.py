@@ -6,8 +6,6 @@ import ctypes
 import mmap
 import weakref
 
-__all__ = ["register_mapping", "release_pages"]
-
 _mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by address
 
 

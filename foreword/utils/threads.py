@@ -9,8 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import ParamSpec, TypeVar
 
-__all__ = ["run_in_own_thread"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

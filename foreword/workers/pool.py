@@ -21,8 +21,6 @@ from typing import Any
 from foreword.errors import ForewordError, Overloaded, RequestFailed, ShuttingDown
 from foreword.workers.worker import READY, WorkerSetup
 
-__all__ = ["JobFailed", "JobLimits", "Worker", "WorkerPool", "spawn"]
-
 EXIT_TIMEOUT_S = 5.0  # from a worker's hang-up to its exit
 
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-__all__ = ["READY", "WorkerSetup", "serve"]
-
 READY: Final = b"ready"
 STATM: Final = "/proc/self/statm"
 

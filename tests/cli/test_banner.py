@@ -20,7 +20,7 @@ from foreword.cli.banner import (
     speculation_line,
 )
 from foreword.config.options import Config
-from foreword.config.resolve import EngineInfo, ResolvedConfig
+from foreword.planning.resolve import EngineInfo, ResolvedConfig
 
 RESOLVED = ResolvedConfig(
     device="cpu", dtype="bfloat16", weight_dtype="bfloat16", quantization=None, weight_format="bfloat16",

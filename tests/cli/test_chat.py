@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from foreword.chat_formats.events import CallArguments, CallStart
 from foreword.cli import chat
-from foreword.cli.client import ChatPiece, ChatResult, Message, Tool, open_backend
+from foreword.cli.client import ChatPiece, ChatResult, Tool, open_backend
 from foreword.cli.command_line import build_parser
+from foreword.cli.flags import Message
 from foreword.cli.main import main
 from foreword.cli.tools import REFUSED_RESULT, TOOLS, LocalTools
 from foreword.core.params import SamplingParams
 from foreword.errors import ContextLengthExceeded, ForewordError
-from foreword.formats.events import CallArguments, CallStart
 from tests.support.images import png
 
 PARAMS = SamplingParams(temperature=0.0)

@@ -16,9 +16,9 @@ from foreword.cli.check_models import sets_that_fit
 from foreword.cli.main import main
 from foreword.config.models_file import ModelEntry
 from foreword.config.options import Config
-from foreword.config.plan import MemoryPart
 from foreword.demo import MODEL
 from foreword.fleet.memory import ModelPlan
+from foreword.planning.plan import MemoryPart
 
 FILE = """
 memory_limit: 1200MiB

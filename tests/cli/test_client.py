@@ -6,10 +6,10 @@ from collections.abc import Callable
 import httpx
 import pytest
 
+from foreword.chat_formats.events import CallArguments, CallStart
 from foreword.cli.client import ChatPiece, ChatResult, HTTPBackend, finish_note, request_body
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import ForewordError
-from foreword.formats.events import CallArguments, CallStart
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 Handler = Callable[[httpx.Request], httpx.Response]

@@ -215,7 +215,7 @@ def test_second_signal_does_not_wait(long_context_model: Config) -> None:
 HUNG_SERVER = """
 import sys, threading
 from foreword.cli.main import main
-from foreword.server import context
+from foreword.server import loaded_model as context
 from foreword.tokenizer.input_processor import ChatInputProcessor
 context.MAX_RENDER_THREADS = 64
 ChatInputProcessor.render_ids = lambda *args: threading.Event().wait()

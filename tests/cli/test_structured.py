@@ -12,7 +12,7 @@ from foreword.cli.flags import add_structured_options, read_structured
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import ConfigError, InvalidRequest
-from foreword.server.protocol.chat import ChatBody
+from foreword.server.apis.chat.body import ChatBody
 
 
 def read(*words: str) -> StructuredOutput | None:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from foreword.chat_formats.events import CallArguments, CallStart
 from foreword.cli import tools
 from foreword.cli.tools import REFUSED_RESULT, TOOLS, LocalTools, join_calls
 from foreword.errors import ForewordError
-from foreword.formats.events import CallArguments, CallStart
 from foreword.outputs import ToolCall
 
 SECRET = "what is outside"

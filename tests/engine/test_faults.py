@@ -21,8 +21,8 @@ from foreword.engine.engine import Engine
 from foreword.engine.fault_isolation import MAX_FAILED_STEPS
 from foreword.engine.loader import load
 from foreword.engine.trace import replay
-from foreword.engine_client.client import SubprocessClient
 from foreword.engine_client.forkserver import ForkServer
+from foreword.engine_client.process_client import ProcessClient
 from foreword.errors import RequestFailed
 from tests.support import faulty_engine
 from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
@@ -411,7 +411,7 @@ async def test_faults_in_an_engine_process(
     """A failed request keeps the engine, a lost device restarts it; no token is lost."""
     faults = [Fault("sample", "error", "penalized", call=3), Fault("forward", "device", call=22)]
     monkeypatch.setenv(faulty_engine.FAULTS_VARIABLE, json.dumps([asdict(fault) for fault in faults]))
-    client = SubprocessClient(
+    client = ProcessClient(
         config_of(checkpoint), (), lambda: VOCABULARY, fork_server=ForkServer(faulty_engine.__name__)
     )
     restarts: list[str | None] = []

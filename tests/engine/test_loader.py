@@ -50,7 +50,7 @@ def test_load_without_warnings(tmp_path: Path) -> None:
 
 def test_shortened_context_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(model=str(write_checkpoint(tmp_path / "model", max_position_embeddings=4096)), threads=1)
-    monkeypatch.setattr("foreword.config.resolve.MAX_CPU_KV_BYTES", 100_000)
+    monkeypatch.setattr("foreword.planning.resolve.MAX_CPU_KV_BYTES", 100_000)
     info = load(config, ()).info
     expected = f"the context is {info.resolved.max_model_len} tokens, of the checkpoint's 4096: a KV cache of"
     assert sum(expected in warning for warning in info.warnings) == 1

@@ -12,10 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.config.hardware import hardware_info, probe_hardware
-from foreword.config.memory import DeviceMemory, estimate_memory
 from foreword.config.options import Config
-from foreword.config.resolve import ResolvedConfig, resolve
 from foreword.core.batch import Batch
 from foreword.engine import loader as module
 from foreword.engine.loader import load
@@ -29,6 +26,9 @@ from foreword.engine.profiler import (
 )
 from foreword.errors import ConfigError
 from foreword.models.loader import read_model_info
+from foreword.planning.hardware import hardware_info, probe_hardware
+from foreword.planning.memory import DeviceMemory, estimate_memory
+from foreword.planning.resolve import ResolvedConfig, resolve
 from tests.support.budget import examples
 from tests.support.checkpoints import write_checkpoint, write_drafter
 from tests.support.graph_capture_fake import BLOCK_SIZE, CONTEXT_LEN, GraphCapturableOps

@@ -23,10 +23,10 @@ from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
 from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.engine_client import engine_process
-from foreword.engine_client.client import SubprocessClient
 from foreword.engine_client.engine_process import _handle
 from foreword.engine_client.heartbeat import HeartbeatPage
 from foreword.engine_client.messages import EngineStartFailed, Init, LoadAdapter, RemoveRequest
+from foreword.engine_client.process_client import ProcessClient
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest, RequestFailed
 from tests.support.checkpoints import EOS, write_checkpoint
 from tests.support.client_answers import is_gone
@@ -41,8 +41,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(checkpoint: Path) -> AsyncIterator[SubprocessClient]:
-    client = SubprocessClient(config_of(checkpoint), never_sampled_ids=(), vocabulary=no_tokens)
+async def client(checkpoint: Path) -> AsyncIterator[ProcessClient]:
+    client = ProcessClient(config_of(checkpoint), never_sampled_ids=(), vocabulary=no_tokens)
     await client.start()
     yield client
     await client.close()
@@ -64,7 +64,7 @@ def make_request(name: str, seed: int = 1, max_tokens: int | None = 12, **params
     return Request(name, (40, 41, 42, 40, 41), sampling, seed, eos_token_ids=(EOS,))
 
 
-async def collect(client: SubprocessClient, request: Request) -> list[int]:
+async def collect(client: ProcessClient, request: Request) -> list[int]:
     token_ids: list[int] = []
     async for event in client.submit(request):
         assert isinstance(event, TokenEvent) and event.index == len(token_ids)
@@ -72,7 +72,7 @@ async def collect(client: SubprocessClient, request: Request) -> list[int]:
     return token_ids
 
 
-async def wait_idle(client: SubprocessClient) -> None:
+async def wait_idle(client: ProcessClient) -> None:
     """Wait until no request runs."""
     assert client.stats.kv_cache_usage_ratio > 0
     async with asyncio.timeout(WAIT_S):
@@ -84,7 +84,7 @@ async def wait_idle(client: SubprocessClient) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_concurrent_requests_and_on_step(client: SubprocessClient) -> None:
+async def test_concurrent_requests_and_on_step(client: ProcessClient) -> None:
     steps = []
     client.on_step = steps.append
     answers = await asyncio.gather(*(collect(client, make_request(str(i), seed=i % 2)) for i in range(8)))
@@ -100,7 +100,7 @@ async def test_concurrent_requests_and_on_step(client: SubprocessClient) -> None
     }
 
 
-async def test_abort_frees_everything(client: SubprocessClient) -> None:
+async def test_abort_frees_everything(client: ProcessClient) -> None:
     stream = client.submit(make_request("a", max_tokens=None))
     await anext(stream)
     client.abort("a")
@@ -108,7 +108,7 @@ async def test_abort_frees_everything(client: SubprocessClient) -> None:
     await wait_idle(client)
 
 
-async def test_closed_stream_aborts_its_request(client: SubprocessClient) -> None:
+async def test_closed_stream_aborts_its_request(client: ProcessClient) -> None:
     stream = client.submit(make_request("left", max_tokens=None))
     await anext(stream)
     await stream.aclose()  # type: ignore[attr-defined]
@@ -116,7 +116,7 @@ async def test_closed_stream_aborts_its_request(client: SubprocessClient) -> Non
 
 
 async def test_finish_and_abort_reach_the_engine(
-    client: SubprocessClient, monkeypatch: pytest.MonkeyPatch
+    client: ProcessClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []
     monkeypatch.setattr(client, "_send", sent.append)
@@ -164,7 +164,7 @@ async def test_queued_grammars_do_not_delay_close(checkpoint: Path, monkeypatch:
     """With minutes of compilation queued, the process exits by itself."""
     monkeypatch.setattr("foreword.engine_client.connection.EXIT_TIMEOUT_S", 40.0)
     vocabulary = Vocabulary(tuple(bytes([i]) for i in range(256)), (), ())
-    client = SubprocessClient(config_of(checkpoint), never_sampled_ids=(), vocabulary=lambda: vocabulary)
+    client = ProcessClient(config_of(checkpoint), never_sampled_ids=(), vocabulary=lambda: vocabulary)
     await client.start()
     for number in range(400):
         schema = {"properties": {f"{number} {name}": {"type": "integer"} for name in range(1500)}}
@@ -174,7 +174,7 @@ async def test_queued_grammars_do_not_delay_close(checkpoint: Path, monkeypatch:
     assert client._process is not None and "exit code 0" in await client._process.reap(client._fork_server)
 
 
-async def test_invalid_request_fails_alone(client: SubprocessClient) -> None:
+async def test_invalid_request_fails_alone(client: ProcessClient) -> None:
     bad = make_request("bad", speculation=Speculation("draft"))
     good, events = await asyncio.gather(collect(client, make_request("good")), _events(client, bad))
     assert len(good) == 12
@@ -183,14 +183,14 @@ async def test_invalid_request_fails_alone(client: SubprocessClient) -> None:
     assert failed.error.param == "speculation.method" and "suffix" in failed.error.message
 
 
-async def _events(client: SubprocessClient, request: Request) -> list[object]:
+async def _events(client: ProcessClient, request: Request) -> list[object]:
     return [event async for event in client.submit(request)]
 
 
 @pytest.mark.full
 async def test_load_progress_is_reported(checkpoint: Path) -> None:
     progress: list[tuple[str, int, int]] = []
-    client = SubprocessClient(config_of(checkpoint), (), no_tokens, lambda *stage: progress.append(stage))
+    client = ProcessClient(config_of(checkpoint), (), no_tokens, lambda *stage: progress.append(stage))
     info = await client.start()
     assert info.architecture == "llama" and info.resolved.drafters == ("grammar", "prediction", "suffix")
     assert {stage for stage, _, _ in progress} == {"weights"} and progress[-1][1] == progress[-1][2] > 0
@@ -200,7 +200,7 @@ async def test_load_progress_is_reported(checkpoint: Path) -> None:
 
 @pytest.mark.full
 async def test_too_long_context_is_a_config_error(checkpoint: Path) -> None:
-    client = SubprocessClient(config_of(checkpoint, max_model_len=100_000), (), no_tokens)
+    client = ProcessClient(config_of(checkpoint, max_model_len=100_000), (), no_tokens)
     with pytest.raises(ConfigError, match="100000 is above the checkpoint's 512 positions") as caught:
         await client.start()
     assert caught.value.param == "max_model_len"
@@ -209,7 +209,7 @@ async def test_too_long_context_is_a_config_error(checkpoint: Path) -> None:
 
 @pytest.mark.full
 async def test_missing_checkpoint_is_refused(tmp_path: Path) -> None:
-    client = SubprocessClient(config_of(tmp_path / "nowhere"), (), no_tokens)
+    client = ProcessClient(config_of(tmp_path / "nowhere"), (), no_tokens)
     with pytest.raises(CheckpointError, match="nowhere"):
         await client.start()
     await client.close()
@@ -251,5 +251,5 @@ async def test_expected_start_error_is_one_line(
 
 
 async def test_client_does_not_import_torch() -> None:
-    code = "import sys, foreword.engine_client.client; sys.exit('torch' in sys.modules)"
+    code = "import sys, foreword.engine_client.process_client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from foreword.core.images import PromptImage
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
-from foreword.engine_client.crash_recovery import ImageRefs
 from foreword.engine_client.messages import AddImage, DropImage
+from foreword.engine_client.resume import ImageRefs
 
 
 def digest(number: int) -> bytes:

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 
 from foreword import errors
 from foreword.config.lora import AdapterInfo
-from foreword.config.memory import DeviceMemory
 from foreword.core.images import PromptImage
 from foreword.core.outputs import (
     BlockUpdate,
@@ -29,7 +28,7 @@ from foreword.core.params import SEED_MASK, SamplingParams, Speculation
 from foreword.core.readiness import Readiness
 from foreword.core.repetition import Repetition
 from foreword.core.request import Request
-from foreword.core.structured_output import AnswerGate, StructuredOutput
+from foreword.core.structured_output import ConstraintScope, StructuredOutput
 from foreword.engine_client.messages import LoadAdapter, RemoveRequest, SendBlocks, UnloadAdapter
 from foreword.engine_client.remote_messages import (
     GREETING,
@@ -45,6 +44,7 @@ from foreword.engine_client.remote_messages import (
     SessionStatus,
 )
 from foreword.errors import ForewordError, InvalidRequest, Overloaded, RequestFailed
+from foreword.planning.memory import DeviceMemory
 from tests.support.fakes import engine_info
 
 IDS = st.integers(0, 2**31 - 1)
@@ -64,7 +64,7 @@ def maps(keys: st.SearchStrategy[Any], values: st.SearchStrategy[Any]) -> st.Sea
 
 MARKERS = tuples(TEXTS | IDS)
 GATES = st.builds(
-    AnswerGate,
+    ConstraintScope,
     reasoning_begin=MARKERS,
     reasoning_end=MARKERS,
     starts_in_reasoning=st.booleans(),

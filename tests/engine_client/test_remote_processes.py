@@ -14,7 +14,7 @@ from foreword.config.options import Config
 from foreword.core.outputs import ErrorEvent, Event
 from foreword.engine_client.remote import RemoteClient
 from foreword.errors import EngineDead
-from tests.engine_client.test_client import make_client, make_request, requests
+from tests.engine_client.test_process_client import make_client, make_request, requests
 from tests.support.checkpoints import write_checkpoint
 from tests.support.client_answers import collect_answers
 from tests.support.processes import kill_tree

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from foreword.config.models_file import ModelVariant
 from foreword.config.options import Config
 from foreword.errors import CheckpointError
-from foreword.server import app, served_models
+from foreword.server import app, registry
 from foreword.utils.logging import set_up_logging
 from tests.server.auth.test_keys import key_of, write
 from tests.support.fake_models import CHAT, Call, FakeFleet, fleet
@@ -188,7 +188,7 @@ async def test_waiting_requests_count_as_open(monkeypatch: pytest.MonkeyPatch) -
 async def test_stream_that_waits_gets_comments_and_then_its_answer(
     monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(served_models, "COMMENT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(registry, "COMMENT_INTERVAL_S", 0.01)
     async with fleet(monkeypatch, "a", "b", script=FakeOutput(bursts=(16,)), is_open=False) as fakes:
         call = fakes.call(path, model="a", stream=True, **TO_STREAM[path])
         await wait_until_async(lambda: b": loading a 42%\n\n" in call.body)
@@ -204,7 +204,7 @@ async def test_stream_that_waits_gets_comments_and_then_its_answer(
 async def test_refusal_after_comments_is_the_last_event_in_the_form_of_its_api(
     monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(served_models, "COMMENT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(registry, "COMMENT_INTERVAL_S", 0.01)
     async with fleet(monkeypatch, "a", "b", is_open=False) as fakes:
         fakes.load_errors["a"] = CheckpointError("the file is damaged")
         call = fakes.call(path, model="a", stream=True, **TO_STREAM[path])

@@ -10,10 +10,10 @@ import pytest
 
 from foreword.checkpoint import prepare_checkpoint
 from foreword.config.options import Config
-from foreword.embedding.client import EncoderInfo
+from foreword.embedding.messages import EncoderInfo
 from foreword.fleet.server_stack import ServerStack
+from foreword.server.http.request_log import RequestLog
 from foreword.server.lifecycle import DrainState
-from foreword.server.request_log import RequestLog
 from tests.support.checkpoints import write_checkpoint
 from tests.support.embedding_checkpoints import write_encoder
 from tests.support.fakes import FakeEngineClient

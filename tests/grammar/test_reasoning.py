@@ -7,15 +7,15 @@ from functools import cache
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.core.structured_output import AnswerGate, Vocabulary
+from foreword.core.structured_output import ConstraintScope, Vocabulary
 from foreword.grammar.reasoning import PROMPT_TAIL_TOKENS, GateTracker, reasoning_ended_in_prompt
 from foreword.grammar.vocab import GrammarVocab
 
 IDS = st.lists(st.integers(0, 2), max_size=12).map(tuple)
 ENDS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3)
 THINK, END, CALL, EOS = 256, 257, 258, 259
-MARKERS = AnswerGate(reasoning_begin=(THINK,), reasoning_end=(END,))
-TEXTS = AnswerGate(reasoning_begin=("<a>",), reasoning_end=("</a>",), holds_reasoning=True)
+MARKERS = ConstraintScope(reasoning_begin=(THINK,), reasoning_end=(END,))
+TEXTS = ConstraintScope(reasoning_begin=("<a>",), reasoning_end=("</a>",), holds_reasoning=True)
 
 
 @cache
@@ -35,7 +35,7 @@ def _end_of_first(text: tuple[int, ...], ends: list[tuple[int, ...]]) -> int | N
 def test_first_end_is_found_for_any_split_of_the_output(
     parts: list[tuple[int, ...]], last: tuple[int, ...], ends: list[tuple[int, ...]]
 ) -> None:
-    gate = GateTracker(AnswerGate(starts_in_reasoning=True), _vocab(), ends)
+    gate = GateTracker(ConstraintScope(starts_in_reasoning=True), _vocab(), ends)
     before: tuple[int, ...] = ()
     for part in parts:
         if gate.walk(part)[0] is not None:

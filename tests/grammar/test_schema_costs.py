@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from foreword.chat_formats.families import FORMATS
+from foreword.chat_formats.record import TaggedArguments, bind_format
+from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
+from foreword.chat_formats.writer import WrittenCall
 from foreword.errors import InvalidRequest
-from foreword.formats.families import FORMATS
-from foreword.formats.record import TaggedArguments, bind_format
-from foreword.formats.tools import ReasoningOptions, Tool, ToolUse
-from foreword.formats.writer import WrittenCall
 from foreword.grammar import tool_calls
 from tests.grammar.test_tool_calls import Case
 from tests.support.tool_walks import calls_of, open_tool_grammars, parse_tools, tool_vocab

@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foreword.chat_formats.events import ContentText, ReasoningText
+from foreword.chat_formats.families import FORMATS
+from foreword.chat_formats.tool_checks import check_tools, parse_choice
+from foreword.chat_formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUse
+from foreword.chat_formats.writer import WrittenCall, write_calls
 from foreword.core.batch import SampleRow
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.core.structured_output import RequestGrammar, StructuredOutput
 from foreword.errors import InvalidRequest
-from foreword.formats.events import ContentText, ReasoningText
-from foreword.formats.families import FORMATS
-from foreword.formats.tool_checks import check_tools, parse_choice
-from foreword.formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUse
-from foreword.formats.writer import WrittenCall, write_calls
 from foreword.grammar.manager import GrammarManager
 from foreword.grammar.tool_calls import may_follow_space, tool_constraint
 from tests.support.budget import examples

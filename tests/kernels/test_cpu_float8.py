@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.config.memory import float8_bytes
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import FORMAT_IDS, load_library, supported_isas
 from foreword.kernels.ops import Float8Blocks
 from foreword.kernels.quantization import dequantize
+from foreword.planning.memory import float8_bytes
 from tests.support.cpu_kernels import cpu_ops_by_threads, isas_under_test, same_bits
 from tests.support.quantized_weights import random_weight
 

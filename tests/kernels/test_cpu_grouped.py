@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.config.memory import grouped_bytes
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import FORMAT_IDS, load_library, supported_isas
 from foreword.kernels.ops import GroupedInts
 from foreword.kernels.quantization import dequantize, quantize
+from foreword.planning.memory import grouped_bytes
 from tests.support.cpu_kernels import cpu_ops_by_threads, isas_under_test, same_bits
 from tests.support.quantized_weights import fake_quantize_activations, random_weight
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from foreword.errors import CheckpointError
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.lora.adapter import Adapter, read_adapter
-from foreword.models import name_patterns
 from foreword.models.base import Precision
 from foreword.models.loader import load_model
+from foreword.weights import name_patterns
 from tests.support.checkpoints import write_checkpoint
 from tests.support.lora_files import write_adapter, write_gguf_adapter
 

@@ -20,9 +20,9 @@ from foreword.errors import CheckpointError
 from foreword.kernels.quantization import dequantize
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.base import Precision
-from foreword.models.device_loader import DeviceLoader
 from foreword.models.loader import check_weights, load_model, read_model_info
-from foreword.models.weights import FileWeights, join_mxfp4
+from foreword.weights.device_loader import DeviceLoader
+from foreword.weights.tensors import FileWeights, join_mxfp4
 from tests.support.checkpoints import MOE_FAMILIES, replace_by_mxfp4, write_checkpoint
 from tests.support.forward_helpers import ForwardHelper
 from tests.support.gguf_files import quantize, write_gguf

@@ -13,8 +13,8 @@ from foreword.errors import CheckpointError
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.architectures import read_decoder
 from foreword.models.base import Precision
-from foreword.models.config import ConfigReader
 from foreword.models.loader import load_model, read_model_info
+from foreword.weights.config import ConfigReader
 from tests.support.checkpoints import COMMON, FAMILIES, YARN, write_checkpoint
 from tests.support.forward_helpers import ForwardHelper
 

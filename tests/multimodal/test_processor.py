@@ -28,8 +28,9 @@ from foreword.errors import CheckpointError
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.base import Precision
 from foreword.models.loader import VISION_MODELS, load_model
+from foreword.multimodal.base import ImageProcessor
 from foreword.multimodal.limits import MAX_ASPECT_RATIO
-from foreword.multimodal.processor import PROCESSORS, ImageProcessor, read_processor
+from foreword.multimodal.processor import PROCESSORS, read_processor
 from tests.support.budget import SHARED_FIXTURES, examples
 from tests.support.image_files import random_drawing
 from tests.support.vision_checkpoints import VISION_FAMILIES, write_vision_checkpoint

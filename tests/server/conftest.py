@@ -22,12 +22,13 @@ import uvicorn
 from foreword.checkpoint import prepare_checkpoint
 from foreword.cli.listener import bind_unix
 from foreword.config.options import Config
-from foreword.engine_client.client import EngineClient, SubprocessClient
+from foreword.engine_client.base import EngineClient
+from foreword.engine_client.process_client import ProcessClient
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.multimodal.base import ImageProcessor
 from foreword.server.app import create_app
-from foreword.server.http_protocol import uvicorn_config
-from foreword.server.request_log import RequestLog
+from foreword.server.http.protocol import uvicorn_config
+from foreword.server.http.request_log import RequestLog
 from foreword.tokenizer.tokenizer import Tokenizer
 from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
 from tests.support.waiting import WAIT_S, wait_until
@@ -163,6 +164,6 @@ def demo() -> Iterator[RunningServer]:
     prepared = prepare_checkpoint(
         Config(kv_cache_memory="60000tokens", log_level="warning", threads=1, max_waiting=512)
     )
-    client = SubprocessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+    client = ProcessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
     with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as server:
         yield server

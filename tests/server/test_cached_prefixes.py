@@ -8,7 +8,7 @@ import pytest
 
 from foreword.checkpoint import prepare_checkpoint
 from foreword.config.options import Config
-from foreword.engine_client.client import SubprocessClient
+from foreword.engine_client.process_client import ProcessClient
 from tests.server.conftest import RunningServer, run_server
 from tests.support.tool_checkpoint import WEATHER, reasoning_bias, write_tool_checkpoint
 
@@ -30,7 +30,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         speculate="grammar,suffix",
     )
     prepared = prepare_checkpoint(config)
-    client = SubprocessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+    client = ProcessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
     with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as server:
         yield server
 

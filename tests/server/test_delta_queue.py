@@ -6,7 +6,7 @@ import asyncio
 
 from foreword.core.outputs import DraftResult, TokenEvent
 from foreword.errors import RequestFailed
-from foreword.server.generation import MERGE_AFTER, DeltaQueue
+from foreword.server.answering.generation import MERGE_AFTER, DeltaQueue
 from foreword.tokenizer.output_processor import OutputDelta, TokenPiece
 
 COUNT = 10 * MERGE_AFTER + 3

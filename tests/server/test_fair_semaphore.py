@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.server.image_intake import FairSemaphore
+from foreword.server.answering.image_intake import FairSemaphore
 
 
 async def hold_permit(semaphore: FairSemaphore, key: str, served: list[str], end: asyncio.Event) -> None:

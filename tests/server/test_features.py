@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from foreword.checkpoint import prepare_checkpoint
-from foreword.config.options import DRAFTERS, Config
+from foreword.config.drafters import DRAFTERS
+from foreword.config.options import Config
 from foreword.core.structured_output import StructuredOutput
-from foreword.engine_client.client import SubprocessClient
+from foreword.engine_client.process_client import ProcessClient
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.budget import is_full
 from tests.support.checkpoints import write_checkpoint
@@ -44,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         log_level="warning",
     )
     prepared = prepare_checkpoint(config)
-    client = SubprocessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+    client = ProcessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
     with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as served:
         yield served
 

@@ -6,10 +6,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.server.protocol.chat import ChatBody
-from foreword.server.protocol.completions import CompletionBody
-from foreword.server.protocol.messages_api import CountTokensBody, MessagesBody
-from foreword.server.protocol.responses_api import (
+from foreword.server.apis.chat.body import ChatBody
+from foreword.server.apis.completions.body import CompletionBody
+from foreword.server.apis.messages.body import CountTokensBody, MessagesBody
+from foreword.server.apis.responses.body import (
     HOSTED_ITEMS,
     ID_PREFIXES,
     FlatTool,

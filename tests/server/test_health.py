@@ -17,9 +17,9 @@ from foreword.core.params import SamplingParams
 from foreword.core.readiness import Readiness
 from foreword.errors import EngineDead, Overloaded
 from foreword.server.app import loading_app
-from foreword.server.http_protocol import uvicorn_config
+from foreword.server.http.protocol import uvicorn_config
+from foreword.server.http.request_log import RequestLog
 from foreword.server.lifecycle import DrainState, EngineProbe, Health, HealthBody
-from foreword.server.request_log import RequestLog
 from foreword.tokenizer.input_processor import make_requests
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer

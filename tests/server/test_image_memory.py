@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.errors import Overloaded, PayloadTooLarge
-from foreword.server.image_intake import ImageMemory
+from foreword.server.answering.image_intake import ImageMemory
 
 
 def memory(limit: int = 100) -> tuple[ImageMemory, Counter[str]]:

@@ -23,9 +23,9 @@ from starlette.requests import Request
 from foreword.config.options import Config
 from foreword.errors import RequestFailed
 from foreword.multimodal.qwen_vl import QwenVLProcessor
-from foreword.server.image_intake import MAX_CONCURRENT_IMAGES
-from foreword.server.middleware import BodyLimitMiddleware
-from foreword.server.protocol.chat import ChatBody
+from foreword.server.answering.image_intake import MAX_CONCURRENT_IMAGES
+from foreword.server.apis.chat.body import ChatBody
+from foreword.server.http.middleware import BodyLimitMiddleware
 from tests.server.conftest import MODEL, RunningServer, json_post_head, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, engine_info
 from tests.support.images import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from foreword.config.options import Config
-from foreword.engine_client.replicas import make_engine_client
+from foreword.engine_client.router import make_engine_client
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, engine_info
 from tests.support.waiting import wait_until

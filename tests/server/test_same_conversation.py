@@ -6,10 +6,10 @@ import json
 import random
 from typing import Any
 
-from foreword.server.protocol.chat import ChatBody, to_template_messages
-from foreword.server.protocol.messages_api import MessagesBody
+from foreword.server.apis.chat.body import ChatBody, to_template_messages
+from foreword.server.apis.messages.body import MessagesBody
 from foreword.tokenizer.input_processor import ChatInputProcessor
-from tests.formats.templates import TEMPLATES
+from tests.chat_formats.templates import TEMPLATES
 from tests.support.fakes import byte_tokenizer
 
 TEXTS = ("a", "b c", " d", "e\n", "", "f")

@@ -17,7 +17,7 @@ import pytest
 from fastapi import Request
 
 from foreword.config.options import Config
-from foreword.server.context import offload_if_large
+from foreword.server.loaded_model import offload_if_large
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput
 from tests.support.waiting import WAIT_S, wait_until

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from foreword.checkpoint import prepare_checkpoint
 from foreword.config.options import Config
-from foreword.engine_client.client import SubprocessClient
+from foreword.engine_client.process_client import ProcessClient
 from tests.server.conftest import RunningServer, run_server
 from tests.support.checkpoints import write_checkpoint
 
@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         num_speculative_tokens=8,
     )
     prepared = prepare_checkpoint(config)
-    client = SubprocessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+    client = ProcessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
     with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as served:
         ids = prepared.tokenizer.encode(LETTERS, add_special_tokens=False)
         assert len(ids) == len(LETTERS)

@@ -15,7 +15,7 @@ import pytest
 from foreword.bench.server import ServerProcess
 from foreword.config.options import Config
 from foreword.metrics.tracing import RequestTracer, open_tracer
-from foreword.server.request_log import RequestLog
+from foreword.server.http.request_log import RequestLog
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.fakes import FakeOutput
 from tests.support.waiting import WAIT_S, wait_until

@@ -7,8 +7,6 @@ from typing import Any
 
 from foreword.core.structured_output import StructuredOutput
 
-__all__ = ["ADVERSARIAL", "COSTLY_REGEXES", "REJECTED"]
-
 
 def _schema(value: Any) -> StructuredOutput:
     return StructuredOutput("json_schema", value if isinstance(value, str) else json.dumps(value))

@@ -13,16 +13,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
 from foreword.config.options import Config
-from foreword.config.resolve import EngineInfo
 from foreword.core.outputs import Event, StepStats, TokenEvent
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 from foreword.engine_client.local import LocalClient
 from foreword.metrics.recorder import MetricsRecorder
+from foreword.planning.resolve import EngineInfo
 from foreword.server.app import create_app
 from tests.support.waiting import WAIT_S
-
-__all__ = ["ASGIServer", "InProcessEngineClient", "serving"]
 
 
 class InProcessEngineClient:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FAMILIES", "Family", "Token", "tokens_of", "write_answer"]
-
 Token = tuple[int, str]
 Call = tuple[str, Mapping[str, Any]]
 

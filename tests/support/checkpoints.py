@@ -16,23 +16,6 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-__all__ = [
-    "EOS",
-    "FAMILIES",
-    "MOE_FAMILIES",
-    "VOCAB_SIZE",
-    "YARN",
-    "Shapes",
-    "linear_shapes",
-    "norm_shapes",
-    "random_weights",
-    "replace_by_mxfp4",
-    "write_checkpoint",
-    "write_drafter",
-    "write_json",
-    "write_tokenizer",
-]
-
 Shapes = dict[str, tuple[int, ...]]
 
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<|im_start|>", "<|im_end|>")

@@ -12,11 +12,9 @@ from pathlib import Path
 from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, TokenLogprob
 from foreword.core.request import Request
 from foreword.engine_client.base import EngineClient
-from foreword.engine_client.client import SubprocessClient
-from foreword.engine_client.replicas import ReplicatedClient
+from foreword.engine_client.process_client import ProcessClient
+from foreword.engine_client.router import EngineRouter
 from tests.support.waiting import WAIT_S
-
-__all__ = ["Answer", "Killer", "collect_answers", "is_gone", "last_event"]
 
 
 def is_gone(pid: int) -> bool:
@@ -78,7 +76,7 @@ async def last_event(client: EngineClient, request: Request) -> Event:
 class Killer:
     """Kills an engine after every `every` of its events, `times` times in all; replicas in turn."""
 
-    def __init__(self, client: SubprocessClient | ReplicatedClient, every: int, times: int) -> None:
+    def __init__(self, client: ProcessClient | EngineRouter, every: int, times: int) -> None:
         self.client, self.every, self.times = client, every, times
         self.seen = 0
         self.killed: set[int] = set()

@@ -14,8 +14,6 @@ from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import ISAS, supported_isas
 from tests.support.budget import is_full
 
-__all__ = ["FORCED_ISA", "cpu_ops_by_threads", "force_isa", "isas_under_test", "randn", "same_bits"]
-
 FORCED_ISA = os.environ.get("FOREWORD_CPU_ISA", "auto")  # servers read it too
 
 

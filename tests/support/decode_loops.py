@@ -25,8 +25,6 @@ from foreword.sampling.sampler import Sampler
 from foreword.sampling.verify import verify
 from foreword.speculation.drafters.draft_model import ModelDrafter
 
-__all__ = ["TwinDecodeLoop", "TwinForward", "use_overlap"]
-
 FAR_LENGTH = 1 << 20
 
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-__all__ = ["DEVICE", "OPTIONAL_PACKAGES", "PARTIAL", "limit_memory_info", "missing_package", "num_workers"]
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PARTIAL = os.environ.get("FOREWORD_TEST_PARTIAL") == "1"
 OPTIONAL_PACKAGES = frozenset(

@@ -33,8 +33,6 @@ from foreword.kernels import gpu
 from foreword.kernels.triton import checks
 from tests.support.graph_capture_fake import OpTape
 
-__all__ = ["FakeCuda", "FakeCudaTensor"]
-
 DEVICE = torch.device("cuda:0")
 TOTAL_BYTES = 1 << 30
 CONTEXT_BYTES = 480 << 20  # bytes beside tensors

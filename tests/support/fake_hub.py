@@ -15,8 +15,6 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 
-__all__ = ["FakeHub", "fake_hub"]
-
 URL_TEMPLATE = "/{repo_id}/resolve/{revision}/{filename}"
 COMMIT = "c0ffee" * 6 + "c0de"
 

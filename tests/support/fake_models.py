@@ -17,8 +17,6 @@ from starlette.types import Message
 from foreword.config.lora import AdapterInfo
 from foreword.config.models_file import ModelEntry, ModelsConfig, ModelVariant
 from foreword.config.options import Config
-from foreword.config.plan import MemoryPart
-from foreword.config.resolve import EngineInfo
 from foreword.core.readiness import Readiness
 from foreword.embedding.sentence_transformers import DECODER_POOLING
 from foreword.engine_client.forkserver import ForkServer
@@ -27,15 +25,15 @@ from foreword.fleet.memory import FleetPlan, ModelPlan
 from foreword.fleet.model_manager import ModelManager
 from foreword.metrics.definitions import INFO_LABELS
 from foreword.metrics.recorder import MetricsRecorder
+from foreword.planning.plan import MemoryPart
+from foreword.planning.resolve import EngineInfo
 from foreword.server.app import make_context, models_app
-from foreword.server.context import ServerContext
+from foreword.server.http.request_log import RequestLog
 from foreword.server.lifecycle import DrainState, Health
-from foreword.server.request_log import RequestLog
-from foreword.server.served_models import ServedModels
+from foreword.server.loaded_model import LoadedModel
+from foreword.server.registry import ServedModels
 from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer, engine_info
 from tests.support.waiting import WAIT_S, wait_until_async
-
-__all__ = ["CHAT", "Call", "FakeFleet", "fleet"]
 
 CHAT = "/v1/chat/completions"
 MODEL_BYTES = 100  # of each model; two fit
@@ -44,7 +42,7 @@ LIMITS = {"cpu": 2 * MODEL_BYTES}
 
 
 class FakeEngine(FakeEngineClient):
-    """A FakeEngineClient as a SubprocessClient."""
+    """A FakeEngineClient as a ProcessClient."""
 
     pids: Mapping[str, int] = MappingProxyType({})
 
@@ -94,7 +92,7 @@ class FakeStack:
 
     def make_context(
         self, models: ServedModels, recorder: MetricsRecorder, variants: Sequence[str]
-    ) -> ServerContext:
+    ) -> LoadedModel:
         engine, tokenizer, aliases = self.engine, byte_tokenizer(), self.config.served_names()[1:]
         return make_context(
             *(models, self.config, engine, tokenizer, recorder, self.name, None, DECODER_POOLING, None),

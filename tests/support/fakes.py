@@ -14,7 +14,6 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
-from foreword.config.resolve import EngineInfo, HardwareInfo, ModelInfo, resolve
 from foreword.core.outputs import (
     BlockUpdate,
     DraftResult,
@@ -29,6 +28,8 @@ from foreword.core.readiness import Readiness, ReplicaState
 from foreword.core.request import Request, RequestState
 from foreword.engine_client.base import EngineClient
 from foreword.errors import CheckpointError, EngineDead, ForewordError
+from foreword.planning.memory import ModelInfo
+from foreword.planning.resolve import EngineInfo, HardwareInfo, resolve
 from foreword.tokenizer.files import TokenizerFiles
 from foreword.tokenizer.tokenizer import BYTE_ALPHABET, Tokenizer
 

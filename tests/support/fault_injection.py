@@ -19,8 +19,6 @@ from foreword.engine.pooler import PoolOutput
 from foreword.engine.schedule_output import ScheduledRequest
 from foreword.speculation.base import DraftRequest
 
-__all__ = ["ERRORS", "FAULT_POINTS", "WRONG_RESULTS", "Fault", "FaultInjector"]
-
 ERRORS: Mapping[str, type[Exception]] = {
     "error": RuntimeError,
     "memory": MemoryError,

@@ -10,8 +10,6 @@ from foreword.engine.engine import Engine
 from foreword.engine_client import engine_process as worker
 from tests.support.fault_injection import Fault, FaultInjector
 
-__all__ = ["FAULTS_VARIABLE", "main"]
-
 FAULTS_VARIABLE: Final = "FOREWORD_TEST_FAULTS"
 
 

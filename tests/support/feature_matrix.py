@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from foreword import StructuredOutput
-from foreword.config.options import DRAFTERS
-from foreword.formats.tools import ReasoningOptions
+from foreword.chat_formats.tools import ReasoningOptions
+from foreword.config.drafters import DRAFTERS
 from tests.support.tool_checkpoint import WEATHER, call_bias, reasoning_bias
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
@@ -176,7 +176,7 @@ HTTP: Mapping[str, dict[str, Any]] = {
         "response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
     },
 }
-# Of chat over HTTP, streamed and whole, for the same model as CALLS: tests/server/test_tools.py runs them.
+# Chat over HTTP, streamed and whole, for the model of CALLS (tests/server/apis/test_tools.py).
 CHAT: Mapping[str, dict[str, Any]] = {
     "chat: tools, auto": {"tools": TOOLS, "logit_bias": call_bias()},
     "chat: tools, parallel_tool_calls: false": {
@@ -194,7 +194,7 @@ CHAT: Mapping[str, dict[str, Any]] = {
         "thinking_token_budget": 9,
     },
 }
-# Of Anthropic's API, for the same model as CALLS: tests/server/test_messages_tools.py runs them.
+# Of Anthropic's API, for the same model as CALLS: tests/server/apis/messages/test_tools.py runs them.
 MESSAGES_TOOLS = [
     {"name": tool["function"]["name"], "input_schema": tool["function"].get("parameters", {"type": "object"})}
     for tool in TOOLS

@@ -15,8 +15,6 @@ from foreword.kv_cache.storage import KVStorage
 from foreword.models.base import Precision
 from foreword.models.loader import load_model
 
-__all__ = ["ForwardHelper"]
-
 
 class ForwardHelper:
     """Runs one request at a time, in shuffled KV blocks."""

@@ -19,10 +19,8 @@ from gguf import TokenType
 from safetensors.torch import load_file
 from torch import Tensor
 
-from foreword.models.gguf.tensors import gguf_name
+from foreword.weights.gguf.tensors import gguf_name
 from tests.support.gguf_k_quants import K_QUANTS
-
-__all__ = ["CODEBOOK_TYPES", "RawGGUF", "quantize", "write_byte_level", "write_gguf", "write_sentencepiece"]
 
 ARCHITECTURES = {
     "mistral": "llama",

@@ -11,8 +11,6 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Kind
 
-__all__ = ["K_QUANTS"]
-
 Array = npt.NDArray[Any]
 
 

@@ -26,8 +26,6 @@ from foreword.kv_cache.storage import KVStorage
 from foreword.models.base import Precision
 from foreword.models.loader import load_model
 
-__all__ = ["GraphCapturableOps", "GraphTestBed", "OpTape", "TapedGraphPool"]
-
 BLOCK_SIZE, MAX_BLOCKS = 4, 16
 CONTEXT_LEN = BLOCK_SIZE * MAX_BLOCKS
 HOST_READS = (

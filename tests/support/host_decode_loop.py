@@ -18,16 +18,6 @@ from foreword.speculation.drafters.draft_model import DraftState, EagerDraftLoop
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.graph_capture_fake import BLOCK_SIZE, MAX_BLOCKS, GraphTestBed
 
-__all__ = [
-    "NEVER_SAMPLED_IDS",
-    "HostDecodeLoop",
-    "blocks_of",
-    "compute_prompts",
-    "copy_states",
-    "num_blocks",
-    "slot_of",
-]
-
 NEVER_SAMPLED_IDS = (0, 17, VOCAB_SIZE - 1)
 
 

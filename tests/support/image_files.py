@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-__all__ = ["black_png", "encode_image", "png", "png_chunk", "random_drawing"]
-
 CELL = 8
 PNG_HEAD = b"\x89PNG\r\n\x1a\n"
 

@@ -14,18 +14,6 @@ from foreword.tokenizer.files import TokenizerFiles
 from foreword.tokenizer.tokenizer import Tokenizer
 from tests.support.fakes import CHATML, END, EOS, byte_backend
 
-__all__ = [
-    "PLACEHOLDER",
-    "PLACEHOLDER_TEXT",
-    "SIDE",
-    "TOKENS",
-    "data_url",
-    "image_part",
-    "image_processor",
-    "image_tokenizer",
-    "png",
-]
-
 PLACEHOLDER, PLACEHOLDER_TEXT = 260, "<image>"
 SIDE, TOKENS = 28, 4
 PARTS_TEMPLATE = CHATML.replace(

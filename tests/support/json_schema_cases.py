@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-__all__ = ["SAMPLING", "make_schema", "schema_prompt"]
-
 Schema = dict[str, Any]
 NAMES = (
     "name",

@@ -8,24 +8,6 @@ from typing import Any
 from foreword.core.images import compute_tiling
 from tests.support.checkpoints import IMAGE_CHAT_TEMPLATE, Shapes, linear_shapes, norm_shapes
 
-__all__ = [
-    "CLIP",
-    "IMAGE_TOKEN",
-    "IMAGE_TOKEN_ID",
-    "LLAVA",
-    "LLAVA_PREFIXES",
-    "LLAVA_TEMPLATE",
-    "PINPOINTS",
-    "SIGLIP",
-    "anyres_preprocessor",
-    "clip_preprocessor",
-    "llava_image_geometry",
-    "llava_next_image_geometry",
-    "llava_processor",
-    "llava_shapes",
-    "siglip_preprocessor",
-]
-
 IMAGE_TOKEN = "<image>"
 IMAGE_TOKEN_ID = 270  # after the bytes, special tokens and merges
 LLAVA_TEMPLATE = IMAGE_CHAT_TEMPLATE.replace("IMAGE", "<image>\n")

@@ -14,10 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foreword.models.gguf.tensors import gguf_name
+from foreword.weights.gguf.tensors import gguf_name
 from tests.support.checkpoints import write_json
-
-__all__ = ["ATTENTION", "LINEAR", "merge_adapter", "write_adapter", "write_gguf_adapter"]
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")

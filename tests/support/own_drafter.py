@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from foreword import Drafter, DrafterContext, RequestView
 
-__all__ = ["Moody"]
-
 
 class Moody(Drafter):
     """Drafts the text after the last token's previous occurrence, random ids, nothing, or raises."""

@@ -6,8 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-__all__ = ["kill_tree"]
-
 
 def kill_tree(pid: int) -> None:
     """SIGKILL for a process and all its descendants, from the root."""

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from tests.support.checkpoints import write_json
 
-__all__ = ["FORMATS", "QuantizedFormat", "change_config", "change_tensors", "write_quantized"]
-
 GROUP = 32
 BLOCK = (48, 128)  # rows and columns of an FP8 block: the last ones of most matrices are cut off
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -6,22 +6,6 @@ from typing import Any
 
 from tests.support.checkpoints import IMAGE_CHAT_TEMPLATE, Shapes, linear_shapes, norm_shapes
 
-__all__ = [
-    "QWEN2_5_VISION",
-    "QWEN2_VISION",
-    "QWEN3_VISION",
-    "QWEN_CONFIG",
-    "QWEN_PREFIXES",
-    "QWEN_SPECIAL_TOKENS",
-    "QWEN_TEMPLATE",
-    "QWEN_TEXT",
-    "qwen2_5_vl_shapes",
-    "qwen2_vl_shapes",
-    "qwen3_vl_shapes",
-    "qwen_image_geometry",
-    "qwen_preprocessor",
-]
-
 QWEN_SPECIAL_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 QWEN_CONFIG: dict[str, Any] = {
     "image_token_id": 270,

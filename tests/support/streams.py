@@ -10,8 +10,6 @@ import httpx
 
 from tests.support.waiting import WAIT_S
 
-__all__ = ["NUM_STREAMS", "ask_all"]
-
 NUM_STREAMS = 32
 
 

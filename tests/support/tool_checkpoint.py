@@ -15,18 +15,6 @@ from typing import Any
 from tests.support import checkpoints
 from tests.support.checkpoints import EOS, write_checkpoint, write_json
 
-__all__ = [
-    "FAMILIES",
-    "WEATHER",
-    "ToolFamily",
-    "call_bias",
-    "chat_template",
-    "marker_id",
-    "reasoning_bias",
-    "write_tool_checkpoint",
-    "write_tool_tokenizer",
-]
-
 MARKERS_SIZE = 32  # rows of the vocabulary for markers
 END_OF_TURN = 259  # <|im_end|>
 FIRST_MARKER = 270  # behind the tokens of tests/support/checkpoints.py

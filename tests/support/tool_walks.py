@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from foreword.chat_formats.events import CallArguments, CallEnd, CallStart, ChatEvent, merge_events
+from foreword.chat_formats.families import FORMATS
+from foreword.chat_formats.parser import ChatParser
+from foreword.chat_formats.record import BoundFormat, bind_format
+from foreword.chat_formats.tools import ToolUse
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.core.structured_output import RequestGrammar, StructuredOutput, Vocabulary
-from foreword.formats.events import CallArguments, CallEnd, CallStart, ChatEvent, merge_events
-from foreword.formats.families import FORMATS
-from foreword.formats.parser import ChatParser
-from foreword.formats.record import BoundFormat, bind_format
-from foreword.formats.tools import ToolUse
 from foreword.grammar.manager import GrammarManager
 from tests.support.grammar_walks import legal_ids
 from tests.support.waiting import WAIT_S

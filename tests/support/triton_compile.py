@@ -22,8 +22,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MAX_SHARED", "KernelBinary", "KernelSource", "compile_all"]
-
 MAX_SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes of a program, by compute capability
 
 

@@ -20,8 +20,6 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-__all__ = ["IS_INTERPRETED", "exact_dot", "patch_once_per_launch", "program_order"]
-
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 AS_TORCH = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 

@@ -24,7 +24,6 @@ from tests.support.checkpoints import FAMILIES as TEXT_FAMILIES
 from tests.support.llava_checkpoints import (
     CLIP,
     IMAGE_TOKEN,
-    IMAGE_TOKEN_ID,
     LLAVA,
     LLAVA_PREFIXES,
     LLAVA_TEMPLATE,
@@ -53,8 +52,6 @@ from tests.support.qwen_checkpoints import (
     qwen_image_geometry,
     qwen_preprocessor,
 )
-
-__all__ = ["IMAGE_TOKEN", "IMAGE_TOKEN_ID", "VISION_FAMILIES", "random_image", "write_vision_checkpoint"]
 
 LAST_LAYER = re.compile(r"linear_2|merger.*(mlp\.2|linear_fc2)")  # of a projector
 ImageGeometry = tuple[tuple[int, int, int, int], tuple[int, int, int], int]

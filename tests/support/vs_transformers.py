@@ -20,8 +20,6 @@ from foreword.kernels.reference.backend import ReferenceOps
 from tests.support.forward_helpers import ForwardHelper
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image
 
-__all__ = ["SIZES", "TransformersReference", "backends", "check_chunked_prefill", "prompt_of"]
-
 SIZES = ((33, 77), (90, 20), (50, 50))  # of images, before preprocessing
 
 

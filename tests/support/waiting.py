@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-__all__ = ["WAIT_S", "FakeClock", "stop_process", "wait_until", "wait_until_asleep", "wait_until_async"]
-
 WAIT_S: Final = 300.0  # bound of every wait: a hang reaches it, a busy machine does not
 
 

@@ -11,8 +11,6 @@ import pytest
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
-__all__ = ["WriteTracker", "track_writes"]
-
 
 class WriteTracker:
     """Written addresses in order."""

@@ -16,10 +16,10 @@ from gguf import TokenType
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from foreword.errors import CheckpointError
-from foreword.models.gguf.header import open_gguf
 from foreword.tokenizer.chat_template import ChatTemplate
 from foreword.tokenizer.gguf import build_gguf_tokenizer
 from foreword.tokenizer.tokenizer import Tokenizer
+from foreword.weights.gguf.header import open_gguf
 from tests.support.gguf_files import finish, write_byte_level, write_sentencepiece
 from tests.support.tokenizer_builders import CORPUS, DIFFICULT_TEXTS
 

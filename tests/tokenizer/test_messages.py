@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from foreword.chat_formats.record import JsonCall, ToolFormat
+from foreword.chat_formats.writer import write_calls
 from foreword.errors import InvalidRequest, Unsupported
-from foreword.formats.record import JsonCall, ToolFormat
-from foreword.formats.writer import write_calls
 from foreword.tokenizer.messages import (
     IMAGE_PART,
     ImagePart,

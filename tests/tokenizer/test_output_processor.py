@@ -5,9 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.core.outputs import DraftResult, TokenEvent
-from foreword.core.params import SamplingParams
-from foreword.formats.events import (
+from foreword.chat_formats.events import (
     CallArguments,
     CallEnd,
     CallStart,
@@ -15,10 +13,12 @@ from foreword.formats.events import (
     ReasoningText,
     merge_events,
 )
-from foreword.formats.families import FORMATS
-from foreword.formats.parser import ChatParser
-from foreword.formats.record import bind_format
-from foreword.formats.tools import Tool, ToolUse
+from foreword.chat_formats.families import FORMATS
+from foreword.chat_formats.parser import ChatParser
+from foreword.chat_formats.record import bind_format
+from foreword.chat_formats.tools import Tool, ToolUse
+from foreword.core.outputs import DraftResult, TokenEvent
+from foreword.core.params import SamplingParams
 from foreword.tokenizer.input_processor import make_requests
 from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
 from tests.support.budget import examples

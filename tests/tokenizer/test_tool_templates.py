@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from foreword.chat_formats.tools import ReasoningOptions, Tool
 from foreword.errors import InvalidRequest
-from foreword.formats.tools import ReasoningOptions, Tool
 from foreword.tokenizer.chat_template import ChatTemplate
 from foreword.tokenizer.input_processor import ChatInputProcessor
-from tests.formats.templates import GPT_OSS
+from tests.chat_formats.templates import GPT_OSS
 from tests.support.fakes import byte_tokenizer
 
 LONG_ID = "call_0123456789abcdef01234567"

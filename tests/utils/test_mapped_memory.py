@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from foreword.models.mmap_file import MappedFile
 from foreword.utils.mapped_memory import release_pages
+from foreword.weights.mmap_file import MappedFile
 
 NUM_BYTES = 8 << 20
 

@@ -58,14 +58,12 @@ from foreword.bench.speculate.types import (
     RequestResult,
     SpecCase,
 )
+from foreword.chat_formats.events import CallEnd
+from foreword.chat_formats.record import BoundFormat
 from foreword.cli.flags import read_config
 from foreword.config.options import Config
 from foreword.core.params import Speculation
 from foreword.errors import ConfigError
-from foreword.formats.events import CallEnd
-from foreword.formats.record import BoundFormat
-
-__all__ = ["run"]
 
 MeasureCost = Callable[[AgentEngine, BoundFormat, Sources], Mapping[str, Any]]
 

@@ -11,14 +11,12 @@ from foreword.bench.agent.model import END, ScriptedSampler
 from foreword.bench.agent.workload import TOOLS, AgentScript
 from foreword.bench.speculate.local import LocalEngine
 from foreword.bench.speculate.workloads import Conversation
+from foreword.chat_formats.parser import ChatParser
+from foreword.chat_formats.tools import ToolUse
 from foreword.config.options import Config
 from foreword.core.request import Request
-from foreword.formats.parser import ChatParser
-from foreword.formats.tools import ToolUse
 from foreword.tokenizer.input_processor import ChatInputProcessor
 from foreword.tokenizer.output_processor import ChoiceOutput
-
-__all__ = ["AgentEngine", "AgentSession"]
 
 MAX_TURNS = 64  # of a session: each turn has a seed of its own
 NO_SCRIPT = AgentScript("", "", (), "")

@@ -10,14 +10,12 @@ from typing import Any
 
 from foreword.bench.agent.engine import AgentEngine
 from foreword.bench.agent.workload import Sources
+from foreword.chat_formats.parser import ChatParser
+from foreword.chat_formats.record import BoundFormat
+from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
-from foreword.formats.parser import ChatParser
-from foreword.formats.record import BoundFormat
-from foreword.formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.grammar.tool_calls import tool_constraint
 from foreword.tokenizer.input_processor import make_requests
-
-__all__ = ["measure_grammar", "measure_parser"]
 
 PARSED_CHARACTERS = (5_000, 50_000, 500_000)  # of a call's argument
 NUM_TOOLS, NUM_PARAMETERS = 100, 3

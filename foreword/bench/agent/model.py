@@ -20,8 +20,6 @@ from torch import Tensor
 from foreword.core.batch import SampleRow
 from foreword.sampling.sampler import Sampler, SamplerOutput
 
-__all__ = ["CONTEXT", "ScriptedSampler", "write_checkpoint"]
-
 CONTEXT = 40_960
 VOCAB_SIZE = 8192
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 8, 512, 1408, 8, 2, 64

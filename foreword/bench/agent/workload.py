@@ -19,9 +19,7 @@ from random import Random
 from typing import Any
 
 import foreword
-from foreword.formats.tools import Tool
-
-__all__ = ["TOOLS", "AgentScript", "AgentStep", "Sources", "make_script"]
+from foreword.chat_formats.tools import Tool
 
 MIN_STEPS, MAX_STEPS = 8, 20
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 400, 2000  # context per step: a short one has few steps

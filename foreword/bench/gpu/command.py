@@ -24,8 +24,6 @@ from foreword.bench.gpu.report import Report
 from foreword.bench.result_file import EXIT_INTERRUPTED, ResultFile
 from foreword.errors import ConfigError
 
-__all__ = ["run", "run_jobs"]
-
 RunJob = Callable[[Job, BenchConfig, Report, float], None]
 
 MACHINE, *_ = JOBS  # describes the machine in every run

@@ -10,8 +10,6 @@ from typing import Any
 
 from foreword.bench.shapes import EXPERTS_SHAPE, SHAPES, ExpertsShape, ModelShape, model_shape
 
-__all__ = ["DRY_RUN", "FULL", "JOBS", "QUICK", "ROLES", "SECTIONS", "BenchConfig", "Job", "write_model"]
-
 ROLES = ("large", "small")
 ARCHITECTURES = MappingProxyType({"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"})
 SMALL_DRAFTER = model_shape("qwen2.5-drafter", 4, 896, 4864, 14, 2, 151936)

@@ -20,16 +20,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from foreword.bench.gpu.config import BenchConfig
 
-__all__ = [
-    "BenchDevice",
-    "CompileCounter",
-    "IdleShare",
-    "Roofline",
-    "idle_shares",
-    "query_nvidia_smi",
-    "roofline",
-]
-
 MAX_KERNEL_GAP_US = 4.0  # between kernels of one graph: a longer gap lies between steps
 MIN_TIMED_S = 0.002  # of one measurement: events have a resolution of microseconds
 LAUNCHES = 200

@@ -31,25 +31,6 @@ from foreword.core.request import Request
 from foreword.core.structured_output import Vocabulary
 from foreword.engine_client.local import LocalClient
 
-__all__ = [
-    "BenchEngine",
-    "BenchResult",
-    "EngineChecks",
-    "compare_outputs",
-    "draft_model",
-    "drafts",
-    "eager",
-    "fast_math",
-    "graphs",
-    "make_mixed_requests",
-    "make_requests",
-    "no_overlap",
-    "open_engine",
-    "replay_lines",
-    "small_cache",
-    "with_method",
-]
-
 WARM_STEPS = 4
 FIRST_ID = 32  # lowest token id of a prompt
 NUM_BYTES = 256

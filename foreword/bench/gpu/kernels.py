@@ -31,24 +31,6 @@ from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.reference.sampling import gumbel, hash_logits
 from foreword.kernels.registry import select_backend
 
-__all__ = [
-    "ExpertLayer",
-    "KernelTimings",
-    "OpChecks",
-    "check_attention",
-    "check_experts",
-    "check_linear",
-    "check_load",
-    "check_sampling",
-    "describe_difference",
-    "kernel_ops",
-    "record_launches",
-    "time_attention",
-    "time_experts",
-    "time_linear",
-    "time_rows",
-]
-
 Rows = Callable[[Tensor], Tensor]
 Part = tuple[str, Callable[[], Mapping[str, Any]]]
 

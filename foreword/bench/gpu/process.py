@@ -23,8 +23,6 @@ from foreword.bench.gpu.report import Report, WarningLog
 from foreword.bench.result_file import ResultFile
 from foreword.kernels.gpu import is_device_lost, skip_trial
 
-__all__ = ["GRACE_S", "job_function", "run_job"]
-
 GRACE_S = 8.0  # beyond a job's deadline, after which it prints its stacks and exits
 KILL_AFTER_S = 3.0  # after that, for a process that does not exit
 POLL_S = 0.5  # between reads of a running job's findings

@@ -16,8 +16,6 @@ from typing import Any
 from foreword.bench.regime import RegimeError, checked_share
 from foreword.bench.result_file import ResultFile, without_nan, write_result
 
-__all__ = ["RAW_PART", "JobEnded", "Report", "WarningLog"]
-
 TRACEBACK_LINES = 12
 SHARES = ("of bandwidth", "of product")  # figures with these names are shares of a ceiling
 MIN_LEFT_S = 1.0  # with less time left, no further part or engine starts

@@ -33,11 +33,9 @@ from foreword.bench.gpu.kernels import (
     check_sampling,
 )
 from foreword.bench.gpu.report import Report
-from foreword.config.hardware import probe_hardware
 from foreword.errors import ConfigError
 from foreword.kernels.registry import native_unavailable_reason, source_digest
-
-__all__ = ["cold_start", "compile_in_threads", "compile_kernels", "machine", "warm_start"]
+from foreword.planning.hardware import probe_hardware
 
 PACKAGES = ("torch", "triton", "numpy", "transformers", "llguidance")
 COMMAND_TIMEOUT_S = 10.0

@@ -39,20 +39,6 @@ from foreword.bench.shapes import ModelShape
 from foreword.core.request import Request
 from foreword.core.structured_output import StructuredOutput
 
-__all__ = [
-    "adaptive_drafts",
-    "contexts",
-    "count_weights",
-    "decode",
-    "draft_model",
-    "fixed_drafts",
-    "host_drafters",
-    "paid_drafts",
-    "peer",
-    "prompt_flops",
-    "weight_format",
-]
-
 NUM_DRAFTED = 3  # tokens of a draft in the section "steps"
 FIXED_DRAFTS = MappingProxyType({"draft_length": "fixed", "num_speculative_tokens": NUM_DRAFTED})
 CONTEXT_ANSWER = 16  # tokens decoded at a long context

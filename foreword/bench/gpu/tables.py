@@ -16,8 +16,6 @@ from typing import Any
 from foreword.bench.gpu.config import BenchConfig
 from foreword.bench.gpu.report import RAW_PART, Report
 
-__all__ = ["MAX_CHARS", "VerdictRow", "format_tables", "judge", "show", "thresholds"]
-
 MAX_CHARS = 11_500  # of all tables
 LINE_CHARS = (600, 400, 280, 200, 140, 100, 70)  # limits of a line: the first with which all fits
 NOT_MEASURED = "not measured"

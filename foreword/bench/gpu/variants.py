@@ -22,8 +22,6 @@ from foreword.bench.gpu.start import compile_in_threads
 from foreword.bench.shapes import ModelShape, model_shape
 from foreword.kernels.triton.variants import VARIANTS, VARIANTS_ENV
 
-__all__ = ["compare_variants", "measure_variant", "with_variants"]
-
 SECTION = "variants"
 DEFAULT = "default"  # the kernels without variants
 SHOWN_CHANGE = 0.03  # of a case's time, from which the case is listed

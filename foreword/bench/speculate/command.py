@@ -69,8 +69,6 @@ from foreword.config.options import Config
 from foreword.core.params import Speculation
 from foreword.errors import ConfigError
 
-__all__ = ["run"]
-
 DEFAULTS = {"rounds": 7, "concurrency": "1,4,16,64", "requests": 4, "max_tokens": 128, "full_cache": True}
 QUICK_DEFAULTS = {"rounds": 5, "concurrency": "1,4", "requests": 3, "max_tokens": 64, "full_cache": False}
 MAX_QUICK_PROMPTS = 8  # of each category of a file, unless --requests is given

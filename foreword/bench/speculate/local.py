@@ -43,18 +43,6 @@ from foreword.tokenizer.chat_template import ChatTemplate
 from foreword.tokenizer.input_processor import make_requests
 from foreword.tokenizer.output_processor import ChoiceOutput
 
-__all__ = [
-    "MIXED_REPLAY",
-    "RANDOM",
-    "LocalEngine",
-    "LocalTarget",
-    "make_replay_conversations",
-    "parse_acceptance_rates",
-    "prompt_text",
-    "record_outputs",
-    "replay_categories",
-]
-
 MIXED_REPLAY = REPLAY + "mixed"
 RANDOM = "random"
 

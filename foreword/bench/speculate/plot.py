@@ -16,8 +16,6 @@ from matplotlib.ticker import FormatStrFormatter, NullLocator
 from foreword.bench.session import describe_machine
 from foreword.bench.speculate.types import AUTO, OFF
 
-__all__ = ["draw"]
-
 Cells = Sequence[Mapping[str, Any]]
 TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12)
 INK, GRID = "#222222", "#dddddd"

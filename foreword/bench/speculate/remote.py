@@ -27,8 +27,6 @@ from foreword.metrics.definitions import PREFIX
 from foreword.metrics.spec_stats import SpecDecodeStats
 from foreword.tokenizer.generation_config import DEFAULTED_FIELDS
 
-__all__ = ["Counters", "RemoteTarget", "draft_stats_since", "run_conversation"]
-
 # By metric, drafter or stage, and position in the draft ("" for none).
 Counters = Mapping[tuple[str, str, str], float]
 ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789 ABCDEFGHIJKLMNOPQRSTUVWXYZ .,:;!?(){}[]+-*/=_"

@@ -10,8 +10,6 @@ from foreword.bench.common import NO_DRAFTS, print_table, ratio_legend, ratio_nu
 from foreword.bench.speculate.statistics import best_fixed, mode_figures, repetition_figures
 from foreword.bench.speculate.types import AUTO, FIXED, OFF, PLAIN, Mode, PairedRun, SpecCase
 
-__all__ = ["case_result", "print_result", "worst_cases"]
-
 RATIOS = {
     "throughput": "tokens/s",
     "first_token": "first token",

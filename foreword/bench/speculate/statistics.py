@@ -17,13 +17,6 @@ from foreword.bench.speculate.types import BenchRepetition, PairedRun, RequestRe
 from foreword.core.outputs import DraftingStats
 from foreword.metrics.spec_stats import SpecDecodeStats
 
-__all__ = [
-    "best_fixed",
-    "merge_draft_stats",
-    "mode_figures",
-    "repetition_figures",
-]
-
 TAIL = 99  # percent
 
 

@@ -9,26 +9,10 @@ from typing import Protocol, TypeVar
 
 from foreword.bench.regime import require
 from foreword.bench.speculate.workloads import Conversation
+from foreword.chat_formats.events import ChatEvent
 from foreword.core.outputs import DraftingStats
 from foreword.core.params import Speculation
-from foreword.formats.events import ChatEvent
 from foreword.metrics.spec_stats import SpecDecodeStats
-
-__all__ = [
-    "ADAPTIVE",
-    "AUTO",
-    "FIXED",
-    "OFF",
-    "PLAIN",
-    "REPLAY",
-    "BenchRepetition",
-    "BenchTarget",
-    "Mode",
-    "PairedRun",
-    "RequestResult",
-    "SpecCase",
-    "drafting_since",
-]
 
 Key = TypeVar("Key", str, int)
 

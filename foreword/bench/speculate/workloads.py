@@ -21,22 +21,6 @@ from types import MappingProxyType
 
 from foreword.bench.prompts import PromptExample
 
-__all__ = [
-    "ALL_CATEGORIES",
-    "CATEGORIES",
-    "MIXED",
-    "QUICK_CATEGORIES",
-    "Conversation",
-    "ConversationFactory",
-    "PromptBudget",
-    "interleave",
-    "library_functions",
-    "make_conversation",
-    "make_conversations",
-    "prompt_conversations",
-    "stable_seed",
-]
-
 # fmt: off
 NAMES = (
     "Anna", "Ben", "Clara", "David", "Emma", "Felix", "Greta", "Hugo", "Ida", "Jonas", "Karla", "Leo",

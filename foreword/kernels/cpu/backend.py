@@ -34,8 +34,6 @@ from foreword.kernels.cpu.sampling import NativeSampling, delete_context
 from foreword.kernels.ops import ExpertsConfig, LoraTable, Matrix, MRopeSections, UnfusedOps
 from foreword.kernels.reference.backend import cu_seqlens_to_lens
 
-__all__ = ["CpuOps"]
-
 ACTIVATIONS = MappingProxyType({"silu": 0, "gelu": 1, "gelu_tanh": 2, "gpt_oss": 3})  # enum Activation
 DTYPE_IDS = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.int8: 2})  # enum Type
 NULL_OPERAND = Operand(AddressSpace.ABSOLUTE, 0, 0, 0)

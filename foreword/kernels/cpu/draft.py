@@ -11,8 +11,6 @@ from torch import Tensor
 from foreword.kernels.cpu.library import DraftArgs
 from foreword.kernels.ops import DraftJob, DraftTokens
 
-__all__ = ["DraftCall"]
-
 JOB_STRUCT = struct.Struct("=6qQ2q4d")  # struct DraftJob
 
 

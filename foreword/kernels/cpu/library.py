@@ -12,29 +12,6 @@ from enum import IntEnum
 from pathlib import Path
 from types import MappingProxyType
 
-__all__ = [
-    "FORMAT_IDS",
-    "ISAS",
-    "NUM_SPACES",
-    "AddressSpace",
-    "AttentionLayer",
-    "DraftArgs",
-    "ExpertMatrices",
-    "Experts",
-    "Instruction",
-    "KVPointers",
-    "LoraPointers",
-    "Opcode",
-    "Operand",
-    "ProgramInputs",
-    "RopeTable",
-    "Weight",
-    "library_digest",
-    "load_library",
-    "shadowed_library",
-    "supported_isas",
-]
-
 ABI_VERSION = 9  # version of the signatures and structures below, as in api.cpp
 ISAS = ("portable", "avx2", "avx2-vnni", "avx512", "amx", "neon")  # enum Isa
 FORMAT_NAMES = [

@@ -17,8 +17,6 @@ from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlo
 from foreword.utils.hugepages import HugePages
 from foreword.utils.mapped_memory import release_pages
 
-__all__ = ["CpuExperts", "CpuLinear", "PackedBlock", "Packer", "join_experts"]
-
 DTYPE_FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 GROUP_MULTIPLES = {"grouped4": 32, "grouped8": 32, "float8": 128}  # of values that share a scale
 PIECE_BYTES = 32 << 20  # of a matrix, packed before its pages in the file are released

@@ -20,8 +20,6 @@ from foreword.kernels.cpu.draft import DraftCall
 from foreword.kernels.cpu.library import AddressSpace, DraftArgs, Instruction, Operand, ProgramInputs
 from foreword.kernels.ops import DraftJob, DraftTokens
 
-__all__ = ["Buffer", "Program", "ProgramBuilder", "build_inputs", "plan_arena"]
-
 ALIGNMENT = 64
 # Rows of the traced batch, and those sampled: a result's row count shows which of the two it grows with.
 TRACE_ROWS = 3

@@ -16,8 +16,6 @@ from foreword.errors import ConfigError
 from foreword.kernels.cpu.library import ISAS
 from foreword.kernels.reference.sampling import ReferenceSampling
 
-__all__ = ["NativeSampling", "delete_context"]
-
 
 class NativeSampling(ReferenceSampling):
     """Operations on rows of logits; tensors that are not contiguous float32 on the CPU go to torch."""

@@ -19,8 +19,6 @@ from torch.nn import functional as F
 
 from foreword.core.batch import NULL_BLOCK, Batch, KVLayer
 
-__all__ = ["ReferenceAttnMetadata", "attend", "build_attention_metadata", "map_values"]
-
 Q_TILE = 8
 KV_TILE = 256
 VECTOR_MULTIPLE = 64  # values without a remainder in any CPU's vector loop

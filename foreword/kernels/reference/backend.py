@@ -27,8 +27,6 @@ from foreword.kernels.reference.attention import (
 )
 from foreword.kernels.reference.sampling import ReferenceSampling
 
-__all__ = ["FastMathOps", "ReferenceOps", "cu_seqlens_to_lens", "reference_threads"]
-
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of "gpt_oss"
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from foreword.core.batch import NULL_BLOCK, Batch
 
-__all__ = ["NUM_MUTABLE_FIELDS", "DecodeOps", "DraftLoopState", "FlatRows", "SlotField", "count_accepted"]
-
 # token ids, positions, slots and request indices int64 [n * w]; M-RoPE positions int64 [n * w, 3] or None
 FlatRows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from foreword.core.batch import upload
 from foreword.kernels.portable_math import FRACTION_BITS, exp_fixed_point, log
 
-__all__ = ["ReferenceSampling", "gumbel", "hash_logits", "philox"]
-
 WORD_MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)

@@ -15,18 +15,6 @@ from foreword.kernels.ops import AttentionMetadata
 from foreword.kernels.triton.attention_kernel import attend
 from foreword.kernels.triton.variants import is_enabled, launches_dependents
 
-__all__ = [
-    "BLOCK_KV",
-    "SPLIT",
-    "AttnLaunch",
-    "TileShape",
-    "TritonAttention",
-    "TritonAttnMetadata",
-    "num_stages",
-    "plan_launches",
-    "tile_shape",
-]
-
 SPLIT = 256  # positions: the least that a program reads of a long context
 BLOCK_KV = 64  # positions of a KV tile: the M side of one warp group
 MIN_COLUMNS = 16  # rows x heads of a tile

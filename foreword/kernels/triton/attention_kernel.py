@@ -20,8 +20,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foreword.kernels.triton.gemm_pack import from_float8
 
-__all__ = ["attend"]
-
 MIN_SCORE = tl.constexpr(-3.0e38)  # maximum of no scores: finite, so that differences are too
 INFINITY = tl.constexpr(float("inf"))
 INFINITY_BITS = tl.constexpr(0x7F800000)

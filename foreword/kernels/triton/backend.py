@@ -20,8 +20,6 @@ from foreword.kernels.triton.experts import TritonExperts
 from foreword.kernels.triton.precompile import precompile
 from foreword.kernels.triton.sampling import TritonSampling
 
-__all__ = ["TritonFastMath", "TritonOps"]
-
 logger = logging.getLogger(__name__)
 
 UNQUANTIZED_FORMATS = ("float32", "bfloat16", "float16")

@@ -16,8 +16,6 @@ from foreword.kernels.triton import attention
 from foreword.kernels.triton.gemm import device_tiles, pick_split_mode, pick_tile
 from foreword.kernels.triton.gemm_pack import PackedWeight
 
-__all__ = ["HEAD_SHAPE", "LAYER_SHAPE", "ROW_COUNTS", "attention_mismatches", "row_mismatches"]
-
 ROW_COUNTS = (1, 16, 17, 32, 33, 64, 65, 128, 129, 257)  # on both sides of each threshold in gemm.py
 LAYER_SHAPE = (6144, 1024)  # K has splits: each in its own program, or all in one for 257 rows
 HEAD_SHAPE = (1024, 256)  # K is one split

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from foreword.kernels.reference.decode_ops import DecodeOps, DraftLoopState, FlatRows
 
-__all__ = ["TritonDecodeOps"]
-
 SLOTS_PER_ITERATION = 256  # of record_draft_kernel
 
 

@@ -18,8 +18,6 @@ from foreword.kernels.triton.gemm_pack import (
 )
 from foreword.kernels.triton.variants import launches_dependents
 
-__all__ = ["activate_gate", "embed_kernel", "gated_act", "rms_norm", "scale_by_sigmoid", "softcap"]
-
 BLOCK = 1024  # values of a program of gated_act() and softcap()
 NORM_VALUES_PER_PROGRAM = 2048  # narrower rows share a program
 NORM_VALUES_PER_WARP = 512

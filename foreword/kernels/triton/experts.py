@@ -22,8 +22,6 @@ from foreword.kernels.triton.gemm_pack import PackedWeight, stack
 from foreword.kernels.triton.linear import RowGroups, TritonLinear
 from foreword.kernels.triton.variants import launches_dependents
 
-__all__ = ["TritonExperts", "max_row_tiles"]
-
 GROUP_BLOCK = 1024  # pairs that a program of _group_kernel() reads at a time
 COMBINE_BLOCK = 1024  # values of a program of _combine_kernel()
 TAKEN = tl.constexpr(-(1 << 31))  # key of an expert that is chosen already: below that of -inf

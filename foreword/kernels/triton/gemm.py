@@ -46,21 +46,6 @@ from foreword.kernels.triton.gemm_pack import (
 )
 from foreword.kernels.triton.variants import is_enabled
 
-__all__ = [
-    "HOPPER_TILES",
-    "MAX_TILES",
-    "SPLIT_K_MAX_ROWS",
-    "TILES",
-    "WIDE_TILES",
-    "WORKSPACE_VALUES",
-    "Tile",
-    "device_tiles",
-    "gemm_kernel",
-    "pick_split_mode",
-    "pick_tile",
-]
-
-
 SPLIT_K_MAX_ROWS = 64  # rows; up to here reading weights dominates, and each split of K has its own program
 SPLIT_K_MAX_TILES = (
     132  # tiles; fewer leave multiprocessors idle: splits have their own programs for any rows

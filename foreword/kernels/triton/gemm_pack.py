@@ -46,25 +46,6 @@ from foreword.errors import CheckpointError
 from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlocks
 from foreword.kernels.quantization import dequantize, quantize, split_blocks
 
-__all__ = [
-    "PANEL_ROWS",
-    "PackedWeight",
-    "columns_per_block",
-    "from_float8",
-    "get_scale",
-    "get_zero",
-    "has_zeros",
-    "masked_shift_ptx",
-    "num_splits",
-    "pack",
-    "runs_per_scale",
-    "scale_words",
-    "stack",
-    "to_float8",
-    "unpack_word",
-    "values_per_word",
-]
-
 PANEL_ROWS = 64
 MAX_SLICE_VALUES = 1 << 23  # values packed at a time, 32 MiB as float32
 TARGET_NUM_PROGRAMS = 256  # programs that fill a GPU

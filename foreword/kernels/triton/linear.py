@@ -27,8 +27,6 @@ from foreword.kernels.triton.gemm import (
 from foreword.kernels.triton.gemm_pack import PackedWeight, columns_per_block, pack
 from foreword.kernels.triton.variants import launches_dependents
 
-__all__ = ["RowGroups", "TritonLinear"]
-
 GROUP_M = 8  # weight tiles of a group in gemm_kernel()
 BLOCKS_PER_PROGRAM = 16  # of embed_kernel()
 

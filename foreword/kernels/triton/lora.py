@@ -15,8 +15,6 @@ from torch import Tensor
 from foreword.core.batch import Batch
 from foreword.kernels.ops import LoraTable
 
-__all__ = ["add_lora"]
-
 TILE_ROWS = 16
 SHRINK_BLOCK = 128  # columns of x in one step of _shrink_kernel()
 MIN_SPLIT_COLUMNS = 512  # of x: each split has its own program

@@ -13,8 +13,6 @@ import triton.language as tl
 from foreword.kernels.reference import sampling as reference
 from foreword.kernels.triton.portable_math import log
 
-__all__ = ["max_noise", "noise", "philox", "random_words", "uniform", "words_of_ids"]
-
 MULTIPLIER_0: tl.constexpr = tl.constexpr(reference.MULTIPLIERS[0])
 MULTIPLIER_1: tl.constexpr = tl.constexpr(reference.MULTIPLIERS[1])
 WEYL_0: tl.constexpr = tl.constexpr(reference.WEYL[0])

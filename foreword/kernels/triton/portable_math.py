@@ -10,8 +10,6 @@ import triton.language as tl
 
 from foreword.kernels import portable_math
 
-__all__ = ["FIXED_POINT_UNIT", "exp_fixed_point", "log", "round_to_int"]
-
 LN2_HIGH: tl.constexpr = tl.constexpr(portable_math.LN2_HIGH)
 LN2_LOW: tl.constexpr = tl.constexpr(portable_math.LN2_LOW)
 LOG2_E: tl.constexpr = tl.constexpr(portable_math.LOG2_E)

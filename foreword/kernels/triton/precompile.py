@@ -26,8 +26,6 @@ try:  # a private module: another version of Triton may not have it
 except ImportError:
     AsyncCompileMode = None
 
-__all__ = ["CompileSummary", "ZeroOutputs", "precompile"]
-
 logger = logging.getLogger(__name__)
 
 ALLOCATORS = ("empty", "empty_like", "new_empty")  # of kernel outputs

@@ -13,8 +13,6 @@ from foreword.kernels.ops import MRopeSections
 from foreword.kernels.triton.gemm_pack import to_float8
 from foreword.kernels.triton.variants import launches_dependents
 
-__all__ = ["rope", "rope_and_cache", "write_kv"]
-
 VALUES_PER_PROGRAM = 1024
 NUM_WARPS = 2
 ROUND_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: x + this - this rounds float32 to integers, ties to even

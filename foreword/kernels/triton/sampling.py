@@ -22,8 +22,6 @@ from foreword.kernels.triton.sampling_kernels import (
 )
 from foreword.kernels.triton.topk import apply_top_k, apply_top_p, apply_typical_p, log_sum_exp, top_ids
 
-__all__ = ["TritonSampling"]
-
 MAX_TOP_IDS = 64  # ids found by repeated search; more are sorted
 
 

@@ -39,17 +39,6 @@ from foreword.kernels.triton.topk import (
     wait_for_launch_before,
 )
 
-__all__ = [
-    "add_bias",
-    "apply_mask",
-    "apply_min_p",
-    "apply_repetition_penalty",
-    "apply_temperature",
-    "apply_top_n_sigma",
-    "apply_xtc",
-    "sample",
-]
-
 IDS_PER_PROGRAM = 256  # ids of a program per iteration, in kernels over lists of ids or whole blocks
 MAX_PROGRAMS = 8  # per row in kernels over lists of ids; more ids take more iterations
 

@@ -23,37 +23,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from foreword.kernels.triton.portable_math import FIXED_POINT_UNIT, exp_fixed_point, log, round_to_int
 from foreword.kernels.triton.variants import launches_dependents
 
-__all__ = [
-    "MASKED_BITS",
-    "MIN_P",
-    "NO_FILTER",
-    "TOP_K",
-    "TOP_P",
-    "TYPICAL_P",
-    "XTC",
-    "apply_top_k",
-    "apply_top_p",
-    "apply_typical_p",
-    "compute_block_expsums",
-    "compute_block_maxes",
-    "from_ordered_bits",
-    "is_enabled",
-    "is_finite_row",
-    "key_to_id",
-    "launch_options",
-    "load_values",
-    "log_sum_exp",
-    "max_ordered_bits",
-    "minus_max",
-    "num_blocks",
-    "ordered_bits",
-    "reduce_block_max",
-    "reduce_block_sum",
-    "sort_keys",
-    "top_ids",
-    "wait_for_launch_before",
-]
-
 MASKED_BITS: tl.constexpr = tl.constexpr(0x007FFFFF)  # ordered bits of -inf
 INFINITY_BITS: tl.constexpr = tl.constexpr(0xFF800000)  # ordered bits of +inf
 SIGN_BIT: tl.constexpr = tl.constexpr(2**31)

@@ -14,8 +14,6 @@ import torch
 
 from foreword.errors import ConfigError, did_you_mean
 
-__all__ = ["VARIANTS", "VARIANTS_ENV", "Variant", "enabled_variants", "is_enabled", "launches_dependents"]
-
 VARIANTS_ENV = "FOREWORD_TRITON_VARIANTS"  # comma separated names
 PDL_CAPABILITY = (9, 0)  # compute capability
 

@@ -16,18 +16,8 @@ from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
 from foreword.models.base import Precision, VisionEncoder
-from foreword.models.config import ConfigReader, read_json
 from foreword.models.decoder import Decoder, DecoderConfig
-
-__all__ = [
-    "PREPROCESSOR_FILE",
-    "PROCESSOR_FILE",
-    "Normalization",
-    "VisionModel",
-    "read_image_token_id",
-    "read_normalization",
-    "read_preprocessor_config",
-]
+from foreword.weights.config import ConfigReader, read_json
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 PROCESSOR_FILE = "processor_config.json"  # holds the preprocessor's options since transformers 5

@@ -7,10 +7,8 @@ from torch import Tensor
 
 from foreword.layers.norm import LayerNorm
 from foreword.layers.weights import Weights
-from foreword.models.config import ConfigReader
 from foreword.models.vision.vit import VisionTransformer, ViTConfig, read_vit_config
-
-__all__ = ["CLIP"]
+from foreword.weights.config import ConfigReader
 
 
 class CLIP(VisionTransformer):

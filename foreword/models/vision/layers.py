@@ -18,16 +18,6 @@ from foreword.layers.linear import Linear, load_linear
 from foreword.layers.weights import Weights
 from foreword.models.base import Precision
 
-__all__ = [
-    "ACTIVATIONS",
-    "ATTENTION_COST_FACTOR",
-    "PatchEmbedding",
-    "VisionMLP",
-    "activate",
-    "build_linear",
-    "unquantized_format",
-]
-
 # Time of one multiply-add of attention, in those of linear layers: 2 in float32, 8 in bfloat16.
 ATTENTION_COST_FACTOR: Final = 4
 FLOAT_FORMATS = ("float32", "bfloat16", "float16")

@@ -16,7 +16,6 @@ from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
 from foreword.models.architectures import read_decoder
 from foreword.models.base import Precision, VisionEncoder
-from foreword.models.config import ConfigReader, read_text_config
 from foreword.models.decoder import Decoder, DecoderConfig
 from foreword.models.vision.base import (
     Normalization,
@@ -29,8 +28,7 @@ from foreword.models.vision.clip import CLIP
 from foreword.models.vision.layers import ACTIVATIONS, VisionMLP, unquantized_format
 from foreword.models.vision.siglip import Siglip
 from foreword.models.vision.vit import VisionTransformer, ViTConfig
-
-__all__ = ["Llava", "LlavaConfig", "LlavaTower", "read_llava_config"]
+from foreword.weights.config import ConfigReader, read_text_config
 
 VIT_TYPES: Mapping[str, type[VisionTransformer]] = MappingProxyType(
     {"clip_vision_model": CLIP, "siglip_vision_model": Siglip}

@@ -14,11 +14,9 @@ from foreword.core.images import PromptImage, Size, compute_tiling
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
 from foreword.models.base import Precision, VisionEncoder
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig
 from foreword.models.vision.llava import Llava, LlavaConfig, LlavaTower, read_llava_config
-
-__all__ = ["LlavaNext"]
+from foreword.weights.config import ConfigReader
 
 DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 MAX_PINPOINTS = 1024

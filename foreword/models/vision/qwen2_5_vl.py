@@ -13,7 +13,6 @@ from foreword.layers.norm import RMSNorm
 from foreword.layers.weights import Weights
 from foreword.models.base import Precision, VisionEncoder
 from foreword.models.common import ACTIVATIONS as GATED_ACTIVATIONS
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import DecoderConfig
 from foreword.models.qwen2 import Qwen2
 from foreword.models.vision.base import VisionModel
@@ -29,8 +28,7 @@ from foreword.models.vision.qwen_config import (
     read_vision_config,
 )
 from foreword.models.vision.qwen_tower import PatchGrid, QwenTower, partition_windows, reorder_cells
-
-__all__ = ["Qwen25VL", "Qwen25VLTower", "WindowConfig"]
+from foreword.weights.config import ConfigReader
 
 MAX_WINDOW_PIXELS = 1 << 12  # pixels of a side
 

@@ -9,7 +9,6 @@ from foreword.kernels.ops import Ops
 from foreword.layers.norm import LayerNorm
 from foreword.layers.weights import Weights
 from foreword.models.base import Precision, VisionEncoder
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import DecoderConfig
 from foreword.models.qwen2 import Qwen2
 from foreword.models.vision.base import VisionModel
@@ -23,8 +22,7 @@ from foreword.models.vision.qwen_config import (
     read_vision_config,
 )
 from foreword.models.vision.qwen_tower import QwenTower
-
-__all__ = ["Qwen2VL", "Qwen2VLTower"]
+from foreword.weights.config import ConfigReader
 
 MAX_MLP_RATIO = 64
 

@@ -17,7 +17,6 @@ from foreword.kernels.ops import Ops
 from foreword.layers.norm import LayerNorm
 from foreword.layers.weights import Weights
 from foreword.models.base import Precision, VisionEncoder
-from foreword.models.config import ConfigReader
 from foreword.models.decoder import DecoderConfig
 from foreword.models.qwen3 import Qwen3
 from foreword.models.vision.base import VisionModel
@@ -32,8 +31,7 @@ from foreword.models.vision.qwen_config import (
     read_vision_config,
 )
 from foreword.models.vision.qwen_tower import PatchGrid, QwenTower
-
-__all__ = ["DeepStackConfig", "Qwen3VL", "Qwen3VLTower"]
+from foreword.weights.config import ConfigReader
 
 MAX_POSITIONS_PER_SIDE = 1 << 10  # learned positions
 

@@ -15,8 +15,6 @@ from foreword.layers.weights import Weights
 from foreword.models.vision.base import Normalization
 from foreword.models.vision.layers import ATTENTION_COST_FACTOR, build_linear
 
-__all__ = ["ImageContext", "PatchMerger", "QwenTowerConfig", "RowwiseModule", "VisionBlock"]
-
 LINEAR_CHUNK_ROWS = 512  # patches per piece in linear layers
 MERGE_CHUNK_CELLS = 128  # cells per piece in a merger
 ATTN_CHUNK_PAIRS = 1 << 20  # (query, key) pairs per piece in attention

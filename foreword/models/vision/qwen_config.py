@@ -9,7 +9,6 @@ from types import MappingProxyType
 
 from foreword.kernels.ops import MRopeSections
 from foreword.models.common import MAX_HIDDEN_SIZE, MAX_LAYERS, read_decoder_config, read_head_dim
-from foreword.models.config import ConfigReader, read_text_config
 from foreword.models.decoder import DecoderConfig, LayerType, QKNorm
 from foreword.models.qwen2 import read_qwen_layer_windows
 from foreword.models.qwen3 import HEAD_DIM
@@ -17,17 +16,7 @@ from foreword.models.rope import read_rope
 from foreword.models.vision.base import read_image_token_id, read_normalization, read_preprocessor_config
 from foreword.models.vision.layers import ACTIVATIONS
 from foreword.models.vision.qwen_block import QwenTowerConfig
-
-__all__ = [
-    "QWEN_WEIGHT_PREFIXES",
-    "read_block_indexes",
-    "read_hidden_size",
-    "read_qwen2_decoder",
-    "read_qwen3_decoder",
-    "read_qwen_image_token_id",
-    "read_qwen_tower_config",
-    "read_vision_config",
-]
+from foreword.weights.config import ConfigReader, read_text_config
 
 QWEN_WEIGHT_PREFIXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

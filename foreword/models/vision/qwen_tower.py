@@ -25,8 +25,6 @@ from foreword.models.base import Precision
 from foreword.models.vision.layers import VisionMLP, unquantized_format
 from foreword.models.vision.qwen_block import ImageContext, PatchMerger, QwenTowerConfig, VisionBlock
 
-__all__ = ["PatchGrid", "QwenTower", "extract_patches", "partition_windows", "reorder_cells"]
-
 
 @dataclass(frozen=True, slots=True)
 class PatchGrid:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from foreword.layers.weights import Weights
-from foreword.models.config import ConfigReader
 from foreword.models.vision.vit import VisionTransformer, ViTConfig, read_vit_config
-
-__all__ = ["Siglip"]
+from foreword.weights.config import ConfigReader
 
 
 class Siglip(VisionTransformer):

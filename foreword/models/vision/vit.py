@@ -14,7 +14,6 @@ from foreword.kernels.ops import Ops
 from foreword.layers.norm import LayerNorm
 from foreword.layers.weights import Weights
 from foreword.models.common import MAX_HIDDEN_SIZE, MAX_LAYERS
-from foreword.models.config import ConfigReader
 from foreword.models.vision.layers import (
     ACTIVATIONS,
     ATTENTION_COST_FACTOR,
@@ -22,8 +21,7 @@ from foreword.models.vision.layers import (
     VisionMLP,
     build_linear,
 )
-
-__all__ = ["ViTConfig", "VisionTransformer", "read_vit_config"]
+from foreword.weights.config import ConfigReader
 
 MAX_SIDE_PIXELS = 1 << 13
 MAX_PATCHES = 1 << 14  # per tile; attention is quadratic in them

@@ -29,18 +29,6 @@ import yaml
 
 from foreword.errors import ConfigError, did_you_mean
 
-__all__ = [
-    "Key",
-    "change_key_file",
-    "check_quotas",
-    "choose_salt",
-    "dump_keys",
-    "hash_key",
-    "new_secret",
-    "parse_keys",
-    "read_key_file",
-]
-
 KEY_PREFIX = "fw-"  # lets secret scanners find keys in code
 SALT_BYTES, DIGEST_BYTES = 16, 32
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")

@@ -20,18 +20,8 @@ from foreword.errors import ConfigError, ExpiredKey, Forbidden, ForewordError, U
 from foreword.server.auth.key_file import SALT_BYTES, Key, check_quotas, hash_key, read_key_file
 from foreword.server.auth.rate_limit import KeyLimits, UsageMeter
 from foreword.server.auth.usage_log import UsageLog
-from foreword.server.errors import error_response
+from foreword.server.http.errors import error_response
 from foreword.utils.threads import run_in_own_thread
-
-__all__ = [
-    "AuthenticationMiddleware",
-    "KeyPermissions",
-    "Keyring",
-    "PermissionsDep",
-    "RequestContext",
-    "is_public",
-    "key_from_headers",
-]
 
 logger = logging.getLogger(__name__)
 

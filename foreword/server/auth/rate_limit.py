@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from foreword.errors import QuotaExceeded, RateLimited
 from foreword.server.auth.usage_log import UsageLog
 
-__all__ = ["NO_LIMITS", "KeyLimits", "TokenBucket", "UsageMeter"]
-
 MINUTE_S = 60.0
 EPSILON = 1e-6  # float tolerance: a client that waits exactly Retry-After is admitted
 

@@ -17,19 +17,6 @@ from typing import NamedTuple, TextIO
 
 from foreword.errors import ConfigError, did_you_mean
 
-__all__ = [
-    "DIMENSIONS",
-    "Usage",
-    "UsageDatabase",
-    "UsageId",
-    "check_usage_file",
-    "parse_day",
-    "parse_dimensions",
-    "read_usage",
-    "utc_day",
-    "write_csv",
-]
-
 BUSY_S = 1.0  # how long a write waits for the write of another server
 APPLICATION_ID = 0x66777573  # "fwus", in the file's header
 SCHEMA_VERSION = 1

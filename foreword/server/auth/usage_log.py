@@ -15,8 +15,6 @@ from pathlib import Path
 from foreword.core.outputs import DraftResult
 from foreword.server.auth.usage_db import Usage, UsageDatabase, UsageId, utc_day
 
-__all__ = ["UsageCounter", "UsageLog"]
-
 logger = logging.getLogger("foreword.serve")
 
 COMMIT_TIMEOUT_S = 1.0  # how long the end of an answer waits for the database

@@ -25,10 +25,8 @@ from foreword.server.auth.usage_db import (
     read_usage,
     write_csv,
 )
-from foreword.server.http import JSONResponse
-from foreword.server.served_models import ModelsDep
-
-__all__ = ["check_is_admin", "router"]
+from foreword.server.http.responses import JSONResponse
+from foreword.server.registry import ModelsDep
 
 
 def check_is_admin(permissions: PermissionsDep, models: ModelsDep) -> None:

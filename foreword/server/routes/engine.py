@@ -50,9 +50,7 @@ from foreword.errors import ForewordError, InvalidRequest
 from foreword.server.auth.keys import KeyPermissions
 from foreword.server.auth.rate_limit import UsageMeter
 from foreword.server.lifecycle import STOPPING_MESSAGE, DrainState
-from foreword.server.served_models import ModelsDep
-
-__all__ = ["EngineSessions", "router"]
+from foreword.server.registry import ModelsDep
 
 logger = logging.getLogger("foreword.serve")
 

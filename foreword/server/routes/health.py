@@ -7,10 +7,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foreword.server.http import JSONResponse
+from foreword.server.http.responses import JSONResponse
 from foreword.server.lifecycle import Health, HealthBody
-
-__all__ = ["router"]
 
 router = APIRouter()
 HEALTH_503: dict[int | str, dict[str, Any]] = {

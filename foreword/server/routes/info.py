@@ -10,11 +10,9 @@ from fastapi import APIRouter, Request, Response
 from foreword.errors import Unauthorized
 from foreword.metrics.prometheus import CONTENT_TYPE
 from foreword.server.auth.keys import PermissionsDep, key_from_headers
-from foreword.server.http import JSONResponse
+from foreword.server.http.responses import JSONResponse
 from foreword.server.model_names import ServedModel
-from foreword.server.served_models import ManagedModel, ModelsDep, ServedModels
-
-__all__ = ["model_card", "router"]
+from foreword.server.registry import ManagedModel, ModelsDep, ServedModels
 
 router = APIRouter()
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from foreword.errors import InvalidRequest
+from foreword.server.apis.body import StrictModel
 from foreword.server.auth.keys import KeyPermissions, PermissionsDep
-from foreword.server.http import JSONResponse
-from foreword.server.protocol.base import StrictModel
+from foreword.server.http.responses import JSONResponse
+from foreword.server.registry import ModelLoader, ModelsDep, ServedModels
 from foreword.server.routes.info import model_card
-from foreword.server.served_models import ModelLoader, ModelsDep, ServedModels
-
-__all__ = ["router"]
 
 router = APIRouter()
 

@@ -11,12 +11,10 @@ from starlette.responses import StreamingResponse
 
 from foreword.errors import ForewordError
 from foreword.server.auth.keys import PermissionsDep
-from foreword.server.errors import error_body
-from foreword.server.http import json_bytes
+from foreword.server.http.errors import error_body
+from foreword.server.http.responses import json_bytes
+from foreword.server.registry import ModelsDep, ServedModels
 from foreword.server.routes.admin import check_is_admin
-from foreword.server.served_models import ModelsDep, ServedModels
-
-__all__ = ["router"]
 
 router = APIRouter(include_in_schema=False)
 

@@ -10,14 +10,12 @@ from typing import Any
 from fastapi import APIRouter, HTTPException, Response
 
 from foreword.config.options import Config
-from foreword.engine_client.replicas import ReplicatedClient, remote_replica
+from foreword.engine_client.router import EngineRouter, remote_replica
 from foreword.errors import ConfigError, InvalidRequest
-from foreword.server.context import ServerContext
-from foreword.server.http import JSONResponse
-from foreword.server.protocol.base import StrictModel
-from foreword.server.served_models import ModelsDep, ServedModels
-
-__all__ = ["REPLICAS_PATH", "router"]
+from foreword.server.apis.body import StrictModel
+from foreword.server.http.responses import JSONResponse
+from foreword.server.loaded_model import LoadedModel
+from foreword.server.registry import ModelsDep, ServedModels
 
 REPLICAS_PATH = "/engine/replicas"
 router = APIRouter(include_in_schema=False)
@@ -54,13 +52,13 @@ async def drain_replica(replica_id: str, models: ModelsDep, model: str | None = 
     await client.drain(replica_id)
 
 
-def _replicated(models: ServedModels) -> Iterator[tuple[ServerContext, ReplicatedClient]]:
+def _replicated(models: ServedModels) -> Iterator[tuple[LoadedModel, EngineRouter]]:
     for server in models.loaded:
-        if isinstance(server.client, ReplicatedClient):
+        if isinstance(server.client, EngineRouter):
             yield server, server.client
 
 
-def _find(models: ServedModels, name: str | None) -> tuple[ServerContext, ReplicatedClient]:
+def _find(models: ServedModels, name: str | None) -> tuple[LoadedModel, EngineRouter]:
     """Raises HTTPException."""
     for server, client in _replicated(models):
         if name is None or name in server.names.all:
@@ -68,7 +66,7 @@ def _find(models: ServedModels, name: str | None) -> tuple[ServerContext, Replic
     raise HTTPException(404, "no model of this name has replicas")
 
 
-def _describe(server: ServerContext, client: ReplicatedClient) -> dict[str, Any]:
+def _describe(server: LoadedModel, client: EngineRouter) -> dict[str, Any]:
     now, live = time.monotonic(), list(server.recorder.live_requests())
     waits = (now - progress.arrival_s for progress in live if not progress.is_prompt_computed)
     return {

@@ -8,25 +8,23 @@ from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
+from foreword.chat_formats.tool_checks import check_tools
 from foreword.errors import InvalidRequest
-from foreword.formats.tool_checks import check_tools
+from foreword.server.apis.body import ModelName, StrictModel, num_parts
+from foreword.server.apis.chat.body import Message, TemplateOptions, to_template_messages
+from foreword.server.apis.ignored_fields import TEMPLATE, IgnoredField
+from foreword.server.apis.tools import ChatTool
 from foreword.server.auth.keys import KeyPermissions, PermissionsDep
-from foreword.server.context import ServerContext, offload_if_large
-from foreword.server.errors import rename_field
-from foreword.server.http import JSONResponse
-from foreword.server.protocol.base import ModelName, StrictModel, num_parts
-from foreword.server.protocol.chat import Message, TemplateOptions, to_template_messages
-from foreword.server.protocol.compat import TEMPLATE, PeerField
-from foreword.server.protocol.tools import ChatTool
-from foreword.server.served_models import ModelsDep
-
-__all__ = ["router"]
+from foreword.server.http.errors import rename_field
+from foreword.server.http.responses import JSONResponse
+from foreword.server.loaded_model import LoadedModel, offload_if_large
+from foreword.server.registry import ModelsDep
 
 router = APIRouter()
 
 
 class TokenizeBody(TemplateOptions):
-    peer_fields: ClassVar[Mapping[str, PeerField]] = TEMPLATE
+    peer_fields: ClassVar[Mapping[str, IgnoredField]] = TEMPLATE
     model: ModelName = None
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -36,7 +34,7 @@ class TokenizeBody(TemplateOptions):
 
 
 class DetokenizeBody(StrictModel):
-    peer_fields: ClassVar[Mapping[str, PeerField]] = TEMPLATE
+    peer_fields: ClassVar[Mapping[str, IgnoredField]] = TEMPLATE
     model: ModelName = None
     tokens: list[int]
 
@@ -76,7 +74,7 @@ async def detokenize(
 
 
 async def _token_ids(
-    server: ServerContext, body: TokenizeBody, request: Request, permissions: KeyPermissions
+    server: LoadedModel, body: TokenizeBody, request: Request, permissions: KeyPermissions
 ) -> Sequence[int]:
     if body.messages is None:
         return await offload_if_large(

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from fastapi import APIRouter, HTTPException, Request, Response
 
-__all__ = ["CONTENT_SECURITY_POLICY", "STATIC", "router"]
-
 router = APIRouter(include_in_schema=False)
 STATIC = Path(__file__).parent.parent / "static" / "ui"
 MEDIA_TYPES = {

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 from foreword.core.outputs import Draft
 
-__all__ = ["MODEL_PRIORS", "MODEL_PRIOR_TRIALS", "AcceptanceModel", "RequestAcceptance"]
-
 POSITION_GROUPS = (0, 1, 2, 2, 3, 3, 3, 3, *(4,) * 8, 5)  # by position in the draft
 NUM_POSITION_GROUPS = 6
 CONFIDENCE_EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.93, 0.98)  # between the buckets

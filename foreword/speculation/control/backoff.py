@@ -6,8 +6,6 @@ import math
 
 from foreword.speculation.control.fairness import TrackedRequest
 
-__all__ = ["Backoff"]
-
 MISSES_BEFORE_BACKOFF = 4  # proposals without a draft that pays
 MAX_MISSES = 14.0
 INITIAL_MISSES = 9  # of a new request where no proposal of others pays

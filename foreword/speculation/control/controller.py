@@ -40,8 +40,6 @@ from foreword.speculation.control.selection import (
 from foreword.speculation.control.watchdog import DrafterAccount, ExplorationBudget
 from foreword.speculation.policy import Policy, PrefillLoad, Proposal, RequestStep, StepRecord
 
-__all__ = ["DraftLengthController"]
-
 MAX_TOTAL_DRAFT_TOKENS = 512  # proposed for all requests together
 MIN_DRAFT_LEN_BOUND = 4  # proposed for each request at least
 MIN_PREFIX_PROB = 0.01  # less likely draft tokens are never verified

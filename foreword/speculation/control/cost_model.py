@@ -19,19 +19,6 @@ from foreword.speculation.control.watchdog import RegressionWatchdog
 if TYPE_CHECKING:  # the API process imports this module, and must not import torch
     from foreword.speculation.policy import RequestStep
 
-__all__ = [
-    "Calibration",
-    "CostCurve",
-    "CostModel",
-    "MeasuredCosts",
-    "PassCost",
-    "SamplingCosts",
-    "StepCosts",
-    "StepShape",
-    "StepSummary",
-    "classify_sampling",
-]
-
 NUM_SAMPLER_CLASSES = 5  # greedy, noise, filtered, processed, with logprobs
 SAMPLING_FIXED_SHARE = 0.05  # initial fixed cost of sampling, in steps of one row
 SAMPLING_ROW_SHARES = (0.002, 0.005, 0.01, 0.02, 0.02)  # initial cost per row by sampler class, likewise

@@ -11,8 +11,6 @@ from foreword.speculation.control.acceptance import RequestAcceptance
 from foreword.speculation.control.cost_model import StepShape, classify_sampling
 from foreword.speculation.policy import RequestStep
 
-__all__ = ["BaseStep", "DelayBudget", "DelayLedger", "TrackedRequest"]
-
 DEFAULT_MAX_SLOWDOWN = 0.02  # share of its time that a request may lose
 MIN_OUTPUT_TOKENS = 32  # assumed length of an output, for the initial budget
 

@@ -11,25 +11,6 @@ from operator import truediv
 from foreword.core.outputs import Draft
 from foreword.speculation.control.fairness import BaseStep, TrackedRequest
 
-__all__ = [
-    "FEW_PENDING_ROWS",
-    "MAX_DRAFT_LEN",
-    "MIN_SPEEDUP",
-    "NEAR_BEST",
-    "Candidate",
-    "DraftModelPlan",
-    "DraftModelRequest",
-    "Selection",
-    "affordable_plan",
-    "best_num_rows",
-    "distribute",
-    "max_request_delay",
-    "nearest_paying",
-    "rank_plans",
-    "select_rows",
-    "split_by_gain",
-]
-
 MIN_SPEEDUP = 1.01  # a smaller gain is noise
 # Of the best rate: the shortest such step is chosen, for prompts that arrive during it; it may have no drafts
 NEAR_BEST = 0.98

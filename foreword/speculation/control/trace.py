@@ -20,8 +20,6 @@ from foreword.speculation.control.cost_model import Calibration, PassCost, class
 from foreword.speculation.control.fairness import DEFAULT_MAX_SLOWDOWN
 from foreword.speculation.policy import PrefillLoad, Proposal, RequestStep, StepRecord
 
-__all__ = ["RecordingController", "replay"]
-
 # Parameters that represent their sampler class.
 PARAMS_BY_SAMPLER_CLASS: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.0},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DrafterAccount", "ExplorationBudget", "RegressionWatchdog"]
-
 WINDOW_STEPS = 16  # speculative steps that are evaluated together
 STALE_STEPS = 128  # age of a baseline
 MIN_PAUSE_STEPS = 16

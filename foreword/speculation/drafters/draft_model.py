@@ -29,8 +29,6 @@ from foreword.sampling.logits_processors import draft_sampling_params, only_filt
 from foreword.sampling.sampler import Sampler
 from foreword.speculation.base import DraftRequest
 
-__all__ = ["NO_IMAGES", "ChunkImages", "DraftState", "EagerDraftLoop", "ImageFeatureSource", "ModelDrafter"]
-
 
 @dataclass(slots=True)
 class DraftState:

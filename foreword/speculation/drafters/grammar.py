@@ -8,8 +8,6 @@ from foreword.core.outputs import GRAMMAR, Draft
 from foreword.core.request import RequestState
 from foreword.speculation.base import DraftRequest
 
-__all__ = ["GrammarDrafter"]
-
 
 class GrammarDrafter:
     """Proposes the forced text. Its tokenization is the model's choice, so a draft may be wrong.

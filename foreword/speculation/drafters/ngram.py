@@ -8,8 +8,6 @@ from itertools import takewhile
 from foreword.core.outputs import Draft
 from foreword.speculation.drafter import Drafter, RequestView
 
-__all__ = ["NgramDrafter"]
-
 # P(token accepted | those before it accepted) by length of the match, which grows along the draft.
 # Measured: docs/lab/suffix.md.
 CONFIDENCE = (0.0, 0.25, 0.42, 0.55, 0.75, 0.82, 0.85, 0.87, 0.88, 0.88, 0.89, 0.89, 0.9)

@@ -11,8 +11,6 @@ from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
 from foreword.speculation.base import DraftRequest
 
-__all__ = ["PredictionDrafter"]
-
 UNLIMITED = 1 << 30
 MAX_NGRAM = 3
 # (n-gram size, min and max offset from the anchor) to search in, most reliable first

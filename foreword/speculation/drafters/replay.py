@@ -14,8 +14,6 @@ from foreword.core.request import RequestState
 from foreword.errors import ConfigError
 from foreword.speculation.base import DraftRequest, ModelBasedDrafter
 
-__all__ = ["RecordedOutput", "Recording", "ReplayDrafter", "ReplayWithDraftModel", "read_recording"]
-
 as_int = operator.index
 ANY_SEED = -1  # key of an output recorded without a seed
 

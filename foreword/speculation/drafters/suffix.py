@@ -16,8 +16,6 @@ from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
 from foreword.speculation.base import DraftRequest
 
-__all__ = ["BYTES_PER_SLOT", "NOVELTY_WEIGHTS", "Query", "SuffixDraft", "SuffixDrafter", "SuffixIndex"]
-
 BYTES_PER_SLOT = 40  # of the corpus: token, namespace, and a chain head and link for each of 4 n-gram orders
 MIN_CORPUS_SLOTS = 64
 MAX_CORPUS_SLOTS = 2**30  # slots are int32

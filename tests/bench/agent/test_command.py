@@ -11,8 +11,8 @@ from foreword.bench.agent.engine import AgentSession
 from foreword.bench.agent.workload import AgentScript, AgentStep
 from foreword.bench.regime import RegimeError
 from foreword.bench.speculate.types import AUTO, BenchRepetition, PairedRun, RequestResult
+from foreword.chat_formats.events import ContentText
 from foreword.cli.main import main
-from foreword.formats.events import ContentText
 from tests.support.checkpoints import write_checkpoint
 
 SMALL = ["--concurrency", "2", "--rounds", "1"]

@@ -8,11 +8,11 @@ from foreword.bench.agent.engine import AgentEngine, AgentSession
 from foreword.bench.agent.model import write_checkpoint
 from foreword.bench.agent.workload import AgentScript, AgentStep
 from foreword.bench.speculate.types import AUTO, OFF, BenchRepetition, Mode
+from foreword.chat_formats.events import CallStart
+from foreword.chat_formats.tools import ReasoningOptions
 from foreword.config.options import Config
 from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams, Speculation
-from foreword.formats.events import CallStart
-from foreword.formats.tools import ReasoningOptions
 from foreword.grammar.tool_calls import tool_constraint
 from foreword.tokenizer.input_processor import make_requests
 

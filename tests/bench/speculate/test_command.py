@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from foreword.bench.common import verdict
 from foreword.bench.speculate import command
 from foreword.bench.speculate.local import LocalEngine
-from foreword.bench.speculate.report import verdict
 from foreword.bench.speculate.types import BenchRepetition
 from foreword.bench.speculate.workloads import Conversation
 from foreword.cli.main import main

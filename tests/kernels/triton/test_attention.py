@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.config.memory import estimate_memory
 from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton import attention
 from foreword.kernels.triton.attention import TileShape, TritonAttention, TritonAttnMetadata, plan_launches
+from foreword.planning.memory import estimate_memory
 from tests.support.budget import examples
 from tests.support.device import DEVICE
 from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot, program_order

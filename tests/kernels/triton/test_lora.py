@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.core.batch import NO_LORA, Batch, Chunk, build_batch
+from foreword.core.batch import Batch, Chunk, build_batch
+from foreword.core.request import NO_LORA
 from foreword.kernels.ops import LoraTable
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton.backend import TritonFastMath, TritonOps

@@ -8,7 +8,7 @@ import torch
 from foreword.core.images import PromptImage
 from foreword.errors import CheckpointError
 from foreword.models.vision.base import read_normalization
-from foreword.models.weights import MetaWeights, MultipartWeights
+from foreword.weights.tensors import MetaWeights, MultipartWeights
 
 CLIP = {"image_mean": [0.5, 0.25, 0.125], "image_std": [0.5, 0.25, 1], "rescale_factor": 1 / 255}
 

@@ -10,10 +10,10 @@ import torch
 
 from foreword.errors import CheckpointError
 from foreword.kernels.reference.backend import ReferenceOps
-from foreword.models.config import ConfigReader
 from foreword.models.vision.clip import CLIP
 from foreword.models.vision.layers import ATTENTION_COST_FACTOR
-from foreword.models.weights import FileWeights, MetaWeights
+from foreword.weights.config import ConfigReader
+from foreword.weights.tensors import FileWeights, MetaWeights
 from tests.support.vision_checkpoints import write_vision_checkpoint
 from tests.support.vs_transformers import TransformersReference
 

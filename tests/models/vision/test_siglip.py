@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from foreword.kernels.reference.backend import ReferenceOps
-from foreword.models.config import ConfigReader
 from foreword.models.vision.siglip import Siglip
-from foreword.models.weights import FileWeights, MetaWeights
+from foreword.weights.config import ConfigReader
+from foreword.weights.tensors import FileWeights, MetaWeights
 from tests.support.vision_checkpoints import write_vision_checkpoint
 from tests.support.vs_transformers import TransformersReference
 

@@ -1,0 +1,502 @@
+"""The incremental parser of answers, derived from a format's record.
+
+The answer is read as one text, in which each marker token stands as one lone surrogate: no decoded text
+holds one, so a marker that is spelled in several tokens never looks like the token. The parser is a coroutine
+that waits wherever its input ends. It holds back only what may still become a marker, and drops each
+character once it is read, so the time is linear in the length of the answer.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Final
+
+from foreword.chat_formats.arguments import ArgumentReader
+from foreword.chat_formats.events import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ChatEvent,
+    ContentText,
+    ReasoningText,
+    merge_events,
+)
+from foreword.chat_formats.reader import MARKER, SPACES, WHITESPACE, Stops, Wait
+from foreword.chat_formats.record import (
+    BareArguments,
+    BoundFormat,
+    CallId,
+    Header,
+    JsonArguments,
+    JsonCall,
+    Name,
+    NameInId,
+    Part,
+    PythonArguments,
+    Space,
+    TaggedArguments,
+    ToolFormat,
+)
+from foreword.chat_formats.tools import ToolUse
+from foreword.chat_formats.values import CustomInput
+
+FIRST_MARKER: Final = 0xD800  # the character of the first marker token
+
+
+def parse_message(
+    bound: BoundFormat,
+    use: ToolUse,
+    answer: str | Iterable[tuple[int, str]],
+    starts_in_reasoning: bool = False,
+) -> tuple[ChatEvent, ...]:
+    """A whole answer as merged events; calls without an id of their own get `call_0`, `call_1` and so on.
+
+    answer  a text, in which a marker's spelling is the marker, or (token id, text) of each token
+    """
+    parser = ChatParser(bound, use, starts_in_reasoning, "call_{}".format)
+    if isinstance(answer, str):
+        ids = bound.token_ids
+        spelled = re.compile(
+            "|".join(re.escape(text) for text in sorted(ids, key=len, reverse=True)) or "(?!)"
+        )
+        position, tokens = 0, []
+        for match in spelled.finditer(answer):
+            tokens += [(-1, answer[position : match.start()]), (ids[match[0]], match[0])]
+            position = match.end()
+        answer = [*tokens, (-1, answer[position:])]
+    events = [event for token_id, text in answer for event in parser.feed(token_id, text)]
+    return merge_events([*events, *parser.flush(ended_by_model=True)])
+
+
+def starts_in_reasoning(bound: BoundFormat, prompt_ids: Sequence[int], text: str = "") -> bool:
+    """Whether a rendered prompt ends inside of reasoning: after an opening marker of its last turn.
+
+    text  the rendered prompt, for markers that are several tokens
+    """
+    reasoning = bound.format.reasoning
+    if reasoning is None:
+        return False
+    begin, end = bound.token_ids.get(reasoning.begin), bound.token_ids.get(reasoning.end)
+    if begin is not None:
+        for token_id in reversed(prompt_ids):
+            if token_id == begin:
+                return True
+            if token_id == end or token_id in bound.special_ids:
+                return False
+        return False
+    _, marker, after = text.rpartition(reasoning.begin)
+    return bool(marker) and reasoning.end not in after and "<|" not in after
+
+
+class _Region(enum.Enum):
+    CONTENT = enum.auto()
+    REASONING = enum.auto()
+    CALL = enum.auto()
+
+
+class _Syntax:
+    """A bound format, with its texts as they stand in the parser's input."""
+
+    def __init__(self, bound: BoundFormat) -> None:
+        fmt = bound.format
+        markers = sorted(bound.token_ids.items())
+        self.chars = {token_id: chr(FIRST_MARKER + i) for i, (_, token_id) in enumerate(markers)}
+        self.spelling = {FIRST_MARKER + i: text for i, (text, _) in enumerate(markers)}
+
+        def encode(text: str) -> str:
+            pieces = bound.pieces(text)
+            return "".join(piece if isinstance(piece, str) else self.chars[piece] for piece in pieces)
+
+        forms = [_encode_form(form, encode) for form in (fmt.tools, *fmt.also) if form is not None]
+        self.opening = [form for form in forms if form.opens_answer]
+        self.triggers: dict[str, list[ToolFormat]] = {}
+        for form in forms:
+            if not form.opens_answer:
+                trigger = (form.begin + form.call)[0]
+                assert isinstance(trigger, str), f"{fmt.name}: a call must begin with a text"
+                self.triggers.setdefault(trigger, []).append(form)
+        self.reasoning = None
+        if fmt.reasoning is not None:
+            begin, end = encode(fmt.reasoning.begin), encode(fmt.reasoning.end)
+            self.reasoning = replace(fmt.reasoning, begin=begin, end=end)
+        self.content = tuple(map(encode, fmt.content or ()))
+        self.dropped = tuple(map(encode, fmt.dropped))
+        # The last text of a call or section: one that follows a call directly is dropped.
+        self.closers = {
+            parts[-1]
+            for form in forms
+            for parts in (form.call, form.end)
+            if parts and isinstance(parts[-1], str)
+        }
+        begins = [self.reasoning.begin] if self.reasoning else []
+        texts = [*self.triggers, *begins, *self.content, *self.dropped]
+        self.content_stops = Stops.of([*texts, *(text for text in self.closers if len(text) > 1)])
+        self.reasoning_stops = Stops.of([])
+        if self.reasoning:
+            calls = self.triggers if self.reasoning.ended_by_call else ()
+            self.reasoning_stops = Stops.of([self.reasoning.end, *calls])
+
+    def spell(self, text: str) -> str:
+        """A text with its marker tokens spelled out."""
+        return text if text.isascii() or not MARKER.search(text) else text.translate(self.spelling)
+
+
+_syntax = lru_cache(maxsize=16)(_Syntax)
+
+
+def _encode_form(form: ToolFormat, encode: Callable[[str], str]) -> ToolFormat:
+    def encode_parts(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        return tuple(map(encode_part, parts))
+
+    def encode_part(part: Part) -> Part:
+        match part:
+            case str():
+                return encode(part)
+            case TaggedArguments():
+                return replace(
+                    part,
+                    key_begin=encode(part.key_begin),
+                    key_end=encode(part.key_end),
+                    value_begin=encode(part.value_begin),
+                    value_end=encode(part.value_end),
+                )
+            case BareArguments():
+                return BareArguments(encode(part.quote))
+            case _:
+                return part
+
+    separator = None if form.separator is None else encode_parts(form.separator)
+    return ToolFormat(
+        encode_parts(form.call),
+        encode_parts(form.begin),
+        separator,
+        encode_parts(form.end),
+        form.opens_answer,
+    )
+
+
+class ChatParser(ArgumentReader):
+    """One choice's answer, token by token, to events. Model output never raises."""
+
+    def __init__(
+        self,
+        bound: BoundFormat,
+        use: ToolUse,
+        starts_in_reasoning: bool,
+        new_call_id: Callable[[int], str],
+        drops_space: bool | None = None,
+    ) -> None:
+        """
+        new_call_id  id of the call with this index, unless the model wrote one
+        drops_space  of constrained content: whether whitespace before it is a separator, or a part of it;
+                     None: content is free, and whitespace behind a marker is a separator
+        """
+        syntax = _syntax(bound)
+        super().__init__(use, syntax.spell, syntax.closers)
+        self.num_calls = 0  # started
+        self.num_reasoning_tokens = 0  # markers included
+        self.num_call_tokens = 0  # markers included
+        self._syntax = syntax
+        self.marker_ids: Collection[int] = syntax.chars.keys()
+        self._new_call_id = new_call_id
+        self._events: list[ChatEvent] = []
+
+        self._region = _Region.REASONING if starts_in_reasoning else _Region.CONTENT
+        self._space: list[str] = []  # whitespace at the end of a text, which belongs to it if it goes on
+        self._has_separators = drops_space is not False
+        self._drops_space = bool(drops_space)  # whitespace at the begin of a text is no part of it
+        # Without calls, whitespace within content is sent at once: a stop string may end in it.
+        self._keeps_space = not self._tools and not syntax.content
+        self._says = False  # content since the last call or reasoning
+        self._opens = True  # no text yet since the begin or since the reasoning
+
+        self._used_ids: set[str] = set()
+        self._input: CustomInput | None = None
+        self._run = self._read_answer()
+        next(self._run)
+
+    def feed(self, token_id: int, text: str) -> list[ChatEvent]:
+        """Read one token.
+
+        token_id  negative: a text that no token has, which is not counted
+        text      characters that this token completes, a marker's text included. A special token that is no
+                  marker of the format is text like any other: pass "" for one that the user shall not see.
+        """
+        assert not self._ended, "the answer has ended"
+        char = self._syntax.chars.get(token_id)
+        if not text.isascii() and MARKER.search(text):
+            text = MARKER.sub("\ufffd", text)
+        if char is not None:
+            text = text.removesuffix(self._syntax.spelling[ord(char)]) + char
+        before = self._region
+        if text:
+            self._buffer += text
+            next(self._run)
+        if before is _Region.CALL or self._region is _Region.CALL:
+            self.num_call_tokens += token_id >= 0
+        elif before is _Region.REASONING or self._region is _Region.REASONING:
+            self.num_reasoning_tokens += token_id >= 0
+        return self._take_events()
+
+    def flush(self, ended_by_model: bool = False) -> list[ChatEvent]:
+        """Release the text that is held back, at the end of the answer.
+
+        ended_by_model  a call that lacks nothing but closing markers is complete. Else the answer is cut:
+                        what is held back of a call, or may be the begin of a marker, is dropped if there are
+                        tools to call
+        """
+        if not self._ended:
+            self._ended = True
+            is_cut = bool(self._tools) and not ended_by_model
+            if is_cut:
+                self._buffer = self._buffer[: self._position]
+                if not self._says:
+                    self._space.clear()
+            if is_cut and self._region is _Region.CALL:
+                self._run.close()
+            for _ in self._run:
+                raise AssertionError("the parser waits for more than the answer")
+        return self._take_events()
+
+    def _take_events(self) -> list[ChatEvent]:
+        events, self._events = self._events, []
+        return events
+
+    # Texts and calls, as events.
+
+    def _say(self, text: str) -> None:
+        """More reasoning or content. Whitespace beside markers and calls is not part of it."""
+        if self._drops_space:
+            text = text.lstrip(WHITESPACE)
+        body = text.rstrip(WHITESPACE)
+        if self._keeps_space and self._region is _Region.CONTENT and (body or self._says):
+            body = text  # `_says`: whitespace before the first text may be followed by reasoning
+        if body:
+            self._drops_space = self._opens = False
+            if self._space:
+                self._space.append(body)
+                body_and_space = "".join(self._space)
+                self._space.clear()
+            else:
+                body_and_space = body
+            if self._region is _Region.REASONING:
+                self._events.append(ReasoningText(body_and_space))
+            else:
+                self._says = True
+                self._events.append(ContentText(body_and_space))
+        if len(body) < len(text):
+            self._space.append(text[len(body) :])
+
+    def _drop_space(self) -> None:
+        """A marker follows, or has been read: the whitespace beside it is no text."""
+        self._space.clear()
+        self._drops_space = self._has_separators or self._region is not _Region.CONTENT
+
+    def _start_call(self) -> None:
+        assert self._tool is not None
+        call_id = self._id
+        if call_id is None or call_id in self._used_ids:
+            call_id = self._new_call_id(self.num_calls)
+        self._used_ids.add(call_id)
+        self._input = CustomInput() if self._tool.is_custom else None
+        self._raw = None
+        self._space.clear()
+        self._drops_space, self._says, self._opens = False, False, True
+        self._is_in_call = True
+        self._events.append(CallStart(self.num_calls, call_id, self._tool.name))
+        self.num_calls += 1
+
+    def _emit(self, text: str) -> None:
+        """More of the call's arguments."""
+        if self._input is not None:
+            text = self._input.feed(text)
+        if text:
+            self._events.append(CallArguments(self.num_calls - 1, text))
+
+    def _end_call(self) -> None:
+        if self._input is not None and (text := self._input.flush()):
+            self._events.append(CallArguments(self.num_calls - 1, text))
+        self._is_in_call = False
+        self._events.append(CallEnd(self.num_calls - 1))
+
+    # The answer.
+
+    def _read_answer(self) -> Generator[None, None, None]:
+        syntax = self._syntax
+        if self._region is _Region.REASONING:
+            yield from self._read_reasoning()
+        while True:
+            if self._opens and self._tools and syntax.opening:
+                self._say((yield from self._read_run(SPACES)))
+                self._opens = False
+                if (yield from self._read_section(syntax.opening)):
+                    continue
+            stop = yield from self._pass_until(syntax.content_stops, self._say)
+            if stop is None:
+                break
+            yield from self._read_marker(stop)
+        space = "".join(self._space)
+        if space and not space.strip(WHITESPACE) and (self._says or not self.num_calls):
+            self._events.append(ContentText(space))
+
+    def _read_marker(self, stop: str) -> Generator[None, None, None]:
+        """Read a marker within content."""
+        syntax = self._syntax
+        reasoning = syntax.reasoning
+        is_token = MARKER.match(stop[0]) is not None or MARKER.match(stop[-1]) is not None
+        forms = syntax.triggers.get(stop)
+        if forms is not None and self._tools:
+            yield from self._read_section(forms)
+            return
+        self._position += len(stop)
+        if reasoning is not None and stop == reasoning.begin and (is_token or not self._says):
+            self._drop_space()
+            self._region = _Region.REASONING
+            yield from self._read_reasoning()
+        elif stop in syntax.content[:1] and (is_token or not self._says):
+            self._drop_space()
+            self._opens = True
+        elif stop in syntax.dropped:
+            self._drop_space()
+        elif stop in syntax.content[1:] and not is_token:
+            self._space.append(stop)  # text only if more text follows
+        elif stop in syntax.closers and not is_token and not self._says and self.num_calls:
+            pass
+        else:
+            self._say(MARKER.sub("", stop))
+
+    def _read_reasoning(self) -> Generator[None, None, None]:
+        """Read reasoning, its opening marker excluded, up to its end or a call that ends it."""
+        syntax = self._syntax
+        reasoning = syntax.reasoning
+        assert reasoning is not None
+        self._drop_space()
+        while True:
+            stop = yield from self._pass_until(syntax.reasoning_stops, self._say)
+            if stop is None:
+                self._space.clear()
+                return
+            forms = syntax.triggers.get(stop) if reasoning.ended_by_call else None
+            if stop == reasoning.end:
+                self._position += len(stop)
+                break
+            if forms is None or not self._tools:
+                self._position += len(stop)
+                self._say(MARKER.sub("", stop))
+            elif (yield from self._read_section(forms)):
+                return
+        self._region = _Region.CONTENT
+        self._drop_space()
+        self._says, self._opens = False, True
+
+    # Calls.
+
+    def _read_section(self, forms: Sequence[ToolFormat]) -> Wait:
+        """Read calls by the first form that fits. Else what none of them can be is text."""
+        region, num_read, num_call_tokens = self._region, 0, self.num_call_tokens
+        self._region = _Region.CALL
+        for form in forms:
+            self._raw, self._mark = [], self._position
+            if (yield from self._read_calls(form)):
+                if self._is_in_call:  # the answer is cut here
+                    self._position = len(self._buffer)
+                self._raw = None
+                self._region = _Region.CONTENT
+                return True
+            text = self._take_raw()
+            num_read = max(num_read, len(text))
+            self._buffer = text + self._buffer[self._position :]
+            self._position = 0
+        self._region, self.num_call_tokens = region, num_call_tokens
+        self._position = num_read
+        self._fail(self._buffer[:num_read], is_error=not forms[0].opens_answer)
+        return False
+
+    def _take_raw(self) -> str:
+        """The text of a call that has not started."""
+        assert self._raw is not None
+        text = "".join(self._raw) + self._buffer[self._mark : self._position]
+        self._raw = None
+        return text
+
+    def _fail(self, text: str, is_error: bool = True) -> None:
+        """What looked like a call is text; its marker tokens are not."""
+        self.num_parse_errors += is_error
+        if text:
+            self._say(MARKER.sub("", text))
+
+    def _read_calls(self, form: ToolFormat) -> Wait:
+        """Read a section. False if it has no call."""
+        for part in form.begin:
+            if isinstance(part, str) and not (yield from self._read_text(part)):
+                return False
+        is_first = True
+        while (yield from self._read_call(form)):
+            is_first = False
+            if self._is_in_call or (form.separator is None and not form.end):
+                return True
+            self._raw, self._mark = [], self._position
+            if (yield from self._read_any(form.end)):
+                return True
+            if form.separator is None or not (yield from self._skip_space()):
+                break
+            yield from self._read_any(form.separator)
+        if not is_first:
+            self._region = _Region.CONTENT
+            text = self._take_raw()
+            if text.strip(WHITESPACE):
+                self._fail(text)
+            else:
+                self._space.append(text)
+        return not is_first
+
+    def _read_any(self, parts: tuple[Part, ...]) -> Wait:
+        """Read what is there of some texts. Whether one was."""
+        is_found = False
+        for part in parts:
+            if isinstance(part, str) and part.strip(WHITESPACE):
+                is_found |= yield from self._read_text(part)
+        return is_found
+
+    def _read_call(self, form: ToolFormat) -> Wait:
+        """Read one call. False if it is none."""
+        self._tool = self._id = None
+        parts = form.call
+        num_calls = self.num_calls
+        for i, part in enumerate(parts):
+            rest = (*parts[i + 1 :], *form.end)
+            closer = next((text for text in rest if isinstance(text, str) and text.strip(WHITESPACE)), "")
+            match part:
+                case str():
+                    is_read = not part.strip(WHITESPACE) or (yield from self._read_text(part))
+                    if not is_read and self.num_calls == num_calls:
+                        return False
+                case Space():
+                    pass
+                case Header():
+                    if (yield from self._read_header(closer)) is None:
+                        return False
+                case Name() | CallId() | NameInId():
+                    yield from self._read_name(part)
+                    if self._tool is None:
+                        return False
+                case JsonCall():
+                    if not (yield from self._read_json_call(part, form.opens_answer)):
+                        return False
+                case JsonArguments():
+                    if (yield from self._skip_space()) != "{":
+                        return False
+                    self._start_call()
+                    if (yield from self._pass_json(self._emit)):
+                        self._end_call()
+                case TaggedArguments():
+                    if not (yield from self._read_tagged(part, closer)):
+                        return False
+                case PythonArguments() | BareArguments():
+                    if not (yield from self._read_keywords(part, closer)):
+                        return False
+        return True

@@ -1,0 +1,208 @@
+"""The record of a chat format: how a model writes reasoning, content and tool calls.
+
+The grammar (`grammar/tool_calls.py`), the parser (`chat_formats/parser.py`) and the proof against the chat
+template (`chat_formats/detect.py`) are all derived from it. A text of a record in brackets (`<tool_call>`,
+`[ARGS]`) is a marker if the vocabulary has it as one token: then only that token counts, and its spelling in
+several tokens is text. `BoundFormat` knows which ones are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Optional whitespace; `usual` is what the family's template writes."""
+
+    usual: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A short text up to the next part; models vary it, templates write `usual`."""
+
+    usual: str
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """Name of a tool, one of the request's."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallId:
+    """Id of the call, as the model writes it."""
+
+    pattern: str  # regular expression
+
+
+@dataclass(frozen=True, slots=True)
+class NameInId:
+    """Id of the call, which holds its name: begin NAME separator NUMBER. The whole is the id."""
+
+    begin: str
+    separator: str
+    pattern: str  # of the number: regular expression
+
+
+@dataclass(frozen=True, slots=True)
+class JsonArguments:
+    """A JSON object by the tool's schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonCall:
+    """A JSON object with name and arguments: {"name": N, "arguments": A}.
+
+    The parser takes the keys in any order and skips others; templates write name, arguments, id, or with
+    `id_first` id, name, arguments.
+    """
+
+    name_key: str = "name"
+    arguments_key: str = "arguments"
+    id_key: str | None = None  # None: there is no id
+    id_pattern: str = ""  # of the id: regular expression
+    id_first: bool = False
+    id_is_local: bool = False  # unique among the answer's calls only, thus no id for the API
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedArguments:
+    """One element per argument, in any order, `between` (whitespace) after each:
+
+    key_begin KEY key_end [between value_begin] [padding] VALUE [padding] value_end between
+
+    Strings are raw, other values are JSON.
+    """
+
+    key_begin: str
+    key_end: str
+    value_end: str
+    value_begin: str = ""
+    padding: str = ""  # once on each side of a value, no part of it
+    between: str = "\n"
+    types_in_tag: bool = False  # key_end is followed by ` string="true">`, or ` string="false">` for JSON
+
+
+@dataclass(frozen=True, slots=True)
+class PythonArguments:
+    """Keyword arguments without their parentheses: a='x', b=2, c=[True, None]."""
+
+
+@dataclass(frozen=True, slots=True)
+class BareArguments:
+    """key:value pairs with bare keys, without their braces; strings between `quote`:
+
+    k:<escape>v<escape>,n:3,o:{p:[1,<escape>v<escape>]}
+    """
+
+    quote: str
+
+
+Part = (
+    str
+    | Space
+    | Header
+    | Name
+    | CallId
+    | NameInId
+    | JsonArguments
+    | JsonCall
+    | TaggedArguments
+    | PythonArguments
+    | BareArguments
+)
+SPACE = Space()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """section: begin call (separator call)* end. The text at its start is the trigger.
+
+    The parser takes whitespace between any two parts, and leaves out texts of whitespace.
+    """
+
+    call: tuple[Part, ...]
+    begin: tuple[Part, ...] = ()
+    separator: tuple[Part, ...] | None = None  # None: one call a section; further calls are further sections
+    end: tuple[Part, ...] = ()
+    opens_answer: bool = False  # without a marker: a call is one only at the start of the answer
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """begin REASONING end. Whitespace beside the markers belongs to neither reasoning nor content."""
+
+    begin: str
+    end: str
+    space: str = "\n"  # what the template writes after `begin` and before `end`
+    ended_by_call: bool = False  # models of the family call without closing their reasoning first
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """One family's format. Content is whatever is neither reasoning nor a call, nor a marker of `content`."""
+
+    name: str
+    tools: ToolFormat | None = None
+    also: tuple[ToolFormat, ...] = ()  # other forms of a call that its models write: parsed, never enforced
+    reasoning: ReasoningFormat | None = None
+    content: tuple[str, str] | None = None  # markers around content, such as <response> and </response>
+    dropped: tuple[str, ...] = ()  # other texts that are not content, wherever they stand outside reasoning
+    inner_tokens: tuple[str, ...] = ()  # added tokens that are a part of longer texts above
+    template_markers: tuple[str, ...] = ()  # texts that a chat template of this family holds, all of them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundFormat:
+    """A format with the ids of its markers in one vocabulary (picklable)."""
+
+    format: ChatFormat
+    token_ids: Mapping[str, int]  # texts of the record that are one token each
+    special_ids: frozenset[int] = frozenset()  # of the vocabulary; one of them ends each turn
+
+    def pieces(self, text: str) -> tuple[str | int, ...]:
+        """A record's text as texts and ids of marker tokens: `<|start|>assistant` is (ID, "assistant")."""
+        if text in self.token_ids:
+            return (self.token_ids[text],)
+        inner = [token for token in self.format.inner_tokens if token in self.token_ids]
+        if not inner:
+            return (text,) if text else ()
+        parts = re.split(f"({'|'.join(map(re.escape, inner))})", text)
+        return tuple(
+            self.token_ids.get(part, part) if i % 2 else part for i, part in enumerate(parts) if part
+        )
+
+
+def bind_format(
+    fmt: ChatFormat,
+    token_to_id: Callable[[str], int | None],
+    special_ids: frozenset[int] = frozenset(),
+) -> BoundFormat:
+    """Look up the markers of a format, once per model.
+
+    token_to_id  id of a token by its text, None if it is no token
+    special_ids  ids of the vocabulary's special tokens; `starts_in_reasoning` needs them to skip history
+    """
+    token_ids = {}
+    for text in sorted({*_texts(fmt), *fmt.inner_tokens}):
+        # Ordinary tokens such as `[` or `function` are no markers.
+        token_id = token_to_id(text) if re.fullmatch(r"[<\[｜].{2,}[>\]｜]", text) else None
+        if token_id is not None:
+            token_ids[text] = token_id
+    return BoundFormat(fmt, token_ids, special_ids)
+
+
+def _texts(value: Any) -> set[str]:
+    """All texts in a record, its name and patterns included: they are no tokens."""
+    if isinstance(value, str):
+        return {value}
+    if isinstance(value, tuple):
+        return set().union(*map(_texts, value))
+    if is_dataclass(value):
+        return set().union(*(_texts(getattr(value, field.name)) for field in fields(value)))
+    return set()

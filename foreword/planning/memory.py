@@ -1,0 +1,231 @@
+"""Memory of a model, before and after it is loaded. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+# Bytes of a value by data type. int4 includes a scale of 16 bits per 32 values.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1, "int4": 18 / 32}
+SCALE_BYTES = 4  # of an int8 or fp8 vector in the KV cache
+BYTES_PER_LOGIT = 2 * 4  # float32, twice while they are filtered
+CUDA_CONTEXT_BYTES = 512 << 20  # CUDA's own
+WORKSPACE_DIVISOR, MAX_WORKSPACE_BYTES = 64, 1 << 30  # of attention, as in kernels/triton/attention.py
+MARGIN_DIVISOR, MAX_MARGIN_BYTES = 64, 512 << 20  # share of the GPU's memory, and its limit
+CUDA_GRAPH_DIVISOR, MAX_CUDA_GRAPH_BYTES = 64, 1 << 30
+TILE_ROWS, TILE_ALIGNMENT = 16, 64  # of packed weights on the CPU: csrc/packing.h
+CPU_RESERVE_DIVISOR, MIN_CPU_RESERVE_BYTES = 10, GIB
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFormat:
+    """Matrices that stay quantized as they are in the files."""
+
+    name: str
+    num_bytes: int  # in the layout of the CPU kernels
+    expert_bytes: int = 0  # those of experts
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Properties of a checkpoint that resolve() needs. Packed weights keep the file's quantized format."""
+
+    architecture: str
+    context_len: int  # positions the model was trained for
+    dtype: str  # of the weights
+    parameters: int  # tied weights once
+    vocab_size: int
+    kv_values_per_token: int  # K and V of all layers
+    kv_vectors_per_token: int = 0  # one per head: int8 and fp8 have a scale for each
+    embedding_parameters: int = 0  # embedding and head
+    packed_bytes: int | None = None  # None: no packed weights
+    packed_parameters: int = 0
+    packed_embedding_parameters: int = 0  # packed ones of the embedding and the head
+    vision_parameters: int = 0
+    image_token_id: int | None = None  # placeholder of images; None: text only
+    activation_values_per_row: int = 0  # peak values of one row of a forward pass, estimated
+    gpu_packed_bytes: int = 0  # weights that a GPU keeps packed; others become the activations' type
+    gpu_packed_parameters: int = 0
+    packed_formats: tuple[PackedFormat, ...] = ()  # of packed_bytes
+    num_experts: int = 0  # of a layer with a mixture of experts; 0: no experts
+    experts_per_token: int = 0
+    expert_parameters: int = 0  # of all experts but shared ones
+    lora_values_per_rank: int = 0  # of a LoRA adapter for all projections
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token reads, and the embedding."""
+        if not self.num_experts:
+            return self.parameters
+        used = self.expert_parameters * self.experts_per_token // self.num_experts
+        return self.parameters - self.expert_parameters + used
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Division of a GPU's memory, in bytes."""
+
+    total: int
+    utilization: float  # share of the total that may be used, by all processes
+    other_processes: int  # and CUDA itself
+    weights: int  # of all models, and other permanent tensors
+    activations: int  # peak of a step
+    image_cache: int
+    cuda_graphs: int
+    is_measured: bool = False  # on the loaded models; else estimated
+
+    @property
+    def margin(self) -> int:
+        """For fragmentation of the allocator."""
+        return min(self.total // MARGIN_DIVISOR, MAX_MARGIN_BYTES)
+
+    @property
+    def usable(self) -> int:
+        return int(self.total * self.utilization)
+
+    @property
+    def kv_cache(self) -> int:
+        """Memory left for the KV cache; negative if the other parts do not fit."""
+        return self.usable - sum(size for _, size in self.parts)
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """All parts but the KV cache, by name."""
+        return (
+            ("weights", self.weights),
+            ("activations", self.activations),
+            ("CUDA graphs", self.cuda_graphs),
+            ("image cache", self.image_cache),
+            ("CUDA and other processes", self.other_processes),
+            ("margin", self.margin),
+        )
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.parts if size)
+        source = "measured" if self.is_measured else "estimated"
+        return f"{self.usable / GIB:.2f} of {self.total / GIB:.2f} GiB may be used; {source}: {parts}"
+
+
+def cpu_reserve(free: int) -> int:
+    """Bytes of a CPU's free memory that weights and KV cache leave to activations and other processes.
+
+    A tenth, at least 1 GiB, but at most half, so that a small model runs in little memory.
+    """
+    return min(max(free // CPU_RESERVE_DIVISOR, MIN_CPU_RESERVE_BYTES), free // 2)
+
+
+def min_free_bytes(used: int) -> int:
+    """Free memory that holds `used` bytes and the reserve: the inverse of cpu_reserve()."""
+    with_tenth = -(-used * CPU_RESERVE_DIVISOR // (CPU_RESERVE_DIVISOR - 1))
+    return min(2 * used, max(used + MIN_CPU_RESERVE_BYTES, with_tenth))
+
+
+def cuda_graph_reserve(total: int) -> int:
+    """Bytes reserved for CUDA graphs, in addition to the activations of their passes."""
+    return min(total // CUDA_GRAPH_DIVISOR, MAX_CUDA_GRAPH_BYTES)
+
+
+def estimate_memory(
+    total: int,
+    free: int,
+    utilization: float,
+    weights: int,
+    activations: int,
+    image_cache: int,
+    cuda_graphs: bool,
+) -> DeviceMemory:
+    """Estimate before loading; sizes as in DeviceMemory.
+
+    The workspace of attention is part of the activations here; measured, it is one of the permanent tensors.
+    """
+    graphs = cuda_graph_reserve(total) if cuda_graphs else 0
+    others = max(total - free, CUDA_CONTEXT_BYTES)
+    activations += min(total // WORKSPACE_DIVISOR, MAX_WORKSPACE_BYTES)
+    return DeviceMemory(total, utilization, others, weights, activations, image_cache, graphs)
+
+
+def activation_bytes(model: ModelInfo, dtype: str, num_rows: int) -> int:
+    """Peak memory of a forward pass over `num_rows` rows with logits of all."""
+    logits = model.vocab_size * BYTES_PER_LOGIT
+    return int(num_rows * (model.activation_values_per_row * DTYPE_BYTES[dtype] + logits))
+
+
+def lora_bytes(model: ModelInfo, dtype: str, max_loras: int, max_rank: int) -> int:
+    """Memory of that many adapters of the largest rank, for all projections."""
+    return max_loras * max_rank * model.lora_values_per_rank * int(DTYPE_BYTES[dtype])
+
+
+def kv_bytes_per_token(model: ModelInfo, kv_dtype: str) -> int:
+    """Bytes of one token in the KV cache, including scales."""
+    scales = model.kv_vectors_per_token * SCALE_BYTES if kv_dtype in ("int8", "fp8") else 0
+    return int(model.kv_values_per_token * DTYPE_BYTES[kv_dtype]) + scales
+
+
+def grouped_bytes(rows: int, columns: int, bits: int, num_groups: int) -> int:
+    """Bytes of a packed matrix of 4 or 8 bits with a scale and a zero for each group of values of a row."""
+    zeros = -(-num_groups * TILE_ROWS // TILE_ALIGNMENT) * TILE_ALIGNMENT
+    values = -(-columns // 32) * 32 * TILE_ROWS * bits // 8
+    return -(-rows // TILE_ROWS) * (zeros + num_groups * TILE_ROWS * 4 + values)
+
+
+def float8_bytes(rows: int, columns: int, num_groups: int) -> int:
+    """Bytes of a packed matrix of float8 with a scale for each group of values of a row."""
+    scales = (1 + num_groups) * 4  # and the first sum
+    return -(-rows // TILE_ROWS) * TILE_ROWS * (scales + -(-columns // 32) * 32)
+
+
+def weight_bytes(
+    model: ModelInfo, dtype: str, weight_dtype: str, quantization: str | None, kernel_backend: str
+) -> int:
+    """Bytes of a model's weights on the device."""
+    parts = weight_bytes_by_format(model, dtype, weight_dtype, quantization, kernel_backend)
+    return int(sum(parts.values()))
+
+
+def weight_bytes_by_format(
+    model: ModelInfo, dtype: str, weight_dtype: str, quantization: str | None, kernel_backend: str
+) -> dict[str, float]:
+    """Bytes of a model's weights on the device, by format; a vision encoder's are those of "vision encoder".
+
+    Quantization leaves the embedding and the head in 8 bits, and a vision encoder in `dtype`, the type of
+    activations. Backend "native" keeps packed weights; "triton" keeps some and converts others to `dtype`;
+    "torch" holds quantized weights as float32; weights of another type than `dtype` have a copy in it.
+    """
+    parts: dict[str, float] = {}
+
+    def add(name: str, num_bytes: float) -> None:
+        if num_bytes:
+            parts[name] = parts.get(name, 0.0) + num_bytes
+
+    vision_dtype = dtype if quantization else weight_dtype
+    text_parameters = model.parameters - model.vision_parameters
+    if kernel_backend == "torch":
+        num_quantized = text_parameters if quantization else model.packed_parameters
+        for name in dict.fromkeys(("float32", dtype)):
+            add(name, num_quantized * DTYPE_BYTES[name])
+        for name in dict.fromkeys((vision_dtype, dtype)):
+            add(name, (text_parameters - num_quantized) * DTYPE_BYTES[name])
+            add("vision encoder", model.vision_parameters * DTYPE_BYTES[name])
+        return parts
+    if kernel_backend == "native":
+        for packed in model.packed_formats or (PackedFormat("quantized", model.packed_bytes or 0),):
+            add(packed.name, packed.num_bytes)
+    else:
+        add("quantized", model.gpu_packed_bytes)
+        add(dtype, (model.packed_parameters - model.gpu_packed_parameters) * DTYPE_BYTES[dtype])
+    outer = model.embedding_parameters - model.packed_embedding_parameters
+    layers = text_parameters - model.packed_parameters - outer
+    layer_format, outer_format = quantization or weight_dtype, "int8" if quantization else weight_dtype
+    add(layer_format, layers * DTYPE_BYTES[layer_format])
+    add(outer_format, outer * DTYPE_BYTES[outer_format])
+    add("vision encoder", model.vision_parameters * DTYPE_BYTES[vision_dtype])
+    return parts

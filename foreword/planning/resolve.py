@@ -1,0 +1,601 @@
+"""Turns a `Config`, the hardware and the model into a `ResolvedConfig`: every choice, made once.
+
+A restarted engine receives it unchanged. Imports no torch, because the API process resolves too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from foreword.config.lora import AdapterInfo
+from foreword.config.options import Config, parse_bytes, parse_tokens
+from foreword.errors import ConfigError, InvalidRequest
+from foreword.planning.memory import (
+    GIB,
+    DeviceMemory,
+    ModelInfo,
+    activation_bytes,
+    cpu_reserve,
+    estimate_memory,
+    kv_bytes_per_token,
+    lora_bytes,
+    min_free_bytes,
+    weight_bytes,
+)
+
+# Default limits of the KV cache on a CPU, whose memory is shared: a share of the free memory, and bytes.
+CPU_KV_FRACTION = 0.5
+MAX_CPU_KV_BYTES = 4 * GIB
+MIN_CONTEXT = 512  # tokens that the default KV cache must hold; less with max_model_len
+LARGE_GPU_BYTES = 64 * GIB
+LARGE_GPU_BATCHED_TOKENS, SMALL_GPU_BATCHED_TOKENS = 8192, 2048  # limited by the memory of their logits
+GPU_SIZES = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192, 288)  # GiB
+MAX_GPU_HINTS = 5
+DRAFT_SIZE_RATIO = (10, 50)  # target parameters / draft model parameters where drafting usually pays
+MIN_THREADED_WEIGHT_BYTES = 32 << 20  # below this size, threads wait as long as they work
+# Fields of Config that ResolvedConfig takes as they are.
+COPIED_FIELDS = (
+    *("quantization", "cpu_isa", "block_size", "prefix_caching", "draft_length", "prompt_lookup_min"),
+    *("prompt_lookup_max", "fast_math", "test_mode", "enforce_eager", "overlap"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareInfo:
+    """Hardware properties that resolve() needs."""
+
+    device: str
+    cores: int
+    free_bytes: int  # memory of the device
+    supports_bfloat16: bool
+    kernel_backend: str = "native"  # "native", "triton" or "torch", see weight_bytes()
+    total_bytes: int = 0
+    gpu: str | None = None  # name of the GPU
+    capability: tuple[int, int] = (0, 0)  # compute capability
+    native_library_error: str | None = None  # why the native library is not available
+    cgroup_limit: int | None = None  # bytes; None: it does not limit free_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """Every choice made."""
+
+    device: str
+    dtype: str  # of activations
+    weight_dtype: str  # of weights that are not quantized
+    quantization: str | None
+    weight_format: str  # of the model's weights, in words
+    kv_cache_dtype: str
+    cpu_isa: str  # "auto" or a forced instruction set
+    threads: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int  # usable KV blocks, for target and draft model each
+    kv_bytes: int
+    weight_bytes: int  # of all models, with room for adapters
+    prefix_caching: bool
+    drafters: tuple[str, ...]
+    num_speculative_tokens: int
+    draft_length: str  # "adaptive" or "fixed"
+    suffix_corpus_bytes: int  # memory of finished outputs
+    image_cache_bytes: int  # memory of image features
+    prompt_lookup_min: int
+    prompt_lookup_max: int
+    fast_math: bool
+    test_mode: bool
+    enforce_eager: bool = False
+    overlap: bool = True
+    max_loras: int = 0  # 0: LoRA is off
+    max_lora_rank: int = 0
+    lora_bytes: int = 0
+    memory: DeviceMemory | None = None  # of a GPU whose KV cache gets the remaining memory
+    notes: tuple[str, ...] = ()  # deviations from the checkpoint or the user's choice, in words
+
+    def check_method(self, method: str) -> None:
+        """Raises InvalidRequest if a request asks for a drafter that does not run."""
+        known = ("auto", "off", *self.drafters)
+        if method not in known:
+            raise InvalidRequest(
+                f"speculation.method must be one of {', '.join(known)}, got {method!r:.80}",
+                "speculation.method",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Properties of a loaded engine, as plain values."""
+
+    architecture: str
+    parameters: int
+    vocab_size: int
+    resolved: ResolvedConfig
+    fingerprint: str  # engines of the same fingerprint give equal answers
+    backend: str  # name of the kernel backend
+    load_seconds: dict[str, float]  # by stage: import, weights, warmup
+    draft_model: str | None = None  # name of its directory
+    draft_parameters: int = 0
+    warnings: tuple[str, ...] = ()  # for the operator
+    image_token_id: int | None = None  # placeholder of images; None: text only
+    gpu: str | None = None  # name and compute capability
+    num_cuda_graphs: int = 0  # captured at startup
+    adapters: tuple[AdapterInfo, ...] = ()  # loaded at startup, in the order of `lora_modules`
+
+
+def resolve(
+    config: Config, hardware: HardwareInfo, model: ModelInfo, drafter: ModelInfo | None = None
+) -> ResolvedConfig:
+    """Make every choice.
+
+    Raises ConfigError; where the model does not fit, with the memory estimate and flags that would fit.
+    """
+    hardware = _share(hardware, config)
+    _check_dtypes(config, hardware)
+    check_max_model_len(config, model.context_len)
+    models = [model] if drafter is None else [model, drafter]
+    try:
+        return _resolve(config, hardware, models)
+    except _DoesNotFit as error:
+        hints = ", ".join(fitting_options(config, hardware, models))
+        raise ConfigError(f"{error.message}. What would help: {hints}", error.param) from None
+
+
+def _share(hardware: HardwareInfo, config: Config) -> HardwareInfo:
+    """One replica's part of the cores, unless it has `cpus` of its own, and of a CPU's memory."""
+    count = max(config.replicas, 1)
+    cores = hardware.cores // count if config.cpus is None else hardware.cores
+    memory = hardware.free_bytes // count if hardware.device == "cpu" else hardware.free_bytes
+    return replace(hardware, cores=max(cores, 1), free_bytes=memory)
+
+
+class _DoesNotFit(ConfigError):
+    """Weights and KV cache exceed the memory, or the context the requested KV cache."""
+
+
+def _resolve(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> ResolvedConfig:
+    """As resolve(), but without hints and checks of single options. Raises _DoesNotFit."""
+    model = models[0]
+    dtype, weight_dtype = resolve_dtypes(config, hardware, model)
+    sizes = _memory_sizes(config, hardware, models)
+    max_num_seqs, max_num_batched_tokens = batch_limits(config, hardware)
+    gets_remaining_memory = hardware.device == "cuda" and config.kv_cache_memory is None
+    max_tokens = config.max_model_len or model.context_len
+    max_useful_blocks = max_num_seqs * _blocks_for(max_tokens, config.block_size)
+    if gets_remaining_memory:
+        num_blocks = max_useful_blocks
+    elif config.kv_cache_memory is not None:
+        num_blocks = _configured_num_blocks(config, hardware, sizes)
+    else:
+        num_blocks = min(_default_num_blocks(config, hardware, model, sizes), max_useful_blocks)
+
+    resolved = ResolvedConfig(
+        **{name: getattr(config, name) for name in COPIED_FIELDS},
+        device=hardware.device,
+        dtype=dtype,
+        weight_dtype=weight_dtype,
+        weight_format=_describe_weights(config, model, weight_dtype),
+        kv_cache_dtype=_resolve_kv_dtype(config, dtype),
+        threads=config.threads or _default_threads(hardware, sizes.weights),
+        max_model_len=_resolve_max_model_len(config, model, num_blocks),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_blocks=num_blocks,
+        kv_bytes=num_blocks * sizes.block,
+        weight_bytes=sizes.weights,
+        drafters=_resolve_drafters(config, hardware),
+        num_speculative_tokens=_num_speculative_tokens(config),
+        suffix_corpus_bytes=parse_bytes("suffix_corpus_memory", config.suffix_corpus_memory),
+        image_cache_bytes=parse_bytes("image_cache_memory", config.image_cache_memory),
+        max_loras=config.num_lora_slots,
+        max_lora_rank=config.max_lora_rank if config.num_lora_slots else 0,
+        lora_bytes=sizes.lora,
+        notes=_notes(config, hardware, model),
+    )
+    return _fit_gpu_memory(resolved, config, hardware, models) if gets_remaining_memory else resolved
+
+
+@dataclass(frozen=True, slots=True)
+class _MemorySizes:
+    """Bytes of all models."""
+
+    weights: int  # with room for adapters
+    block: int  # of the KV cache
+    lora: int  # room for adapters
+
+
+def _memory_sizes(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> _MemorySizes:
+    dtype, weight_dtype = resolve_dtypes(config, hardware, models[0])
+    kv_dtype = _resolve_kv_dtype(config, dtype)
+    options = (dtype, weight_dtype, config.quantization, hardware.kernel_backend)
+    lora = lora_bytes(models[0], dtype, config.num_lora_slots, config.max_lora_rank)
+    return _MemorySizes(
+        sum(weight_bytes(info, *options) for info in models) + lora,
+        config.block_size * sum(kv_bytes_per_token(info, kv_dtype) for info in models),
+        lora,
+    )
+
+
+def fitting_options(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> list[str]:
+    """Flags with which the models fit, each tried: single ones, else combined. Then the memory for none."""
+    if hardware.device == "cuda" and config.kv_cache_memory is None:
+        return _fitting_gpu_options(config, hardware, models)
+    smaller: list[dict[str, Any]] = [{"quantization": "int8"}, {"quantization": "int4"}]
+    smaller += [{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}]
+    variants = [(changes, models, "") for changes in ({}, *smaller)]
+    if len(models) > 1:
+        variants.append(({}, models[:1], "no --draft-model"))
+    by_length: dict[int, list[str]] = {1: [], 2: [], 3: []}
+    for changes, chosen, words in variants:
+        for sizes in _cache_options(replace(config, **changes), hardware, chosen):
+            options = {**changes, **sizes}
+            length = len(options) + bool(words)
+            if length and _fits(config, options, hardware, chosen):
+                by_length[length].append(" ".join(filter(None, (words, _format_flags(options)))))
+    hints = next(filter(None, by_length.values()), [])
+    without_cache_size = replace(config, kv_cache_memory=None)
+    for changed, words in ((config, ""), (without_cache_size, " and no --kv-cache-memory")):
+        needed = _sufficient_bytes(changed, hardware, models)
+        if _fits(changed, {}, replace(hardware, free_bytes=needed), models):
+            return [*hints, f"{math.ceil(needed / GIB * 100) / 100:.2f} GiB of free memory{words}"]
+    return hints
+
+
+def _fitting_gpu_options(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> list[str]:
+    """As fitting_options(), by the estimate of a GPU's memory."""
+    changes: list[dict[str, Any]] = [{"gpu_memory_utilization": 0.95}]
+    changes += [{"max_num_batched_tokens": tokens} for tokens in (SMALL_GPU_BATCHED_TOKENS, 512)]
+    changes += [{"enforce_eager": True}, {"kv_cache_dtype": "fp8"}]
+    changes += [{"quantization": "fp8"}, {"quantization": "int4"}]
+    if config.max_model_len is not None:
+        left = _gpu_memory(config, hardware, models).kv_cache // _memory_sizes(config, hardware, models).block
+        changes.insert(0, {"max_model_len": max(left, 0) * config.block_size})
+    changes = [
+        each for each in changes if all(getattr(config, name) != value for name, value in each.items())
+    ]
+    hints = [_format_flags(options) for options in changes if _fits(config, options, hardware, models)]
+    if len(models) > 1 and _fits(config, {}, hardware, models[:1]):
+        hints.append("no --draft-model")
+    if not hints:
+        pairs = [{**first, **second} for first, second in combinations(changes, 2)]
+        pairs = [pair for pair in pairs if len(pair) == 2]
+        hints = [_format_flags(options) for options in pairs if _fits(config, options, hardware, models)]
+    used = hardware.total_bytes - hardware.free_bytes
+    for size in GPU_SIZES:
+        larger = replace(hardware, total_bytes=size * GIB, free_bytes=size * GIB - used)
+        if size * GIB > hardware.total_bytes and _fits(config, {}, larger, models):
+            return [*hints[:MAX_GPU_HINTS], f"a GPU of {size} GiB"]
+    return hints[:MAX_GPU_HINTS]
+
+
+def _format_flags(options: Mapping[str, Any]) -> str:
+    flags = ((f"--{name.replace('_', '-')}", value) for name, value in options.items())
+    return " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags)
+
+
+def _cache_options(
+    config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]
+) -> Iterator[dict[str, Any]]:
+    """Contexts and KV caches that may fit."""
+    size, block_size = _memory_sizes(config, hardware, models), config.block_size
+    context = models[0].context_len
+    free = max(hardware.free_bytes - size.weights, 0)
+    reserve = cpu_reserve(hardware.free_bytes) if hardware.device == "cpu" else 0
+    roomy, tight = (max(left, 0) // size.block * block_size for left in (free - reserve, free))
+    need, cache = min_context(config, models[0]), roomy
+    if config.kv_cache_memory is not None:
+        cache = min(_parse_num_blocks(config, size.block) * block_size, tight)
+    yield {}
+    yield {"max_model_len": min(cache, context)}
+    yield {"kv_cache_memory": f"{roomy if cache == tight and roomy >= need else need}tokens"}
+    yield {"max_model_len": min(tight, context), "kv_cache_memory": f"{tight}tokens"}
+
+
+def _sufficient_bytes(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> int:
+    """Free memory in which `config` fits."""
+    size = _memory_sizes(config, hardware, models)
+    if config.kv_cache_memory is not None:
+        return size.weights + _parse_num_blocks(config, size.block) * size.block
+    min_blocks = _blocks_for(min_context(config, models[0]), config.block_size)
+    return min_free_bytes(size.weights + min_blocks * size.block)
+
+
+def _fits(
+    config: Config, options: dict[str, Any], hardware: HardwareInfo, models: Sequence[ModelInfo]
+) -> bool:
+    try:
+        changed = replace(config, **options)
+        _check_dtypes(changed, hardware)
+        check_max_model_len(changed, models[0].context_len)
+        resolved = _resolve(changed, hardware, models)
+    except ConfigError:
+        return False
+    return resolved.memory is None or resolved.memory.kv_cache >= resolved.kv_bytes
+
+
+def draft_size_warning(target_parameters: int, draft_parameters: int) -> str | None:
+    """Why a draft model of this size is unlikely to pay; None if it may."""
+    ratio, (low, high) = target_parameters / draft_parameters, DRAFT_SIZE_RATIO
+    if low <= ratio <= high:
+        return None
+    if ratio <= 1:
+        return (
+            f"the draft model has {1 / ratio:.1f} times the model's parameters: its tokens cost about "
+            f"{1 / ratio:.1f} times as much as the model's own; 1/{low} to 1/{high} usually pays"
+        )
+    return f"the draft model has 1/{ratio:.1f} of the model's parameters; 1/{low} to 1/{high} usually pays"
+
+
+def _fit_gpu_memory(
+    resolved: ResolvedConfig, config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]
+) -> ResolvedConfig:
+    """Size the KV cache by the estimated free memory of the GPU. Raises _DoesNotFit."""
+    memory = _gpu_memory(config, hardware, models)
+    try:
+        return _with_kv_cache(resolved, config, memory, models)
+    except _DoesNotFit as error:
+        # Only the weights are certain: if they leave room, the loaded models are measured before refusing.
+        try:
+            optimistic = replace(memory, activations=0, cuda_graphs=0)
+            return replace(_with_kv_cache(resolved, config, optimistic, models), memory=memory)
+        except _DoesNotFit:
+            raise error from None
+
+
+def _gpu_memory(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> DeviceMemory:
+    """The estimate before loading."""
+    dtype, _ = resolve_dtypes(config, hardware, models[0])
+    _, rows = batch_limits(config, hardware)
+    has_images = models[0].image_token_id is not None
+    return estimate_memory(
+        hardware.total_bytes,
+        hardware.free_bytes,
+        config.gpu_memory_utilization,
+        _memory_sizes(config, hardware, models).weights,
+        activations=max(activation_bytes(info, dtype, rows) for info in models),
+        image_cache=parse_bytes("image_cache_memory", config.image_cache_memory) if has_images else 0,
+        cuda_graphs=hardware.kernel_backend == "triton" and not config.enforce_eager,
+    )
+
+
+def with_kv_cache(
+    resolved: ResolvedConfig, config: Config, memory: DeviceMemory, models: Sequence[ModelInfo]
+) -> ResolvedConfig:
+    """Size KV cache and context by a GPU's remaining memory, at most to what can ever be used.
+
+    `models` are the target and, if any, the draft model. Raises ConfigError, with the measured memory,
+    if the requested context or a single block does not fit.
+    """
+    try:
+        return _with_kv_cache(resolved, config, memory, models)
+    except _DoesNotFit as error:
+        hints = _measured_hints(resolved, config, memory, models)
+        raise ConfigError(f"{error.message}. What would help: {hints}", error.param) from None
+
+
+def _with_kv_cache(
+    resolved: ResolvedConfig, config: Config, memory: DeviceMemory, models: Sequence[ModelInfo]
+) -> ResolvedConfig:
+    """As with_kv_cache(), but without hints. Raises _DoesNotFit."""
+    block_size = resolved.block_size
+    per_token = sum(kv_bytes_per_token(info, resolved.kv_cache_dtype) for info in models)
+    max_tokens = config.max_model_len or models[0].context_len
+    room = memory.kv_cache // (block_size * per_token)
+    if room < _blocks_for(config.max_model_len or 1, block_size):
+        raise _out_of_memory_error(config, memory, per_token)
+    num_blocks = min(room, resolved.max_num_seqs * _blocks_for(max_tokens, block_size))
+    return replace(
+        resolved,
+        num_blocks=num_blocks,
+        kv_bytes=num_blocks * block_size * per_token,
+        weight_bytes=memory.weights,
+        max_model_len=_resolve_max_model_len(config, models[0], num_blocks),
+        memory=memory,
+    )
+
+
+def _out_of_memory_error(config: Config, memory: DeviceMemory, bytes_per_token: int) -> _DoesNotFit:
+    length = config.max_model_len
+    if length is None:
+        name, problem = "model", "the model does not fit"
+        need = f"it leaves no memory for the KV cache ({bytes_per_token / 1024:.1f} KiB a token)"
+    else:
+        name, problem = "max_model_len", f"max_model_len {length} does not fit"
+        left = f"{max(memory.kv_cache, 0) / GIB:.2f} GiB are left"
+        need = f"its KV cache needs {length * bytes_per_token / GIB:.2f} GiB, {left}"
+    return _DoesNotFit(f"{problem}: {need} ({memory})", name)
+
+
+def _measured_hints(
+    resolved: ResolvedConfig, config: Config, memory: DeviceMemory, models: Sequence[ModelInfo]
+) -> str:
+    """What helps once the models are loaded; not tried, since that would load them again."""
+    length, block_size = config.max_model_len, resolved.block_size
+    per_token = sum(kv_bytes_per_token(info, resolved.kv_cache_dtype) for info in models)
+    num_tokens_left = max(memory.kv_cache // (block_size * per_token), 0) * block_size
+    hints = {
+        f"--max-model-len {num_tokens_left}": length and num_tokens_left >= 2,
+        "a smaller model": not length or num_tokens_left < 2,
+        "a higher --gpu-memory-utilization": config.gpu_memory_utilization <= 0.94,
+        "fewer --max-num-batched-tokens": True,
+        "--quantization fp8, int8 or int4": not config.quantization,
+        "--kv-cache-dtype fp8 or int8": config.kv_cache_dtype == "auto" and length,
+        "no --draft-model": len(models) > 1,
+        "--enforce-eager": memory.cuda_graphs,
+    }
+    return ", ".join(hint for hint, applies in hints.items() if applies)
+
+
+def _check_dtypes(config: Config, hardware: HardwareInfo) -> None:
+    """Raises ConfigError for data types that the device does not support."""
+    if hardware.device == "cpu" and config.quantization == "fp8":
+        hint = "on a CPU int8 or int4 would work"
+        raise ConfigError(f"quantization fp8 needs an NVIDIA GPU; {hint}", "quantization")
+    if hardware.device == "cpu" and config.kv_cache_dtype == "fp8":
+        hint = "on a CPU int8 would work"
+        raise ConfigError(f"kv_cache_dtype fp8 needs an NVIDIA GPU; {hint}", "kv_cache_dtype")
+    if hardware.device == "cuda" and config.dtype == "bfloat16" and not hardware.supports_bfloat16:
+        raise ConfigError(f"{_no_bfloat16_message(hardware)}; float16 or float32 would work", "dtype")
+
+
+def _no_bfloat16_message(hardware: HardwareInfo) -> str:
+    major, minor = hardware.capability
+    gpu = f"{hardware.gpu or 'this GPU'} (compute capability {major}.{minor})"
+    return f"dtype bfloat16 is not supported on {gpu}"
+
+
+def _describe_weights(config: Config, model: ModelInfo, weight_dtype: str) -> str:
+    return "the file's types" if model.packed_bytes is not None else config.quantization or weight_dtype
+
+
+def _default_threads(hardware: HardwareInfo, weights: int) -> int:
+    return hardware.cores if hardware.device == "cpu" and weights >= MIN_THREADED_WEIGHT_BYTES else 1
+
+
+def _notes(config: Config, hardware: HardwareInfo, model: ModelInfo) -> tuple[str, ...]:
+    wants_bfloat16 = config.dtype == "auto" and model.dtype == "bfloat16"
+    notes = []
+    if hardware.device == "cuda" and wants_bfloat16 and not hardware.supports_bfloat16:
+        notes.append(f"{_no_bfloat16_message(hardware)}: float16 instead")
+    if "suffix" in config.drafter_names() and hardware.native_library_error:
+        notes.append("speculate: ngram replaces suffix, which needs the native library")
+    for name, reason in config.ignored_speculative_fields().items():
+        notes.append(f"speculative_config: {name} has no effect: {reason}")
+    if config.speculate != "off" and config.num_speculative_tokens == 0:
+        notes.append("num_speculative_tokens is 0: nothing is drafted, as with --speculate off")
+    elif config.draft_model is not None and not config.runs_draft_model:
+        reason = f"--speculate {config.speculate} does not name `draft`"
+        notes.append(f"the draft model {config.draft_model} is not used: {reason}")
+    return tuple(notes)
+
+
+def _resolve_drafters(config: Config, hardware: HardwareInfo) -> tuple[str, ...]:
+    """The drafters of `speculate`; without the native library `auto` uses ngram instead of suffix."""
+    names, reason = config.drafter_names(), hardware.native_library_error
+    if "suffix" not in names or not reason:
+        return names
+    if "suffix" in map(str.strip, config.speculate.split(",")):
+        raise ConfigError(f"speculate: suffix needs the native library ({reason}); use ngram", "speculate")
+    return tuple(dict.fromkeys("ngram" if name == "suffix" else name for name in names))
+
+
+def _num_speculative_tokens(config: Config) -> int:
+    if config.num_speculative_tokens is not None:
+        return config.num_speculative_tokens
+    return 32 if config.draft_length == "adaptive" else 4
+
+
+def batch_limits(config: Config, hardware: HardwareInfo) -> tuple[int, int]:
+    """max_num_seqs and max_num_batched_tokens; if one is configured, it limits the other."""
+    num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    if hardware.device != "cuda":
+        default_seqs, default_tokens = 64, 512
+    elif hardware.total_bytes >= LARGE_GPU_BYTES:
+        default_seqs, default_tokens = 256, LARGE_GPU_BATCHED_TOKENS
+    else:
+        default_seqs, default_tokens = 256, SMALL_GPU_BATCHED_TOKENS
+    if num_seqs is None:
+        num_seqs = min(default_seqs, num_tokens or 256)
+    return num_seqs, num_tokens or max(default_tokens, num_seqs)
+
+
+def resolve_dtypes(config: Config, hardware: HardwareInfo, model: ModelInfo) -> tuple[str, str]:
+    """Data types of activations and weights. A CPU computes float16 weights in float32, which is exact."""
+    asked = {"half": "float16", "float": "float32"}.get(config.dtype, config.dtype)
+    dtype = model.dtype if asked == "auto" else asked
+    if hardware.device == "cpu" and dtype == "float16":
+        return "float32", "float16"
+    if config.dtype == "auto" and dtype == "bfloat16" and not hardware.supports_bfloat16:
+        dtype = "float32" if hardware.device == "cpu" else "float16"
+    return dtype, dtype
+
+
+def _resolve_kv_dtype(config: Config, dtype: str) -> str:
+    return dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
+def min_context(config: Config, model: ModelInfo) -> int:
+    """Tokens that the KV cache must hold."""
+    return config.max_model_len or min(model.context_len, MIN_CONTEXT)
+
+
+def _default_num_blocks(config: Config, hardware: HardwareInfo, model: ModelInfo, size: _MemorySizes) -> int:
+    """KV blocks on a CPU: a share of the free memory, or more where the context needs it and it is there."""
+    free = hardware.free_bytes
+    usable = free - cpu_reserve(free)
+    need = min_context(config, model)
+    room, min_blocks = (usable - size.weights) // size.block, _blocks_for(need, config.block_size)
+    if room < min_blocks:
+        name = "model" if config.max_model_len is None else "max_model_len"
+        raise _DoesNotFit(
+            f"the model does not fit: weights need {size.weights / GIB:.2f} GiB and the KV cache of {need} "
+            f"tokens {min_blocks * size.block / GIB:.2f} GiB; of {free / GIB:.2f} GiB of free memory"
+            f"{_cgroup_note(hardware)} {usable / GIB:.2f} GiB may be used",
+            name,
+        )
+    limit = min(int(free * CPU_KV_FRACTION), MAX_CPU_KV_BYTES) // size.block
+    return min(max(limit, min_blocks), room)
+
+
+def _configured_num_blocks(config: Config, hardware: HardwareInfo, size: _MemorySizes) -> int:
+    """KV blocks of kv_cache_memory, which may use the reserve too."""
+    text, num_blocks = config.kv_cache_memory, _parse_num_blocks(config, size.block)
+    if num_blocks < 1:
+        raise _DoesNotFit(f"kv_cache_memory {text} holds no block of {size.block} bytes", "kv_cache_memory")
+    kv_bytes = num_blocks * size.block
+    if size.weights + kv_bytes > hardware.free_bytes:
+        raise _DoesNotFit(
+            f"kv_cache_memory {text} needs {kv_bytes / GIB:.2f} GiB and the weights "
+            f"{size.weights / GIB:.2f} GiB; {hardware.free_bytes / GIB:.2f} GiB are free"
+            f"{_cgroup_note(hardware)}",
+            "kv_cache_memory",
+        )
+    return num_blocks
+
+
+def _cgroup_note(hardware: HardwareInfo) -> str:
+    """Behind the free memory, if a cgroup's limit and not the machine's memory decides it."""
+    if hardware.cgroup_limit is None:
+        return ""
+    return f" (the container or cgroup may use {hardware.cgroup_limit / GIB:.2f} GiB)"
+
+
+def _parse_num_blocks(config: Config, bytes_per_block: int) -> int:
+    """KV blocks of the configured kv_cache_memory. Raises ConfigError."""
+    text = str(config.kv_cache_memory)
+    num_tokens = parse_tokens("kv_cache_memory", text)
+    if num_tokens is not None:
+        return _blocks_for(num_tokens, config.block_size)
+    return parse_bytes("kv_cache_memory", text) // bytes_per_block
+
+
+def check_max_model_len(config: Config, context_len: int) -> None:
+    """Raises ConfigError if the configured length is above the checkpoint's, or leaves no room."""
+    length = config.max_model_len
+    if length is not None and length > context_len:
+        problem, hint = f"is above the checkpoint's {context_len} positions", "lower --max-model-len"
+    elif length is not None and length < 2:
+        problem, hint = "leaves no room for an answer", "at least 2 are needed"
+    else:
+        return
+    raise ConfigError(f"max_model_len {length} {problem}; {hint}", "max_model_len")
+
+
+def _resolve_max_model_len(config: Config, model: ModelInfo, num_blocks: int) -> int:
+    num_tokens = num_blocks * config.block_size
+    length = config.max_model_len or min(model.context_len, num_tokens)
+    if length > num_tokens:
+        problem = f"does not fit into a KV cache of {num_tokens} tokens"
+        raise _DoesNotFit(f"max_model_len {length} {problem}", "max_model_len")
+    if length < 2:
+        problem = f"a KV cache of {num_tokens} tokens leaves no room for an answer"
+        raise _DoesNotFit(problem, "kv_cache_memory")
+    return length
+
+
+def _blocks_for(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)

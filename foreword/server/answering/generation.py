@@ -1,0 +1,265 @@
+"""The choices of one HTTP request: submit them, queue their deltas, and free everything at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+from foreword.chat_formats.events import merge_events
+from foreword.chat_formats.parser import ChatParser
+from foreword.core.outputs import ErrorEvent, Event, TokenEvent, merge, truncate
+from foreword.core.request import Request
+from foreword.errors import ForewordError, Overloaded, RequestFailed
+from foreword.metrics.spec_stats import SpecDecodeStats
+from foreword.server.admission import AdmissionTicket
+from foreword.server.auth.keys import RequestContext
+from foreword.server.loaded_model import LoadedModel
+from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
+
+logger = logging.getLogger("foreword.serve")
+MERGE_AFTER = 64  # queued deltas of one choice that are then merged into one
+
+
+class Generation:
+    """Submits one engine request per choice, merges their events, and frees everything on close()."""
+
+    def __init__(
+        self,
+        server: LoadedModel,
+        requests: Sequence[Request],
+        context: RequestContext,
+        prompt_only: bool = False,  # score the prompt and return no token
+        resources: ExitStack | None = None,  # released on close()
+        make_parser: Callable[[], ChatParser] | None = None,  # for each choice; None: all text is content
+    ) -> None:
+        # Only the first choice may time out in the queue: once it runs, the others wait for it alone.
+        waiting = [requests[0], *(replace(request, queue_deadline_s=None) for request in requests[1:])]
+        self.outputs = [
+            ChoiceOutput(server.tokenizer, request, make_parser() if make_parser else None)
+            for request in waiting
+        ]
+        self.prediction_stats = SpecDecodeStats()  # drafts from the caller's prediction, over all choices
+        self._server = server
+        self._prompt_only = prompt_only
+        self._delta_queue = DeltaQueue()
+        self._failed: set[str] = set()
+        self._meter = context.meter
+        self._usage = server.usage.counter(context.fairness_key, context.model)
+        # The choices "X-0" and "X-1" share the prompt "X", which counts once, with its first choice.
+        firsts = {_prompt_id(request): request.id for request in reversed(waiting)}
+        self._first_ids = frozenset(firsts.values())
+        self._is_counted = False
+        self._ticket: AdmissionTicket | None = None
+        self._resources = resources or ExitStack()
+
+    def start(self) -> None:
+        """Submit every choice. Raises Overloaded or EngineDead, with nothing left open."""
+        try:
+            self._server.info()
+            self._ticket = self._admit()
+            for index, output in enumerate(self.outputs):
+                self._server.client.listen(output.request, partial(self._on_event, index, output))
+                self._server.recorder.on_submit(output.request)
+                self._server.generations[output.request.id] = self
+        except BaseException:
+            self.close()
+            raise
+
+    def _admit(self) -> AdmissionTicket:
+        requests = [output.request for output in self.outputs]
+        charged = {_prompt_id(request): len(request.prompt_ids) for request in requests}
+        tokens = sum(len(request.prompt_ids) for request in requests)
+        return self._server.admission.admit(len(requests), tokens, self._meter, sum(charged.values()))
+
+    async def deltas(self) -> AsyncIterator[tuple[int, OutputDelta | ForewordError]]:
+        """(choice index, delta) until each choice has a finish reason or an error."""
+        running = len(self.outputs)
+        while running:
+            index, item = await self._delta_queue.get()
+            running -= isinstance(item, ForewordError) or item.finish_reason is not None
+            yield index, item
+
+    async def collect(self) -> None:
+        """Wait for all choices. Raises the first error: an incomplete set of choices is never returned."""
+        async for _, item in self.deltas():
+            if isinstance(item, ForewordError):
+                raise item
+
+    async def commit_usage(self) -> None:
+        """Write the usage of all choices, before the last byte of the answer: no kill loses it."""
+        self._count_request()
+        await self._server.usage.commit(self._usage)
+
+    def _count_request(self) -> None:
+        if not self._is_counted:
+            self._is_counted = True
+            self._usage.requests += 1
+            self._usage.errors += bool(self._failed)
+
+    def on_close(self, callback: Callable[[], object]) -> None:
+        """Call it once when the generation ends in any way."""
+        self._resources.callback(callback)
+
+    def close(self) -> None:
+        """Abort running choices and free everything; may be called twice."""
+        self._resources.close()
+        if self._ticket is None:
+            return
+        self._ticket.release()
+        self._ticket = None
+        self._count_request()
+        for output in self.outputs:
+            self._server.generations.pop(output.request.id, None)
+            if not output.finished and output.request.id not in self._failed:
+                self._server.client.abort(output.request.id)
+                self._server.recorder.on_abort(output.request)
+                self._server.recorder.on_parsed(output.parser)
+
+    def abort(self, request_id: str, error: ForewordError) -> None:
+        """End one choice with an error for its caller; a finished choice stays as it is."""
+        index = next(i for i, output in enumerate(self.outputs) if output.request.id == request_id)
+        output = self.outputs[index]
+        if output.finished or request_id in self._failed:
+            return
+        self._fail(index, output.request, error)
+        self._server.client.abort(request_id)
+
+    def _on_event(self, index: int, output: ChoiceOutput, event: Event | None) -> None:
+        """Queue the delta of an event; the last item of a choice always ends it."""
+        request = output.request
+        if self._ticket is None or output.finished or request.id in self._failed:
+            return  # it has ended, and the engine is told
+        try:
+            if isinstance(event, TokenEvent):
+                self._delta_queue.put(index, self._process_event(output, event))
+            elif isinstance(event, ErrorEvent):
+                raise event.error
+            else:
+                raise RequestFailed("the engine ended the request without an answer")
+        except Overloaded as error:
+            self._on_queue_timeout(index, request, error)
+        except ForewordError as error:
+            self._fail(index, request, error)
+        except Exception:
+            logger.exception("request %s failed", request.id)
+            self._fail(index, request, RequestFailed("the server failed on this request"))
+            self._server.client.abort(request.id)
+
+    def _process_event(self, output: ChoiceOutput, event: TokenEvent) -> OutputDelta:
+        if self._prompt_only:
+            event = truncate(event, 0, "length")
+        num_cached = output.num_cached
+        delta = output.feed(event)
+        if delta.hit_stop_string or self._prompt_only:
+            self._server.client.finish(output.request.id, output.num_tokens)
+        self._server.recorder.on_tokens(output.request, delta.event, time.monotonic())
+        if output.finished:
+            self._server.recorder.on_parsed(output.parser)
+            if output.parser is not None:
+                self._server.chat_processor.remember(output.request, output.token_ids, output.events)
+        num_tokens = len(delta.event.token_ids)
+        if self._ticket is not None:
+            self._ticket.charge_generated(num_tokens)
+        if output.request.id in self._first_ids:
+            self._usage.prompt_tokens += len(output.request.prompt_ids) if event.index == 0 else 0
+            self._usage.cached_tokens += output.num_cached - num_cached
+        draft = delta.event.draft
+        self._usage.count_tokens(num_tokens, draft)
+        if draft is not None and draft.drafter == "prediction":
+            self.prediction_stats.add(draft.num_drafted, draft.num_accepted, num_tokens)
+        return delta
+
+    def _on_queue_timeout(self, index: int, request: Request, error: Overloaded) -> None:
+        """Fail every choice that has no token yet: they all waited in the same queue."""
+        self._server.recorder.on_reject("queue_timeout")
+        self._fail(index, request, error)
+        for output in self.outputs:
+            if not output.token_ids:
+                self.abort(output.request.id, error)
+
+    def _fail(self, index: int, request: Request, error: ForewordError) -> None:
+        self._failed.add(request.id)
+        self._server.recorder.on_error(request, error)
+        self._server.recorder.on_parsed(self.outputs[index].parser)
+        self._delta_queue.put(index, error)
+
+
+def _prompt_id(request: Request) -> str:
+    return request.id.rpartition("-")[0]
+
+
+class DeltaQueue:
+    """Round-robin queue of deltas by choice.
+
+    Old deltas are merged: unmerged they take about 1 KB a token, which a slow reader would accumulate.
+    """
+
+    __slots__ = ("_queues", "_reader")
+
+    def __init__(self) -> None:
+        self._queues: dict[int, _ChoiceQueue] = {}  # non-empty queues by choice; the first is served next
+        self._reader: asyncio.Future[None] | None = None  # waits in get()
+
+    def __len__(self) -> int:
+        return sum(len(queue.items) for queue in self._queues.values())
+
+    def put(self, index: int, item: OutputDelta | ForewordError) -> None:
+        """Append to choice `index`; an error is its last item."""
+        queue = self._queues.get(index)
+        if queue is None:
+            queue = self._queues[index] = _ChoiceQueue()
+        queue.put(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> tuple[int, OutputDelta | ForewordError]:
+        """Wait for the next (choice index, item); one reader at a time."""
+        if not self._queues:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        index = next(iter(self._queues))
+        queue = self._queues.pop(index)
+        item = queue.items.popleft()
+        queue.num_unmerged = min(queue.num_unmerged, len(queue.items))
+        if queue.items:
+            self._queues[index] = queue
+        return index, item
+
+
+class _ChoiceQueue:
+    """Queued deltas of one choice; each is merged at most once, so that merging stays cheap."""
+
+    __slots__ = ("items", "num_unmerged")
+
+    def __init__(self) -> None:
+        self.items: deque[OutputDelta | ForewordError] = deque()
+        self.num_unmerged = 0  # items at the end that were never merged
+
+    def put(self, item: OutputDelta | ForewordError) -> None:
+        self.items.append(item)
+        self.num_unmerged += 1
+        if self.num_unmerged == MERGE_AFTER and isinstance(item, OutputDelta):
+            tail = [self.items.pop() for _ in range(MERGE_AFTER)][::-1]
+            self.items.append(_merge_deltas([delta for delta in tail if isinstance(delta, OutputDelta)]))
+            self.num_unmerged = 0
+
+
+def _merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
+    """Consecutive deltas of one choice as one delta."""
+    last = deltas[-1]
+    return OutputDelta(
+        "".join(delta.text for delta in deltas),
+        merge([delta.event for delta in deltas]),
+        last.finish_reason,
+        last.stop_reason,
+        last.hit_stop_string,
+        tuple(token for delta in deltas for token in delta.logprobs),
+        tuple(piece for delta in deltas for piece in delta.pieces),
+        merge_events(event for delta in deltas for event in delta.events),
+    )

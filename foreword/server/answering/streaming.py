@@ -1,0 +1,239 @@
+"""From engine requests to an HTTP response: server-sent events, or one JSON body."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from fastapi import Response
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
+from foreword.core.params import SamplingParams
+from foreword.errors import ForewordError
+from foreword.server.answering.generation import Generation
+from foreword.server.apis.chat.body import ReasoningBody
+from foreword.server.apis.chat.writer import DONE_EVENT, ResponseHeader, ResponseOptions
+from foreword.server.apis.sampling import SamplingBody
+from foreword.server.http.errors import error_body, error_response
+from foreword.server.http.responses import (
+    CLIENT_CLOSED,
+    JSONResponse,
+    cancel_on_disconnect,
+    is_messages_path,
+    sse_event,
+)
+from foreword.server.loaded_model import LoadedModel
+from foreword.server.model_names import ServedModel
+from foreword.tokenizer.output_processor import OutputDelta
+
+
+class ResponseWriter(Protocol):
+    """Writes a generation in the form of one API, whole or as server-sent events."""
+
+    @property
+    def num_returned(self) -> int:
+        """Choices of a whole response."""
+
+    def first_events(self) -> Iterable[bytes]:
+        """Events before the first token."""
+
+    def event(self, index: int, delta: OutputDelta) -> bytes | None:
+        """The events of one delta of choice `index`; None if this API shows nothing of it."""
+
+    def last_events(self) -> Iterable[bytes]:
+        """Events after the last token, if no choice failed."""
+
+    def error_event(self, error: ForewordError) -> bytes:
+        """The last events of a stream that fails after its first token."""
+
+    def full(self) -> dict[str, Any]:
+        """The body of a whole response, once all choices are finished."""
+
+    def record_returned(self, num_choices: int) -> None:
+        """Count choices that were sent completely."""
+
+
+def response_header(
+    server: LoadedModel, prefix: str, params: SamplingParams, model: ServedModel
+) -> ResponseHeader:
+    assert params.seed is not None, "the seed must be resolved first"
+    return ResponseHeader(
+        id=f"{prefix}-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=model.name,
+        system_fingerprint=model.fingerprint(server.info().fingerprint),
+        seed=params.seed,
+    )
+
+
+def response_options(body: SamplingBody, params: SamplingParams) -> ResponseOptions:
+    return ResponseOptions(
+        logprobs=params.logprobs is not None,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        metrics=bool(body.metrics),
+        token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        usage=body.wants_usage,
+        continuous_usage=body.wants_continuous_usage,
+        prediction=params.prediction is not None,
+        reasoning=not isinstance(body, ReasoningBody) or body.include_reasoning is not False,
+    )
+
+
+def respond(generation: Generation, writer: ResponseWriter, stream: bool) -> Response:
+    """Submit the requests and return the response. Raises Overloaded, EngineDead."""
+    generation.start()
+    return SSEResponse(generation, writer) if stream else FullResponse(generation, writer)
+
+
+RESPONSES_PATH = "/v1/responses"
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class SSEResponse(Response):
+    """Streams a generation as `data:` events; a disconnect frees it at once.
+
+    The headers wait for the first token, so that an earlier error is answered with its own status.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, writer: ResponseWriter) -> None:
+        super().__init__(headers=STREAM_HEADERS)
+        del self.headers["content-length"]
+        self._generation = generation
+        self._writer = writer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # For a shutdown, which cuts the stream off.
+        scope.setdefault("state", {})["error_event"] = self._writer.error_event
+        try:
+            await cancel_on_disconnect(receive, self._send_all(scope, receive, send))
+        finally:
+            self._generation.close()
+
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        try:
+            async with aclosing(_events(self._generation, self._writer)) as events:
+                event = await anext(events)
+                await send(start)
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except ForewordError as error:
+            await error_response(error, scope)(scope, receive, send)
+
+
+async def _events(generation: Generation, writer: ResponseWriter) -> AsyncGenerator[bytes, None]:
+    """Events of all choices. An error comes last, because clients stop reading at it.
+
+    Raises the first error, before any event, if no choice has a token.
+    """
+    first_error: ForewordError | None = None
+    started = False
+    async for index, item in generation.deltas():
+        if isinstance(item, ForewordError):
+            first_error = first_error or item
+            continue
+        if not started:
+            started = True
+            for event in writer.first_events():
+                yield event
+        if (events := writer.event(index, item)) is not None:
+            yield events
+        if item.finish_reason is not None:
+            writer.record_returned(1)  # after the yield: a client that disconnected did not get it
+    await generation.commit_usage()
+    if first_error is None:
+        for event in writer.last_events():
+            yield event
+    elif started:
+        yield writer.error_event(first_error)
+    else:
+        raise first_error
+
+
+class FullResponse(Response):
+    """All choices in one JSON body. It waits after its route has returned, which frees the request's body."""
+
+    def __init__(self, generation: Generation, writer: ResponseWriter) -> None:
+        super().__init__()
+        self._generation = generation
+        self._writer = writer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await cancel_on_disconnect(receive, self._collect_body())
+        finally:
+            self._generation.close()
+        response = Response(status_code=CLIENT_CLOSED) if body is None else JSONResponse(body)
+        await response(scope, receive, send)
+
+    async def _collect_body(self) -> dict[str, Any]:
+        await self._generation.collect()
+        await self._generation.commit_usage()
+        self._writer.record_returned(self._writer.num_returned)
+        return self._writer.full()
+
+
+class EarlyStream:
+    """Begins a stream before its answer, with comments. An error that follows becomes the API's error event.
+
+    Without a comment, send() is the application's own.
+    """
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+        self._is_started = False
+        self._is_refused = False  # the application's response is no stream
+        self._refusal = b""
+
+    async def comment(self, text: str) -> None:
+        """Send a comment, which clients skip."""
+        if not self._is_started:
+            self._is_started = True
+            # For a shutdown, which cuts the stream off.
+            self._scope["state"]["error_event"] = lambda error: self._error_event(
+                error_body(error, self._scope)
+            )
+            headers = Response(headers=STREAM_HEADERS, media_type=SSEResponse.media_type).raw_headers
+            headers = [(name, value) for name, value in headers if name != b"content-length"]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        line = text.replace("\r", " ").replace("\n", " ")
+        await self._send_body(f": {line}\n\n".encode("utf-8", "replace"))
+
+    async def send(self, message: Message) -> None:
+        """The application's send."""
+        if not self._is_started:
+            await self._send(message)
+        elif message["type"] == "http.response.start":
+            content_type = Headers(raw=message["headers"]).get("content-type", "")
+            self._is_refused = not content_type.startswith(SSEResponse.media_type)
+        elif not self._is_refused:
+            await self._send(message)
+        else:
+            self._refusal += message.get("body", b"")
+            if not message.get("more_body", False):
+                event = self._error_event(json.loads(self._refusal)) if self._refusal else b""  # 499
+                await self._send_body(event, more_body=False)
+
+    async def _send_body(self, body: bytes, more_body: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+    def _error_event(self, envelope: dict[str, Any]) -> bytes:
+        """The error event of a stream without an answer, from the error envelope of its path."""
+        path = self._scope["path"]
+        if is_messages_path(path):
+            return b"event: error\n" + sse_event(envelope)
+        if path.startswith(RESPONSES_PATH):
+            event = {**envelope["error"], "type": "error", "sequence_number": 0}
+            return b"event: error\n" + sse_event(event)
+        return sse_event(envelope) + DONE_EVENT

@@ -1,0 +1,146 @@
+"""Strict request bodies: exact types, null is absence, and no field is dropped without a word."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from foreword.server.apis.descriptions import extend_schema
+from foreword.server.apis.ignored_fields import IgnoredField
+from foreword.server.http.responses import REQUEST_ID_PATTERN
+
+REFUSED = ("invalid", "unsupported")  # error types of this module, with the field in `ctx`
+MAX_SALT_CHARS = 1024
+MAX_OBJECTS = 1 << 15  # in a list: validating one takes some 20 us of the event loop
+LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
+MAX_SUGGESTED_CHARS = 64  # length of an unknown name up to which similar names are searched
+
+
+def _check_request_id(value: str) -> str:
+    if REQUEST_ID_PATTERN.fullmatch(value) is None:
+        raise ValueError("must be 1 to 128 visible ASCII characters")
+    return value
+
+
+TextOrIds = str | Sequence[int]
+_TEXT_SCHEMA = {"type": "string"}
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}}
+_LIST_SCHEMAS = [{"type": "array", "items": schema} for schema in (_TEXT_SCHEMA, _IDS_SCHEMA)]
+# One text or token ids, or a list of either; checked by the body, whose errors are clearer than pydantic's.
+TextsOrIds = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT_SCHEMA, _IDS_SCHEMA, *_LIST_SCHEMAS]})]
+RequestId = Annotated[
+    str,
+    AfterValidator(_check_request_id),
+    WithJsonSchema({"type": "string", "pattern": f"^{REQUEST_ID_PATTERN.pattern}$"}),
+]
+ModelName = Annotated[str | None, AfterValidator(lambda name: name or None)]  # "" counts as left out
+
+
+def is_token_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+class StrictModel(BaseModel):
+    """An object of a body. Unknown fields are kept in `model_extra`, for ServedModels.check_fields()."""
+
+    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=extend_schema)
+    peer_fields: ClassVar[Mapping[str, IgnoredField]] = MappingProxyType({})  # dropped, or refused by name
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # other projects' names of fields
+    is_lenient: ClassVar[bool] = False  # unknown fields are ignored and counted
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        """Drop nulls and fields without effect, and rename aliases."""
+        if not isinstance(data, dict):
+            return data
+        for name in data:
+            if not name.isascii() and LONE_SURROGATE.search(name):
+                shown = name[:MAX_SUGGESTED_CHARS].encode("utf-8", "backslashreplace").decode()
+                raise refusal("invalid", shown, "is not the name of a field: it has a lone surrogate")
+        given = {name: value for name, value in data.items() if value is not None}
+        for name, value in given.items():
+            if isinstance(value, list) and len(value) > MAX_OBJECTS and isinstance(value[0], dict):
+                raise refusal("invalid", name, f"holds {len(value)} objects; the limit is {MAX_OBJECTS}")
+            field = cls.peer_fields.get(name)
+            if field is not None and not field.accepts(value):
+                raise refusal("unsupported", name, field.refusal(value))
+        return _apply_aliases(
+            {name: given[name] for name in given if name not in cls.peer_fields}, cls.aliases
+        )
+
+    def walk(self, path: str = "") -> Iterator[tuple[str, StrictModel]]:
+        """This object and those inside it, each with the prefix of its fields: "messages[0]."."""
+        yield path, self
+        for name, info in type(self).model_fields.items():
+            value, prefix = getattr(self, name), f"{path}{info.alias or name}"
+            if isinstance(value, StrictModel):
+                yield from value.walk(f"{prefix}.")
+            elif isinstance(value, list) and not isinstance(next(iter(value), None), int):
+                for index, item in enumerate(value):
+                    if isinstance(item, StrictModel):
+                        yield from item.walk(f"{prefix}[{index}].")
+
+    def num_unknown(self) -> int:
+        """Unknown fields of this object itself."""
+        return len(self.model_extra or ())
+
+
+class RequestBody(StrictModel):
+    """Fields of every request to a model."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"rid": "request_id"}  # SGLang
+    model: ModelName = None
+    priority: int | None = None
+    request_id: RequestId | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+
+
+def num_parts(turns: Iterable[StrictModel]) -> int:
+    """Messages or items, their parts and calls: each is at least one token of a prompt."""
+    names = ("content", "tool_calls", "output")
+    lists = ([getattr(turn, name, None) for name in names] for turn in turns)
+    return sum(max(1, sum(map(_num_inner, found))) for found in lists)
+
+
+def _num_inner(value: object) -> int:
+    """Parts of a content, of which a tool's result has parts of its own."""
+    if not isinstance(value, list):
+        return 0
+    inner = (part.get("content") if isinstance(part, Mapping) else None for part in value)
+    return sum(len(content) if isinstance(content, list) and content else 1 for content in inner)
+
+
+def suggest_field(model: StrictModel, name: str) -> str:
+    """The end of an error, "; did you mean 'n'?", or "" if no field of the model has a similar name."""
+    if len(name) > MAX_SUGGESTED_CHARS:
+        return ""
+    fields = type(model).model_fields.items()
+    known = [*(info.alias or field for field, info in fields), *model.aliases, *model.peer_fields]
+    similar = difflib.get_close_matches(name, known, 1, 0.8)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def _apply_aliases(data: dict[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Rename aliased fields; a field given under both names must have one value."""
+    renamed: dict[str, Any] = {}
+    for alias, name in aliases.items():
+        if alias not in data:
+            continue
+        value = data.pop(alias)
+        if {**renamed, **data}.get(name, value) != value:
+            raise refusal("invalid", alias, f"is another name of {name}: only one of them may be given")
+        renamed[name] = value
+    return data | renamed
+
+
+def refusal(error_type: str, field: str, text: str) -> PydanticCustomError:
+    """An error of one field; the handler of errors prefixes its path."""
+    assert error_type in REFUSED
+    return PydanticCustomError(error_type, "{text}", {"field": field, "text": text})

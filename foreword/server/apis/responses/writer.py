@@ -1,0 +1,319 @@
+"""Responses of OpenAI's Responses API, whole and streamed: chat events become output items."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from foreword.chat_formats.events import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ChatEvent,
+    ContentText,
+    ReasoningText,
+)
+from foreword.chat_formats.tools import ToolUse
+from foreword.errors import ForewordError, Overloaded
+from foreword.server.answering.generation import Generation
+from foreword.server.apis.chat.writer import TokenNames, chat_logprob
+from foreword.server.apis.responses.body import encode_reasoning, new_id
+from foreword.server.http.responses import json_bytes, sse_event
+from foreword.server.loaded_model import LoadedModel
+from foreword.tokenizer.output_processor import OutputDelta, TokenLogprobText
+
+# Event of a part of the text, by type of the item, and the field of the whole text in the event that ends it.
+TEXT_EVENTS: Mapping[str, tuple[str, str]] = {
+    "reasoning": ("response.reasoning_text", "text"),
+    "message": ("response.output_text", "text"),
+    "function_call": ("response.function_call_arguments", "arguments"),
+    "custom_tool_call": ("response.custom_tool_call_input", "input"),
+}
+Item = dict[str, Any]
+Logprob = tuple[int, dict[str, Any]]  # offset of the token in the answer's text, and its entry
+
+
+@dataclass(slots=True)
+class _OpenItem:
+    """The output item that is being written, which is the last one."""
+
+    item: Item
+    head: bytes  # of its deltas' events, up to the text
+    place: dict[str, Any]  # fields of its events
+    content_group: int | None = None  # of the tokens with logprobs, see TokenLogprobText
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+
+
+class ResponseItems:
+    """Output items in the order of their first event, and the stream's events about them.
+
+    Whitespace is a message only with more text: between reasoning and calls it is the chat format's.
+    """
+
+    def __init__(
+        self,
+        tools: ToolUse,
+        namespaces: Mapping[str, tuple[str, str]],  # (namespace, name) by the name that the model calls
+        includes_reasoning: bool,  # encrypted_content
+        names: TokenNames | None,  # of tokens, if the request asks for logprobs
+    ) -> None:
+        self.items: list[Item] = []
+        self.sequence_number = 0  # of the next event
+        self._tools = tools
+        self._namespaces = namespaces
+        self._includes_reasoning = includes_reasoning
+        self._names = names
+        self._open: _OpenItem | None = None
+        self._held = ""
+        self._logprobs: deque[TokenLogprobText] = deque()  # of tokens whose text is not written yet
+
+    def write(self, event_type: str, **fields: Any) -> bytes:
+        """One event with the next sequence number."""
+        event = {"type": event_type, **fields, "sequence_number": self.sequence_number}
+        self.sequence_number += 1
+        return b"event: " + event_type.encode() + b"\n" + sse_event(event)
+
+    def feed(self, events: Iterable[ChatEvent], logprobs: Iterable[TokenLogprobText]) -> Iterable[bytes]:
+        """logprobs  of the tokens of these events, and of tokens whose text is held back"""
+        self._logprobs += (token for token in logprobs if token.content_group is not None)
+        for event in events:
+            match event:
+                case ContentText(text):
+                    yield from self._add_content(text)
+                case ReasoningText(text):
+                    if not self._is_open("reasoning"):
+                        yield from self._start("reasoning", summary=[], content=[])
+                    yield self._delta(text)
+                case CallStart(_, call_id, name):
+                    yield from self._start_call(call_id, name)
+                case CallArguments(_, text):
+                    yield self._delta(text)
+                case CallEnd():
+                    yield from self.close("completed")
+
+    def finish(self, is_complete: bool) -> Iterable[bytes]:
+        """End the open item. A complete answer without any text or call gets an empty message."""
+        held = self._held
+        # A call that the end cuts off is never complete.
+        is_call = self._open is not None and self._open.item["type"] in ("function_call", "custom_tool_call")
+        yield from self.close("completed" if is_complete and not is_call else "incomplete")
+        if not any(item["type"] != "reasoning" for item in self.items) and (is_complete or held):
+            yield from self._start_message(held)
+            if held:
+                yield self._delta(held)
+            yield from self.close("completed" if is_complete else "incomplete")
+
+    def close(self, status: str) -> Iterable[bytes]:
+        """End the open item."""
+        self._held = ""
+        if self._open is None:
+            return
+        done, self._open = self._open, None
+        self._take_logprobs(done)
+        item, text = done.item, "".join(done.texts)
+        logprobs = _trim(done.logprobs, text)
+        name, key = TEXT_EVENTS[item["type"]]
+        fields: dict[str, Any] = {key: text}
+        if item["type"] == "message":
+            fields["logprobs"] = logprobs
+        elif item["type"] == "function_call":
+            fields["name"] = item["name"]
+        yield self.write(f"{name}.done", **done.place, **fields)
+        if item["type"] in ("message", "reasoning"):
+            part = _part(item["type"], text, logprobs)
+            item["content"] = [part]
+            yield self.write("response.content_part.done", **done.place, part=part)
+        else:
+            item[key] = text
+        if item["type"] == "reasoning" and self._includes_reasoning:
+            item["encrypted_content"] = encode_reasoning(text)
+        if "status" in item:
+            item["status"] = status
+        yield self.write("response.output_item.done", output_index=done.place["output_index"], item=item)
+
+    def _is_open(self, item_type: str) -> bool:
+        return self._open is not None and self._open.item["type"] == item_type
+
+    def _add_content(self, text: str) -> Iterable[bytes]:
+        if not self._is_open("message"):
+            text = self._held + text
+            if not text or text.isspace():
+                yield from self.close("completed")
+                self._held = text
+                return
+            yield from self._start_message(text)
+        yield self._delta(text)
+
+    def _start_message(self, text: str) -> Iterable[bytes]:
+        """text  the first one of the message"""
+        yield from self._start("message", role="assistant", content=[])
+        assert self._open is not None
+        self._open.content_group = self._find_group(text)
+
+    def _start_call(self, call_id: str, name: str) -> Iterable[bytes]:
+        namespace, own_name = self._namespaces.get(name, ("", name))
+        fields = {"call_id": call_id, "name": own_name} | ({"namespace": namespace} if namespace else {})
+        tool = self._tools.get(name)
+        if tool is not None and tool.is_custom:
+            return self._start("custom_tool_call", **fields, input="")
+        return self._start("function_call", **fields, arguments="")
+
+    def _start(self, item_type: str, **fields: Any) -> Iterable[bytes]:
+        yield from self.close("completed")
+        item: Item = {"id": new_id(item_type), "type": item_type, **fields}
+        if item_type != "custom_tool_call":  # it has no status in OpenAI's API
+            item["status"] = "in_progress"
+        index = len(self.items)
+        self.items.append(item)
+        yield self.write("response.output_item.added", output_index=index, item=item)
+        place: dict[str, Any] = {"item_id": item["id"], "output_index": index}
+        if item_type in ("message", "reasoning"):
+            place["content_index"] = 0
+            part = _part(item_type, "", [])
+            yield self.write("response.content_part.added", **place, part=part)
+        name = f"{TEXT_EVENTS[item_type][0]}.delta"
+        head = b"event: %b\ndata: " % name.encode() + json_bytes({"type": name, **place})[:-1]
+        self._open = _OpenItem(item, head + b',"delta":', place)
+
+    def _delta(self, text: str) -> bytes:
+        """The event of more text. All but the text and the number is written once for each item."""
+        done = self._open
+        assert done is not None, "text outside of an item"
+        done.texts.append(text)
+        logprobs = b""
+        if done.item["type"] == "message":
+            logprobs = b',"logprobs":' + json_bytes(self._take_logprobs(done))
+        tail = b',"sequence_number":%d}\n\n' % self.sequence_number
+        self.sequence_number += 1
+        return done.head + json_bytes(text) + logprobs + tail
+
+    def _find_group(self, text: str) -> int | None:
+        """Group of the next tokens that spell this text. Whitespace before it may be the chat format's."""
+        start = text.lstrip()
+        groups: list[tuple[int | None, str]] = [
+            (group, b"".join(token.raw for token in tokens).decode("utf-8", "replace").lstrip())
+            for group, tokens in groupby(self._logprobs, key=lambda token: token.content_group)
+        ]
+        for group, spelled in groups:
+            known = spelled.rstrip("\ufffd")  # without an unfinished character
+            if known and (start.startswith(known) or spelled.startswith(start)):
+                return group
+        return groups[0][0] if len(groups) == 1 else None
+
+    def _take_logprobs(self, item: _OpenItem) -> list[dict[str, Any]]:
+        """Logprobs of the next tokens of this message."""
+        taken: list[Logprob] = []
+        while self._names is not None and self._logprobs and item.item["type"] == "message":
+            group = self._logprobs[0].content_group
+            if item.content_group is None or (group is not None and group > item.content_group):
+                break
+            token = self._logprobs.popleft()
+            if group == item.content_group:
+                taken.append((token.offset, chat_logprob(token, self._names)))
+        item.logprobs += taken
+        return [entry for _, entry in taken]
+
+
+def _part(item_type: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The only content part of a message or of reasoning."""
+    if item_type == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _trim(logprobs: Sequence[Logprob], text: str) -> list[dict[str, Any]]:
+    """Without the last tokens that the text lacks: the end of the answer, and markers of several tokens."""
+    if not logprobs:
+        return []
+    spelled = b"".join(bytes(entry["bytes"]) for _, entry in logprobs).decode("utf-8", "replace")
+    # Whitespace before the text may be the chat format's.
+    end = logprobs[0][0] + len(spelled) - len(spelled.lstrip()) + len(text.lstrip())
+    return [entry for offset, entry in logprobs if offset < end]
+
+
+class ResponsesWriter:
+    """Writes the only choice of a generation as a response: see ResponseWriter."""
+
+    num_returned = 1
+
+    def __init__(
+        self,
+        server: LoadedModel,
+        generation: Generation,
+        fields: Mapping[str, Any],  # of the response that are known before the answer
+        items: ResponseItems,
+        metrics: bool,
+        on_complete: Callable[[Mapping[str, Any]], None],  # called with the whole response
+    ) -> None:
+        self._server = server
+        self._output = generation.outputs[0]
+        self._fields = fields
+        self._items = items
+        self._metrics = metrics
+        self._on_complete = on_complete
+
+    def first_events(self) -> Iterable[bytes]:
+        for name in ("created", "in_progress"):
+            yield self._items.write(f"response.{name}", response=self._response("in_progress"))
+
+    def event(self, index: int, delta: OutputDelta) -> bytes | None:
+        return b"".join(self._items.feed(delta.events, delta.logprobs)) or None
+
+    def last_events(self) -> Iterable[bytes]:
+        yield b"".join(self._items.finish(self._is_complete))
+        response = self._finished()
+        yield self._items.write(f"response.{response['status']}", response=response)
+
+    def error_event(self, error: ForewordError) -> bytes:
+        # Codex reads from the code whether a retry may help, and from the message when.
+        is_limit = isinstance(error, Overloaded)
+        message = f"{error}; try again in {error.retry_after_s:g}s" if error.retry_after_s else str(error)
+        failed = {"code": "rate_limit_exceeded" if is_limit else "server_error", "message": message}
+        return self._items.write("response.failed", response=self._response("failed", error=failed))
+
+    def full(self) -> dict[str, Any]:
+        for _ in self._items.feed(self._output.events, self._output.logprobs):
+            pass
+        for _ in self._items.finish(self._is_complete):
+            pass
+        return self._finished()
+
+    def record_returned(self, num_choices: int) -> None:
+        """Count choices that were sent completely."""
+        self._server.recorder.on_response(num_choices)
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._output.finish_reason in ("stop", "tool_calls")
+
+    def _finished(self) -> dict[str, Any]:
+        if self._is_complete:
+            response = self._response("completed", completed_at=int(time.time()))
+        else:
+            # OpenAI's name of a length; "repetition" is Foreword's own.
+            reason = self._output.finish_reason
+            details = {"reason": "max_output_tokens" if reason == "length" else reason}
+            response = self._response("incomplete", incomplete_details=details)
+        self._on_complete(response)
+        return response
+
+    def _response(self, status: str, **changes: Any) -> dict[str, Any]:
+        """The response so far; usage and metrics once the answer has ended."""
+        response = {**self._fields, "status": status, "output": self._items.items, **changes}
+        if status == "in_progress":
+            return response
+        output = self._output
+        response["usage"] = {
+            "input_tokens": len(output.request.prompt_ids),
+            "input_tokens_details": {"cached_tokens": output.num_cached, "cache_write_tokens": 0},
+            "output_tokens": output.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": output.num_reasoning_tokens},
+            "total_tokens": len(output.request.prompt_ids) + output.num_tokens,
+        }
+        metrics = self._server.recorder.answer_metrics(output.request.id) if self._metrics else None
+        return response if metrics is None else {**response, "metrics": metrics.as_dict()}

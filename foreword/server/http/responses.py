@@ -1,0 +1,59 @@
+"""JSON responses, and work that is cancelled when its client disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Response
+from starlette.types import Receive
+
+T = TypeVar("T")
+JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; it is never read
+MESSAGES_ROUTE = "/v1/messages"
+REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")  # of the header X-Request-Id and the field request_id
+
+
+def json_bytes(value: Any) -> bytes:
+    """Compact UTF-8 JSON. Raises ValueError for a NaN."""
+    # A lone surrogate of a request that an error quotes becomes its JSON escape.
+    return JSON_ENCODER.encode(value).encode("utf-8", "backslashreplace")
+
+
+def sse_event(value: Any) -> bytes:
+    """A server-sent event of one JSON value."""
+    return b"data: " + json_bytes(value) + b"\n\n"
+
+
+def is_messages_path(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API, whose errors and headers have other names."""
+    return path == MESSAGES_ROUTE or path.startswith(f"{MESSAGES_ROUTE}/")
+
+
+class JSONResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json_bytes(content)
+
+
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None, with `work` cancelled, once the client disconnects."""
+    task = asyncio.create_task(work)
+    disconnected = asyncio.create_task(_wait_disconnect(receive))
+    try:
+        await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for pending in (task, disconnected):
+            pending.cancel()
+        await asyncio.gather(task, disconnected, return_exceptions=True)
+
+
+async def _wait_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

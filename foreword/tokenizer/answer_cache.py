@@ -1,0 +1,422 @@
+"""Replays the model's own tokens of earlier answers, so that the prefix cache keeps a conversation.
+
+A chat template writes an answer of the history anew: arguments in other spacing or key order, reasoning that
+the client dropped, text in other tokens. The prefix cache then ends at that answer. Here the answer's parts
+are replaced by placeholders before the template runs, and what the template writes for them by the tokens
+that the model wrote, if the history still holds the same answer and the template keeps it in its place.
+Whatever does not fit is rendered plainly: a replay is never needed for correctness.
+
+So the tokens of a prompt, not its text, depend on what this process remembers. Requests with a seed are
+rendered plainly: their prompts are functions of the request alone. An answer is found by the conversation
+before it, so that the same words of another conversation do not take its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from foreword.chat_formats.events import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ChatEvent,
+    ContentText,
+    ReasoningText,
+)
+from foreword.chat_formats.parser import parse_message
+from foreword.chat_formats.record import BoundFormat
+from foreword.chat_formats.tools import Tool, ToolUse
+from foreword.tokenizer.messages import read_tool_history
+from foreword.tokenizer.tokenizer import Tokenizer
+
+MAX_BYTES: Final = 64 << 20  # of all remembered answers
+MAX_PROMPTS: Final = 1 << 14  # last prompts whose answers can be remembered
+MAX_PROMPT_END: Final = 16  # tokens of the prompt, after its last end of a turn, that identify the place
+MAX_ATTEMPTS: Final = 3  # renderings until one is plain
+OVERHEAD_BYTES: Final = 512  # of an answer's objects
+REASONING: Final = "reasoning_content"
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What an answer says."""
+
+    calls: tuple[tuple[str, str, str], ...]  # id, name, arguments
+    content: str
+    reasoning: str
+
+    @property
+    def key(self) -> str:
+        """The first call's id, or the content."""
+        return self.calls[0][0] if self.calls else f"\n{self.content}"
+
+    def is_in(self, message: Mapping[str, Any]) -> bool:
+        """Whether a message of read_tool_history() says the same, as far as clients send it back."""
+        calls = [(call["id"], call["function"]) for call in message.get("tool_calls") or ()]
+        reasoning = message.get(REASONING) or message.get("reasoning") or ""
+        content = message.get("content") or ""
+        return (
+            message.get("role") == "assistant"
+            and len(calls) == len(self.calls)
+            and all(
+                (call_id, function["name"]) == (written_id, name)
+                and _are_equal(function["arguments"], arguments)
+                for (call_id, function), (written_id, name, arguments) in zip(calls, self.calls, strict=True)
+            )
+            and isinstance(content, str)
+            and content.strip() == self.content.strip()
+            and reasoning.strip() in ("", self.reasoning.strip())
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a model wrote, and where."""
+
+    said: _Said
+    token_ids: array[int]  # without the token that ended the answer
+    prompt_digest: bytes
+    header: str  # text of the prompt behind its last end of a turn, without `prefill`
+    prefill: str  # reasoning that the prompt opens or leaves empty
+    prefill_ids: array[int]
+
+    @property
+    def num_bytes(self) -> int:
+        said = (self.said.content, self.said.reasoning, *(part for call in self.said.calls for part in call))
+        num_tokens = len(self.token_ids) + len(self.prefill_ids)
+        return num_tokens * self.token_ids.itemsize + sum(map(len, said)) + OVERHEAD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Placeholders:
+    """Texts that stand for the parts of one answer."""
+
+    answer: _Answer
+    names: tuple[str, ...]
+    arguments: tuple[str, ...]
+    content: str  # empty without content
+    reasoning: str
+
+    @classmethod
+    def of(cls, index: int, answer: _Answer) -> _Placeholders:
+        calls = range(len(answer.said.calls))
+        return cls(
+            answer,
+            tuple(f"fwname{index}x{i}x" for i in calls),
+            tuple(f"fwarguments{index}x{i}x" for i in calls),
+            f"fwcontent{index}x" if answer.said.content.strip() else "",
+            f"fwreasoning{index}x" if answer.said.reasoning.strip() else "",
+        )
+
+    @property
+    def once(self) -> list[str]:
+        """Those that a template writes once; names stand beside results too."""
+        return [text for text in (*self.arguments, self.content, self.reasoning) if text]
+
+    @property
+    def texts(self) -> list[str]:
+        return [*self.names, *self.once]
+
+    def put_into(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The message with placeholders."""
+        bare = {name: value for name, value in message.items() if name not in ("reasoning", "thinking")}
+        calls = [
+            {**call, "function": {"name": name, "arguments": {"text": arguments}}}
+            for call, name, arguments in zip(
+                message.get("tool_calls") or (), self.names, self.arguments, strict=True
+            )
+        ]
+        return (
+            bare
+            | ({"tool_calls": calls} if calls else {})
+            | {"content": self.content}
+            | ({REASONING: self.reasoning} if self.reasoning else {})
+        )
+
+    def restore_names(self, text: str) -> str:
+        """The text with the called names, which templates write beside results too."""
+        for placeholder, (_, name, _) in zip(self.names, self.answer.said.calls, strict=True):
+            text = text.replace(placeholder, name)
+        return text
+
+
+class _Misfit(Exception):
+    """The template does not keep an answer in its place."""
+
+    def __init__(self, index: int, is_elsewhere: bool = False) -> None:
+        super().__init__()
+        self.index = index  # of the message
+        self.is_elsewhere = is_elsewhere  # the prompt before it is another, and so are those of later answers
+
+
+class AnswerTokenCache:
+    """The answers that this process gave, within a limit of bytes. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, bound: BoundFormat, max_bytes: int = MAX_BYTES) -> None:
+        self._tokenizer = tokenizer
+        self._bound = bound
+        self._max_bytes = max_bytes
+        self._end_texts = tuple(filter(None, map(tokenizer.token_text, tokenizer.eos_token_ids)))
+        # By tenant, digest of the conversation before the answer, and key; oldest first.
+        self._answers: OrderedDict[tuple[str, bytes, str], _Answer] = OrderedDict()
+        # Digests of conversations by tenant and digest of the prompt; oldest first.
+        self._conversations: OrderedDict[tuple[str, bytes], bytes] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def remember(
+        self,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        events: Iterable[ChatEvent],
+        tenant: str = "",
+    ) -> None:
+        """Keep a whole answer to a prompt of encode(): the last of `token_ids` ended it."""
+        eos = self._tokenizer.eos_token_ids
+        if not token_ids or token_ids[-1] not in eos:
+            return
+        said = _read_events(events)
+        if said is None:
+            return
+        answer = self._make_answer(said, prompt_ids, token_ids[:-1])
+        if answer.num_bytes > self._max_bytes:
+            return
+        with self._lock:
+            conversation = self._conversations.get((tenant, answer.prompt_digest))
+            if conversation is None:
+                return
+            key = tenant, conversation, said.key
+            self._pop(key)
+            self._answers[key] = answer
+            self._num_bytes += answer.num_bytes
+            while self._num_bytes > self._max_bytes:
+                self._pop(next(iter(self._answers)))
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Tool],
+        tenant: str,
+        render: Render,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """Token ids of a rendered conversation with replayed answers."""
+        history = read_tool_history(messages)
+        digests = _conversation_digests(history, tools)
+        found = self._find(history, digests, tenant)
+        ids = self._encode_replayed(history, found, render, add_special_tokens)
+        if ids is None:
+            ids = self._tokenizer.encode(render(messages), add_special_tokens)
+        with self._lock:
+            self._conversations[tenant, _hash(ids).digest()] = digests[-1]
+            self._conversations.move_to_end((tenant, _hash(ids).digest()))
+            if len(self._conversations) > MAX_PROMPTS:
+                self._conversations.popitem(last=False)
+        return ids
+
+    def _encode_replayed(
+        self,
+        history: Sequence[Mapping[str, Any]],
+        found: Mapping[int, _Answer],
+        render: Render,
+        add_special_tokens: bool,
+    ) -> list[int] | None:
+        """Token ids with the answers that keep their places; None if there are none."""
+        for _ in range(MAX_ATTEMPTS):
+            if not found:
+                return None
+            marked = {index: _Placeholders.of(index, answer) for index, answer in found.items()}
+            text = render([
+                marked[index].put_into(message) if index in marked else message
+                for index, message in enumerate(history)
+            ])  # fmt: skip
+            try:
+                return self._splice(text, marked, add_special_tokens)
+            except _Misfit as misfit:
+                found = {
+                    index: answer
+                    for index, answer in found.items()
+                    if index != misfit.index and (index < misfit.index or not misfit.is_elsewhere)
+                }
+        return None
+
+    def _find(
+        self, history: Sequence[Mapping[str, Any]], digests: Sequence[bytes], tenant: str
+    ) -> dict[int, _Answer]:
+        """Remembered answers by the index of their message; they become the last to be dropped."""
+        found: dict[int, _Answer] = {}
+        with self._lock:
+            for index, message in enumerate(history):
+                calls = message.get("tool_calls") or ()
+                content = f"\n{message.get('content')}"
+                key = tenant, digests[index], calls[0]["id"] if calls else content
+                answer = self._answers.get(key)
+                if answer is not None and answer.said.is_in(message):
+                    self._answers.move_to_end(key)
+                    found[index] = answer
+        return found
+
+    def _splice(self, text: str, marked: Mapping[int, _Placeholders], add_special_tokens: bool) -> list[int]:
+        """Raises _Misfit."""
+        ids: list[int] = []
+        position = 0
+        prompt_hash = _hash(())
+        for index, placeholders in marked.items():
+            answer = placeholders.answer
+            start, end, prefill_ids = self._find_place(text, position, placeholders, index)
+            segment = self._encode_segment(text[position:start], marked, index, position, add_special_tokens)
+            segment += prefill_ids
+            prompt_hash.update(_to_bytes(segment))
+            if prompt_hash.digest() != answer.prompt_digest:
+                raise _Misfit(index, is_elsewhere=True)
+            prompt_hash.update(answer.token_ids.tobytes())
+            ids += segment
+            ids += answer.token_ids
+            position = end
+        return ids + self._encode_segment(text[position:], marked, max(marked), position, False)
+
+    def _encode_segment(
+        self,
+        text: str,
+        marked: Mapping[int, _Placeholders],
+        index: int,
+        position: int,
+        add_special_tokens: bool,
+    ) -> list[int]:
+        """Tokens of text between answers; behind an answer it begins with a token that ends a turn."""
+        for placeholders in marked.values():
+            text = placeholders.restore_names(text)
+        ids = self._tokenizer.encode(text, add_special_tokens and position == 0)
+        if position and (not ids or ids[0] not in self._tokenizer.eos_token_ids):
+            raise _Misfit(index)
+        return ids
+
+    def _find_place(
+        self, text: str, position: int, placeholders: _Placeholders, index: int
+    ) -> tuple[int, int, Sequence[int]]:
+        """Where the template writes the answer: [start, end) of the text, and the prefill that it omits."""
+        answer = placeholders.answer
+        if any(text.count(part) != 1 for part in placeholders.once):
+            raise _Misfit(index)
+        places = [text.find(part, position) for part in placeholders.texts]
+        first, last = min(places), max(places)
+        ends = [at for end in self._end_texts if (at := text.find(end, last)) >= 0]
+        if first < 0 or not ends:
+            raise _Misfit(index)  # the template drops a part, such as reasoning before the last question
+        for prefill, prefill_ids in ((answer.prefill, ()), ("", answer.prefill_ids)):
+            before = answer.header + prefill
+            start = text.rfind(before, position, first) + len(before)
+            if start >= len(before) > 0 and self._is_whole(text[start : min(ends)], placeholders, prefill):
+                return start, min(ends), prefill_ids
+        raise _Misfit(index)
+
+    def _is_whole(self, turn: str, placeholders: _Placeholders, prefill: str) -> bool:
+        """Whether a text behind `prefill` is this answer and nothing else."""
+        reasoning = self._bound.format.reasoning
+        is_open = bool(prefill) and reasoning is not None and reasoning.end not in prefill
+        use = ToolUse(tuple(map(Tool, placeholders.names)))
+        written = _read_events(parse_message(self._bound, use, turn, is_open))
+        return written is not None and (
+            [name for _, name, _ in written.calls] == [*placeholders.names]
+            and all(
+                _are_equal({"text": text}, arguments)
+                for text, (_, _, arguments) in zip(placeholders.arguments, written.calls, strict=True)
+            )
+            and written.content.strip() == placeholders.content
+            and written.reasoning.strip() == placeholders.reasoning
+        )
+
+    def _make_answer(self, said: _Said, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> _Answer:
+        """The answer to a prompt; the tokens behind the prompt's last end of a turn identify its place."""
+        tail = list(prompt_ids[-MAX_PROMPT_END:])
+        ends = [i + 1 for i, token_id in enumerate(tail) if token_id in self._tokenizer.eos_token_ids]
+        tail = tail[max(ends, default=0) :]
+        num_prefilled = self._num_prefilled(tail)
+        header, prefill = tail[: len(tail) - num_prefilled], tail[len(tail) - num_prefilled :]
+        return _Answer(
+            said,
+            array("I", token_ids),
+            _hash(prompt_ids).digest(),
+            self._text(header),
+            self._text(prefill),
+            array("I", prefill),
+        )
+
+    def _num_prefilled(self, prompt_end: Sequence[int]) -> int:
+        """Tokens at the end of a prompt that open the reasoning, or leave it empty."""
+        reasoning = self._bound.format.reasoning
+        begin_id = None if reasoning is None else self._bound.token_ids.get(reasoning.begin)
+        if reasoning is None or begin_id not in prompt_end:
+            return 0
+        start = max(i for i, token_id in enumerate(prompt_end) if token_id == begin_id)
+        rest = self._text(prompt_end[start:]).removeprefix(reasoning.begin).strip()
+        return len(prompt_end) - start if rest in ("", reasoning.end) else 0
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return b"".join(map(self._tokenizer.token_bytes, token_ids)).decode("utf-8", "ignore")
+
+    def _pop(self, key: tuple[str, bytes, str]) -> None:
+        answer = self._answers.pop(key, None)
+        self._num_bytes -= 0 if answer is None else answer.num_bytes
+
+
+def _are_equal(arguments: Mapping[str, Any], written: str) -> bool:
+    """Whether arguments of a history are those that the model wrote; a custom tool's are a text."""
+    try:
+        value = json.loads(written or "{}")
+    except ValueError:
+        value = None
+    known = json.dumps(arguments, sort_keys=True)
+    return known in (json.dumps(value, sort_keys=True), json.dumps({"input": written}))
+
+
+def _conversation_digests(history: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[bytes]:
+    """Digests of the tools and the first 0, 1, ... messages, without reasoning, which clients may drop."""
+    running = hashlib.blake2b(repr(tools).encode("utf-8", "surrogatepass"), digest_size=16)
+    digests = [running.digest()]
+    for message in history:
+        said = {name: message.get(name) or "" for name in ("role", "content", "tool_calls", "tool_call_id")}
+        running.update(json.dumps(said, sort_keys=True, default=repr).encode())
+        digests.append(running.digest())
+    return digests
+
+
+def _to_bytes(token_ids: Sequence[int]) -> bytes:
+    return array("I", token_ids).tobytes()
+
+
+def _hash(token_ids: Sequence[int]) -> hashlib.blake2b:
+    return hashlib.blake2b(_to_bytes(token_ids), digest_size=16)
+
+
+def _read_events(events: Iterable[ChatEvent]) -> _Said | None:
+    """What an answer says; None if that is nothing, or a call is incomplete."""
+    texts = {ContentText: "", ReasoningText: ""}
+    calls: list[CallStart] = []
+    arguments: dict[int, str] = {}
+    num_ends = 0
+    for event in events:
+        if isinstance(event, CallStart):
+            calls.append(event)
+        elif isinstance(event, CallArguments):
+            arguments[event.index] = arguments.get(event.index, "") + event.text
+        elif isinstance(event, CallEnd):
+            num_ends += 1
+        else:
+            texts[type(event)] += event.text
+    if num_ends < len(calls) or not (calls or texts[ContentText].strip()):
+        return None
+    return _Said(
+        tuple((call.id, call.name, arguments.get(call.index, "")) for call in calls),
+        texts[ContentText],
+        texts[ReasoningText],
+    )

@@ -1,0 +1,248 @@
+"""A strict reader of config.json: an option that is not supported is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from foreword.errors import CheckpointError
+
+# Options without effect on the forward pass: training, bookkeeping, and defaults of generate().
+IGNORED_KEYS = frozenset(
+    (
+        *("architectures", "attention_dropout", "attn_implementation", "auto_map", "bos_token_id"),
+        *("cache_implementation", "chunk_size_feed_forward", "diversity_penalty", "do_sample"),
+        *("dtype", "early_stopping", "embd_pdrop", "encoder_no_repeat_ngram_size", "eos_token_id"),
+        *("finetuning_task", "hidden_dropout", "id2label", "initializer_range", "label2id"),
+        *("length_penalty", "max_length", "max_sequence_length", "min_length", "model_type"),
+        *("no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels"),
+        *("num_return_sequences", "output_attentions", "output_hidden_states", "output_past"),
+        *("output_scores", "pad_token_id", "pretraining_tp", "problem_type", "remove_invalid_values"),
+        *("repetition_penalty", "resid_pdrop", "return_dict", "return_dict_in_generate"),
+        *("task_specific_params", "temperature", "tokenizer_class", "top_k", "top_p", "torch_dtype"),
+        *("torchscript", "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version"),
+        *("use_bfloat16", "use_cache"),
+    )
+)
+# Defaults that old versions of transformers write to nested configs; other values are not supported.
+NOOP_VALUES: Mapping[str, Any] = MappingProxyType(
+    {
+        "add_cross_attention": False,
+        "is_decoder": False,
+        "is_encoder_decoder": False,
+        "tf_legacy_loss": False,
+        "tie_encoder_decoder": False,
+    }
+)
+DTYPES = ("float32", "bfloat16", "float16")
+MISSING: Any = object()
+MAX_INT = 1 << 24  # above any model's positions, tokens or values
+MIN_FLOAT, MAX_FLOAT = 1e-30, 1e30  # products of a few such numbers stay finite
+
+
+# Defaults of LLaVA's text_config: files on the hub hold only the differences.
+LLAVA_TYPES = ("llava", "llava_next")
+LLAMA_DEFAULTS = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+}
+LLAVA_TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama": {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 32000,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 2048,
+        },
+        "mistral": {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 32000,
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+        },
+        "qwen2": {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 151936,
+            "intermediate_size": 22016,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
+        },
+    }
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises CheckpointError."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return values
+
+
+class ConfigReader:
+    """Options of one checkpoint. check_all_read() refuses options that were not read."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values = dict(values)
+        self._read_keys: set[str] = set()
+        self.source = source  # name in errors
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self._values)
+
+    def get(self, key: str, default: Any = MISSING) -> Any:
+        """The raw value; null counts as missing."""
+        self._read_keys.add(key)
+        value = self._values.get(key)
+        if value is not None:
+            return value
+        if default is MISSING:
+            raise CheckpointError(f"{self.source} lacks `{key}`")
+        return default
+
+    def get_int(self, key: str, default: Any = MISSING, low: int = 1, high: int = MAX_INT) -> int:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise self._value_error(key, value, f"a whole number of at least {low}")
+        if value > high:
+            raise self._value_error(key, value, f"a whole number of at most {high}")
+        return value
+
+    def get_optional_int(self, key: str, default: int | None = None, low: int = 1) -> int | None:
+        """A whole number; None for null, the default if missing."""
+        is_null = key not in self and not self._uses_default(key, default)
+        return self.get(key, None) if is_null else self.get_int(key, default, low)
+
+    def get_float(self, key: str, default: Any = MISSING) -> float:
+        """A positive number."""
+        value = self.get(key, default)
+        if not _is_number(value) or value <= 0:
+            raise self._value_error(key, value, "a positive number")
+        if not MIN_FLOAT <= value <= MAX_FLOAT:
+            raise self._value_error(key, value, f"between {MIN_FLOAT:g} and {MAX_FLOAT:g}")
+        return float(value)
+
+    def get_optional_float(self, key: str, default: float | None = None) -> float | None:
+        """A positive number; None for null, the default if missing."""
+        is_null = key not in self and not self._uses_default(key, default)
+        return self.get(key, None) if is_null else self.get_float(key, default)
+
+    def get_bool(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self._value_error(key, value, "true or false")
+        return value
+
+    def get_choice(self, key: str, allowed: Mapping[str, str], default: Any = MISSING) -> str:
+        """One of the keys of `allowed`, mapped to its value."""
+        value = self.get(key, default)
+        if not isinstance(value, str) or value not in allowed:
+            raise self._value_error(key, value, f"one of {', '.join(allowed)}")
+        return allowed[value]
+
+    def get_strs(self, key: str, length: int) -> tuple[str, ...] | None:
+        """A list of `length` strings, or None."""
+        value = self.get(key, None)
+        if value is None:
+            return None
+        is_list = isinstance(value, list) and len(value) == length
+        if not is_list or not all(isinstance(item, str) for item in value):
+            raise self._value_error(key, value, f"a list of {length} names")
+        return tuple(value)
+
+    def get_floats(self, key: str, length: int) -> tuple[float, ...]:
+        """A list of `length` positive numbers."""
+        value = self.get(key)
+        if not isinstance(value, list) or len(value) != length or not all(map(_is_number, value)):
+            raise self._value_error(key, value, f"a list of {length} numbers")
+        for item in value:
+            if not MIN_FLOAT <= item <= MAX_FLOAT:
+                expected = f"a list of numbers between {MIN_FLOAT:g} and {MAX_FLOAT:g}"
+                raise self._value_error(key, item, expected)
+        return tuple(float(item) for item in value)
+
+    def get_section(self, key: str) -> ConfigReader | None:
+        """A reader of a nested object; None if it is missing."""
+        value = self.get(key, None)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self._value_error(key, value, "an object")
+        return ConfigReader(value, f"{self.source}: {key}")
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigReader:
+        """The same options, with defaults for missing ones."""
+        return ConfigReader({**defaults, **self._values}, self.source)
+
+    def require_value(self, key: str, value: Any) -> None:
+        """The option must be missing or have this value, the only supported one."""
+        actual = self.get(key, value)
+        if actual != value:
+            raise self._value_error(key, actual, json.dumps(value))
+
+    def ignore_repeats_of(self, other: ConfigReader) -> None:
+        """Accept options that `other` has with the same value."""
+        self._read_keys |= {key for key, value in self._values.items() if other._values.get(key) == value}
+
+    def get_dtype(self) -> str:
+        """Data type of the weights."""
+        key = "dtype" if "dtype" in self else "torch_dtype"
+        value = str(self.get(key, "float32")).removeprefix("torch.")
+        if value not in DTYPES:
+            raise self._value_error(key, value, f"one of {', '.join(DTYPES)}")
+        return value
+
+    def check_all_read(self) -> None:
+        """Raises CheckpointError for options that were not read, unless they are unset or without effect."""
+        for key, value in self._values.items():
+            if key in self._read_keys or key in IGNORED_KEYS or key.startswith("_"):
+                continue
+            if value in (None, {}, []) or (key in NOOP_VALUES and value == NOOP_VALUES[key]):
+                continue
+            raise self.error(key, f"= {_abbreviate(value)} is not supported for this architecture")
+
+    def error(self, key: str, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self.source}: `{key}` {reason}")
+
+    def _uses_default(self, key: str, default: object) -> bool:
+        return key not in self._values and default is not None
+
+    def _value_error(self, key: str, value: Any, expected: str) -> CheckpointError:
+        return self.error(key, f"must be {expected} here, got {_abbreviate(value)}")
+
+
+def read_text_config(config: ConfigReader) -> ConfigReader:
+    """The decoder's options: `text_config` if there is one, with defaults for LLaVA, else all of them."""
+    text = config.get_section("text_config")
+    if config.get("model_type", None) not in LLAVA_TYPES:
+        return config if text is None else text
+    text = text or ConfigReader({}, f"{config.source}: text_config")
+    return text.with_defaults(LLAVA_TEXT_DEFAULTS.get(str(text.get("model_type", "llama")), {}))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether the value is a finite number and no bool; large ints would overflow a float."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _abbreviate(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

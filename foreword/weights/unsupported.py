@@ -1,0 +1,72 @@
+"""Families that are known and not supported: what they need, and what runs instead. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+MLA = "it needs multi-head latent attention (MLA)"
+RECURRENT = "it needs recurrent layers"
+KV_SHARING = "it needs Gemma 4's shared KV layers; gemma3_text and gemma2 run"
+HEADS = "it needs trained heads for drafting"
+VISION = "it needs another vision encoder; llava, llava_next, qwen2_vl, qwen2_5_vl and qwen3_vl run"
+LAYERS = "it needs LayerNorm or learned positions in a decoder"
+PARALLEL = "it needs attention and MLP side by side in a layer"
+PAIR = "it needs an encoder and a decoder; models with a decoder alone run"
+
+# What families need, by the start of model_type or GGUF architecture without - _ and .; first match
+MISSING_FEATURES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("deepseekvl", "glm4v", "idefics", "internvl", "janus", "kimivl", "llama4"), VISION),
+        **dict.fromkeys(("llavaonevision", "minicpmv", "mllama", "molmo", "ovis", "paligemma"), VISION),
+        **dict.fromkeys(("phi3v", "phi4mm", "phi4multimodal", "pixtral", "qwen25omni", "qwen3omni"), VISION),
+        **dict.fromkeys(("qwen3vlmoe", "smolvlm", "videollava"), VISION),
+        "gemma3n": KV_SHARING,
+        "gemma4": KV_SHARING,
+        "deepseek": f"{MLA}; its distillations on Qwen and Llama run",
+        "mistral4": f"{MLA}; mistral and ministral3 run",
+        **dict.fromkeys(("glm4moelite", "kimik2", "longcat", "minicpm3"), MLA),
+        "granitehybrid": f"{RECURRENT}; granite and granitemoe run",
+        "granitemoehybrid": f"{RECURRENT}; granite and granitemoe run",
+        "olmohybrid": f"{RECURRENT}; olmo2 and olmo3 run",
+        "qwen35": f"{RECURRENT}; qwen3 and qwen3_moe run",
+        "qwen3next": f"{RECURRENT}; qwen3 and qwen3_moe run",
+        **dict.fromkeys(("bamba", "falconh1", "falconmamba", "jamba", "kimilinear", "lfm2"), RECURRENT),
+        **dict.fromkeys(("lfm3", "mamba", "minimax", "nemotronh", "plamo2", "recurrentgemma"), RECURRENT),
+        **dict.fromkeys(("rwkv", "zamba"), RECURRENT),
+        **dict.fromkeys(("eagle", "medusa", "mlpspeculator", "speculator"), HEADS),
+        **dict.fromkeys(("bart", "mbart", "pegasus", "t5", "mt5", "whisper"), PAIR),
+        **dict.fromkeys(("bloom", "gpt2", "gptbigcode", "gptneo", "mpt", "nemotron", "opt"), LAYERS),
+        **dict.fromkeys(("stablelm", "starcoder2"), LAYERS),
+        **dict.fromkeys(("cohere", "commandr", "falcon", "gptj", "gptneox", "phi2"), PARALLEL),
+    }
+)
+# By the whole model_type of config.json; GGUF files of these families may run
+CHECKPOINT_FAMILIES: Mapping[str, str] = MappingProxyType(
+    {
+        "gemma": "gemma2 and gemma3_text run",
+        "gemma3": "its text alone runs, as a checkpoint of model_type gemma3_text or a GGUF file",
+        "mistral3": "its text alone runs, as a checkpoint of model_type mistral or a GGUF file",
+        "olmo": "olmo2 and olmo3 run",
+        "phi": f"{PARALLEL}; phi3 runs",
+        **dict.fromkeys(
+            ("bert", "camembert", "distilbert", "modernbert", "mpnet", "roberta", "xlm-roberta"),
+            "it is an encoder, which embeds or ranks beside a model: foreword serve --embedding-model PATH",
+        ),
+    }
+)
+
+
+def missing_feature(architecture: str) -> str:
+    """ " (it needs ...)" for a known family that is not supported, else ""."""
+    name = architecture.lower().replace("-", "").replace("_", "").replace(".", "")
+    # The longest start is the nearest family: falconh1 is not falcon.
+    starts = [start for start in MISSING_FEATURES if name.startswith(start)]
+    return f" ({MISSING_FEATURES[max(starts, key=len)]})" if starts else ""
+
+
+def describe_checkpoint(model_type: str) -> str:
+    """missing_feature() of a directory's config.json, where further families are known."""
+    if model_type in CHECKPOINT_FAMILIES:
+        return f" ({CHECKPOINT_FAMILIES[model_type]})"
+    return missing_feature(model_type)

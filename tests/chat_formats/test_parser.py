@@ -1,0 +1,335 @@
+"""Properties of the parser for every family: grouping, round trip, truncation, any input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from foreword.chat_formats.events import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ChatEvent,
+    ContentText,
+    ReasoningText,
+    merge_events,
+)
+from foreword.chat_formats.families import FORMATS
+from foreword.chat_formats.parser import ChatParser, parse_message
+from foreword.chat_formats.record import BoundFormat, bind_format
+from foreword.chat_formats.tools import NO_TOOLS, Tool, ToolUse
+from tests.support.budget import examples
+from tests.support.chat_writers import FAMILIES, Family, Token, tokens_of, write_answer
+
+NAMES = ("get_weather", "get", "files.read-all")
+KEYS = st.sampled_from(["city", "text", "n", "content_2"])
+# Spellings of markers, and what closes strings, values and calls in some format.
+SALT = st.sampled_from(
+    [
+        *sorted({text for fmt in FORMATS.values() for text in fmt.template_markers}),
+        "<think>",
+        "</think>",
+        "<tool_call>\n",
+        "</tool_call>",
+        '{"name": "get", "arguments": {',
+        '"parameters": ',
+        "<function=get>\n",
+        "<parameter=city>\n",
+        "\n</parameter>\n",
+        "</function>",
+        '<invoke name="get">',
+        "</invoke>",
+        "[get(",
+        "city='",
+        "call:get{",
+        "functions.get:0",
+        "[ARGS]",
+        "[TOOL_CALLS]",
+        "<|call|>",
+        "to=functions.get",
+        "```json",
+        "</response>",
+        '\\"',
+        "\\",
+        "\\u00e9",
+        "'",
+        '"',
+        "}]",
+        ")]",
+        "\n",
+        " ",
+        "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16"),
+        "é▁",
+        "null",
+    ]
+)
+TEXTS = st.lists(st.one_of(SALT, st.text(max_size=6)), max_size=6).map("".join)
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**20), 10**20),
+    st.floats(allow_nan=False, allow_infinity=False),
+    TEXTS,
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=6,
+)
+CALLS = st.lists(
+    st.tuples(st.sampled_from(NAMES), st.dictionaries(KEYS, VALUES, max_size=3)), min_size=1, max_size=3
+)
+CUTS = st.lists(st.integers(1, 12), min_size=1, max_size=12)
+WITH_FAMILY = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+
+
+def _is_clean(text: str) -> bool:
+    """No surrogate, control character of the tests, or whitespace at the ends."""
+    return text == text.strip(" \t\r\n") and not any(
+        c in "\x00\x01" or "\ud800" <= c < "\ue000" for c in text
+    )
+
+
+def _strings(value: Any) -> list[str]:
+    match value:
+        case str():
+            return [value]
+        case dict():
+            return [text for item in (*value, *value.values()) for text in _strings(item)]
+        case list():
+            return [text for item in value for text in _strings(item)]
+    return []
+
+
+def _use(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> ToolUse:
+    """Tools whose schemas say which arguments are strings. Calls must agree, see `_agree`."""
+    properties: dict[str, dict[str, Any]] = {name: {} for name in NAMES}
+    others = ["number", "boolean", "null", "object", "array"]
+    for name, arguments in calls:
+        for key, value in arguments.items():
+            properties[name][key] = {"type": "string" if isinstance(value, str) else others}
+    return ToolUse(
+        tuple(Tool(name, parameters={"type": "object", "properties": properties[name]}) for name in NAMES)
+    )
+
+
+def _agree(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> bool:
+    """Whether each argument of each tool is always a string, or never."""
+    kinds = {(name, key, isinstance(value, str)) for name, a in calls for key, value in a.items()}
+    return len({(name, key) for name, key, _ in kinds}) == len(kinds)
+
+
+def _cut(text: str, sizes: Sequence[int]) -> list[str]:
+    """The text in pieces of these sizes, over and over."""
+    pieces, i = [], 0
+    while text:
+        size = sizes[i % len(sizes)]
+        pieces.append(text[:size])
+        text, i = text[size:], i + 1
+    return pieces
+
+
+def _feed(
+    bound: BoundFormat,
+    use: ToolUse,
+    tokens: Sequence[Token],
+    ended_by_model: bool = True,
+    start: bool = False,
+) -> tuple[tuple[ChatEvent, ...], ChatParser]:
+    parser = ChatParser(bound, use, start, "call_{}".format)
+    events = [event for token_id, text in tokens for event in parser.feed(token_id, text)]
+    events += parser.flush(ended_by_model)
+    return merge_events(events), parser
+
+
+def _check_shape(events: Sequence[ChatEvent]) -> None:
+    """Calls are numbered in order and do not overlap; arguments lie inside of their call."""
+    index, is_open = -1, False
+    for event in events:
+        match event:
+            case CallStart():
+                index += 1
+                assert event.index == index
+                assert event.name in NAMES
+                is_open = True
+            case CallArguments() | CallEnd():
+                assert event.index == index
+                assert is_open
+                is_open = not isinstance(event, CallEnd)
+            case ReasoningText() | ContentText():
+                assert not is_open
+                assert event.text
+                assert not any("\ud800" <= c < "\ue000" for c in event.text)
+
+
+def _calls(events: Sequence[ChatEvent]) -> list[tuple[str, Any]]:
+    names = [event.name for event in events if isinstance(event, CallStart)]
+    texts = ["" for _ in names]
+    for event in events:
+        if isinstance(event, CallArguments):
+            texts[event.index] += event.text
+    assert len([event for event in events if isinstance(event, CallEnd)]) == len(names)
+    return [(name, json.loads(text)) for name, text in zip(names, texts, strict=True)]
+
+
+@WITH_FAMILY
+@settings(max_examples=examples(300))
+@given(reasoning=TEXTS, content=TEXTS, calls=st.one_of(st.just([]), CALLS), sizes=CUTS)
+def test_grouping_and_round_trip(
+    family: Family, reasoning: str, content: str, calls: list[Any], sizes: list[int]
+) -> None:
+    """Markers are tokens: their spelling anywhere is text. Every grouping gives what was written."""
+    reasoning = reasoning if family.reasoning else ""
+    content = "" if family.calls_alone and calls else content
+    assume(_is_clean(reasoning) and _is_clean(content) and _agree(calls))
+    strings = _strings([dict(arguments) for _, arguments in calls])
+    assume(all(_is_clean(text.strip(" \t\r\n")) for text in strings))
+    answer = write_answer(family, reasoning, content, calls)
+    tokens, ids = tokens_of(answer, lambda text: [text] if text else [])
+    bound = bind_format(FORMATS[family.name], ids.get)
+    for text in (*strings, reasoning, content):  # what is spelled as text in this family cannot be told
+        assume(not any(spelled in text for spelled in _spelled(family, bound)))
+    if family.calls_alone:  # no marker tells a call from a text that looks like one
+        assume(not content.startswith(("{", "[")))
+    use = _use(calls)
+    events, _ = _feed(bound, use, tokens)
+    _check_shape(events)
+    assert _calls(events) == [(name, dict(arguments)) for name, arguments in calls]
+    assert "".join(event.text for event in events if isinstance(event, ReasoningText)) == reasoning
+    assert "".join(event.text for event in events if isinstance(event, ContentText)) == content
+
+    pieces, _ = tokens_of(answer, lambda text: _cut(text, sizes))
+    assert _feed(bound, use, pieces)[0] == events
+    assert _feed(bound, use, tokens_of(answer, list)[0])[0] == events
+    assert parse_message(bound, use, tokens) == events
+
+
+def _spelled(family: Family, bound: BoundFormat) -> list[str]:
+    """Texts with a meaning that this family's vocabulary does not have as tokens."""
+    fmt = bound.format
+    texts = [family.value_end, *(fmt.content or ()), *fmt.dropped]
+    if fmt.reasoning:
+        texts += [fmt.reasoning.begin, fmt.reasoning.end]
+    for form in (fmt.tools, *fmt.also):
+        assert form is not None
+        heads = (form.begin + form.call)[:1] + form.call[-1:] + form.end[-1:]
+        texts += [text for text in heads if isinstance(text, str) and len(text) > 1]
+    return [text for text in texts if text and all(isinstance(piece, str) for piece in bound.pieces(text))]
+
+
+@WITH_FAMILY
+@settings(max_examples=examples(300))
+@given(data=st.data(), sizes=CUTS)
+def test_no_input_raises(family: Family, data: st.DataObject, sizes: list[int]) -> None:
+    """Random text salted with markers, as tokens and spelled out, gives the same events in every grouping."""
+    fmt = FORMATS[family.name]
+    sample = write_answer(family, "a" if family.reasoning else "", "b", [("get", {"city": "x", "n": [1]})])
+    _, ids = tokens_of(sample, lambda text: [text])
+    salt = st.sampled_from([f"\x00{text}\x01" for text in ids] or [""])
+    parts = st.lists(
+        st.one_of(salt, SALT, st.text(max_size=5), st.sampled_from(_fragments(sample))), max_size=12
+    )
+    answer = "".join(part for part in data.draw(parts))
+    has_tokens, start = data.draw(st.booleans()), data.draw(st.booleans()) and fmt.reasoning is not None
+    bound = bind_format(fmt, ids.get if has_tokens else lambda _: None)
+    use = data.draw(st.sampled_from([NO_TOOLS, _use([])]))
+    by_char, _ = tokens_of(answer, list)
+    events, parser = _feed(bound, use, by_char, start=start)
+    _check_shape(events)
+    whole, _ = tokens_of(answer, lambda text: [text])
+    assert _feed(bound, use, whole, start=start)[0] == events
+    assert _feed(bound, use, tokens_of(answer, lambda text: _cut(text, sizes))[0], start=start)[0] == events
+    assert parser.num_calls == sum(isinstance(event, CallStart) for event in events)
+    if use is NO_TOOLS:
+        assert parser.num_calls == 0
+
+
+def _fragments(sample: str) -> list[str]:
+    """Pieces of a written answer, each with whole marker tokens."""
+    pieces = [
+        piece for token in sample.split("\x00") for piece in token.replace("\x01", "\x01\x02").split("\x02")
+    ]
+    return [f"\x00{piece}" if piece.endswith("\x01") else piece for piece in pieces if piece]
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["as tokens", "spelled"])
+@WITH_FAMILY
+def test_truncation_never_invents_a_call_or_leaks_one(family: Family, as_tokens: bool) -> None:
+    """Events of a cut answer are those of the whole one, up to the cut: no piece of a call is content."""
+    calls = [("get_weather", {"city": 'a "b"\n</x>', "n": [1, {"text": None}]}), ("get", {"text": "true"})]
+    content = "" if family.calls_alone else "I look it up."
+    answer = write_answer(family, "Hm. I call." if family.reasoning else "", content, calls)
+    tokens, ids = tokens_of(answer, list)
+    bound = bind_format(FORMATS[family.name], ids.get if as_tokens else lambda _: None)
+    if not as_tokens:
+        tokens = [(-1, piece) for piece in _cut("".join(text for _, text in tokens), (1, 3, 2))]
+    use = _use(calls)
+    whole, _ = _feed(bound, use, tokens)
+    assert _calls(whole) == calls
+    for num_tokens in range(len(tokens)):
+        events, _ = _feed(bound, use, tokens[:num_tokens], ended_by_model=False)
+        _check_shape(events)
+        expected, actual = _texts(whole), _texts(events)
+        for i, (kind, text) in enumerate(actual):
+            assert kind == expected[i][0]
+            is_last = i == len(actual) - 1
+            if is_last and kind == "content":
+                text = text.rstrip()  # whitespace that ends a cut text may be before a call
+            assert expected[i][1].startswith(text) if is_last else expected[i][1] == text
+
+
+def _texts(events: Sequence[ChatEvent]) -> list[tuple[str, str]]:
+    texts = []
+    for event in events:
+        match event:
+            case ReasoningText():
+                texts.append(("reasoning", event.text))
+            case ContentText():
+                texts.append(("content", event.text))
+            case CallStart():
+                texts.append(("start", event.name))
+            case CallArguments():
+                texts.append(("arguments", event.text))
+            case CallEnd():
+                texts.append(("end", ""))
+    return texts
+
+
+LONG_PIECES = {
+    "space": " ",
+    "newlines": "\n",
+    "name": "get",
+    "brackets": "[",
+    "braces": '{"a":',
+    "closers": "</parameter>",
+    "half_closers": "</",
+    "quotes": "'",
+    "backslashes": "\\",
+    "digits": "1",
+    "words": "null ",
+    "begins": "<function=",
+}
+
+
+@WITH_FAMILY
+def test_text_held_back_is_bounded(family: Family) -> None:
+    """What is read is dropped, wherever a text without an end stands: the time is linear."""
+    calls = [("get_weather", {"text": "some text", "n": [1, {"city": None}]})]
+    answer = write_answer(family, "Hm." if family.reasoning else "", "", calls)
+    tokens, ids = tokens_of(answer, list)
+    bound = bind_format(FORMATS[family.name], ids.get)
+    use = _use(calls)
+    for piece in LONG_PIECES.values():
+        for position in range(0, len(tokens), len(tokens) // 4):
+            parser = ChatParser(bound, use, False, "call_{}".format)
+            for token_id, text in tokens[:position]:
+                parser.feed(token_id, text)
+            for _ in range(1500 // len(piece)):
+                parser.feed(1, piece)
+                assert len(parser._buffer) < 600
+            parser.flush()

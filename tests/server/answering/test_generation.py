@@ -1,0 +1,164 @@
+"""Generation without HTTP."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+
+from foreword.chat_formats.events import CallArguments, ChatEvent, ContentText, ReasoningText
+from foreword.config.options import Config
+from foreword.core.outputs import TokenEvent
+from foreword.core.params import SamplingParams
+from foreword.errors import EngineDead, Overloaded, RequestFailed
+from foreword.metrics.recorder import MetricsRecorder
+from foreword.server.answering.generation import Generation
+from foreword.server.apis.chat.writer import (
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    ResponseBuilder,
+    ResponseHeader,
+    ResponseOptions,
+)
+from foreword.server.app import create_app
+from foreword.server.auth.keys import RequestContext
+from foreword.server.http.responses import sse_event
+from foreword.server.loaded_model import LoadedModel
+from foreword.tokenizer.output_processor import OutputDelta
+from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
+
+
+async def server_of(client: FakeEngineClient, **config: Any) -> LoadedModel:
+    await client.start()
+    app = create_app(Config(**config), client, byte_tokenizer(), MetricsRecorder(("ngram",)), "m")
+    server: LoadedModel = app.state.models.default
+    return server
+
+
+def generation(server: LoadedModel, n: int = 2) -> Generation:
+    context = RequestContext("", 0)
+    return Generation(server, server.build_requests([1, 2], SamplingParams(n=n), "r", context), context)
+
+
+async def test_unstarted_generation_is_freed() -> None:
+    client = FakeEngineClient()
+    server = await server_of(client)
+    begun = generation(server)
+    begun.start()
+    begun.close()
+    assert client.aborted == ["r-0", "r-1"] and not client.live
+    assert server.admission.num_open == 0
+    begun.close()
+    assert server.admission.num_open == 0
+
+
+async def test_refused_choice_aborts_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeEngineClient()
+    server = await server_of(client)
+    listen = client.listen
+
+    def fail_listen(request: Any, on_event: Any) -> None:
+        if request.id == "r-1":
+            raise EngineDead("gone")
+        listen(request, on_event)
+
+    monkeypatch.setattr(client, "listen", fail_listen)
+    with pytest.raises(EngineDead):
+        generation(server).start()
+    assert client.aborted == ["r-0"] and server.admission.num_open == 0
+
+
+async def test_queue_is_bounded() -> None:
+    server = await server_of(FakeEngineClient(), max_waiting=3)
+    first, second = generation(server), generation(server)
+    first.start()
+    with pytest.raises(Overloaded):
+        second.start()
+    second.close()
+    assert server.admission.num_open == 2
+    first.close()
+
+
+async def test_incomplete_engine_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeEngineClient(FakeOutput("abc", hang_after=1))
+    begun = generation(await server_of(client), n=1)
+    begun.start()
+    asyncio.get_running_loop().call_later(0.03, client.live.discard, "r-0")
+    with pytest.raises(RequestFailed, match="without an answer"):
+        await begun.collect()
+    begun.close()
+
+
+async def test_server_fault_ends_only_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeEngineClient()
+    begun = generation(await server_of(client))
+
+    def broken(event: Any) -> Any:
+        raise ZeroDivisionError
+
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            return broken if name == "feed" else getattr(healthy, name)
+
+    healthy = begun.outputs[0]
+    begun.outputs[0] = Broken()  # type: ignore[call-overload]
+    begun.start()
+    ends = [
+        (index, item)
+        async for index, item in begun.deltas()
+        if isinstance(item, RequestFailed) or item.finish_reason
+    ]
+    assert sorted(index for index, _ in ends) == [0, 1]
+    assert begun.outputs[1].text == "Hello world" and client.aborted == ["r-0"]
+    begun.close()
+
+
+async def test_only_the_first_choice_has_a_queue_deadline() -> None:
+    """The others wait for the first choice alone."""
+    client = FakeEngineClient()
+    begun = generation(await server_of(client, queue_timeout=5.0), n=3)
+    begun.start()
+    assert [request.queue_deadline_s is None for request in client.submitted] == [False, True, True]
+    begun.close()
+
+
+def late_request(index: int, others: FakeOutput) -> Any:
+    error = Overloaded("it waited too long", retry_after_s=1)
+    return lambda request: (
+        FakeOutput(fail_after=0, error=error) if request.id.endswith(f"-{index}") else others
+    )
+
+
+async def test_queue_timeout_fails_all_waiting_choices() -> None:
+    client = FakeEngineClient(late_request(0, FakeOutput(delay_s=1000)))
+    server = await server_of(client)
+    begun = generation(server, n=3)
+    begun.start()
+    ends = [item async for _, item in begun.deltas()]
+    assert len(ends) == 3 and all(isinstance(item, Overloaded) for item in ends)
+    assert client.aborted == ["r-1", "r-2"] and not client.live
+    assert b'requests_rejected_total{reason="queue_timeout"} 1.0' in server.recorder.render()
+    begun.close()
+
+
+@pytest.mark.parametrize("choice", [0, 1])
+@pytest.mark.parametrize("builder_type", [ChatResponseBuilder, CompletionResponseBuilder])
+async def test_repeated_events_equal_their_chunks(builder_type: type[ResponseBuilder], choice: int) -> None:
+    server = await server_of(FakeEngineClient())
+    begun = generation(server)
+    header = ResponseHeader("id", 1, "model", "fingerprint", 7)
+    more: tuple[Any, ...] = (None, 2) if builder_type is CompletionResponseBuilder else ()
+    fast, plain = (
+        builder_type(server, begun, 2, header, ResponseOptions(usage=True), *more) for _ in range(2)
+    )
+    texts = ["first", "", 'quotes " and \\', "lines\n\x00", "ä 漢 🙂", "last"]
+    kinds: list[Callable[[str], ChatEvent]] = [ContentText, ReasoningText, partial(CallArguments, 0)]
+    for index, (text, kind) in enumerate(product(texts, kinds)):
+        reason = "stop" if index == len(texts) * len(kinds) - 1 else None
+        event = TokenEvent("r", index, (index,), finish_reason=reason)
+        delta = OutputDelta(text, event, reason, events=(kind(text),) if text else ())
+        chunk = plain.chunk(choice, delta)
+        assert fast.event(choice, delta) == (None if chunk is None else sse_event(chunk))
+    begun.close()

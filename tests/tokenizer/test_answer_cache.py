@@ -1,0 +1,251 @@
+"""The model's own tokens are replayed for answers of the history, and only where nothing else changes."""
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreword.chat_formats.parser import ChatParser
+from foreword.chat_formats.tools import Tool, ToolUse
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request
+from foreword.tokenizer.answer_cache import AnswerTokenCache
+from foreword.tokenizer.detokenizer import Detokenizer
+from foreword.tokenizer.input_processor import ChatInputProcessor
+from foreword.tokenizer.tokenizer import Tokenizer
+from tests.support.tool_checkpoint import END_OF_TURN, write_tool_tokenizer
+
+TOOLS = (
+    Tool("read", "Read a file.", {"type": "object", "properties": {"path": {"type": "string"}}}),
+    Tool("list", "List files.", {"type": "object", "properties": {}}),
+)
+READ = '{"name":"read",  "arguments":{"path":"a.py","lines":[1,2]}}'  # not as templates write it
+LIST = '{"name": "list", "arguments": { }}'
+CALL = f"<tool_call>{READ}</tool_call>"
+CALLS = f"{CALL}\n\n<tool_call>{LIST}\n</tool_call>"
+THOUGHT = "<think>\nHm.\n</think>\n\nYes."  # clients drop the reasoning
+QUESTION = {"role": "user", "content": "What is in a.py?"}
+
+
+class Chat:
+    """A conversation with a model that writes what a test says."""
+
+    def __init__(self, path: Path, family: str = "hermes", template: str | None = None) -> None:
+        write_tool_tokenizer(path, family)
+        self.tokenizer = Tokenizer.from_directory(path)
+        if template is not None:
+            self.tokenizer.chat_template = template
+        self.processor = ChatInputProcessor(self.tokenizer, None, 0)
+        assert self.processor.format is not None and self.processor.detection.is_proven
+        self.numbers = count()
+        self.messages: list[dict[str, Any]] = [QUESTION]
+        self.written: list[int] = []  # prompt and answer of the last turn, without its end
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]] | None = None, salt: str = "", is_seeded: bool = False
+    ) -> list[int]:
+        return self.processor.render_ids(
+            messages or self.messages, {}, 0, tools=TOOLS, cache_salt=salt, is_seeded=is_seeded
+        )
+
+    def answer(self, text: str, end: int = END_OF_TURN) -> dict[str, Any]:
+        """Let the model answer; the message as a client sends it back, without the reasoning."""
+        prompt = self.render()
+        token_ids = [*self.tokenizer.encode(text, False), end]
+        assert self.processor.format is not None
+        parser = ChatParser(
+            self.processor.format,
+            ToolUse(TOOLS),
+            self.processor.starts_in_reasoning(prompt),
+            lambda index: f"call_{next(self.numbers)}_{index}",
+        )
+        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=False)
+        events = [
+            event
+            for token_id in token_ids[:-1]
+            for event in parser.feed(token_id, detokenizer.feed(token_id))
+        ]
+        events += parser.feed(end, "")
+        events += parser.flush(ended_by_model=True)
+        request = Request("a-0", tuple(prompt), SamplingParams(), seed=0)
+        self.processor.remember(request, token_ids, events)
+        self.written = prompt + token_ids[:-1]
+        return to_message(events)
+
+    def keeps_prefix(self, salt: str = "") -> bool:
+        """Whether the next prompt begins with what the engine has computed."""
+        return self.render(salt=salt)[: len(self.written)] == self.written
+
+
+def to_message(events: Sequence[Any]) -> dict[str, Any]:
+    calls: dict[int, dict[str, Any]] = {}
+    content = ""
+    for event in events:
+        match type(event).__name__:
+            case "ContentText":
+                content += event.text
+            case "CallStart":
+                function = {"name": event.name, "arguments": ""}
+                calls[event.index] = {"id": event.id, "type": "function", "function": function}
+            case "CallArguments":
+                calls[event.index]["function"]["arguments"] += event.text
+    message: dict[str, Any] = {"role": "assistant", "content": content or None}
+    return message | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+def results(message: Mapping[str, Any], text: str = "print(1)") -> list[dict[str, Any]]:
+    return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in message["tool_calls"]]
+
+
+def reserialized(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with arguments in another spacing and key order."""
+    calls = json.loads(json.dumps(message["tool_calls"]))
+    for call in calls:
+        arguments = json.loads(call["function"]["arguments"])
+        call["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())), indent=1)
+    return {**message, "tool_calls": calls}
+
+
+@pytest.mark.parametrize("family", ["hermes", "hermes-thinking", "qwen3-coder", "mistral-v3"])
+def test_loop_keeps_its_prefix(tmp_path: Path, family: str) -> None:
+    """Every step's prompt begins with the tokens of all before, whatever the client changed in the form."""
+    chat = Chat(tmp_path, family)
+    texts = {
+        "hermes": [CALL, f"<think>\nHm.\n</think>\n\n{CALLS}", f"Now\n{CALL}"],
+        "hermes-thinking": [f"Hm.\n</think>\n\n{CALL}", f"Well.</think>{CALLS}"],
+        "qwen3-coder": ["<tool_call><function=read><parameter=path>x</parameter></function></tool_call>"] * 2,
+        "mistral-v3": [f'[TOOL_CALLS][{READ[:-1]},"id":"abcdefgh{i}"}}]' for i in range(3)],
+    }  # fmt: skip
+    for text in texts[family]:
+        message = chat.answer(text)
+        assert message["tool_calls"]
+        chat.messages += [reserialized(message), *results(message)]
+        assert chat.keeps_prefix()
+        plain = ChatInputProcessor(chat.tokenizer, None, 0).render_ids(chat.messages, {}, 0, tools=TOOLS)
+        assert plain[: len(chat.written)] != chat.written, "the test would pass without a replay"
+        tail = chat.tokenizer.decode(chat.render()[len(chat.written) :], skip_special_tokens=False)
+        assert tail == chat.tokenizer.decode(plain, skip_special_tokens=False)[-len(tail) :]
+
+
+def test_text_in_other_tokens_is_replayed(tmp_path: Path) -> None:
+    chat = Chat(tmp_path)
+    text = chat.tokenizer.encode("Hello", False)
+    assert len(text) > 1
+    chat.messages += [chat.answer("Hello"), {"role": "user", "content": "And?"}]
+    assert chat.keeps_prefix()
+
+
+def test_answer_is_replayed_only_if_it_is_the_same(tmp_path: Path) -> None:
+    chat = Chat(tmp_path)
+    message = chat.answer(CALL)
+    history = [*chat.messages, message, *results(message)]
+
+    def changed(index: int, **fields: Any) -> list[dict[str, Any]]:
+        return [*history[:index], {**history[index], **fields}, *history[index + 1 :]]
+
+    call = message["tool_calls"][0]
+    others = {
+        "arguments": changed(
+            1, tool_calls=[{**call, "function": {"name": "read", "arguments": '{"path": ""}'}}]
+        ),
+        "name": changed(1, tool_calls=[{**call, "function": {**call["function"], "name": "list"}}]),
+        "content": changed(1, content="Wait."),
+        "question": changed(0, content="What else?"),
+        "reasoning": changed(1, reasoning_content="Hm."),
+    }
+    assert chat.render(history)[: len(chat.written)] == chat.written
+    plain = ChatInputProcessor(chat.tokenizer, None, 0)
+    for name, other in others.items():
+        assert chat.render(other) == plain.render_ids(other, {}, 0, tools=TOOLS), name
+    assert chat.render(history, salt="of another key") == plain.render_ids(history, {}, 0, tools=TOOLS)
+
+
+def test_prompt_of_a_seeded_request_is_a_function_of_the_request(tmp_path: Path) -> None:
+    """Whatever was answered before: nothing is replayed."""
+    chat = Chat(tmp_path)
+    chat.messages += [chat.answer(THOUGHT), {"role": "user", "content": "And?"}]
+    plain = ChatInputProcessor(chat.tokenizer, None, 0).render_ids(chat.messages, {}, 0, tools=TOOLS)
+    assert chat.render() != plain
+    assert chat.render(is_seeded=True) == plain
+
+
+def test_answer_of_another_conversation_displaces_none(tmp_path: Path) -> None:
+    chat = Chat(tmp_path)
+    chat.messages += [chat.answer(THOUGHT), {"role": "user", "content": "And?"}]
+    expected = chat.render()
+    assert chat.keeps_prefix()
+    history, written = chat.messages, chat.written
+    for question in ("Say it.", "What is in b.py?"):
+        chat.messages = [{"role": "user", "content": question}]
+        message = chat.answer(THOUGHT)
+        chat.messages += [message, history[-1]]
+        assert chat.keeps_prefix()
+    chat.messages, chat.written = history, written
+    assert chat.render() == expected and chat.keeps_prefix()
+
+
+def test_answer_that_no_token_ended_is_not_replayed(tmp_path: Path) -> None:
+    chat = Chat(tmp_path)
+    message = chat.answer(CALL, end=chat.tokenizer.encode("!", False)[0])
+    chat.messages += [message, *results(message)]
+    assert not chat.keeps_prefix()
+
+
+def test_reasoning_that_the_template_drops_stays_dropped(tmp_path: Path) -> None:
+    """After a new question, Qwen's templates drop the reasoning of earlier turns."""
+    write_tool_tokenizer(tmp_path)
+    source = Tokenizer.from_directory(tmp_path).chat_template
+    assert source is not None
+    source = source.replace(
+        "if message.reasoning_content", "if message.reasoning_content and drops is not defined"
+    )
+    chat = Chat(tmp_path, template=source)
+    message = chat.answer(f"<think>\nHm.\n</think>\n\n{CALL}")
+    chat.messages += [message, *results(message)]
+    assert chat.keeps_prefix()
+    dropping = {"options": {"drops": True}}
+    ids = chat.processor.render_ids(chat.messages, dropping, 0, tools=TOOLS)
+    plain = ChatInputProcessor(chat.tokenizer, None, 0).render_ids(chat.messages, dropping, 0, tools=TOOLS)
+    assert ids == plain and "Hm." not in chat.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("in messages %}", "in messages[-1:] %}"),  # the last message alone
+        ("in messages %}", "in messages + messages %}"),
+        ("{%- if message.tool_calls %}", "{%- if message.tool_calls %}Note."),  # a text in the turn
+    ],
+)
+def test_template_that_moves_the_answer_is_rendered_plainly(tmp_path: Path, old: str, new: str) -> None:
+    chat = Chat(tmp_path)
+    message = chat.answer(CALL)
+    chat.messages += [message, *results(message)]
+    source = chat.tokenizer.chat_template
+    assert source is not None
+    assert old in source
+    chat.processor.template.source = source.replace(old, new)
+    plain = chat.tokenizer.encode(chat.processor.template.render(chat.messages, tools=TOOLS), False)
+    assert chat.render() == plain
+
+
+def test_bytes_are_bounded(tmp_path: Path) -> None:
+    """The oldest answers are dropped, and one that is too large is not kept."""
+    chat = Chat(tmp_path)
+    assert chat.processor.format is not None
+    replay = AnswerTokenCache(chat.tokenizer, chat.processor.format, max_bytes=8000)
+    chat.processor._replay = replay
+    for number in range(12):
+        chat.messages = [{"role": "user", "content": str(number)}]
+        message = chat.answer(CALL.replace("a.py", f"{number}.py"))
+        chat.messages += [message, *results(message)]
+        assert chat.keeps_prefix() and replay._num_bytes <= 8000
+    assert 2 < len(replay._answers) < 12
+    assert replay._num_bytes == sum(answer.num_bytes for answer in replay._answers.values())
+    chat.messages = [QUESTION]
+    message = chat.answer(CALL.replace("a.py", "a" * 8000))
+    chat.messages += [message, *results(message)]
+    assert not chat.keeps_prefix()
