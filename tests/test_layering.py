@@ -107,6 +107,8 @@ ALLOWED = {
         "config",
         "core",
         "embedding.client",
+        "embedding.messages",
+        "embedding.tokenizer",
         "embedding.sentence_transformers",
         "embedding.vectors",
         "engine_client.base",
