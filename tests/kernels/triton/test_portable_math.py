@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from foreword.kernels import portable_math as plain
 from foreword.kernels.triton.portable_math import exp_fixed_point, log, round_to_int
 from tests.support.budget import examples
-from tests.support.triton_sample_rows import DEVICE
+from tests.support.device import DEVICE
 
 
 @triton.jit

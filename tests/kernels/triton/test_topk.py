@@ -22,9 +22,10 @@ from foreword.kernels.triton.topk import (
     sort_keys,
 )
 from tests.support.budget import examples
+from tests.support.device import DEVICE
 from tests.support.kernel_rows import make_row, same_bits
 from tests.support.triton_interpreter import IS_INTERPRETED, program_order
-from tests.support.triton_sample_rows import DEVICE, assert_same, random_few_rows
+from tests.support.triton_sample_rows import assert_same, random_few_rows
 
 FLOATS = st.floats(width=32, allow_nan=False) | st.sampled_from(
     [0.0, -0.0, math.inf, -math.inf, 1e-45, -1e-45]
