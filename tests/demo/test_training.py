@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from foreword import LLM, SamplingParams, demo
-from foreword.cli.tools import TOOLS
 from foreword.chat_formats.tools import Tool
+from foreword.cli.tools import TOOLS
 from foreword.tokenizer.chat_template import ChatTemplate
 from training import corpus, evaluate, everyday, faq, page, stories, tasks, tool_tasks
 from training.tokenizer import CHAT_TEMPLATE
