@@ -50,7 +50,7 @@ from foreword.config.options import Config
 from foreword.core.params import Speculation
 from foreword.metrics.spec_stats import SpecDecodeStats
 
-SHORT_MODE = Mode("at most two", speculation=Speculation(max_tokens=2))
+SHORT_MODE = Mode("at most two", speculation=Speculation(max_draft_tokens=2))
 SAMPLED_SHARE = 0.8  # temperature of every other request
 DISCONNECT_AFTER_S = 0.3  # of a client before it disconnects
 READINGS = 60  # of memory and counts

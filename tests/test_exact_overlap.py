@@ -310,7 +310,9 @@ def drafted(events: Sequence[Event]) -> Counter[str]:
 
 def test_draft_counts_equal_the_plain_loop(checkpoints: Checkpoints) -> None:
     """Event by event; only the last draft may exceed the remaining tokens."""
-    visits_ = visits_of([n for n in DEVICE_REQUESTS if REQUESTS[n].params.speculation.max_tokens is None][:7])
+    visits_ = visits_of(
+        [n for n in DEVICE_REQUESTS if REQUESTS[n].params.speculation.max_draft_tokens is None][:7]
+    )
     visits_ = [v for v in visits_ if v.request.params.speculation.method == "auto"]
     options = {"speculate": "draft", "draft_length": "fixed", "num_speculative_tokens": 3}
     plain = serve(checkpoints.engine(**options), visits_)
@@ -336,7 +338,7 @@ def test_most_steps_overlap_with_host_sampled_requests(checkpoints: Checkpoints,
         checkpoints, speculate=speculate, draft_length="fixed", num_speculative_tokens=3
     )
     visits_ = [Visit(request) for request in REQUESTS[:18] if request.params.speculation.method == "auto"]
-    visits_ = [v for v in visits_ if v.request.params.speculation.max_tokens is None]
+    visits_ = [v for v in visits_ if v.request.params.speculation.max_draft_tokens is None]
     events_by_id = serve(engine, visits_)
     check_answers(checkpoints, visits_, events_by_id)
     assert overlap.num_device_steps > 8 and overlap.num_errors == 0 and not engine.proposer.errors

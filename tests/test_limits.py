@@ -53,7 +53,7 @@ def test_every_request_ends_at_the_limit(
     for together in (1, 16):
         for drafted in range(1, 17):
             params = SamplingParams(
-                temperature=0, ignore_eos=True, speculation=Speculation(max_tokens=drafted)
+                temperature=0, ignore_eos=True, speculation=Speculation(max_draft_tokens=drafted)
             )
             outputs = llm.generate([{"prompt_token_ids": PROMPT}] * together, params)
             assert {len(output.token_ids) for output in outputs} == {limit - len(PROMPT)}

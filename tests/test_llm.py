@@ -70,7 +70,7 @@ def test_chat_with_tools(calling: LLM) -> None:
     arguments: dict[str, Any] = {"tools": [WEATHER], "parallel_tool_calls": False}
     messages = [{"role": "user", "content": "Weather in Bonn?"}]
     (output,) = calling.chat(
-        messages, params, **arguments, tool_choice="required", reasoning=ReasoningOptions(max_tokens=5)
+        messages, params, **arguments, tool_choice="required", reasoning=ReasoningOptions(budget_tokens=5)
     )
     (call,) = output.tool_calls
     assert output.finish_reason == "tool_calls" and output.text == ""
@@ -88,7 +88,7 @@ def test_chat_with_tools(calling: LLM) -> None:
         params,
         **arguments,
         tool_choice="required",
-        reasoning=ReasoningOptions(max_tokens=5),
+        reasoning=ReasoningOptions(budget_tokens=5),
     )
     assert third.tool_calls[0].id != call.id
     assert b"foreword_tool_calls_total 0.0" not in calling.render_metrics()

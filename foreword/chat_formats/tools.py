@@ -79,7 +79,7 @@ class ReasoningOptions:
 
     enabled: bool | None = None  # None: the chat template's default
     effort: str | None = None  # "minimal" .. "max", for templates with such a variable
-    max_tokens: int | None = None  # thinking budget; at its end the reasoning is closed
+    budget_tokens: int | None = None  # of thinking; at its end the reasoning is closed
 
     @property
     def is_enabled(self) -> bool | None:

@@ -7,7 +7,7 @@ import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import httpx
@@ -204,9 +204,8 @@ def request_body(
     body: dict[str, Any] = {"model": model, **params.non_default_fields()}
     body |= {name: getattr(params, name) for name in ("temperature", *explicit)}
     if "speculation" in body:
-        body["speculation"] = {
-            name: value for name, value in asdict(params.speculation).items() if value is not None
-        }
+        given = {"method": params.speculation.method, "max_tokens": params.speculation.max_draft_tokens}
+        body["speculation"] = {name: value for name, value in given.items() if value is not None}
     if params.structured is not None:
         body["structured_outputs"] = _structured_outputs(body.pop("structured"))
     if params.prediction is not None:

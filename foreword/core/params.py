@@ -28,13 +28,13 @@ class Speculation:
     """Speculative decoding of one request."""
 
     method: str = "auto"  # "auto" (all drafters of the server), "off", or one drafter
-    max_tokens: int | None = None  # longest draft per step; None: the server's bound
+    max_draft_tokens: int | None = None  # longest draft per step; None: the server's bound
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or not self.method:
             raise InvalidRequest("speculation.method must be a non-empty string", "speculation.method")
-        if self.max_tokens is not None:
-            _check_int("speculation.max_tokens", self.max_tokens, 0)
+        if self.max_draft_tokens is not None:
+            _check_int("speculation.max_draft_tokens", self.max_draft_tokens, 0)
 
 
 # Inclusive bounds of numeric fields.

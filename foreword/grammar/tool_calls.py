@@ -205,7 +205,7 @@ def _reasoning_gate(
         reasoning_begin=begin if may_begin else (),
         reasoning_end=end,
         starts_in_reasoning=starts_in_reasoning,
-        max_reasoning_tokens=options.max_tokens,
+        max_reasoning_tokens=options.budget_tokens,
         holds_reasoning=not is_one_token and (may_begin or starts_in_reasoning),
     )
 

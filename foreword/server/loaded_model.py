@@ -274,11 +274,11 @@ class LoadedModel:
         request_id: str,
         context: RequestContext,
         images: Sequence[PromptImage] = (),
-        runs_to_end: bool = False,
+        no_max_tokens: bool = False,
     ) -> list[EngineRequest]:
         """One request per choice of one prompt; all share the images. Raises InvalidRequest.
 
-        runs_to_end  without max_tokens, the end of the context is the limit, not the default max_tokens
+        no_max_tokens  without max_tokens, the end of the context is the limit, not the default max_tokens
         """
         info = self.info()
         defaults = SamplingDefaults.from_config(self.config, self.tokenizer)
@@ -290,7 +290,7 @@ class LoadedModel:
             self.tokenizer,
             request_id,
             self.max_model_len,
-            replace(defaults, max_tokens=0) if runs_to_end else defaults,
+            replace(defaults, max_tokens=0) if no_max_tokens else defaults,
             cache_salt=context.cache_salt,
             priority=context.priority,
             vocab_size=info.vocab_size,

@@ -14,7 +14,7 @@ class DraftRequest(NamedTuple):
     """A request for a draft: a continuation of state.tokens."""
 
     state: RequestState
-    max_tokens: int = 0  # longest useful draft
+    max_draft_tokens: int = 0  # longest useful draft
     min_prob: float = 0.0  # a model-based drafter stops once the product of its confidences is lower
 
     @property
@@ -45,7 +45,7 @@ class EngineDrafter(Protocol):
         """Assert that only `live` requests have state."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        """One draft of at most max_tokens for each request, or None."""
+        """One draft of at most max_draft_tokens for each request, or None."""
 
 
 @runtime_checkable

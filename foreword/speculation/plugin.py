@@ -59,8 +59,8 @@ class DrafterAdapter:
 
     def _make_view(self, request: DraftRequest) -> RequestView:
         view = self._views[request.state.id]
-        if view.max_tokens != request.max_tokens:  # else the view of the last call serves again
-            view = self._views[view.id] = replace(view, max_tokens=request.max_tokens)
+        if view.max_tokens != request.max_draft_tokens:  # else the view of the last call serves again
+            view = self._views[view.id] = replace(view, max_tokens=request.max_draft_tokens)
         return view
 
     def _check_draft(self, draft: Draft | Sequence[int] | None, max_tokens: int) -> Draft | None:

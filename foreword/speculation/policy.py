@@ -127,13 +127,13 @@ class FixedLength(Policy):
         self._length_counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
 
     def max_draft_len(self, state: RequestState) -> int:
-        bound = state.params.speculation.max_tokens
+        bound = state.params.speculation.max_draft_tokens
         return self.max_tokens if bound is None else min(self.max_tokens, bound)
 
     def plan_draft_model(
         self, proposals: Sequence[Proposal], load: PrefillLoad, drafter: str, pending_rows: Sequence[int]
     ) -> list[tuple[int, float]]:
-        return [(0 if proposal.drafts else proposal.request.max_tokens, 0.0) for proposal in proposals]
+        return [(0 if proposal.drafts else proposal.request.max_draft_tokens, 0.0) for proposal in proposals]
 
     def select(self, proposals: Sequence[Proposal], load: PrefillLoad) -> list[Draft | None]:
         selected = [proposal.drafts[0] if proposal.drafts else None for proposal in proposals]

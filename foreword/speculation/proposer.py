@@ -67,7 +67,7 @@ class Proposer:
     def start(self, state: RequestState) -> None:
         """A request begins. A drafter whose start() fails is not used for it."""
         speculation, drafters = state.params.speculation, (*self.drafters, *self.model_drafters)
-        if speculation.max_tokens == 0:
+        if speculation.max_draft_tokens == 0:
             drafters = ()  # as with method "off": steps need not wait for proposals
         self._request_drafters[state.id] = tuple(
             drafter
@@ -231,7 +231,9 @@ class Proposer:
         for proposal, (length, min_prob) in zip(ready, plans, strict=True):
             if length > 0:
                 request = proposal.request
-                proposal.request = DraftRequest(request.state, min(length, request.max_tokens), min_prob)
+                proposal.request = DraftRequest(
+                    request.state, min(length, request.max_draft_tokens), min_prob
+                )
                 selected.append(proposal)
         return selected
 
@@ -255,7 +257,7 @@ class Proposer:
         """The draft up to its first id that is never sampled or refused by the grammar."""
         if draft is None:
             return None
-        length = min(len(draft.token_ids), request.max_tokens)
+        length = min(len(draft.token_ids), request.max_draft_tokens)
         if not self._are_sampled_ids(draft.token_ids):
             for index, token_id in enumerate(draft.token_ids[:length]):
                 if not self._are_sampled_ids((token_id,)):

@@ -192,7 +192,7 @@ class ChatTemplate:
         enabled, effort = reasoning.is_enabled, reasoning.effort
         known = [name for name in EFFORTS if re.search(rf"['\"]{name}['\"]", self.source or "")]
         variables: dict[str, Any] = {"enable_thinking": enabled, "thinking": enabled}
-        variables["thinking_budget"] = 0 if enabled is False else reasoning.max_tokens
+        variables["thinking_budget"] = 0 if enabled is False else reasoning.budget_tokens
         if enabled is False:
             variables["reasoning_effort"] = "none" if "none" in known else None
         elif effort in EFFORTS:

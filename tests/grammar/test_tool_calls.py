@@ -398,7 +398,7 @@ def test_budget_closes_the_reasoning(
     reasoning = case.vocab.bound.format.reasoning
     assert reasoning is not None
     use = ToolUse(TOOLS, choice) if choice != "none" else NO_TOOLS  # type: ignore[arg-type]
-    structured = case.constraint(use, ReasoningOptions(max_tokens=budget), in_reasoning=True)
+    structured = case.constraint(use, ReasoningOptions(budget_tokens=budget), in_reasoning=True)
     thought = list(b"thoughts go on")
     for num_before in range(budget + 1):
         grammar = case.begin(structured)
@@ -417,7 +417,7 @@ def test_budget_closes_the_reasoning(
         grammar.accept(rest)
         assert grammar.forced(20) == closer
         grammar.accept(closer)
-        fresh = case.begin(case.constraint(use, ReasoningOptions(max_tokens=99), in_reasoning=True))
+        fresh = case.begin(case.constraint(use, ReasoningOptions(budget_tokens=99), in_reasoning=True))
         fresh.accept([*thought[:budget], *closer])
         assert _mask_ids(grammar) == _mask_ids(fresh)
 
@@ -429,7 +429,7 @@ def _mask_ids(grammar: RequestGrammar, draft: tuple[int, ...] = ()) -> list[int]
 
 def test_budget_counts_reasoning_that_the_model_begins(cases: Cases) -> None:
     case = cases.get("hermes")
-    structured = case.constraint(NO_TOOLS, ReasoningOptions(max_tokens=2))
+    structured = case.constraint(NO_TOOLS, ReasoningOptions(budget_tokens=2))
     begin, end = case.vocab.encode("<think>")[0], case.vocab.encode("</think>")[0]
     grammar = case.begin(structured)
     assert grammar.num_legal([1, 2, 3, 4, begin, 1, 2, 3]) == 7
@@ -444,7 +444,7 @@ def test_response_format_waits_for_the_reasoning(cases: Cases) -> None:
     document = StructuredOutput.json_schema({"type": "object", "properties": {"a": {"const": 1}}}, field="f")
     for has_markers in (True, False):
         case = cases.get("hermes", has_markers)
-        structured = case.constraint(NO_TOOLS, ReasoningOptions(max_tokens=20), response_format=document)
+        structured = case.constraint(NO_TOOLS, ReasoningOptions(budget_tokens=20), response_format=document)
         assert case.accepts(structured, '{"a": 1}') and not case.accepts(structured, '{"a": 2}')
         assert case.accepts(structured, '<think>abc</think>\n{"a": 1}')
         assert not case.accepts(structured, '<think>abcdefghijklmnopqrstuvw</think>\n{"a": 1}')
@@ -625,7 +625,7 @@ def test_masks_with_a_draft_equal_masks_without(cases: Cases) -> None:
         ("llama-json", True),
     ):
         case = cases.get(name, has_markers)
-        structured = case.constraint(ToolUse(TOOLS), ReasoningOptions(max_tokens=20))
+        structured = case.constraint(ToolUse(TOOLS), ReasoningOptions(budget_tokens=20))
         text = case.written(CALL)
         if name != "llama-json":
             text = f"<think>ab</think>Hi {text} and {text}"

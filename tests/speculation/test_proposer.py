@@ -33,7 +33,7 @@ class Scripted:
         assert all(request_id in live for request_id in self.live)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        self.asked += [request.max_tokens for request in requests]
+        self.asked += [request.max_draft_tokens for request in requests]
         if isinstance(self.draft_ids, Exception):
             raise self.draft_ids
         return [Draft(tuple(self.draft_ids), self.name) if self.draft_ids else None for _ in requests]

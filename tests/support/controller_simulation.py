@@ -115,7 +115,7 @@ class SimulatedHostDrafter:
         start = state.num_output
         if not positions.offered[start]:
             return None
-        part = slice(start, start + request.max_tokens)
+        part = slice(start, start + request.max_draft_tokens)
         confidence = tuple(positions.chance[part]) if text.has_confidence else ()
         return Draft(tuple(map(int, positions.right[part])), self.name, confidence)
 

@@ -110,7 +110,7 @@ TOOLS = [
     WEATHER,
     {"type": "function", "function": {"name": "get_time"}},
 ]
-REASON = ReasoningOptions(max_tokens=9)
+REASON = ReasoningOptions(budget_tokens=9)
 CALLS: dict[str, dict[str, Any]] = {  # tests/test_feature_matrix.py runs them with a model that calls
     "tools, auto": {"tools": TOOLS, "logit_bias": call_bias()},
     "tools, auto, greedy": {"tools": TOOLS, "logit_bias": call_bias(), "temperature": 0.0},

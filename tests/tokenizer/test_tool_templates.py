@@ -135,7 +135,7 @@ GRADED = "{{ reasoning_effort }}{# 'none' 'high' 'max' #}"
         (GRADED, ReasoningOptions(effort="none"), {"reasoning_effort": "none"}),
         (GRADED, ReasoningOptions(effort="xhigh"), {"reasoning_effort": "max"}),
         (GRADED, ReasoningOptions(effort="medium"), {"reasoning_effort": "high"}),
-        ("{{ thinking_budget }}", ReasoningOptions(max_tokens=99), {"thinking_budget": 99}),
+        ("{{ thinking_budget }}", ReasoningOptions(budget_tokens=99), {"thinking_budget": 99}),
         ("{{ thinking_budget }}", ReasoningOptions(enabled=False), {"thinking_budget": 0}),
     ],
 )

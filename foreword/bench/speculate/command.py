@@ -293,7 +293,8 @@ def _modes(drafters: Sequence[str], args: argparse.Namespace) -> tuple[Mode, ...
     names = () if len(drafters) == 1 or (args.quick and not args.modes) else drafters
     alone = [Mode(name, speculation=Speculation(name)) for name in names]
     lengths = [
-        Mode(f"fixed {length}", FIXED, Speculation(max_tokens=length)) for length in _parse_lengths(args)
+        Mode(f"fixed {length}", FIXED, Speculation(max_draft_tokens=length))
+        for length in _parse_lengths(args)
     ]
     plain = [Mode("plain", PLAIN, Speculation("off"))] if args.plain else []
     modes = (*alone, AUTO, *lengths, *plain)

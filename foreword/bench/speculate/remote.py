@@ -179,7 +179,7 @@ def _request_body(
         ignore_eos=conversation.ignore_eos,
         seed=conversation.seed + turn,
     )
-    speculation = {"method": mode.speculation.method, "max_tokens": mode.speculation.max_tokens}
+    speculation = {"method": mode.speculation.method, "max_tokens": mode.speculation.max_draft_tokens}
     more: dict[str, Any] = {"speculation": speculation, "stream": True, "return_token_ids": True}
     if conversation.prediction is not None:
         more["prediction"] = {"type": "content", "content": conversation.prediction}

@@ -116,7 +116,7 @@ class BenchRepetition:
         elif mode.engine == FIXED and case.is_replay:
             lengths = [len(stats.drafted_per_position) for stats in self.draft_stats.values()]
             room = max(result.num_tokens for result in self.results) - 2  # beside the first and the last
-            wanted = min(mode.speculation.max_tokens or 0, room)
+            wanted = min(mode.speculation.max_draft_tokens or 0, room)
             longest = min(max(lengths, default=0), room)
             require(f"{mode.name}: tokens of the longest verified draft", longest, wanted)
         conversations = case.make(0)

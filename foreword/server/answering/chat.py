@@ -37,8 +37,8 @@ class ChatTask:
     reasoning: ReasoningOptions = DEFAULT_REASONING
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of ChatTemplate.render()
     add_special_tokens: bool = False
-    runs_to_end: bool = False  # the end of the context is the only limit of the answer's length
-    splits: bool = True  # reasoning and calls are separated from content
+    no_max_tokens: bool = False  # the end of the context is the only limit of the answer's length
+    separate_reasoning: bool = True  # reasoning and calls are separated from content
     call_id_prefix: str = "call_"  # before 24 hexadecimal digits, unless the model writes ids
     prompt_only: bool = False  # compute the prompt and return no token
 
@@ -64,12 +64,12 @@ async def start_chat(
         requests = await offload_if_large(
             request,
             lambda: server.build_requests(
-                prompt.token_ids, params, request_id, context, prompt.images, task.runs_to_end
+                prompt.token_ids, params, request_id, context, prompt.images, task.no_max_tokens
             ),
         )
         bound = server.chat_processor.format
         make_parser = None
-        if bound is not None and task.splits:
+        if bound is not None and task.separate_reasoning:
             new_call_id = partial(_new_call_id, task.call_id_prefix)
             drops_space = may_follow_space(task.params.structured)
             make_parser = partial(
@@ -90,7 +90,7 @@ def _check_task(task: ChatTask) -> None:
     """Raises InvalidRequest, Unsupported for fields that exclude each other."""
     if not task.tools.callable_tools:
         return
-    if not task.splits:
+    if not task.separate_reasoning:
         raise Unsupported(
             "separate_reasoning: false and reasoning_format: none cannot be used with tools that may be "
             'called: calls are parsed together with the reasoning. Send tool_choice: "none"',

@@ -122,7 +122,7 @@ class SamplingBody(StructuredBody, RequestBody):
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
-    def runs_to_end(self) -> bool:
+    def no_max_tokens(self) -> bool:
         """Whether the end of the context is the only limit of the answer's length."""
         return self.max_tokens == TO_THE_END
 
@@ -142,11 +142,13 @@ class SamplingBody(StructuredBody, RequestBody):
             speculation = SpeculationBody(method=speculation)
         default: Speculation = defaults.get("speculation", Speculation())
         method = default.method if speculation.method is None else speculation.method
+        with rename_field({"speculation.max_draft_tokens": "speculation.max_tokens"}):
+            drafting = Speculation(method, speculation.max_tokens)
         given: dict[str, Any] = {
             **{name: getattr(self, name) for name in PARAMS_FIELDS.intersection(SamplingBody.model_fields)},
             "stop": self.stop,
             "logit_bias": self._parse_logit_bias(),
-            "speculation": Speculation(method, speculation.max_tokens),
+            "speculation": drafting,
             "prediction": self.prediction.text if self.prediction else None,
             "structured": self.structured(),
             **changes,

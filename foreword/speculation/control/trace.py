@@ -72,7 +72,7 @@ class RecordingController(DraftLengthController):
             id=state.id,
             kind=classify_sampling(params),
             tokens=tokens,
-            bounds=[params.max_tokens, params.speculation.max_tokens],
+            bounds=[params.max_tokens, params.speculation.max_draft_tokens],
             decided=num_steps,
         )
         return num_steps
@@ -213,7 +213,7 @@ class _Replayer:
         self, id_: str, tokens: Sequence[int], bounds: Sequence[int | None], params: Mapping[str, Any]
     ) -> RequestState:
         num_prompt, length, limit = tokens
-        speculation = Speculation(max_tokens=bounds[1])
+        speculation = Speculation(max_draft_tokens=bounds[1])
         request = Request(
             id_, (1,) * num_prompt, SamplingParams(max_tokens=bounds[0], speculation=speculation, **params), 0
         )
@@ -245,7 +245,7 @@ class _Replayer:
 
 
 def _request_record(request: DraftRequest) -> list[Any]:
-    return [request.state.id, request.num_tokens, request.max_tokens]
+    return [request.state.id, request.num_tokens, request.max_draft_tokens]
 
 
 def _draft_record(draft: Draft) -> list[Any]:

@@ -441,7 +441,7 @@ class ModelDrafter:
             start_position=draft_state.num_computed - draft_state.window_start,
             block_table=draft_state.blocks,
             first_draft_index=request.num_tokens,
-            max_tokens=self._max_draft_len(draft_state, request.max_tokens) if is_last else 0,
+            max_tokens=self._max_draft_len(draft_state, request.max_draft_tokens) if is_last else 0,
             min_logprob_sum=math.log(request.min_prob) if request.min_prob > 0 else -math.inf,
             sampling=draft_state.sampling,
             mrope_offset=0 if mrope_positions is None else mrope_positions.offset,

@@ -28,6 +28,6 @@ class GrammarDrafter:
         drafts: list[Draft | None] = []
         for request in requests:
             grammar = request.state.grammar
-            forced = () if grammar is None else grammar.forced(request.max_tokens)
+            forced = () if grammar is None else grammar.forced(request.max_draft_tokens)
             drafts.append(Draft(forced, self.name) if forced else None)
         return drafts

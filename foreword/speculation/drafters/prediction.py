@@ -158,5 +158,5 @@ class PredictionDrafter:
         if cursor is None:
             return None
         cursor.advance(request.state.tokens[cursor.num_seen :])
-        token_ids = tuple(cursor.next_tokens(min(request.max_tokens, MAX_DRAFT_LEN)))
+        token_ids = tuple(cursor.next_tokens(min(request.max_draft_tokens, MAX_DRAFT_LEN)))
         return Draft(token_ids, self.name, cursor.confidence(len(token_ids))) if token_ids else None

@@ -63,7 +63,7 @@ class ReplayDrafter:
         recorded = self._outputs[request.state.id]
         error_rate = self._error_rate if recorded.error_rate is None else recorded.error_rate
         first, seed = request.state.num_output, request.state.request.seed
-        continuation = recorded.token_ids[first : first + request.max_tokens]
+        continuation = recorded.token_ids[first : first + request.max_draft_tokens]
         token_ids = tuple(
             (token_id + 1) % self._vocab_size if _is_wrong(seed, index, error_rate) else token_id
             for index, token_id in enumerate(continuation, start=first)

@@ -67,10 +67,10 @@ def test_run_counts_tokens_times_and_drafts(engine: LocalEngine) -> None:
 def test_round_is_checked_against_its_claims(engine: LocalEngine) -> None:
     case = SpecCase("replay talk", 2, lambda variant: (TALK, NOISE))
     drafted = engine.run((TALK, NOISE), AUTO, 2, "claims")
-    fixed = Mode("fixed 1", FIXED, Speculation(max_tokens=1))
+    fixed = Mode("fixed 1", FIXED, Speculation(max_draft_tokens=1))
     drafted.check(case, fixed)
     with pytest.raises(RegimeError, match="tokens of the longest verified draft: 1, not 7"):
-        drafted.check(case, Mode("fixed 8", FIXED, Speculation(max_tokens=8)))
+        drafted.check(case, Mode("fixed 8", FIXED, Speculation(max_draft_tokens=8)))
     with pytest.raises(RegimeError, match="off: draft tokens verified"):
         drafted.check(case, OFF)
     with pytest.raises(RegimeError, match="longest verified draft: 0, not 1"):

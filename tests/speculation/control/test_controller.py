@@ -212,8 +212,8 @@ def offered(controller: DraftLengthController, state: RequestState, *drafts: Dra
 def test_request_bound_is_honoured() -> None:
     controller = controller_of()
     few, none = (
-        state_of("few", speculation=Speculation(max_tokens=3)),
-        state_of("none", speculation=Speculation(max_tokens=0)),
+        state_of("few", speculation=Speculation(max_draft_tokens=3)),
+        state_of("none", speculation=Speculation(max_draft_tokens=0)),
     )
     controller.start(few)
     controller.start(none)

@@ -172,7 +172,7 @@ class ReasoningBody(StrictModel):
         )
 
     @property
-    def splits_reasoning(self) -> bool:
+    def wants_separate_reasoning(self) -> bool:
         """Whether reasoning has a field of its own. Raises Unsupported for another `reasoning_format`."""
         if self.reasoning_format not in (None, "none", *SPLIT_FORMATS):
             raise Unsupported(
@@ -184,7 +184,7 @@ class ReasoningBody(StrictModel):
 
 
 def reasoning_options(
-    enabled: bool | None, effort: str | None, max_tokens: int | None, effort_field: str
+    enabled: bool | None, effort: str | None, budget_tokens: int | None, effort_field: str
 ) -> ReasoningOptions:
     """An effort of "none" and a budget of 0 switch reasoning off, unless it is switched on.
 
@@ -196,9 +196,9 @@ def reasoning_options(
             "chat_template_kwargs sets other variables of the model's chat template",
             effort_field,
         )
-    if enabled is None and (effort == "none" or max_tokens == 0):
+    if enabled is None and (effort == "none" or budget_tokens == 0):
         enabled = False
-    return ReasoningOptions(enabled, None if effort == "none" else effort, max_tokens)
+    return ReasoningOptions(enabled, None if effort == "none" else effort, budget_tokens)
 
 
 class ChatBody(ReasoningBody, ToolsBody, SamplingBody, TemplateOptions):
@@ -213,7 +213,7 @@ class ChatBody(ReasoningBody, ToolsBody, SamplingBody, TemplateOptions):
     top_logprobs: int | None = None
 
     @property
-    def runs_to_end(self) -> bool:
+    def no_max_tokens(self) -> bool:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return limit == TO_THE_END
 

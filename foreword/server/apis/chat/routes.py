@@ -34,8 +34,8 @@ async def chat_completions(
         reasoning=body.reasoning(),
         template_kwargs=body.template_kwargs(),
         add_special_tokens=bool(body.add_special_tokens),
-        runs_to_end=body.runs_to_end,
-        splits=body.splits_reasoning,
+        no_max_tokens=body.no_max_tokens,
+        separate_reasoning=body.wants_separate_reasoning,
     )
     generation = await start_chat(server, request, context, task, header.id)
     builder = ChatResponseBuilder(

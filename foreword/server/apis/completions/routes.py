@@ -48,7 +48,7 @@ async def completions(
             engine_request
             for i, ids in enumerate(token_ids)
             for engine_request in server.build_requests(
-                ids, params, f"{header.id}-{i}", context, runs_to_end=body.runs_to_end
+                ids, params, f"{header.id}-{i}", context, no_max_tokens=body.no_max_tokens
             )
         ]
 

@@ -170,10 +170,10 @@ class ConversationBody(StrictModel):
         budget, name = thinking.budget_tokens, "thinking.budget_tokens"
         if thinking.type == "enabled" and (budget is None or budget < 1):
             raise InvalidRequest(f"{name} must be at least 1 with this type, got {budget}", name)
-        return ReasoningOptions(enabled=True, effort=effort, max_tokens=budget)
+        return ReasoningOptions(enabled=True, effort=effort, budget_tokens=budget)
 
     @property
-    def hides_thinking(self) -> bool:
+    def omit_thinking(self) -> bool:
         return self.thinking is not None and self.thinking.display == "omitted"
 
     def constraint(self) -> Constraint:
@@ -309,13 +309,13 @@ class MessagesBody(SamplingBody, ConversationBody):
     stop: str | list[str] | None = Field(default=None, alias="stop_sequences")
 
     @property
-    def fills_cache(self) -> bool:
+    def prompt_only(self) -> bool:
         """max_tokens: 0 computes the prompt alone, for the prefix cache."""
         return self.max_tokens == 0
 
     def params(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
         """The parameters, and `defaults` of others. Raises InvalidRequest, which names the body's field."""
-        changes: dict[str, Any] = {"max_tokens": 1} if self.fills_cache else {}
+        changes: dict[str, Any] = {"max_tokens": 1} if self.prompt_only else {}
         if (constraint := self.constraint()) is not None:
             if (other := self.structured()) is not None:
                 raise InvalidRequest(

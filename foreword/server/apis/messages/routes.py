@@ -39,9 +39,9 @@ async def messages(
         message_id,
         context.model,
         request.scope,
-        body.hides_thinking,
+        body.omit_thinking,
         bool(body.metrics),
-        body.fills_cache,
+        body.prompt_only,
     )
     return respond(generation, writer, bool(body.stream))
 
@@ -77,7 +77,7 @@ def _read_task(
         tools,
         body.reasoning(),
         body.template_kwargs(conversation.continues),
-        prompt_only=isinstance(body, MessagesBody) and body.fills_cache,
+        prompt_only=isinstance(body, MessagesBody) and body.prompt_only,
         call_id_prefix="toolu_",
     )
     return conversation, task

@@ -28,9 +28,9 @@ Event = dict[str, Any]
 class BlockEvents:
     """The events of content blocks, in Anthropic's form. One block is open at a time."""
 
-    def __init__(self, message_id: str, hides_thinking: bool) -> None:
+    def __init__(self, message_id: str, omit_thinking: bool) -> None:
         self._message_id = message_id
-        self._hides_thinking = hides_thinking
+        self._omit_thinking = omit_thinking
         self._index = -1  # of the last block
         self._kind = ""  # of the open block; "" without one
         self._held = ""  # whitespace that is a block only with more text: Anthropic's API refuses blank ones
@@ -44,7 +44,7 @@ class BlockEvents:
                 case ReasoningText(text):
                     if self._kind != "thinking":
                         yield from self._start({"type": "thinking", "thinking": "", "signature": ""})
-                    if self._hides_thinking:
+                    if self._omit_thinking:
                         self._thinking.append(text)
                     else:
                         yield self._delta(type="thinking_delta", thinking=text)
@@ -130,9 +130,9 @@ class MessagesWriter:
         message_id: str,
         model: str,  # name in the answer
         scope: Mapping[str, Any],  # of the request
-        hides_thinking: bool,
+        omit_thinking: bool,
         metrics: bool,  # the request asks for `seed` and `metrics`
-        fills_cache: bool,  # the answer is left out
+        prompt_only: bool,  # the answer is left out
     ) -> None:
         self._server = server
         self._output = generation.outputs[0]
@@ -142,9 +142,9 @@ class MessagesWriter:
         self._model = model
         self._scope = scope
         self._has_metrics = metrics
-        self._fills_cache = fills_cache
-        self._hides_thinking = hides_thinking
-        self._blocks = BlockEvents(message_id, hides_thinking)
+        self._prompt_only = prompt_only
+        self._omit_thinking = omit_thinking
+        self._blocks = BlockEvents(message_id, omit_thinking)
 
     def first_events(self) -> Iterable[bytes]:
         # One token at least has come, so that the cached tokens are known.
@@ -153,7 +153,7 @@ class MessagesWriter:
         yield _sse({"type": "ping"})
 
     def event(self, index: int, delta: OutputDelta) -> bytes | None:
-        events = () if self._fills_cache else delta.events
+        events = () if self._prompt_only else delta.events
         return b"".join(map(_sse, self._blocks.feed(events))) or None
 
     def last_events(self) -> Iterable[bytes]:
@@ -173,8 +173,8 @@ class MessagesWriter:
         return _sse(error_body(error, self._scope))
 
     def full(self) -> dict[str, Any]:
-        blocks = BlockEvents(self._id, self._hides_thinking)
-        events: Sequence[ChatEvent] = () if self._fills_cache else self._output.events
+        blocks = BlockEvents(self._id, self._omit_thinking)
+        events: Sequence[ChatEvent] = () if self._prompt_only else self._output.events
         content = join_blocks([*blocks.feed(events), *blocks.finish()])
         usage = self._usage(self._output.num_tokens)
         return {**self._message(content, *self._stop_reason(), usage), **self._extras()}
@@ -200,7 +200,7 @@ class MessagesWriter:
     def _stop_reason(self) -> tuple[str, str | None]:
         """Anthropic's (stop_reason, stop_sequence)."""
         output = self._output
-        if self._fills_cache:
+        if self._prompt_only:
             return "max_tokens", None
         if output.finish_reason == "tool_calls":
             return "tool_use", None
@@ -223,7 +223,7 @@ class MessagesWriter:
             "input_tokens": len(output.request.prompt_ids) - output.num_cached - num_added,
             "cache_creation_input_tokens": num_added,
             "cache_read_input_tokens": output.num_cached,
-            "output_tokens": 0 if self._fills_cache else num_output,
+            "output_tokens": 0 if self._prompt_only else num_output,
         }
         if output.num_reasoning_tokens:
             usage["output_tokens_details"] = {"thinking_tokens": output.num_reasoning_tokens}

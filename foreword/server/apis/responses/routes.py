@@ -183,7 +183,7 @@ async def _read_task(
     conversation.add(named)
     task = ChatTask(conversation.finish(), params, tools, body.reasoning_options(), body.template_kwargs())
     if isinstance(body, ResponsesBody):
-        task = replace(task, runs_to_end=body.runs_to_end)
+        task = replace(task, no_max_tokens=body.no_max_tokens)
     return task, conversation, [item for _, item in named]
 
 

@@ -120,7 +120,7 @@ def test_parameters_reach_the_engine(served: RunningServer) -> None:
         (67,),
     )
     assert params.include_stop_str_in_output and params.ignore_eos and not params.skip_special_tokens
-    assert (params.speculation.method, params.speculation.max_tokens) == ("off", 2)
+    assert (params.speculation.method, params.speculation.max_draft_tokens) == ("off", 2)
     assert (request.seed, request.priority, request.bad_words_ids) == (42, 3, (tuple(b"no"),))
 
 

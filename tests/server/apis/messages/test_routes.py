@@ -515,7 +515,7 @@ def test_tool_choice(choice: Any, expected: tuple[Any, ...]) -> None:
 )
 def test_thinking_is_off_unless_asked_for(fields: dict[str, Any], expected: tuple[Any, ...]) -> None:
     options = MessagesBody.model_validate({"messages": USER, **fields}).reasoning()
-    assert (options.enabled, options.effort, options.max_tokens) == expected
+    assert (options.enabled, options.effort, options.budget_tokens) == expected
 
 
 def test_errors_name_the_message_of_the_body() -> None:
