@@ -37,7 +37,7 @@ test-clients: $(VENV)/tested $(CLIENTS)/openai2/installed $(CLIENTS)/openai3/ins
 setup: $(VENV)/tested-all  ## everything for development
 
 # Editable, so that the package's own build compiles the native library.
-SOURCES := pyproject.toml setup.py packaging/install.sh $(wildcard foreword/kernels/csrc/*)
+SOURCES := pyproject.toml setup.py packaging/install.sh $(wildcard foreword/kernels/csrc/*/*)
 
 $(VENV)/installed: $(SOURCES)
 	@$(INSTALL) .
@@ -73,7 +73,7 @@ clean:
 
 # The same library with an object for each source, so that only what changed is compiled (needs g++ only).
 NATIVE_FLAGS := -O3 -g0 -std=c++17 -pthread -ffp-contract=off -fno-math-errno -fno-trapping-math
-NATIVE_OBJECTS := $(patsubst foreword/kernels/csrc/%.cpp,build/native/%.o,$(wildcard foreword/kernels/csrc/*.cpp))
+NATIVE_OBJECTS := $(patsubst foreword/kernels/csrc/%.cpp,build/native/%.o,$(wildcard foreword/kernels/csrc/*/*.cpp))
 
 native: foreword/kernels/_native.so  ## build the native kernels in place
 
@@ -82,7 +82,7 @@ foreword/kernels/_native.so: $(NATIVE_OBJECTS)
 
 build/native/%.o: foreword/kernels/csrc/%.cpp
 	@mkdir -p $(@D)
-	$(CXX) -c -fPIC -MMD -MP $(NATIVE_FLAGS) -o $@ $<
+	$(CXX) -c -fPIC -MMD -MP -Iforeword/kernels/csrc $(NATIVE_FLAGS) -o $@ $<
 
 # The same sources with AddressSanitizer and UBSan, under the tests that call them most, and the threads' pool with
 # ThreadSanitizer; a report ends the run (needs g++).
@@ -106,12 +106,12 @@ sanitize: $(SANITIZED) build/sanitized/pool_race $(VENV)/tested-all  ## the nati
 $(SANITIZED): $(SANITIZED_OBJECTS)
 	$(CXX) -shared -pthread -fsanitize=address,undefined -o $@ $^
 
-build/sanitized/pool_race: tests/kernels/pool_race.cpp foreword/kernels/csrc/thread_pool.cpp foreword/kernels/csrc/thread_pool.h
+build/sanitized/pool_race: tests/kernels/pool_race.cpp foreword/kernels/csrc/common/thread_pool.cpp foreword/kernels/csrc/common/thread_pool.h
 	@mkdir -p $(@D)
 	$(CXX) -std=c++17 -O1 -g1 -pthread -fsanitize=thread -Iforeword/kernels/csrc -o $@ $(filter %.cpp,$^)
 
 build/sanitized/%.o: foreword/kernels/csrc/%.cpp
 	@mkdir -p $(@D)
-	$(CXX) -c -fPIC -MMD -MP $(SANITIZER_FLAGS) -o $@ $<
+	$(CXX) -c -fPIC -MMD -MP -Iforeword/kernels/csrc $(SANITIZER_FLAGS) -o $@ $<
 
 -include $(NATIVE_OBJECTS:.o=.d) $(SANITIZED_OBJECTS:.o=.d)

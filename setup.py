@@ -11,8 +11,17 @@ from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 
+CSRC = Path("foreword/kernels/csrc")
+
+
 class NativeBuildExt(build_ext):
     """Compile sources side by side; an editable installation reuses a library that is newer than they are."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        for extension in self.extensions:
+            extension.sources = sorted(str(path) for path in CSRC.rglob("*.cpp"))
+            extension.depends = sorted(str(path) for path in CSRC.rglob("*") if path.suffix in (".h", ".inc"))
 
     def build_extension(self, ext: Extension) -> None:
         built, path = Path(self.get_ext_fullpath(ext.name)), Path(self.get_ext_filename(ext.name))

@@ -1,7 +1,7 @@
 """log and exp with the same bits on every machine: correctly rounded float64 operations in one order.
 
 The C library, numpy and GPUs each round log and exp differently; a token must not depend on that.
-`csrc/portable_math.h` performs the same operations in the same order.
+`csrc/common/portable_math.h` performs the same operations in the same order.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ CUDA_CONTEXT_BYTES = 512 << 20  # CUDA's own
 WORKSPACE_DIVISOR, MAX_WORKSPACE_BYTES = 64, 1 << 30  # of attention, as in kernels/triton/attention.py
 MARGIN_DIVISOR, MAX_MARGIN_BYTES = 64, 512 << 20  # share of the GPU's memory, and its limit
 CUDA_GRAPH_DIVISOR, MAX_CUDA_GRAPH_BYTES = 64, 1 << 30
-TILE_ROWS, TILE_ALIGNMENT = 16, 64  # of packed weights on the CPU: csrc/packing.h
+TILE_ROWS, TILE_ALIGNMENT = 16, 64  # of packed weights on the CPU: csrc/common/packing.h
 CPU_RESERVE_DIVISOR, MIN_CPU_RESERVE_BYTES = 10, GIB
 
 

@@ -13,12 +13,12 @@
 #include <string>
 #include <vector>
 
-#include "attention.h"
-#include "experts.h"
-#include "float_mode.h"
-#include "packing.h"
-#include "quantized.h"
-#include "quantized_half.h"
+#include "attention/attention.h"
+#include "experts/experts.h"
+#include "common/float_mode.h"
+#include "common/packing.h"
+#include "quantized/quantized.h"
+#include "common/half_float.h"
 
 using namespace foreword;
 

@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "thread_pool.h"
+#include "common/thread_pool.h"
 
 int main() {
     constexpr int THREADS = 4, JOBS = 20000;

@@ -15,7 +15,8 @@ from foreword.kernels.cpu.library import load_library
 
 ROOT = Path(__file__).parents[2]
 EXTENSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"][0]
-FLAGS = [*EXTENSION["extra-compile-args"], "-Iforeword/kernels/csrc"]
+FLAGS = [*EXTENSION["extra-compile-args"], *(f"-I{folder}" for folder in EXTENSION["include-dirs"])]
+SOURCES = sorted(str(path) for path in ROOT.glob("foreword/kernels/csrc/**/*.cpp"))
 PROGRAM = "tests/kernels/compare_isas.cpp"
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64"
@@ -51,7 +52,7 @@ def arm_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return built
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_source, [PROGRAM, *EXTENSION["sources"]]))
+        objects = list(pool.map(compile_source, [PROGRAM, *SOURCES]))
     run(CROSS_COMPILER, "-static", "-pthread", *objects, "-o", folder / "program")
     return folder / "program"
 

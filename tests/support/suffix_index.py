@@ -1,4 +1,4 @@
-"""The suffix index in Python: specification and oracle of csrc/suffix.cpp.
+"""The suffix index in Python: specification and oracle of csrc/drafting/suffix_index.cpp.
 
 A text is a ring of slots. For each order n, a chain (as in zlib) links the slots after the same n tokens.
 To draft, the chain of the longest order with a match is walked from its latest slot. Each match is

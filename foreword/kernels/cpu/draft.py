@@ -1,4 +1,4 @@
-"""Jobs of a draft in the layout of C++ (csrc/draft.h), and their results."""
+"""Jobs of a draft in the layout of C++ (csrc/drafting/draft_loop.h), and their results."""
 
 from __future__ import annotations
 

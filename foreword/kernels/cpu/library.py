@@ -1,4 +1,4 @@
-"""The compiled library and its structures in ctypes (csrc/program.h, csrc/kernels.h). No torch."""
+"""The compiled library and its structures in ctypes (csrc/common/forward_program.h, csrc/common/kernels.h). No torch."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class ProgramInputs(ctypes.Structure):
 
 
 class DraftArgs(ctypes.Structure):
-    """A draft: several passes and the sampling between them; csrc/draft.h defines the fields."""
+    """A draft: several passes and the sampling between them; csrc/drafting/draft_loop.h defines the fields."""
 
     _fields_ = (
         ("jobs", c_void_p),
@@ -128,7 +128,7 @@ class DraftArgs(ctypes.Structure):
 
 
 class Weight(ctypes.Structure):
-    """A packed weight [n, k]; group_size of grouped formats only (csrc/kernels.h)."""
+    """A packed weight [n, k]; group_size of grouped formats only (csrc/common/kernels.h)."""
 
     _fields_ = (
         ("format", c_int32),
@@ -141,7 +141,7 @@ class Weight(ctypes.Structure):
 
 
 class LoraPointers(ctypes.Structure):
-    """LoRA adapters of one layer; csrc/lora.h defines the fields."""
+    """LoRA adapters of one layer; csrc/lora/lora.h defines the fields."""
 
     _fields_ = (
         ("num_slots", c_int64),
@@ -191,7 +191,7 @@ class ExpertMatrices(ctypes.Structure):
 
 
 class Experts(ctypes.Structure):
-    """The packed weights of a mixture of experts; csrc/experts.h defines the fields."""
+    """The packed weights of a mixture of experts; csrc/experts/experts.h defines the fields."""
 
     _fields_ = (
         ("count", c_int64),

@@ -62,7 +62,7 @@ class PackedLayout:
 
 
 class Packer:
-    """Packs with the threads of a CPU context (csrc/program.h)."""
+    """Packs with the threads of a CPU context (csrc/common/forward_program.h)."""
 
     def __init__(self, library: ctypes.CDLL, cpu_context: int) -> None:
         self._library = library

@@ -37,7 +37,7 @@ FLOAT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class PackedType:
-    """The packed layout of a type with CPU kernels: csrc/quantized_layout.h."""
+    """The packed layout of a type with CPU kernels: csrc/quantized/quantized_tile_layout.h."""
 
     bits: int  # per value
     scale_bytes: int  # scales and minimums of `scale_blocks` blocks of a tile

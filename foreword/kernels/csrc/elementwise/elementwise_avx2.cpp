@@ -1,0 +1,21 @@
+#include "elementwise/elementwise.h"
+
+#if FOREWORD_X86
+
+#include <cmath>
+
+#include "common/packing.h"
+#include "common/vec_avx2.h"
+#include "common/vec_math.h"
+
+#include "elementwise/elementwise.inc"
+#include "lora/lora_products.inc"
+
+namespace foreword {
+const RowKernels ROWS_AVX2 = {rms_norm, rope, gated_act, gated_act_alone, embedding, add, softcap,
+                              scale_by_sigmoid, weighted_sum, write_kv,
+                              lora_shrink, lora_expand};
+}
+#include "common/isa_pop.h"
+
+#endif

@@ -1,0 +1,39 @@
+// A mixture of experts: each row is sent through a few of them.
+#pragma once
+
+#include <cstdint>
+
+#include "common/kernels.h"
+
+namespace foreword {
+
+// One matrix of every expert. That of expert e is stacked from blocks [starts[e], starts[e + 1]).
+struct ExpertMatrices {
+    const Weight* blocks;
+    const int64_t* starts;  // [experts + 1]
+};
+
+struct Experts {
+    int64_t count, hidden, inner;
+    ExpertMatrices gate_up;  // [2 * inner, hidden]
+    ExpertMatrices down;     // [hidden, inner]
+};
+
+// x [rows, hidden], router logits float32 [rows, count] -> y [rows, hidden]: for each row, the sum over its top_k experts,
+// in order of falling logits (ties: ascending id), of factor * down(activation(gate_up(x))), plus add_to unless it is null.
+// Factors are the softmax over the chosen logits (renormalize) or over all. gate_up and the activation are rounded to
+// `type`; the rest is float32, rounded once. A row whose logits hold NaN or no finite maximum becomes NaN.
+struct ExpertsArgs {
+    const Experts& experts;
+    int64_t top_k;
+    bool renormalize;
+    Activation activation;
+    Type type;
+    RowView x, logits, add_to, y;
+    int64_t rows;
+};
+
+// Each expert's weights are read once for all rows that chose it, except for very long prompts.
+void run_experts(Context& context, Isa isa, const ExpertsArgs& args);
+
+}  // namespace foreword
