@@ -10,7 +10,6 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
-
 CSRC = Path("foreword/kernels/csrc")
 
 

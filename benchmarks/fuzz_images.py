@@ -21,9 +21,9 @@ from foreword.multimodal.decode import ImageError, decode
 from foreword.multimodal.decode_pool import ImageDecodePool
 from foreword.multimodal.fetch import Fetcher, ImageSource
 from foreword.multimodal.limits import MediaLimits
-from foreword.multimodal.llava import LlavaNextProcessor
+from foreword.multimodal.llava_processor import LlavaNextProcessor
 from foreword.multimodal.preprocessor_config import VisionTowerInfo
-from foreword.multimodal.processor import read_processor
+from foreword.multimodal.processor_registry import read_processor
 
 MAX_PIXELS = 1 << 20
 PROCESSOR = LlavaNextProcessor(

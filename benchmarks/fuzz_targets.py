@@ -19,21 +19,21 @@ from benchmarks.fuzz_mutate import Mutate, change_bytes, change_json, change_lin
 from foreword.checkpoint import read_tokenizer
 from foreword.cli.flags import read_config
 from foreword.core.structured_output import StructuredOutput, Vocabulary
-from foreword.embedding.loader import load_encoder
+from foreword.embedding.encoder_loader import load_encoder
 from foreword.embedding.sentence_transformers import read_pooling_config
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest, Overloaded
 from foreword.grammar.check import GrammarChecker
 from foreword.grammar.compiler import to_llguidance
 from foreword.kernels.reference.backend import ReferenceOps
-from foreword.models.base import Precision
-from foreword.models.loader import load_model, read_model_info
+from foreword.models.interfaces import Precision
+from foreword.models.model_loader import load_model, read_model_info
 from foreword.server.auth.key_file import read_key_file
 from foreword.tokenizer.chat_template import ChatTemplate
 from foreword.tokenizer.gguf import build_gguf_tokenizer
 from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.weights.gguf.header import open_gguf
-from foreword.weights.safetensors import SafetensorsFile
-from foreword.weights.tensors import FileWeights
+from foreword.weights.safetensors_file import SafetensorsFile
+from foreword.weights.safetensors_weights import SafetensorsWeights
 from tests.support.checkpoints import replace_by_mxfp4, write_checkpoint
 from tests.support.gguf_files import RawGGUF, write_gguf
 from tests.support.quantized_checkpoints import write_quantized
@@ -81,8 +81,8 @@ def file_targets() -> Mapping[str, Callable[[], FuzzTarget]]:
         "config": _config,
         "quantized": lambda: _weights_of(_quantized_checkpoints(), "weights/quantized/"),
         "quantized-config": lambda: _configs_of(_quantized_checkpoints(), "weights/quantized/"),
-        "experts": lambda: _weights_of(_expert_checkpoints(), "models/experts.py"),
-        "experts-config": lambda: _configs_of(_expert_checkpoints(), "models/experts.py"),
+        "experts": lambda: _weights_of(_expert_checkpoints(), "models/expert_weights.py"),
+        "experts-config": lambda: _configs_of(_expert_checkpoints(), "models/expert_weights.py"),
         "tokenizer": _tokenizer,
         "encoder": _encoder,
         "options": _options,
@@ -111,7 +111,11 @@ def _safetensors() -> FuzzTarget:
     }
     seeds = [_with_header(json.dumps(header).encode(), 34) for header in (entries, more, {})]
     return FuzzTarget(
-        seeds, run, (CheckpointError,), ("weights/safetensors.py", "weights/mmap_file.py"), change_safetensors
+        seeds,
+        run,
+        (CheckpointError,),
+        ("weights/safetensors_file.py", "weights/mapped_file.py"),
+        change_safetensors,
     )
 
 
@@ -121,7 +125,7 @@ def _index() -> FuzzTarget:
     def run(data: bytes, folder: Path) -> None:
         _write(folder / "model.safetensors.index.json", data)
         _write(folder / "one.safetensors", sound)
-        weights = FileWeights(folder)
+        weights = SafetensorsWeights(folder)
         for name in weights.names:
             weights.tensor(name, 2)
         weights.check_all_read()
@@ -129,7 +133,11 @@ def _index() -> FuzzTarget:
     sound = _with_header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', 8)
     seeds = [b'{"metadata": {"total_size": 8}, "weight_map": {"a": "one.safetensors"}}']
     return FuzzTarget(
-        seeds, run, (CheckpointError,), ("weights/tensors.py", "weights/safetensors.py"), change_json
+        seeds,
+        run,
+        (CheckpointError,),
+        ("weights/safetensors_weights.py", "weights/safetensors_file.py"),
+        change_json,
     )
 
 
@@ -235,7 +243,7 @@ def _weights_of(checkpoints: Checkpoints, module: str) -> FuzzTarget:
 
     configs = {kind: config for kind, (config, _) in checkpoints.items()}
     seeds = [stored for _, stored in checkpoints.values()]
-    modules = (module, "weights/tensors.py")
+    modules = (module, "weights/safetensors_weights.py")
     return FuzzTarget(seeds, run, (CheckpointError,), modules, change_safetensors, share=0.5)
 
 
@@ -371,7 +379,7 @@ def _encoder() -> FuzzTarget:
     kinds = ("bert", "roberta", "distilbert", "mpnet", "modernbert")
     seeds = [json.dumps(files | {"config.json": config | {"model_type": kind}}).encode() for kind in kinds]
     return FuzzTarget(
-        seeds, run, (CheckpointError,), ("embedding/", "weights/config.py"), change_json, share=0.5
+        seeds, run, (CheckpointError,), ("embedding/", "weights/config_reader.py"), change_json, share=0.5
     )
 
 

@@ -34,8 +34,8 @@ from foreword.executor.graph_runner import with_graphs
 from foreword.kernels.ops import Ops
 from foreword.kernels.registry import select_backend
 from foreword.kv_cache.storage import KVStorage
-from foreword.models.base import Precision
-from foreword.models.loader import load_model
+from foreword.models.interfaces import Precision
+from foreword.models.model_loader import load_model
 from training import corpus
 
 BLOCK_SIZE = 16

@@ -11,19 +11,19 @@ from foreword.chat_formats.families import FORMATS
 from foreword.config.options import Config
 from foreword.demo import BUNDLED, DEFAULT_MODEL
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest, did_you_mean
-from foreword.multimodal.base import ImageProcessor
+from foreword.multimodal.image_processor import ImageProcessor
 from foreword.multimodal.preprocessor_config import read_json_object
-from foreword.multimodal.processor import read_placeholder_ids, read_processor
+from foreword.multimodal.processor_registry import read_placeholder_ids, read_processor
 from foreword.planning.resolve import check_max_model_len
 from foreword.tokenizer.chat_template import PROBE_TOOL, ChatTemplate
 from foreword.tokenizer.files import read_tokenizer_files
 from foreword.tokenizer.generation_config import GenerationConfig
 from foreword.tokenizer.gguf import CHAT_TEMPLATE_KEY, build_gguf_tokenizer
 from foreword.tokenizer.tokenizer import Tokenizer
-from foreword.weights.config import ConfigReader, read_json, read_text_config
+from foreword.weights.config_reader import ConfigReader, read_json, read_text_config
 from foreword.weights.gguf.header import is_gguf, open_gguf
 from foreword.weights.hub import resolve_path
-from foreword.weights.unsupported import describe_checkpoint, missing_feature
+from foreword.weights.unsupported_families import describe_checkpoint, missing_feature
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from foreword.config.options import Config
 from foreword.demo import MODEL, VISION_MODEL
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest
 from foreword.models.architectures import ARCHITECTURES
-from foreword.models.loader import VISION_MODELS
+from foreword.models.model_loader import VISION_MODELS
 from foreword.tokenizer.tokenizer import Tokenizer
-from foreword.weights.gguf.config import MODEL_TYPES
 from foreword.weights.gguf.header import open_gguf
-from foreword.weights.unsupported import describe_checkpoint, missing_feature
+from foreword.weights.gguf.hf_config import MODEL_TYPES
+from foreword.weights.unsupported_families import describe_checkpoint, missing_feature
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint, write_json
 from tests.support.gguf_files import RawGGUF, write_gguf
 from tests.support.llava_checkpoints import IMAGE_TOKEN_ID

@@ -24,7 +24,7 @@ from foreword.config.foreign_flags import find_foreign
 from foreword.config.options import Config, option_fields
 from foreword.core.params import SamplingParams
 from foreword.models.architectures import ARCHITECTURES
-from foreword.models.loader import VISION_MODELS
+from foreword.models.model_loader import VISION_MODELS
 from foreword.server.app import ROUTES
 from tests.support.waiting import WAIT_S
 from tests.test_layering import ALLOWED

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from foreword.errors import CheckpointError
-from foreword.models.loader import read_model_info
+from foreword.models.model_loader import read_model_info
 from tests.support.checkpoints import write_checkpoint
 from tests.test_layering import FILES, name_of, parse
 
 # Messages to our own processes over private sockets: docs/security.md.
 OWN_PROCESSES = {
-    "embedding/messages.py",
+    "embedding/encoder_messages.py",
     "engine_client/connection.py",
     "grammar/check.py",
     "tokenizer/chat_template.py",

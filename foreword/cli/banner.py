@@ -10,7 +10,7 @@ from typing import Any
 
 from foreword.cli.terminal import format_count
 from foreword.config.options import Config
-from foreword.embedding.messages import EncoderInfo
+from foreword.embedding.encoder_messages import EncoderInfo
 from foreword.fleet.memory import ELSEWHERE, FleetPlan
 from foreword.planning.memory import format_bytes
 from foreword.planning.resolve import EngineInfo

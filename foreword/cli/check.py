@@ -23,10 +23,10 @@ from foreword.config.options import Config
 from foreword.engine.loader import detect_hardware, make_plugins, types_in_use
 from foreword.errors import ForewordError
 from foreword.kernels.registry import native_unavailable_reason
-from foreword.models.loader import check_weights, read_model_info
-from foreword.multimodal.processor import read_processor
+from foreword.models.model_loader import check_weights, read_model_info
+from foreword.multimodal.processor_registry import read_processor
 from foreword.planning.memory import ModelInfo, format_bytes
-from foreword.planning.plan import MemoryPart, plan_memory
+from foreword.planning.memory_plan import MemoryPart, plan_memory
 from foreword.planning.resolve import (
     ResolvedConfig,
     draft_size_warning,

@@ -13,7 +13,7 @@ from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import ForewordError
 from foreword.fleet.memory import ELSEWHERE, FleetPlan, ModelPlan, plan_fleet
 from foreword.planning.memory import format_bytes
-from foreword.planning.topology import read_machine
+from foreword.planning.replica_resources import read_machine
 
 MAX_LISTED_SETS = 8
 MAX_COMBINED = 12  # unpinned models of which all sets are tried

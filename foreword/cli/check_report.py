@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foreword.planning.memory import format_bytes
-from foreword.planning.plan import MemoryPart
+from foreword.planning.memory_plan import MemoryPart
 
 INDENT = " " * 7
 

@@ -10,7 +10,7 @@ from foreword.config.options import Config
 from foreword.demo import DEFAULT_MODEL
 from foreword.errors import ConfigError
 from foreword.multimodal.decode import ImageError, read_size
-from foreword.multimodal.processor import read_processor
+from foreword.multimodal.processor_registry import read_processor
 
 
 def check_local_request(args: argparse.Namespace, config: Config) -> None:

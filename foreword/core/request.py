@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from foreword.core.images import MRopePositions, PromptImage
+from foreword.core.images import PromptImage
+from foreword.core.mrope import MRopePositions
 from foreword.core.outputs import TokenLogprob
 from foreword.core.params import SamplingParams
 from foreword.core.repetition import Repetition, RepetitionDetector

@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from foreword.embedding.messages import EncoderInput
+from foreword.embedding.encoder_messages import EncoderInput
 
 
 @dataclass(eq=False, slots=True)

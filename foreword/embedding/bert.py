@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foreword.embedding.base import EncoderConfig, RankerHead, TextEncoder, VarlenBatch
-from foreword.embedding.config import ignore_unused, read_activation, read_bert_config, read_score_activation
-from foreword.embedding.layers import (
+from foreword.embedding.encoder import EncoderConfig, RankerHead, TextEncoder, VarlenBatch
+from foreword.embedding.encoder_config import (
+    ignore_unused,
+    read_activation,
+    read_bert_config,
+    read_score_activation,
+)
+from foreword.embedding.encoder_layers import (
     ClassificationHead,
     EmbeddingTable,
     EncoderAttention,
@@ -25,8 +30,8 @@ from foreword.embedding.layers import (
 )
 from foreword.layers.norm import LayerNorm
 from foreword.layers.weights import Weights
-from foreword.models.common import MAX_HIDDEN_SIZE, MAX_LAYERS
-from foreword.weights.config import ConfigReader
+from foreword.models.decoder_config import MAX_HIDDEN_SIZE, MAX_LAYERS
+from foreword.weights.config_reader import ConfigReader
 
 PRETRAINING_HEAD = "head of pre-training"
 UNUSED_POOLER = "neither vectors nor scores read it"

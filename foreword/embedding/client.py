@@ -16,7 +16,7 @@ from pathlib import Path
 from foreword.config.options import Config
 from foreword.core.readiness import Readiness
 from foreword.embedding.batcher import EncodeCall, FairBatcher
-from foreword.embedding.messages import (
+from foreword.embedding.encoder_messages import (
     MAX_BATCH_TOKENS,
     EncodeBatch,
     EncodeBatchFailed,
@@ -29,7 +29,7 @@ from foreword.embedding.messages import (
     validate_pairs,
     validate_texts,
 )
-from foreword.embedding.tokenizer import EncoderTokenizer
+from foreword.embedding.encoder_tokenizer import EncoderTokenizer
 from foreword.embedding.vectors import scalar
 from foreword.errors import ConfigError, EngineDead, ForewordError, InvalidRequest, Overloaded, RequestFailed
 from foreword.utils.threads import run_in_own_thread

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from foreword.config.options import Config
-from foreword.embedding.base import TextEncoder
-from foreword.embedding.loader import load_encoder
-from foreword.embedding.messages import (
+from foreword.embedding.encoder import TextEncoder
+from foreword.embedding.encoder_loader import load_encoder
+from foreword.embedding.encoder_messages import (
     EncoderInfo,
     EncoderInput,
     TokenizedPair,
@@ -18,8 +18,8 @@ from foreword.embedding.messages import (
     validate_pairs,
     validate_texts,
 )
+from foreword.embedding.encoder_tokenizer import EncoderTokenizer
 from foreword.embedding.sentence_transformers import read_pooling_config
-from foreword.embedding.tokenizer import EncoderTokenizer
 from foreword.embedding.vectors import scalar
 from foreword.kernels.ops import Ops
 from foreword.kernels.registry import select_backend

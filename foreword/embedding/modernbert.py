@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foreword.embedding.base import EncoderConfig, RankerHead, TextEncoder, VarlenBatch
-from foreword.embedding.config import ignore_unused, read_activation, read_score_activation
-from foreword.embedding.layers import ACTIVATIONS, encoder_linear, word_embeddings
+from foreword.embedding.encoder import EncoderConfig, RankerHead, TextEncoder, VarlenBatch
+from foreword.embedding.encoder_config import ignore_unused, read_activation, read_score_activation
+from foreword.embedding.encoder_layers import ACTIVATIONS, encoder_linear, word_embeddings
 from foreword.kernels.ops import Ops
 from foreword.layers.norm import LayerNorm
 from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
-from foreword.models.common import ACTIVATIONS as GATED_ACTIVATIONS
-from foreword.models.common import LAYER_TYPES, MAX_HIDDEN_SIZE, MAX_LAYERS
-from foreword.weights.config import ConfigReader
+from foreword.models.decoder_config import ACTIVATIONS as GATED_ACTIVATIONS
+from foreword.models.decoder_config import LAYER_TYPES, MAX_HIDDEN_SIZE, MAX_LAYERS
+from foreword.weights.config_reader import ConfigReader
 
 FULL, SLIDING = LAYER_TYPES
 ROPE_THETA_KEYS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from foreword.errors import CheckpointError, InvalidRequest
-from foreword.weights.config import ConfigReader, read_json
+from foreword.weights.config_reader import ConfigReader, read_json
 
 POOLINGS = ("cls", "mean", "last", "max")
 DEFAULT_POOLING = "mean"  # of sentence-transformers

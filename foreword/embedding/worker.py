@@ -15,14 +15,14 @@ from typing import IO
 import torch
 
 from foreword.config.options import Config
-from foreword.embedding.local import LocalEncoder, load_local_encoder, num_encoder_threads
-from foreword.embedding.messages import (
+from foreword.embedding.encoder_messages import (
     EncodeBatch,
     EncodeBatchFailed,
     EncodeBatchResult,
     pack_message,
     read_message,
 )
+from foreword.embedding.local import LocalEncoder, load_local_encoder, num_encoder_threads
 from foreword.errors import ForewordError, RequestFailed
 from foreword.kernels.registry import select_backend
 from foreword.planning.hardware import apply_placement

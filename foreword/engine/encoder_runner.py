@@ -22,7 +22,7 @@ from foreword.engine.fault_isolation import NONFINITE
 from foreword.engine.timers import StepTimer
 from foreword.errors import InvalidRequest, RequestFailed
 from foreword.kernels.gpu import is_device_lost
-from foreword.models.base import VisionEncoder
+from foreword.models.interfaces import VisionEncoder
 
 logger = logging.getLogger(__name__)
 

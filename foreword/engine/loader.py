@@ -54,11 +54,11 @@ from foreword.kv_cache.block_pool import BlockPool
 from foreword.kv_cache.storage import KVStorage
 from foreword.layers.lora import LoraLimits
 from foreword.lora.slots import AdapterSlots
-from foreword.models.base import Model, Precision
-from foreword.models.loader import load_model, read_model_info, weight_files
+from foreword.models.interfaces import Model, Precision
+from foreword.models.model_loader import load_model, read_model_info, weight_files
 from foreword.planning.hardware import hardware_info, probe_hardware
 from foreword.planning.memory import GIB, DeviceMemory, ModelInfo
-from foreword.planning.plan import ModelDescription
+from foreword.planning.memory_plan import ModelDescription
 from foreword.planning.resolve import (
     EngineInfo,
     HardwareInfo,

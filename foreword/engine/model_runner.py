@@ -20,7 +20,7 @@ from foreword.errors import ForewordError, GrammarFailed, RequestFailed, Unsatis
 from foreword.executor.decode_loop import SupportsDecodeLoop
 from foreword.executor.graph_runner import with_graphs
 from foreword.kv_cache.storage import KVStorage
-from foreword.models.base import Model
+from foreword.models.interfaces import Model
 from foreword.sampling.logits_processors import masking_fields
 from foreword.sampling.sampler import ALL_MASKED, Sampler, SamplerOutput
 from foreword.sampling.verify import verify

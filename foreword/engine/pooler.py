@@ -19,7 +19,7 @@ from foreword.engine.schedule_output import ScheduledRequest
 from foreword.errors import RequestFailed
 from foreword.executor.graph_runner import with_graphs
 from foreword.kv_cache.storage import KVStorage
-from foreword.models.base import Model
+from foreword.models.interfaces import Model
 
 PARTIAL_SUMS = 32  # partial sums of a mean: fewer rounding errors than one running sum
 

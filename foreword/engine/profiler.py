@@ -21,7 +21,7 @@ from foreword.core.request import Request, RequestState
 from foreword.engine.batch_builder import BatchBuilder
 from foreword.engine.model_runner import ModelRunner
 from foreword.engine.schedule_output import ScheduledRequest
-from foreword.models.base import VisionEncoder
+from foreword.models.interfaces import VisionEncoder
 from foreword.planning.memory import GIB, DeviceMemory
 from foreword.planning.resolve import ResolvedConfig
 from foreword.speculation.base import ModelBasedDrafter

@@ -42,7 +42,7 @@ from foreword.engine_client.messages import (
 )
 from foreword.errors import ConfigError, ForewordError, RequestFailed
 from foreword.planning.hardware import apply_placement
-from foreword.planning.plan import ModelDescription
+from foreword.planning.memory_plan import ModelDescription
 from foreword.utils.logging import log_model, set_up_logging
 
 logger = logging.getLogger(__name__)

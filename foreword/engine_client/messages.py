@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from foreword.config.lora import AdapterInfo
 from foreword.config.options import Config
 from foreword.errors import ForewordError
-from foreword.planning.plan import ModelDescription
+from foreword.planning.memory_plan import ModelDescription
 from foreword.planning.resolve import EngineInfo, ResolvedConfig
 from foreword.speculation.control.cost_model import MeasuredCosts
 

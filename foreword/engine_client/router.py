@@ -30,8 +30,8 @@ from foreword.engine_client.resume import CrashSuspects, InflightRequest, crash_
 from foreword.engine_client.routing import BlockIndex, ReplicaLoad, RoutingPolicy, choose
 from foreword.errors import AdapterConflict, ConfigError, EngineDead, ForewordError, NoReplica
 from foreword.kv_cache.prefix_cache import extend_hashes
+from foreword.planning.replica_resources import read_machine, replica_configs
 from foreword.planning.resolve import EngineInfo
-from foreword.planning.topology import read_machine, replica_configs
 from foreword.utils.logging import log_model
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from foreword.config.models_file import ModelsConfig
 from foreword.config.options import Config, parse_cpus
 from foreword.engine_client.base import EngineClient
-from foreword.planning.topology import Machine
+from foreword.planning.replica_resources import Machine
 
 
 @dataclass(frozen=True, slots=True)

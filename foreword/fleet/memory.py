@@ -32,7 +32,8 @@ from foreword.planning.memory import (
     cuda_graph_reserve,
     kv_bytes_per_token,
 )
-from foreword.planning.plan import MemoryPart, ModelDescription, plan_memory
+from foreword.planning.memory_plan import MemoryPart, ModelDescription, plan_memory
+from foreword.planning.replica_resources import read_machine
 from foreword.planning.resolve import (
     MAX_CPU_KV_BYTES,
     ResolvedConfig,
@@ -41,7 +42,6 @@ from foreword.planning.resolve import (
     resolve,
     resolve_dtypes,
 )
-from foreword.planning.topology import read_machine
 from foreword.weights.hub import resolve_path
 
 PROCESS_BYTES: Final = 256 << 20  # of an engine beside its model: interpreter, libraries, heap

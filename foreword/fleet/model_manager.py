@@ -26,7 +26,7 @@ from foreword.fleet.server_stack import ServerStack
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.metrics.server_metrics import ServerMetrics
 from foreword.planning.memory import format_bytes
-from foreword.planning.topology import read_machine
+from foreword.planning.replica_resources import read_machine
 from foreword.server.model_names import ServedModel
 from foreword.server.registry import ManagedModel, ModelStatus, ServedModels
 from foreword.utils.logging import log_model

@@ -17,10 +17,10 @@ from foreword.kernels.ops import QuantizedBlocks
 from foreword.kernels.quantization import QUANT_BLOCKS, dequantize
 from foreword.layers.lora import LoraWeights
 from foreword.lora.config import CONFIG_FILE, read_adapter_config
+from foreword.weights.gguf.gguf_weights import FLOAT_DTYPES, PERMUTED_QK_ARCHITECTURES, gguf_name
 from foreword.weights.gguf.header import TensorInfo, is_gguf, open_gguf
-from foreword.weights.gguf.tensors import FLOAT_DTYPES, PERMUTED_QK_ARCHITECTURES, gguf_name
-from foreword.weights.mmap_file import MappedFile
-from foreword.weights.safetensors import SafetensorsFile
+from foreword.weights.mapped_file import MappedFile
+from foreword.weights.safetensors_file import SafetensorsFile
 
 WEIGHTS_FILE, PICKLE_FILE = "adapter_model.safetensors", "adapter_model.bin"
 TENSOR_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")

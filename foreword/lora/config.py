@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from foreword.errors import CheckpointError
-from foreword.weights.config import read_json
-from foreword.weights.name_patterns import NamePattern, find_first
+from foreword.weights.config_reader import read_json
+from foreword.weights.module_patterns import NamePattern, find_first
 
 CONFIG_FILE = "adapter_config.json"
 ALL_LINEAR = "all-linear"

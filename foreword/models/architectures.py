@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from foreword.errors import CheckpointError
-from foreword.models.decoder import Decoder, DecoderConfig
+from foreword.models.decoder import Decoder
+from foreword.models.decoder_config import DecoderConfig
 from foreword.models.ernie4_5 import Ernie45
 from foreword.models.exaone4 import Exaone4
 from foreword.models.gemma2 import Gemma2
@@ -28,8 +29,8 @@ from foreword.models.qwen2_moe import Qwen2Moe
 from foreword.models.qwen3 import Qwen3
 from foreword.models.qwen3_moe import Qwen3Moe
 from foreword.models.smollm3 import SmolLM3
-from foreword.weights.config import ConfigReader
-from foreword.weights.unsupported import describe_checkpoint
+from foreword.weights.config_reader import ConfigReader
+from foreword.weights.unsupported_families import describe_checkpoint
 
 ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
     {

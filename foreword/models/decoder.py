@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,63 +20,14 @@ from foreword.layers.lora import LoraLayers, LoraLimits
 from foreword.layers.mlp import MLP
 from foreword.layers.moe import MoE, SharedExpert
 from foreword.layers.norm import RMSNorm
-from foreword.layers.rope import Rope, RopeConfig
+from foreword.layers.rope import Rope
 from foreword.layers.weights import Weights
-from foreword.models.base import KVCache, Precision, VisionEncoder
-from foreword.models.experts import MoEConfig, load_experts
+from foreword.models.decoder_config import DecoderConfig, LayerType
+from foreword.models.expert_weights import MoEConfig, load_experts
+from foreword.models.interfaces import KVCache, Precision, VisionEncoder
 from foreword.planning.memory import ModelInfo
-from foreword.weights.config import ConfigReader
-from foreword.weights.tensors import DeinterleavedWeights
-
-
-@dataclass(frozen=True, slots=True)
-class LayerType:
-    """Attention window and RoPE of a layer."""
-
-    window: int | None  # tokens; None: full attention
-    rope: RopeConfig
-
-
-@dataclass(frozen=True, slots=True)
-class QKNorm:
-    """RMS norms of queries and keys."""
-
-    names: tuple[str, str] = ("q_norm", "k_norm")  # in the checkpoint
-    all_heads: bool = False  # over all heads together, not over each
-    after_rope: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderConfig:
-    """Shape and options of a checkpoint."""
-
-    architecture: str
-    dtype: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    context_length: int  # positions the model was trained for
-    eps: float
-    activation: str
-    layer_types: tuple[LayerType, ...]  # one per layer
-    tie_word_embeddings: bool
-    attn_scale: float
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: QKNorm | None = None
-    interleaved_rope: bool = False  # RoPE turns pairs of neighbours, not the two halves of a head
-    norm_offset: float = 0.0  # added to norm weights
-    embedding_scale: float = 1.0  # of tokens, rounded to the activations' type (as Gemma was trained)
-    input_scale: float = 1.0  # of tokens and image features
-    logit_scale: float = 1.0
-    attn_softcap: float | None = None
-    logit_softcap: float | None = None
-    attn_sinks: bool = False  # a score of each head without a value, see Ops.attention
-    moe: MoEConfig | None = None
+from foreword.weights.config_reader import ConfigReader
+from foreword.weights.renamed_weights import DeinterleavedWeights
 
 
 class DecoderLayer(Protocol):

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from foreword.layers.rope import NO_ROPE
-from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows, read_window
-from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, LayerType, QKNorm
+from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder_config import (
+    DecoderConfig,
+    LayerType,
+    QKNorm,
+    read_decoder_config,
+    read_head_dim,
+    read_layer_windows,
+    read_window,
+)
 from foreword.models.olmo2 import EPS, Olmo2Layer
-from foreword.models.rope import read_rope
-from foreword.weights.config import ConfigReader
+from foreword.models.rope_options import read_rope
+from foreword.weights.config_reader import ConfigReader
 
 WINDOW = 4096  # default; null means no window, and RoPE in all layers
 WINDOW_PERIOD = 4  # every n-th layer has full attention

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows, read_window
-from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, LayerType, QKNorm
+from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder_config import (
+    DecoderConfig,
+    LayerType,
+    QKNorm,
+    read_decoder_config,
+    read_head_dim,
+    read_layer_windows,
+    read_window,
+)
 from foreword.models.gemma2 import HEAD_DIM, WINDOW, Gemma2Layer, apply_gemma_options
-from foreword.models.rope import read_local_and_global_rope
-from foreword.weights.config import ConfigReader
+from foreword.models.rope_options import read_local_and_global_rope
+from foreword.weights.config_reader import ConfigReader
 
 WINDOW_PERIOD = 6  # every n-th layer is global
 GLOBAL_THETA = 1_000_000.0

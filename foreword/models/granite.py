@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.common import read_decoder_config
-from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder_config import DecoderConfig, read_decoder_config
 from foreword.models.llama import LlamaLayer
-from foreword.weights.config import ConfigReader
+from foreword.weights.config_reader import ConfigReader
 
 
 class Granite(Decoder):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.common import read_moe_config
-from foreword.models.decoder import DecoderConfig
-from foreword.models.experts import ExpertNames
+from foreword.models.decoder_config import DecoderConfig, read_moe_config
+from foreword.models.expert_weights import ExpertNames
 from foreword.models.granite import Granite
-from foreword.weights.config import ConfigReader
+from foreword.weights.config_reader import ConfigReader
 
 NAMES = ExpertNames(
     module="block_sparse_moe",

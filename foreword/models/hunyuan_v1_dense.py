@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from foreword.layers.rope import RopeConfig
-from foreword.models.common import read_decoder_config, read_head_dim, read_num_layers
-from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, LayerType, QKNorm
+from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder_config import (
+    DecoderConfig,
+    LayerType,
+    QKNorm,
+    read_decoder_config,
+    read_head_dim,
+    read_num_layers,
+)
 from foreword.models.llama import LlamaLayer
-from foreword.models.rope import read_rope
-from foreword.weights.config import ConfigReader
+from foreword.models.rope_options import read_rope
+from foreword.weights.config_reader import ConfigReader
 
 EPS = 1e-5
 # Options that published checkpoints have with the only value that the architecture knows.

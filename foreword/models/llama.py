@@ -6,9 +6,9 @@ from torch import Tensor
 
 from foreword.core.batch import KVLayer
 from foreword.layers.attention import ForwardContext
-from foreword.models.common import read_decoder_config
-from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
-from foreword.weights.config import ConfigReader
+from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder_config import DecoderConfig, read_decoder_config
+from foreword.weights.config_reader import ConfigReader
 
 
 class LlamaLayer:

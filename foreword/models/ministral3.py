@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows, read_window
-from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, LayerType
+from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder_config import (
+    DecoderConfig,
+    LayerType,
+    read_decoder_config,
+    read_head_dim,
+    read_layer_windows,
+    read_window,
+)
 from foreword.models.llama import LlamaLayer
-from foreword.models.rope import read_query_scaled_rope
-from foreword.weights.config import ConfigReader
+from foreword.models.rope_options import read_query_scaled_rope
+from foreword.weights.config_reader import ConfigReader
 
 HEAD_DIM = 128
 EPS = 1e-5

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.common import read_decoder_config, read_moe_config, read_num_layers, read_window
-from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
-from foreword.models.experts import ExpertNames
+from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder_config import (
+    DecoderConfig,
+    read_decoder_config,
+    read_moe_config,
+    read_num_layers,
+    read_window,
+)
+from foreword.models.expert_weights import ExpertNames
 from foreword.models.llama import LlamaLayer
-from foreword.weights.config import ConfigReader
+from foreword.weights.config_reader import ConfigReader
 
 NAMES = ExpertNames(module="block_sparse_moe", projections=("w1", "w3", "w2"))
 

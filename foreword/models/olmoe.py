@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.common import read_decoder_config, read_moe_config
-from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, QKNorm
-from foreword.models.experts import ExpertNames
+from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder_config import DecoderConfig, QKNorm, read_decoder_config, read_moe_config
+from foreword.models.expert_weights import ExpertNames
 from foreword.models.llama import LlamaLayer
-from foreword.weights.config import ConfigReader
+from foreword.weights.config_reader import ConfigReader
 
 
 class Olmoe(Decoder):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from foreword.models.common import read_decoder_config, read_layer_windows, read_window
-from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder_config import DecoderConfig, read_decoder_config, read_layer_windows, read_window
 from foreword.models.llama import LlamaLayer
-from foreword.weights.config import ConfigReader
+from foreword.weights.config_reader import ConfigReader
 
 WINDOW = 4096
 MAX_WINDOW_LAYERS = 28

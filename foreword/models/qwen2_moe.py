@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreword.models.common import read_decoder_config, read_layer_windows, read_moe_config, read_window
-from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
-from foreword.models.experts import ExpertNames
+from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder_config import (
+    DecoderConfig,
+    read_decoder_config,
+    read_layer_windows,
+    read_moe_config,
+    read_window,
+)
+from foreword.models.expert_weights import ExpertNames
 from foreword.models.llama import LlamaLayer
 from foreword.models.qwen3_moe import read_expert_layers
-from foreword.weights.config import ConfigReader
+from foreword.weights.config_reader import ConfigReader
 
 WINDOW = 4096
 MAX_WINDOW_LAYERS = 28

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from foreword.models.common import read_decoder_config
-from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, QKNorm
+from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder_config import DecoderConfig, QKNorm, read_decoder_config
 from foreword.models.llama import LlamaLayer
 from foreword.models.qwen2 import read_qwen_layer_windows
-from foreword.weights.config import ConfigReader
+from foreword.weights.config_reader import ConfigReader
 
 HEAD_DIM = 128
 

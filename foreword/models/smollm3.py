@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from foreword.layers.rope import NO_ROPE
-from foreword.models.common import (
+from foreword.models.decoder import Decoder, DecoderLayer, LayerBuilder
+from foreword.models.decoder_config import (
+    DecoderConfig,
+    LayerType,
     read_decoder_config,
     read_head_dim,
     read_layer_windows,
     read_num_layers,
     read_window,
 )
-from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, LayerType
 from foreword.models.llama import LlamaLayer
-from foreword.models.rope import read_rope
-from foreword.weights.config import ConfigReader
+from foreword.models.rope_options import read_rope
+from foreword.weights.config_reader import ConfigReader
 
 NO_ROPE_INTERVAL = 4  # every n-th layer has no RoPE
 THETA = 2_000_000.0

@@ -12,8 +12,8 @@ from typing import Final
 from foreword.core.images import PromptImage
 from foreword.errors import InvalidRequest
 from foreword.multimodal import limits
-from foreword.multimodal.base import ImageProcessor
 from foreword.multimodal.decode_worker import PIXELS, SIZE
+from foreword.multimodal.image_processor import ImageProcessor
 from foreword.multimodal.limits import MediaLimits
 from foreword.workers.pool import JobFailed, JobLimits, WorkerPool
 

@@ -14,8 +14,8 @@ from typing import Final
 
 from PIL import Image
 
-from foreword.multimodal.base import ImageProcessor
 from foreword.multimodal.decode import ImageError, decode, read_size
+from foreword.multimodal.image_processor import ImageProcessor
 from foreword.multimodal.limits import MediaLimits
 from foreword.workers.worker import serve
 

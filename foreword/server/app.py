@@ -21,7 +21,7 @@ from foreword.engine_client.base import EngineClient
 from foreword.errors import ModelLoading
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import MetricsRecorder
-from foreword.multimodal.base import ImageProcessor
+from foreword.multimodal.image_processor import ImageProcessor
 from foreword.server.admission import AdmissionMiddleware
 from foreword.server.answering.image_intake import ImageIntake, ImageMemory
 from foreword.server.apis.chat import routes as chat

@@ -24,9 +24,9 @@ from foreword.core.images import PromptImage, expand_placeholders
 from foreword.core.params import SEED_MASK, SamplingParams
 from foreword.core.request import POOLING_TYPES, Request
 from foreword.errors import ContextLengthExceeded, InvalidRequest, Unsupported
-from foreword.multimodal.base import ImageProcessor
 from foreword.multimodal.fetch import ImageSource
-from foreword.multimodal.images import ImageLoader
+from foreword.multimodal.image_loader import ImageLoader
+from foreword.multimodal.image_processor import ImageProcessor
 from foreword.multimodal.limits import MediaLimits
 from foreword.tokenizer.answer_cache import AnswerTokenCache
 from foreword.tokenizer.chat_template import ChatTemplate

@@ -18,7 +18,7 @@ from foreword.config.models_file import ModelEntry
 from foreword.config.options import Config
 from foreword.demo import MODEL
 from foreword.fleet.memory import ModelPlan
-from foreword.planning.plan import MemoryPart
+from foreword.planning.memory_plan import MemoryPart
 
 FILE = """
 memory_limit: 1200MiB

@@ -8,7 +8,7 @@ from transformers.image_processing_utils import select_best_resolution
 from transformers.models.llava_next.modeling_llava_next import unpad_image
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 
-from foreword.core.images import choose_resolution, compute_tiling
+from foreword.core.anyres_tiles import choose_resolution, compute_tiling
 
 RESOLUTIONS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 SIZES = st.tuples(st.integers(1, 3000), st.integers(1, 3000))

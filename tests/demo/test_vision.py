@@ -12,7 +12,7 @@ from foreword import LLM, SamplingParams, demo
 from foreword.checkpoint import read_tokenizer, resolve_paths
 from foreword.config.options import Config
 from foreword.core.images import expand_placeholders
-from foreword.multimodal.processor import read_processor
+from foreword.multimodal.processor_registry import read_processor
 from tests.support.forward_helpers import ForwardHelper
 from tests.support.vs_transformers import TransformersReference
 from training.vision.cases import Case, cases

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.embedding.batcher import EncodeCall, FairBatcher
-from foreword.embedding.messages import EncoderInput
+from foreword.embedding.encoder_messages import EncoderInput
 
 
 def add(batcher: FairBatcher, *sizes: int) -> EncodeCall:

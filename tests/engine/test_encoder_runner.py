@@ -20,7 +20,7 @@ from foreword.engine.engine import Engine
 from foreword.engine.loader import load
 from foreword.engine.trace import replay
 from foreword.errors import InvalidRequest, RequestFailed
-from foreword.models.loader import read_model_info
+from foreword.models.model_loader import read_model_info
 from tests.support.checkpoints import EOS, write_checkpoint
 from tests.support.fault_injection import Fault, FaultInjector
 from tests.support.forward_helpers import ForwardHelper

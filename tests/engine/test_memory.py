@@ -25,7 +25,7 @@ from foreword.engine.profiler import (
     profile_memory,
 )
 from foreword.errors import ConfigError
-from foreword.models.loader import read_model_info
+from foreword.models.model_loader import read_model_info
 from foreword.planning.hardware import hardware_info, probe_hardware
 from foreword.planning.memory import DeviceMemory, estimate_memory
 from foreword.planning.resolve import ResolvedConfig, resolve

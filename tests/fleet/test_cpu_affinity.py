@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from foreword.config.models_file import read_models
 from foreword.config.options import Config
 from foreword.fleet.cpu_affinity import ThreadDemand, ThreadSharing, assign_gpus, share_threads
-from foreword.planning.topology import Machine
+from foreword.planning.replica_resources import Machine
 
 
 def everywhere(max_threads: int, num_cpus: int = 8) -> ThreadDemand:

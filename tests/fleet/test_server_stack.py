@@ -10,7 +10,7 @@ import pytest
 
 from foreword.checkpoint import prepare_checkpoint
 from foreword.config.options import Config
-from foreword.embedding.messages import EncoderInfo
+from foreword.embedding.encoder_messages import EncoderInfo
 from foreword.fleet.server_stack import ServerStack
 from foreword.server.http.request_log import RequestLog
 from foreword.server.lifecycle import DrainState

@@ -17,9 +17,9 @@ from torch import Tensor
 from foreword.errors import CheckpointError
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.lora.adapter import Adapter, read_adapter
-from foreword.models.base import Precision
-from foreword.models.loader import load_model
-from foreword.weights import name_patterns
+from foreword.models.interfaces import Precision
+from foreword.models.model_loader import load_model
+from foreword.weights import module_patterns
 from tests.support.checkpoints import write_checkpoint
 from tests.support.lora_files import write_adapter, write_gguf_adapter
 
@@ -169,7 +169,7 @@ def test_bounds_and_targets(base: tuple[Path, Shapes], tmp_path: Path) -> None:
 def test_pattern_that_takes_forever_is_refused(
     base: tuple[Path, Shapes], tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(name_patterns, "LIMITS", replace(name_patterns.LIMITS, cpu_s=0.2))
+    monkeypatch.setattr(module_patterns, "LIMITS", replace(module_patterns.LIMITS, cpu_s=0.2))
     model, shapes = base
     pattern = "(([a-z._0-9])+)+X"
     value = pattern if option == "target_modules" else {pattern: 4}

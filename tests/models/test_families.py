@@ -11,8 +11,8 @@ from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.architectures import ARCHITECTURES
-from foreword.models.base import Precision
-from foreword.models.loader import load_model, read_model_info
+from foreword.models.interfaces import Precision
+from foreword.models.model_loader import load_model, read_model_info
 from tests.support.checkpoints import FAMILIES, MOE_FAMILIES, VOCAB_SIZE, write_checkpoint
 from tests.support.forward_helpers import ForwardHelper
 

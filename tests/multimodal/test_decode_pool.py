@@ -17,7 +17,7 @@ from PIL.Image import Resampling
 from foreword.errors import InvalidRequest
 from foreword.multimodal.decode_pool import ImageDecodePool
 from foreword.multimodal.limits import MediaLimits
-from foreword.multimodal.qwen_vl import QwenVLProcessor
+from foreword.multimodal.qwen_vl_processor import QwenVLProcessor
 from foreword.workers.pool import Worker
 from tests.multimodal.test_decode import SOUND
 from tests.support.image_files import black_png, encode_image, random_drawing

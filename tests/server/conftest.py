@@ -25,7 +25,7 @@ from foreword.config.options import Config
 from foreword.engine_client.base import EngineClient
 from foreword.engine_client.process_client import ProcessClient
 from foreword.metrics.recorder import MetricsRecorder
-from foreword.multimodal.base import ImageProcessor
+from foreword.multimodal.image_processor import ImageProcessor
 from foreword.server.app import create_app
 from foreword.server.http.protocol import uvicorn_config
 from foreword.server.http.request_log import RequestLog

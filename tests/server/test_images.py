@@ -22,7 +22,7 @@ from starlette.requests import Request
 
 from foreword.config.options import Config
 from foreword.errors import RequestFailed
-from foreword.multimodal.qwen_vl import QwenVLProcessor
+from foreword.multimodal.qwen_vl_processor import QwenVLProcessor
 from foreword.server.answering.image_intake import MAX_CONCURRENT_IMAGES
 from foreword.server.apis.chat.body import ChatBody
 from foreword.server.http.middleware import BodyLimitMiddleware

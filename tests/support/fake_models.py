@@ -25,7 +25,7 @@ from foreword.fleet.memory import FleetPlan, ModelPlan
 from foreword.fleet.model_manager import ModelManager
 from foreword.metrics.definitions import INFO_LABELS
 from foreword.metrics.recorder import MetricsRecorder
-from foreword.planning.plan import MemoryPart
+from foreword.planning.memory_plan import MemoryPart
 from foreword.planning.resolve import EngineInfo
 from foreword.server.app import make_context, models_app
 from foreword.server.http.request_log import RequestLog

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import Chunk, build_batch
-from foreword.core.images import MRopePositions, PromptImage
+from foreword.core.images import PromptImage
+from foreword.core.mrope import MRopePositions
 from foreword.executor.graph_runner import with_graphs
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kv_cache.storage import KVStorage
-from foreword.models.base import Precision
-from foreword.models.loader import load_model
+from foreword.models.interfaces import Precision
+from foreword.models.model_loader import load_model
 
 
 class ForwardHelper:

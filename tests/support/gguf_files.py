@@ -19,7 +19,7 @@ from gguf import TokenType
 from safetensors.torch import load_file
 from torch import Tensor
 
-from foreword.weights.gguf.tensors import gguf_name
+from foreword.weights.gguf.gguf_weights import gguf_name
 from tests.support.gguf_k_quants import K_QUANTS
 
 ARCHITECTURES = {

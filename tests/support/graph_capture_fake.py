@@ -23,8 +23,8 @@ from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.reference.decode_ops import DecodeOps
 from foreword.kernels.reference.sampling import gumbel
 from foreword.kv_cache.storage import KVStorage
-from foreword.models.base import Precision
-from foreword.models.loader import load_model
+from foreword.models.interfaces import Precision
+from foreword.models.model_loader import load_model
 
 BLOCK_SIZE, MAX_BLOCKS = 4, 16
 CONTEXT_LEN = BLOCK_SIZE * MAX_BLOCKS

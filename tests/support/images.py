@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 from PIL.Image import Resampling
 
-from foreword.multimodal.llava import LlavaProcessor
+from foreword.multimodal.llava_processor import LlavaProcessor
 from foreword.tokenizer.files import TokenizerFiles
 from foreword.tokenizer.tokenizer import Tokenizer
 from tests.support.fakes import CHATML, END, EOS, byte_backend

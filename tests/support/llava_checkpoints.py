@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from foreword.core.images import compute_tiling
+from foreword.core.anyres_tiles import compute_tiling
 from tests.support.checkpoints import IMAGE_CHAT_TEMPLATE, Shapes, linear_shapes, norm_shapes
 
 IMAGE_TOKEN = "<image>"

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from foreword.utils.mapped_memory import release_pages
-from foreword.weights.mmap_file import MappedFile
+from foreword.weights.mapped_file import MappedFile
 
 NUM_BYTES = 8 << 20
 

@@ -10,9 +10,9 @@ import torch
 from foreword import LLM, SamplingParams
 from foreword.errors import CheckpointError
 from foreword.kernels.reference.backend import ReferenceOps
-from foreword.models.base import Precision
-from foreword.models.loader import load_model, read_model_info
-from foreword.weights.tensors import DummyWeights
+from foreword.models.interfaces import Precision
+from foreword.models.model_loader import load_model, read_model_info
+from foreword.weights.dummy_weights import DummyWeights
 from tests.support.checkpoints import FAMILIES, write_checkpoint
 from tests.support.gguf_files import Kind, write_gguf
 from tests.support.vision_checkpoints import write_vision_checkpoint

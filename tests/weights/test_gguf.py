@@ -14,11 +14,11 @@ from foreword import LLM, SamplingParams
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.library import FORMAT_IDS, load_library
 from foreword.kernels.reference.backend import ReferenceOps
-from foreword.models.base import Precision
-from foreword.models.loader import load_model, read_model_info, weight_files
+from foreword.models.interfaces import Precision
+from foreword.models.model_loader import load_model, read_model_info, weight_files
+from foreword.weights.gguf.gguf_weights import PACKED_TYPES
 from foreword.weights.gguf.header import open_gguf
-from foreword.weights.gguf.tensors import PACKED_TYPES
-from foreword.weights.mmap_file import MappedFile
+from foreword.weights.mapped_file import MappedFile
 from tests.support.checkpoints import FAMILIES, write_checkpoint, write_drafter
 from tests.support.forward_helpers import ForwardHelper
 from tests.support.gguf_files import CODEBOOK_TYPES, Kind, quantize, write_gguf
@@ -352,7 +352,7 @@ def test_every_type_without_kernels_is_named(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(CheckpointError, match=missing + "--gguf-dequantize converts"):
         read_model_info(file)
     assert read_model_info(file, gguf_dequantize=True)
-    monkeypatch.setattr("foreword.weights.gguf.tensors.has_gguf_package", lambda: False)
+    monkeypatch.setattr("foreword.weights.gguf.gguf_weights.has_gguf_package", lambda: False)
     with pytest.raises(CheckpointError, match=missing + r".*pip install 'foreword\[gguf\]'"):
         read_model_info(file, gguf_dequantize=True)
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.errors import CheckpointError
-from foreword.models import loader
-from foreword.weights.gguf.config import NOOP_VALUES
+from foreword.models import model_loader
 from foreword.weights.gguf.header import GGUFFile, open_gguf
+from foreword.weights.gguf.hf_config import NOOP_VALUES
 from tests.support.budget import SHARED_FIXTURES, examples
 from tests.support.checkpoints import FAMILIES, write_checkpoint
 from tests.support.gguf_files import write_gguf
@@ -85,8 +85,8 @@ def read(file: GGUFFile, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     metadata = {**file.metadata, **{f"{name}.{key}": value for key, value in changes.items()}}
     sound = {key: value for key, value in metadata.items() if value is not None}
     with monkeypatch.context() as patch, at_most(1 << 30):
-        patch.setattr(loader, "open_gguf", lambda path: replace(file, metadata=sound))
-        return loader.read_model_info(file.path)
+        patch.setattr(model_loader, "open_gguf", lambda path: replace(file, metadata=sound))
+        return model_loader.read_model_info(file.path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -18,13 +18,13 @@ from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.ops import Float8Blocks, GroupedInts
 from foreword.kernels.quantization import dequantize
 from foreword.kernels.reference.backend import ReferenceOps
-from foreword.models.base import Model, Precision
-from foreword.models.loader import check_weights, load_model, read_model_info
-from foreword.weights import name_patterns
-from foreword.weights.config import ConfigReader, read_json
-from foreword.weights.device_loader import DeviceLoader
-from foreword.weights.quantized.config import read_quantization
-from foreword.weights.quantized.weights import QuantizedWeights
+from foreword.models.interfaces import Model, Precision
+from foreword.models.model_loader import check_weights, load_model, read_model_info
+from foreword.weights import module_patterns
+from foreword.weights.config_reader import ConfigReader, read_json
+from foreword.weights.file_to_device import DeviceLoader
+from foreword.weights.quantized.quantization_config import read_quantization
+from foreword.weights.quantized.quantized_weights import QuantizedWeights
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.cpu_kernels import FORCED_ISA
 from tests.support.forward_helpers import ForwardHelper
@@ -333,7 +333,7 @@ def test_config_is_refused_by_name_from_the_headers(
 def test_pattern_that_takes_forever_is_refused(
     kind: str, options: dict[str, Any], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(name_patterns, "LIMITS", replace(name_patterns.LIMITS, cpu_s=0.2))
+    monkeypatch.setattr(module_patterns, "LIMITS", replace(module_patterns.LIMITS, cpu_s=0.2))
     path = tmp_path / "model"
     write_quantized(source, path, kind)
     config = read_json(path / "config.json")["quantization_config"]

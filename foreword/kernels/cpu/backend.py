@@ -40,7 +40,7 @@ NULL_OPERAND = Operand(AddressSpace.ABSOLUTE, 0, 0, 0)
 
 
 class CpuOps(NativeSampling, UnfusedOps):
-    """Each operation is an instruction (csrc/common/forward_program.h) that runs at once; a compiled function is a program.
+    """Runs each operation at once (csrc/common/forward_program.h); a compiled function is a program.
 
     Activations are float32 or bfloat16. One caller at a time.
     """

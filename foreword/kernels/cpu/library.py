@@ -1,4 +1,7 @@
-"""The compiled library and its structures in ctypes (csrc/common/forward_program.h, csrc/common/kernels.h). No torch."""
+"""The compiled library and its structures in ctypes. No torch.
+
+csrc/common/forward_program.h and csrc/common/kernels.h define them.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,7 @@ class ProgramInputs(ctypes.Structure):
 
 
 class DraftArgs(ctypes.Structure):
-    """A draft: several passes and the sampling between them; csrc/drafting/draft_loop.h defines the fields."""
+    """A draft: several passes and the sampling between them; fields as in csrc/drafting/draft_loop.h."""
 
     _fields_ = (
         ("jobs", c_void_p),

@@ -15,20 +15,21 @@ from foreword.core.images import PromptImage
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
 from foreword.models.architectures import read_decoder
-from foreword.models.base import Precision, VisionEncoder
-from foreword.models.decoder import Decoder, DecoderConfig
-from foreword.models.vision.base import (
+from foreword.models.decoder import Decoder
+from foreword.models.decoder_config import DecoderConfig
+from foreword.models.interfaces import Precision, VisionEncoder
+from foreword.models.vision.clip import CLIP
+from foreword.models.vision.siglip import Siglip
+from foreword.models.vision.vision_layers import ACTIVATIONS, VisionMLP, unquantized_format
+from foreword.models.vision.vision_model import (
     Normalization,
     VisionModel,
     read_image_token_id,
     read_normalization,
     read_preprocessor_config,
 )
-from foreword.models.vision.clip import CLIP
-from foreword.models.vision.layers import ACTIVATIONS, VisionMLP, unquantized_format
-from foreword.models.vision.siglip import Siglip
 from foreword.models.vision.vit import VisionTransformer, ViTConfig
-from foreword.weights.config import ConfigReader, read_text_config
+from foreword.weights.config_reader import ConfigReader, read_text_config
 
 VIT_TYPES: Mapping[str, type[VisionTransformer]] = MappingProxyType(
     {"clip_vision_model": CLIP, "siglip_vision_model": Siglip}

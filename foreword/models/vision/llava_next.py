@@ -10,13 +10,15 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from foreword.core.images import PromptImage, Size, compute_tiling
+from foreword.core.anyres_tiles import Size, compute_tiling
+from foreword.core.images import PromptImage
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
-from foreword.models.base import Precision, VisionEncoder
-from foreword.models.decoder import Decoder, DecoderConfig
+from foreword.models.decoder import Decoder
+from foreword.models.decoder_config import DecoderConfig
+from foreword.models.interfaces import Precision, VisionEncoder
 from foreword.models.vision.llava import Llava, LlavaConfig, LlavaTower, read_llava_config
-from foreword.weights.config import ConfigReader
+from foreword.weights.config_reader import ConfigReader
 
 DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 MAX_PINPOINTS = 1024

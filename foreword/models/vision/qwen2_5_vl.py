@@ -11,12 +11,10 @@ from foreword.kernels.ops import Ops
 from foreword.layers.mlp import MLP
 from foreword.layers.norm import RMSNorm
 from foreword.layers.weights import Weights
-from foreword.models.base import Precision, VisionEncoder
-from foreword.models.common import ACTIVATIONS as GATED_ACTIVATIONS
-from foreword.models.decoder import DecoderConfig
+from foreword.models.decoder_config import ACTIVATIONS as GATED_ACTIVATIONS
+from foreword.models.decoder_config import DecoderConfig
+from foreword.models.interfaces import Precision, VisionEncoder
 from foreword.models.qwen2 import Qwen2
-from foreword.models.vision.base import VisionModel
-from foreword.models.vision.layers import build_linear
 from foreword.models.vision.qwen_block import ImageContext, PatchMerger, QwenTowerConfig, VisionBlock
 from foreword.models.vision.qwen_config import (
     QWEN_WEIGHT_PREFIXES,
@@ -28,7 +26,9 @@ from foreword.models.vision.qwen_config import (
     read_vision_config,
 )
 from foreword.models.vision.qwen_tower import PatchGrid, QwenTower, partition_windows, reorder_cells
-from foreword.weights.config import ConfigReader
+from foreword.models.vision.vision_layers import build_linear
+from foreword.models.vision.vision_model import VisionModel
+from foreword.weights.config_reader import ConfigReader
 
 MAX_WINDOW_PIXELS = 1 << 12  # pixels of a side
 

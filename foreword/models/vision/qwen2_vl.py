@@ -8,10 +8,9 @@ from typing import ClassVar, Self
 from foreword.kernels.ops import Ops
 from foreword.layers.norm import LayerNorm
 from foreword.layers.weights import Weights
-from foreword.models.base import Precision, VisionEncoder
-from foreword.models.decoder import DecoderConfig
+from foreword.models.decoder_config import DecoderConfig
+from foreword.models.interfaces import Precision, VisionEncoder
 from foreword.models.qwen2 import Qwen2
-from foreword.models.vision.base import VisionModel
 from foreword.models.vision.qwen_block import PatchMerger, QwenTowerConfig, VisionBlock
 from foreword.models.vision.qwen_config import (
     QWEN_WEIGHT_PREFIXES,
@@ -22,7 +21,8 @@ from foreword.models.vision.qwen_config import (
     read_vision_config,
 )
 from foreword.models.vision.qwen_tower import QwenTower
-from foreword.weights.config import ConfigReader
+from foreword.models.vision.vision_model import VisionModel
+from foreword.weights.config_reader import ConfigReader
 
 MAX_MLP_RATIO = 64
 

@@ -16,10 +16,9 @@ from torch import Tensor
 from foreword.kernels.ops import Ops
 from foreword.layers.norm import LayerNorm
 from foreword.layers.weights import Weights
-from foreword.models.base import Precision, VisionEncoder
-from foreword.models.decoder import DecoderConfig
+from foreword.models.decoder_config import DecoderConfig
+from foreword.models.interfaces import Precision, VisionEncoder
 from foreword.models.qwen3 import Qwen3
-from foreword.models.vision.base import VisionModel
 from foreword.models.vision.qwen_block import PatchMerger, QwenTowerConfig, VisionBlock
 from foreword.models.vision.qwen_config import (
     QWEN_WEIGHT_PREFIXES,
@@ -31,7 +30,8 @@ from foreword.models.vision.qwen_config import (
     read_vision_config,
 )
 from foreword.models.vision.qwen_tower import PatchGrid, QwenTower
-from foreword.weights.config import ConfigReader
+from foreword.models.vision.vision_model import VisionModel
+from foreword.weights.config_reader import ConfigReader
 
 MAX_POSITIONS_PER_SIDE = 1 << 10  # learned positions
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from foreword.kernels.ops import MRopeSections, Ops
 from foreword.layers.weights import Weights
-from foreword.models.vision.base import Normalization
-from foreword.models.vision.layers import ATTENTION_COST_FACTOR, build_linear
+from foreword.models.vision.vision_layers import ATTENTION_COST_FACTOR, build_linear
+from foreword.models.vision.vision_model import Normalization
 
 LINEAR_CHUNK_ROWS = 512  # patches per piece in linear layers
 MERGE_CHUNK_CELLS = 128  # cells per piece in a merger

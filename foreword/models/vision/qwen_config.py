@@ -8,15 +8,26 @@ from pathlib import Path
 from types import MappingProxyType
 
 from foreword.kernels.ops import MRopeSections
-from foreword.models.common import MAX_HIDDEN_SIZE, MAX_LAYERS, read_decoder_config, read_head_dim
-from foreword.models.decoder import DecoderConfig, LayerType, QKNorm
+from foreword.models.decoder_config import (
+    MAX_HIDDEN_SIZE,
+    MAX_LAYERS,
+    DecoderConfig,
+    LayerType,
+    QKNorm,
+    read_decoder_config,
+    read_head_dim,
+)
 from foreword.models.qwen2 import read_qwen_layer_windows
 from foreword.models.qwen3 import HEAD_DIM
-from foreword.models.rope import read_rope
-from foreword.models.vision.base import read_image_token_id, read_normalization, read_preprocessor_config
-from foreword.models.vision.layers import ACTIVATIONS
+from foreword.models.rope_options import read_rope
 from foreword.models.vision.qwen_block import QwenTowerConfig
-from foreword.weights.config import ConfigReader, read_text_config
+from foreword.models.vision.vision_layers import ACTIVATIONS
+from foreword.models.vision.vision_model import (
+    read_image_token_id,
+    read_normalization,
+    read_preprocessor_config,
+)
+from foreword.weights.config_reader import ConfigReader, read_text_config
 
 QWEN_WEIGHT_PREFIXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -21,9 +21,9 @@ from foreword.layers.linear import Linear
 from foreword.layers.norm import LayerNorm
 from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
-from foreword.models.base import Precision
-from foreword.models.vision.layers import VisionMLP, unquantized_format
+from foreword.models.interfaces import Precision
 from foreword.models.vision.qwen_block import ImageContext, PatchMerger, QwenTowerConfig, VisionBlock
+from foreword.models.vision.vision_layers import VisionMLP, unquantized_format
 
 
 @dataclass(frozen=True, slots=True)

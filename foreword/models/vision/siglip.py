@@ -6,7 +6,7 @@ from torch import Tensor
 
 from foreword.layers.weights import Weights
 from foreword.models.vision.vit import VisionTransformer, ViTConfig, read_vit_config
-from foreword.weights.config import ConfigReader
+from foreword.weights.config_reader import ConfigReader
 
 
 class Siglip(VisionTransformer):

@@ -13,15 +13,15 @@ from torch import Tensor
 from foreword.kernels.ops import Ops
 from foreword.layers.norm import LayerNorm
 from foreword.layers.weights import Weights
-from foreword.models.common import MAX_HIDDEN_SIZE, MAX_LAYERS
-from foreword.models.vision.layers import (
+from foreword.models.decoder_config import MAX_HIDDEN_SIZE, MAX_LAYERS
+from foreword.models.vision.vision_layers import (
     ACTIVATIONS,
     ATTENTION_COST_FACTOR,
     PatchEmbedding,
     VisionMLP,
     build_linear,
 )
-from foreword.weights.config import ConfigReader
+from foreword.weights.config_reader import ConfigReader
 
 MAX_SIDE_PIXELS = 1 << 13
 MAX_PATCHES = 1 << 14  # per tile; attention is quadratic in them

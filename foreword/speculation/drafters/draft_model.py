@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import NULL_BLOCK, Batch, Chunk, SampleRow, build_batch
-from foreword.core.images import MRopePositions
+from foreword.core.mrope import MRopePositions
 from foreword.core.outputs import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
@@ -24,7 +24,7 @@ from foreword.kernels.ops import DraftJob, DraftLoop, DraftSamplingParams, Draft
 from foreword.kv_cache.block_manager import BlockManager
 from foreword.kv_cache.block_pool import BlockPool
 from foreword.kv_cache.storage import KVStorage
-from foreword.models.base import Model
+from foreword.models.interfaces import Model
 from foreword.sampling.logits_processors import draft_sampling_params, only_filters
 from foreword.sampling.sampler import Sampler
 from foreword.speculation.base import DraftRequest

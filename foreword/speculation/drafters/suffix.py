@@ -1,6 +1,6 @@
 """Drafts from the longest suffix match in the request's own text and in earlier outputs.
 
-The index is C++ (csrc/drafting/suffix_index.cpp); tests/support/suffix_index.py is its specification in Python.
+The index is C++ (csrc/drafting/suffix_index.cpp); tests/support/suffix_index.py specifies it in Python.
 """
 
 from __future__ import annotations

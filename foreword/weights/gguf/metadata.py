@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from foreword.errors import CheckpointError
-from foreword.weights.config import MISSING, ConfigReader
+from foreword.weights.config_reader import MISSING, ConfigReader
 from foreword.weights.gguf.header import GGUFFile, TensorInfo
 
 

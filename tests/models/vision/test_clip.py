@@ -11,9 +11,10 @@ import torch
 from foreword.errors import CheckpointError
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.vision.clip import CLIP
-from foreword.models.vision.layers import ATTENTION_COST_FACTOR
-from foreword.weights.config import ConfigReader
-from foreword.weights.tensors import FileWeights, MetaWeights
+from foreword.models.vision.vision_layers import ATTENTION_COST_FACTOR
+from foreword.weights.config_reader import ConfigReader
+from foreword.weights.dummy_weights import MetaWeights
+from foreword.weights.safetensors_weights import SafetensorsWeights
 from tests.support.vision_checkpoints import write_vision_checkpoint
 from tests.support.vs_transformers import TransformersReference
 
@@ -23,7 +24,7 @@ def test_every_layer_equals_transformers(tmp_path: Path, image_size: int) -> Non
     """Also where patches do not fill a tile."""
     path = write_vision_checkpoint(tmp_path, vision_config={"image_size": image_size})
     theirs = TransformersReference(path).model.model.vision_tower
-    weights = FileWeights(path).prefixed("vision_tower.vision_model.")
+    weights = SafetensorsWeights(path).prefixed("vision_tower.vision_model.")
     config = CLIP.read_config(ConfigReader(theirs.config.to_dict(), "config.json"))
     ours = CLIP(config, ReferenceOps(), "float32", torch.float32, weights, num_layers=3)
     tile = torch.randn(3, image_size, image_size, generator=torch.Generator().manual_seed(0))

@@ -16,7 +16,7 @@ from foreword.errors import CheckpointError
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.models.architectures import ARCHITECTURES
-from foreword.models.loader import read_model_info
+from foreword.models.model_loader import read_model_info
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.forward_helpers import ForwardHelper
 from tests.support.llava_checkpoints import IMAGE_TOKEN_ID

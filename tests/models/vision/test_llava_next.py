@@ -14,7 +14,7 @@ import transformers
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
-from foreword.models.loader import read_model_info
+from foreword.models.model_loader import read_model_info
 from tests.support.forward_helpers import ForwardHelper
 from tests.support.llava_checkpoints import SIGLIP
 from tests.support.vision_checkpoints import random_image, write_vision_checkpoint

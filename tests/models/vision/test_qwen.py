@@ -16,9 +16,9 @@ from torch import Tensor
 
 from foreword.core.images import PromptImage, expand_placeholders
 from foreword.kernels.reference.backend import ReferenceOps
-from foreword.models.base import Precision
-from foreword.models.loader import load_model, read_model_info
-from foreword.multimodal.processor import read_processor
+from foreword.models.interfaces import Precision
+from foreword.models.model_loader import load_model, read_model_info
+from foreword.multimodal.processor_registry import read_processor
 from tests.support.forward_helpers import ForwardHelper
 from tests.support.llava_checkpoints import IMAGE_TOKEN_ID
 from tests.support.vision_checkpoints import VISION_FAMILIES, random_image, write_vision_checkpoint

@@ -15,7 +15,7 @@ from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.reference.backend import ReferenceOps, ReferenceWeight, cu_seqlens_to_lens
 from foreword.models.vision import qwen_block
-from foreword.models.vision.layers import ATTENTION_COST_FACTOR
+from foreword.models.vision.vision_layers import ATTENTION_COST_FACTOR
 from tests.models.vision.test_qwen import SIZES, prompt_of
 from tests.support.cpu_kernels import cpu_ops_by_threads
 from tests.support.forward_helpers import ForwardHelper

@@ -9,8 +9,9 @@ import torch
 
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.vision.siglip import Siglip
-from foreword.weights.config import ConfigReader
-from foreword.weights.tensors import FileWeights, MetaWeights
+from foreword.weights.config_reader import ConfigReader
+from foreword.weights.dummy_weights import MetaWeights
+from foreword.weights.safetensors_weights import SafetensorsWeights
 from tests.support.vision_checkpoints import write_vision_checkpoint
 from tests.support.vs_transformers import TransformersReference
 
@@ -19,7 +20,7 @@ from tests.support.vs_transformers import TransformersReference
 def test_every_layer_equals_transformers(tmp_path: Path, image_size: int) -> None:
     path = write_vision_checkpoint(tmp_path, "llava_siglip", vision_config={"image_size": image_size})
     theirs = TransformersReference(path).model.model.vision_tower
-    weights = FileWeights(path).prefixed("vision_tower.vision_model.")
+    weights = SafetensorsWeights(path).prefixed("vision_tower.vision_model.")
     config = Siglip.read_config(ConfigReader(theirs.config.to_dict(), "config.json"))
     ours = Siglip(config, ReferenceOps(), "float32", torch.float32, weights, num_layers=2)
     tile = torch.randn(3, image_size, image_size, generator=torch.Generator().manual_seed(0))

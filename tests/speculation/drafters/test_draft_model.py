@@ -20,8 +20,8 @@ from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.registry import select_backend
 from foreword.kv_cache.block_pool import BlockPool
 from foreword.kv_cache.storage import KVStorage
-from foreword.models.base import Precision
-from foreword.models.loader import load_model
+from foreword.models.interfaces import Precision
+from foreword.models.model_loader import load_model
 from foreword.sampling.sampler import Sampler
 from foreword.speculation.base import DraftRequest
 from foreword.speculation.drafters.draft_model import DraftState, ModelDrafter

@@ -24,8 +24,8 @@ from foreword.kernels.ops import DraftJob, DraftTokens
 from foreword.kernels.registry import select_backend
 from foreword.kv_cache.block_pool import BlockPool
 from foreword.kv_cache.storage import KVStorage
-from foreword.models.base import Model, Precision
-from foreword.models.loader import load_model
+from foreword.models.interfaces import Model, Precision
+from foreword.models.model_loader import load_model
 from foreword.sampling.sampler import Sampler
 from foreword.speculation.base import DraftRequest
 from foreword.speculation.drafters.draft_model import DraftState, ModelDrafter

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from foreword.config.options import Config
-from foreword.embedding.messages import EncoderInfo
+from foreword.embedding.encoder_messages import EncoderInfo
 from foreword.embedding.vectors import normalize_embedding
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.fakes import FakeOutput

@@ -1,0 +1,263 @@
+"""Loads a model from a checkpoint directory or a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from foreword.errors import CheckpointError
+from foreword.kernels.ops import Ops
+from foreword.layers.lora import LoraLimits
+from foreword.layers.weights import Weights
+from foreword.models.architectures import ARCHITECTURES, read_decoder
+from foreword.models.decoder import Decoder
+from foreword.models.decoder_config import DecoderConfig
+from foreword.models.interfaces import Model, Precision
+from foreword.models.vision.llava import Llava
+from foreword.models.vision.llava_next import LlavaNext
+from foreword.models.vision.qwen2_5_vl import Qwen25VL
+from foreword.models.vision.qwen2_vl import Qwen2VL
+from foreword.models.vision.qwen3_vl import Qwen3VL
+from foreword.models.vision.vision_model import PREPROCESSOR_FILE, PROCESSOR_FILE, VisionModel
+from foreword.planning.memory import ModelInfo
+from foreword.weights.config_reader import ConfigReader, read_json
+from foreword.weights.dummy_weights import DummyWeights, HeaderWeights, MetaOps, MetaWeights
+from foreword.weights.file_to_device import DeviceLoader
+from foreword.weights.gguf.gguf_weights import (
+    GGUFWeights,
+    check_tensor_types,
+    read_rope_factors,
+    with_memory_info,
+)
+from foreword.weights.gguf.header import GGUFFile, is_gguf, open_gguf, split_files
+from foreword.weights.gguf.hf_config import read_hf_config
+from foreword.weights.quantized.quantization_config import CONFIG_FILES, Quantization, read_quantization
+from foreword.weights.quantized.quantized_weights import QuantizedWeights
+from foreword.weights.renamed_weights import HeadlessWeights, MultipartWeights
+from foreword.weights.safetensors_weights import SafetensorsWeights
+from foreword.weights.unsupported_families import describe_checkpoint
+
+VISION_MODELS: Mapping[str, type[VisionModel]] = MappingProxyType(
+    {
+        "llava": Llava,
+        "llava_next": LlavaNext,
+        "qwen2_vl": Qwen2VL,
+        "qwen2_5_vl": Qwen25VL,
+        "qwen3_vl": Qwen3VL,
+    }
+)
+EMBEDDING_TENSOR = "model.embed_tokens.weight"  # missing in checkpoints that were saved without a head
+INFO_MAX_MODEL_LEN = 1  # positions: read_model_info() needs no RoPE tables
+
+
+def read_model_info(path: Path, gguf_dequantize: bool = False) -> ModelInfo:
+    """Read model information from config.json or GGUF metadata, and of quantized weights from the headers.
+
+    Raises CheckpointError.
+    """
+    precision, weights = Precision.from_dtypes("float32"), MetaWeights()
+    if not is_gguf(path):
+        spec = _read_config(path)
+        if spec.quantization is None:
+            return _build_model(spec, MetaOps(), precision, weights, "cpu", INFO_MAX_MODEL_LEN).info
+        files = QuantizedWeights(path, spec.quantization)
+        renamed = _rename_weights(spec, HeaderWeights(files.check_shape, files.has), files.names)
+        model = _build_model(spec, MetaOps(), precision, renamed, "cpu", INFO_MAX_MODEL_LEN)
+        return files.with_memory_info(model.info)
+    gguf = open_gguf(path)
+    architecture, config = _read_gguf_config(gguf)
+    check_tensor_types(gguf, gguf_dequantize)
+    model = architecture(config, MetaOps(), precision, weights, "cpu", INFO_MAX_MODEL_LEN)
+    return with_memory_info(model.info, gguf)
+
+
+def check_weights(path: Path, gguf_dequantize: bool = False) -> int:
+    """Compare names and shapes in the headers of a checkpoint's files with what the model loads.
+
+    Returns the bytes of all tensors. Raises CheckpointError.
+    """
+    precision = Precision.from_dtypes("float32")
+    if is_gguf(path):
+        gguf = open_gguf(path)
+        architecture, config = _read_gguf_config(gguf)
+        tensors = GGUFWeights(gguf, (config.num_heads, config.num_kv_heads), gguf_dequantize)
+        headers = HeaderWeights(tensors.lookup, tensors.has)
+        architecture(config, MetaOps(), precision, headers, "cpu", INFO_MAX_MODEL_LEN)
+        tensors.check_all_read()
+        return tensors.num_bytes
+    spec = _read_config(path)
+    files = _open_files(path, spec)
+    renamed = _rename_weights(spec, HeaderWeights(files.check_shape, files.has), files.names)
+    _build_model(spec, MetaOps(), precision, renamed, "cpu", INFO_MAX_MODEL_LEN)
+    files.check_all_read(_ignored_weights(spec, renamed, files.names))
+    return files.num_bytes
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Files that determine the model's results: weights and configs."""
+    if path.is_file():
+        return split_files(path)
+    names = ("config.json", *CONFIG_FILES, PREPROCESSOR_FILE, PROCESSOR_FILE)
+    configs = [path / name for name in names]
+    return [*(file for file in configs if file.is_file()), *sorted(path.glob("*.safetensors"))]
+
+
+def load_model(
+    path: Path,
+    ops: Ops,
+    precision: Precision,
+    device: str,
+    max_model_len: int,
+    progress: Callable[[int, int], None] | None = None,
+    gguf_dequantize: bool = False,
+    dummy: bool = False,
+    lora: LoraLimits | None = None,
+) -> Model:
+    """Load the model in `path`.
+
+    progress         called with bytes done and bytes in total
+    gguf_dequantize  convert GGUF types without kernels to floats
+    dummy            random weights; only config.json is read
+    lora             room for adapters; None: LoRA is off
+    Raises CheckpointError, which names the option, the tensor or the file.
+    """
+    if dummy:
+        return _load_dummy_model(path, ops, precision, device, max_model_len, lora)
+    with _open_device_loader(device) as device_loader:
+        if is_gguf(path):
+            gguf = open_gguf(path)
+            architecture, config = _read_gguf_config(gguf)
+            heads = config.num_heads, config.num_kv_heads
+            weights = GGUFWeights(gguf, heads, gguf_dequantize, progress, device_loader)
+            model = architecture(config, ops, precision, weights, device, max_model_len, lora)
+            weights.check_all_read()
+            return model
+        spec = _read_config(path)
+        files = _open_files(path, spec, progress, device_loader)
+        renamed = _rename_weights(spec, files, files.names)
+        model = _build_model(spec, ops, precision, renamed, device, max_model_len, lora)
+        files.check_all_read(_ignored_weights(spec, renamed, files.names))
+        return model
+
+
+def _open_files(
+    path: Path,
+    spec: _ModelSpec,
+    progress: Callable[[int, int], None] | None = None,
+    device_loader: DeviceLoader | None = None,
+) -> SafetensorsWeights:
+    if spec.quantization is None:
+        return SafetensorsWeights(path, progress, device_loader)
+    return QuantizedWeights(path, spec.quantization, progress, device_loader)
+
+
+def _open_device_loader(device: str) -> AbstractContextManager[DeviceLoader | None]:
+    """None for a CPU, which uses mapped files."""
+    return nullcontext() if device == "cpu" else DeviceLoader(device)
+
+
+def _load_dummy_model(
+    path: Path, ops: Ops, precision: Precision, device: str, max_model_len: int, lora: LoraLimits | None
+) -> Model:
+    """The model of a config.json with random weights."""
+    if is_gguf(path):
+        problem = "load_format dummy needs a directory with a config.json"
+        raise CheckpointError(f"{path}: {problem}", "load_format")
+    spec = _read_config(path)
+    if spec.quantization is not None:
+        problem = (
+            f"load_format dummy needs a plain checkpoint; this one is quantized ({spec.quantization.method})"
+        )
+        raise CheckpointError(f"{path}: {problem}", "load_format")
+    weights = DummyWeights(device, getattr(torch, spec.config.dtype))
+    return _build_model(spec, ops, precision, weights, device, max_model_len, lora)
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelSpec:
+    """Contents of a config.json."""
+
+    architecture: type[Decoder]
+    config: DecoderConfig
+    vision: VisionModel | None = None  # of vision-language models
+    name: str = ""  # model_type of vision-language models
+    quantization: Quantization | None = None
+
+
+def _build_model(
+    spec: _ModelSpec,
+    ops: Ops,
+    precision: Precision,
+    weights: Weights,
+    device: str,
+    max_model_len: int,
+    lora: LoraLimits | None = None,
+) -> Decoder:
+    model = spec.architecture(spec.config, ops, precision, weights, device, max_model_len, lora)
+    vision = spec.vision
+    if vision is None:
+        return model
+    before = weights.num_parameters
+    model.vision_encoder = vision.build_tower(ops, precision, weights, device)
+    model.info = replace(
+        model.info,
+        architecture=spec.name,
+        parameters=weights.num_parameters,
+        vision_parameters=weights.num_parameters - before,
+        image_token_id=vision.image_token_id,
+    )
+    return model
+
+
+def _rename_weights(spec: _ModelSpec, weights: Weights, names: frozenset[str]) -> Weights:
+    """Weights by the names that our models use; `names` are those in the files."""
+    if spec.vision is not None:
+        return MultipartWeights(weights, names, spec.vision.WEIGHT_PREFIXES)
+    return weights if EMBEDDING_TENSOR in names else HeadlessWeights(weights)
+
+
+def _ignored_weights(spec: _ModelSpec, weights: Weights, names: frozenset[str]) -> set[str]:
+    """Tensors that are not loaded: a tied head, and unused parts of the vision encoder."""
+    name_in_file = weights.name_in_file if isinstance(weights, MultipartWeights) else str
+    ignored = {name_in_file("lm_head.weight")} if spec.config.tie_word_embeddings else set()
+    if spec.vision is not None:
+        prefixes = tuple(map(name_in_file, spec.vision.ignored_prefixes))
+        ignored |= {name for name in names if name.startswith(prefixes)}
+    return ignored
+
+
+def _read_config(path: Path) -> _ModelSpec:
+    file = path / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{path} is not a checkpoint: it has no config.json")
+    reader = ConfigReader(read_json(file), str(file))
+    quantization = read_quantization(reader, path)
+    model_type = reader.get("model_type")
+    if not isinstance(model_type, str) or model_type not in VISION_MODELS:
+        return _ModelSpec(*_read_known_decoder(reader), quantization=quantization)
+    vision = VISION_MODELS[model_type].from_config(reader, path)
+    reader.check_all_read()
+    return _ModelSpec(vision.decoder_type, vision.decoder_config, vision, model_type, quantization)
+
+
+def _read_gguf_config(gguf: GGUFFile) -> tuple[type[Decoder], DecoderConfig]:
+    """Norm weights in GGUF files include the architecture's offset."""
+    options = read_hf_config(gguf, lambda name: read_rope_factors(gguf, name))
+    architecture, config = _read_known_decoder(ConfigReader(options, str(gguf.path)))
+    return architecture, replace(config, norm_offset=0.0)
+
+
+def _read_known_decoder(reader: ConfigReader) -> tuple[type[Decoder], DecoderConfig]:
+    model_type = reader.get("model_type")
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        known = ", ".join(sorted((*ARCHITECTURES, *VISION_MODELS)))
+        remote = "; the code in `auto_map` is not run: no code of a checkpoint is"
+        reason = describe_checkpoint(str(model_type)) or (remote if "auto_map" in reader else "")
+        problem = f"is not supported{reason}"
+        raise CheckpointError(f"{reader.source}: model_type {model_type!r:.80} {problem}; known: {known}")
+    return read_decoder(reader)

@@ -1,0 +1,332 @@
+"""Tensors of a GGUF file by their names in Hugging Face's format."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from foreword.errors import CheckpointError
+from foreword.kernels.ops import Matrix, QuantizedBlocks
+from foreword.layers.lora import deinterleave_heads
+from foreword.layers.weights import Weights
+from foreword.planning.memory import ModelInfo, PackedFormat
+from foreword.weights.file_to_device import DeviceLoader, FileSpan
+from foreword.weights.gguf.dequantize import (
+    DEQUANTIZED_TYPES,
+    GGUF_PACKAGE_TYPES,
+    dequantize,
+    has_gguf_package,
+)
+from foreword.weights.gguf.header import GGUFFile, TensorInfo
+from foreword.weights.gguf.rope_metadata import ROPE_TENSORS
+from foreword.weights.mapped_file import MappedFile
+from foreword.weights.renamed_weights import PrefixedWeights
+from foreword.weights.safetensors_weights import unexpected_tensors_error
+
+FLOAT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedType:
+    """The packed layout of a type with CPU kernels: csrc/quantized/quantized_tile_layout.h."""
+
+    bits: int  # per value
+    scale_bytes: int  # scales and minimums of `scale_blocks` blocks of a tile
+    scale_blocks: int = 1
+
+
+PACKED_TYPES: Mapping[str, PackedType] = MappingProxyType(
+    {
+        "q8_0": PackedType(8, 64, 2),
+        "q5_0": PackedType(5, 64, 2),
+        "q4_0": PackedType(4, 64, 2),
+        "q4_1": PackedType(4, 128, 2),
+        "q5_1": PackedType(5, 128, 2),
+        "iq4_nl": PackedType(4, 64, 2),
+        "mxfp4": PackedType(4, 64, 4),
+        "q4_k": PackedType(4, 320),
+        "q5_k": PackedType(5, 320),
+        "q6_k": PackedType(6, 320),
+        "q2_k": PackedType(2, 320),
+        "q3_k": PackedType(3, 320),
+        "iq4_xs": PackedType(4, 192),
+    }
+)
+# Bytes per value of types with GPU kernels.
+GPU_BYTES_PER_VALUE: Mapping[str, float] = MappingProxyType(
+    {"q8_0": 34 / 32, "q4_0": 18 / 32, "mxfp4": 17 / 32}
+)
+TILE_ROWS = 16  # rows of a packed tile; the last tile is padded
+# The converter reorders rows of q and k.
+PERMUTED_QK_ARCHITECTURES = ("granite", "granitemoe", "llama", "mistral3", "smollm3")
+LAYER_TENSOR_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:[._](weight|bias))?")
+EXPERTS_MARK = "_exps."  # in names of tensors
+EMBEDDING_TENSOR, HEAD_TENSOR = "token_embd.weight", "output.weight"
+MODEL_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "model.embed_tokens.weight": EMBEDDING_TENSOR,
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": HEAD_TENSOR,
+    }
+)
+ROUTERS = ("mlp.gate", "mlp.router", "block_sparse_moe.gate", "block_sparse_moe.router.layer")
+EXPERT_MODULES = ("mlp.experts", "block_sparse_moe.experts")
+EXPERT_TENSORS: Mapping[str, str] = MappingProxyType(
+    {
+        "gate_proj": "ffn_gate_exps",
+        "up_proj": "ffn_up_exps",
+        "gate_up_proj": "ffn_gate_up_exps",
+        "down_proj": "ffn_down_exps",
+    }
+)
+LAYER_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.qkv_proj": "attn_qkv",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "self_attn.query_layernorm": "attn_q_norm",
+        "self_attn.key_layernorm": "attn_k_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.gate_up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "self_attn.sinks": "attn_sinks",
+        "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+        **dict.fromkeys(ROUTERS, "ffn_gate_inp"),
+        **{f"{module}.{name}": EXPERT_TENSORS[name] for module in EXPERT_MODULES for name in EXPERT_TENSORS},
+        **{
+            f"{module}.{name}_proj": f"ffn_{name}_shexp"
+            for module in ("mlp.shared_expert", "shared_mlp")
+            for name in ("gate", "up", "down")
+        },
+    }
+)
+POST_NORM_ARCHITECTURES = ("exaone4", "olmo2")  # no norms before the branches
+POST_ATTENTION_NORM_ARCHITECTURES = (*POST_NORM_ARCHITECTURES, "gpt-oss")  # by name
+POST_NORM_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    }
+)
+
+
+def gguf_name(name: str, architecture: str) -> str:
+    """Name in GGUF files of the tensor called `name` in Hugging Face's format."""
+    match = LAYER_TENSOR_PATTERN.fullmatch(name)
+    if match is None:
+        return MODEL_TENSOR_NAMES.get(name, name)
+    has_post_norms = architecture.startswith("gemma") or architecture in POST_ATTENTION_NORM_ARCHITECTURES
+    inner = POST_NORM_NAMES.get(match[2]) if has_post_norms else None
+    inner = inner or LAYER_TENSOR_NAMES.get(match[2], match[2])
+    return f"blk.{match[1]}.{inner}.{match[3] or 'weight'}"
+
+
+def with_memory_info(model_info: ModelInfo, gguf: GGUFFile) -> ModelInfo:
+    """Add the memory of quantized tensors, which stay packed; the rest gets a data type."""
+    packed = [info for info in gguf.tensors.values() if info.tensor_type.name in PACKED_TYPES]
+    if not packed:
+        return model_info
+    outer = [info for info in packed if info.name in (EMBEDDING_TENSOR, HEAD_TENSOR)]
+    formats = [_packed_format(name, packed) for name in {info.tensor_type.name for info in packed}]
+    on_gpu = [info for info in packed if info.tensor_type.name in GPU_BYTES_PER_VALUE]
+    return replace(
+        model_info,
+        packed_bytes=sum(map(_packed_bytes, packed)),
+        packed_parameters=sum(info.num_values for info in packed),
+        packed_embedding_parameters=sum(info.num_values for info in outer),
+        gpu_packed_bytes=sum(
+            int(info.num_values * GPU_BYTES_PER_VALUE[info.tensor_type.name]) for info in on_gpu
+        ),
+        gpu_packed_parameters=sum(info.num_values for info in on_gpu),
+        packed_formats=tuple(sorted(formats, key=lambda each: (-each.num_bytes, each.name))),
+    )
+
+
+def _packed_format(name: str, tensors: Sequence[TensorInfo]) -> PackedFormat:
+    """Memory of the tensors of a type."""
+    sizes = {info.name: _packed_bytes(info) for info in tensors if info.tensor_type.name == name}
+    experts = sum(size for tensor, size in sizes.items() if EXPERTS_MARK in tensor)
+    return PackedFormat(name, sum(sizes.values()), experts)
+
+
+def _packed_bytes(info: TensorInfo) -> int:
+    """Bytes in the layout of the CPU kernels, slightly more than in the file."""
+    if len(info.shape) > 2:  # experts are packed one by one
+        return info.shape[0] * _packed_bytes(info.part(0))
+    columns, packed = info.shape[-1], PACKED_TYPES[info.tensor_type.name]
+    blocks = columns // info.tensor_type.block_values
+    scales = -(-blocks // packed.scale_blocks) * packed.scale_bytes
+    tiles = -(-info.num_values // columns // TILE_ROWS)
+    return tiles * (scales + columns * TILE_ROWS * packed.bits // 8)
+
+
+def check_tensor_types(gguf: GGUFFile, allow_dequantize: bool) -> None:
+    """Raises CheckpointError that names every type without kernels."""
+    kernels = (*FLOAT_DTYPES, *PACKED_TYPES)
+    types = Counter(info.tensor_type.name for info in gguf.tensors.values())
+    counts = {name: count for name, count in types.most_common() if name not in kernels}
+    unknown = [name for name in counts if name not in DEQUANTIZED_TYPES]
+    if unknown:
+        hint = f"known: {', '.join((*kernels, *DEQUANTIZED_TYPES))}"
+    elif counts and not allow_dequantize:
+        hint = "--gguf-dequantize converts them to floats"
+    elif not has_gguf_package() and not counts.keys().isdisjoint(GGUF_PACKAGE_TYPES):
+        hint = "--gguf-dequantize needs the `gguf` package for them: pip install 'foreword[gguf]'"
+    else:
+        return
+    names = unknown or counts
+    text = ", ".join(f"{name} ({counts[name]} tensor{'s' * (counts[name] > 1)})" for name in names)
+    raise CheckpointError(f"{gguf.path}: tensor types without kernels: {text}; {hint}", "model")
+
+
+def read_rope_factors(gguf: GGUFFile, name: str) -> list[float]:
+    """Values of a small tensor of RoPE, by its name in the file."""
+    info = gguf.tensors[name]
+    if info.tensor_type.name != "f32" or len(info.shape) != 1:
+        problem = f"tensor `{name}` {list(info.shape)} must be one row of type f32"
+        raise CheckpointError(f"{info.file}: {problem}", "model")
+    return MappedFile(info.file).tensor(torch.float32, info.offset, info.num_values).tolist()
+
+
+class GGUFWeights:
+    """Tensors of a GGUF file, see `layers.weights.Weights`. They are mapped if there is no device loader.
+
+    num_heads  of queries and keys
+    progress   called with bytes done and bytes in total
+    Raises CheckpointError for tensor types, missing tensors, wrong shapes, and tensors that are not read.
+    """
+
+    def __init__(
+        self,
+        gguf: GGUFFile,
+        num_heads: tuple[int, int],
+        allow_dequantize: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        device_loader: DeviceLoader | None = None,
+    ) -> None:
+        check_tensor_types(gguf, allow_dequantize)
+        self._gguf = gguf
+        self._architecture: str = gguf.metadata["general.architecture"]
+        self._device_loader = device_loader
+        self._num_heads = num_heads if self._architecture in PERMUTED_QK_ARCHITECTURES else None
+        self._progress = progress
+        self._files: dict[Path, MappedFile] = {file: MappedFile(file) for file in gguf.files}
+        self._bytes_total = sum(info.num_bytes for info in gguf.tensors.values())
+        self._bytes_done = 0
+        self._read_names: set[str] = set()
+        self.num_parameters = 0
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """float32 tensor of this shape, a copy."""
+        info = self.lookup(name, shape)
+        if info.tensor_type.name not in FLOAT_DTYPES:
+            raise self._tensor_error(info, f"must be of type {', '.join(FLOAT_DTYPES)}")
+        self.num_parameters += info.num_values
+        tensor = self._unpermute(name, self._read_floats(info)).to(torch.float32, copy=True)
+        self._release(info)
+        return tensor.view(shape)
+
+    @contextmanager
+    def weights(self, out_features: Mapping[str, int], in_features: int) -> Iterator[Sequence[Matrix]]:
+        """Matrices as they are in the file; their pages are released at the end."""
+        infos = {name: self.lookup(name, (size, in_features)) for name, size in out_features.items()}
+        yield [self._matrix(name, info) for name, info in infos.items()]
+        for info in infos.values():
+            self._release(info)
+
+    def has(self, name: str) -> bool:
+        return self._find(name) is not None
+
+    @contextmanager
+    def stacked(self, name: str, index: int, *shape: int) -> Iterator[Matrix]:
+        """One matrix as it is in the file; its pages are released at the end."""
+        info = self.lookup(name, shape).part(index)
+        yield self._matrix(name, info)
+        self._release(info)
+
+    def prefixed(self, prefix: str) -> Weights:
+        return PrefixedWeights(self, prefix)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+        return self._bytes_total
+
+    def check_all_read(self) -> None:
+        """Raises CheckpointError for tensors that were not read."""
+        left = sorted(self._gguf.tensors.keys() - self._read_names - set(ROPE_TENSORS))
+        if left:
+            raise unexpected_tensors_error(self._gguf.path, left)
+        if self._progress is not None:
+            self._progress(self._bytes_total, self._bytes_total)
+
+    def lookup(self, name: str, shape: Sequence[int]) -> TensorInfo:
+        """The tensor's entry in the header. Raises CheckpointError if it is missing or has another shape."""
+        info = self._find(name)
+        if info is None:
+            file_name = gguf_name(name, self._architecture)
+            raise CheckpointError(
+                f"{self._gguf.path}: tensor `{file_name}` {list(shape)} is missing", "model"
+            )
+        if info.shape != tuple(shape) and (1, *info.shape) != tuple(shape):  # a single row may be a vector
+            raise self._tensor_error(info, f"is {list(info.shape)}, the metadata says {list(shape)}")
+        self._read_names.add(info.name)
+        return info
+
+    def _find(self, name: str) -> TensorInfo | None:
+        return self._gguf.tensors.get(gguf_name(name, self._architecture))
+
+    def _matrix(self, name: str, info: TensorInfo) -> Matrix:
+        self.num_parameters += info.num_values
+        type_name = info.tensor_type.name
+        if type_name in FLOAT_DTYPES:
+            return self._unpermute(name, self._read_floats(info))
+        blocks = self._read_tensor(info, torch.uint8, (info.num_bytes // info.row_bytes, info.row_bytes))
+        if type_name in PACKED_TYPES:
+            return QuantizedBlocks(type_name, self._unpermute(name, blocks), info.shape[-1])
+        values = torch.from_numpy(dequantize(type_name, blocks.cpu().numpy()))
+        return self._unpermute(name, values.to(blocks.device))
+
+    def _read_floats(self, info: TensorInfo) -> Tensor:
+        return self._read_tensor(info, FLOAT_DTYPES[info.tensor_type.name], info.shape)
+
+    def _read_tensor(self, info: TensorInfo, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """The tensor's bytes on the engine's device, viewed as `dtype`."""
+        if self._device_loader is not None:
+            return self._device_loader.tensor(FileSpan(info.file, info.offset, info.num_bytes), dtype, shape)
+        count = info.num_bytes // dtype.itemsize
+        return self._files[info.file].tensor(dtype, info.offset, count).view(shape)
+
+    def _unpermute(self, name: str, rows: Tensor) -> Tensor:
+        """Rows of q and k in the checkpoint's order: the two halves of each head, not interleaved."""
+        is_permuted = ".self_attn.q_proj." in name or ".self_attn.k_proj." in name
+        if self._num_heads is None or not is_permuted:
+            return rows
+        return deinterleave_heads(rows, self._num_heads[".k_proj." in name])
+
+    def _release(self, info: TensorInfo) -> None:
+        self._files[info.file].release(info.offset, info.num_bytes)
+        self._bytes_done += info.num_bytes
+        if self._progress is not None:
+            self._progress(self._bytes_done, self._bytes_total)
+
+    def _tensor_error(self, info: TensorInfo, reason: str) -> CheckpointError:
+        return CheckpointError(f"{info.file}: tensor `{info.name}` {reason}", "model")

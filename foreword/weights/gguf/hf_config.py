@@ -1,0 +1,349 @@
+"""Converts GGUF metadata to the options of config.json. A key that is not supported is refused by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from foreword.errors import CheckpointError
+from foreword.weights.gguf.gguf_weights import POST_NORM_ARCHITECTURES
+from foreword.weights.gguf.header import GGUFFile
+from foreword.weights.gguf.metadata import MetadataReader
+from foreword.weights.gguf.rope_metadata import DEFAULT_THETA, TensorReader, read_rope_theta, rope_options
+from foreword.weights.unsupported_families import missing_feature
+
+MODEL_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        "ernie4_5": "ernie4_5",
+        "exaone4": "exaone4",
+        "gemma2": "gemma2",
+        "gemma3": "gemma3_text",
+        "gpt-oss": "gpt_oss",
+        "granite": "granite",
+        "granitemoe": "granitemoe",  # granitemoeshared if it has a shared expert
+        "hunyuan-dense": "hunyuan_v1_dense",
+        "llama": "llama",  # mixtral if it has experts
+        "mistral3": "mistral",  # ministral3 if it scales queries
+        "olmo2": "olmo2",  # olmo3 if it has a window
+        "olmoe": "olmoe",
+        "phi3": "phi3",
+        "qwen2": "qwen2",
+        "qwen2moe": "qwen2_moe",
+        "qwen3": "qwen3",
+        "qwen3moe": "qwen3_moe",
+        "smollm3": "smollm3",
+    }
+)
+MMPROJ_ARCHITECTURE = "clip"  # of a vision encoder in a separate file
+Options = dict[str, Any]
+
+# Model data type by tensor type; models with quantized weights are bfloat16, like the originals.
+DTYPES: Mapping[str, str] = MappingProxyType({"f32": "float32", "f16": "float16"})
+QUANTIZATION_VERSION = 2  # of the blocks' layout
+# Every n-th layer has full attention, the others a window.
+WINDOW_PERIOD: Mapping[str, int] = MappingProxyType(
+    {"exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4}
+)
+GEMMA2_WINDOW = 4096
+LOCAL_THETA = 10000.0
+# The 27B models scale scores by hidden size / heads instead of the head size; only the layer count tells.
+GEMMA_27B_NUM_LAYERS: Mapping[str, int] = MappingProxyType({"gemma2": 46, "gemma3": 62})
+# No key declares biases: where the architecture leaves them open, the first layer's tensors decide.
+BIAS_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "ernie4_5": {"use_bias": "attn_q"},
+        "gpt-oss": {"attention_bias": "attn_q"},
+        "granite": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        "granitemoe": {"attention_bias": "attn_q"},
+        "hunyuan-dense": {"attention_bias": "attn_q"},
+        "llama": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        "olmo2": {"attention_bias": "attn_q"},
+        "olmoe": {"attention_bias": "attn_q"},
+        "qwen3": {"attention_bias": "attn_q"},
+        "qwen3moe": {"attention_bias": "attn_q"},
+        "smollm3": {"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+    }
+)
+QWEN_MOE_ARCHITECTURES = ("qwen2moe", "qwen3moe")
+MOE_ARCHITECTURES = ("gpt-oss", "granitemoe", "olmoe", *QWEN_MOE_ARCHITECTURES)
+SHARED_SIZE = "expert_shared_feed_forward_length"
+EXPERTS_TENSOR, SHARED_TENSOR = "blk.0.ffn_down_exps.weight", "blk.0.ffn_down_shexp.weight"
+SOFTMAX_GATING = 1
+FUSED_PROJECTIONS = ("phi3",)  # architectures with q, k and v in one tensor, and gate and up in one
+# Keys that are accepted with these values only.
+NOOP_VALUES: Mapping[str, Any] = MappingProxyType(
+    {
+        "attention.causal": True,
+        "pooling_type": 0,
+        "tensor_data_layout": "Meta AI original pth",
+        "use_parallel_residual": False,
+    }
+)
+
+
+def read_hf_config(gguf: GGUFFile, read_tensor: TensorReader) -> Options:
+    """Options of config.json, including `model_type`; read_tensor reads RoPE tensors by name.
+
+    Raises CheckpointError, which names the key.
+    """
+    keys = MetadataReader(gguf, _read_architecture(gguf))
+    keys.require_general_value("general.type", "model")
+    keys.require_general_value("general.quantization_version", QUANTIZATION_VERSION)
+    _check_shape(keys)
+    options = (
+        _shape_options(keys)
+        | _expert_options(keys)
+        | _bias_options(keys)
+        | rope_options(keys, read_tensor)
+        | _family_options(keys)
+    )
+    for key, value in NOOP_VALUES.items():
+        keys.require_value(key, value)
+    keys.ignore("vocab_size")  # the embedding's rows decide
+    keys.check_all_read()
+    return options
+
+
+def _read_architecture(gguf: GGUFFile) -> str:
+    name = str(gguf.metadata.get("general.architecture"))
+    if name not in MODEL_TYPES:
+        if name == MMPROJ_ARCHITECTURE:
+            raise CheckpointError(
+                f"{gguf.path}: `general.architecture` {name!r}: the file (mmproj) is a vision encoder, not a "
+                "model; vision-language models are loaded from directories in Hugging Face's format",
+                "model",
+            )
+        known = ", ".join(sorted(MODEL_TYPES))
+        problem = f"`general.architecture` {name!r} is not supported{missing_feature(name)}"
+        raise CheckpointError(f"{gguf.path}: {problem}; known: {known}", "model")
+    return name
+
+
+def _check_shape(metadata: MetadataReader) -> None:
+    """Compare the claimed sizes with the tensors before anything is allocated. Raises CheckpointError."""
+    _check_layers(metadata)
+    hidden = metadata.get_int("embedding_length")
+    _check_dimension(metadata, "embedding_length", "token_embd.weight", 1, hidden)
+    _check_heads(metadata)
+    if _has_experts(metadata):
+        _check_experts(metadata)
+        return
+    if EXPERTS_TENSOR in metadata.tensors:
+        raise metadata.error("expert_count", f"is 0, but tensor `{EXPERTS_TENSOR}` is there")
+    size = metadata.get_int("feed_forward_length") * (1 + (metadata.architecture in FUSED_PROJECTIONS))
+    _check_dimension(metadata, "feed_forward_length", "blk.0.ffn_up.weight", 0, size)
+
+
+def _has_experts(metadata: MetadataReader) -> bool:
+    return metadata.architecture in MOE_ARCHITECTURES or _is_mixtral(metadata)
+
+
+def _is_mixtral(metadata: MetadataReader) -> bool:
+    return metadata.architecture == "llama" and metadata.get_int("expert_count", 0, low=0) > 0
+
+
+def _check_experts(metadata: MetadataReader) -> None:
+    """The first layer decides: in GGUF files all layers have experts."""
+    if "blk.0.ffn_up.0.weight" in metadata.tensors:
+        hint = "tensors for each expert are of files from before 2024; convert the model again"
+        raise metadata.error("expert_count", hint)
+    for key, dimension, expected in (
+        ("expert_count", 0, metadata.get_int("expert_count")),
+        (_expert_size_key(metadata), 2, metadata.get_int(_expert_size_key(metadata))),
+    ):
+        _check_dimension(metadata, key, EXPERTS_TENSOR, dimension, expected, 3)
+    if SHARED_TENSOR in metadata.tensors:
+        _check_dimension(metadata, SHARED_SIZE, SHARED_TENSOR, 1, metadata.get_int(SHARED_SIZE, low=0))
+
+
+def _read_intermediate_size(metadata: MetadataReader) -> int:
+    """Of an MLP, or of an expert in architectures without MLPs."""
+    if not _has_experts(metadata):
+        return metadata.get_int("feed_forward_length")
+    size = metadata.get_int(_expert_size_key(metadata))
+    metadata.get_int("feed_forward_length", size)  # no layer has an MLP of this size
+    return size
+
+
+def _expert_size_key(metadata: MetadataReader) -> str:
+    key = "expert_feed_forward_length"
+    return key if key in metadata else "feed_forward_length"
+
+
+def _check_layers(metadata: MetadataReader) -> None:
+    layers, tensors = metadata.get_int("block_count"), len(metadata.tensors)
+    if layers > tensors:
+        raise metadata.error("block_count", f"is {layers}, but the file has {tensors} tensors")
+    norm = "post_attention_norm" if metadata.architecture in POST_NORM_ARCHITECTURES else "attn_norm"
+    for layer, expected, reason in ((layers - 1, True, "missing"), (layers, False, "there too")):
+        name = f"blk.{layer}.{norm}.weight"
+        if (name in metadata.tensors) is not expected:
+            raise metadata.error("block_count", f"is {layers}, but tensor `{name}` is {reason}")
+
+
+def _check_heads(metadata: MetadataReader) -> None:
+    heads, size = metadata.get_int("attention.head_count"), metadata.get_head_dim()
+    kv_heads = metadata.get_int("attention.head_count_kv", heads)
+    key = "attention.key_length" if "attention.key_length" in metadata else "attention.head_count"
+    if metadata.architecture in FUSED_PROJECTIONS:
+        _check_dimension(metadata, key, "blk.0.attn_qkv.weight", 0, (heads + 2 * kv_heads) * size)
+        return
+    _check_dimension(metadata, key, "blk.0.attn_q.weight", 0, heads * size)
+    _check_dimension(metadata, "attention.head_count_kv", "blk.0.attn_k.weight", 0, kv_heads * size)
+
+
+def _check_dimension(
+    metadata: MetadataReader, key: str, tensor_name: str, dimension: int, expected: int, num_dims: int = 2
+) -> None:
+    """The tensor must have `expected` matrices, rows or columns (the last dimension), as `key` implies."""
+    shape = metadata.tensor_info(tensor_name).shape
+    if len(shape) != num_dims or shape[dimension] != expected:
+        axis = ("matrices", "rows", "columns")[3 - num_dims + dimension]
+        raise metadata.error(
+            key, f"makes {expected} {axis} of tensor `{tensor_name}`, which is {list(shape)}"
+        )
+
+
+def _shape_options(metadata: MetadataReader) -> Options:
+    head_dim, heads = metadata.get_head_dim(), metadata.get_int("attention.head_count")
+    metadata.require_value("attention.value_length", head_dim)
+    return {
+        "model_type": _read_model_type(metadata),
+        "torch_dtype": _majority_dtype(metadata),
+        "vocab_size": metadata.tensor_info("token_embd.weight").shape[0],
+        "hidden_size": metadata.get_int("embedding_length"),
+        "intermediate_size": _read_intermediate_size(metadata),
+        "num_hidden_layers": metadata.get_int("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.get_int("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": metadata.get_int("context_length"),
+        "rms_norm_eps": metadata.get_float("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in metadata.tensors,
+    }
+
+
+def _read_model_type(metadata: MetadataReader) -> str:
+    """An architecture of files may be two model types."""
+    if metadata.architecture == "olmo2" and _read_window(metadata):
+        return "olmo3"
+    if metadata.architecture == "mistral3" and metadata.get_optional_float("attention.temperature_scale"):
+        return "ministral3"
+    if _is_mixtral(metadata):
+        return "mixtral"
+    if metadata.architecture == "granitemoe" and metadata.get_int(SHARED_SIZE, 0, low=0):
+        return "granitemoeshared"
+    return MODEL_TYPES[metadata.architecture]
+
+
+def _majority_dtype(metadata: MetadataReader) -> str:
+    """Data type of most weights."""
+    values: Counter[str] = Counter()
+    for info in metadata.tensors.values():
+        values[DTYPES.get(info.tensor_type.name, "bfloat16")] += info.num_values
+    return values.most_common(1)[0][0]
+
+
+def _expert_options(metadata: MetadataReader) -> Options:
+    """The architecture fixes the router's rule; keys can only repeat it."""
+    if not _has_experts(metadata):
+        for key in ("expert_count", "expert_used_count"):
+            metadata.require_value(key, 0)
+        return {}
+    name = metadata.architecture
+    renormalizes = name not in ("olmoe", "qwen2moe")
+    metadata.require_value("expert_gating_func", SOFTMAX_GATING)
+    metadata.require_value("expert_weights_norm", renormalizes)
+    metadata.require_value("expert_weights_scale", 1.0)
+    count, used = metadata.get_int("expert_count"), metadata.get_int("expert_used_count")
+    if used > count:
+        raise metadata.error("expert_used_count", f"must be at most expert_count, {count}, got {used}")
+    options: Options = {"num_experts": count, "num_experts_per_tok": used}
+    if name in QWEN_MOE_ARCHITECTURES:
+        options["moe_intermediate_size"] = metadata.get_int(_expert_size_key(metadata))
+    if name in ("olmoe", *QWEN_MOE_ARCHITECTURES):
+        options["norm_topk_prob"] = renormalizes
+    if name == "qwen2moe":
+        options["shared_expert_intermediate_size"] = metadata.get_int(SHARED_SIZE)
+    if name == "granitemoe" and metadata.get_int(SHARED_SIZE, 0, low=0):
+        options["shared_intermediate_size"] = metadata.get_int(SHARED_SIZE)
+    return options
+
+
+def _bias_options(metadata: MetadataReader) -> Options:
+    options = {} if _is_mixtral(metadata) else BIAS_OPTIONS.get(metadata.architecture, {})
+    return {option: f"blk.0.{name}.bias" in metadata.tensors for option, name in options.items()}
+
+
+def _family_options(metadata: MetadataReader) -> Options:
+    """Activation (no key declares it), windows, softcaps and multipliers."""
+    if metadata.architecture.startswith("gemma"):
+        return {"hidden_activation": "gelu_pytorch_tanh"} | _gemma_options(metadata)
+    options: Options = {"hidden_act": "silu"}
+    if metadata.architecture in ("granite", "granitemoe"):
+        return options | _granite_options(metadata)
+    if metadata.architecture == "mistral3":
+        return options | {"sliding_window": None}
+    if metadata.architecture == "phi3":
+        return options | {"sliding_window": _read_window(metadata)}
+    if metadata.architecture == "gpt-oss":
+        theta = read_rope_theta(metadata, "rope.freq_base", DEFAULT_THETA)
+        metadata.require_value("rope.freq_base_swa", theta)
+        layer_types = _read_layer_types(metadata, metadata.get_int("block_count"))
+        return options | {"sliding_window": _read_window(metadata), "layer_types": layer_types}
+    if metadata.architecture == "exaone4" or _read_model_type(metadata) == "olmo3":
+        theta = read_rope_theta(metadata, "rope.freq_base", DEFAULT_THETA)
+        metadata.require_value("rope.freq_base_swa", theta)
+        layer_types = _read_layer_types(metadata, metadata.get_int("block_count"))
+        return options | {"sliding_window": _read_window(metadata), "layer_types": layer_types}
+    return options
+
+
+def _granite_options(metadata: MetadataReader) -> Options:
+    metadata.require_value("rope.scaling.finetuned", True)  # false means no RoPE here
+    return {
+        "attention_multiplier": metadata.get_optional_float("attention.scale")
+        or metadata.get_head_dim() ** -0.5,
+        "embedding_multiplier": metadata.get_optional_float("embedding_scale") or 1.0,
+        "residual_multiplier": metadata.get_optional_float("residual_scale") or 1.0,
+        "logits_scaling": metadata.get_float("logit_scale"),
+    }
+
+
+def _gemma_options(metadata: MetadataReader) -> Options:
+    layers, name = metadata.get_int("block_count"), metadata.architecture
+    share = metadata.get_int("embedding_length") // metadata.get_int("attention.head_count")
+    options: Options = {
+        "query_pre_attn_scalar": share if layers == GEMMA_27B_NUM_LAYERS[name] else metadata.get_head_dim(),
+        "layer_types": _read_layer_types(metadata, layers),
+        "final_logit_softcapping": metadata.get_optional_float("final_logit_softcapping"),
+        "sliding_window": _read_window(metadata) or GEMMA2_WINDOW,
+    }
+    if name == "gemma2":
+        return options | {"attn_logit_softcapping": metadata.get_optional_float("attn_logit_softcapping")}
+    return options | {"rope_local_base_freq": read_rope_theta(metadata, "rope.freq_base_swa", LOCAL_THETA)}
+
+
+def _read_window(metadata: MetadataReader) -> int | None:
+    """None means full attention in all layers."""
+    default = GEMMA2_WINDOW if metadata.architecture == "gemma2" else 0
+    return metadata.get_int("attention.sliding_window", default, low=0) or None
+
+
+def _read_layer_types(metadata: MetadataReader, num_layers: int) -> list[str]:
+    """From a period or a list of flags."""
+    default = WINDOW_PERIOD[metadata.architecture]
+    if _read_window(metadata) is None:
+        return ["full_attention"] * num_layers
+    pattern = metadata.get("attention.sliding_window_pattern", default)
+    if isinstance(pattern, list):
+        if len(pattern) != num_layers or not all(isinstance(item, bool) for item in pattern):
+            reason = f"must be a number or {num_layers} flags, got {len(pattern)} values"
+            raise metadata.error("attention.sliding_window_pattern", reason)
+        sliding = pattern
+    else:
+        period = metadata.get_int("attention.sliding_window_pattern", default)
+        sliding = [(index + 1) % period != 0 for index in range(num_layers)]
+    return ["sliding_attention" if item else "full_attention" for item in sliding]

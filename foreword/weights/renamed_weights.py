@@ -1,0 +1,138 @@
+"""Weights under other names than those in the files, or with rows in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+
+from torch import Tensor
+
+from foreword.kernels.ops import Float8Blocks, GroupedInts, Matrix, QuantizedBlocks
+from foreword.layers.lora import deinterleave_heads
+from foreword.layers.weights import Weights
+
+
+class PrefixedWeights:
+    """Other weights, with a prefix before each name."""
+
+    def __init__(self, weights: Weights, prefix: str) -> None:
+        self._weights = weights
+        self._prefix = prefix
+
+    @property
+    def num_parameters(self) -> int:
+        return self._weights.num_parameters
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self._weights.tensor(self._prefix + name, *shape)
+
+    def weights(
+        self, out_features: Mapping[str, int], in_features: int
+    ) -> AbstractContextManager[Sequence[Matrix]]:
+        return self._weights.weights(
+            {self._prefix + name: size for name, size in out_features.items()}, in_features
+        )
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(self._prefix + name)
+
+    def stacked(self, name: str, index: int, *shape: int) -> AbstractContextManager[Matrix]:
+        return self._weights.stacked(self._prefix + name, index, *shape)
+
+    def prefixed(self, prefix: str) -> Weights:
+        return PrefixedWeights(self._weights, self._prefix + prefix)
+
+
+class DeinterleavedWeights(PrefixedWeights):
+    """Weights of a layer whose RoPE turns neighbours: rows of q and k in the order of RoPE in halves.
+
+    Scores stay the same, since rows of q and k move alike. `num_heads` maps projections to their heads.
+    """
+
+    def __init__(self, weights: Weights, num_heads: Mapping[str, int]) -> None:
+        super().__init__(weights, "")
+        self._num_heads = num_heads
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self._reorder(name, super().tensor(name, *shape))
+
+    @contextmanager
+    def weights(self, out_features: Mapping[str, int], in_features: int) -> Iterator[Sequence[Matrix]]:
+        with super().weights(out_features, in_features) as matrices:
+            yield [
+                self._reorder_matrix(name, matrix)
+                for name, matrix in zip(out_features, matrices, strict=True)
+            ]
+
+    def _reorder_matrix(self, name: str, matrix: Matrix) -> Matrix:
+        if isinstance(matrix, QuantizedBlocks):
+            return replace(matrix, data=self._reorder(name, matrix.data))
+        if isinstance(matrix, GroupedInts):
+            values, scales, zeros = (
+                self._reorder(name, rows) for rows in (matrix.values, matrix.scales, matrix.zeros)
+            )
+            return replace(matrix, values=values, scales=scales, zeros=zeros)
+        if isinstance(matrix, Float8Blocks):  # a scale for each row: rows leave their blocks
+            block_rows, block_columns = matrix.block_shape
+            scales = matrix.scales.repeat_interleave(block_rows, 0)[: len(matrix.values)]
+            values, scales = self._reorder(name, matrix.values), self._reorder(name, scales)
+            return Float8Blocks(values, scales, (1, block_columns))
+        return self._reorder(name, matrix)
+
+    def _reorder(self, name: str, rows: Tensor) -> Tensor:
+        heads = self._num_heads.get(name.partition(".")[0])
+        return rows if heads is None else deinterleave_heads(rows, heads)
+
+
+class HeadlessWeights(PrefixedWeights):
+    """Weights of a checkpoint saved without its head: names lack `model.`."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__(weights, "")
+
+    def prefixed(self, prefix: str) -> Weights:
+        return PrefixedWeights(self._weights, prefix.removeprefix("model."))
+
+
+class MultipartWeights(PrefixedWeights):
+    """Weights whose prefixes differ between files; `prefixes` maps ours to those in files, by priority."""
+
+    def __init__(
+        self, weights: Weights, names: frozenset[str], prefixes: Mapping[str, Sequence[str]]
+    ) -> None:
+        super().__init__(weights, "")
+        self._file_prefixes = {
+            ours: next((prefix for prefix in known if _has_prefix(names, prefix)), known[0])
+            for ours, known in prefixes.items()
+        }
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self._weights.tensor(self.name_in_file(name), *shape)
+
+    def weights(
+        self, out_features: Mapping[str, int], in_features: int
+    ) -> AbstractContextManager[Sequence[Matrix]]:
+        return self._weights.weights(
+            {self.name_in_file(name): size for name, size in out_features.items()}, in_features
+        )
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(self.name_in_file(name))
+
+    def stacked(self, name: str, index: int, *shape: int) -> AbstractContextManager[Matrix]:
+        return self._weights.stacked(self.name_in_file(name), index, *shape)
+
+    def prefixed(self, prefix: str) -> Weights:
+        return PrefixedWeights(self._weights, self.name_in_file(prefix))
+
+    def name_in_file(self, name: str) -> str:
+        """A name or prefix as it is in the files."""
+        for ours, actual in self._file_prefixes.items():
+            if name.startswith(ours):
+                return actual + name.removeprefix(ours)
+        return name
+
+
+def _has_prefix(names: Iterable[str], prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in names)

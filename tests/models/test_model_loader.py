@@ -1,0 +1,349 @@
+"""Unsupported and damaged checkpoints are refused by name."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from foreword.errors import CheckpointError
+from foreword.kernels.reference.backend import ReferenceOps
+from foreword.models.architectures import read_decoder
+from foreword.models.interfaces import Precision
+from foreword.models.model_loader import load_model, read_model_info
+from foreword.weights.config_reader import ConfigReader
+from tests.support.checkpoints import COMMON, FAMILIES, YARN, write_checkpoint
+from tests.support.forward_helpers import ForwardHelper
+
+
+def load(path: Path) -> Any:
+    return load_model(path, ReferenceOps(), Precision.from_dtypes("float32"), "cpu", 64)
+
+
+def change_tensors(path: Path, change: Any) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path / "model.safetensors")
+
+
+def shard(path: Path) -> list[Path]:
+    """Split the checkpoint into two files with an index."""
+    tensors = load_file(path / "model.safetensors")
+    names = sorted(tensors)
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in files.items():
+        save_file({name: tensors[name].clone() for name in part}, path / file)
+    weight_map = {name: file for file, part in files.items() for name in part}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (path / "model.safetensors").unlink()
+    return [path / file for file in files]
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"hidden_act": "relu6"}, "hidden_act"),
+    ("llama", {"rope_scaling": {"type": "spiral", "factor": 2}}, "type"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "twist": 3}}, "twist"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, "factor"),
+    ("llama", {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}}, "type"),
+    (
+        "llama",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        "short_factor",
+    ),
+    ("llama", {"num_key_value_heads": 3}, "num_key_value_heads"),
+    ("llama", {"hidden_size": "64"}, "hidden_size"),
+    ("llama", {"hidden_size": ...}, "hidden_size"),
+    ("llama", {"num_hidden_layers": 0}, "num_hidden_layers"),
+    ("llama", {"num_hidden_layers": 2_000_000_000}, "num_hidden_layers"),
+    ("gemma2", {"num_hidden_layers": 2_000_000_000}, "num_hidden_layers"),
+    ("llama", {"num_hidden_layers": 1025}, "num_hidden_layers"),
+    ("llama", {"hidden_size": 4_000_000_000}, "hidden_size"),
+    ("llama", {"intermediate_size": 4_000_000_000}, "intermediate_size"),
+    ("llama", {"head_dim": 4_000_000_000}, "head_dim"),
+    ("llama", {"num_attention_heads": 2**20, "head_dim": 2**10}, "num_attention_heads"),
+    ("llama", {"max_position_embeddings": 2**62}, "max_position_embeddings"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps"),
+    ("llama", {"rope_theta": float("inf")}, "rope_theta"),
+    ("llama", {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_theta"),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1e-320}}, "beta_fast"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, "rope_type"),
+    (
+        "llama",
+        {"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 2, "high_freq_factor": 2}},
+        "high_freq_factor",
+    ),
+    (
+        "phi3",
+        {"rope_scaling": {"type": "longrope", "short_factor": [float("nan")] * 8, "long_factor": [1.0] * 8}},
+        "short_factor",
+    ),
+    (
+        "llama",
+        {
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
+            "original_max_position_embeddings": 1,
+        },
+        "original_max_position_embeddings",
+    ),
+    ("gemma2", {"attn_logit_softcapping": float("nan")}, "attn_logit_softcapping"),
+    ("llama", {"torch_dtype": "float8_e4m3fn"}, "torch_dtype"),
+    ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ("llama", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+    ("llama", {"sliding_window": 32}, "sliding_window"),
+    ("llama", {"num_experts": 8}, "num_experts"),
+    ("mistral", {"attention_bias": True}, "attention_bias"),
+    (
+        "mistral",
+        {"sliding_window": 32, "layer_types": ["full_attention", "chunked_attention"]},
+        "layer_types",
+    ),
+    (
+        "mistral",
+        {"sliding_window": None, "layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types",
+    ),
+    ("mistral", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("qwen2", {"use_mrope": True}, "use_mrope"),
+    ("phi3", {"attention_bias": True}, "attention_bias"),
+    ("smollm3", {"no_rope_layers": [1, 1, 0]}, "no_rope_layers"),
+    ("smollm3", {"no_rope_layers": [1, 1, 2, 0]}, "no_rope_layers"),
+    ("granite", {"residual_multiplier": 0.0}, "residual_multiplier"),
+    ("olmo2", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("olmo3", {"rope_parameters": {"chunked_attention": {"rope_type": "default"}}}, "chunked_attention"),
+    ("ministral3", {"rope_parameters": ...}, "rope_parameters"),
+    ("ministral3", {"rope_parameters": YARN}, "llama_4_scaling_beta"),
+    ("ministral3", {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}}, "rope_type"),
+    (
+        "ministral3",
+        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "max_position_embeddings": 64}},
+        "max_position_embeddings",
+    ),
+    ("exaone4", {"layer_types": ..., "sliding_window_pattern": "LLLG"}, "sliding_window_pattern"),
+    ("exaone4", {"attention_bias": True}, "attention_bias"),
+    ("ernie4_5", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("hunyuan_v1_dense", {"use_cla": True}, "use_cla"),
+    ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm"),
+    ("hunyuan_v1_dense", {"num_experts": 16}, "num_experts"),
+    ("hunyuan_v1_dense", {"rope_scaling": {"type": "linear", "alpha": 3.0, "factor": 2.0}}, "type"),
+    ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 1e-9}}, "alpha"),
+    ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 9.0}, "head_dim": 2}, "head_dim"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3_text", {"rope_parameters": {"linear_attention": {"rope_type": "default"}}}, "linear_attention"),
+    ("qwen3_moe", {"num_experts": 0}, "num_experts"),
+    ("qwen3_moe", {"num_experts": ...}, "num_experts"),
+    ("qwen3_moe", {"num_experts": 1 << 20}, "num_experts"),
+    ("qwen3_moe", {"num_local_experts": 4}, "num_local_experts"),
+    ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+    ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok"),
+    ("qwen3_moe", {"moe_intermediate_size": ...}, "moe_intermediate_size"),
+    ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size"),
+    ("qwen3_moe", {"n_group": 4}, "n_group"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": ...}, "shared_expert_intermediate_size"),
+    ("mixtral", {"attention_bias": True}, "attention_bias"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
+    ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha"),
+    ("gpt_oss", {"experts_per_token": 2}, "experts_per_token"),
+    ("gpt_oss", {"rope_parameters": ...}, "rope_scaling"),
+    ("granitemoe", {"num_local_experts": 8.0}, "num_local_experts"),
+]
+
+
+@pytest.mark.parametrize("family, overrides, name", REFUSED)
+def test_unsupported_options_are_named(family: str, overrides: dict[str, Any], name: str, tmp_path: Path):
+    path = write_checkpoint(tmp_path, family)
+    config = {**json.loads((path / "config.json").read_text()), **overrides}
+    (path / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not ...})
+    )
+    with pytest.raises(CheckpointError, match=f"`{name}`"):
+        read_model_info(path)
+
+
+def test_irrelevant_and_unset_options_are_ignored(tmp_path: Path):
+    extra = {
+        "transformers_version": "4.40.0",
+        "use_cache": True,
+        "_name_or_path": "x",
+        "novelty": None,
+        "initializer_range": 0.02,
+    }
+    assert read_model_info(write_checkpoint(tmp_path, **extra)).parameters > 0
+
+
+def test_unknown_architecture_lists_known_ones(tmp_path: Path):
+    path = write_checkpoint(tmp_path)
+    (path / "config.json").write_text(json.dumps({"model_type": ["llama"]}))
+    with pytest.raises(CheckpointError, match=r"model_type \['llama'\] is not supported"):
+        read_model_info(path)
+    (path / "config.json").write_text(json.dumps({"model_type": "novel"}))
+    with pytest.raises(CheckpointError, match=r"'novel' is not supported; known: ernie4_5, .*llama"):
+        read_model_info(path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "feature"),
+    [
+        ("deepseek_v3", "multi-head latent attention"),
+        ("qwen3_5_moe", "recurrent layers"),
+        ("gemma4_text", "Gemma 4"),
+        ("eagle", "trained heads"),
+    ],
+)
+def test_missing_feature_is_named(model_type: str, feature: str, tmp_path: Path):
+    path = write_checkpoint(tmp_path)
+    (path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(CheckpointError, match=rf"'{model_type}' is not supported \(it needs {feature}"):
+        read_model_info(path)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [("{", "is not JSON"), ("[]", "JSON object"), ("{}", "`model_type`"), (None, "no config.json")],
+)
+def test_broken_config_is_refused(text: str | None, message: str, tmp_path: Path):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        read_model_info(tmp_path)
+
+
+def test_shards_load_the_same_model(tmp_path: Path):
+    path = write_checkpoint(tmp_path)
+    whole = ForwardHelper(path).logits([1, 2, 3])
+    shard(path)
+    assert torch.equal(ForwardHelper(path).logits([1, 2, 3]), whole)
+
+
+def test_missing_shard_is_named(tmp_path: Path):
+    first, _ = shard(write_checkpoint(tmp_path))
+    first.unlink()
+    with pytest.raises(CheckpointError, match=first.name):
+        load(tmp_path)
+
+
+def test_truncated_file_is_named(tmp_path: Path):
+    file = write_checkpoint(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        load(tmp_path)
+
+
+def test_missing_tensor_is_named(tmp_path: Path):
+    change_tensors(
+        write_checkpoint(tmp_path), lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight")
+    )
+    with pytest.raises(
+        CheckpointError, match=r"`model\.layers\.1\.mlp\.up_proj\.weight` \[96, 64\] is missing"
+    ):
+        load(tmp_path)
+
+
+def test_unexpected_tensor_is_named(tmp_path: Path):
+    change_tensors(
+        write_checkpoint(tmp_path),
+        lambda tensors: tensors.update({"model.layers.0.self_attn.sinks": torch.ones(4)}),
+    )
+    with pytest.raises(CheckpointError, match=r"unexpected tensors: model\.layers\.0\.self_attn\.sinks"):
+        load(tmp_path)
+
+
+def test_buffers_of_old_checkpoints_are_ignored(tmp_path: Path):
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+
+    change_tensors(write_checkpoint(tmp_path, tie_word_embeddings=True), change)
+    assert load(tmp_path).info == read_model_info(tmp_path)
+
+
+def test_wrong_shape_is_named(tmp_path: Path):
+    change_tensors(
+        write_checkpoint(tmp_path), lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)})
+    )
+    with pytest.raises(CheckpointError, match=r"`model\.norm\.weight` is \[65\], the config says \[64\]"):
+        load(tmp_path)
+
+
+def test_wrong_type_is_named(tmp_path: Path):
+    change_tensors(
+        write_checkpoint(tmp_path),
+        lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
+    )
+    with pytest.raises(CheckpointError, match=r"`model\.norm\.weight` is of type I8"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "model.ckpt"])
+def test_pickled_weights_are_refused(tmp_path: Path, name: str):
+    path = write_checkpoint(tmp_path)
+    (path / "model.safetensors").rename(path / name)
+    with pytest.raises(CheckpointError, match=rf"\({re.escape(name)}\), which can run code"):
+        load(path)
+
+
+def test_checkpoint_without_weights_is_refused(tmp_path: Path):
+    (write_checkpoint(tmp_path) / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"holds neither model\.safetensors"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, "x"])
+def test_index_without_weight_map_is_refused(weight_map: Any, tmp_path: Path):
+    (write_checkpoint(tmp_path) / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
+    with pytest.raises(CheckpointError, match="weight_map"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "names", [("weights.safetensors",), ("x-00001-of-00002.safetensors", "x-00002-of-00002.safetensors")]
+)
+def test_files_without_an_index_are_found(tmp_path: Path, names: tuple[str, ...]) -> None:
+    path = write_checkpoint(tmp_path)
+    expected, tensors = load(path).info, load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    keys = sorted(tensors)
+    for index, name in enumerate(names):
+        save_file({key: tensors[key] for key in keys[index :: len(names)]}, path / name)
+    assert load(path).info == expected
+    if len(names) > 1:
+        (path / names[0]).rename(path / "x-00001-of-00003.safetensors")
+        with pytest.raises(CheckpointError, match=r"holds neither .*it holds x-00001-of-00003.safetensors, "):
+            load(path)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mistral",
+        "qwen2",
+        "phi3",
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "smollm3",
+        "ministral3",
+        "gemma2",
+        "gpt_oss",
+    ],
+)
+def test_window_of_0_is_none(family: str):
+    """Transformers 5 writes it for Qwen2-MoE with windows off."""
+    values = {key: value for key, value in {**COMMON, **FAMILIES[family]}.items() if value is not ...}
+    _, config = read_decoder(ConfigReader({**values, "model_type": family, "sliding_window": 0}, family))
+    assert [layer_type.window for layer_type in config.layer_types] == [None] * len(config.layer_types)
+
+
+@pytest.mark.parametrize("family", ["olmo3", "exaone4", "gemma3_text"])
+def test_sliding_layers_need_a_window(family: str):
+    values = {key: value for key, value in {**COMMON, **FAMILIES[family]}.items() if value is not ...}
+    with pytest.raises(CheckpointError, match="layer_types"):
+        read_decoder(ConfigReader({**values, "model_type": family, "sliding_window": 0}, family))
