@@ -160,7 +160,7 @@ def fingerprint(output: RequestOutput) -> dict[str, Any]:
     choices = [
         (
             *(c.token_ids, c.logits_hashes, c.text, c.finish_reason, c.stop_reason, c.seed, c.logprobs),
-            *(c.reasoning, *((call.name, call.arguments) for call in c.tool_calls)),
+            *(c.reasoning, [(call.name, call.arguments) for call in c.tool_calls]),
         )
         for c in output.outputs
     ]

@@ -1,7 +1,8 @@
-"""Every feature with every drafter: the cells of docs/features.md, one test each.
+"""Every feature with every drafter: a test checks a row of docs/features.md.
 
-All drafters run in one crowded engine: small cache, short chunks, sixteen requests at once. Each names its
-drafter. The expected answer has no speculation, one request at a time, ample cache and unchunked prompts.
+All drafters run in one crowded engine: small cache, short chunks, sixteen requests at once. Each request
+names its drafter. The expected answer has no speculation, one request at a time, ample cache and unchunked
+prompts.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -79,17 +80,28 @@ class Engines:
     crowded: LLM
     plain: LLM
     prompts: Sequence[Any]  # of LLM.generate, or conversations of LLM.chat
-    known: dict[str, Any] = field(default_factory=dict)
+    known: dict[str, list[Any]] = field(default_factory=dict)  # plain answers
+    checked: set[str] = field(default_factory=set)
 
-    def expected(self, settings: Mapping[str, Any]) -> Any:
+    def expected(self, settings: Mapping[str, Any]) -> list[Any]:
         key = repr(settings)
         if key not in self.known:
             self.known[key] = answers(self.plain, self.prompts, settings, params_of(settings))
         return self.known[key]
 
-    def actual(self, settings: Mapping[str, Any], drafter: str) -> Any:
-        params = [speculated(params, drafter) for params in params_of(settings)]
-        return answers(self.crowded, self.prompts, settings, params)
+    def check(self, settings: Mapping[str, Any], drafters: Sequence[str] = DRAFTER_COLUMNS) -> None:
+        """The crowded answers of every drafter, all asked at once, equal the plain ones."""
+        key = repr((settings, drafters))
+        if key in self.checked:
+            return
+        asked = [prompt for _ in drafters for prompt in self.prompts]
+        params = [speculated(one, drafter) for drafter in drafters for one in params_of(settings)]
+        actual = answers(self.crowded, asked, settings, params)
+        size = len(self.prompts)
+        parts = {drafter: actual[i * size : (i + 1) * size] for i, drafter in enumerate(drafters)}
+        expected = self.expected(settings)
+        assert [drafter for drafter, part in parts.items() if part != expected] == []
+        self.checked.add(key)
 
 
 def speculated(params: SamplingParams, drafter: str) -> SamplingParams:
@@ -166,8 +178,9 @@ def engines_of(path: Path, asked: Sequence[Any], features: Mapping[str, Any], **
     options |= {"threads": 1, "test_mode": True}
     ample = {**options, "kv_cache_memory": "8000tokens"}
     plain = LLM(str(path / "model"), speculate="off", max_num_seqs=1, prefix_caching=False, **ample)
+    outputs = [run(plain, asked, settings, params_of(settings)) for settings in features.values()]
     recording = path / "recording.jsonl"
-    recording.write_text("".join(recorded(plain, asked, features)))
+    recording.write_text("".join(recorded(output for each in outputs for output in each)))
     crowded = LLM(
         str(path / "model"),
         speculate=",".join(DRAFTERS),
@@ -179,84 +192,72 @@ def engines_of(path: Path, asked: Sequence[Any], features: Mapping[str, Any], **
         max_num_batched_tokens=24,
         **options,
     )
-    return Engines(crowded, plain, asked)
+    known = {
+        repr(settings): list(map(fingerprint, each))
+        for settings, each in zip(features.values(), outputs, strict=True)
+    }
+    return Engines(crowded, plain, asked, known)
 
 
-def recorded(plain: LLM, asked: Sequence[Any], features: Mapping[str, Any]) -> Iterator[str]:
-    """Recorded answers of every feature for the replay drafter."""
-    for settings in features.values():
-        for prompt, params in zip(asked, params_of(settings), strict=True):
-            (output,) = run(plain, [prompt], settings, [params])
-            for choice in output.outputs:
-                line = {
-                    "prompt_token_ids": output.prompt_token_ids,
-                    "seed": choice.seed,
-                    "token_ids": choice.token_ids,
-                }
-                yield json.dumps(line) + "\n"
+def recorded(outputs: Iterable[RequestOutput]) -> Iterator[str]:
+    """Lines of the replay drafter's file."""
+    for output in outputs:
+        for choice in output.outputs:
+            line = {
+                "prompt_token_ids": output.prompt_token_ids,
+                "seed": choice.seed,
+                "token_ids": choice.token_ids,
+            }
+            yield json.dumps(line) + "\n"
 
 
-@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS if is_full() else ("suffix", "draft", "auto"))
 @pytest.mark.parametrize("feature", FEATURES)
-def test_cell(engines: Engines, feature: str, drafter: str) -> None:
-    assert engines.actual(FEATURES[feature], drafter) == engines.expected(FEATURES[feature])
+def test_feature_is_exact_with_every_drafter(engines: Engines, feature: str) -> None:
+    engines.check(FEATURES[feature])
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS if is_full() else ("suffix", "draft"))
-def test_every_drafter_is_accepted_and_rejected(engines: Engines, drafter: str) -> None:
+@pytest.mark.parametrize("feature", IMAGES)
+def test_feature_is_exact_with_images(multimodal: Engines, feature: str) -> None:
+    multimodal.check(IMAGES[feature])
+
+
+@pytest.mark.parametrize("feature", CALLS)
+def test_feature_is_exact_with_calls(calling: Engines, feature: str) -> None:
+    calling.check(CALLS[feature])
+
+
+@pytest.mark.parametrize(
+    ("fixture", "features"), [("engines", FEATURES), ("multimodal", IMAGES), ("calling", CALLS)]
+)
+def test_every_drafter_is_accepted_and_rejected(
+    request: pytest.FixtureRequest, fixture: str, features: Mapping[str, Any]
+) -> None:
     """Without accepted and rejected drafts the matrix would prove little."""
-    check_acceptance(engines, FEATURES, drafter)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("drafter", DRAFTERS if is_full() else ("suffix", "draft"))
-def test_every_drafter_is_accepted_and_rejected_with_images(multimodal: Engines, drafter: str) -> None:
-    check_acceptance(multimodal, IMAGES, drafter)
-
-
-def check_acceptance(engines: Engines, features: Mapping[str, Any], drafter: str) -> None:
+    engines: Engines = request.getfixturevalue(fixture)
     for settings in features.values():
-        engines.actual(settings, drafter)
+        engines.check(settings)
     samples = {
         (sample.name, sample.labels.get("drafter")): sample.value
         for metric in text_string_to_metric_families(engines.crowded.render_metrics().decode())
         for sample in metric.samples
     }
-    if drafter == "grammar":  # forced tokens have no acceptance figures
-        assert samples["foreword_spec_forced_tokens_total", None] > 0
-        assert ("foreword_spec_draft_tokens_total", drafter) not in samples
-        return
-    drafted, accepted = (
-        samples[f"foreword_spec_{kind}_tokens_total", drafter] for kind in ("draft", "accepted")
-    )
-    assert 0 < accepted < drafted
-
-
-@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS if is_full() else ("suffix", "auto"))
-@pytest.mark.parametrize("feature", IMAGES)
-def test_cell_with_images(multimodal: Engines, feature: str, drafter: str) -> None:
-    assert multimodal.actual(IMAGES[feature], drafter) == multimodal.expected(IMAGES[feature])
-
-
-@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS if is_full() else ("grammar", "auto"))
-@pytest.mark.parametrize("feature", CALLS)
-def test_cell_with_calls(calling: Engines, feature: str, drafter: str) -> None:
-    assert calling.actual(CALLS[feature], drafter) == calling.expected(CALLS[feature])
+    # Forced tokens have no acceptance figures.
+    assert samples["foreword_spec_forced_tokens_total", None] > 0
+    assert ("foreword_spec_draft_tokens_total", "grammar") not in samples
+    for drafter in set(DRAFTERS) - {"grammar"}:
+        drafted, accepted = (
+            samples[f"foreword_spec_{kind}_tokens_total", drafter] for kind in ("draft", "accepted")
+        )
+        assert 0 < accepted < drafted, drafter
 
 
 def test_features_of_calls_have_calls_and_reasoning(calling: Engines) -> None:
     for name, settings in CALLS.items():
-        outputs = run(calling.plain, calling.prompts, settings, params_of(settings))
+        choices = [choice for answer in calling.expected(settings) for choice in answer["choices"]]
         if "tools" in settings:
-            assert any(output.tool_calls for output in outputs), name
+            assert any(calls for *_, calls in choices), name
         if "reasoning" in name:
-            assert any(output.reasoning for output in outputs), name
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_drafter_is_accepted_and_rejected_with_calls(calling: Engines, drafter: str) -> None:
-    check_acceptance(calling, CALLS, drafter)
+            assert any(reasoning for *_, reasoning, _ in choices), name
 
 
 def compatible(pair: tuple[str, str]) -> bool:
@@ -282,10 +283,7 @@ def test_random_pairs(engines: Engines, number: int, request: pytest.FixtureRequ
     everything = pairs()
     taken = everything if request.config.getoption("--full-product") else everything[:PAIRS]
     for first, second, drafter in taken[number::PARTS]:
-        settings = {**FEATURES[first], **FEATURES[second]}
-        assert engines.actual(settings, drafter) == engines.expected(settings), (
-            f"{first} with {second}, drafter {drafter}"
-        )
+        engines.check({**FEATURES[first], **FEATURES[second]}, (drafter,))
 
 
 @pytest.mark.parametrize("drafter", DRAFTER_COLUMNS if is_full() else ("auto",))
