@@ -25,14 +25,10 @@ from foreword.errors import ForewordError
 from foreword.kernels.registry import native_unavailable_reason
 from foreword.models.model_loader import check_weights, read_model_info
 from foreword.multimodal.processor_registry import read_processor
+from foreword.planning.fit_hints import fitting_options
 from foreword.planning.memory import ModelInfo, format_bytes
 from foreword.planning.memory_plan import MemoryPart, plan_memory
-from foreword.planning.resolve import (
-    ResolvedConfig,
-    draft_size_warning,
-    fitting_options,
-    resolve,
-)
+from foreword.planning.resolve import ResolvedConfig, draft_size_warning, fits, resolve
 from foreword.tokenizer.input_processor import ChatInputProcessor
 from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.weights.gguf.header import is_gguf
@@ -211,7 +207,7 @@ def _check_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) 
         yield CheckResult(None, note)
     yield CheckResult(True, _describe_memory(plan_memory(config, hardware, target, drafter, chosen)))
     if chosen.memory is not None and chosen.memory.kv_cache < chosen.kv_bytes:
-        hints = fitting_options(config, hardware, [target, *filter(None, [drafter])])
+        hints = fitting_options(config, hardware, [target, *filter(None, [drafter])], fits)
         helps = f"; what would help: {', '.join(hints)}" if hints else ""
         yield CheckResult(None, f"by this estimate it does not fit, and loading measures it{helps}")
     drafts = f"at most {chosen.num_speculative_tokens} tokens a request and step"

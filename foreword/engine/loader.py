@@ -56,18 +56,11 @@ from foreword.layers.lora import LoraLimits
 from foreword.lora.slots import AdapterSlots
 from foreword.models.interfaces import Model, Precision
 from foreword.models.model_loader import load_model, read_model_info, weight_files
-from foreword.planning.hardware import hardware_info, probe_hardware
+from foreword.planning.hardware import HardwareInfo, hardware_info, probe_hardware
 from foreword.planning.memory import GIB, DeviceMemory, ModelInfo
 from foreword.planning.memory_plan import ModelDescription
-from foreword.planning.resolve import (
-    EngineInfo,
-    HardwareInfo,
-    ResolvedConfig,
-    draft_size_warning,
-    resolve,
-    resolve_dtypes,
-    with_kv_cache,
-)
+from foreword.planning.memory_sizes import resolve_dtypes
+from foreword.planning.resolve import EngineInfo, ResolvedConfig, draft_size_warning, resolve, with_kv_cache
 from foreword.sampling.sampler import Sampler
 from foreword.speculation.base import EngineDrafter, ModelBasedDrafter
 from foreword.speculation.control.controller import DraftLengthController

@@ -33,15 +33,9 @@ from foreword.planning.memory import (
     kv_bytes_per_token,
 )
 from foreword.planning.memory_plan import MemoryPart, ModelDescription, plan_memory
+from foreword.planning.memory_sizes import batch_limits, min_context, resolve_dtypes
 from foreword.planning.replica_resources import read_machine
-from foreword.planning.resolve import (
-    MAX_CPU_KV_BYTES,
-    ResolvedConfig,
-    batch_limits,
-    min_context,
-    resolve,
-    resolve_dtypes,
-)
+from foreword.planning.resolve import MAX_CPU_KV_BYTES, ResolvedConfig, resolve
 from foreword.weights.hub import resolve_path
 
 PROCESS_BYTES: Final = 256 << 20  # of an engine beside its model: interpreter, libraries, heap

@@ -13,7 +13,6 @@ from typing import Any
 
 from foreword.config.options import Config, format_cpus, parse_cpus
 from foreword.errors import ConfigError
-from foreword.planning.resolve import HardwareInfo
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +59,22 @@ class HardwareProbe:
     gpu_total_bytes: int = 0
     gpu_free_bytes: int = 0
     capability: tuple[int, int] = (0, 0)  # compute capability, such as (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareInfo:
+    """Hardware properties that resolve() needs."""
+
+    device: str
+    cores: int
+    free_bytes: int  # memory of the device
+    supports_bfloat16: bool
+    kernel_backend: str = "native"  # "native", "triton" or "torch", see weight_bytes()
+    total_bytes: int = 0
+    gpu: str | None = None  # name of the GPU
+    capability: tuple[int, int] = (0, 0)  # compute capability
+    native_library_error: str | None = None  # why the native library is not available
+    cgroup_limit: int | None = None  # bytes; None: it does not limit free_bytes
 
 
 def apply_placement(config: Config) -> None:

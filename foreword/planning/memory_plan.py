@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from foreword.config.options import Config, parse_bytes
+from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory import (
     DTYPE_BYTES,
     ModelInfo,
@@ -15,7 +16,8 @@ from foreword.planning.memory import (
     lora_bytes,
     weight_bytes_by_format,
 )
-from foreword.planning.resolve import HardwareInfo, ResolvedConfig, batch_limits, min_context, resolve_dtypes
+from foreword.planning.memory_sizes import batch_limits, min_context, resolve_dtypes
+from foreword.planning.resolve import ResolvedConfig
 
 VISION_ENCODER = "vision encoder"
 LOGIT_BYTES = 4

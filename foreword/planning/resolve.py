@@ -5,36 +5,36 @@ A restarted engine receives it unchanged. Imports no torch, because the API proc
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
-from typing import Any
 
 from foreword.config.lora import AdapterInfo
-from foreword.config.options import Config, parse_bytes, parse_tokens
+from foreword.config.options import Config, parse_bytes
 from foreword.errors import ConfigError, InvalidRequest
+from foreword.planning.fit_hints import fitting_options, measured_hints
+from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory import (
     GIB,
     DeviceMemory,
     ModelInfo,
-    activation_bytes,
     cpu_reserve,
-    estimate_memory,
     kv_bytes_per_token,
-    lora_bytes,
-    min_free_bytes,
-    weight_bytes,
+)
+from foreword.planning.memory_sizes import (
+    MemorySizes,
+    batch_limits,
+    blocks_for,
+    estimate_gpu_memory,
+    memory_sizes,
+    min_context,
+    parse_num_blocks,
+    resolve_dtypes,
+    resolve_kv_dtype,
 )
 
 # Default limits of the KV cache on a CPU, whose memory is shared: a share of the free memory, and bytes.
 CPU_KV_FRACTION = 0.5
 MAX_CPU_KV_BYTES = 4 * GIB
-MIN_CONTEXT = 512  # tokens that the default KV cache must hold; less with max_model_len
-LARGE_GPU_BYTES = 64 * GIB
-LARGE_GPU_BATCHED_TOKENS, SMALL_GPU_BATCHED_TOKENS = 8192, 2048  # limited by the memory of their logits
-GPU_SIZES = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192, 288)  # GiB
-MAX_GPU_HINTS = 5
 DRAFT_SIZE_RATIO = (10, 50)  # target parameters / draft model parameters where drafting usually pays
 MIN_THREADED_WEIGHT_BYTES = 32 << 20  # below this size, threads wait as long as they work
 # Fields of Config that ResolvedConfig takes as they are.
@@ -42,22 +42,6 @@ COPIED_FIELDS = (
     *("quantization", "cpu_isa", "block_size", "prefix_caching", "draft_length", "prompt_lookup_min"),
     *("prompt_lookup_max", "fast_math", "test_mode", "enforce_eager", "overlap"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class HardwareInfo:
-    """Hardware properties that resolve() needs."""
-
-    device: str
-    cores: int
-    free_bytes: int  # memory of the device
-    supports_bfloat16: bool
-    kernel_backend: str = "native"  # "native", "triton" or "torch", see weight_bytes()
-    total_bytes: int = 0
-    gpu: str | None = None  # name of the GPU
-    capability: tuple[int, int] = (0, 0)  # compute capability
-    native_library_error: str | None = None  # why the native library is not available
-    cgroup_limit: int | None = None  # bytes; None: it does not limit free_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +125,7 @@ def resolve(
     try:
         return _resolve(config, hardware, models)
     except _DoesNotFit as error:
-        hints = ", ".join(fitting_options(config, hardware, models))
+        hints = ", ".join(fitting_options(config, hardware, models, fits))
         raise ConfigError(f"{error.message}. What would help: {hints}", error.param) from None
 
 
@@ -161,11 +145,11 @@ def _resolve(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]
     """As resolve(), but without hints and checks of single options. Raises _DoesNotFit."""
     model = models[0]
     dtype, weight_dtype = resolve_dtypes(config, hardware, model)
-    sizes = _memory_sizes(config, hardware, models)
+    sizes = memory_sizes(config, hardware, models)
     max_num_seqs, max_num_batched_tokens = batch_limits(config, hardware)
     gets_remaining_memory = hardware.device == "cuda" and config.kv_cache_memory is None
     max_tokens = config.max_model_len or model.context_len
-    max_useful_blocks = max_num_seqs * _blocks_for(max_tokens, config.block_size)
+    max_useful_blocks = max_num_seqs * blocks_for(max_tokens, config.block_size)
     if gets_remaining_memory:
         num_blocks = max_useful_blocks
     elif config.kv_cache_memory is not None:
@@ -179,7 +163,7 @@ def _resolve(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]
         dtype=dtype,
         weight_dtype=weight_dtype,
         weight_format=_describe_weights(config, model, weight_dtype),
-        kv_cache_dtype=_resolve_kv_dtype(config, dtype),
+        kv_cache_dtype=resolve_kv_dtype(config, dtype),
         threads=config.threads or _default_threads(hardware, sizes.weights),
         max_model_len=_resolve_max_model_len(config, model, num_blocks),
         max_num_seqs=max_num_seqs,
@@ -199,119 +183,12 @@ def _resolve(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]
     return _fit_gpu_memory(resolved, config, hardware, models) if gets_remaining_memory else resolved
 
 
-@dataclass(frozen=True, slots=True)
-class _MemorySizes:
-    """Bytes of all models."""
-
-    weights: int  # with room for adapters
-    block: int  # of the KV cache
-    lora: int  # room for adapters
-
-
-def _memory_sizes(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> _MemorySizes:
-    dtype, weight_dtype = resolve_dtypes(config, hardware, models[0])
-    kv_dtype = _resolve_kv_dtype(config, dtype)
-    options = (dtype, weight_dtype, config.quantization, hardware.kernel_backend)
-    lora = lora_bytes(models[0], dtype, config.num_lora_slots, config.max_lora_rank)
-    return _MemorySizes(
-        sum(weight_bytes(info, *options) for info in models) + lora,
-        config.block_size * sum(kv_bytes_per_token(info, kv_dtype) for info in models),
-        lora,
-    )
-
-
-def fitting_options(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> list[str]:
-    """Flags with which the models fit, each tried: single ones, else combined. Then the memory for none."""
-    if hardware.device == "cuda" and config.kv_cache_memory is None:
-        return _fitting_gpu_options(config, hardware, models)
-    smaller: list[dict[str, Any]] = [{"quantization": "int8"}, {"quantization": "int4"}]
-    smaller += [{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}]
-    variants = [(changes, models, "") for changes in ({}, *smaller)]
-    if len(models) > 1:
-        variants.append(({}, models[:1], "no --draft-model"))
-    by_length: dict[int, list[str]] = {1: [], 2: [], 3: []}
-    for changes, chosen, words in variants:
-        for sizes in _cache_options(replace(config, **changes), hardware, chosen):
-            options = {**changes, **sizes}
-            length = len(options) + bool(words)
-            if length and _fits(config, options, hardware, chosen):
-                by_length[length].append(" ".join(filter(None, (words, _format_flags(options)))))
-    hints = next(filter(None, by_length.values()), [])
-    without_cache_size = replace(config, kv_cache_memory=None)
-    for changed, words in ((config, ""), (without_cache_size, " and no --kv-cache-memory")):
-        needed = _sufficient_bytes(changed, hardware, models)
-        if _fits(changed, {}, replace(hardware, free_bytes=needed), models):
-            return [*hints, f"{math.ceil(needed / GIB * 100) / 100:.2f} GiB of free memory{words}"]
-    return hints
-
-
-def _fitting_gpu_options(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> list[str]:
-    """As fitting_options(), by the estimate of a GPU's memory."""
-    changes: list[dict[str, Any]] = [{"gpu_memory_utilization": 0.95}]
-    changes += [{"max_num_batched_tokens": tokens} for tokens in (SMALL_GPU_BATCHED_TOKENS, 512)]
-    changes += [{"enforce_eager": True}, {"kv_cache_dtype": "fp8"}]
-    changes += [{"quantization": "fp8"}, {"quantization": "int4"}]
-    if config.max_model_len is not None:
-        left = _gpu_memory(config, hardware, models).kv_cache // _memory_sizes(config, hardware, models).block
-        changes.insert(0, {"max_model_len": max(left, 0) * config.block_size})
-    changes = [
-        each for each in changes if all(getattr(config, name) != value for name, value in each.items())
-    ]
-    hints = [_format_flags(options) for options in changes if _fits(config, options, hardware, models)]
-    if len(models) > 1 and _fits(config, {}, hardware, models[:1]):
-        hints.append("no --draft-model")
-    if not hints:
-        pairs = [{**first, **second} for first, second in combinations(changes, 2)]
-        pairs = [pair for pair in pairs if len(pair) == 2]
-        hints = [_format_flags(options) for options in pairs if _fits(config, options, hardware, models)]
-    used = hardware.total_bytes - hardware.free_bytes
-    for size in GPU_SIZES:
-        larger = replace(hardware, total_bytes=size * GIB, free_bytes=size * GIB - used)
-        if size * GIB > hardware.total_bytes and _fits(config, {}, larger, models):
-            return [*hints[:MAX_GPU_HINTS], f"a GPU of {size} GiB"]
-    return hints[:MAX_GPU_HINTS]
-
-
-def _format_flags(options: Mapping[str, Any]) -> str:
-    flags = ((f"--{name.replace('_', '-')}", value) for name, value in options.items())
-    return " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags)
-
-
-def _cache_options(
-    config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]
-) -> Iterator[dict[str, Any]]:
-    """Contexts and KV caches that may fit."""
-    size, block_size = _memory_sizes(config, hardware, models), config.block_size
-    context = models[0].context_len
-    free = max(hardware.free_bytes - size.weights, 0)
-    reserve = cpu_reserve(hardware.free_bytes) if hardware.device == "cpu" else 0
-    roomy, tight = (max(left, 0) // size.block * block_size for left in (free - reserve, free))
-    need, cache = min_context(config, models[0]), roomy
-    if config.kv_cache_memory is not None:
-        cache = min(_parse_num_blocks(config, size.block) * block_size, tight)
-    yield {}
-    yield {"max_model_len": min(cache, context)}
-    yield {"kv_cache_memory": f"{roomy if cache == tight and roomy >= need else need}tokens"}
-    yield {"max_model_len": min(tight, context), "kv_cache_memory": f"{tight}tokens"}
-
-
-def _sufficient_bytes(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> int:
-    """Free memory in which `config` fits."""
-    size = _memory_sizes(config, hardware, models)
-    if config.kv_cache_memory is not None:
-        return size.weights + _parse_num_blocks(config, size.block) * size.block
-    min_blocks = _blocks_for(min_context(config, models[0]), config.block_size)
-    return min_free_bytes(size.weights + min_blocks * size.block)
-
-
-def _fits(
-    config: Config, options: dict[str, Any], hardware: HardwareInfo, models: Sequence[ModelInfo]
-) -> bool:
+def fits(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> bool:
+    """Whether the models fit by the estimate of the memory."""
     try:
-        changed = replace(config, **options)
-        _check_dtypes(changed, hardware)
-        check_max_model_len(changed, models[0].context_len)
-        resolved = _resolve(changed, hardware, models)
+        _check_dtypes(config, hardware)
+        check_max_model_len(config, models[0].context_len)
+        resolved = _resolve(config, hardware, models)
     except ConfigError:
         return False
     return resolved.memory is None or resolved.memory.kv_cache >= resolved.kv_bytes
@@ -334,7 +211,7 @@ def _fit_gpu_memory(
     resolved: ResolvedConfig, config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]
 ) -> ResolvedConfig:
     """Size the KV cache by the estimated free memory of the GPU. Raises _DoesNotFit."""
-    memory = _gpu_memory(config, hardware, models)
+    memory = estimate_gpu_memory(config, hardware, models)
     try:
         return _with_kv_cache(resolved, config, memory, models)
     except _DoesNotFit as error:
@@ -344,22 +221,6 @@ def _fit_gpu_memory(
             return replace(_with_kv_cache(resolved, config, optimistic, models), memory=memory)
         except _DoesNotFit:
             raise error from None
-
-
-def _gpu_memory(config: Config, hardware: HardwareInfo, models: Sequence[ModelInfo]) -> DeviceMemory:
-    """The estimate before loading."""
-    dtype, _ = resolve_dtypes(config, hardware, models[0])
-    _, rows = batch_limits(config, hardware)
-    has_images = models[0].image_token_id is not None
-    return estimate_memory(
-        hardware.total_bytes,
-        hardware.free_bytes,
-        config.gpu_memory_utilization,
-        _memory_sizes(config, hardware, models).weights,
-        activations=max(activation_bytes(info, dtype, rows) for info in models),
-        image_cache=parse_bytes("image_cache_memory", config.image_cache_memory) if has_images else 0,
-        cuda_graphs=hardware.kernel_backend == "triton" and not config.enforce_eager,
-    )
 
 
 def with_kv_cache(
@@ -373,7 +234,7 @@ def with_kv_cache(
     try:
         return _with_kv_cache(resolved, config, memory, models)
     except _DoesNotFit as error:
-        hints = _measured_hints(resolved, config, memory, models)
+        hints = measured_hints(config, resolved.kv_cache_dtype, memory, models)
         raise ConfigError(f"{error.message}. What would help: {hints}", error.param) from None
 
 
@@ -385,9 +246,9 @@ def _with_kv_cache(
     per_token = sum(kv_bytes_per_token(info, resolved.kv_cache_dtype) for info in models)
     max_tokens = config.max_model_len or models[0].context_len
     room = memory.kv_cache // (block_size * per_token)
-    if room < _blocks_for(config.max_model_len or 1, block_size):
+    if room < blocks_for(config.max_model_len or 1, block_size):
         raise _out_of_memory_error(config, memory, per_token)
-    num_blocks = min(room, resolved.max_num_seqs * _blocks_for(max_tokens, block_size))
+    num_blocks = min(room, resolved.max_num_seqs * blocks_for(max_tokens, block_size))
     return replace(
         resolved,
         num_blocks=num_blocks,
@@ -408,26 +269,6 @@ def _out_of_memory_error(config: Config, memory: DeviceMemory, bytes_per_token: 
         left = f"{max(memory.kv_cache, 0) / GIB:.2f} GiB are left"
         need = f"its KV cache needs {length * bytes_per_token / GIB:.2f} GiB, {left}"
     return _DoesNotFit(f"{problem}: {need} ({memory})", name)
-
-
-def _measured_hints(
-    resolved: ResolvedConfig, config: Config, memory: DeviceMemory, models: Sequence[ModelInfo]
-) -> str:
-    """What helps once the models are loaded; not tried, since that would load them again."""
-    length, block_size = config.max_model_len, resolved.block_size
-    per_token = sum(kv_bytes_per_token(info, resolved.kv_cache_dtype) for info in models)
-    num_tokens_left = max(memory.kv_cache // (block_size * per_token), 0) * block_size
-    hints = {
-        f"--max-model-len {num_tokens_left}": length and num_tokens_left >= 2,
-        "a smaller model": not length or num_tokens_left < 2,
-        "a higher --gpu-memory-utilization": config.gpu_memory_utilization <= 0.94,
-        "fewer --max-num-batched-tokens": True,
-        "--quantization fp8, int8 or int4": not config.quantization,
-        "--kv-cache-dtype fp8 or int8": config.kv_cache_dtype == "auto" and length,
-        "no --draft-model": len(models) > 1,
-        "--enforce-eager": memory.cuda_graphs,
-    }
-    return ", ".join(hint for hint, applies in hints.items() if applies)
 
 
 def _check_dtypes(config: Config, hardware: HardwareInfo) -> None:
@@ -489,46 +330,12 @@ def _num_speculative_tokens(config: Config) -> int:
     return 32 if config.draft_length == "adaptive" else 4
 
 
-def batch_limits(config: Config, hardware: HardwareInfo) -> tuple[int, int]:
-    """max_num_seqs and max_num_batched_tokens; if one is configured, it limits the other."""
-    num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
-    if hardware.device != "cuda":
-        default_seqs, default_tokens = 64, 512
-    elif hardware.total_bytes >= LARGE_GPU_BYTES:
-        default_seqs, default_tokens = 256, LARGE_GPU_BATCHED_TOKENS
-    else:
-        default_seqs, default_tokens = 256, SMALL_GPU_BATCHED_TOKENS
-    if num_seqs is None:
-        num_seqs = min(default_seqs, num_tokens or 256)
-    return num_seqs, num_tokens or max(default_tokens, num_seqs)
-
-
-def resolve_dtypes(config: Config, hardware: HardwareInfo, model: ModelInfo) -> tuple[str, str]:
-    """Data types of activations and weights. A CPU computes float16 weights in float32, which is exact."""
-    asked = {"half": "float16", "float": "float32"}.get(config.dtype, config.dtype)
-    dtype = model.dtype if asked == "auto" else asked
-    if hardware.device == "cpu" and dtype == "float16":
-        return "float32", "float16"
-    if config.dtype == "auto" and dtype == "bfloat16" and not hardware.supports_bfloat16:
-        dtype = "float32" if hardware.device == "cpu" else "float16"
-    return dtype, dtype
-
-
-def _resolve_kv_dtype(config: Config, dtype: str) -> str:
-    return dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-
-
-def min_context(config: Config, model: ModelInfo) -> int:
-    """Tokens that the KV cache must hold."""
-    return config.max_model_len or min(model.context_len, MIN_CONTEXT)
-
-
-def _default_num_blocks(config: Config, hardware: HardwareInfo, model: ModelInfo, size: _MemorySizes) -> int:
+def _default_num_blocks(config: Config, hardware: HardwareInfo, model: ModelInfo, size: MemorySizes) -> int:
     """KV blocks on a CPU: a share of the free memory, or more where the context needs it and it is there."""
     free = hardware.free_bytes
     usable = free - cpu_reserve(free)
     need = min_context(config, model)
-    room, min_blocks = (usable - size.weights) // size.block, _blocks_for(need, config.block_size)
+    room, min_blocks = (usable - size.weights) // size.block, blocks_for(need, config.block_size)
     if room < min_blocks:
         name = "model" if config.max_model_len is None else "max_model_len"
         raise _DoesNotFit(
@@ -541,9 +348,9 @@ def _default_num_blocks(config: Config, hardware: HardwareInfo, model: ModelInfo
     return min(max(limit, min_blocks), room)
 
 
-def _configured_num_blocks(config: Config, hardware: HardwareInfo, size: _MemorySizes) -> int:
+def _configured_num_blocks(config: Config, hardware: HardwareInfo, size: MemorySizes) -> int:
     """KV blocks of kv_cache_memory, which may use the reserve too."""
-    text, num_blocks = config.kv_cache_memory, _parse_num_blocks(config, size.block)
+    text, num_blocks = config.kv_cache_memory, parse_num_blocks(config, size.block)
     if num_blocks < 1:
         raise _DoesNotFit(f"kv_cache_memory {text} holds no block of {size.block} bytes", "kv_cache_memory")
     kv_bytes = num_blocks * size.block
@@ -562,15 +369,6 @@ def _cgroup_note(hardware: HardwareInfo) -> str:
     if hardware.cgroup_limit is None:
         return ""
     return f" (the container or cgroup may use {hardware.cgroup_limit / GIB:.2f} GiB)"
-
-
-def _parse_num_blocks(config: Config, bytes_per_block: int) -> int:
-    """KV blocks of the configured kv_cache_memory. Raises ConfigError."""
-    text = str(config.kv_cache_memory)
-    num_tokens = parse_tokens("kv_cache_memory", text)
-    if num_tokens is not None:
-        return _blocks_for(num_tokens, config.block_size)
-    return parse_bytes("kv_cache_memory", text) // bytes_per_block
 
 
 def check_max_model_len(config: Config, context_len: int) -> None:
@@ -595,7 +393,3 @@ def _resolve_max_model_len(config: Config, model: ModelInfo, num_blocks: int) ->
         problem = f"a KV cache of {num_tokens} tokens leaves no room for an answer"
         raise _DoesNotFit(problem, "kv_cache_memory")
     return length
-
-
-def _blocks_for(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size)

@@ -14,7 +14,7 @@ from foreword.cli.main import main
 from foreword.config.options import Config
 from foreword.demo import DRAFTER, MODEL
 from foreword.errors import ConfigError
-from foreword.planning.resolve import HardwareInfo
+from foreword.planning.hardware import HardwareInfo
 from tests.server.conftest import run_server
 from tests.support.checkpoints import write_checkpoint, write_json
 from tests.support.gguf_files import Kind, write_gguf

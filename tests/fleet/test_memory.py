@@ -19,9 +19,9 @@ from foreword.errors import CheckpointError, ConfigError
 from foreword.fleet import memory
 from foreword.fleet.load_scheduler import LoadScheduler
 from foreword.fleet.memory import FleetPlan, make_fleet_plan, plan_fleet, resident_bytes
+from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory import GIB, ModelInfo
 from foreword.planning.memory_plan import ModelDescription
-from foreword.planning.resolve import HardwareInfo
 
 CPU = HardwareInfo("cpu", 8, 40 * GIB, supports_bfloat16=True, total_bytes=48 * GIB)
 GPU = HardwareInfo("cuda", 8, 79 * GIB, True, "triton", 80 * GIB, "NVIDIA H100", (9, 0))

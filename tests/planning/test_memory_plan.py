@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from foreword.config.options import Config
+from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory import GIB, ModelInfo, PackedFormat
 from foreword.planning.memory_plan import plan_memory
-from foreword.planning.resolve import HardwareInfo, resolve
+from foreword.planning.resolve import resolve
 
 CPU = HardwareInfo("cpu", 8, 256 * GIB, supports_bfloat16=True)
 GPU = HardwareInfo("cuda", 8, 190 * GIB, True, "triton", 192 * GIB, "NVIDIA B200", (9, 0))

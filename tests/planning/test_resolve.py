@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from foreword.config.options import Config
 from foreword.errors import ConfigError
+from foreword.planning.fit_hints import fitting_options
+from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory import ModelInfo, cpu_reserve, min_free_bytes
-from foreword.planning.resolve import HardwareInfo, draft_size_warning, fitting_options, resolve
+from foreword.planning.resolve import draft_size_warning, fits, resolve
 
 GIB = 1 << 30
 CPU = HardwareInfo("cpu", cores=8, free_bytes=16 * GIB, supports_bfloat16=True)
@@ -444,7 +446,7 @@ def _gpu_of(size: int) -> HardwareInfo:
 def test_each_gpu_hint_fits_by_the_estimate(size: int, options: dict[str, Any]) -> None:
     config, machine = Config(**options), _gpu_of(size)
     models = [EIGHT_B, MODEL] if "draft_model" in options else [EIGHT_B]
-    hints = fitting_options(config, machine, models)
+    hints = fitting_options(config, machine, models, fits)
     assert hints and len(hints) <= 6
     for hint in hints:
         chosen, tried = machine, config

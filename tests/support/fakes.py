@@ -28,8 +28,9 @@ from foreword.core.readiness import Readiness, ReplicaState
 from foreword.core.request import Request, RequestState
 from foreword.engine_client.base import EngineClient
 from foreword.errors import CheckpointError, EngineDead, ForewordError
+from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory import ModelInfo
-from foreword.planning.resolve import EngineInfo, HardwareInfo, resolve
+from foreword.planning.resolve import EngineInfo, resolve
 from foreword.tokenizer.files import TokenizerFiles
 from foreword.tokenizer.tokenizer import BYTE_ALPHABET, Tokenizer
 
