@@ -30,7 +30,7 @@ from foreword.bench.regime import run_script
 from foreword.bench.session import print_json
 from foreword.cli.terminal import track_progress
 from foreword.core.batch import Chunk, build_batch
-from foreword.executor.graph_runner import with_graphs
+from foreword.cuda_graphs.graph_runner import with_graphs
 from foreword.kernels.ops import Ops
 from foreword.kernels.registry import select_backend
 from foreword.kv_cache.storage import KVStorage

@@ -68,7 +68,7 @@ FULL_ONLY = {
     "engine/test_memory.py",
     "engine/test_model_runner.py",
     "engine_client/test_images.py",
-    "executor",
+    "cuda_graphs",
     "kernels/test_cpu_process.py",
     "kernels/triton",
     "weights/test_dummy_weights.py",

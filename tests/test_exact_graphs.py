@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from foreword import LLM, SamplingParams
+from foreword.cuda_graphs import graph_runner as recorded
+from foreword.cuda_graphs.decode_loop import DeviceDecodeLoop
 from foreword.engine import loader as load
-from foreword.executor import graph_runner as recorded
-from foreword.executor.decode_loop import DeviceDecodeLoop
 from tests.support.checkpoints import write_checkpoint, write_drafter
 from tests.support.graph_capture_fake import BLOCK_SIZE, CONTEXT_LEN, GraphCapturableOps, TapedGraphPool
 

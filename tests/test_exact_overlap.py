@@ -23,8 +23,8 @@ from foreword.core.request import Request
 from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
-from foreword.engine.overlap import OverlapLoop
-from foreword.speculation.control.cost_model import MeasuredCosts
+from foreword.engine.overlap_scheduling import OverlapLoop
+from foreword.speculation.draft_length.cost_model import MeasuredCosts
 from tests.support.budget import examples
 from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
 from tests.support.decode_loops import TwinForward, use_overlap

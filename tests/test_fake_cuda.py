@@ -17,11 +17,11 @@ from foreword.core.outputs import Event
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.core.structured_output import StructuredOutput
+from foreword.cuda_graphs.capture import CudaGraphPool
 from foreword.engine import loader, profiler
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
 from foreword.errors import ConfigError
-from foreword.executor.cuda_graphs import CudaGraphPool
 from foreword.kernels import gpu
 from foreword.kernels.ops import Ops
 from foreword.kernels.quantization import QUANT_BLOCKS
@@ -456,7 +456,7 @@ def test_graph_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that warm-up left in the allocator does not count."""
     held = Counter[str]()
     with FakeCuda() as gpu:
-        monkeypatch.setattr("foreword.executor.cuda_graphs.NUM_WARM_UPS", 2)
+        monkeypatch.setattr("foreword.cuda_graphs.capture.NUM_WARM_UPS", 2)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 - held.total(), 1000))
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.pop("cached", None))
         graphs = CudaGraphPool(torch.device("cuda"))

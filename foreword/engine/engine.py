@@ -25,7 +25,7 @@ from foreword.engine.batch_builder import BatchBuilder
 from foreword.engine.encoder_runner import VisionEncoderRunner, check_images, pending_images
 from foreword.engine.fault_isolation import FaultIsolation
 from foreword.engine.model_runner import ModelRunner
-from foreword.engine.overlap import OverlapLoop
+from foreword.engine.overlap_scheduling import OverlapLoop
 from foreword.engine.pooler import PoolOutput
 from foreword.engine.schedule_output import ScheduledRequest, ScheduleOutput
 from foreword.engine.scheduler import Scheduler
@@ -41,7 +41,7 @@ from foreword.errors import (
 )
 from foreword.lora.slots import AdapterSlots
 from foreword.planning.resolve import EngineInfo
-from foreword.speculation.policy import PrefillLoad, RequestStep, StepRecord
+from foreword.speculation.draft_length.step_record import PrefillLoad, RequestStep, StepRecord
 from foreword.speculation.proposer import Proposer
 
 logger = logging.getLogger(__name__)

@@ -24,11 +24,13 @@ from foreword.config.options import Config, parse_cpus
 from foreword.core.batch import NULL_BLOCK, Batch, Chunk
 from foreword.core.readiness import OnLoadProgress
 from foreword.core.structured_output import Grammars, NoGrammars
+from foreword.cuda_graphs.decode_loop import DeviceDecodeLoop
+from foreword.cuda_graphs.graph_runner import GraphRunner
 from foreword.engine.batch_builder import BatchBuilder
 from foreword.engine.encoder_runner import EncoderCache, VisionEncoderRunner
 from foreword.engine.engine import Engine
 from foreword.engine.model_runner import ModelRunner
-from foreword.engine.overlap import make_overlap_loop
+from foreword.engine.overlap_scheduling import make_overlap_loop
 from foreword.engine.profiler import (
     CudaMemoryMeter,
     ProfileRun,
@@ -40,12 +42,10 @@ from foreword.engine.profiler import (
     time_passes,
 )
 from foreword.engine.scheduler import Scheduler
+from foreword.engine.scheduler_trace import RecordingScheduler
 from foreword.engine.timers import StepTimer
-from foreword.engine.trace import RecordingScheduler
 from foreword.engine.waiting_queue import ComputableUntil
 from foreword.errors import ConfigError
-from foreword.executor.decode_loop import DeviceDecodeLoop
-from foreword.executor.graph_runner import GraphRunner
 from foreword.kernels.cpu.library import library_digest, load_library
 from foreword.kernels.gpu import ComputeTypes, current_gpu, triton_unavailable_reason
 from foreword.kernels.ops import Ops
@@ -62,10 +62,10 @@ from foreword.planning.memory_plan import ModelDescription
 from foreword.planning.memory_sizes import resolve_dtypes
 from foreword.planning.resolve import EngineInfo, ResolvedConfig, draft_size_warning, resolve, with_kv_cache
 from foreword.sampling.sampler import Sampler
-from foreword.speculation.base import EngineDrafter, ModelBasedDrafter
-from foreword.speculation.control.controller import DraftLengthController
-from foreword.speculation.control.cost_model import MeasuredCosts, PassCost
-from foreword.speculation.control.trace import RecordingController
+from foreword.speculation.draft_length.controller import DraftLengthController
+from foreword.speculation.draft_length.controller_trace import RecordingController
+from foreword.speculation.draft_length.cost_model import MeasuredCosts, PassCost
+from foreword.speculation.draft_length.policy import FixedLength
 from foreword.speculation.drafter import Drafter, DrafterContext
 from foreword.speculation.drafters.draft_model import ModelDrafter
 from foreword.speculation.drafters.grammar import GrammarDrafter
@@ -73,8 +73,8 @@ from foreword.speculation.drafters.ngram import NgramDrafter
 from foreword.speculation.drafters.prediction import PredictionDrafter
 from foreword.speculation.drafters.replay import ReplayDrafter, ReplayWithDraftModel, read_recording
 from foreword.speculation.drafters.suffix import SuffixDrafter
+from foreword.speculation.engine_drafter import EngineDrafter, ModelBasedDrafter
 from foreword.speculation.plugin import DrafterAdapter, make_plugin
-from foreword.speculation.policy import FixedLength
 from foreword.speculation.proposer import Proposer
 
 logger = logging.getLogger(__name__)

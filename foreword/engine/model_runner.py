@@ -12,13 +12,13 @@ from foreword.core.batch import upload
 from foreword.core.outputs import StepOutput, TokenLogprob
 from foreword.core.request import RequestState
 from foreword.core.structured_output import Grammars
+from foreword.cuda_graphs.decode_loop import SupportsDecodeLoop
+from foreword.cuda_graphs.graph_runner import with_graphs
 from foreword.engine.batch_builder import ModelInput, PromptLogprobRow
 from foreword.engine.pooler import Pooler
 from foreword.engine.schedule_output import ScheduledRequest
 from foreword.engine.timers import StepTimer
 from foreword.errors import ForewordError, GrammarFailed, RequestFailed, Unsatisfiable
-from foreword.executor.decode_loop import SupportsDecodeLoop
-from foreword.executor.graph_runner import with_graphs
 from foreword.kv_cache.storage import KVStorage
 from foreword.models.interfaces import Model
 from foreword.sampling.logits_processors import masking_fields

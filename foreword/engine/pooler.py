@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import Batch
+from foreword.cuda_graphs.graph_runner import with_graphs
 from foreword.engine.schedule_output import ScheduledRequest
 from foreword.errors import RequestFailed
-from foreword.executor.graph_runner import with_graphs
 from foreword.kv_cache.storage import KVStorage
 from foreword.models.interfaces import Model
 

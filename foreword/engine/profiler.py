@@ -24,8 +24,8 @@ from foreword.engine.schedule_output import ScheduledRequest
 from foreword.models.interfaces import VisionEncoder
 from foreword.planning.memory import GIB, DeviceMemory
 from foreword.planning.resolve import ResolvedConfig
-from foreword.speculation.base import ModelBasedDrafter
-from foreword.speculation.control.cost_model import Calibration, CostCurve
+from foreword.speculation.draft_length.cost_model import Calibration, CostCurve
+from foreword.speculation.engine_drafter import ModelBasedDrafter
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from foreword.config.options import Config
 from foreword.errors import ForewordError
 from foreword.planning.memory_plan import ModelDescription
 from foreword.planning.resolve import EngineInfo, ResolvedConfig
-from foreword.speculation.control.cost_model import MeasuredCosts
+from foreword.speculation.draft_length.cost_model import MeasuredCosts
 
 HEARTBEAT_FD = b"b"  # before all messages, sent along with the file descriptor of the HeartbeatPage
 

@@ -38,7 +38,7 @@ from foreword.engine_client.messages import (
 from foreword.engine_client.resume import InflightRequests, RestartPolicy
 from foreword.errors import AdapterConflict, ConfigError, EngineDead, ForewordError, RequestFailed
 from foreword.planning.resolve import EngineInfo, ResolvedConfig
-from foreword.speculation.control.cost_model import MeasuredCosts
+from foreword.speculation.draft_length.cost_model import MeasuredCosts
 from foreword.utils.logging import log_model
 
 logger = logging.getLogger(__name__)

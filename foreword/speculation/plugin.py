@@ -15,8 +15,8 @@ from operator import index as as_index
 from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
 from foreword.errors import ConfigError
-from foreword.speculation.base import DraftRequest
 from foreword.speculation.drafter import Drafter, DrafterContext, RequestView, TokenSequence
+from foreword.speculation.engine_drafter import DraftRequest
 
 
 class _InvalidDraft(ValueError):

@@ -18,7 +18,7 @@ from foreword.core.request import Request
 from foreword.engine.encoder_runner import VisionEncoderRunner
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
-from foreword.engine.trace import replay
+from foreword.engine.scheduler_trace import replay
 from foreword.errors import InvalidRequest, RequestFailed
 from foreword.models.model_loader import read_model_info
 from tests.support.checkpoints import EOS, write_checkpoint
@@ -515,4 +515,4 @@ def test_trace_with_images_is_replayed(checkpoint: Path, tmp_path: Path) -> None
         apart=2,
     )
     schedules = list(replay((tmp_path / "trace").read_text().splitlines()))
-    assert len(schedules) == engine._num_steps and any(not schedule.requests for schedule in schedules)
+    assert len(schedules) == engine._num_steps and any(not schedule["work"] for schedule in schedules)

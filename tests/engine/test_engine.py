@@ -19,7 +19,7 @@ from foreword.core.request import Request
 from foreword.core.structured_output import StructuredOutput
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
-from foreword.engine.trace import replay
+from foreword.engine.scheduler_trace import replay
 from foreword.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -28,7 +28,7 @@ from foreword.errors import (
     RequestFailed,
     Unsatisfiable,
 )
-from foreword.speculation.base import DraftRequest
+from foreword.speculation.engine_drafter import DraftRequest
 from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
 
 PROMPT = (40, 41, 42, 40, 41)

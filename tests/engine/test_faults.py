@@ -20,7 +20,7 @@ from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.engine.engine import Engine
 from foreword.engine.fault_isolation import MAX_FAILED_STEPS
 from foreword.engine.loader import load
-from foreword.engine.trace import replay
+from foreword.engine.scheduler_trace import replay
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.process_client import ProcessClient
 from foreword.errors import RequestFailed

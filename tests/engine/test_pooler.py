@@ -19,9 +19,9 @@ from foreword.engine.loader import load
 from foreword.engine.pooler import PARTIAL_SUMS, accumulate, reduce_mean
 from foreword.engine.schedule_output import ScheduleOutput
 from foreword.engine.scheduler import MIN_POOLING_ROWS
-from foreword.engine.trace import replay
+from foreword.engine.scheduler_trace import replay
 from foreword.errors import ContextLengthExceeded, InvalidRequest
-from foreword.speculation.policy import PrefillLoad
+from foreword.speculation.draft_length.step_record import PrefillLoad
 from tests.support.checkpoints import EOS, FAMILIES, write_checkpoint
 
 LONG = tuple(random.Random(1).choices(range(256), k=97))
@@ -296,7 +296,8 @@ def test_trace_with_embeddings_is_replayed(checkpoint: Path, tmp_path: Path) -> 
     engine.submit(generation("g"))
     run(engine)
     schedules = list(replay((tmp_path / "trace").read_text().splitlines()))
-    assert any(schedule.pooling_requests and schedule.requests for schedule in schedules)
+    scheduled = [{request_id for request_id, *_ in schedule["work"]} for schedule in schedules]
+    assert any({"g"} < request_ids for request_ids in scheduled)
 
 
 def test_partial_sums_do_not_depend_on_chunks() -> None:

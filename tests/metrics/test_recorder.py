@@ -356,14 +356,14 @@ def test_restarted_engine_counts_from_zero(clock: Clock, again: int) -> None:
 
 DECIDED = DraftingStats(
     draft_length_counts={"ngram": {1: 2, 7: 1}},
-    no_draft_counts={"does not pay": 3},
+    no_draft_counts={"not_worth_it": 3},
     predicted_seconds=0.5,
     realised_seconds=0.75,
     exploring_seconds=0.25,
 )
 DECIDED_MORE = DraftingStats(
     draft_length_counts={"ngram": {1: 2, 7: 2}, "draft": {32: 1}},
-    no_draft_counts={"does not pay": 4, "asleep": 1},
+    no_draft_counts={"not_worth_it": 4, "backoff": 1},
     predicted_seconds=1.0,
     realised_seconds=1.0,
     exploring_seconds=0.25,
@@ -383,8 +383,8 @@ def test_draft_decisions_are_counted(clock: Clock) -> None:
     ]
     assert series["spec_draft_length_bucket", "draft", "24.0"] == 0
     assert series["spec_draft_length_bucket", "draft", "32.0"] == 1
-    assert series["spec_no_draft_total", "does not pay"] == 4
-    assert series["spec_no_draft_total", "asleep"] == 1
+    assert series["spec_no_draft_total", "not_worth_it"] == 4
+    assert series["spec_no_draft_total", "backoff"] == 1
     assert series["spec_predicted_step_seconds_total",] == 1.0
     assert series["spec_realised_step_seconds_total",] == 1.0
     assert series["spec_exploration_seconds_total",] == 0.25
@@ -428,7 +428,7 @@ def test_draft_decisions_survive_a_restart(clock: Clock) -> None:
         4 + 3,
         16 + 9,
     )
-    assert series["spec_no_draft_total", "does not pay"] == 7
+    assert series["spec_no_draft_total", "not_worth_it"] == 7
     assert series["spec_realised_step_seconds_total",] == 1.75
 
 

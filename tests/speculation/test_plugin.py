@@ -32,10 +32,10 @@ from foreword.engine.loader import load
 from foreword.engine_client import local
 from foreword.engine_client.process_client import ProcessClient
 from foreword.errors import ConfigError, InvalidRequest, Terminated
-from foreword.speculation.base import DraftRequest
+from foreword.speculation.draft_length.policy import FixedLength
 from foreword.speculation.drafter import TokenSequence
+from foreword.speculation.engine_drafter import DraftRequest
 from foreword.speculation.plugin import DrafterAdapter, make_plugin
-from foreword.speculation.policy import FixedLength
 from foreword.speculation.proposer import Proposer
 from tests.support.checkpoints import EOS, write_checkpoint
 from tests.support.fakes import extended

@@ -16,10 +16,11 @@ from itertools import count
 from foreword.core.outputs import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.speculation.base import DraftRequest, EngineDrafter
-from foreword.speculation.control.controller import DraftLengthController
-from foreword.speculation.control.cost_model import Calibration, PassCost
-from foreword.speculation.policy import FixedLength, Policy, PrefillLoad, RequestStep, StepRecord
+from foreword.speculation.draft_length.controller import DraftLengthController
+from foreword.speculation.draft_length.cost_model import Calibration, PassCost
+from foreword.speculation.draft_length.policy import FixedLength, Policy
+from foreword.speculation.draft_length.step_record import PrefillLoad, RequestStep, StepRecord
+from foreword.speculation.engine_drafter import DraftRequest, EngineDrafter
 from foreword.speculation.proposer import Proposer
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)

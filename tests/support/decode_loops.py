@@ -17,9 +17,9 @@ from torch import Tensor
 from foreword.core.batch import Batch, Chunk, SampleRow, build_batch
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
+from foreword.cuda_graphs.decode_loop import DecodeResult, DecodeSlot, ForwardResult, SupportsDecodeLoop
 from foreword.engine.engine import Engine
-from foreword.engine.overlap import OverlapLoop, make_overlap_loop
-from foreword.executor.decode_loop import DecodeResult, DecodeSlot, ForwardResult, SupportsDecodeLoop
+from foreword.engine.overlap_scheduling import OverlapLoop, make_overlap_loop
 from foreword.kernels.ops import DraftTokens, Ops
 from foreword.sampling.sampler import Sampler
 from foreword.sampling.verify import verify
@@ -112,7 +112,7 @@ class _Slot:
 
 
 class TwinDecodeLoop:
-    """A DecodeLoop (executor/decode_loop.py) that counts its steps."""
+    """A DecodeLoop (cuda_graphs/decode_loop.py) that counts its steps."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime import interpreter
 
-from foreword.executor import cuda_graphs
+from foreword.cuda_graphs import capture as cuda_graphs
 from foreword.kernels import gpu
 from foreword.kernels.triton import checks
 from tests.support.graph_capture_fake import OpTape

@@ -17,7 +17,7 @@ from foreword.engine.batch_builder import ModelInput
 from foreword.engine.engine import Engine
 from foreword.engine.pooler import PoolOutput
 from foreword.engine.schedule_output import ScheduledRequest
-from foreword.speculation.base import DraftRequest
+from foreword.speculation.engine_drafter import DraftRequest
 
 ERRORS: Mapping[str, type[Exception]] = {
     "error": RuntimeError,

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from foreword.core.batch import Batch, KVLayer
-from foreword.executor.cuda_graphs import CudaGraphPool
-from foreword.executor.graph_runner import GraphRunner, with_graphs
+from foreword.cuda_graphs.capture import CudaGraphPool
+from foreword.cuda_graphs.graph_runner import GraphRunner, with_graphs
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.reference.decode_ops import DecodeOps

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, SampleRow, build_batch
 from foreword.core.request import RequestState
-from foreword.executor.decode_loop import DecodeResult, DecodeSlot
+from foreword.cuda_graphs.decode_loop import DecodeResult, DecodeSlot
 from foreword.kernels.ops import DraftJob
 from foreword.sampling.sampler import Sampler
 from foreword.sampling.verify import verify
-from foreword.speculation.base import DraftRequest
 from foreword.speculation.drafters.draft_model import DraftState, EagerDraftLoop
+from foreword.speculation.engine_drafter import DraftRequest
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.graph_capture_fake import BLOCK_SIZE, MAX_BLOCKS, GraphTestBed
 

@@ -18,8 +18,8 @@ from foreword.core.mrope import MRopePositions
 from foreword.core.outputs import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.executor.decode_loop import SupportsDecodeLoop
-from foreword.executor.graph_runner import with_graphs
+from foreword.cuda_graphs.decode_loop import SupportsDecodeLoop
+from foreword.cuda_graphs.graph_runner import with_graphs
 from foreword.kernels.ops import DraftJob, DraftLoop, DraftSamplingParams, DraftTokens, Ops
 from foreword.kv_cache.block_manager import BlockManager
 from foreword.kv_cache.block_pool import BlockPool
@@ -27,7 +27,7 @@ from foreword.kv_cache.storage import KVStorage
 from foreword.models.interfaces import Model
 from foreword.sampling.logits_processors import draft_sampling_params, only_filters
 from foreword.sampling.sampler import Sampler
-from foreword.speculation.base import DraftRequest
+from foreword.speculation.engine_drafter import DraftRequest
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 
 from foreword.core.outputs import GRAMMAR, Draft
 from foreword.core.request import RequestState
-from foreword.speculation.base import DraftRequest
+from foreword.speculation.engine_drafter import DraftRequest
 
 
 class GrammarDrafter:

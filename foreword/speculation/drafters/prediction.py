@@ -9,7 +9,7 @@ from collections.abc import Container, Sequence, Set
 
 from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
-from foreword.speculation.base import DraftRequest
+from foreword.speculation.engine_drafter import DraftRequest
 
 UNLIMITED = 1 << 30
 MAX_NGRAM = 3

@@ -12,7 +12,7 @@ from random import Random
 from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
 from foreword.errors import ConfigError
-from foreword.speculation.base import DraftRequest, ModelBasedDrafter
+from foreword.speculation.engine_drafter import DraftRequest, ModelBasedDrafter
 
 as_int = operator.index
 ANY_SEED = -1  # key of an output recorded without a seed

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from foreword.core.outputs import Draft
 from foreword.core.request import RequestState
-from foreword.speculation.base import DraftRequest
+from foreword.speculation.engine_drafter import DraftRequest
 
 BYTES_PER_SLOT = 40  # of the corpus: token, namespace, and a chain head and link for each of 4 n-gram orders
 MIN_CORPUS_SLOTS = 64

@@ -88,9 +88,9 @@ def test_luck_of_one_round_is_no_best_length() -> None:
 
 
 def test_drafting_since_subtracts_earlier_rounds() -> None:
-    before = DraftingStats({"suffix": {4: 2}}, {"asleep": 5}, 1.0, 1.0, 0.1)
-    after = DraftingStats({"suffix": {4: 2, 8: 3}, "draft": {1: 1}}, {"asleep": 7}, 2.0, 3.0, 0.1)
+    before = DraftingStats({"suffix": {4: 2}}, {"backoff": 5}, 1.0, 1.0, 0.1)
+    after = DraftingStats({"suffix": {4: 2, 8: 3}, "draft": {1: 1}}, {"backoff": 7}, 2.0, 3.0, 0.1)
     since = drafting_since(before, after)
     assert since.draft_length_counts == {"suffix": {8: 3}, "draft": {1: 1}}
-    assert since.no_draft_counts == {"asleep": 2}
+    assert since.no_draft_counts == {"backoff": 2}
     assert (since.predicted_seconds, since.realised_seconds, since.exploring_seconds) == (1.0, 2.0, 0.0)

@@ -23,8 +23,8 @@ from foreword.kv_cache.storage import KVStorage
 from foreword.models.interfaces import Precision
 from foreword.models.model_loader import load_model
 from foreword.sampling.sampler import Sampler
-from foreword.speculation.base import DraftRequest
 from foreword.speculation.drafters.draft_model import DraftState, ModelDrafter
+from foreword.speculation.engine_drafter import DraftRequest
 from tests.support.budget import examples
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint, write_drafter
 from tests.support.fakes import extended

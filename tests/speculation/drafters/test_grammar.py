@@ -9,9 +9,9 @@ from torch import Tensor
 from foreword.core.outputs import Draft
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
-from foreword.speculation.base import DraftRequest
+from foreword.speculation.draft_length.policy import FixedLength
 from foreword.speculation.drafters.grammar import GrammarDrafter
-from foreword.speculation.policy import FixedLength
+from foreword.speculation.engine_drafter import DraftRequest
 from foreword.speculation.proposer import Proposer
 from tests.speculation.test_proposer import Scripted
 

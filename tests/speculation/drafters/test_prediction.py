@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from foreword.core.outputs import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.speculation.base import DraftRequest
 from foreword.speculation.drafters.prediction import (
     FORWARD_PREFERENCE,
     MAX_DRAFT_LEN,
@@ -17,6 +16,7 @@ from foreword.speculation.drafters.prediction import (
     _find_nearest,
     _to_chars,
 )
+from foreword.speculation.engine_drafter import DraftRequest
 from tests.support.budget import examples
 from tests.support.fakes import extended
 

@@ -10,13 +10,13 @@ from foreword.core.outputs import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.errors import ConfigError
-from foreword.speculation.base import DraftRequest
 from foreword.speculation.drafters.replay import (
     RecordedOutput,
     ReplayDrafter,
     ReplayWithDraftModel,
     read_recording,
 )
+from foreword.speculation.engine_drafter import DraftRequest
 from tests.speculation.drafters.test_draft_model import Passes, drafter_of
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fakes import extended

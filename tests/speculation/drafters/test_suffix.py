@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.speculation.base import DraftRequest
 from foreword.speculation.drafters.suffix import BYTES_PER_SLOT, SuffixDrafter, _Namespaces
+from foreword.speculation.engine_drafter import DraftRequest
 from tests.support.budget import SHARED_FIXTURES
 from tests.support.fakes import extended
 from tests.support.suffix_index import MAX_CHAIN, MIN_PREFIX_PROB, ORDERS, PythonSuffixIndex

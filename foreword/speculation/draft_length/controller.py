@@ -1,0 +1,274 @@
+"""Adaptive draft length: measured costs, learned acceptance, and no request slower than without drafts.
+
+Each step maximises expected tokens per cost over all requests (verify_planner.py, draft_planner.py), within
+each request's delay budget (delay_budget.py). Each step corrects costs and acceptance; a watchdog checks the
+total effect.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+from foreword.core.outputs import Draft, DraftingStats
+from foreword.core.request import RequestState
+from foreword.speculation.draft_length.acceptance import MODEL_PRIOR_TRIALS, MODEL_PRIORS, AcceptanceModel
+from foreword.speculation.draft_length.backoff import (
+    MAX_BACKOFF_DELAY_BUDGET,
+    MAX_BACKOFF_NO_CANDIDATE,
+    MAX_BACKOFF_NOT_WORTH_IT,
+    Backoff,
+)
+from foreword.speculation.draft_length.cost_model import Calibration, CostModel, PassCost, StepShape
+from foreword.speculation.draft_length.delay_budget import DEFAULT_MAX_SLOWDOWN, DelayLedger
+from foreword.speculation.draft_length.draft_planner import DraftModelPlanner
+from foreword.speculation.draft_length.exploration import Exploration
+from foreword.speculation.draft_length.next_step import NextStep, TrackedRequest
+from foreword.speculation.draft_length.plugin_accounts import PluginAccounts
+from foreword.speculation.draft_length.policy import Policy, Proposal
+from foreword.speculation.draft_length.row_selection import Candidate, Selection
+from foreword.speculation.draft_length.step_record import PrefillLoad, StepRecord
+from foreword.speculation.draft_length.verify_planner import (
+    BACKOFF,
+    BASELINE_STEP,
+    NO_CANDIDATE,
+    NOT_WORTH_IT,
+    VerifyPlanner,
+)
+
+MAX_TOTAL_DRAFT_TOKENS = 512  # proposed for all requests together
+MIN_DRAFT_LEN_BOUND = 4  # proposed for each request at least
+NUM_BASELINE_STEPS = 2  # last steps of a pause, measured for the watchdog
+
+logger = logging.getLogger(__name__)
+
+
+class DraftLengthController(Policy):
+    """The policy of adaptive draft lengths. It reads no clock, so its calls determine its decisions."""
+
+    def __init__(
+        self,
+        calibration: Calibration,
+        max_tokens: int,
+        pass_costs: Mapping[str, PassCost] | None = None,
+        plugins: Collection[str] = (),
+        max_slowdown: float = DEFAULT_MAX_SLOWDOWN,
+    ) -> None:
+        """plugins       drafters whose time must be earned by their drafts
+        max_slowdown  share of its time that a request may lose to drafts of others
+        """
+        self._max_tokens = max_tokens
+        acceptance: defaultdict[str, AcceptanceModel] = defaultdict(AcceptanceModel)
+        for drafter in pass_costs or {}:
+            acceptance[drafter] = AcceptanceModel(MODEL_PRIORS, MODEL_PRIOR_TRIALS)
+        self._acceptance = acceptance
+        self._model_drafters = frozenset(pass_costs or ())
+        model = self.cost_model = CostModel(calibration, pass_costs or {})
+        self.ledger = DelayLedger(max_slowdown)
+        self.next_step = NextStep(model, self.ledger)
+        self.backoff = Backoff()
+        self.exploration = Exploration(model, self.next_step)
+        self.plugins = PluginAccounts(plugins, model.step_costs.cost_of(StepShape(1, 1)))
+        planned = model, acceptance, self.next_step
+        self.verify_planner = VerifyPlanner(*planned, self.exploration, self.backoff)
+        self.draft_planner = DraftModelPlanner(*planned, self.verify_planner, self.exploration, self.backoff)
+        self.requests: dict[str, TrackedRequest] = {}
+        self._steps_to_skip = 0
+        self._last_was_empty = False  # the last step proposed, without a draft model
+        self._last_plain_cost = 0.0
+        self._length_counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        self._no_draft_counts: Counter[str] = Counter()
+
+    # Requests
+
+    def start(self, state: RequestState) -> int:
+        budget = self.ledger.open(state.id, state.params.max_tokens)
+        request = self.requests[state.id] = TrackedRequest(state, self._max_tokens, budget)
+        self.backoff.start(request, self.next_step.index)
+        if request.sampler_class:
+            self.next_step.sampler_classes[state.id] = request.sampler_class
+        return max(request.skip_until - self.next_step.index, 0)
+
+    def finish(self, request_id: str) -> None:
+        request = self.requests.pop(request_id)
+        self.draft_planner.record_output(request.state.num_output)
+        self.next_step.sampler_classes.pop(request_id, None)
+        self.ledger.close(request_id)
+
+    # Proposals
+
+    def record_acceptance(self, state: RequestState, draft: Draft, output_ids: Sequence[int]) -> None:
+        request = self.requests[state.id]
+        hits = self._acceptance[draft.drafter].update(draft, output_ids, request.acceptance[draft.drafter])
+        if draft.drafter in self._model_drafters:
+            self.exploration.settle_probe(request, hits)
+
+    def max_draft_len(self, state: RequestState) -> int:
+        request, step = self.requests[state.id], self.next_step
+        request.context_len = len(state.tokens)
+        if not step.requests:
+            step.draft_cost = self.plugins.cost = 0.0  # the last step was not recorded
+        step.requests.append(request)
+        if self.cost_model.watchdog.pause_steps:
+            self._count_no_draft(request, BASELINE_STEP)
+            return 0
+        if request.skip_until > step.index and not self.draft_planner.suspends_backoff(step.index):
+            self._count_no_draft(request, BACKOFF)
+            return 0
+        share = max(MAX_TOTAL_DRAFT_TOKENS // len(self.requests), MIN_DRAFT_LEN_BOUND)
+        return min(request.max_draft_len, share)
+
+    def may_propose(self, drafter: str, load: PrefillLoad) -> bool:
+        if drafter in self._model_drafters:
+            is_asked = not self.draft_planner.backs_off(drafter, len(self.requests))
+            return is_asked and not self._wants_baseline(load)
+        account = self.plugins.by_drafter.get(drafter)
+        return account is None or (account.can_afford_call and not self._wants_baseline(load))
+
+    def record_proposing(self, drafter: str, seconds: float) -> None:
+        if drafter in self.plugins.by_drafter:
+            self.plugins.charge(drafter, seconds / self.cost_model.drift)
+
+    def plan_draft_model(
+        self, proposals: Sequence[Proposal], load: PrefillLoad, drafter: str, pending_rows: Sequence[int]
+    ) -> list[tuple[int, float]]:
+        requests = [self._tracked(proposal) for proposal in proposals]
+        num_live = len(self.requests)
+        return self.draft_planner.plan(drafter, proposals, requests, pending_rows, load, num_live)
+
+    # The drafts to verify
+
+    def select(self, proposals: Sequence[Proposal], load: PrefillLoad) -> list[Draft | None]:
+        drafts: list[Draft | None] = [None] * len(proposals)
+        base_step = self.next_step.base(load)
+        candidates = self._find_candidates(proposals, self._wants_baseline(load))
+        selection, reason, num_paid = Selection(()), NOT_WORTH_IT, 0.0
+        self.plugins.drafters.clear()
+        if candidates:
+            selection, reason = self.verify_planner.select(candidates, base_step)
+            num_paid = self.verify_planner.num_proposals_paid(
+                candidates, selection, base_step, len(proposals)
+            )
+        max_backoff = MAX_BACKOFF_NOT_WORTH_IT if reason is NOT_WORTH_IT else MAX_BACKOFF_DELAY_BUDGET
+        for candidate, length in zip(candidates, selection.lengths, strict=True):
+            if length:
+                drafts[candidate.index] = self._accept(candidate, length, num_paid)
+            else:
+                self._reject(candidate.request, reason, max_backoff)
+        self._last_was_empty = bool(proposals) and not self.next_step.draft_cost
+        self._steps_to_skip = 0 if any(selection.lengths) else self._skippable_steps()
+        self.next_step.advance()
+        return drafts
+
+    def _wants_baseline(self, load: PrefillLoad) -> bool:
+        """The watchdog needs a plain step; one with prefill cannot serve as its baseline."""
+        return self.cost_model.watchdog.wants_baseline and not load.num_rows
+
+    def _find_candidates(self, proposals: Sequence[Proposal], wants_baseline: bool) -> list[Candidate]:
+        """The best draft of each proposal that has a useful one."""
+        candidates: list[Candidate] = []
+        for index, proposal in enumerate(proposals):
+            request = self._tracked(proposal)
+            if not proposal.drafts:
+                self._reject(request, NO_CANDIDATE, MAX_BACKOFF_NO_CANDIDATE)
+                continue
+            if wants_baseline:
+                self._count_no_draft(request, BASELINE_STEP)
+                continue
+            candidate = self.verify_planner.best_candidate(index, request, proposal.drafts)
+            if candidate.gains:
+                candidates.append(candidate)
+            else:
+                self._reject(request, NOT_WORTH_IT, MAX_BACKOFF_NOT_WORTH_IT)
+        return candidates
+
+    def _accept(self, candidate: Candidate, draft_len: int, num_paid_per_token: float) -> Draft:
+        draft = candidate.draft
+        num_paid = candidate.expected_tokens[draft_len] * num_paid_per_token
+        self.backoff.record_hit(candidate.request, num_paid)
+        self._length_counts[draft.drafter][draft_len] += 1
+        if draft.drafter in self.plugins.by_drafter:
+            self.plugins.drafters[candidate.request.state.id] = draft.drafter
+        if draft_len == len(draft.token_ids):
+            return draft
+        return Draft(draft.token_ids[:draft_len], draft.drafter, draft.confidence[:draft_len])
+
+    def _reject(self, request: TrackedRequest, reason: str, max_backoff: int) -> None:
+        """No draft in this step; after several the request backs off."""
+        self.backoff.record_miss(request, self.next_step.index, max_backoff)
+        self._count_no_draft(request, reason)
+
+    def _count_no_draft(self, request: TrackedRequest, reason: str) -> None:
+        self._no_draft_counts[reason] += 1
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("request %s: no draft: %s", request.state.id, reason)
+
+    def _tracked(self, proposal: Proposal) -> TrackedRequest:
+        return self.requests[proposal.request.state.id]
+
+    # Skipped steps
+
+    def _skippable_steps(self) -> int:
+        """Steps from the next one on in which no request would draft."""
+        watchdog, next_index = self.cost_model.watchdog, self.next_step.index + 1
+        if watchdog.pause_steps:
+            return max(watchdog.pause_steps - NUM_BASELINE_STEPS, 0)
+        if self.draft_planner.suspends_backoff(next_index):
+            return 0
+        skip_until = min((request.skip_until for request in self.requests.values()), default=0)
+        return max(skip_until - next_index, 0)
+
+    def num_steps_to_skip(self) -> int:
+        num_steps, self._steps_to_skip = self._steps_to_skip, 0
+        return num_steps
+
+    def record_skipped(self, num_steps: int, num_requests: int) -> None:
+        self.next_step.index += num_steps
+        reason = BASELINE_STEP if self.cost_model.watchdog.pause_steps else BACKOFF
+        self._no_draft_counts[reason] += num_requests
+        self.cost_model.watchdog.record_skipped(num_steps)
+        self.plugins.record_skipped(num_steps, self._last_plain_cost)
+
+    # Completed steps
+
+    def record_step(self, step_record: StepRecord) -> None:
+        model, plugins, requests = self.cost_model, self.plugins, step_record.requests
+        summary = model.summarize(requests, self.next_step.sampler_classes)
+        has_prefill = not summary.is_decode_only
+        plain_cost = self._last_plain_cost = model.plain_cost(summary.plain_shape, has_prefill)
+        proposing = plugins.cost + self.backoff.proposal_cost
+        cost, drafting = model.record_step(
+            summary, step_record.seconds_by_stage, self.next_step.draft_cost, proposing
+        )
+        if self._last_was_empty:
+            overlap_loss = 1.0 - model.overlap_ratio(has_prefill)
+            proposing = max(drafting - plugins.cost, 0.0)
+            self.backoff.record_cost(proposing, proposing / cost + overlap_loss)
+            self._last_was_empty = False  # a prompt's step may follow, without a select()
+        count = summary.num_sampling_requests
+        # accepted tokens save decode steps, which have no prefill
+        decode_cost = model.decode_cost(count) if has_prefill and count else plain_cost
+        elapsed = cost + drafting
+        if plugins.by_drafter:
+            plugins.record_step(requests, summary, cost, elapsed, plain_cost, decode_cost)
+        self.next_step.draft_cost = plugins.cost = 0.0
+        self.ledger.record_step(requests, plain_cost, decode_cost, elapsed)
+        self.exploration.budget.earn(elapsed * model.drift)
+
+    def enable_overlap(self) -> None:
+        self.cost_model.enable_overlap()
+
+    def record_overlap_step(self, step_record: StepRecord) -> None:
+        summary = self.cost_model.summarize(step_record.requests, self.next_step.sampler_classes)
+        self.cost_model.record_overlap_step(summary, step_record.seconds_by_stage)
+
+    def stats(self) -> DraftingStats:
+        return DraftingStats(
+            draft_length_counts={drafter: dict(lengths) for drafter, lengths in self._length_counts.items()},
+            no_draft_counts=dict(self._no_draft_counts),
+            predicted_seconds=self.cost_model.predicted_seconds,
+            realised_seconds=self.cost_model.realised_seconds,
+            plain_seconds=self.cost_model.plain_seconds,
+            exploring_seconds=self.exploration.budget.spent,
+        )

@@ -1,0 +1,88 @@
+"""The engine's own interfaces of drafters; plug-ins have `drafter.py: Drafter`."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from foreword.core.outputs import Draft
+from foreword.core.request import RequestState
+from foreword.cuda_graphs.decode_loop import SupportsDecodeLoop
+
+
+class DraftRequest(NamedTuple):
+    """A request for a draft: a continuation of state.tokens."""
+
+    state: RequestState
+    max_draft_tokens: int = 0  # longest useful draft
+    min_prob: float = 0.0  # a model-based drafter stops once the product of its confidences is lower
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of known tokens: the index of the first draft token."""
+        return len(self.state.tokens)
+
+
+class EngineDrafter(Protocol):
+    """A drafter as the engine runs it: built-in ones may read all of a request's state.
+
+    An exception drops the draft and is counted. State is kept by request id between start() and finish();
+    a request may be skipped for any number of steps.
+    """
+
+    name: str
+
+    def start(self, state: RequestState) -> bool | None:
+        """A request begins. False: it gets no draft from here, so this is the last call for it."""
+
+    def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
+        """Forget a request. Called once for every start() that did not return False.
+
+        output  delivered tokens of a completed request, to learn from; empty for an aborted one
+        """
+
+    def check(self, live: Container[str]) -> None:
+        """Assert that only `live` requests have state."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        """One draft of at most max_draft_tokens for each request, or None."""
+
+
+@runtime_checkable
+class ModelBasedDrafter(EngineDrafter, Protocol):
+    """A drafter that runs a model: each token costs a forward pass, so it runs only where that pays."""
+
+    def num_pending_rows(self, request: DraftRequest) -> int:
+        """Rows to compute before the first draft token, at least 1; 0: images are not encoded yet."""
+
+    def pass_seconds(self, num_rows: int, num_sampled: int) -> float:
+        """Time one pass over `num_rows` rows, `num_sampled` of them sampled, without changing state."""
+
+
+@runtime_checkable
+class DeviceDrafter(ModelBasedDrafter, Protocol):
+    """A drafter whose model can draft in the device decode loop (cuda_graphs/decode_loop.py).
+
+    A request that ends still releases its blocks at once: steps in flight may write them, but only before any
+    later work that could reuse them.
+    """
+
+    decode_loop_forward: SupportsDecodeLoop | None  # None: the backend or model has no device loop
+
+    def acquire_device(self, states: Sequence[RequestState], num_tokens: int) -> bool:
+        """Reserve `num_tokens` more slots for device drafting, if only the last two tokens of each lack KV.
+
+        False: a request is too far behind, does not fit, or is not read from its beginning.
+        """
+
+    def reserve_device(self, states: Sequence[RequestState], num_tokens: int) -> bool:
+        """Reserve slots for `num_tokens` after the known tokens of each request, without evicting any.
+
+        False: too few blocks, or a request would exceed the context of either model.
+        """
+
+    def device_blocks(self, state: RequestState) -> Sequence[int]:
+        """The block table of an acquired request."""
+
+    def release_device(self, state: RequestState, num_computed: int) -> None:
+        """End device drafting; the cache holds KV of the first `num_computed` tokens."""

@@ -1,0 +1,169 @@
+"""Cost curves, step costs and sampling costs."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request, RequestState
+from foreword.speculation.draft_length.cost_model import (
+    Calibration,
+    CostCurve,
+    CostModel,
+    PassCost,
+    SamplingCosts,
+    StepCosts,
+    StepShape,
+    classify_sampling,
+)
+from foreword.speculation.draft_length.step_record import RequestStep
+
+
+def test_curve_is_linear_then_proportional() -> None:
+    curve = CostCurve({1: 1.0, 2: 2.0, 4: 3.0})
+    assert [curve.at(rows) for rows in (1, 2, 3, 4, 8)] == pytest.approx([1.0, 2.0, 2.5, 3.0, 6.0])
+    assert curve.up_to(3)[1:4] == pytest.approx([1.0, 2.0, 2.5])
+
+
+def test_disturbed_point_is_lowered_to_the_next() -> None:
+    curve = CostCurve({1: 1.0, 2: 9.0, 3: 2.0, 4: 2.5})
+    assert [curve.at(rows) for rows in (1, 2, 3, 4)] == pytest.approx([1.0, 2.0, 2.0, 2.5])
+
+
+def test_disturbed_large_size_is_bounded_by_the_cost_per_row() -> None:
+    """A slow phase doubled the times from 48 rows on: drafts of many requests would never be tried."""
+    curve = CostCurve({1: 1.0, 16: 2.0, 32: 3.0, 48: 9.0, 96: 18.0})
+    assert [curve.at(rows) for rows in (32, 48, 96)] == pytest.approx([3.0, 4.5, 9.0])
+
+
+@given(
+    st.dictionaries(st.integers(1, 200), st.floats(1e-4, 1.0), min_size=1),
+    st.integers(0, 300),
+    st.floats(0.1, 10.0),
+)
+def test_curve_never_falls_nor_rises_per_row(points: dict[int, float], scaled: int, factor: float) -> None:
+    curve = CostCurve(points)
+    for _ in range(2):
+        dense = curve.up_to(300)
+        assert all(low <= high * (1 + 1e-9) for low, high in pairwise(dense))
+        per_row = [dense[rows] / rows for rows in curve.rows]
+        assert all(high <= low * (1 + 1e-9) for low, high in pairwise(per_row))
+        curve.scale(scaled % len(curve.rows), factor)
+
+
+def test_correction_reaches_sizes_that_were_not_tried() -> None:
+    curve = CostCurve({1: 1.0, 8: 4.0, 16: 8.0, 32: 16.0})
+    for _ in range(6):
+        curve.scale(1, 0.8, weight=50.0)
+    assert curve.at(8) == pytest.approx(4.0 * 0.8**6, rel=0.2)
+    assert curve.at(32) <= 4 * curve.at(8) * (1 + 1e-9), "more rows do not cost more per row"
+    assert curve.at(1) <= curve.at(8)
+
+
+def test_falling_points_are_pooled_by_weight() -> None:
+    curve = CostCurve({1: 1.0, 4: 1.0, 8: 1.0})
+    curve.scale(0, 1.06)
+    assert [curve.at(rows) for rows in (1, 3, 8)] == pytest.approx([1.02] * 3)
+    curve.scale(0, 1.0, weight=98.0)
+    assert [curve.at(rows) for rows in (1, 3, 8)] == pytest.approx([1.0588] * 3)
+
+
+def test_further_requests_cost_more_than_rows() -> None:
+    costs = StepCosts(Calibration({1: 1.0, 16: 2.0}, {}, request_cost=0.1))
+    one, many = StepShape(16, 16), StepShape(16, 16, num_requests=16)
+    assert costs.cost_of(one) == pytest.approx(2.0) and costs.cost_of(many) == pytest.approx(3.5)
+    assert costs.with_extra_rows(many, 0) == pytest.approx([3.5])
+
+
+def test_unsampled_rows_cost_less() -> None:
+    costs = StepCosts(Calibration({1: 1.0, 11: 3.0}, {1: 1.0, 11: 2.0}))
+    assert costs.cost_of(StepShape(11, 11)) == pytest.approx(3.0)
+    assert costs.cost_of(StepShape(11, 1)) == pytest.approx(2.0)
+    assert costs.cost_of(StepShape(11, 6)) == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize("sampled", [1, 3])
+def test_extra_rows_cost_as_a_larger_step(sampled: int) -> None:
+    costs = StepCosts(Calibration({1: 1.0, 4: 2.0, 16: 8.0}, {1: 1.0, 16: 4.0}, 0.01, 0.002))
+    shape = StepShape(3, sampled, first_rows_context=50, sampling_extra=0.1)
+    further = costs.with_extra_rows(shape, 4)
+    assert further == pytest.approx(
+        [costs.cost_of(StepShape(3 + n, sampled + n, 50, 0, 0.1)) for n in range(5)]
+    )
+    assert costs.cost_of(StepShape(3, sampled, 50, 30, 0.1)) == pytest.approx(further[0] + 0.06)
+
+
+def measured(machine: CostModel, rows: int, seconds: float) -> None:
+    """A decoding step of one request."""
+    state = RequestState(Request("a", (1,), SamplingParams(temperature=0.0), 0), 0, 1000)
+    step = (RequestStep(state, 1, rows - 1, True, 1, 0),)
+    machine.record_step(machine.summarize(step, {}), {"forward": seconds}, 0.0)
+
+
+@pytest.mark.parametrize("factor", [0.3, 3.0])
+def test_wrong_calibration_heals_within_a_few_steps(factor: float) -> None:
+    """Also where all steps have the same rows: the machine's speed is known from the steps before."""
+    machine = CostModel(Calibration({1: 1.0, 8: 6.0}, {}), {})
+    for _ in range(10):
+        measured(machine, 1, 2.0)  # the machine runs at half its speed
+    for _ in range(5):
+        measured(machine, 8, 2.0 * max(6.0 * factor, 1.0))
+    one, eight = machine.step_costs.cost_of(StepShape(1, 1)), machine.step_costs.cost_of(StepShape(8, 8))
+    assert eight / one == pytest.approx(min(max(6.0 * factor, 1.0), 8.0), rel=0.25)
+
+
+def test_speed_changes_do_not_move_known_costs() -> None:
+    machine, rng = CostModel(Calibration({1: 1.0, 8: 1.0}, {}), {}), random.Random(1)
+    for step in range(2000):
+        rows = 8 if rng.random() < 0.5 else 1
+        speed = 1 + step // 100 % 2
+        measured(machine, rows, speed * (3.0 if rows == 8 else 1.0) * rng.gauss(1, 0.05))
+    one, eight = machine.step_costs.cost_of(StepShape(1, 1)), machine.step_costs.cost_of(StepShape(8, 8))
+    assert eight / one == pytest.approx(3.0, rel=0.15)
+
+
+def test_speed_follows_quickly_and_ignores_outliers() -> None:
+    machine = CostModel(Calibration({1: 1.0}, {}), {})
+    for _ in range(20):
+        measured(machine, 1, 1.0)
+    before = machine.drift
+    measured(machine, 1, 50.0)
+    assert machine.drift < 1.6 * before
+    for _ in range(30):
+        measured(machine, 1, 2.0)
+    assert machine.drift * machine.step_costs.cost_of(StepShape(1, 1)) == pytest.approx(2.0, rel=0.1)
+
+
+def test_draft_seconds_of_a_model() -> None:
+    passes = PassCost.from_seconds({1: 1.0, 4: 1.0, 100: 10.0})
+    assert passes.draft_seconds(1, 1, 3) == pytest.approx(3.0)
+    assert passes.draft_seconds(100, 4, 2) == pytest.approx(11.0)
+    assert passes.draft_seconds(0, 0, 2) == passes.draft_seconds(5, 1, 0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("params", "kind"),
+    [
+        (SamplingParams(temperature=0.0, top_p=0.5), 0),
+        (SamplingParams(temperature=1.0), 1),
+        (SamplingParams(temperature=1.0, top_k=5), 2),
+        (SamplingParams(temperature=0.0, presence_penalty=1.0), 3),
+        (SamplingParams(temperature=0.0, bad_words=("x",)), 3),
+        (SamplingParams(temperature=0.0, logprobs=0), 4),
+    ],
+)
+def test_classify_sampling(params: SamplingParams, kind: int) -> None:
+    assert classify_sampling(params) == kind
+
+
+def test_cost_of_filters_is_learned() -> None:
+    """A filtered row costs 0.2, a greedy row 0.01, sampling itself 0.05."""
+    prices, rng = SamplingCosts(1.0), random.Random(2)
+    for _ in range(3000):
+        greedy, filtered = rng.randrange(4), rng.randrange(1, 9)
+        prices.learn([greedy, 0, filtered, 0, 0], 0.05 + 0.01 * greedy + 0.2 * filtered)
+    assert prices.extra_cost(2) == pytest.approx(0.19, rel=0.1)
+    assert prices.extra_cost(0) == 0.0
