@@ -16,19 +16,11 @@ ALLOWED = {
     "workers": {"errors", "utils"},
     "kernels": {"core", "errors", "utils"},
     "kv_cache": {"core", "errors", "utils"},
-<<<<<<< HEAD
     "layers": {"core", "kernels"},
     "weights": {"errors", "kernels", "layers", "planning", "utils", "workers"},
     "models": {"core", "errors", "kernels", "layers", "planning", "weights"},
     "lora": {"config", "core", "errors", "kernels", "layers", "weights"},
-    "executor": {"core", "errors", "kernels"},
-=======
-    "layers": {"core", "errors", "kernels"},
-    "weights": {"config", "core", "errors", "kernels", "layers", "planning", "utils", "workers"},
-    "models": {"config", "core", "errors", "kernels", "layers", "planning", "utils", "weights", "workers"},
-    "lora": {"config", "core", "errors", "kernels", "layers", "models", "planning", "weights"},
     "cuda_graphs": {"core", "errors", "kernels"},
->>>>>>> 1ae9764 (The controller of draft lengths is three planners that it joins; traces share one recorder; folders say draft length and CUDA graphs)
     "sampling": {"core", "kernels"},
     "speculation": {"core", "cuda_graphs", "errors", "kernels", "kv_cache", "models", "sampling", "utils"},
     "chat_formats": {"core", "errors"},

@@ -7,14 +7,9 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import Chunk, build_batch
-<<<<<<< HEAD
 from foreword.core.images import PromptImage
 from foreword.core.mrope import MRopePositions
-from foreword.executor.graph_runner import with_graphs
-=======
-from foreword.core.images import MRopePositions, PromptImage
 from foreword.cuda_graphs.graph_runner import with_graphs
->>>>>>> 1ae9764 (The controller of draft lengths is three planners that it joins; traces share one recorder; folders say draft length and CUDA graphs)
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kv_cache.storage import KVStorage

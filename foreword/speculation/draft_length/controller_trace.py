@@ -61,7 +61,7 @@ class RecordingController(DraftLengthController):
             id=state.id,
             sampler_class=classify_sampling(params),
             num_tokens=[state.num_prompt, len(state.tokens), state.max_len],
-            bounds=[params.max_tokens, params.speculation.max_tokens],
+            bounds=[params.max_tokens, params.speculation.max_draft_tokens],
             decided=num_steps,
         )
         return num_steps
@@ -158,7 +158,7 @@ class _Replayer:
         (num_prompt, length, max_len), (max_tokens, max_draft_tokens) = num_tokens, bounds
         params = SamplingParams(
             max_tokens=max_tokens,
-            speculation=Speculation(max_tokens=max_draft_tokens),
+            speculation=Speculation(max_draft_tokens=max_draft_tokens),
             **PARAMS_BY_SAMPLER_CLASS[sampler_class],
         )
         self.states[id] = RequestState(Request(id, (1,) * num_prompt, params, 0), 0, max_len)
@@ -212,10 +212,10 @@ class _Replayer:
     def _proposals(self, records: Sequence[Any]) -> list[Proposal]:
         return [
             Proposal(
-                DraftRequest(self._state(id_, num_tokens), max_tokens),
+                DraftRequest(self._state(id_, num_tokens), max_draft_tokens),
                 [Draft((1,) * length, drafter, tuple(confidence)) for length, drafter, confidence in drafts],
             )
-            for id_, num_tokens, max_tokens, drafts in records
+            for id_, num_tokens, max_draft_tokens, drafts in records
         ]
 
 
@@ -229,7 +229,12 @@ def _load_record(load: PrefillLoad) -> list[int]:
 
 def _proposals_record(proposals: Sequence[Proposal]) -> list[Any]:
     return [
-        [p.request.state.id, p.request.num_tokens, p.request.max_tokens, [*map(_draft_record, p.drafts)]]
+        [
+            p.request.state.id,
+            p.request.num_tokens,
+            p.request.max_draft_tokens,
+            [*map(_draft_record, p.drafts)],
+        ]
         for p in proposals
     ]
 

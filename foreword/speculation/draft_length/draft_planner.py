@@ -151,7 +151,7 @@ class DraftModelPlanner:
         baseline_probs: Sequence[float],
     ) -> DraftModelRequest:
         state = proposal.request.state
-        draft_len = min(proposal.request.max_tokens, MAX_DRAFT_LEN)
+        draft_len = min(proposal.request.max_draft_tokens, MAX_DRAFT_LEN)
         probs = self._acceptance[drafter].expected_prefix_probs(request.acceptance[drafter], draft_len)
         mean = self._mean_output_tokens
         tokens_left = min(max(mean - state.num_output, mean / 4), state.max_len - len(state.tokens))

@@ -34,7 +34,7 @@ class TrackedRequest:
     )
 
     def __init__(self, state: RequestState, max_draft_len: int, delay_budget: DelayBudget) -> None:
-        bound = state.params.speculation.max_tokens
+        bound = state.params.speculation.max_draft_tokens
         self.state = state
         self.delay_budget = delay_budget
         self.max_draft_len = max_draft_len if bound is None else min(bound, max_draft_len)

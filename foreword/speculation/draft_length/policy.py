@@ -52,7 +52,7 @@ class Policy(ABC):
     def plan_draft_model(
         self, proposals: Sequence[Proposal], load: PrefillLoad, drafter: str, pending_rows: Sequence[int]
     ) -> list[tuple[int, float]]:
-        """(max_tokens, min_prob) of each proposal for a model-based drafter; 0 tokens for no draft.
+        """(max_draft_tokens, min_prob) of each proposal for a model-based drafter; 0 tokens for no draft.
 
         pending_rows  rows that its model must compute before the first draft token
         """
