@@ -21,8 +21,7 @@ from foreword.weights.gguf.hf_config import MODEL_TYPES
 from foreword.weights.unsupported_families import describe_checkpoint, missing_feature
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint, write_json
 from tests.support.gguf_files import RawGGUF, write_gguf
-from tests.support.llava_checkpoints import IMAGE_TOKEN_ID
-from tests.support.vision_checkpoints import write_vision_checkpoint
+from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
 
 
 def test_gguf_file_is_prepared_without_torch(tmp_path: Path) -> None:

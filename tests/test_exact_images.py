@@ -21,8 +21,7 @@ from PIL import Image
 from foreword import LLM, SamplingParams, StructuredOutput
 from tests.support.budget import is_full
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.support.llava_checkpoints import IMAGE_TOKEN_ID
-from tests.support.vision_checkpoints import VISION_FAMILIES, write_vision_checkpoint
+from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, VISION_FAMILIES, write_vision_checkpoint
 from tests.test_exact import acceptance, name_of, outputs_of, pairwise  # noqa: F401 (conftest names combinations by it)
 
 MAX_MODEL_LEN = 239  # one below a block boundary

@@ -32,9 +32,8 @@ from tests.support.device import DEVICE
 from tests.support.fake_cuda import FakeCuda
 from tests.support.gguf_files import Kind, write_gguf
 from tests.support.graph_capture_fake import GraphCapturableOps
-from tests.support.llava_checkpoints import IMAGE_TOKEN_ID
 from tests.support.triton_interpreter import exact_dot, patch_once_per_launch
-from tests.support.vision_checkpoints import random_image, write_vision_checkpoint
+from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
 from tests.test_exact_overlap import VOCABULARY, observe
 
 pytestmark = [

@@ -33,9 +33,8 @@ from tests.support.feature_matrix import (
     render_page,
 )
 from tests.support.images import png
-from tests.support.llava_checkpoints import IMAGE_TOKEN_ID
 from tests.support.tool_checkpoint import write_tool_checkpoint
-from tests.support.vision_checkpoints import write_vision_checkpoint
+from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
 from tests.test_exact import fingerprint
 
 MAX_MODEL_LEN = 127

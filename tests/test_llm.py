@@ -18,9 +18,8 @@ from foreword.engine.schedule_output import ScheduleOutput
 from foreword.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidRequest
 from tests.support.checkpoints import write_checkpoint
 from tests.support.images import png
-from tests.support.llava_checkpoints import IMAGE_TOKEN_ID
 from tests.support.tool_checkpoint import WEATHER, reasoning_bias, write_tool_checkpoint
-from tests.support.vision_checkpoints import write_vision_checkpoint
+from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
 
 TEXT = "the cat and the dog and the cat"
 

@@ -17,9 +17,8 @@ from tests.support.checkpoints import FAMILIES, MOE_FAMILIES, write_checkpoint
 from tests.support.cpu_kernels import FORCED_ISA
 from tests.support.gguf_files import write_gguf
 from tests.support.images import png
-from tests.support.llava_checkpoints import IMAGE_TOKEN_ID
 from tests.support.lora_files import ATTENTION, LINEAR, merge_adapter, write_adapter, write_gguf_adapter
-from tests.support.vision_checkpoints import write_vision_checkpoint
+from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
 from tests.test_exact import BLOCKWISE, CROWDED, PARAMS, PLAIN, SETTINGS, acceptance
 from tests.test_exact import answers as exact_answers
 

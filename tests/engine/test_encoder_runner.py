@@ -24,8 +24,12 @@ from foreword.models.model_loader import read_model_info
 from tests.support.checkpoints import EOS, write_checkpoint
 from tests.support.fault_injection import Fault, FaultInjector
 from tests.support.forward_helpers import ForwardHelper
-from tests.support.llava_checkpoints import IMAGE_TOKEN_ID
-from tests.support.vision_checkpoints import VISION_FAMILIES, random_image, write_vision_checkpoint
+from tests.support.vision_checkpoints import (
+    IMAGE_TOKEN_ID,
+    VISION_FAMILIES,
+    random_image,
+    write_vision_checkpoint,
+)
 
 TEXT = (40, 41, 42, 43, 44)
 SIZES = ((40, 30), (30, 60), (56, 56))

@@ -29,8 +29,7 @@ from foreword.sampling.sampler import PendingSamples, SamplerOutput
 from foreword.speculation.drafters.draft_model import ModelDrafter
 from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
 from tests.support.decode_loops import TwinDecodeLoop, TwinForward, use_overlap
-from tests.support.llava_checkpoints import IMAGE_TOKEN_ID
-from tests.support.vision_checkpoints import random_image, write_vision_checkpoint
+from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
 
 LONG = 40  # output tokens
 

@@ -27,8 +27,7 @@ from foreword.engine_client.process_client import ProcessClient
 from foreword.errors import RequestFailed
 from tests.support.checkpoints import EOS
 from tests.support.client_answers import Answer, Killer, collect_answers, last_event
-from tests.support.llava_checkpoints import IMAGE_TOKEN_ID
-from tests.support.vision_checkpoints import random_image, write_vision_checkpoint
+from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
 from tests.support.waiting import WAIT_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +20,21 @@ RANKER_OPTIONS = {"num_labels": 1, "id2label": {0: "LABEL_0"}, "label2id": {"LAB
 
 @dataclass(frozen=True)
 class EncoderFamily:
-    """transformers' classes of a family."""
+    """A model_type of transformers."""
 
-    model: str
-    ranker: str  # model with a ranking head
-    config: str
     tokenizer: str  # key of TOKENIZERS
-    options: dict[str, Any]  # config options besides SMALL; None removes one
+    options: dict[str, Any] = field(default_factory=dict)  # besides SMALL; None removes one
 
 
 FAMILIES = {
-    "bert": EncoderFamily("BertModel", "BertForSequenceClassification", "BertConfig", "wordpiece", {}),
-    "roberta": EncoderFamily(
-        "RobertaModel", "RobertaForSequenceClassification", "RobertaConfig", "bytes", {"type_vocab_size": 1}
-    ),
-    "xlm-roberta": EncoderFamily(
-        "XLMRobertaModel",
-        "XLMRobertaForSequenceClassification",
-        "XLMRobertaConfig",
-        "unigram",
-        {"type_vocab_size": 1},
-    ),
+    "bert": EncoderFamily("wordpiece"),
+    "roberta": EncoderFamily("bytes", {"type_vocab_size": 1}),
+    "xlm-roberta": EncoderFamily("unigram", {"type_vocab_size": 1}),
     "distilbert": EncoderFamily(
-        "DistilBertModel",
-        "DistilBertForSequenceClassification",
-        "DistilBertConfig",
-        "wordpiece",
-        {"dim": 48, "n_layers": 2, "n_heads": 3, "hidden_dim": 80, **dict.fromkeys(SMALL)},
+        "wordpiece", {"dim": 48, "n_layers": 2, "n_heads": 3, "hidden_dim": 80, **dict.fromkeys(SMALL)}
     ),
-    "mpnet": EncoderFamily(
-        "MPNetModel", "MPNetForSequenceClassification", "MPNetConfig", "wordpiece", {"pad_token_id": 1}
-    ),
+    "mpnet": EncoderFamily("wordpiece", {"pad_token_id": 1}),
     "modernbert": EncoderFamily(
-        "ModernBertModel",
-        "ModernBertForSequenceClassification",
-        "ModernBertConfig",
         "bytes",
         {
             "num_hidden_layers": 4,
@@ -81,8 +61,9 @@ def write_encoder(
     values |= {**shape.options, **(RANKER_OPTIONS if ranks else {}), **options}
     values = {key: value for key, value in values.items() if value is not None}
     torch.manual_seed(seed)
-    config = getattr(transformers, shape.config)(**values)
-    model = getattr(transformers, shape.ranker if ranks else shape.model)(config).eval()
+    config = transformers.AutoConfig.for_model(family, **values)
+    auto_class = transformers.AutoModelForSequenceClassification if ranks else transformers.AutoModel
+    model = auto_class.from_config(config).eval()
     _randomize_all_weights(model)
     model.save_pretrained(path)
     return model

@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from foreword.weights.gguf.gguf_weights import gguf_name
-from tests.support.gguf_k_quants import K_QUANTS
 
 ARCHITECTURES = {
     "mistral": "llama",
@@ -34,8 +33,17 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
 }
-# Types that the `gguf` package can only read, with a float16 scale at the beginning of a block.
 CODEBOOK_TYPES = (Kind.IQ1_S, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S)
+# Types that the `gguf` package can only read: a block's bytes with its scale and its minimum, and the minimum
+# beside a scale of 1 that centers the values.
+SCALE_PLACES: dict[Kind, tuple[int, int | None, float]] = {
+    Kind.Q4_K: (0, 2, 7.5),
+    Kind.Q5_K: (0, 2, 15.5),
+    Kind.Q6_K: (208, None, 0),
+    Kind.Q2_K: (80, 82, 1.5),
+    Kind.Q3_K: (108, None, 0),
+    **dict.fromkeys((Kind.IQ4_NL, Kind.IQ4_XS, *CODEBOOK_TYPES), (0, None, 0)),
+}
 PERMUTED_FAMILIES = ("llama", "ministral3", "mistral", "mixtral", "smollm3")
 EXPERT_PATTERN = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 MIXTRAL_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -222,19 +230,31 @@ def to_gguf_layout(name: str, tensor: Tensor, config: dict[str, Any]) -> Array:
     return value.numpy()
 
 
-def quantize(value: Array, tensor_type: Kind) -> Array:
-    """[N, K] -> blocks of `tensor_type`, bytes [N, bytes of a row]; floats stay floats.
+def quantize(value: Array, kind: Kind) -> Array:
+    """[N, K] -> blocks of this type, bytes [N, bytes of a row]; floats stay floats.
 
-    The types of CODEBOOK_TYPES get random values with scales of 0.01.
+    The types of SCALE_PLACES get random codes, and scales that keep the size of the values.
     """
-    if tensor_type in K_QUANTS:
-        return K_QUANTS[tensor_type](value).reshape(*value.shape[:-1], -1)
-    if tensor_type in CODEBOOK_TYPES:
-        values, size = gguf.GGML_QUANT_SIZES[tensor_type]
-        blocks = np.random.default_rng(value.shape).integers(0, 256, (value.size // values, size), np.uint8)
-        blocks[:, :2] = np.array([0.01], np.float16).view(np.uint8)
-        return blocks.reshape(*value.shape[:-1], -1)
-    return gguf.quantize(np.ascontiguousarray(value), tensor_type)
+    if kind in SCALE_PLACES:
+        return _random_codes(value, kind).reshape(*value.shape[:-1], -1)
+    return gguf.quantize(np.ascontiguousarray(value), kind)
+
+
+def _random_codes(value: Array, kind: Kind) -> Array:
+    """uint8 [blocks, bytes of a block], each a function of its own values."""
+    length, size = gguf.GGML_QUANT_SIZES[kind]
+    rows = np.ascontiguousarray(value, np.float32).reshape(-1, length)
+    blocks = (rows.view(np.uint32) * np.uint32(2654435761) >> 24).astype(np.uint8)[:, :size]
+    scale_place, minimum_place, minimum = SCALE_PLACES[kind]
+
+    def set_scales(scales: Array) -> None:
+        for place, values in ((scale_place, scales), (minimum_place, minimum * scales)):
+            if place is not None:
+                blocks[:, place : place + 2] = values.astype(np.float16)[:, None].view(np.uint8)
+
+    set_scales(np.ones(len(rows), np.float32))
+    set_scales(rows.std(1) / gguf.dequantize(blocks, kind).std(1))
+    return blocks
 
 
 def write_byte_level(

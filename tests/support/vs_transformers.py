@@ -18,8 +18,7 @@ from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference.backend import ReferenceOps
 from tests.support.forward_helpers import ForwardHelper
-from tests.support.llava_checkpoints import IMAGE_TOKEN_ID
-from tests.support.vision_checkpoints import random_image
+from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image
 
 SIZES = ((33, 77), (90, 20), (50, 50))  # of images, before preprocessing
 

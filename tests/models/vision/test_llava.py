@@ -19,8 +19,7 @@ from foreword.models.architectures import ARCHITECTURES
 from foreword.models.model_loader import read_model_info
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.forward_helpers import ForwardHelper
-from tests.support.llava_checkpoints import IMAGE_TOKEN_ID
-from tests.support.vision_checkpoints import random_image, write_vision_checkpoint
+from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
 from tests.support.vs_transformers import TransformersReference, backends, check_chunked_prefill, prompt_of
 
 FULL = {"vision_feature_select_strategy": "full"}

@@ -16,8 +16,7 @@ from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.models.model_loader import read_model_info
 from tests.support.forward_helpers import ForwardHelper
-from tests.support.llava_checkpoints import SIGLIP
-from tests.support.vision_checkpoints import random_image, write_vision_checkpoint
+from tests.support.vision_checkpoints import SIGLIP, random_image, write_vision_checkpoint
 from tests.support.vs_transformers import TransformersReference, backends, check_chunked_prefill, prompt_of
 
 FINE = [[30, 60], [60, 30], [60, 60], [30, 90]]

@@ -20,8 +20,12 @@ from foreword.models.interfaces import Precision
 from foreword.models.model_loader import load_model, read_model_info
 from foreword.multimodal.processor_registry import read_processor
 from tests.support.forward_helpers import ForwardHelper
-from tests.support.llava_checkpoints import IMAGE_TOKEN_ID
-from tests.support.vision_checkpoints import VISION_FAMILIES, random_image, write_vision_checkpoint
+from tests.support.vision_checkpoints import (
+    IMAGE_TOKEN_ID,
+    VISION_FAMILIES,
+    random_image,
+    write_vision_checkpoint,
+)
 
 START, END = 271, 272
 SIZES = (

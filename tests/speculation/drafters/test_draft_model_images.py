@@ -32,8 +32,7 @@ from foreword.speculation.engine_drafter import DraftRequest
 from tests.support.budget import examples
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.fakes import extended
-from tests.support.llava_checkpoints import IMAGE_TOKEN_ID
-from tests.support.vision_checkpoints import random_image, write_vision_checkpoint
+from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
 
 BLOCK_SIZE = 4
 
