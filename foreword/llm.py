@@ -29,7 +29,7 @@ from rich.progress import Progress
 
 from foreword.chat_formats.events import CallArguments, CallStart, ChatEvent, ReasoningText
 from foreword.chat_formats.parser import ChatParser
-from foreword.chat_formats.tool_checks import check_tools, parse_choice
+from foreword.chat_formats.tool_validation import check_tools, parse_choice
 from foreword.chat_formats.tools import DEFAULT_REASONING, ReasoningOptions, Tool, ToolUse
 from foreword.checkpoint import prepare_checkpoint
 from foreword.config.foreign_flags import translate_keywords

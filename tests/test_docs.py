@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from foreword.bench.server import ServerProcess
+from foreword.chat_formats.call_writer import write_calls
 from foreword.chat_formats.families import FORMATS
-from foreword.chat_formats.writer import WrittenCall, write_calls
+from foreword.chat_formats.tools import WrittenCall
 from foreword.cli.banner import curl_line
 from foreword.cli.command_line import COMMANDS, build_parser
 from foreword.cli.flags import flag

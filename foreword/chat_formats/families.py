@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from foreword.chat_formats.record import (
-    SPACE,
-    BareArguments,
-    CallId,
-    ChatFormat,
-    Header,
-    JsonArguments,
-    JsonCall,
-    Name,
-    NameInId,
-    Part,
-    PythonArguments,
-    ReasoningFormat,
-    Space,
-    TaggedArguments,
-    ToolFormat,
-)
+from foreword.chat_formats.chat_format import ChatFormat, ReasoningFormat, ToolFormat
+from foreword.chat_formats.parts.bare import BareArguments
+from foreword.chat_formats.parts.json import JsonArguments, JsonCall
+from foreword.chat_formats.parts.names import CallId, Name, NameInId
+from foreword.chat_formats.parts.part import Part
+from foreword.chat_formats.parts.python import PythonArguments
+from foreword.chat_formats.parts.tagged import TaggedArguments
+from foreword.chat_formats.parts.text import SPACE, Header, Space
 
 THINK: Final = ReasoningFormat("<think>", "</think>")
 COMMA: Final = (",", Space(" "))

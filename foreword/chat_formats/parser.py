@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
-from foreword.chat_formats.arguments import ArgumentReader
+from foreword.chat_formats.chat_format import BoundFormat, ToolFormat
 from foreword.chat_formats.events import (
     CallArguments,
     CallEnd,
@@ -25,26 +25,14 @@ from foreword.chat_formats.events import (
     ReasoningText,
     merge_events,
 )
-from foreword.chat_formats.reader import MARKER, SPACES, WHITESPACE, Stops, Wait
-from foreword.chat_formats.record import (
-    BareArguments,
-    BoundFormat,
-    CallId,
-    Header,
-    JsonArguments,
-    JsonCall,
-    Name,
-    NameInId,
-    Part,
-    PythonArguments,
-    Space,
-    TaggedArguments,
-    ToolFormat,
-)
+from foreword.chat_formats.json_text import JSON_STRING, Unescape
+from foreword.chat_formats.parts.part import Part
+from foreword.chat_formats.stream_reader import MARKER, SPACES, WHITESPACE, CallReader, Stops, Wait
 from foreword.chat_formats.tools import ToolUse
-from foreword.chat_formats.values import CustomInput
 
 FIRST_MARKER: Final = 0xD800  # the character of the first marker token
+MAX_HEAD_CHARS: Final = 160  # of a custom tool's arguments before its input
+INPUT_BEGIN: Final = re.compile(r'\s{0,33}\{\s{0,33}"input"\s{0,33}:\s{0,33}"')
 
 
 def parse_message(
@@ -111,12 +99,12 @@ class _Syntax:
             pieces = bound.pieces(text)
             return "".join(piece if isinstance(piece, str) else self.chars[piece] for piece in pieces)
 
-        forms = [_encode_form(form, encode) for form in (fmt.tools, *fmt.also) if form is not None]
+        forms = [form.encode(encode) for form in (fmt.tools, *fmt.also) if form is not None]
         self.opening = [form for form in forms if form.opens_answer]
         self.triggers: dict[str, list[ToolFormat]] = {}
         for form in forms:
             if not form.opens_answer:
-                trigger = (form.begin + form.call)[0]
+                trigger = form.first
                 assert isinstance(trigger, str), f"{fmt.name}: a call must begin with a text"
                 self.triggers.setdefault(trigger, []).append(form)
         self.reasoning = None
@@ -148,38 +136,7 @@ class _Syntax:
 _syntax = lru_cache(maxsize=16)(_Syntax)
 
 
-def _encode_form(form: ToolFormat, encode: Callable[[str], str]) -> ToolFormat:
-    def encode_parts(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-        return tuple(map(encode_part, parts))
-
-    def encode_part(part: Part) -> Part:
-        match part:
-            case str():
-                return encode(part)
-            case TaggedArguments():
-                return replace(
-                    part,
-                    key_begin=encode(part.key_begin),
-                    key_end=encode(part.key_end),
-                    value_begin=encode(part.value_begin),
-                    value_end=encode(part.value_end),
-                )
-            case BareArguments():
-                return BareArguments(encode(part.quote))
-            case _:
-                return part
-
-    separator = None if form.separator is None else encode_parts(form.separator)
-    return ToolFormat(
-        encode_parts(form.call),
-        encode_parts(form.begin),
-        separator,
-        encode_parts(form.end),
-        form.opens_answer,
-    )
-
-
-class ChatParser(ArgumentReader):
+class ChatParser(CallReader):
     """One choice's answer, token by token, to events. Model output never raises."""
 
     def __init__(
@@ -210,7 +167,7 @@ class ChatParser(ArgumentReader):
         self._has_separators = drops_space is not False
         self._drops_space = bool(drops_space)  # whitespace at the begin of a text is no part of it
         # Without calls, whitespace within content is sent at once: a stop string may end in it.
-        self._keeps_space = not self._tools and not syntax.content
+        self._keeps_space = not self.tools and not syntax.content
         self._says = False  # content since the last call or reasoning
         self._opens = True  # no text yet since the begin or since the reasoning
 
@@ -234,7 +191,7 @@ class ChatParser(ArgumentReader):
             text = text.removesuffix(self._syntax.spelling[ord(char)]) + char
         before = self._region
         if text:
-            self._buffer += text
+            self.buffer += text
             next(self._run)
         if before is _Region.CALL or self._region is _Region.CALL:
             self.num_call_tokens += token_id >= 0
@@ -251,9 +208,9 @@ class ChatParser(ArgumentReader):
         """
         if not self._ended:
             self._ended = True
-            is_cut = bool(self._tools) and not ended_by_model
+            is_cut = bool(self.tools) and not ended_by_model
             if is_cut:
-                self._buffer = self._buffer[: self._position]
+                self.buffer = self.buffer[: self.position]
                 if not self._says:
                     self._space.clear()
             if is_cut and self._region is _Region.CALL:
@@ -296,31 +253,31 @@ class ChatParser(ArgumentReader):
         self._space.clear()
         self._drops_space = self._has_separators or self._region is not _Region.CONTENT
 
-    def _start_call(self) -> None:
-        assert self._tool is not None
-        call_id = self._id
+    def start_call(self) -> None:
+        assert self.tool is not None
+        call_id = self.call_id
         if call_id is None or call_id in self._used_ids:
             call_id = self._new_call_id(self.num_calls)
         self._used_ids.add(call_id)
-        self._input = CustomInput() if self._tool.is_custom else None
+        self._input = CustomInput() if self.tool.is_custom else None
         self._raw = None
         self._space.clear()
         self._drops_space, self._says, self._opens = False, False, True
-        self._is_in_call = True
-        self._events.append(CallStart(self.num_calls, call_id, self._tool.name))
+        self.is_in_call = True
+        self._events.append(CallStart(self.num_calls, call_id, self.tool.name))
         self.num_calls += 1
 
-    def _emit(self, text: str) -> None:
+    def emit(self, text: str) -> None:
         """More of the call's arguments."""
         if self._input is not None:
             text = self._input.feed(text)
         if text:
             self._events.append(CallArguments(self.num_calls - 1, text))
 
-    def _end_call(self) -> None:
+    def end_call(self) -> None:
         if self._input is not None and (text := self._input.flush()):
             self._events.append(CallArguments(self.num_calls - 1, text))
-        self._is_in_call = False
+        self.is_in_call = False
         self._events.append(CallEnd(self.num_calls - 1))
 
     # The answer.
@@ -330,12 +287,12 @@ class ChatParser(ArgumentReader):
         if self._region is _Region.REASONING:
             yield from self._read_reasoning()
         while True:
-            if self._opens and self._tools and syntax.opening:
-                self._say((yield from self._read_run(SPACES)))
+            if self._opens and self.tools and syntax.opening:
+                self._say((yield from self.read_run(SPACES)))
                 self._opens = False
                 if (yield from self._read_section(syntax.opening)):
                     continue
-            stop = yield from self._pass_until(syntax.content_stops, self._say)
+            stop = yield from self.pass_until(syntax.content_stops, self._say)
             if stop is None:
                 break
             yield from self._read_marker(stop)
@@ -349,10 +306,10 @@ class ChatParser(ArgumentReader):
         reasoning = syntax.reasoning
         is_token = MARKER.match(stop[0]) is not None or MARKER.match(stop[-1]) is not None
         forms = syntax.triggers.get(stop)
-        if forms is not None and self._tools:
+        if forms is not None and self.tools:
             yield from self._read_section(forms)
             return
-        self._position += len(stop)
+        self.position += len(stop)
         if reasoning is not None and stop == reasoning.begin and (is_token or not self._says):
             self._drop_space()
             self._region = _Region.REASONING
@@ -376,16 +333,16 @@ class ChatParser(ArgumentReader):
         assert reasoning is not None
         self._drop_space()
         while True:
-            stop = yield from self._pass_until(syntax.reasoning_stops, self._say)
+            stop = yield from self.pass_until(syntax.reasoning_stops, self._say)
             if stop is None:
                 self._space.clear()
                 return
             forms = syntax.triggers.get(stop) if reasoning.ended_by_call else None
             if stop == reasoning.end:
-                self._position += len(stop)
+                self.position += len(stop)
                 break
-            if forms is None or not self._tools:
-                self._position += len(stop)
+            if forms is None or not self.tools:
+                self.position += len(stop)
                 self._say(MARKER.sub("", stop))
             elif (yield from self._read_section(forms)):
                 return
@@ -400,26 +357,26 @@ class ChatParser(ArgumentReader):
         region, num_read, num_call_tokens = self._region, 0, self.num_call_tokens
         self._region = _Region.CALL
         for form in forms:
-            self._raw, self._mark = [], self._position
+            self._raw, self._mark = [], self.position
             if (yield from self._read_calls(form)):
-                if self._is_in_call:  # the answer is cut here
-                    self._position = len(self._buffer)
+                if self.is_in_call:  # the answer is cut here
+                    self.position = len(self.buffer)
                 self._raw = None
                 self._region = _Region.CONTENT
                 return True
             text = self._take_raw()
             num_read = max(num_read, len(text))
-            self._buffer = text + self._buffer[self._position :]
-            self._position = 0
+            self.buffer = text + self.buffer[self.position :]
+            self.position = 0
         self._region, self.num_call_tokens = region, num_call_tokens
-        self._position = num_read
-        self._fail(self._buffer[:num_read], is_error=not forms[0].opens_answer)
+        self.position = num_read
+        self._fail(self.buffer[:num_read], is_error=not forms[0].opens_answer)
         return False
 
     def _take_raw(self) -> str:
         """The text of a call that has not started."""
         assert self._raw is not None
-        text = "".join(self._raw) + self._buffer[self._mark : self._position]
+        text = "".join(self._raw) + self.buffer[self._mark : self.position]
         self._raw = None
         return text
 
@@ -432,17 +389,17 @@ class ChatParser(ArgumentReader):
     def _read_calls(self, form: ToolFormat) -> Wait:
         """Read a section. False if it has no call."""
         for part in form.begin:
-            if isinstance(part, str) and not (yield from self._read_text(part)):
+            if isinstance(part, str) and not (yield from self.read_text(part)):
                 return False
         is_first = True
         while (yield from self._read_call(form)):
             is_first = False
-            if self._is_in_call or (form.separator is None and not form.end):
+            if self.is_in_call or (form.separator is None and not form.end):
                 return True
-            self._raw, self._mark = [], self._position
+            self._raw, self._mark = [], self.position
             if (yield from self._read_any(form.end)):
                 return True
-            if form.separator is None or not (yield from self._skip_space()):
+            if form.separator is None or not (yield from self.skip_space()):
                 break
             yield from self._read_any(form.separator)
         if not is_first:
@@ -459,44 +416,58 @@ class ChatParser(ArgumentReader):
         is_found = False
         for part in parts:
             if isinstance(part, str) and part.strip(WHITESPACE):
-                is_found |= yield from self._read_text(part)
+                is_found |= yield from self.read_text(part)
         return is_found
 
     def _read_call(self, form: ToolFormat) -> Wait:
         """Read one call. False if it is none."""
-        self._tool = self._id = None
-        parts = form.call
+        self.tool = self.call_id = None
+        self.is_whole_answer = form.opens_answer
         num_calls = self.num_calls
-        for i, part in enumerate(parts):
-            rest = (*parts[i + 1 :], *form.end)
-            closer = next((text for text in rest if isinstance(text, str) and text.strip(WHITESPACE)), "")
-            match part:
-                case str():
-                    is_read = not part.strip(WHITESPACE) or (yield from self._read_text(part))
-                    if not is_read and self.num_calls == num_calls:
-                        return False
-                case Space():
-                    pass
-                case Header():
-                    if (yield from self._read_header(closer)) is None:
-                        return False
-                case Name() | CallId() | NameInId():
-                    yield from self._read_name(part)
-                    if self._tool is None:
-                        return False
-                case JsonCall():
-                    if not (yield from self._read_json_call(part, form.opens_answer)):
-                        return False
-                case JsonArguments():
-                    if (yield from self._skip_space()) != "{":
-                        return False
-                    self._start_call()
-                    if (yield from self._pass_json(self._emit)):
-                        self._end_call()
-                case TaggedArguments():
-                    if not (yield from self._read_tagged(part, closer)):
-                        return False
-                case PythonArguments() | BareArguments():
-                    if not (yield from self._read_keywords(part, closer)):
-                        return False
+        for i, part in enumerate(form.call):
+            if isinstance(part, str):
+                is_read = not part.strip(WHITESPACE) or (yield from self.read_text(part))
+                is_read = is_read or self.num_calls > num_calls  # closers may be missing
+            else:
+                is_read = yield from part.read(self, _closer((*form.call[i + 1 :], *form.end)))
+            if not is_read:
+                return False
         return True
+
+
+def _closer(parts: Sequence[Part]) -> str:
+    """The first text of some parts that is not whitespace."""
+    return next((part for part in parts if isinstance(part, str) and part.strip(WHITESPACE)), "")
+
+
+class CustomInput:
+    """The input of a custom tool, out of its arguments: {"input": "..."}. Other arguments are the input."""
+
+    def __init__(self) -> None:
+        self._head = ""
+        self._unescape: Unescape | None = None
+        self._is_closed = False
+
+    def feed(self, text: str) -> str:
+        """text  more of the arguments, cut anywhere but between a backslash and what it escapes"""
+        if self._unescape is None:
+            if len(self._head) > MAX_HEAD_CHARS:
+                return text
+            self._head += text
+            begin = INPUT_BEGIN.match(self._head)
+            if begin is None:
+                return self._head if len(self._head) > MAX_HEAD_CHARS else ""
+            text, self._unescape = self._head[begin.end() :], Unescape()
+        if self._is_closed:
+            return ""
+        end = JSON_STRING.match(text).end()  # type: ignore[union-attr]  # it matches the empty text
+        piece = self._unescape.feed(text[:end])
+        if end < len(text):
+            self._is_closed = True
+            piece += self._unescape.flush()
+        return piece
+
+    def flush(self) -> str:
+        """What is left at the end of the arguments."""
+        is_other = self._unescape is None and len(self._head) <= MAX_HEAD_CHARS and self._head != "{}"
+        return self._head if is_other else ""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from foreword.chat_formats.values import SchemaTypes
+from foreword.chat_formats.schema_types import SchemaTypes
 from foreword.core.structured_output import StructuredOutput
 
 
@@ -71,6 +71,16 @@ class ToolUse:
 
     def get(self, name: str) -> Tool | None:
         return self._by_name.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCall:
+    """A call to write as a model would, such as one of the history."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""
+    index: int = 0  # among the calls of the conversation, for formats that count them
 
 
 @dataclass(frozen=True, slots=True)

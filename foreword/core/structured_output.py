@@ -38,13 +38,13 @@ class ConstraintScope:
     reasoning_end: Marker = ()
     starts_in_reasoning: bool = False  # the prompt has opened it
     max_reasoning_tokens: int | None = None  # markers excluded; then `reasoning_end` is forced
-    holds_reasoning: bool = False  # the grammar describes the reasoning too: the gate knows it for the budget
+    holds_reasoning: bool = False  # the grammar covers the reasoning; the scope only counts its tokens
     trigger: Marker = ()  # the constraint starts after it; (): after the reasoning
     opening: str = ""  # the constraint is for answers that begin so, after whitespace; "": for all
     is_trigger_in_reasoning: bool = False  # the trigger ends the reasoning as well
     early_begin: int | None = None  # a token that ends the reasoning and begins the constrained text
-    constrains: bool = True  # False: the budget is all
-    usual: Marker = ()  # how the constrained text begins if the model writes as its template does: a draft
+    constrains: bool = True  # False: only the thinking budget applies
+    usual: Marker = ()  # template spelling of the start, proposed as a draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class StructuredOutput:
     whitespace: bool = True  # JSON may contain (bounded) whitespace; see docs/structured-output.md
     after: str | None = None  # starts after this text, for reasoning models; None: at once
     field: str = "structured_outputs"  # the user's name of the field, for errors
-    gate: ConstraintScope | None = None  # None: the whole answer, or what follows `after`
+    scope: ConstraintScope | None = None  # None: the whole answer, or what follows `after`
 
     def __post_init__(self) -> None:
         if self.constraint_type not in CONSTRAINT_TYPES:
@@ -83,6 +83,14 @@ class StructuredOutput:
             raise InvalidRequest(f"{self.field} has {size} bytes; the limit is {limit}", self.field)
         if self.after is not None and (not isinstance(self.after, str) or not self.after):
             raise InvalidRequest(f"{self.field}.after must be a non-empty string", self.field)
+
+    @property
+    def may_follow_space(self) -> bool:
+        """Whether whitespace may precede the text and is no part of it.
+
+        Models write some behind their reasoning, before JSON too; another constraint may begin with its own.
+        """
+        return self.whitespace and self.constraint_type in ("json_schema", "json_object")
 
     @classmethod
     def json_schema(cls, schema: Any, **options: Any) -> StructuredOutput:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
+from foreword.chat_formats.call_grammar import escape_char
 from foreword.grammar import limits
 from foreword.grammar.json_schema import GrammarError, nesting_depth
-from foreword.grammar.lark import escape_char
 
 TOKEN: Final = re.compile(
     r"""(?P<space>\s+|\#[^\n]*)

@@ -9,6 +9,7 @@ from typing import Final
 
 from llguidance import regex_to_lark
 
+from foreword.chat_formats.call_grammar import escape_char
 from foreword.grammar import limits
 from foreword.grammar.json_schema import GrammarError, nesting_depth
 
@@ -50,11 +51,6 @@ def lark_literal(text: str) -> str:
     if LARK_STRING.fullmatch(text):
         return json.dumps(text, ensure_ascii=False)
     return f"/{''.join(map(escape_char, text))}/"
-
-
-def escape_char(char: str) -> str:
-    """Any character, escaped for a regular expression."""
-    return char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}"
 
 
 def lark_regex(text: str) -> str:

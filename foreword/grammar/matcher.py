@@ -14,9 +14,9 @@ from torch import Tensor
 from foreword.core.request import Request
 from foreword.grammar import limits
 from foreword.grammar.compiler import CompiledGrammar, Lexer, error_reason
+from foreword.grammar.constraint_scope import make_scope_tracker, tokenize_marker
 from foreword.grammar.jump_forward import JumpForward
 from foreword.grammar.masks import MaskJob, MaskRequest, compute_masks
-from foreword.grammar.reasoning import make_gate_tracker, tokenize_marker
 from foreword.grammar.vocab import GrammarVocab
 
 TOO_COSTLY: Final = "lexer error: too many expressions constructed"  # as llguidance says it
@@ -36,7 +36,6 @@ class Matcher:
         "_accepted",
         "_compiled",
         "_executor",
-        "_gate",
         "_is_finished",
         "_job",
         "_jump_forward",
@@ -45,6 +44,7 @@ class Matcher:
         "_masked_draft",
         "_masks",
         "_may_draft",
+        "_scope",
         "_stop_tokens",
         "_usual",
         "_vocab",
@@ -65,10 +65,10 @@ class Matcher:
         self._executor = executor
         eos_stop_ids = [i for i in request.params.stop_token_ids if i in vocab.eos_ids]
         self._stop_tokens = StopTokens(vocab, (*request.eos_token_ids, *eos_stop_ids))
-        self._gate = make_gate_tracker(request, vocab, self._stop_tokens.ids)
+        self._scope = make_scope_tracker(request, vocab, self._stop_tokens.ids)
         self._jump_forward = JumpForward(vocab, compiled.kind)
-        gate = request.params.structured.gate if request.params.structured is not None else None
-        self._usual = () if gate is None else tokenize_marker(gate.usual, vocab)
+        scope = request.params.structured.scope if request.params.structured is not None else None
+        self._usual = () if scope is None else tokenize_marker(scope.usual, vocab)
         self._accepted: list[int] = []
         self._is_finished = False
         self._job: MaskJob | None = None
@@ -79,7 +79,7 @@ class Matcher:
     def accept(self, token_ids: Sequence[int]) -> None:
         self._cancel_job()
         self._masks = None
-        begin = self._gate.accept(token_ids)
+        begin = self._scope.accept(token_ids)
         if begin is None:
             return
         token_ids = token_ids[begin:]
@@ -90,7 +90,7 @@ class Matcher:
                 self._rebuild()
 
     def num_legal(self, draft: Sequence[int]) -> int:
-        begin, num_allowed, _ = self._gate.walk(draft)
+        begin, num_allowed, _ = self._scope.walk(draft)
         if begin is None:
             return num_allowed
         if self._is_finished or self.error is not None or not self._may_draft:
@@ -103,8 +103,8 @@ class Matcher:
         return min(begin + valid + may_end, num_allowed)
 
     def forced(self, max_tokens: int) -> tuple[int, ...]:
-        closing = self._gate.forced_ids(self._gate.state)
-        if closing or not self._gate.state.is_open or self._is_finished or self.error is not None:
+        closing = self._scope.forced_ids(self._scope.state)
+        if closing or not self._scope.state.is_open or self._is_finished or self.error is not None:
             return closing[:max_tokens]
         if not self._may_draft:
             return ()
@@ -120,11 +120,11 @@ class Matcher:
         return draft
 
     def mask(self, draft: tuple[int, ...]) -> Tensor | None:
-        begin, _, state = self._gate.walk(draft)
-        if closing := self._gate.forced_ids(state):
+        begin, _, state = self._scope.walk(draft)
+        if closing := self._scope.forced_ids(state):
             return self._mask_of(closing[0])
         if begin is None:
-            return self._mask_without(self._gate.blocked_ids(state))
+            return self._mask_without(self._scope.blocked_ids(state))
         if self._is_finished:
             return None
         text, ends = self._stop_tokens.split_at_stop(draft[begin:])
@@ -140,12 +140,12 @@ class Matcher:
             self._store_masks(text, masks)
         assert self._masks is not None
         mask = self._masks[len(text), : (self._vocab.vocab_size + 31) // 32]
-        begin_id = self._gate.begin_id(state)
+        begin_id = self._scope.begin_id(state)
         return mask if begin_id is None or self.error is not None else mask | self._mask_of(begin_id)
 
     def must_end(self, draft: tuple[int, ...]) -> bool:
-        begin, _, state = self._gate.walk(draft)
-        if begin is None or self.error is not None or self._gate.forced_ids(state):
+        begin, _, state = self._scope.walk(draft)
+        if begin is None or self.error is not None or self._scope.forced_ids(state):
             return False
         self._cancel_job()
         text, ends = self._stop_tokens.split_at_stop(draft[begin:])
@@ -159,7 +159,7 @@ class Matcher:
 
     def mask_request(self, draft: tuple[int, ...]) -> MaskRequest | None:
         """The masks that this draft needs; None: none."""
-        begin, _, _ = self._gate.walk(draft)
+        begin, _, _ = self._scope.walk(draft)
         if begin is None or self._is_finished or self.error is not None:
             return None
         text, _ = self._stop_tokens.split_at_stop(draft[begin:])

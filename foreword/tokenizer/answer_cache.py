@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from foreword.chat_formats.chat_format import BoundFormat
 from foreword.chat_formats.events import (
     CallArguments,
     CallEnd,
@@ -31,7 +32,6 @@ from foreword.chat_formats.events import (
     ReasoningText,
 )
 from foreword.chat_formats.parser import parse_message
-from foreword.chat_formats.record import BoundFormat
 from foreword.chat_formats.tools import Tool, ToolUse
 from foreword.tokenizer.messages import read_tool_history
 from foreword.tokenizer.tokenizer import Tokenizer

@@ -14,10 +14,10 @@ from typing import Any
 
 from PIL.Image import Image
 
-from foreword.chat_formats.detect import ProofTokenizer, detect_format
+from foreword.chat_formats.chat_format import bind_format
 from foreword.chat_formats.events import ChatEvent
+from foreword.chat_formats.format_detection import ProofTokenizer, detect_format
 from foreword.chat_formats.parser import starts_in_reasoning
-from foreword.chat_formats.record import bind_format
 from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.config.options import Config
 from foreword.core.images import PromptImage, expand_placeholders

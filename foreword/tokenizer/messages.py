@@ -9,7 +9,7 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Final
 
-from foreword.chat_formats.writer import WrittenCall
+from foreword.chat_formats.tools import WrittenCall
 from foreword.errors import InvalidRequest, Unsupported
 
 TEXT_PARTS = ("text", "refusal")  # types of parts with a text, in the field of that name

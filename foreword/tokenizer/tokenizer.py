@@ -21,8 +21,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from foreword.chat_formats.chat_format import bind_format
 from foreword.chat_formats.families import FORMATS
-from foreword.chat_formats.record import bind_format
 from foreword.core.structured_output import Vocabulary
 from foreword.errors import CheckpointError, ForewordError, InvalidRequest, RequestFailed
 from foreword.tokenizer.files import ADDED_TOKEN_FLAGS, MAX_TOKENS, TokenizerFiles, read_tokenizer_files

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from foreword.chat_formats.detect import Detection
+from foreword.chat_formats.chat_format import ReasoningFormat
 from foreword.chat_formats.families import FORMATS
-from foreword.chat_formats.record import ReasoningFormat
+from foreword.chat_formats.format_detection import Detection
 from foreword.chat_formats.tools import Tool
 from foreword.errors import InvalidRequest
 from foreword.tokenizer.input_processor import ChatInputProcessor

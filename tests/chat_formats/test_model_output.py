@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from foreword.chat_formats.chat_format import BoundFormat, bind_format
 from foreword.chat_formats.events import (
     CallArguments,
     CallEnd,
@@ -18,7 +19,6 @@ from foreword.chat_formats.events import (
 )
 from foreword.chat_formats.families import FORMATS
 from foreword.chat_formats.parser import ChatParser, parse_message, starts_in_reasoning
-from foreword.chat_formats.record import BoundFormat, bind_format
 from foreword.chat_formats.tools import NO_TOOLS, Tool, ToolUse
 
 STRING = {"type": "string"}

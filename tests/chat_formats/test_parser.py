@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from foreword.chat_formats.chat_format import BoundFormat, bind_format
 from foreword.chat_formats.events import (
     CallArguments,
     CallEnd,
@@ -21,7 +22,6 @@ from foreword.chat_formats.events import (
 )
 from foreword.chat_formats.families import FORMATS
 from foreword.chat_formats.parser import ChatParser, parse_message
-from foreword.chat_formats.record import BoundFormat, bind_format
 from foreword.chat_formats.tools import NO_TOOLS, Tool, ToolUse
 from tests.support.budget import examples
 from tests.support.chat_writers import FAMILIES, Family, Token, tokens_of, write_answer
@@ -331,5 +331,5 @@ def test_text_held_back_is_bounded(family: Family) -> None:
                 parser.feed(token_id, text)
             for _ in range(1500 // len(piece)):
                 parser.feed(1, piece)
-                assert len(parser._buffer) < 600
+                assert len(parser.buffer) < 600
             parser.flush()

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from transformers.utils.chat_parsing import parse_response
 
+from foreword.chat_formats.chat_format import bind_format
 from foreword.chat_formats.events import CallArguments, CallStart, ContentText, ReasoningText
+from foreword.chat_formats.hf_response_template import from_response_template
 from foreword.chat_formats.parser import parse_message
-from foreword.chat_formats.record import bind_format
-from foreword.chat_formats.response_template import from_response_template
 from foreword.chat_formats.tools import Tool, ToolUse
 
 THINK = {"open": "<think>", "close": "</think>"}

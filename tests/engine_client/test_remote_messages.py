@@ -81,7 +81,7 @@ STRUCTURED = st.builds(
     NAMES,
     st.booleans(),
     st.none() | NAMES,
-    gate=st.none() | GATES,
+    scope=st.none() | GATES,
 )
 PARAMS = st.builds(
     SamplingParams,

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from foreword.chat_formats.chat_format import bind_format
 from foreword.chat_formats.families import FORMATS
-from foreword.chat_formats.record import TaggedArguments, bind_format
-from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
-from foreword.chat_formats.writer import WrittenCall
+from foreword.chat_formats.parts.tagged import TaggedArguments
+from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse, WrittenCall
 from foreword.errors import InvalidRequest
 from foreword.grammar import tool_calls
 from tests.grammar.test_tool_calls import Case
@@ -74,7 +74,7 @@ def _foreign(size: int) -> dict[str, Any]:
 
 
 def _constrain(name: str, parameters: dict[str, Any]) -> None:
-    tool_calls._cached_constraint.cache_clear()
+    tool_calls._constrain_calls.cache_clear()
     bound = bind_format(FORMATS[name], lambda text: None)
     use = ToolUse((Tool("f", parameters=parameters),), "required")
     tool_calls.tool_constraint(bound, use, ReasoningOptions(), False, None)

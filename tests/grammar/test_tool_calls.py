@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foreword.chat_formats.call_writer import write_calls
 from foreword.chat_formats.events import ContentText, ReasoningText
 from foreword.chat_formats.families import FORMATS
-from foreword.chat_formats.tool_checks import check_tools, parse_choice
-from foreword.chat_formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUse
-from foreword.chat_formats.writer import WrittenCall, write_calls
+from foreword.chat_formats.tool_validation import check_tools, parse_choice
+from foreword.chat_formats.tools import NO_TOOLS, ReasoningOptions, Tool, ToolUse, WrittenCall
 from foreword.core.batch import SampleRow
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from foreword.chat_formats.chat_format import BoundFormat, bind_format
 from foreword.chat_formats.events import CallArguments, CallEnd, CallStart, ChatEvent, merge_events
 from foreword.chat_formats.families import FORMATS
 from foreword.chat_formats.parser import ChatParser
-from foreword.chat_formats.record import BoundFormat, bind_format
 from foreword.chat_formats.tools import ToolUse
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from foreword.chat_formats.record import JsonCall, ToolFormat
-from foreword.chat_formats.writer import write_calls
+from foreword.chat_formats.call_writer import write_calls
+from foreword.chat_formats.chat_format import ToolFormat
+from foreword.chat_formats.parts.json import JsonCall
 from foreword.errors import InvalidRequest, Unsupported
 from foreword.tokenizer.messages import (
     IMAGE_PART,

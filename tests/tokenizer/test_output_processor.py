@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foreword.chat_formats.chat_format import bind_format
 from foreword.chat_formats.events import (
     CallArguments,
     CallEnd,
@@ -15,7 +16,6 @@ from foreword.chat_formats.events import (
 )
 from foreword.chat_formats.families import FORMATS
 from foreword.chat_formats.parser import ChatParser
-from foreword.chat_formats.record import bind_format
 from foreword.chat_formats.tools import Tool, ToolUse
 from foreword.core.outputs import DraftResult, TokenEvent
 from foreword.core.params import SamplingParams

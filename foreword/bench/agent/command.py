@@ -58,8 +58,8 @@ from foreword.bench.speculate.types import (
     RequestResult,
     SpecCase,
 )
+from foreword.chat_formats.chat_format import BoundFormat
 from foreword.chat_formats.events import CallEnd
-from foreword.chat_formats.record import BoundFormat
 from foreword.cli.flags import read_config
 from foreword.config.options import Config
 from foreword.core.params import Speculation

@@ -10,8 +10,8 @@ from typing import Any
 
 from foreword.bench.agent.engine import AgentEngine
 from foreword.bench.agent.workload import Sources
+from foreword.chat_formats.chat_format import BoundFormat
 from foreword.chat_formats.parser import ChatParser
-from foreword.chat_formats.record import BoundFormat
 from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
 from foreword.grammar.tool_calls import tool_constraint

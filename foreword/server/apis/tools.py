@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
-from foreword.chat_formats.tool_checks import check_tools, parse_choice
+from foreword.chat_formats.tool_validation import check_tools, parse_choice
 from foreword.chat_formats.tools import Tool, ToolUse
 from foreword.core.structured_output import StructuredOutput
 from foreword.errors import InvalidRequest, Unsupported

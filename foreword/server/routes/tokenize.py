@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
-from foreword.chat_formats.tool_checks import check_tools
+from foreword.chat_formats.tool_validation import check_tools
 from foreword.errors import InvalidRequest
 from foreword.server.apis.body import ModelName, StrictModel, num_parts
 from foreword.server.apis.chat.body import Message, TemplateOptions, to_template_messages

@@ -18,7 +18,7 @@ from openai.lib._tools import pydantic_function_tool
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
-from foreword.chat_formats.tool_checks import MAX_TOOLS, MAX_TOOLS_BYTES
+from foreword.chat_formats.tool_validation import MAX_TOOLS, MAX_TOOLS_BYTES
 from foreword.checkpoint import prepare_checkpoint
 from foreword.config.drafters import DRAFTERS
 from foreword.config.options import Config

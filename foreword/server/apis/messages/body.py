@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from foreword.chat_formats.tool_checks import MAX_TOOLS, MAX_TOOLS_BYTES, Choice, check_tools
+from foreword.chat_formats.tool_validation import MAX_TOOLS, MAX_TOOLS_BYTES, Choice, check_tools
 from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput

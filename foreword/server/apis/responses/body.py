@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from foreword.chat_formats.tool_checks import check_tools, parse_choice
+from foreword.chat_formats.tool_validation import check_tools, parse_choice
 from foreword.chat_formats.tools import ReasoningOptions, Tool, ToolUse
 from foreword.core.params import SamplingParams
 from foreword.core.structured_output import StructuredOutput

@@ -10,19 +10,13 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from foreword.chat_formats.record import (
-    SPACE,
-    BareArguments,
-    ChatFormat,
-    Header,
-    JsonArguments,
-    JsonCall,
-    Name,
-    Part,
-    ReasoningFormat,
-    TaggedArguments,
-    ToolFormat,
-)
+from foreword.chat_formats.chat_format import ChatFormat, ReasoningFormat, ToolFormat
+from foreword.chat_formats.parts.bare import BareArguments
+from foreword.chat_formats.parts.json import JsonArguments, JsonCall
+from foreword.chat_formats.parts.names import Name
+from foreword.chat_formats.parts.part import Part
+from foreword.chat_formats.parts.tagged import TaggedArguments
+from foreword.chat_formats.parts.text import SPACE, Header
 
 NAME_GROUP: Final = re.compile(r"\(\?P<name>[^()]*\)")
 KEY_GROUP: Final = re.compile(r"\(\?P<key>[^()]*\)")

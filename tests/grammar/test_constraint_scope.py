@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.core.structured_output import ConstraintScope, Vocabulary
-from foreword.grammar.reasoning import PROMPT_TAIL_TOKENS, GateTracker, reasoning_ended_in_prompt
+from foreword.grammar.constraint_scope import PROMPT_TAIL_TOKENS, ScopeTracker, reasoning_ended_in_prompt
 from foreword.grammar.vocab import GrammarVocab
 
 IDS = st.lists(st.integers(0, 2), max_size=12).map(tuple)
@@ -35,15 +35,15 @@ def _end_of_first(text: tuple[int, ...], ends: list[tuple[int, ...]]) -> int | N
 def test_first_end_is_found_for_any_split_of_the_output(
     parts: list[tuple[int, ...]], last: tuple[int, ...], ends: list[tuple[int, ...]]
 ) -> None:
-    gate = GateTracker(ConstraintScope(starts_in_reasoning=True), _vocab(), ends)
+    scope = ScopeTracker(ConstraintScope(starts_in_reasoning=True), _vocab(), ends)
     before: tuple[int, ...] = ()
     for part in parts:
-        if gate.walk(part)[0] is not None:
+        if scope.walk(part)[0] is not None:
             break
-        assert gate.accept(part) is None
+        assert scope.accept(part) is None
         before += part
     expected = _end_of_first(before + last, ends)
-    assert gate.walk(last)[0] == (None if expected is None else expected - len(before))
+    assert scope.walk(last)[0] == (None if expected is None else expected - len(before))
 
 
 def test_end_in_the_prompt_counts_near_its_end() -> None:

@@ -26,7 +26,7 @@ def reasoning_ended_in_prompt(prompt_ids: Sequence[int], end_ids: Sequence[Seque
     )
 
 
-class GateState(NamedTuple):
+class ScopeState(NamedTuple):
     """After some tokens of an answer."""
 
     is_open: bool  # the constraint applies to what follows
@@ -37,17 +37,17 @@ class GateState(NamedTuple):
     tail: Ids = ()  # last tokens, which may belong to a marker
 
 
-class GateTracker:
-    """Follows one answer. All it says is a pure function of the answer's tokens, so drafts change nothing."""
+class ScopeTracker:
+    """Follows one answer. Its state is a pure function of the answer's tokens, so drafts change nothing."""
 
     __slots__ = (
         "_begin_text",
         "_closing_ids",
-        "_gate",
         "_is_begin",
         "_is_end",
         "_is_trigger",
         "_num_kept",
+        "_scope",
         "_stop_ids",
         "_token_bytes",
         "state",
@@ -55,38 +55,38 @@ class GateTracker:
 
     def __init__(
         self,
-        gate: ConstraintScope,
+        scope: ConstraintScope,
         vocab: GrammarVocab,
         end_ids: Sequence[Sequence[int]] = (),
         stop_ids: Iterable[int] = (),
     ) -> None:
         """
-        end_ids   end the reasoning instead of the gate's marker
+        end_ids   end the reasoning instead of the scope's marker
         stop_ids  end the answer
         """
-        self._gate = gate
+        self._scope = scope
         self._token_bytes = vocab.token_bytes
-        self._closing_ids = tokenize_marker(gate.reasoning_end, vocab)
+        self._closing_ids = tokenize_marker(scope.reasoning_end, vocab)
         closing = {token_id for end in (self._closing_ids, *end_ids) for token_id in end}
-        must_follow = gate.constrains and not gate.trigger and not gate.opening
+        must_follow = scope.constrains and not scope.trigger and not scope.opening
         self._stop_ids = tuple(i for i in stop_ids if i not in closing) if must_follow else ()
-        self._is_begin = _marker_finder(gate.reasoning_begin, vocab)
-        self._is_end = _ends_with(end_ids) if end_ids else _marker_finder(gate.reasoning_end, vocab)
-        self._is_trigger = _marker_finder(gate.trigger, vocab)
+        self._is_begin = _marker_finder(scope.reasoning_begin, vocab)
+        self._is_end = _ends_with(end_ids) if end_ids else _marker_finder(scope.reasoning_end, vocab)
+        self._is_trigger = _marker_finder(scope.trigger, vocab)
         # A text opens the reasoning only at the start of the answer; a token does wherever text is free.
-        self._begin_text = _text_of(gate.reasoning_begin).encode()
-        markers = (gate.reasoning_begin, gate.reasoning_end, gate.trigger)
+        self._begin_text = _text_of(scope.reasoning_begin).encode()
+        markers = (scope.reasoning_begin, scope.reasoning_end, scope.trigger)
         self._num_kept = max(len("".join(map(str, marker)).encode()) for marker in markers) + MAX_BLANK_TOKENS
         self._num_kept = max(self._num_kept, *map(len, end_ids), 1)
-        if gate.starts_in_reasoning:
-            self.state = GateState(gate.holds_reasoning, in_reasoning=True)
+        if scope.starts_in_reasoning:
+            self.state = ScopeState(scope.holds_reasoning, in_reasoning=True)
         else:
-            self.state = self._after_reasoning(may_reason=bool(gate.reasoning_begin))
+            self.state = self._after_reasoning(may_reason=bool(scope.reasoning_begin))
 
-    def begin_id(self, state: GateState) -> int | None:
+    def begin_id(self, state: ScopeState) -> int | None:
         """The token that may open the reasoning where the constraint applies otherwise."""
-        begin = self._gate.reasoning_begin
-        if not state.may_reason or self._gate.holds_reasoning or not begin:
+        begin = self._scope.reasoning_begin
+        if not state.may_reason or self._scope.holds_reasoning or not begin:
             return None
         return begin[0] if isinstance(begin[0], int) else None
 
@@ -95,7 +95,7 @@ class GateTracker:
         start, _, self.state = self.walk(token_ids)
         return start
 
-    def walk(self, token_ids: Sequence[int]) -> tuple[int | None, int, GateState]:
+    def walk(self, token_ids: Sequence[int]) -> tuple[int | None, int, ScopeState]:
         """The next tokens: `accept`'s number, how many of them the budget allows, the state after them."""
         state, num_allowed = self.state, len(token_ids)
         start = 0 if state.is_open else None
@@ -109,40 +109,42 @@ class GateTracker:
             state = self._advance(state, token_id)
             if state.is_open != was_open:
                 # An opening is a part of the constrained text; markers are not.
-                is_part = token_id == self._gate.early_begin if in_reasoning else may_open
+                is_part = token_id == self._scope.early_begin if in_reasoning else may_open
                 start = (index if is_part else index + 1) if state.is_open else None
         return start, num_allowed, state
 
-    def forced_ids(self, state: GateState) -> Ids:
+    def forced_ids(self, state: ScopeState) -> Ids:
         """The rest of the marker that ends the reasoning, once the budget is spent."""
-        budget = self._gate.max_reasoning_tokens
+        budget = self._scope.max_reasoning_tokens
         if budget is None or not state.in_reasoning or state.num_reasoning < budget:
             return ()
         return self._closing_ids[state.num_reasoning - budget :]
 
-    def blocked_ids(self, state: GateState) -> Ids:
-        """Stop ids that may not end the answer here: what the constraint asks for is to follow."""
+    def blocked_ids(self, state: ScopeState) -> Ids:
+        """Stop ids masked until the constrained text is complete."""
         return self._stop_ids if state.in_reasoning and not state.is_open else ()
 
-    def _after_reasoning(self, may_reason: bool) -> GateState:
-        gate = self._gate
-        applies = gate.constrains and not gate.trigger
-        return GateState(applies and not gate.opening, applies and bool(gate.opening), may_reason=may_reason)
+    def _after_reasoning(self, may_reason: bool) -> ScopeState:
+        scope = self._scope
+        applies = scope.constrains and not scope.trigger
+        return ScopeState(
+            applies and not scope.opening, applies and bool(scope.opening), may_reason=may_reason
+        )
 
-    def _advance(self, state: GateState, token_id: int) -> GateState:
-        gate, tail = self._gate, (*state.tail, token_id)[-self._num_kept :]
+    def _advance(self, state: ScopeState, token_id: int) -> ScopeState:
+        scope, tail = self._scope, (*state.tail, token_id)[-self._num_kept :]
         if state.in_reasoning:
             if self._is_end(tail):
-                is_free = bool(gate.trigger) or not gate.constrains
+                is_free = bool(scope.trigger) or not scope.constrains
                 return self._after_reasoning(may_reason=is_free and not self._begin_text)
-            if (gate.is_trigger_in_reasoning and self._is_trigger(tail)) or token_id == gate.early_begin:
-                return GateState(True)
+            if (scope.is_trigger_in_reasoning and self._is_trigger(tail)) or token_id == scope.early_begin:
+                return ScopeState(True)
             return state._replace(num_reasoning=state.num_reasoning + 1, tail=tail)
         if self._is_trigger(tail):
-            return GateState(True)
+            return ScopeState(True)
         if state.may_open:
             state = self._open(state, token_id)
-        begun = GateState(gate.holds_reasoning, in_reasoning=True)
+        begun = ScopeState(scope.holds_reasoning, in_reasoning=True)
         if not state.may_reason:
             return state._replace(tail=tail)
         if self._begin_text:
@@ -152,24 +154,24 @@ class GateTracker:
             return state._replace(may_reason=self._begin_text.startswith(answer), tail=tail)
         if self._is_begin(tail):
             return begun
-        return state._replace(may_reason=not state.is_open or gate.holds_reasoning, tail=tail)
+        return state._replace(may_reason=not state.is_open or scope.holds_reasoning, tail=tail)
 
-    def _open(self, state: GateState, token_id: int) -> GateState:
+    def _open(self, state: ScopeState, token_id: int) -> ScopeState:
         """Whether the answer's first character is the opening; a special token is no character."""
         text = self._token_bytes[token_id]
         if text and not text.strip():
             return state
-        return state._replace(is_open=text.lstrip().startswith(self._gate.opening.encode()), may_open=False)
+        return state._replace(is_open=text.lstrip().startswith(self._scope.opening.encode()), may_open=False)
 
 
-def make_gate_tracker(request: Request, vocab: GrammarVocab, stop_ids: Iterable[int]) -> GateTracker:
-    """For the constraint of a request: its gate, or its `after`."""
+def make_scope_tracker(request: Request, vocab: GrammarVocab, stop_ids: Iterable[int]) -> ScopeTracker:
+    """For the constraint of a request: its scope, or its `after`."""
     structured, end_ids = request.params.structured, request.reasoning_end_ids
     assert structured is not None
-    if structured.gate is not None:
-        return GateTracker(structured.gate, vocab, stop_ids=stop_ids)
+    if structured.scope is not None:
+        return ScopeTracker(structured.scope, vocab, stop_ids=stop_ids)
     is_reasoning = bool(end_ids) and not reasoning_ended_in_prompt(request.prompt_ids, end_ids)
-    return GateTracker(ConstraintScope(starts_in_reasoning=is_reasoning), vocab, end_ids, stop_ids)
+    return ScopeTracker(ConstraintScope(starts_in_reasoning=is_reasoning), vocab, end_ids, stop_ids)
 
 
 def _marker_finder(marker: Marker, vocab: GrammarVocab) -> Finder:

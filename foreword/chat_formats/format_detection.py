@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
-from foreword.chat_formats.analysis import derive_tools, find_markers, num_common
+from foreword.chat_formats.call_writer import write_calls
+from foreword.chat_formats.chat_format import ChatFormat, ReasoningFormat, ToolFormat, bind_format
 from foreword.chat_formats.events import CallArguments, CallStart, ChatEvent, ContentText, ReasoningText
 from foreword.chat_formats.families import FORMATS
+from foreword.chat_formats.hf_response_template import from_response_template
 from foreword.chat_formats.parser import parse_message, starts_in_reasoning
-from foreword.chat_formats.record import ChatFormat, ReasoningFormat, ToolFormat, bind_format
-from foreword.chat_formats.response_template import from_response_template
-from foreword.chat_formats.tools import Tool, ToolUse
-from foreword.chat_formats.writer import WrittenCall, write_calls
+from foreword.chat_formats.template_analysis import derive_tools, find_markers, num_common
+from foreword.chat_formats.tools import Tool, ToolUse, WrittenCall
 from foreword.errors import InvalidRequest
 
 ARGUMENTS: Final[Mapping[str, Any]] = {  # of every type; templates stumble over a schema with null

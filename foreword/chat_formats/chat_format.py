@@ -1,9 +1,10 @@
 """The record of a chat format: how a model writes reasoning, content and tool calls.
 
-The grammar (`grammar/tool_calls.py`), the parser (`chat_formats/parser.py`) and the proof against the chat
-template (`chat_formats/detect.py`) are all derived from it. A text of a record in brackets (`<tool_call>`,
-`[ARGS]`) is a marker if the vocabulary has it as one token: then only that token counts, and its spelling in
-several tokens is text. `BoundFormat` knows which ones are.
+A call is a row of parts (`chat_formats/parts/`), each of which has its grammar, reader and writer. The
+constraint (`grammar/tool_calls.py`), the parser (`chat_formats/parser.py`) and the proof against the chat
+template (`chat_formats/format_detection.py`) are all derived from the record. A text in brackets
+(`<tool_call>`, `[ARGS]`) is a marker if the vocabulary has it as one token: then only that token counts, and
+its spelling in several tokens is text. `BoundFormat` knows which ones are.
 """
 
 from __future__ import annotations
@@ -13,110 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """Optional whitespace; `usual` is what the family's template writes."""
-
-    usual: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """A short text up to the next part; models vary it, templates write `usual`."""
-
-    usual: str
-
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    """Name of a tool, one of the request's."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallId:
-    """Id of the call, as the model writes it."""
-
-    pattern: str  # regular expression
-
-
-@dataclass(frozen=True, slots=True)
-class NameInId:
-    """Id of the call, which holds its name: begin NAME separator NUMBER. The whole is the id."""
-
-    begin: str
-    separator: str
-    pattern: str  # of the number: regular expression
-
-
-@dataclass(frozen=True, slots=True)
-class JsonArguments:
-    """A JSON object by the tool's schema."""
-
-
-@dataclass(frozen=True, slots=True)
-class JsonCall:
-    """A JSON object with name and arguments: {"name": N, "arguments": A}.
-
-    The parser takes the keys in any order and skips others; templates write name, arguments, id, or with
-    `id_first` id, name, arguments.
-    """
-
-    name_key: str = "name"
-    arguments_key: str = "arguments"
-    id_key: str | None = None  # None: there is no id
-    id_pattern: str = ""  # of the id: regular expression
-    id_first: bool = False
-    id_is_local: bool = False  # unique among the answer's calls only, thus no id for the API
-
-
-@dataclass(frozen=True, slots=True)
-class TaggedArguments:
-    """One element per argument, in any order, `between` (whitespace) after each:
-
-    key_begin KEY key_end [between value_begin] [padding] VALUE [padding] value_end between
-
-    Strings are raw, other values are JSON.
-    """
-
-    key_begin: str
-    key_end: str
-    value_end: str
-    value_begin: str = ""
-    padding: str = ""  # once on each side of a value, no part of it
-    between: str = "\n"
-    types_in_tag: bool = False  # key_end is followed by ` string="true">`, or ` string="false">` for JSON
-
-
-@dataclass(frozen=True, slots=True)
-class PythonArguments:
-    """Keyword arguments without their parentheses: a='x', b=2, c=[True, None]."""
-
-
-@dataclass(frozen=True, slots=True)
-class BareArguments:
-    """key:value pairs with bare keys, without their braces; strings between `quote`:
-
-    k:<escape>v<escape>,n:3,o:{p:[1,<escape>v<escape>]}
-    """
-
-    quote: str
-
-
-Part = (
-    str
-    | Space
-    | Header
-    | Name
-    | CallId
-    | NameInId
-    | JsonArguments
-    | JsonCall
-    | TaggedArguments
-    | PythonArguments
-    | BareArguments
-)
-SPACE = Space()
+from foreword.chat_formats.parts.part import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +29,26 @@ class ToolFormat:
     separator: tuple[Part, ...] | None = None  # None: one call a section; further calls are further sections
     end: tuple[Part, ...] = ()
     opens_answer: bool = False  # without a marker: a call is one only at the start of the answer
+
+    @property
+    def first(self) -> Part:
+        """The first part of a section."""
+        return (self.begin + self.call)[0]
+
+    def encode(self, encode: Callable[[str], str]) -> ToolFormat:
+        """The format with its texts as they stand in the parser's input."""
+
+        def encode_parts(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+            return tuple(encode(part) if isinstance(part, str) else part.encode(encode) for part in parts)
+
+        separator = None if self.separator is None else encode_parts(self.separator)
+        return ToolFormat(
+            encode_parts(self.call),
+            encode_parts(self.begin),
+            separator,
+            encode_parts(self.end),
+            self.opens_answer,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,332 @@
+"""Keyword arguments in syntaxes like Python's: what `python.py` and `bare.py` have in common."""
+
+from __future__ import annotations
+
+import abc
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final
+
+from foreword.chat_formats.call_grammar import (
+    BLANK,
+    GrammarWriter,
+    Item,
+    Text,
+    ToolItems,
+    ToolSchema,
+    join,
+    literal,
+    rule_suffix,
+)
+from foreword.chat_formats.json_text import JSON_NUMBER, LITERALS, MAX_LITERAL_CHARS, Unescape, quoted
+from foreword.chat_formats.parts.arguments import (
+    KEY,
+    OBJECT_KEYWORDS,
+    any_order,
+    join_path,
+    read_properties,
+)
+from foreword.chat_formats.parts.part import FormatPart
+from foreword.chat_formats.schema_types import ANY_TYPES, resolve_reference
+from foreword.chat_formats.stream_reader import MARKER, CallReader, Wait
+from foreword.errors import InvalidRequest
+
+NUMBER: Final = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?"
+NUMBER_KEYWORDS: Final = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf")
+OPEN_BRACE, CLOSE_BRACE, OPEN_BRACKET, CLOSE_BRACKET, COMMA = (
+    rf"/{BLANK}?{sign}{BLANK}?/" for sign in (r"\{", r"\}", r"\[", r"\]", ",")
+)
+COLON: Final = f":{BLANK}?"
+SCALAR: Final = re.compile("[^\\s,:=()\"'{}\\[\\]\ud800-\udfff]*+")
+
+
+class KeywordArguments(FormatPart):
+    """Keyword arguments without what stands around them, separated by commas."""
+
+    __slots__ = ()
+
+    assign: ClassVar[str]  # between key and value
+    words: ClassVar[tuple[str, str, str]]  # true, false, null
+    any_key_regex: ClassVar[str]  # a key of an object that the schema does not name
+    scalar: ClassVar[re.Pattern[str]]  # characters of an unquoted value
+    separators: ClassVar[str]  # skipped between keys and values
+    has_positional: ClassVar[bool]  # a value without a key belongs to the next property
+
+    @property
+    @abc.abstractmethod
+    def string_quote(self) -> str:
+        """The quote of strings that is not JSON's or Python's; empty if there is none."""
+
+    @abc.abstractmethod
+    def key_regex(self, key: str) -> str:
+        """A key of an object."""
+
+    @abc.abstractmethod
+    def string_rule(self, writer: GrammarWriter) -> str:
+        """Any string, as a part of a rule."""
+
+    @abc.abstractmethod
+    def constant_rule(self, writer: GrammarWriter, value: str) -> str:
+        """One string, as a part of a rule."""
+
+    @abc.abstractmethod
+    def pass_string(self, reader: CallReader, char: str, emit: Callable[[str], None]) -> Wait:
+        """Pass on a string as JSON. False if the answer ends before it does.
+
+        char  its first character, which is next
+        """
+
+    def grammar(self, writer: GrammarWriter) -> list[Item | ToolItems]:
+        return [lambda tool: _KeywordGrammar(writer, self, tool).items()]
+
+    def read(self, reader: CallReader, closer: str) -> Wait:
+        return (yield from _read_keywords(reader, self, closer))
+
+
+class _KeywordGrammar:
+    """Writes the grammar of one tool's arguments."""
+
+    def __init__(self, writer: GrammarWriter, part: KeywordArguments, tool: ToolSchema) -> None:
+        self._writer = writer
+        self._part = part
+        self._tool = tool
+        self._references: dict[str, str] = {}
+
+    def items(self) -> list[Item]:
+        grammar = self._tool.definition.input_grammar
+        if grammar is not None:
+            raise InvalidRequest(f"{grammar.field} cannot be enforced in this model's calls", grammar.field)
+        assign = self._part.assign
+        properties, required, others = read_properties(self._tool.parameters)
+        self._writer.drop_others(self._tool, self._tool.parameters, "", OBJECT_KEYWORDS)
+        entries = {
+            key: join([Text(literal(key) + assign), self._value(schema, join_path("/properties", key))])
+            for key, schema in properties.items()
+        }
+        if others is not None:
+            value = self._value(others, "/additionalProperties")
+            entry = join([Text(KEY.replace(".-", "") + assign), value])
+            return [f"({entry} (/,{BLANK}?/ {entry})*)?"]
+        return [any_order(self._writer, self._tool, "", entries, required, ",")]
+
+    def _value(self, schema: Any, path: str) -> str:
+        """A value by a schema, as a part of a rule."""
+        if not isinstance(schema, Mapping) or not schema:
+            return self._any()
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            return self._reference(reference, path)
+        if "const" in schema or isinstance(schema.get("enum"), list):
+            choices = [schema["const"]] if "const" in schema else schema["enum"]
+            return f"({' | '.join(map(self._constant, choices))})"
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(schema.get(keyword), list) and schema[keyword]:
+                options = [
+                    self._value(option, join_path(path, f"{keyword}/{i}"))
+                    for i, option in enumerate(schema[keyword])
+                ]
+                return f"({' | '.join(dict.fromkeys(options))})"
+        types = schema.get("type", ())
+        types = [types] if isinstance(types, str) else list(types)
+        if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1 and not types:
+            return self._value(schema["allOf"][0], join_path(path, "allOf/0"))
+        if not types and "properties" in schema:
+            types = ["object"]
+        numbers = NUMBER_KEYWORDS if {*types} <= {"integer", "number", "null", "boolean"} else ()
+        handled = (*OBJECT_KEYWORDS, "items", "minItems", "maxItems", *numbers)
+        self._writer.drop_others(self._tool, schema, path, handled)
+        return f"({' | '.join(self._typed(name, schema, path) for name in types)})" if types else self._any()
+
+    def _typed(self, name: str, schema: Mapping[str, Any], path: str) -> str:
+        match name:
+            case "string":
+                return self._part.string_rule(self._writer)
+            case "integer" | "number":
+                bounds = {key: schema[key] for key in NUMBER_KEYWORDS if key in schema}
+                return self._writer.json(self._tool, {"type": name, **bounds}, path)
+            case "boolean":
+                return f'("{self._part.words[0]}" | "{self._part.words[1]}")'
+            case "null":
+                return f'"{self._part.words[2]}"'
+            case "array":
+                low, high = schema.get("minItems", 0), schema.get("maxItems")
+                return self._list(self._value(schema.get("items"), join_path(path, "items")), low, high)
+            case "object":
+                properties, required, others = read_properties(schema)
+                if others is not None:
+                    return self._object(self._value(others, join_path(path, "additionalProperties")))
+                entries = {
+                    key: join(
+                        [Text(self._key(key)), self._value(value, join_path(path, f"properties/{key}"))]
+                    )
+                    for key, value in properties.items()
+                }
+                inner = any_order(self._writer, self._tool, path, entries, required, ",")
+                return f"{OPEN_BRACE} {inner} {CLOSE_BRACE}"
+        return self._any()
+
+    def _reference(self, reference: str, path: str) -> str:
+        target = resolve_reference(reference, self._tool.parameters) if reference[:1] == "#" else None
+        if target is None:
+            self._writer.drop(self._tool, f"{path}: $ref")
+            return self._any()
+        name = f"ref_{self._tool.rule}_{rule_suffix(reference)}"
+        if reference not in self._references:
+            self._references[reference] = name
+            self._writer.rule(name, self._value(target, reference.removeprefix("#")))
+        return name
+
+    def _key(self, key: str) -> str:
+        return self._part.key_regex(key) + COLON
+
+    def _constant(self, value: Any) -> str:
+        if isinstance(value, str):
+            return self._part.constant_rule(self._writer, value)
+        if isinstance(value, bool) or value is None:
+            return f'"{self._part.words[(True, False, None).index(value)]}"'
+        if isinstance(value, int | float):
+            return f"/{literal(json.dumps(value))}/"
+        return self._any()
+
+    def _list(self, item: str, low: int = 0, high: int | None = None) -> str:
+        if high == 0:
+            return f"{OPEN_BRACKET} {CLOSE_BRACKET}"
+        count = f"{{{max(low - 1, 0)},{'' if high is None else high - 1}}}"
+        items = f"({item} ({COMMA} {item}){count})" + ("" if low else "?")
+        return f"{OPEN_BRACKET} {items} {CLOSE_BRACKET}"
+
+    def _any(self) -> str:
+        name = "any_value"
+        words = [f'"{word}"' for word in self._part.words]
+        scalars = [self._part.string_rule(self._writer), f"/{NUMBER}/", *words]
+        self._writer.rule(name, " | ".join([*scalars, self._list(name), self._object(name)]))
+        return name
+
+    def _object(self, value: str) -> str:
+        """An object of any keys."""
+        key = f"/{self._part.any_key_regex}{COLON}/"
+        return f"{OPEN_BRACE} ({key} {value} ({COMMA} {key} {value})*)? {CLOSE_BRACE}"
+
+
+def _read_keywords(reader: CallReader, part: KeywordArguments, closer: str) -> Wait:
+    """Read arguments up to the closer, which is not read. False if they are none."""
+    tool, num_arguments, is_started = reader.tool, 0, False
+    assert tool is not None
+    quote = part.string_quote
+    keys = list((tool.parameters or {}).get("properties") or ())  # of arguments by position
+    while True:
+        char = yield from reader.skip_space()
+        is_closed = char == closer or (not char and is_started)
+        if is_closed or (is_started and char and char != quote and MARKER.match(char)):
+            if not is_started:
+                reader.start_call()
+            reader.emit("}" if num_arguments else "{}")
+            reader.end_call()
+            reader.num_parse_errors += bool(char) and not is_closed
+            return True
+        if not char:
+            return False
+        if char == "," and is_started:
+            reader.position += 1
+            continue
+        key: str | None = None
+        word = ""
+        if quote and (char == '"' or (yield from reader.at(quote))):
+            pieces: list[str] = []
+            if not (yield from part.pass_string(reader, char, pieces.append)):
+                return is_started
+            word = Unescape().feed("".join(pieces[1:-1]))
+        else:
+            word = yield from reader.read_run(SCALAR)
+        char = yield from reader.skip_space()
+        if not char and not is_started:
+            return False
+        if word and char == part.assign:
+            reader.position += 1
+            key, word = word, ""
+        elif part.has_positional and num_arguments < len(keys) and (not word or char in ",)"):
+            key = str(keys[num_arguments])
+        elif is_started:
+            reader.num_parse_errors += 1
+            reader.position += not word
+            continue
+        else:
+            return False
+        if not is_started:
+            reader.start_call()
+            is_started = True
+        reader.emit((", " if num_arguments else "{") + quoted(key) + ": ")
+        num_arguments += 1
+        types = tool.argument_types(key)
+        if word:
+            reader.emit(_scalar_to_json(word, types))
+        elif not (yield from _pass_value(reader, part, types)):
+            return True
+
+
+def _pass_value(reader: CallReader, part: KeywordArguments, types: frozenset[str]) -> Wait:
+    """Pass on a value as JSON. False if the answer ends before it does."""
+    quote = part.string_quote
+    closers: list[str] = []
+    is_first, is_value = True, False
+    while char := (yield from reader.skip_space()):
+        is_key = bool(closers) and closers[-1] == "}" and not is_value
+        if char in ")]}" or (char == "," and not closers):
+            if not closers:  # there is no value
+                reader.emit("null")
+                return True
+            reader.position += 1
+            reader.emit(("null" if is_value else "") + closers.pop())
+        elif char != quote and MARKER.match(char):
+            reader.num_parse_errors += 1
+            reader.emit(("" if closers and not is_value else "null") + "".join(reversed(closers)))
+            return True
+        elif char in part.separators or (is_key and char in "([{"):
+            reader.position += 1
+            continue
+        else:
+            if closers and not is_first and not is_value:
+                reader.emit(", ")
+            is_first = False
+            if char in "([{":
+                reader.position += 1
+                closers.append("}" if char == "{" else "]")
+                reader.emit("{" if char == "{" else "[")
+                is_first, is_value = True, False
+                continue
+            if char in "'\"" or (quote and (yield from reader.at(quote))):
+                if not (yield from part.pass_string(reader, char, reader.emit)):
+                    return False
+            else:
+                word = (yield from reader.read_run(SCALAR if is_key else part.scalar)).rstrip()
+                reader.emit(quoted(word) if is_key else _scalar_to_json(word, types))
+            if is_key:
+                reader.emit(": ")
+                is_value = True
+                continue
+        is_first = is_value = False
+        if not closers:
+            return True
+        types = ANY_TYPES
+    return False
+
+
+def _scalar_to_json(text: str, types: frozenset[str] = ANY_TYPES) -> str:
+    """An unquoted value of Python's or a bare syntax. What is no number or literal is a string."""
+    if types == {"string"}:
+        return quoted(text)
+    if text in LITERALS:
+        return LITERALS[text]
+    if JSON_NUMBER.fullmatch(text):
+        return text
+    if len(text) <= MAX_LITERAL_CHARS and text[:1] in "+-.0123456789":
+        for convert in (lambda: int(text, 0), lambda: float(text)):
+            try:
+                number = convert()
+            except ValueError:
+                continue
+            if math.isfinite(number):
+                return json.dumps(number)
+    return quoted(text)

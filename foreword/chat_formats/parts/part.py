@@ -1,0 +1,40 @@
+"""A part of a chat format: one kind of text in a call, with its grammar, its reader and its writer."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Self
+
+from foreword.chat_formats.call_grammar import GrammarWriter, Item, ToolItems
+from foreword.chat_formats.stream_reader import CallReader, Wait
+from foreword.chat_formats.tools import WrittenCall
+
+
+class FormatPart(abc.ABC):
+    """A part that is more than a fixed text. A kind is a frozen dataclass, with all it does in one file."""
+
+    __slots__ = ()
+
+    def encode(self, encode: Callable[[str], str]) -> Self:
+        """The part with its texts as they stand in the parser's input."""
+        return self
+
+    @abc.abstractmethod
+    def grammar(self, writer: GrammarWriter) -> list[Item | ToolItems]:
+        """The texts and rules that the part allows; what differs between tools is a function of the tool."""
+
+    def read(self, reader: CallReader, closer: str) -> Wait:
+        """Read the part from an answer. False if it is none: then there is no call.
+
+        closer  the next text of the format after the part
+        """
+        yield from ()
+        return True
+
+    @abc.abstractmethod
+    def write(self, call: WrittenCall) -> str:
+        """The text that the family's template writes for a call."""
+
+
+Part = str | FormatPart  # a text, or a part of another kind
