@@ -140,13 +140,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if not item.get_closest_marker("full")]
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "combination" in metafunc.fixturenames:
-        module = metafunc.module
-        option = metafunc.config.getoption
-        combinations = (
-            module.PRODUCT if option("--full-product") else module.PAIRS if option("--full") else module.QUICK
-        )
-        metafunc.parametrize("combination", combinations, ids=module.name_of)

@@ -5,8 +5,9 @@ concurrency, cache size, prefix cache and chunking. Token ids, logits hashes, lo
 and counts must equal those of the plain run: speculation off, one request at a time, ample cache, no prefix
 cache.
 
-Default: one crowded combination per drafter, one family, the best kernels of this machine. `--full`: pairwise
-combinations for every family, every instruction set and the reference. `--full-product`: all combinations.
+Default: one crowded combination per drafter, two families, the best kernels of this machine. `--full`: every
+family with every drafter under pairwise combinations, which take turns; every instruction set and the
+reference. `--full-product`: all combinations.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +88,6 @@ def _pairs(combination: dict[str, Any]) -> set[Any]:
     return set(itertools.combinations(combination.items(), 2))
 
 
-def name_of(combination: dict[str, Any]) -> str:
-    return "-".join(str(value).replace(" ", "") for value in combination.values())
-
-
 PAIRS = list(pairwise(SETTINGS)) if is_full() else []
 CROWDED = PLAIN | {
     "speculate": "suffix,draft",
@@ -98,11 +96,17 @@ CROWDED = PLAIN | {
     "prefix_caching": True,
     "chunk": 24,
 }
-QUICK = [
-    CROWDED | {"speculate": drafter, "draft_length": "adaptive" if drafter == "auto" else "fixed"}
-    for drafter in SETTINGS["speculate"]
-]
 PRODUCT = [dict(zip(SETTINGS, values, strict=True)) for values in itertools.product(*SETTINGS.values())]
+
+
+def combinations(turn: int, drafter: str, product: bool) -> list[dict[str, Any]]:
+    """Settings under which a family meets a drafter; `turn` is the family's number."""
+    if product:
+        return [combination for combination in PRODUCT if combination["speculate"] == drafter]
+    if is_full():
+        of_drafter = [combination for combination in PAIRS if combination["speculate"] == drafter]
+        return [of_drafter[turn % len(of_drafter)]]
+    return [CROWDED | {"speculate": drafter, "draft_length": "adaptive" if drafter == "auto" else "fixed"}]
 
 
 def prompts() -> list[list[int]]:
@@ -153,6 +157,7 @@ class Family:
     drafter: Path
     recording: Path
     plain: list[dict[str, Any]]
+    turn: int = 0  # among the families of this run
 
 
 def fingerprint(output: RequestOutput) -> dict[str, Any]:
@@ -214,9 +219,12 @@ def answers(
     return llm, outputs_of(outputs)
 
 
-@pytest.fixture(scope="module", params=FAMILIES if is_full() else QUICK_FAMILIES)
+@pytest.fixture(
+    scope="module", params=enumerate(FAMILIES if is_full() else QUICK_FAMILIES), ids=itemgetter(1)
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return make_family(request.param, tmp_path_factory.mktemp(request.param))
+    turn, name = request.param
+    return replace(make_family(name, tmp_path_factory.mktemp(name)), turn=turn)
 
 
 def make_family(name: str, path: Path, **overrides: Any) -> Family:
@@ -265,9 +273,15 @@ def test_outputs_vary(family: Family) -> None:
     assert reasons == {"stop", "length"}
 
 
-def test_equal_under_every_setting(family: Family, combination: dict[str, Any]) -> None:
+@pytest.mark.parametrize("drafter", SETTINGS["speculate"])
+def test_equal_under_every_setting(family: Family, drafter: str, pytestconfig: pytest.Config) -> None:
+    for combination in combinations(family.turn, drafter, pytestconfig.getoption("--full-product")):
+        check_combination(family, combination)
+
+
+def check_combination(family: Family, combination: dict[str, Any]) -> None:
     llm, actual = answers(family.model, family.drafter, family.recording, combination)
-    assert differing(family, actual) == [], "these requests differ from plain decoding"
+    assert differing(family, actual) == [], f"these requests differ from plain decoding: {combination}"
     accepted = acceptance(llm)
     if combination["draft_length"] == "adaptive":
         return  # the controller may decide that no draft pays
@@ -279,9 +293,9 @@ def test_equal_under_every_setting(family: Family, combination: dict[str, Any]) 
         assert 0.0 < accepted < 1.0, "a comparison without accepted and rejected drafts would prove little"
 
 
-@pytest.mark.parametrize("draft_length", ["fixed", "adaptive"])
-def test_equal_with_predictions(family: Family, draft_length: str) -> None:
+def test_equal_with_predictions(family: Family) -> None:
     """Predict the answer itself, mostly right, and another request's answer, mostly wrong."""
+    draft_length = SETTINGS["draft_length"][family.turn % 2]
     prompts_, params = requests()
     llm = LLM(
         str(family.model),
@@ -304,16 +318,16 @@ def test_equal_with_predictions(family: Family, draft_length: str) -> None:
 
 PRECISIONS: dict[str, dict[str, str]] = {
     "bfloat16": {"dtype": "bfloat16"},
-    "float16": {"dtype": "float16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
-    "int8 in float32": {"dtype": "float32", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "int8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "float16": {"dtype": "float16"},
+    "int8 in float32": {"dtype": "float32", "quantization": "int8"},
 }
-BLOCKS = ("Q8_0", "Q4_K", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K", "Q5_1")
+BLOCKS = ("Q4_K", "Q8_0", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K", "Q5_1")
 # Quantized checkpoints: each kind of matrix.
-CHECKPOINT_KINDS = ("awq", "gptq-act-order", "gptq-8-bit", "int-quantized", "fp8-block", "fp8-tensor")
-REFERENCE = ("bfloat16", "int8 KV", "Q4_K", "gptq-act-order")  # torch is slow: a few precisions are enough
+CHECKPOINT_KINDS = ("awq", "fp8-block", "gptq-act-order", "gptq-8-bit", "int-quantized", "fp8-tensor")
+REFERENCE = ("int8 KV", "Q4_K", "gptq-act-order")  # torch is slow: a few precisions are enough
 # Wide enough for every GGUF block, and for more than one partial sum of a product.
 BLOCKWISE = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 2}
 
@@ -333,21 +347,27 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return model, write_checkpoint(path / "drafter", "llama", seed=3, dtype="bfloat16", **BLOCKWISE)
 
 
-def with_backends(precisions: Iterable[Any]) -> list[tuple[Any, str]]:
-    """Each with every instruction set of this machine, some with the reference; by default the best alone."""
+def with_backends(precisions: Sequence[str], num_quick: int) -> list[tuple[str, str]]:
+    """By default the first precisions with the best instruction set of this machine.
+
+    In full each with that and another set, which take turns, and some with the reference. Tests of the
+    kernels compare rows of every type under every set.
+    """
     if not is_full():
-        return [(precision, FORCED_ISA) for precision in precisions]
-    backends = [(precision, isa) for precision in precisions for isa in supported_isas()]
-    return backends + [(precision, "reference") for precision in precisions if precision in REFERENCE]
+        return [(precision, FORCED_ISA) for precision in precisions[:num_quick]]
+    *others, best = supported_isas()
+    turns = itertools.cycle(others or [best])
+    backends = dict.fromkeys(pair for name in precisions for pair in ((name, best), (name, next(turns))))
+    return [*backends, *((name, "reference") for name in precisions if name in REFERENCE)]
 
 
-@pytest.mark.parametrize(("precision", "backend"), with_backends(PRECISIONS))
+@pytest.mark.parametrize(("precision", "backend"), with_backends(list(PRECISIONS), 4))
 def test_equal_in_low_precision(pair: tuple[Path, Path], precision: str, backend: str) -> None:
     """Coarser types have more ties and rounding boundaries; every instruction set has its own kernels."""
     check_crowded(*pair, cpu_isa=backend, **PRECISIONS[precision])
 
 
-@pytest.mark.parametrize(("kind", "backend"), with_backends(BLOCKS))
+@pytest.mark.parametrize(("kind", "backend"), with_backends(BLOCKS, 3))
 def test_equal_with_gguf_quantized_weights(
     pair: tuple[Path, Path], tmp_path: Path, kind: str, backend: str
 ) -> None:
@@ -357,7 +377,7 @@ def test_equal_with_gguf_quantized_weights(
     check_crowded(model, drafter, cpu_isa=backend, dtype="bfloat16")
 
 
-@pytest.mark.parametrize(("kind", "backend"), with_backends(CHECKPOINT_KINDS))
+@pytest.mark.parametrize(("kind", "backend"), with_backends(CHECKPOINT_KINDS, 2))
 def test_equal_with_quantized_checkpoints(
     pair: tuple[Path, Path], tmp_path: Path, kind: str, backend: str
 ) -> None:
@@ -402,7 +422,7 @@ def test_equal_beyond_one_tile_of_attention(tmp_path: Path, name: str, speculate
     assert crowded == plain
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
 def test_negative_control_row_dependent_products_are_caught(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

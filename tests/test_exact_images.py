@@ -7,7 +7,6 @@ turns with a cached first turn. Drafters: lookup, text-only and multimodal draft
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import random
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from foreword import LLM, SamplingParams, StructuredOutput
 from tests.support.budget import is_full
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, VISION_FAMILIES, write_vision_checkpoint
-from tests.test_exact import acceptance, name_of, outputs_of, pairwise  # noqa: F401 (conftest names combinations by it)
+from tests.test_exact import acceptance, outputs_of, pairwise
 
 MAX_MODEL_LEN = 239  # one below a block boundary
 
@@ -41,7 +40,6 @@ PLAIN = {name: values[0] for name, values in SETTINGS.items()}
 PAIRS = list(pairwise(SETTINGS)) if is_full() else []
 CROWDED = PLAIN | {"concurrent": 7, "cache": "small", "prefix_caching": True, "chunk": 7}
 QUICK = [CROWDED | {"speculate": drafter} for drafter in ("suffix", "sees")]
-PRODUCT = [dict(zip(SETTINGS, values, strict=True)) for values in itertools.product(*SETTINGS.values())]
 SIZES = ((40, 30), (97, 13), (9, 71), (64, 64), (33, 50))  # (width, height)
 TEXT = 0  # text in PROMPTS; images are numbered from 1
 PROMPTS: tuple[tuple[int, ...], ...] = (
@@ -181,6 +179,9 @@ def differing(models: Models, found: list[dict[str, Any]]) -> list[int]:
     return [i for i, (a, b) in enumerate(zip(models.plain, found, strict=True)) if a != b]
 
 
+@pytest.mark.parametrize(
+    "combination", PAIRS if is_full() else QUICK, ids=lambda each: "-".join(map(str, each.values()))
+)
 def test_equal_under_every_setting(made: Made, combination: dict[str, Any]) -> None:
     models = made[combination["family"]]
     llm = load(models, combination)
