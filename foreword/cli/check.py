@@ -20,7 +20,8 @@ from foreword.cli.startup import startup_line
 from foreword.cli.terminal import format_count
 from foreword.config.models_file import ModelsConfig, read_models
 from foreword.config.options import Config
-from foreword.engine.loader import detect_hardware, make_plugins, types_in_use
+from foreword.engine.fingerprint import types_in_use
+from foreword.engine.loader import detect_hardware, make_plugins
 from foreword.errors import ForewordError
 from foreword.kernels.registry import native_unavailable_reason
 from foreword.models.model_loader import check_weights, read_model_info

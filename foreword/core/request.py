@@ -5,13 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
+from foreword.core.finish import FinishChecker, FinishResult
 from foreword.core.images import PromptImage
 from foreword.core.mrope import MRopePositions
 from foreword.core.outputs import TokenLogprob
 from foreword.core.params import SamplingParams
-from foreword.core.repetition import Repetition, RepetitionDetector
 from foreword.core.structured_output import RequestGrammar
 from foreword.errors import DeadlineExceeded, ForewordError, InvalidRequest, Overloaded
 
@@ -74,15 +74,6 @@ class Request:
         return f"{self.adapter}\0{self.cache_salt}" if self.adapter else self.cache_salt
 
 
-class FinishResult(NamedTuple):
-    """Where a run of new tokens ends the output, if it does."""
-
-    num_kept: int  # tokens of the run that belong to the output
-    finish_reason: str | None = None  # "stop", "length" or "repetition"; None: the request continues
-    stop_id: int | None = None  # the token id that stopped it
-    repetition: Repetition | None = None  # detected with these tokens
-
-
 class RequestState:
     """The engine's record of a live request.
 
@@ -94,7 +85,6 @@ class RequestState:
     """
 
     __slots__ = (
-        "_repetition_detector",
         "arrival",
         "block_hashes",
         "blocks",
@@ -102,6 +92,7 @@ class RequestState:
         "counted_images",
         "draft",
         "drafter",
+        "finish_checker",
         "grammar",
         "id",
         "is_pooling",
@@ -160,9 +151,9 @@ class RequestState:
         self.counted_images: set[bytes] = set()  # digests that image statistics include
         eos = () if params.ignore_eos and grammar is None else request.eos_token_ids
         self.stop_ids = frozenset((*eos, *params.stop_token_ids))
-        detects = params.on_runaway in ("warn", "stop") and not self.is_pooling
-        self._repetition_detector = RepetitionDetector() if detects else None
-        self._feed_detector(request.resume_output_ids)
+        on_runaway = None if self.is_pooling else params.on_runaway
+        self.finish_checker = FinishChecker(self.stop_ids, on_runaway)
+        self.finish_checker.record(request.resume_output_ids)
         self.sampling_plan: Any = None  # owned by the sampler (sampling/sampler.py)
         self.penalty_state: object = None  # owned by the sampler (sampling/penalties.py)
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -188,43 +179,13 @@ class RequestState:
         return len(self.tokens) - self.num_computed
 
     def check_finish(self, run: Sequence[int]) -> FinishResult:
-        """Where a run of new tokens ends the output, without changing the state.
-
-        The earliest token decides; at the same token, stop wins over length, and length over repetition.
-        """
-        detector = self._repetition_detector
-        if (
-            len(run) < self.max_len - len(self.tokens)
-            and self.stop_ids.isdisjoint(run)
-            and (detector is None or not detector.is_due(len(run)))
-        ):
-            return FinishResult(len(run))
-        end = self._check_stop(run)
-        repetition = None if detector is None else detector.peek(run[: end.num_kept])
-        if repetition is None:
-            return end
-        is_first = end.finish_reason is None or repetition.num_tokens < end.num_kept
-        if self.params.on_runaway == "stop" and is_first:
-            return FinishResult(repetition.num_tokens, "repetition", None, repetition)
-        return end._replace(repetition=repetition)
-
-    def _check_stop(self, run: Sequence[int]) -> FinishResult:
-        room = self.max_len - len(self.tokens)
-        for index, token_id in enumerate(run[:room]):
-            if token_id in self.stop_ids:
-                return FinishResult(index + 1, "stop", token_id)
-        return FinishResult(room, "length") if len(run) >= room else FinishResult(len(run))
-
-    def _feed_detector(self, token_ids: Sequence[int]) -> None:
-        """Feed output to the repetition detector, until it has reported once."""
-        if self._repetition_detector is not None and self._repetition_detector.feed(token_ids) is not None:
-            self._repetition_detector = None
+        """Where a run of new tokens ends the output, without changing the state."""
+        return self.finish_checker.check(run, self.max_len - len(self.tokens))
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Commit sampled tokens."""
         self.tokens.extend(token_ids)
-        if self._repetition_detector is not None:
-            self._feed_detector(token_ids)
+        self.finish_checker.record(token_ids)
         if self.grammar is not None:
             self.grammar.accept(token_ids)
         assert len(self.tokens) <= self.max_len

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,9 +12,6 @@ from foreword.errors import InvalidRequest
 
 if TYPE_CHECKING:  # a client needs no torch
     from torch import Tensor
-
-    from foreword.core.batch import SampleRow
-    from foreword.core.request import Request
 
 # `tools` is written by grammar.tool_calls; the others by users.
 CONSTRAINT_TYPES = (
@@ -183,37 +179,3 @@ class Vocabulary:
     special_ids: tuple[int, ...]  # ascending
     eos_ids: tuple[int, ...]
     marker_ids: tuple[int, ...] = ()  # of chat formats, special or not: no text of a call holds them
-
-
-class Grammars(Protocol):
-    """All grammars of an engine. `compile` is thread-safe; call the other methods in the engine's thread."""
-
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Set the bytes of each token; `compile` waits for it. A second vocabulary is ignored."""
-
-    def compile(self, request: Request) -> Future[RequestGrammar]:
-        """The matcher of a request, after its resumed output. Raises InvalidRequest, as the future does."""
-
-    def start_masks(self, rows: Sequence[SampleRow]) -> None:
-        """Compute the masks of these rows in the background. Rows without a grammar are ignored."""
-
-    def close(self) -> None:
-        """Stop all threads; waiting requests are cancelled."""
-
-
-class NoGrammars(Grammars):
-    """Where llguidance is not installed."""
-
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        pass
-
-    def compile(self, request: Request) -> Future[RequestGrammar]:
-        assert request.params.structured is not None, "the request has no constraint"
-        field = request.params.structured.field
-        raise InvalidRequest(f"{field} needs the Python package llguidance: pip install llguidance", field)
-
-    def start_masks(self, rows: Sequence[SampleRow]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

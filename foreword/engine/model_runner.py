@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import upload
+from foreword.core.grammars import Grammars
 from foreword.core.outputs import StepOutput, TokenLogprob
 from foreword.core.request import RequestState
-from foreword.core.structured_output import Grammars
 from foreword.cuda_graphs.decode_loop import SupportsDecodeLoop
 from foreword.cuda_graphs.graph_runner import with_graphs
 from foreword.engine.batch_builder import ModelInput, PromptLogprobRow

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from foreword.core.batch import SampleRow
+from foreword.core.grammars import Grammars
 from foreword.core.request import RequestState
-from foreword.core.structured_output import Grammars
 from foreword.cuda_graphs.decode_loop import DecodeResult, DecodeSlot, ForwardResult, SplitDecodeLoop
 from foreword.kernels.ops import DraftTokens
 from foreword.sampling.sampler import NON_FINITE, PendingSamples, Sampler

@@ -12,8 +12,9 @@ from typing import Final
 from llguidance import LLExecutor
 
 from foreword.core.batch import SampleRow
+from foreword.core.grammars import Grammars
 from foreword.core.request import Request
-from foreword.core.structured_output import Grammars, RequestGrammar, StructuredOutput, Vocabulary
+from foreword.core.structured_output import RequestGrammar, StructuredOutput, Vocabulary
 from foreword.grammar.compiler import CompiledGrammar
 from foreword.grammar.limits import MAX_CACHED_GRAMMARS
 from foreword.grammar.masks import MaskBuffer, MaskJob, MaskRequest, MaskThread

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.core import repetition
+from foreword.core.finish import FinishResult
 from foreword.core.params import SamplingParams
 from foreword.core.repetition import PATTERN_LIMITS, Repetition, RepetitionDetector
-from foreword.core.request import FinishResult, Request, RequestState
+from foreword.core.request import Request, RequestState
 from foreword.demo import MODEL
 from foreword.tokenizer.tokenizer import Tokenizer
 from tests.support.budget import examples
@@ -208,7 +209,7 @@ def test_warn_reports_once_and_continues(size: int) -> None:
 @pytest.mark.parametrize("mode", ["off", None])
 def test_off_has_no_detector(mode: str | None) -> None:
     state = state_of(mode)
-    assert state._repetition_detector is None
+    assert not state.finish_checker.detects_repetition
     assert run_request(state, LOOP, 7) == (1200, None, [])
 
 
@@ -238,4 +239,4 @@ def test_stop_id_before_the_repetition_wins() -> None:
 
 def test_embedding_request_has_no_detector() -> None:
     request = Request("a", (1, 2), SamplingParams(on_runaway="stop"), 0, pooling="last")
-    assert RequestState(request, 0, 100)._repetition_detector is None
+    assert not RequestState(request, 0, 100).finish_checker.detects_repetition

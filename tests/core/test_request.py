@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreword.core.finish import FinishResult
 from foreword.core.params import SamplingParams
-from foreword.core.request import FinishResult, Request, RequestState
+from foreword.core.request import Request, RequestState
 
 
 def state_of(max_model_len: int = 100, delivered: tuple[int, ...] = (), **params: object) -> RequestState:

@@ -19,8 +19,7 @@ from foreword.config.options import Config
 from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
-from foreword.engine import loader as module
-from foreword.engine import loader as parts
+from foreword.engine import builder, fingerprint
 from foreword.engine.loader import load
 from foreword.errors import ConfigError
 from foreword.kernels.reference.backend import ReferenceOps
@@ -64,7 +63,7 @@ def test_shortened_context_is_warned_of(tmp_path: Path, monkeypatch: pytest.Monk
 def test_missing_kernels_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_checkpoint(tmp_path / "model", "llama", seed=1)
     reason = f"no compiler for the {DEVICE}"
-    monkeypatch.setattr(module, "native_unavailable_reason", lambda *_: reason)
+    monkeypatch.setattr(fingerprint, "native_unavailable_reason", lambda *_: reason)
     assert warnings(path) == (reason,)
 
 
@@ -84,12 +83,12 @@ def test_given_timings_are_not_measured_again(tmp_path: Path, monkeypatch: pytes
         threads=1,
     )
     first = load(config, ())
-    monkeypatch.delattr(module, "StepCostProfiler")
+    monkeypatch.delattr(builder, "StepCostProfiler")
     again = load(config, (), first.info.resolved, timings=first.proposer.timings)
     assert first.proposer.timings is not None and again.proposer.timings is first.proposer.timings
 
 
-def fingerprint(path: Path) -> str:
+def fingerprint_of(path: Path) -> str:
     return load(
         Config(model=str(path), kv_cache_memory="400tokens", threads=1, speculate="off"), ()
     ).info.fingerprint
@@ -173,16 +172,16 @@ def test_fingerprint_covers_image_preprocessing(tmp_path: Path, monkeypatch: pyt
         write_vision_checkpoint(tmp_path / "sees", "llava"),
         write_checkpoint(tmp_path / "reads", "llama", seed=1),
     )
-    before = fingerprint(vision), fingerprint(text)
-    assert before == (fingerprint(vision), fingerprint(text))
+    before = fingerprint_of(vision), fingerprint_of(text)
+    assert before == (fingerprint_of(vision), fingerprint_of(text))
     monkeypatch.setattr(
-        module, "version", lambda name: f"another {name}" if name == "pillow" else version(name)
+        fingerprint, "version", lambda name: f"another {name}" if name == "pillow" else version(name)
     )
-    assert fingerprint(vision) != before[0] and fingerprint(text) == before[1]
+    assert fingerprint_of(vision) != before[0] and fingerprint_of(text) == before[1]
     monkeypatch.undo()
     options = vision / "preprocessor_config.json"
     options.write_text(json.dumps(json.loads(options.read_text()) | {"image_mean": [0.5, 0.5, 0.5]}))
-    assert fingerprint(vision) != before[0]
+    assert fingerprint_of(vision) != before[0]
 
 
 def test_fingerprint_covers_gpu_kernel_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,10 +193,10 @@ def test_fingerprint_covers_gpu_kernel_sources(tmp_path: Path, monkeypatch: pyte
     )
     on_gpu = replace(load(config, ()).info.resolved, device="cuda")
     facts = (config, on_gpu, ReferenceOps(), "rope", (), False)
-    before = module._fingerprint(*facts)
-    assert before == module._fingerprint(*facts)
-    monkeypatch.setattr(module, "source_digest", lambda: "another")
-    assert before != module._fingerprint(*facts)
+    before = fingerprint.make_fingerprint(*facts)
+    assert before == fingerprint.make_fingerprint(*facts)
+    monkeypatch.setattr(fingerprint, "source_digest", lambda: "another")
+    assert before != fingerprint.make_fingerprint(*facts)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +213,7 @@ def test_oom_while_loading_reports_the_estimate(
     def no_room(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(parts, "KVStorage", no_room)
+    monkeypatch.setattr(builder, "KVStorage", no_room)
     config = Config(
         model=str(write_checkpoint(tmp_path / "model", "llama", seed=1)),
         kv_cache_memory="400tokens",
@@ -225,7 +224,7 @@ def test_oom_while_loading_reports_the_estimate(
 
 
 def test_other_load_errors_are_raised_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "KVStorage", lambda *_: torch.zeros(2) + torch.zeros(3))
+    monkeypatch.setattr(builder, "KVStorage", lambda *_: torch.zeros(2) + torch.zeros(3))
     with pytest.raises(RuntimeError, match="size"):
         load(
             Config(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from foreword.config.options import Config
 from foreword.core.batch import Batch
-from foreword.engine import loader as module
+from foreword.engine import builder, loader
 from foreword.engine.loader import load
 from foreword.engine.profiler import (
     CudaMemoryMeter,
@@ -120,10 +120,10 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, meter: ScriptedMeter, graphs: bool
         facts = rest[1]
         share = config.gpu_memory_utilization
         memory = estimate_memory(meter.total(), meter.free(), share, resolved.weight_bytes, 0, 0, graphs)
-        return replace(module.with_kv_cache(resolved, config, memory, [facts]), device="cpu")  # type: ignore[list-item]
+        return replace(builder.with_kv_cache(resolved, config, memory, [facts]), device="cpu")  # type: ignore[list-item]
 
-    monkeypatch.setattr(module, "resolve", resolve_for_gpu)
-    monkeypatch.setattr(module, "CudaMemoryMeter", lambda: meter)
+    monkeypatch.setattr(loader, "resolve", resolve_for_gpu)
+    monkeypatch.setattr(builder, "CudaMemoryMeter", lambda: meter)
 
 
 def options(path: Path, **more: object) -> Config:
@@ -157,7 +157,7 @@ def test_kv_cache_gets_the_memory_after_the_largest_steps(
     assert resolved.num_blocks == memory.kv_cache // per_block == (540 - 525 - 600 / 64) * MIB // per_block
     assert resolved.kv_bytes == resolved.num_blocks * per_block
     assert engine.scheduler.pool.num_free == resolved.num_blocks
-    monkeypatch.setattr(module, "profile_memory", None)
+    monkeypatch.setattr(builder, "profile_memory", None)
     again = load(config, (), resolved)
     assert again.info.resolved == resolved and again.info.fingerprint == engine.info.fingerprint
 
@@ -273,7 +273,7 @@ def test_vision_encoder_encodes_its_largest_image(tmp_path: Path, family: str) -
 def test_graph_capture_reports_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft models have graphs too, unless enforce_eager is set."""
     path, draft = write_checkpoint(tmp_path / "model", "llama", seed=1), write_drafter(tmp_path / "draft")
-    monkeypatch.setattr(module, "select_backend", lambda *_, **__: GraphCapturableOps())
+    monkeypatch.setattr(loader, "select_backend", lambda *_, **__: GraphCapturableOps())
     seen: list[tuple[str, int, int]] = []
     more = {"kv_cache_memory": "400tokens", "max_model_len": CONTEXT_LEN, "block_size": BLOCK_SIZE}
     more |= {"draft_model": str(draft), "draft_length": "fixed"}
@@ -291,7 +291,7 @@ def test_profile_runs_on_triton_kernels(tmp_path: Path, monkeypatch: pytest.Monk
     backend = pytest.importorskip("foreword.kernels.triton.backend")
     path = write_checkpoint(tmp_path / "model", "llama", seed=1, num_hidden_layers=1)
     (path / "model.safetensors").unlink()
-    monkeypatch.setattr(module, "select_backend", lambda *_, eager, **__: backend.TritonOps(eager=eager))
+    monkeypatch.setattr(loader, "select_backend", lambda *_, eager, **__: backend.TritonOps(eager=eager))
     meter = ScriptedMeter(2000 * MIB, 300 * MIB, MIB)
     fake_gpu(monkeypatch, meter)
     shape = {"max_num_seqs": 2, "max_num_batched_tokens": 4, "max_model_len": 32, "load_format": "dummy"}
