@@ -65,7 +65,7 @@ FULL_ONLY = {
     "demo/test_training.py",
     "demo/test_vision_training.py",
     "embedding/test_client.py",
-    "engine/test_memory.py",
+    "engine/test_memory_profiler.py",
     "engine/test_model_runner.py",
     "engine_client/test_images.py",
     "cuda_graphs",

@@ -18,7 +18,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.core.structured_output import StructuredOutput
 from foreword.cuda_graphs.capture import CudaGraphPool
-from foreword.engine import loader, profiler
+from foreword.engine import loader, memory_profiler
 from foreword.engine.engine import Engine
 from foreword.engine.loader import load
 from foreword.errors import ConfigError
@@ -70,7 +70,7 @@ PROMPT = (40, 41, 42, 40, 41, 42, 40, 41)
 @pytest.fixture(autouse=True)
 def small_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few graphs of few rows: the interpreter is slow."""
-    monkeypatch.setattr(profiler, "MIN_GRAPH_ROWS", 2)
+    monkeypatch.setattr(memory_profiler, "MIN_GRAPH_ROWS", 2)
     with patch_once_per_launch(), exact_dot():
         yield
 
@@ -338,7 +338,7 @@ def test_plain_step_syncs_once(model: Path) -> None:
 @pytest.mark.usefixtures("torch_graphs")
 def test_prompt_beside_a_decode_is_one_graph(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more rows than a draft has, with the bits of eager steps."""
-    monkeypatch.setattr(profiler, "MIN_GRAPH_ROWS", 32)
+    monkeypatch.setattr(memory_profiler, "MIN_GRAPH_ROWS", 32)
     first, second = BOTH[0], Request("prompt", tuple(range(40, 66)), FILTERED, 2, (EOS,))
     options = {**QUIET, "max_num_batched_tokens": 64, "overlap": False}
     with FakeCuda() as gpu:
@@ -353,7 +353,7 @@ def test_prompt_beside_a_decode_is_one_graph(model: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("torch_graphs")
 def test_verify_step_syncs_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "MIN_GRAPH_ROWS", 8)
+    monkeypatch.setattr(memory_profiler, "MIN_GRAPH_ROWS", 8)
     options = {
         "speculate": "ngram",
         "draft_length": "fixed",
@@ -383,7 +383,7 @@ def test_device_step_waits_for_the_previous_one(
     model: Path, drafter: Path, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs of both models are captured, and no step waits at its own launch."""
-    monkeypatch.setattr(profiler, "MIN_GRAPH_ROWS", 4)
+    monkeypatch.setattr(memory_profiler, "MIN_GRAPH_ROWS", 4)
     options = small_blocks(drafter, num_drafts)
     with FakeCuda() as gpu:
         engine = make_engine(model, "cuda", **options)
@@ -412,7 +412,7 @@ def test_host_sampled_step_waits_for_the_previous_one(
 
     Uploads: active slots and sampling parameters.
     """
-    monkeypatch.setattr(profiler, "MIN_GRAPH_ROWS", 4)
+    monkeypatch.setattr(memory_profiler, "MIN_GRAPH_ROWS", 4)
     options = small_blocks(drafter, num_drafts)
     sampling = SamplingParams(**{"temperature": 0.8, "max_tokens": 16, "ignore_eos": True, **params})
     submitted = [BOTH[1], Request("by the host", PROMPT[:6], sampling, 3, (EOS,))]

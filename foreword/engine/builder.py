@@ -23,20 +23,20 @@ from foreword.core.readiness import OnLoadProgress
 from foreword.cuda_graphs.decode_loop import DeviceDecodeLoop
 from foreword.cuda_graphs.graph_runner import GraphRunner
 from foreword.engine.batch_builder import BatchBuilder
-from foreword.engine.encoder_runner import EncoderCache, VisionEncoderRunner
+from foreword.engine.cost_profiler import StepCostProfiler, time_passes
+from foreword.engine.encoder_cache import EncoderCache
+from foreword.engine.encoder_runner import VisionEncoderRunner
 from foreword.engine.engine import Engine
 from foreword.engine.fingerprint import load_warnings, make_fingerprint
-from foreword.engine.model_runner import ModelRunner
-from foreword.engine.overlap_scheduling import make_overlap_loop
-from foreword.engine.profiler import (
+from foreword.engine.memory_profiler import (
     CudaMemoryMeter,
     ProfileRun,
-    StepCostProfiler,
     log_memory,
     max_graph_rows,
     profile_memory,
-    time_passes,
 )
+from foreword.engine.model_runner import ModelRunner
+from foreword.engine.overlap_scheduling import make_overlap_loop
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.scheduler_trace import RecordingScheduler
 from foreword.engine.timers import StepTimer

@@ -18,9 +18,7 @@ from foreword.core.readiness import OnLoadProgress
 from foreword.engine.builder import EngineBuilder, LoadedModels
 from foreword.engine.engine import Engine
 from foreword.engine.fingerprint import compute_types, types_in_use
-from foreword.engine.profiler import (
-    oom_message,
-)
+from foreword.engine.memory_profiler import oom_message
 from foreword.errors import ConfigError
 from foreword.kernels.cpu.library import load_library
 from foreword.kernels.gpu import ComputeTypes, current_gpu, triton_unavailable_reason

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.core.request import RequestState
-from foreword.engine.waiting_queue import FairQueue
+from foreword.engine.fair_queue import FairQueue
 from tests.support.budget import examples
 from tests.support.scheduler_simulation import SchedulerSimulation, make_request, noisy_drafter
 

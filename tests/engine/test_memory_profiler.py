@@ -16,7 +16,7 @@ from foreword.config.options import Config
 from foreword.core.batch import Batch
 from foreword.engine import builder, loader
 from foreword.engine.loader import load
-from foreword.engine.profiler import (
+from foreword.engine.memory_profiler import (
     CudaMemoryMeter,
     ProfileRun,
     log_memory,

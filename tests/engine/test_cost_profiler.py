@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from foreword.core.batch import NULL_BLOCK
-from foreword.engine.profiler import MIN_SAMPLES, SAMPLED_ROWS, StepCostProfiler, time_sizes
+from foreword.engine.cost_profiler import MIN_SAMPLES, SAMPLED_ROWS, StepCostProfiler, time_sizes
 from foreword.engine.schedule_output import ScheduledRequest
 from foreword.speculation.draft_length.cost_model import CostCurve
 
