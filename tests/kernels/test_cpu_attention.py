@@ -136,15 +136,18 @@ def agree(left: Rows, right: Rows) -> None:
         assert same_bits(value, right[key]), key
 
 
+# Every pair of a shape, options and a cache.
+SHAPES = [(14, 2, 64), (3, 1, 8), (2, 2, 80), (1, 1, 256), (9, 1, 7)]  # heads, KV heads, dimension
+OPTIONS = [(None, None, False), (70, None, False), (None, 2.0, False), (70, None, True), (None, 2.0, True)]
+PAIRS = [
+    (CACHES[(place + index) % 3], *shape, *options)
+    for place, shape in enumerate(SHAPES)
+    for index, options in enumerate(OPTIONS)
+]
+
+
 @each_isa
-@each_cache
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(14, 2, 64), (3, 1, 8), (2, 2, 80), (1, 1, 256), (9, 1, 7)]
-)
-@pytest.mark.parametrize(
-    ("window", "softcap", "sunk"),
-    [(None, None, False), (70, None, False), (None, 2.0, False), (70, None, True), (None, 2.0, True)],
-)
+@pytest.mark.parametrize(("cached", "heads", "kv_heads", "dim", "window", "softcap", "sunk"), PAIRS)
 def test_attention_is_softmax_over_visible_positions(
     isa: str,
     cached: torch.dtype,
@@ -179,8 +182,10 @@ def test_attention_is_softmax_over_visible_positions(
 
 @pytest.mark.full
 @each_isa
-@each_cache
-@pytest.mark.parametrize("window", [None, 1, 64, 513, 600])
+@pytest.mark.parametrize(
+    ("cached", "window"),
+    [*((cached, None) for cached in CACHES), *zip(2 * CACHES, (1, 64, 513, 600), strict=False)],
+)
 def test_chunks_neighbours_and_threads_change_no_bit(isa: str, cached: torch.dtype, window: int | None):
     """One prompt: whole, in chunks around vector and split edges, and as single rows."""
     length = 2 * SPLIT + 70

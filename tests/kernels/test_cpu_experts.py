@@ -28,14 +28,14 @@ from tests.support.quantized_weights import (
 
 DENSE_FORMATS = ("float32", "bfloat16", "float16")
 GROUPED_BITS = {"grouped4": 4, "grouped8": 8}
+FORMATS = (*DENSE_FORMATS, *WEIGHT_FORMATS, *GROUPED_BITS, "float8")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gpt_oss")
+REFERENCE = ReferenceOps()
 MAX_ROWS = 200  # up to four panels of an expert
 
 pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
 each_isa = pytest.mark.parametrize("isa", isas_under_test())
-each_format = pytest.mark.parametrize(
-    "weight_format", (*DENSE_FORMATS, *WEIGHT_FORMATS, *GROUPED_BITS, "float8")
-)
+each_format = pytest.mark.parametrize("weight_format", FORMATS)
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,11 @@ def packed(mixture: Mixture, isa: str, threads: int = 1) -> tuple[CpuOps, Packed
     return ops, mixture.pack(ops)
 
 
+@functools.cache
+def packed_reference(mixture: Mixture) -> PackedExperts:
+    return mixture.pack(REFERENCE)
+
+
 def skewed_logits(rows: int, experts: int, seed: int = 1) -> Tensor:
     """Nearly all rows choose the first expert, few the last, and rows have ties."""
     logits = randn(rows, experts, seed=seed) - torch.arange(experts) * 0.4
@@ -112,17 +117,15 @@ def skewed_logits(rows: int, experts: int, seed: int = 1) -> Tensor:
 
 @each_isa
 @each_format
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("dtype", "renormalize"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_experts_match_reference(isa: str, weight_format: str, dtype: torch.dtype, renormalize: bool) -> None:
     """Apart from what products round: activations to int8 or bfloat16, and results to bfloat16."""
     mixture, x, add_to = Mixture(weight_format), randn(40, 256).to(dtype), randn(40, 256, seed=2).to(dtype)
     logits = skewed_logits(40, mixture.num_experts)
     ops, weights = packed(mixture, isa, 2)
-    reference = ReferenceOps()
     for activation in ACTIVATIONS:
         config = mixture.config(3, renormalize, activation)
-        expected = reference.experts(x, logits, mixture.pack(reference), config, add_to).double()
+        expected = REFERENCE.experts(x, logits, packed_reference(mixture), config, add_to).double()
         actual = ops.experts(x, logits, weights, config, add_to).double()
         is_exact = dtype == torch.float32 and weight_format in ("float32", "float16")
         assert (actual - expected).abs().max() <= (2e-6 if is_exact else 0.06) * expected.abs().max()
@@ -130,8 +133,13 @@ def test_experts_match_reference(isa: str, weight_format: str, dtype: torch.dtyp
 
 
 @each_isa
-@each_format
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    ("weight_format", "mixed"),
+    [
+        *((name, False) for name in FORMATS),
+        *((name, True) for name in ("int8", "q4_k", "grouped8", "float8")),
+    ],
+)
 def test_chosen_expert_is_the_ordinary_products(isa: str, weight_format: str, mixed: bool) -> None:
     """Bit for bit, with one expert a row; also of weights in two formats."""
     mixture = Mixture(weight_format, mixed=mixed)
