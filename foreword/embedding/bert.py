@@ -39,7 +39,7 @@ COMPUTED_POSITIONS = "positions are computed"
 DISTILBERT_EPS = 1e-12
 DISTILBERT_TRAINING_OPTIONS = ("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout", "tie_weights_")
 MPNET_FIRST_POSITION = 2  # after the padding id, which is fixed
-MPNET_BUCKETS = 32  # of relative distances, half of them for each direction
+MPNET_BUCKETS = 32  # buckets of relative distances, half of them for each direction
 MPNET_MAX_DISTANCE = 128  # larger distances share a bucket
 
 

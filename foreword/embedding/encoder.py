@@ -36,9 +36,9 @@ class EncoderConfig:
     num_heads: int
     eps: float
     activation: str
-    max_tokens: int  # of a text
+    max_tokens: int  # limit of a text
     num_positions: int  # rows of the position table
-    score_activation: str | None  # of a ranker's logit: "sigmoid" or "identity"; None: not a ranker
+    score_activation: str | None  # for a ranker's logit: "sigmoid" or "identity"; None: not a ranker
     first_position: int = 0  # position of a text's first token
     pad_id: int | None = None  # this token always has position `first_position - 1`
     num_types: int = 0  # rows of the type table; 0: no table
@@ -70,7 +70,7 @@ class RankerHead(Protocol):
 class TextEncoder(ABC):
     """A loaded encoder; one subclass per architecture."""
 
-    prefix: ClassVar[str]  # of the body's tensor names in a checkpoint with a head
+    prefix: ClassVar[str]  # before the body's tensor names in a checkpoint with a head
     unused_prefixes: ClassVar[Mapping[str, str]]  # prefixes of unused tensors -> reason
 
     def __init__(self, config: EncoderConfig, ops: Ops, body: Weights, checkpoint: Weights) -> None:

@@ -25,12 +25,12 @@ class EncoderInfo:
     architecture: str
     task: str  # "embed": vectors of texts; "rank": scores of text pairs
     hidden_size: int
-    max_tokens: int  # of a text or pair, with special tokens
+    max_tokens: int  # limit of a text or pair, with special tokens
     num_parameters: int
     vocab_size: int
-    pooling: str  # of the checkpoint: "cls", "mean", "last" or "max"
+    pooling: str  # the checkpoint's: "cls", "mean", "last" or "max"
     normalize: bool  # whether the checkpoint's vectors have length 1; encode() does not normalize
-    backend: str  # of the kernels
+    backend: str  # name of the kernel backend
     prompts: Mapping[str, str] = field(default_factory=dict)  # name -> prefix of a text
     default_prompt: str | None = None  # name
 

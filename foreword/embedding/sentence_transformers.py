@@ -12,7 +12,7 @@ from foreword.errors import CheckpointError, InvalidRequest
 from foreword.weights.config_reader import ConfigReader, read_json
 
 POOLINGS = ("cls", "mean", "last", "max")
-DEFAULT_POOLING = "mean"  # of sentence-transformers
+DEFAULT_POOLING = "mean"  # sentence-transformers' default
 POOLING_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",

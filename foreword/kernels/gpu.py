@@ -26,7 +26,7 @@ DEVICE_LOST_ERRORS = (
     "uncorrectable",
     "hardware stack",
 )
-PASSING_ERRORS = ("out of memory", "captur")  # of torch; the second is in all errors of a graph's capture
+PASSING_ERRORS = ("out of memory", "captur")  # torch's; the second is in all errors of a graph's capture
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def is_device_lost(error: BaseException) -> bool:
 class ComputeTypes:
     """Types that an engine computes with; formats as in Ops.pack_linear."""
 
-    dtype: str = "bfloat16"  # of activations
+    dtype: str = "bfloat16"  # activations
     linear_format: str = "bfloat16"
     head_format: str = "bfloat16"
 
@@ -105,7 +105,7 @@ def check_triton(gpu: GPUInfo | None, is_installed: bool, run_checks: Callable[[
         return f"Triton's kernels need compute capability {'.'.join(map(str, MIN_CAPABILITY))}, not {gpu}"
     try:
         failure = run_checks()
-    except Exception as error:  # of Triton, its compiler or the driver
+    except Exception as error:  # errors of Triton, its compiler or the driver
         cause = (str(error).strip().splitlines() or [""])[0]
         if "C compiler" in cause or isinstance(error, CalledProcessError):
             cause = f"{cause.rstrip('.')}. Triton needs a C compiler and Python's headers: {INSTALL_COMPILER}"

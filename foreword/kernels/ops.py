@@ -35,7 +35,7 @@ class QuantizedBlocks:
 class GroupedInts:
     """A quantized matrix [N, K] of AWQ, GPTQ or compressed-tensors: (value - zero) * scale, by groups."""
 
-    bits: int  # of a value: 4 or 8
+    bits: int  # bits of a value: 4 or 8
     group_size: int  # values of a row that share a scale and a zero; K for one group a row
     values: Tensor  # uint8 [N, K * bits / 8]; of 4 bits, the first value is in the low nibble
     scales: Tensor  # float32 [N, K / group_size]
@@ -135,7 +135,7 @@ class DraftTokens:
     """Draft tokens of one request; fewer than max_tokens at the logprob floor or without a legal token."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of each token in the distribution it was sampled from
+    logprobs: tuple[float, ...]  # each token's, in the distribution it was sampled from
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ INT4_GROUP = 32
 # Candidates for the quantized value of largest magnitude; the one with the least squared error wins.
 INT4_EXTREMES = (-8.0, -8.5, -7.5, -9.0, -7.0, -9.5, -6.5)
 HALF_MAX = 65504.0
-FP8_MAX = 448.0  # of float8_e4m3fn
+FP8_MAX = 448.0  # largest value of float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)

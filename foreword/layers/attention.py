@@ -31,7 +31,7 @@ class ForwardContext:
     """Inputs shared by all layers of one type; cos_sin and positions as in Ops.rope."""
 
     batch: Batch
-    cos_sin: Tensor  # of keys
+    cos_sin: Tensor  # cosines and sines of keys
     query_cos_sin: Tensor  # the same tensor, unless queries are scaled by their position
     attention_metadata: AttentionMetadata
     positions: Tensor

@@ -53,7 +53,7 @@ class _Projection:
     part: int
     in_features: int
     out_features: int
-    heads: int | None = None  # of q or k
+    heads: int | None = None  # heads of q or k
     is_interleaved: bool = False  # RoPE turns neighbours in the checkpoint, and halves here
 
 
@@ -65,9 +65,9 @@ class LoraLayers:
     """
 
     limits: LoraLimits | None
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # activations
     device: str
-    batch: Batch | None = None  # of the current forward pass
+    batch: Batch | None = None  # batch of the current forward pass
     _projections: dict[str, _Projection] = field(default_factory=dict)
 
     @property

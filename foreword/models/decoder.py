@@ -338,7 +338,7 @@ def _model_info(config: DecoderConfig, num_parameters: int, lora_values_per_rank
 
 
 def _expert_parameters(moe: MoEConfig, hidden_size: int) -> int:
-    """Of all experts but the shared ones."""
+    """Parameters of all experts but the shared ones."""
     of_one = 3 * moe.intermediate_size * hidden_size
     of_one += (2 * moe.intermediate_size + hidden_size) * moe.bias
     return sum(moe.has_experts) * moe.experts.num_experts * of_one

@@ -21,7 +21,7 @@ ACTIVATIONS = {
 MAX_LAYERS = 1024
 MAX_HIDDEN_SIZE = 1 << 17  # values of a vector between or within layers
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts")
-MAX_EXPERTS = 1 << 16  # of all layers
+MAX_EXPERTS = 1 << 16  # sum over all layers
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -66,8 +66,10 @@ class DecoderConfig:
     qk_norm: QKNorm | None = None
     interleaved_rope: bool = False  # RoPE turns pairs of neighbours, not the two halves of a head
     norm_offset: float = 0.0  # added to norm weights
-    embedding_scale: float = 1.0  # of tokens, rounded to the activations' type (as Gemma was trained)
-    input_scale: float = 1.0  # of tokens and image features
+    embedding_scale: float = (
+        1.0  # scale of token embeddings, rounded to the activations' type (as Gemma was trained)
+    )
+    input_scale: float = 1.0  # scale of token embeddings and image features
     logit_scale: float = 1.0
     attn_softcap: float | None = None
     logit_softcap: float | None = None

@@ -12,8 +12,12 @@ from torch import Tensor
 from foreword.kernels.ops import ExpertsConfig, Matrix, Ops, PackedExperts, QuantizedBlocks
 from foreword.layers.weights import Weights
 
-FUSED = ("experts.gate_up_proj", "experts.down_proj")  # of all experts: gate and up, down
-SEPARATE = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")  # of all experts, in GGUF files
+FUSED = ("experts.gate_up_proj", "experts.down_proj")  # tensors of all experts: gate and up, down
+SEPARATE = (
+    "experts.gate_proj",
+    "experts.up_proj",
+    "experts.down_proj",
+)  # tensors of all experts in GGUF files
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +26,11 @@ class ExpertNames:
 
     module: str = "mlp"  # in the layer
     router: str = "gate"  # in the module, like those of experts
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of one expert
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names within one expert
     fused: tuple[str, str] = FUSED
     shared: str = "mlp.shared_expert"  # in the layer
     shared_gate: str | None = None
-    shared_fused: tuple[str, str] | None = None  # of the shared expert: gate and up, down
+    shared_fused: tuple[str, str] | None = None  # names in the shared expert: gate and up, down
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class MoEConfig:
     has_experts: tuple[bool, ...]  # one per layer; the others have an MLP
     names: ExpertNames = ExpertNames()
     shared_intermediate_size: int = 0  # 0: no shared expert
-    bias: bool = False  # of router and experts
+    bias: bool = False  # router and experts have biases
     is_gpt_oss: bool = False  # see _GptOssExperts
 
 

@@ -20,9 +20,9 @@ from foreword.planning.memory import ModelInfo
 class Precision:
     """Data type of activations and weight formats, as in Ops.pack_linear."""
 
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # activations
     linear_format: str
-    embedding_format: str  # of the embedding and the head
+    embedding_format: str  # embedding and head
 
     @classmethod
     def from_dtypes(

@@ -184,7 +184,7 @@ class _ModelSpec:
 
     architecture: type[Decoder]
     config: DecoderConfig
-    vision: VisionModel | None = None  # of vision-language models
+    vision: VisionModel | None = None  # None: text only
     name: str = ""  # model_type of vision-language models
     quantization: Quantization | None = None
 

@@ -28,11 +28,11 @@ MAX_REDIRECTS: Final = 3
 class MediaLimits:
     """The operator's limits on images."""
 
-    max_bytes: int = 20 * MB  # of a file
-    max_pixels: int = 50_000_000  # of an image, by its header
+    max_bytes: int = 20 * MB  # size of a file
+    max_pixels: int = 50_000_000  # size of an image, by its header
     allowed_hosts: tuple[str, ...] = ()  # lower case; ".example.com" allows all subdomains of example.com
     local_path: Path | None = None  # resolved root of file:// URLs; None: not allowed
-    timeout_s: float = 5.0  # of a download, redirects included
+    timeout_s: float = 5.0  # limit of a download, redirects included
 
     @classmethod
     def from_options(

@@ -20,7 +20,7 @@ from foreword.multimodal.preprocessor_config import (
     read_tower_info,
 )
 
-DEFAULT_IMAGE_SIZE = 224  # of all image processors used with LLaVA
+DEFAULT_IMAGE_SIZE = 224  # default of all image processors used with LLaVA
 DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 MAX_PINPOINTS = 1024
 MAX_TILES = 1024

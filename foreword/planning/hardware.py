@@ -51,7 +51,7 @@ class HardwareProbe:
     cpu: str
     cores: int  # CPU cores that this process may use
     isa: tuple[str, ...]  # CPU extensions that kernels use
-    total_bytes: int  # of the machine, or of its cgroup if that is less
+    total_bytes: int  # the machine's, or its cgroup's if that is less
     free_bytes: int  # available: free, or file cache that the kernel drops
     cgroup_limit: int | None  # bytes that the cgroup may use, if that limits free_bytes
     bfloat16: bool  # bfloat16 weights are at least as fast as float32

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 GIB = 1 << 30
 # Bytes of a value by data type. int4 includes a scale of 16 bits per 32 values.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1, "int4": 18 / 32}
-SCALE_BYTES = 4  # of an int8 or fp8 vector in the KV cache
+SCALE_BYTES = 4  # scale of an int8 or fp8 vector in the KV cache
 BYTES_PER_LOGIT = 2 * 4  # float32, twice while they are filtered
 CUDA_CONTEXT_BYTES = 512 << 20  # CUDA's own
-WORKSPACE_DIVISOR, MAX_WORKSPACE_BYTES = 64, 1 << 30  # of attention, as in kernels/triton/attention.py
+WORKSPACE_DIVISOR, MAX_WORKSPACE_BYTES = 64, 1 << 30  # attention's, as in kernels/triton/attention.py
 MARGIN_DIVISOR, MAX_MARGIN_BYTES = 64, 512 << 20  # share of the GPU's memory, and its limit
 CUDA_GRAPH_DIVISOR, MAX_CUDA_GRAPH_BYTES = 64, 1 << 30
-TILE_ROWS, TILE_ALIGNMENT = 16, 64  # of packed weights on the CPU: csrc/common/packing.h
+TILE_ROWS, TILE_ALIGNMENT = 16, 64  # packed weights on the CPU: csrc/common/packing.h
 CPU_RESERVE_DIVISOR, MIN_CPU_RESERVE_BYTES = 10, GIB
 
 
@@ -41,7 +41,7 @@ class ModelInfo:
 
     architecture: str
     context_len: int  # positions the model was trained for
-    dtype: str  # of the weights
+    dtype: str  # the weights' type in the file
     parameters: int  # tied weights once
     vocab_size: int
     kv_values_per_token: int  # K and V of all layers
@@ -55,11 +55,11 @@ class ModelInfo:
     activation_values_per_row: int = 0  # peak values of one row of a forward pass, estimated
     gpu_packed_bytes: int = 0  # weights that a GPU keeps packed; others become the activations' type
     gpu_packed_parameters: int = 0
-    packed_formats: tuple[PackedFormat, ...] = ()  # of packed_bytes
-    num_experts: int = 0  # of a layer with a mixture of experts; 0: no experts
+    packed_formats: tuple[PackedFormat, ...] = ()  # parts of packed_bytes
+    num_experts: int = 0  # experts of a layer; 0: no mixture of experts
     experts_per_token: int = 0
-    expert_parameters: int = 0  # of all experts but shared ones
-    lora_values_per_rank: int = 0  # of a LoRA adapter for all projections
+    expert_parameters: int = 0  # all experts but shared ones
+    lora_values_per_rank: int = 0  # values of a LoRA adapter for all projections
 
     @property
     def active_parameters(self) -> int:
@@ -77,7 +77,7 @@ class DeviceMemory:
     total: int
     utilization: float  # share of the total that may be used, by all processes
     other_processes: int  # and CUDA itself
-    weights: int  # of all models, and other permanent tensors
+    weights: int  # all models, and other permanent tensors
     activations: int  # peak of a step
     image_cache: int
     cuda_graphs: int

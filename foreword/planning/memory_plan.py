@@ -1,4 +1,4 @@
-"""What a model takes of the memory, part by part, before it is loaded. Imports no torch."""
+"""Memory of a model, part by part, before it is loaded. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What the plan of a model needs to know of its checkpoints and of the machine."""
+    """Properties of the checkpoints and the machine that the plan of a model needs."""
 
     hardware: HardwareInfo
     model: ModelInfo
@@ -123,7 +123,7 @@ class _Plan:
         yield MemoryPart("activations", size, f"a step of {num_rows} rows, logits of {num_seqs}")
 
     def _experts(self, formats: Mapping[str, float]) -> MemoryPart:
-        """Of all layers but shared experts, and what one token reads of everything."""
+        """Memory of all experts but shared ones; the detail says how much a token reads."""
         model = self._model
         count, used = model.num_experts, model.experts_per_token
         experts = float(sum(packed.expert_bytes for packed in model.packed_formats))

@@ -28,7 +28,7 @@ class MemorySizes:
     """Bytes of all models."""
 
     weights: int  # with room for adapters
-    block: int  # of the KV cache
+    block: int  # one block of the KV cache
     lora: int  # room for adapters
 
 

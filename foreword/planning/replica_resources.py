@@ -17,7 +17,7 @@ NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # a directory for each
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this process may use of the machine."""
+    """CPUs and GPUs that this process may use."""
 
     nodes: tuple[tuple[tuple[int, ...], ...], ...]  # NUMA nodes of cores of CPUs (hardware threads)
     gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them

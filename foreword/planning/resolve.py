@@ -49,10 +49,10 @@ class ResolvedConfig:
     """Every choice made."""
 
     device: str
-    dtype: str  # of activations
-    weight_dtype: str  # of weights that are not quantized
+    dtype: str  # activations
+    weight_dtype: str  # weights that are not quantized
     quantization: str | None
-    weight_format: str  # of the model's weights, in words
+    weight_format: str  # the model's weights, in words
     kv_cache_dtype: str
     cpu_isa: str  # "auto" or a forced instruction set
     threads: int
@@ -62,7 +62,7 @@ class ResolvedConfig:
     block_size: int
     num_blocks: int  # usable KV blocks, for target and draft model each
     kv_bytes: int
-    weight_bytes: int  # of all models, with room for adapters
+    weight_bytes: int  # all models, with room for adapters
     prefix_caching: bool
     drafters: tuple[str, ...]
     num_speculative_tokens: int
@@ -78,7 +78,7 @@ class ResolvedConfig:
     max_loras: int = 0  # 0: LoRA is off
     max_lora_rank: int = 0
     lora_bytes: int = 0
-    memory: DeviceMemory | None = None  # of a GPU whose KV cache gets the remaining memory
+    memory: DeviceMemory | None = None  # set for a GPU whose KV cache gets the remaining memory
     notes: tuple[str, ...] = ()  # deviations from the checkpoint or the user's choice, in words
 
     def check_method(self, method: str) -> None:

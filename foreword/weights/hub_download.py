@@ -177,7 +177,7 @@ def _without_part(name: str) -> str:
 
 
 def _quantization(name: str) -> str:
-    """Of a file's name without suffix: "UD-Q4_K_XL"; empty if it has none."""
+    """Quantization in a file's name without suffix: "UD-Q4_K_XL"; empty if it has none."""
     match = QUANTIZATION.search(name)
     return "" if match is None else match[1].upper()
 
@@ -249,7 +249,7 @@ def _download_blob(hub: Any, listing: _Listing, name: str) -> None:
     metadata = _get_metadata(hub, url)
     headers = utils.build_hf_headers()
     if urlsplit(metadata.location).netloc != urlsplit(url).netloc:
-        headers.pop("authorization", None)  # of the hub, and not of its store
+        headers.pop("authorization", None)  # meant for the hub, not for its store
     cache = listing.folder.parent.parent
     blob = cache / "blobs" / metadata.etag
     unfinished = blob.with_name(f"{blob.name}.incomplete")

@@ -15,8 +15,8 @@ WORKER: Final = "foreword.weights.module_patterns_worker"
 LIMITS: Final = JobLimits(cpu_s=5.0, wall_s=60.0, num_bytes=256 << 20, queue_timeout_s=60.0)
 # Without a choice between ways to match: an optional beginning, and literals.
 PLAIN: Final = re.compile(r"(?:\.\*)?(?:[\w-]|\\?\.)*\$?", re.ASCII)
-MAX_CHARS, MAX_TESTS = 1000, 1 << 20  # of a name, and in all, of plain patterns
-MAX_REPLY_CHARS: Final = 12  # of one name
+MAX_CHARS, MAX_TESTS = 1000, 1 << 20  # limits of plain patterns: characters of a name, and tests in all
+MAX_REPLY_CHARS: Final = 12  # characters for one name
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,16 +153,22 @@ def test_memory_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     assert [(each.name, each.expert_bytes) for each in info.packed_formats] == [("mxfp4", weights * 17 // 32)]
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_K, Kind.Q6_K])
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
-@pytest.mark.parametrize("fuse_experts", [False, True])
+@pytest.mark.parametrize(
+    ("family", "kind", "fuse_experts"),
+    [
+        ("qwen3_moe", Kind.Q8_0, False),
+        ("qwen3_moe", Kind.Q4_K, True),
+        ("mixtral", Kind.Q4_0, False),
+        ("mixtral", Kind.Q6_K, True),
+        ("gpt_oss", Kind.Q8_0, False),
+        ("gpt_oss", Kind.Q6_K, False),
+    ],
+)
 def test_quantized_gguf_equals_rounded_floats(
     family: str, kind: Kind, fuse_experts: bool, tmp_path: Path
 ) -> None:
     """Of every tensor; all experts of a GGUF file are in one tensor, gate and up perhaps together."""
     checkpoint = write_wide(tmp_path / "checkpoint", family)
-    if fuse_experts and family == "gpt_oss":
-        pytest.skip("biases are never fused, and files of gpt-oss are not")
     quantized = write_gguf(checkpoint, tmp_path / "q.gguf", kind, fuse_experts=fuse_experts)
     rounded = copy(checkpoint, tmp_path / "rounded")
 

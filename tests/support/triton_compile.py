@@ -58,16 +58,21 @@ class KernelBinary:
 
 
 def compile_all(sources: Sequence[KernelSource]) -> list[KernelBinary]:
-    """Compile in the worker process; raises its compiler errors."""
+    """Compile each source once, in the worker process; raises its compiler errors."""
+    return [_compile_once(json.dumps(asdict(source))) for source in sources]
+
+
+@cache
+def _compile_once(source: str) -> KernelBinary:
     worker = _worker()
     assert worker.stdin is not None and worker.stdout is not None
-    worker.stdin.write(json.dumps([asdict(source) for source in sources]) + "\n")
+    worker.stdin.write(source + "\n")
     worker.stdin.flush()
     answer = worker.stdout.readline()
     assert answer, f"the compiler process ended: {worker.wait()}"
-    binaries = json.loads(answer)
-    assert isinstance(binaries, list), binaries[-6000:]
-    return [KernelBinary(**binary) for binary in binaries]
+    binary = json.loads(answer)
+    assert isinstance(binary, dict), binary[-6000:]
+    return KernelBinary(**binary)
 
 
 @cache
@@ -88,11 +93,11 @@ def _worker() -> subprocess.Popen[str]:
     return worker
 
 
-def _compile_all_json(line: str) -> str:
-    """JSON of KernelSources -> JSON of KernelBinaries, or a traceback."""
+def _compile_json(line: str) -> str:
+    """JSON of a KernelSource -> JSON of its KernelBinary, or a traceback."""
     with redirect_stdout(sys.stderr):
         try:
-            return json.dumps([asdict(_compile(KernelSource(**each))) for each in json.loads(line)])
+            return json.dumps(asdict(_compile(KernelSource(**json.loads(line)))))
         except Exception:
             return json.dumps(traceback.format_exc())
 
@@ -147,4 +152,4 @@ def _disassemble(package: Path, cubin: bytes) -> tuple[dict[str, int], str]:
 
 if __name__ == "__main__":
     for request in sys.stdin:
-        print(_compile_all_json(request), flush=True)
+        print(_compile_json(request), flush=True)

@@ -18,8 +18,12 @@ from foreword.utils.hugepages import HugePages
 from foreword.utils.mapped_memory import release_pages
 
 DTYPE_FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-GROUP_MULTIPLES = {"grouped4": 32, "grouped8": 32, "float8": 128}  # of values that share a scale
-PIECE_BYTES = 32 << 20  # of a matrix, packed before its pages in the file are released
+GROUP_MULTIPLES = {
+    "grouped4": 32,
+    "grouped8": 32,
+    "float8": 128,
+}  # a group's values, which share a scale, are a multiple
+PIECE_BYTES = 32 << 20  # part of a matrix that is packed before its pages in the file are released
 TILE_ROWS = 16
 MAX_ZEROS = {4: 16, 8: 255}  # by bits; GPTQ adds one to those of its file
 
@@ -53,7 +57,7 @@ class CpuExperts:
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """What parts of one block have in common."""
+    """Properties that the parts of one block share."""
 
     source: str  # formats, as in FORMAT_NAMES
     target: str

@@ -27,11 +27,11 @@ from foreword.kernels.reference.attention import (
 )
 from foreword.kernels.reference.sampling import ReferenceSampling
 
-SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of "gpt_oss"
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # constants of "gpt_oss"
 
 
 def _swish(gate: Tensor) -> Tensor:
-    """Of "gpt_oss", whose gate is at most SWIGLU_LIMIT."""
+    """The activation of "gpt_oss", whose gate is at most SWIGLU_LIMIT."""
     gate = gate.clamp(max=SWIGLU_LIMIT)
     return gate * torch.sigmoid(gate * SWIGLU_ALPHA)
 

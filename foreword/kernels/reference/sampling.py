@@ -177,7 +177,7 @@ def _sort_ids(logits: Tensor) -> Tensor:
 
 
 def _shortest_prefix(weights: Tensor, p: Tensor) -> Tensor:
-    """Of ordered weights int64 [R, V], the shortest prefix whose share of their sum reaches p."""
+    """The shortest prefix of ordered weights int64 [R, V] whose share of their sum reaches p."""
     sums = weights.cumsum(dim=1)
     total = sums[:, -1]
     bound = (total.double() * p).ceil().long().clamp(max=total)

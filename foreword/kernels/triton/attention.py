@@ -45,7 +45,7 @@ class AttnLaunch:
 
     tiles: Tensor  # int32 [tiles, 2]: first row and number of rows, of one request each
     num_columns: int  # rows x heads of the largest tile
-    padded_columns: int  # of every tile
+    padded_columns: int  # columns of every tile, padded
     num_programs: int  # that share the splits of a tile; 1: partial results stay in registers
 
 

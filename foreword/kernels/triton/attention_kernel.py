@@ -74,7 +74,9 @@ def _attend_positions(
     """
     d = tl.arange(0, BLOCK_D)
     top = tl.full([NQ], MIN_SCORE, tl.float32)
-    sums = tl.zeros([BLOCK_KV, NQ], tl.float32)  # of weights BLOCK_KV positions apart; added up once a split
+    sums = tl.zeros(
+        [BLOCK_KV, NQ], tl.float32
+    )  # sums of weights BLOCK_KV positions apart; added up once a split
     values = tl.zeros([BLOCK_D, NQ], tl.float32)
     all_top, all_total, all_values = top, tl.zeros([NQ], tl.float32), values
     for start in tl.range(begin, end, BLOCK_KV, num_stages=STAGES):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foreword.kernels.reference.decode_ops import DecodeOps, DraftLoopState, FlatRows
 
-SLOTS_PER_ITERATION = 256  # of record_draft_kernel
+SLOTS_PER_ITERATION = 256  # slots of an iteration of record_draft_kernel
 
 
 @triton.jit(do_not_specialize=["token_row", "token_column", "table_width", "width"])

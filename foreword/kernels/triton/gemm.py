@@ -65,7 +65,7 @@ class Tile:
     dot_n: int  # rows of x of one instruction on Hopper
     num_warps: int
     num_stages: int
-    max_registers: int | None = None  # of a thread; others are spilled
+    max_registers: int | None = None  # limit of a thread; others are spilled
     one_split: bool = False  # only for weights with one split of K: registers for one accumulator
 
 
@@ -256,7 +256,7 @@ def _dot_blocks(
     columns = column + tl.arange(0, DOT_N)
     start = (rows // 64).to(tl.int64) * BLOCKS + first
     w += (start * (64 * width) + rows % 64 * width)[:, None] + k[None, :]
-    offsets = ()  # of the inputs of each DOT_N rows
+    offsets = ()  # offsets of the inputs of each DOT_N rows
     if input_rows is None:
         x += columns.to(tl.int64)[None, :] * K + (first * BK + k)[:, None]
         for c in tl.static_range(BN // DOT_N):

@@ -51,11 +51,11 @@ MAX_SLICE_VALUES = 1 << 23  # values packed at a time, 32 MiB as float32
 TARGET_NUM_PROGRAMS = 256  # programs that fill a GPU
 MIN_SPLIT_COLUMNS = 256  # columns
 MAX_SPLITS = 16
-MIN_CHOSEN_EXPERTS = 4  # of a row, in most models: their programs run at once
+MIN_CHOSEN_EXPERTS = 4  # a row's choice in most models: their programs run at once
 ROW_SCALED_FORMATS = ("int8", "fp8")
 GROUPED_INT_FORMATS = ("grouped4_128", "grouped4_64", "grouped4_32", "grouped8_64", "grouped8_32")
 GROUP_SCALED_FORMATS = ("int4", "q8_0", "mxfp4", "fp8_blocks", *GROUPED_INT_FORMATS)
-ZERO_BITS = tl.constexpr(255)  # of a scale's float32: they hold the zero
+ZERO_BITS = tl.constexpr(255)  # bits of a scale's float32 that hold the zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class PackedWeight:
     rows: int  # N
     columns: int  # K
     blocks: int  # along K
-    splits: int  # of the sum over K
+    splits: int  # parts of the sum over K
     input_order: Tensor | None = None  # int64 [K]: the input of each column
 
 

@@ -28,14 +28,14 @@ from foreword.kernels.triton.gemm_pack import PackedWeight, columns_per_block, p
 from foreword.kernels.triton.variants import launches_dependents
 
 GROUP_M = 8  # weight tiles of a group in gemm_kernel()
-BLOCKS_PER_PROGRAM = 16  # of embed_kernel()
+BLOCKS_PER_PROGRAM = 16  # for embed_kernel()
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
     partial_sums: Tensor  # float32: sums over splits of K
     tile_counters: Tensor  # int32: programs done with a tile; zeros between launches
-    tiles: Mapping[str, Sequence[Tile]]  # of the device
+    tiles: Mapping[str, Sequence[Tile]]  # the device's
     pdl: bool  # see launches_dependents()
 
 

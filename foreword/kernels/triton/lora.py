@@ -17,7 +17,7 @@ from foreword.kernels.ops import LoraTable
 
 TILE_ROWS = 16
 SHRINK_BLOCK = 128  # columns of x in one step of _shrink_kernel()
-MIN_SPLIT_COLUMNS = 512  # of x: each split has its own program
+MIN_SPLIT_COLUMNS = 512  # columns of x: each split has its own program
 MAX_SPLITS = 16
 EXPAND_BLOCK = 128  # columns of y of one program
 RANK_BLOCK = 16  # ranks in one step of _expand_kernel()

@@ -27,9 +27,9 @@ UNIT: tl.constexpr = tl.constexpr(2.0**-32)
 
 MANTISSA_BITS: tl.constexpr = tl.constexpr(23)
 MANTISSA_MASK: tl.constexpr = tl.constexpr(2**23 - 1)
-SQRT_HALF_BITS: tl.constexpr = tl.constexpr(0x3F3504F3)  # of the float32 nearest to sqrt(1/2)
+SQRT_HALF_BITS: tl.constexpr = tl.constexpr(0x3F3504F3)  # float32 nearest to sqrt(1/2)
 LN2: tl.constexpr = tl.constexpr(float.fromhex("0x1.62e43p-1"))
-MAX_NOISE_ERROR: tl.constexpr = tl.constexpr(2.0**-16)  # of max_noise() before it is added
+MAX_NOISE_ERROR: tl.constexpr = tl.constexpr(2.0**-16)  # error of max_noise() before it is added
 # log(1 + r) / r for 1 + r in [sqrt 1/2, sqrt 2], relative error at most 7.4e-6: float32 coefficients
 LOG_SERIES: tl.constexpr = tl.constexpr(
     (1.000004529953003, -0.4999021589756012, 0.3325802683830261, -0.2540329098701477, 0.22055883705615997,

@@ -28,7 +28,7 @@ except ImportError:
 
 logger = logging.getLogger(__name__)
 
-ALLOCATORS = ("empty", "empty_like", "new_empty")  # of kernel outputs
+ALLOCATORS = ("empty", "empty_like", "new_empty")  # allocate kernel outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class CompileSummary:
     """Kernels of a precompile()."""
 
     num_kernels: int = 0  # different ones
-    num_compiled: int = 0  # of these, not in the cache on disk
-    num_failed: int = 0  # of these: their errors are raised when they are launched
+    num_compiled: int = 0  # not found in the cache on disk
+    num_failed: int = 0  # their errors are raised when they are launched
     seconds: float = 0.0
 
     def __str__(self) -> str:

@@ -45,7 +45,11 @@ DEFAULT_VISION_CONFIG = {
 }
 NUM_DROPPED_ROWS = {"default": 1, "full": 0}  # first rows of a tile, by vision_feature_select_strategy
 MAX_FEATURE_LAYERS = 64
-IGNORED_KEYS = ("ignore_index", "image_seq_length", "vocab_size")  # of training, processors and text_config
+IGNORED_KEYS = (
+    "ignore_index",
+    "image_seq_length",
+    "vocab_size",
+)  # options of training, processors and text_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class LlavaConfig:
     num_dropped_rows: int  # first rows of a tile that are dropped: the class token
     projector_activation: str
     projector_bias: bool
-    hidden_size: int  # of the decoder
+    hidden_size: int  # the decoder's
     normalization: Normalization
 
     @property

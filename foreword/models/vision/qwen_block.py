@@ -34,7 +34,7 @@ class QwenTowerConfig:
     hidden_size: int
     num_heads: int
     intermediate_size: int
-    out_hidden_size: int  # of a feature: H of the decoder
+    out_hidden_size: int  # size of a feature: H of the decoder
     patch_size: int  # pixels of a patch's side
     temporal_patch_size: int  # equal frames of a patch: an image is a still video
     merge_size: int  # patches of the side of a cell, which becomes one token

@@ -127,7 +127,7 @@ def read_qwen_tower_config(
     """Read and check a vision_config; depth, patch_size and activation are defaults."""
     for key in ("in_channels", "in_chans"):
         vision.require_value(key, 3)
-    vision.get("tokens_per_second", None)  # of videos
+    vision.get("tokens_per_second", None)  # for videos only
     heads = vision.get_int("num_heads", 16)
     if hidden_size % (4 * heads):
         raise vision.error("num_heads", f"{heads} heads must divide hidden_size {hidden_size} by fours")

@@ -22,7 +22,7 @@ from foreword.weights.config_reader import ConfigReader, read_json
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 PROCESSOR_FILE = "processor_config.json"  # holds the preprocessor's options since transformers 5
-MAX_PIXEL_VALUE = 255.0  # of one colour channel
+MAX_PIXEL_VALUE = 255.0  # largest value of a colour channel
 
 
 @dataclass(frozen=True, slots=True)

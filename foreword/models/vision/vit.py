@@ -124,7 +124,7 @@ class VisionTransformer(ABC):
     """
 
     PATCH_BIAS: ClassVar[bool]  # whether the patch embedding has a bias
-    IGNORED_PREFIXES: ClassVar[Sequence[str]]  # of tensors that are not loaded
+    IGNORED_PREFIXES: ClassVar[Sequence[str]]  # tensors that are not loaded
 
     def __init__(
         self,

@@ -83,7 +83,7 @@ class TensorInfo:
     tensor_type: TensorType
     shape: tuple[int, ...]  # outermost dimension first, as in torch
     file: Path
-    offset: int  # of the first byte in `file`
+    offset: int  # first byte in `file`
 
     @property
     def num_values(self) -> int:

@@ -36,12 +36,12 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "smollm3": "smollm3",
     }
 )
-MMPROJ_ARCHITECTURE = "clip"  # of a vision encoder in a separate file
+MMPROJ_ARCHITECTURE = "clip"  # a vision encoder in a separate file
 Options = dict[str, Any]
 
 # Model data type by tensor type; models with quantized weights are bfloat16, like the originals.
 DTYPES: Mapping[str, str] = MappingProxyType({"f32": "float32", "f16": "float16"})
-QUANTIZATION_VERSION = 2  # of the blocks' layout
+QUANTIZATION_VERSION = 2  # version of the blocks' layout
 # Every n-th layer has full attention, the others a window.
 WINDOW_PERIOD: Mapping[str, int] = MappingProxyType(
     {"exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4}
@@ -159,7 +159,7 @@ def _check_experts(metadata: MetadataReader) -> None:
 
 
 def _read_intermediate_size(metadata: MetadataReader) -> int:
-    """Of an MLP, or of an expert in architectures without MLPs."""
+    """Intermediate size of an MLP, or of an expert in architectures without MLPs."""
     if not _has_experts(metadata):
         return metadata.get_int("feed_forward_length")
     size = metadata.get_int(_expert_size_key(metadata))

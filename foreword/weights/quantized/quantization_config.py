@@ -46,7 +46,7 @@ BLOCK_TEXT = re.compile(r"(\d{1,6})x(\d{1,6})", re.ASCII)  # as old versions of 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What holds for modules whose names a pattern matches."""
+    """Quantization scheme of modules that match a name pattern."""
 
     pattern: NamePattern
     scheme: Scheme | None  # None: not quantized

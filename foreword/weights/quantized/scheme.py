@@ -48,7 +48,7 @@ class Scheme(Protocol):
 
     @property
     def bits(self) -> int:
-        """Of a value in memory."""
+        """Bits of a value in memory."""
 
     def num_groups(self, columns: int) -> int:
         """Groups of values of a row that share a scale in memory. Raises SchemeError."""

@@ -140,21 +140,25 @@ def test_warp_count_change_is_detected() -> None:
     assert order_of_sums(made) != order_of_sums(other)
 
 
+# Ada (89) has Ampere's instructions, but converts float8 itself and has less shared memory.
 ENGINES = [
     (90, "bf16", 128, "bf16"),
     (80, "bf16", 128, "bf16"),
     *(
-        pytest.param(capability, stored, dim, dtype, marks=pytest.mark.full)
-        for capability in (80, 89, 90)
-        for stored, dim, dtype in (
-            ("i8", 128, "bf16"),
-            ("u8", 128, "bf16"),
-            ("bf16", 64, "bf16"),
-            ("bf16", 256, "bf16"),
-            ("fp16", 128, "fp16"),
+        pytest.param(*engine, marks=pytest.mark.full)
+        for engine in (
+            (90, "i8", 128, "bf16"),
+            (90, "u8", 128, "bf16"),
+            (90, "bf16", 64, "bf16"),
+            (90, "bf16", 256, "bf16"),
+            (90, "fp16", 128, "fp16"),
+            (80, "i8", 128, "bf16"),
+            (80, "u8", 128, "bf16"),
+            (80, "bf16", 256, "bf16"),
+            (89, "u8", 128, "bf16"),
+            (89, "bf16", 256, "bf16"),
         )
     ),
-    pytest.param(89, "bf16", 128, "bf16", marks=pytest.mark.full),
 ]
 
 

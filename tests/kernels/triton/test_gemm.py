@@ -79,8 +79,13 @@ def source(
 
 
 def sources(capability: int) -> Iterator[KernelSource]:
-    """Every tile of every format, and every split mode, activation and type."""
+    """Every tile of every format, and every split mode, activation and type.
+
+    Ada (89) has Ampere's instructions: there, the smallest and the largest tile, which may spill or not fit.
+    """
     dense, quantized = tiles_of(capability)["dense"], tiles_of(capability)["quantized"]
+    if capability == 89:
+        dense, quantized = dense[:: len(dense) - 1], quantized[:: len(quantized) - 1]
     yield from (source(capability, "dense", tile, "split_k") for tile in dense)
     yield source(capability, "dense", dense[-1], "serial")
     yield source(capability, "dense", dense[-1], "none", "silu")
