@@ -18,10 +18,11 @@ import sys
 import time
 from collections.abc import Sequence
 
+from benchmarks.script import print_json, run_script
 from foreword import LLM, SamplingParams, StructuredOutput
-from foreword.bench.common import print_table, rotate
-from foreword.bench.regime import require, run_script
-from foreword.bench.session import print_json
+from foreword.bench.regime import require
+from foreword.bench.statistics import rotate
+from foreword.bench.tables import print_table
 
 SCHEMA = {
     "type": "array",

@@ -22,20 +22,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from foreword.bench.common import DEMO, print_table
-from foreword.bench.regime import require, run_script
-from foreword.bench.session import print_json
-from foreword.bench.speculate.local import LocalTarget
-from foreword.bench.speculate.statistics import best_fixed, mode_figures
-from foreword.bench.speculate.types import ADAPTIVE, AUTO, FIXED, OFF, Mode, PairedRun, SpecCase
-from foreword.bench.speculate.workloads import (
+from benchmarks.script import print_json, run_script
+from foreword.bench.engine import LocalTarget
+from foreword.bench.figures import best_fixed, mode_figures
+from foreword.bench.measurement import ADAPTIVE, AUTO, FIXED, OFF, BenchCase, Mode, PairedRun
+from foreword.bench.regime import require
+from foreword.bench.tables import print_table
+from foreword.bench.workloads import (
     Conversation,
     PromptBudget,
-    library_functions,
     make_conversations,
 )
 from foreword.config.options import Config
 from foreword.core.params import Speculation
+from foreword.demo import DEFAULT_MODEL
 
 CELLS = (
     *(("repeat", load) for load in (1, 8, 32, 64)),
@@ -55,8 +55,8 @@ CONTEXT, REQUESTS_PER_SLOT, MIN_REQUESTS = 2048, 2, 16
 def main(words: Sequence[str] | None = None) -> int:
     args = _parse(words)
     base = Config(
-        model=DEMO,
-        draft_model=DEMO,
+        model=DEFAULT_MODEL,
+        draft_model=DEFAULT_MODEL,
         max_num_seqs=max(load for _, load in args.cells),
         max_request_slowdown=args.max_request_slowdown,
     )
@@ -104,7 +104,7 @@ def _measure(
     pairs: dict[str, list[PairedRun]] = {mode.name: [] for mode in modes}
     for number in range(args.rounds + 1):
         conversations = _conversations(target, category, load, number, args.max_tokens)
-        case = SpecCase(category, load, lambda _, made=conversations: made)  # type: ignore[misc]
+        case = BenchCase(category, load, lambda _, made=conversations: made)  # type: ignore[misc]
         for name, pair in target.run_pairs(case, modes, number).items():
             if number:
                 pairs[name].append(pair)
@@ -120,13 +120,7 @@ def _conversations(
     target: LocalTarget, category: str, load: int, variant: int, max_tokens: int
 ) -> tuple[Conversation, ...]:
     engine = target.engines[ADAPTIVE]
-    budget = PromptBudget.from_context(
-        min(engine.max_len, CONTEXT),
-        max_tokens,
-        lambda text: len(engine.tokenizer.encode(text, add_special_tokens=False)),
-        engine.plain_ids,
-        library_functions(),
-    )
+    budget = PromptBudget.from_context(min(engine.max_len, CONTEXT), max_tokens, engine)
     count = max(REQUESTS_PER_SLOT * load, MIN_REQUESTS)
     made = make_conversations(category.removeprefix(SAMPLED), count, variant, budget)
     if category.startswith(SAMPLED):

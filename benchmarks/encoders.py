@@ -25,7 +25,8 @@ import torch
 import transformers
 from transformers.utils import logging as transformers_logging
 
-from foreword.bench.regime import require, run_script
+from benchmarks.script import run_script
+from foreword.bench.regime import require
 from foreword.config.options import Config
 from foreword.embedding.local import load_local_encoder
 from tests.support.embedding_checkpoints import wordpiece, write_tokenizer

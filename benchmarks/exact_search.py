@@ -24,10 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.script import print_json, run_script
 from foreword import LLM, SamplingParams, StructuredOutput
-from foreword.bench.common import print_table
-from foreword.bench.regime import run_script
-from foreword.bench.session import print_json
+from foreword.bench.tables import print_table
 from foreword.errors import InvalidRequest
 from tests.support.adversarial_grammars import COSTLY_REGEXES
 from tests.support.feature_matrix import FINISH_OPTIONS, OUTPUT_OPTIONS, SAMPLING, STRUCTURED

@@ -30,10 +30,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from schemathesis import GenerationMode
 
-from foreword.bench.common import print_table
-from foreword.bench.regime import run_script
+from benchmarks.script import print_json, run_script
 from foreword.bench.server import ServerProcess
-from foreword.bench.session import print_json
+from foreword.bench.tables import print_table
 from foreword.config.options import Config
 
 WORKERS, TIMEOUT_S = 4, 60.0

@@ -29,8 +29,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.fuzz_mutate import shrink
-from foreword.bench.common import print_table
-from foreword.bench.session import print_json
+from benchmarks.script import print_json
+from foreword.bench.tables import print_table
 
 WORKER = (sys.executable, "-m", "benchmarks.fuzz_worker")
 INPUT_TIMEOUT_S = 120.0  # for one input on a busy machine

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,11 +14,9 @@ import httpx
 
 from benchmarks.fuzz_mutate import change_bytes, change_lines
 from benchmarks.fuzz_targets import FuzzTarget
-from foreword.bench.regime import RegimeError
-from foreword.bench.serve import measure_repetition
-from foreword.bench.speculate.remote import run_conversation
-from foreword.bench.speculate.types import AUTO
-from foreword.bench.speculate.workloads import Conversation
+from foreword.bench.measurement import AUTO
+from foreword.bench.remote import run_conversation
+from foreword.bench.workloads import Conversation
 from foreword.cli.batch_file import BatchLine, BatchOutput, read_lines
 from foreword.cli.client import HTTPBackend
 from foreword.cli.run_batch import BatchClient, BatchSummary, answer_all
@@ -199,7 +196,7 @@ def _stream() -> FuzzTarget:
 
     def run(data: bytes, folder: Path) -> None:
         transport = httpx.MockTransport(lambda request: _stream_of(request, data))
-        loop.run_until_complete(_stream_to_benches(transport))
+        loop.run_until_complete(_stream_to_bench(transport))
         for prompt in ("x", [{"role": "user", "content": "x"}]):
             try:
                 list(HTTPBackend(URL, None, "m", transport).stream(prompt, PARAMS))
@@ -229,15 +226,13 @@ def _stream() -> FuzzTarget:
         for of in (ours, text)
     ]
     seeds += [seeds[0].replace("\n", "\r\n"), ": hello\nevent: x\nid: 1\ndata:{\ndata: }\n\n"]
-    modules = ("cli/sse_reader.py", "cli/client.py", "bench/serve.py", "bench/speculate/remote.py")
+    modules = ("cli/sse_reader.py", "cli/client.py", "bench/remote.py")
     return FuzzTarget([seed.encode() for seed in seeds], run, (), modules, change_bytes, 0.5, loop.close)
 
 
-async def _stream_to_benches(transport: httpx.MockTransport) -> None:
+async def _stream_to_bench(transport: httpx.MockTransport) -> None:
     script = Conversation(("x",), max_tokens=4)
     async with httpx.AsyncClient(base_url=URL, transport=transport) as http:
-        with suppress(RegimeError):  # the figure is void
-            await measure_repetition(http, [{"model": "m"}], 1)
         await run_conversation(http, "m", 0, script, AUTO)
 
 

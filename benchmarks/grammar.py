@@ -29,9 +29,8 @@ from typing import Any, Protocol
 import torch
 from llguidance import LLExecutor, LLMatcher
 
-from foreword.bench.common import print_table
-from foreword.bench.regime import run_script
-from foreword.bench.session import print_json
+from benchmarks.script import print_json, run_script
+from foreword.bench.tables import print_table
 from foreword.core.batch import SampleRow
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState

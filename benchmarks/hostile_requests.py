@@ -31,10 +31,9 @@ from typing import Any
 import httpx
 
 import foreword.demo
-from foreword.bench.common import print_table
-from foreword.bench.regime import run_script
+from benchmarks.script import print_json, run_script
 from foreword.bench.server import ServerProcess
-from foreword.bench.session import print_json
+from foreword.bench.tables import print_table
 from foreword.config.options import Config
 from foreword.server.auth.key_file import Key, dump_keys, hash_key
 

@@ -31,10 +31,9 @@ from pathlib import Path
 import httpx
 from PIL import Image
 
-from foreword.bench.common import print_table
-from foreword.bench.regime import run_script
+from benchmarks.script import print_json, run_script
 from foreword.bench.server import ServerProcess
-from foreword.bench.session import print_json
+from foreword.bench.tables import print_table
 from foreword.config.options import Config, parse_bytes
 from tests.support.vision_checkpoints import write_vision_checkpoint
 

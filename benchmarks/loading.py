@@ -35,9 +35,8 @@ from gguf import GGMLQuantizationType as Kind
 
 from benchmarks.peers_models import make_tokenizer
 from benchmarks.peers_worker import peak_bytes
-from foreword.bench.common import print_table
-from foreword.bench.regime import run_script
-from foreword.bench.session import print_json
+from benchmarks.script import print_json, run_script
+from foreword.bench.tables import print_table
 from foreword.core.params import SamplingParams
 from foreword.llm import LLM
 from foreword.planning.memory import format_bytes

@@ -35,10 +35,10 @@ from typing import Any
 
 import httpx
 
-from foreword.bench.common import percentile, print_table
-from foreword.bench.regime import run_script
+from benchmarks.script import print_json, run_script
 from foreword.bench.server import ServerProcess
-from foreword.bench.session import print_json
+from foreword.bench.statistics import percentile
+from foreword.bench.tables import print_table
 from foreword.cli.terminal import loading_bar
 from foreword.config.models_file import read_models
 from foreword.config.options import Config

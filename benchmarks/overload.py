@@ -33,12 +33,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.raw_http import ConnectionBroken, RawConnection, RawResponse
+from benchmarks.script import print_json, run_script
 from benchmarks.soak import SoakReading, memory_growth
-from foreword.bench.common import percentile, print_table
-from foreword.bench.regime import run_script
+from foreword.bench.remote import RemoteTarget
 from foreword.bench.server import ServerProcess
-from foreword.bench.session import print_json
-from foreword.bench.speculate.remote import RemoteTarget
+from foreword.bench.statistics import percentile
+from foreword.bench.tables import print_table
 from foreword.cli.flags import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.sse_reader import EventReader, choices_of, text_of
 from foreword.cli.terminal import loading_bar

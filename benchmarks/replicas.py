@@ -31,9 +31,9 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from foreword.bench.common import percentile, print_table, rotate, speed_ratio, time_call
-from foreword.bench.regime import run_script
-from foreword.bench.session import print_json
+from benchmarks.script import print_json, run_script
+from foreword.bench.statistics import percentile, rotate, speed_ratio, time_call
+from foreword.bench.tables import print_table
 from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
 from foreword.cli.flags import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.terminal import loading_bar

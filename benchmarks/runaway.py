@@ -20,9 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from foreword.bench.common import print_table
-from foreword.bench.regime import run_script
-from foreword.bench.session import print_json
+from benchmarks.script import print_json, run_script
+from foreword.bench.tables import print_table
 from foreword.core.params import SamplingParams
 from foreword.core.repetition import PATTERN_LIMITS, RepetitionDetector
 from foreword.core.request import Request, RequestState

@@ -31,17 +31,15 @@ from typing import Any
 
 import httpx
 
-from foreword.bench.common import print_table, with_all_drafters
-from foreword.bench.regime import run_script
+from benchmarks.script import print_json, run_script
+from foreword.bench.measurement import AUTO, OFF, Mode, RequestResult, with_all_drafters
+from foreword.bench.remote import RemoteTarget, draft_stats_since, run_conversation
 from foreword.bench.server import ServerProcess
-from foreword.bench.session import print_json
-from foreword.bench.speculate.remote import RemoteTarget, draft_stats_since, run_conversation
-from foreword.bench.speculate.types import AUTO, OFF, Mode, RequestResult
-from foreword.bench.speculate.workloads import (
+from foreword.bench.tables import print_table
+from foreword.bench.workloads import (
     MIXED,
     Conversation,
     PromptBudget,
-    library_functions,
     make_conversation,
 )
 from foreword.cli.flags import ENGINE_GROUPS, add_config_options, read_config
@@ -92,9 +90,7 @@ class SoakTraffic:
         room = PromptBudget.from_context(
             min(self.target.max_len, args.context),
             args.max_tokens,
-            self.target.count,
-            self.target.plain_ids(),
-            library_functions(),
+            self.target,
         )
         self._work = _endless(room)
         self._twins: asyncio.Queue[tuple[int, Conversation, list[RequestResult]]] = asyncio.Queue(maxsize=2)

@@ -33,16 +33,16 @@ from typing import Any
 from peers_setup import TO_GGUF, convert, make_environment
 from peers_worker import Worker
 
-from foreword.bench.common import geometric_mean_ratio, print_table, rotate
-from foreword.bench.regime import require, run_script
-from foreword.bench.session import print_json
-from foreword.bench.speculate.local import LocalEngine
-from foreword.bench.speculate.types import AUTO, OFF
-from foreword.bench.speculate.workloads import (
+from benchmarks.script import print_json, run_script
+from foreword.bench.engine import LocalEngine
+from foreword.bench.measurement import AUTO, OFF
+from foreword.bench.regime import require
+from foreword.bench.statistics import geometric_mean_ratio, rotate
+from foreword.bench.tables import print_table
+from foreword.bench.workloads import (
     CATEGORIES,
     Conversation,
     PromptBudget,
-    library_functions,
     make_conversations,
 )
 from foreword.cli.terminal import track_progress
@@ -153,9 +153,7 @@ def _config(args: argparse.Namespace) -> Config:
 def _questions(engine: LocalEngine, args: argparse.Namespace) -> Iterator[PeerPrompt]:
     """Every turn of every conversation; later turns contain Foreword's answers without speculation."""
     reach = min(engine.max_len, args.context)
-    room = PromptBudget.from_context(
-        reach, args.max_tokens, lambda text: len(engine.tokenizer.encode(text)), (), library_functions()
-    )
+    room = PromptBudget.from_context(reach, args.max_tokens, engine)
     for category in args.categories.split(","):
         scripts = make_conversations(category, args.requests, 0, room)
         for call in engine.run(scripts, OFF, 1, "questions").results:

@@ -21,10 +21,10 @@ from typing import Any
 
 from jsonschema import Draft202012Validator, ValidationError
 
+from benchmarks.script import print_json, run_script
 from foreword import LLM, RequestOutput, SamplingParams, Speculation, StructuredOutput
-from foreword.bench.common import print_table
-from foreword.bench.regime import require, run_script
-from foreword.bench.session import print_json
+from foreword.bench.regime import require
+from foreword.bench.tables import print_table
 from tests.support.json_schema_cases import SAMPLING, make_schema, schema_prompt
 
 MIN_CONFORMING = 0.95

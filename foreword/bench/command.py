@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+from collections.abc import Iterable
 from typing import Any
 
 from foreword.bench.gpu.config import SECTIONS
@@ -17,6 +18,7 @@ from foreword.bench.regime import require_native_kernels
 from foreword.bench.shapes import PARTS, SHAPES, WEIGHT_FORMATS
 from foreword.cli.flags import ENGINE_GROUPS, GROUPS, add_config_options
 from foreword.cli.startup import startup_line
+from foreword.errors import ConfigError
 
 MODULES = {
     "latency": "foreword.bench.latency",
@@ -84,6 +86,23 @@ def _plot_file(text: str) -> str:
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError(f"needs matplotlib: {INSTALL_PLOT}")
     return text
+
+
+def parse_names(name: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Words of a list, in the order of `known`. Raises ConfigError."""
+    words, names = [word.strip() for word in text.split(",")], tuple(known)
+    unknown = [word for word in words if word not in names]
+    if unknown:
+        raise ConfigError(f"--{name}: {unknown[0]!r} is none of {', '.join(names)}", name)
+    return tuple(word for word in names if word in words)
+
+
+def parse_numbers(name: str, text: str) -> list[int]:
+    """Whole numbers from 1 on, sorted, each once. Raises ConfigError."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise ConfigError(f"--{name} must be whole numbers from 1 on joined by commas, got {text!r}", name)
+    return sorted({int(word) for word in words})
 
 
 def _add_gpu(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foreword.bench.common import print_table, rounds_text, time_call
+from foreword.bench.command import parse_names, parse_numbers
 from foreword.bench.inputs import BLOCK_SIZE, VOCAB_SIZE, RandomInputs, sampling_ops
 from foreword.bench.regime import VOID, RegimeError, checked_share, require, shared_cache_bytes
 from foreword.bench.roofline import MemoryReader, product_rate
@@ -40,8 +40,9 @@ from foreword.bench.shapes import (
     WeightMatrix,
     read_shape,
 )
+from foreword.bench.statistics import time_call
+from foreword.bench.tables import print_table, rounds_text
 from foreword.core.batch import Batch
-from foreword.errors import ConfigError
 from foreword.kernels.ops import ExpertsConfig, Ops, PackedLinear
 from foreword.kernels.registry import select_backend
 
@@ -316,9 +317,9 @@ class KernelCases:
 
 def run(args: argparse.Namespace, sizes: KernelBenchSizes | None = None) -> int:
     sizes = sizes or KernelBenchSizes()
-    formats = _parse_names("kinds", args.kinds, WEIGHT_FORMATS)
-    parts = _parse_names("parts", args.parts, PARTS)
-    rows = _parse_counts(args.rows)
+    formats = parse_names("kinds", args.kinds, WEIGHT_FORMATS)
+    parts = parse_names("parts", args.parts, PARTS)
+    rows = parse_numbers("rows", args.rows)
     shape = read_shape(args.shape, sizes.working_set)
     threads = args.threads or len(os.sched_getaffinity(0))
     ops = select_backend("cpu", False, threads, args.isa)
@@ -358,25 +359,6 @@ def _product_rates(types: Sequence[str], isa: str, threads: int, rounds: int) ->
 def _largest_rate(measured: Sequence[CaseTimings], dtype: str) -> float:
     """The ceiling where no loop on registers gives it: operations/s of the run's fastest case; 0 of none."""
     return max((timings.ops_per_s for timings in measured if timings.case.peak_format == dtype), default=0.0)
-
-
-def _parse_names(flag: str, text: str, known: Mapping[str, Any] | Sequence[str]) -> tuple[str, ...]:
-    """Names joined by commas. Raises ConfigError for an unknown one."""
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"--{flag}: unknown {name!r}; known: {', '.join(known)}")
-    return names
-
-
-def _parse_counts(text: str) -> tuple[int, ...]:
-    try:
-        counts = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        counts = (0,)
-    if min(counts) < 1:
-        raise ConfigError(f"--rows must be whole numbers above 0, joined by commas, got {text!r}")
-    return counts
 
 
 @dataclass(slots=True)

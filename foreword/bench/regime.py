@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from foreword.errors import ForewordError
@@ -24,19 +22,6 @@ def require(claim: str, measured: object, wanted: object) -> None:
         raise RegimeError(f"{VOID}: {claim}: {measured}, not {wanted}")
 
 
-def require_concurrency(spans: Sequence[tuple[float, float]], wanted: int) -> None:
-    """Raise RegimeError unless `wanted` requests ran at once.
-
-    `spans` are the start and end of each request, in seconds of one clock.
-    """
-    moments = [(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans]
-    running = most = 0
-    for _, change in sorted(moments):
-        running += change
-        most = max(most, running)
-    require("requests at once", most, wanted)
-
-
 def require_native_kernels() -> None:
     """Raise RegimeError where a source tree without native kernels hides an installed package with them."""
     if reason := shadowed_library():
@@ -55,13 +40,3 @@ def shared_cache_bytes() -> int:
     """Size of the largest cache, where what fits is not read from memory; 0 where the system does not say."""
     sizes = [path.read_text().strip() for path in CPU_CACHE.glob("index*/size")]
     return max((int(size.removesuffix("K")) << 10 for size in sizes if size.endswith("K")), default=0)
-
-
-def run_script(main: Callable[[], int | None]) -> int:
-    """Exit code of a script in benchmarks/: 1 and a line on stderr where a claim did not hold."""
-    try:
-        require_native_kernels()
-        return main() or 0
-    except RegimeError as error:
-        print(error, file=sys.stderr)
-        return 1

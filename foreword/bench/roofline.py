@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from foreword.bench.common import time_call
+from foreword.bench.statistics import time_call
 from foreword.kernels.cpu.library import ISAS, load_library
 from foreword.utils.hugepages import HugePages
 

@@ -145,7 +145,7 @@ class BenchSession:
             if not self.complete:
                 print(f"bench {self.name}: interrupted before anything was complete", file=sys.stderr)
             return EXIT_FAILED if self.complete else EXIT_INTERRUPTED
-        result = {"bench": self.name, **_machine(), "date": self._date, **result}
+        result = {"bench": self.name, **describe_host(), "date": self._date, **result}
         result = without_nan(result | {"complete": self.complete, "errors": self.errors})
         code = 0 if passed and not self.errors else EXIT_FAILED
         if self._json is not None:
@@ -217,15 +217,10 @@ class _TimeLeft:
         return True
 
 
-def _machine() -> dict[str, Any]:
+def describe_host() -> dict[str, Any]:
     """Platform, CPU model, usable cores and ISA extensions."""
     host = probe_hardware("cpu")
     return {"machine": platform.platform(), "cpu": host.cpu, "cores": host.cores, "isa": list(host.isa)}
-
-
-def print_json(result: Mapping[str, Any]) -> None:
-    """Print a result and its machine as one JSON line: the last line of a script in benchmarks/."""
-    print(json.dumps(without_nan({**_machine(), **result}), allow_nan=False), flush=True)
 
 
 def describe_machine(result: Mapping[str, Any]) -> str:

@@ -9,37 +9,37 @@ or the exit code is 1.
 from __future__ import annotations
 
 import argparse
-import functools
-import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from foreword.bench.common import (
-    DEMO,
-    MODE_LEGEND,
-    NO_DRAFTS,
+from foreword.bench.engine import LocalTarget
+from foreword.bench.figures import mode_figures
+from foreword.bench.measurement import (
+    ADAPTIVE,
     OFF,
-    PROBE_TOKENS,
-    expected_weight,
-    modes,
-    print_table,
-    ratio_legend,
-    ratio_text,
-    rotate,
-    rounds_text,
-    sampling_params,
-    seconds_per_token,
-    speed_ratio,
-    verdict,
+    BenchCase,
+    Measurement,
+    Mode,
+    Pairs,
+    compared_modes,
+    has_equal_outputs,
+    model_name,
     with_all_drafters,
 )
 from foreword.bench.prompts import PromptExample, read_examples
 from foreword.bench.regime import require
-from foreword.bench.session import BenchSession, BenchStep
-from foreword.cli.flags import engine_fields, read_config
-from foreword.llm import LLM
+from foreword.bench.session import BenchSession
+from foreword.bench.tables import (
+    MODE_LEGEND,
+    equal_text,
+    print_table,
+    ratio_legend,
+    rounds_text,
+    speed_cells,
+)
+from foreword.bench.workloads import Conversation
+from foreword.cli.flags import read_config
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,116 +47,75 @@ def run(args: argparse.Namespace) -> int:
         examples = read_examples(args)
         config = with_all_drafters(read_config(args))
         config = replace(config, max_num_seqs=args.concurrency, prefix_caching=False)
-        with session.waiting(f"loading the model {config.model or DEMO}") as progress:
-            llm = LLM(on_progress=progress, **engine_fields(config))
-        compared = modes(llm.info.resolved.drafters)
-        measurement = _Measurement(llm, examples, compared, args)
+        with session.waiting(f"loading the model {model_name(config)}") as progress:
+            target = LocalTarget({ADAPTIVE: config}, isolated=False, on_progress=progress)
+        modes = compared_modes(target.engines[ADAPTIVE].info.resolved.drafters)
+        measurement = Measurement(target, modes, args.rounds, summarize)
+        measurement.add([replace(make_case(args, examples), claim=_claim)], target.run_plain)
         session.run(
-            measurement.steps(), f"{len(compared)} modes, {rounds_text(args.rounds)} and a warm-up of each"
+            measurement.steps, f"{len(modes)} modes, {rounds_text(args.rounds)} and a warm-up of each"
         )
-        done = measurement.result(session.errors)
-        return session.finish(done, _show, finished=done["rounds"], passed=done["equal"])
+        figures = next(iter(measurement.end(session.errors)), {"rounds": 0, "equal": False})
+        result = {**load_of(args), **figures}
+        return session.finish(result, _show, finished=result["rounds"], passed=result["equal"])
 
 
-class _Measurement:
-    """Rounds of all modes, one after the other."""
-
-    def __init__(
-        self, llm: LLM, examples: Sequence[PromptExample], compared: Sequence[str], args: argparse.Namespace
-    ) -> None:
-        self._llm = llm
-        self._examples = examples
-        self._args = args
-        self._seconds: dict[str, list[float]] = {mode: [] for mode in compared}  # of counted rounds
-        self._expected: list[tuple[int, ...]] = []
-        self._equal = True
-        self._drafted = dict.fromkeys(compared, 0)  # draft tokens that were verified
-
-    def steps(self) -> list[BenchStep]:
-        args, compared = self._args, tuple(self._seconds)
-        token_s = seconds_per_token(self._probe)
-        weight = expected_weight(
-            args.max_tokens * args.num_requests, min(args.concurrency, args.num_requests)
+def make_case(args: argparse.Namespace, examples: Sequence[PromptExample]) -> BenchCase:
+    """Requests of `throughput` and `serve`: the examples in turn, each with a seed of its own."""
+    conversations = tuple(
+        Conversation(
+            example.turns[:1],
+            example.history,
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            seed=seed,
         )
-        return [
-            BenchStep(
-                mode,
-                f"{mode}, round {number} of {args.rounds}" if number else f"{mode}, warm-up",
-                weight * token_s,
-                functools.partial(self._measure, number, mode),
-            )
-            for number in range(args.rounds + 1)
-            for mode in rotate(compared, number)
-        ]
+        for seed in range(args.num_requests)
+        for example in (examples[seed % len(examples)],)
+    )
+    return BenchCase("requests", min(args.concurrency, args.num_requests), lambda variant: conversations)
 
-    def result(self, failed: Mapping[str, str]) -> dict[str, Any]:
-        """Figures of the rounds that all modes completed."""
-        args = self._args
-        seconds = {mode: times for mode, times in self._seconds.items() if mode not in failed}
-        rounds = min(map(len, seconds.values())) if OFF in seconds else 0
-        seconds = {mode: times[:rounds] for mode, times in seconds.items()}
-        num_tokens = sum(map(len, self._expected))
-        figures = {
-            mode: {
-                "tokens_per_second": num_tokens / statistics.median(times),
-                **speed_ratio(seconds[OFF], times),
-                "drafted": self._drafted[mode],
-            }
-            for mode, times in seconds.items()
-            if rounds
-        }
-        return {
-            "rounds": rounds,
-            "num_requests": args.num_requests,
-            "concurrency": args.concurrency,
-            "temperature": args.temperature,
-            "tokens": num_tokens,
-            "modes": figures,
-            "equal": self._equal,
-        }
 
-    def _probe(self) -> int:
-        messages = self._examples[0].messages
-        return len(self._llm.chat(messages, sampling_params(OFF, PROBE_TOKENS))[0].token_ids)
+def load_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The load, as a part of the result."""
+    return {name: getattr(args, name) for name in ("num_requests", "concurrency", "temperature")}
 
-    def _measure(self, number: int, mode: str) -> None:
-        seconds, outputs = self._answer(mode)
-        self._expected = self._expected or outputs
-        self._equal = self._equal and outputs == self._expected
-        if number > 0:
-            self._seconds[mode].append(seconds)
 
-    def _answer(self, mode: str) -> tuple[float, list[tuple[int, ...]]]:
-        """Seconds of a round, and the tokens of its requests."""
-        args, examples = self._args, self._examples
-        seeds = range(args.num_requests)
-        conversations = [examples[seed % len(examples)].messages for seed in seeds]
-        params = [sampling_params(mode, args.max_tokens, args.temperature, seed) for seed in seeds]
-        started = time.perf_counter()
-        outputs = self._llm.chat(conversations, params)
-        seconds = time.perf_counter() - started
-        figures = [output.metrics.as_dict() for output in outputs if output.metrics]
-        self._drafted[mode] += sum(of.get("draft_tokens", 0) for of in figures)
-        require("draft tokens verified with speculation off", self._drafted[OFF], 0)
-        require("prompt tokens from a cache", sum(of.get("cached_tokens", 0) for of in figures), 0)
-        return seconds, [output.token_ids for output in outputs]
+def load_text(result: Mapping[str, Any]) -> str:
+    return f"{result['num_requests']} requests, {result['concurrency']} at once"
+
+
+def _claim(mode: Mode, number: int, repetition: Any) -> None:
+    require("prompt tokens from a cache", sum(each.num_cached for each in repetition.results), 0)
+
+
+def summarize(case: BenchCase, modes: Sequence[Mode], pairs: Pairs) -> dict[str, Any]:
+    return {
+        "rounds": len(pairs[OFF.name]),
+        "tokens": pairs[OFF.name][0].plain.num_tokens,
+        "equal": has_equal_outputs(pairs),
+        "modes": {name: _figures(mode_figures(of_mode)) for name, of_mode in pairs.items()},
+    }
+
+
+def _figures(figures: Mapping[str, Any]) -> dict[str, Any]:
+    speed = {"tokens_per_second": figures["tokens_per_second"], **figures["throughput"]}
+    return {**speed, "drafted": figures.get("drafted", 0)}
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    figures = result["modes"].items()
     rows = [
         [
             mode,
             f"{of['tokens_per_second']:.0f}",
-            *((ratio_text(of), verdict(of) if of["drafted"] else NO_DRAFTS) if mode != OFF else ()),
+            *(speed_cells(of, of["drafted"]) if mode != OFF.name else ()),
         ]
-        for mode, of in figures
+        for mode, of in result["modes"].items()
     ]
-    load = f"{result['num_requests']} requests, {result['concurrency']} at once"
-    title = f"throughput: {load}; answers {'equal' if result['equal'] else 'NOT EQUAL'} in all modes"
     legend = (
         f"tokens/s: median of {rounds_text(result['rounds'])}.",
         *ratio_legend(result["rounds"]),
         MODE_LEGEND,
     )
+    title = f"throughput: {load_text(result)}; answers {equal_text(result['equal'])} in all modes"
     print_table(title, ("speculation", "tokens/s", "speed [95 %]", "result"), rows, legend)

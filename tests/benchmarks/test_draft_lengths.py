@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import draft_lengths
-from foreword.bench.regime import run_script
+from benchmarks.script import run_script
 
 SMALL = ["--cells", "chat x2", "--rounds", "1", "--max-tokens", "12"]
 

@@ -17,7 +17,7 @@ from benchmarks.soak import (
     resident_bytes,
     verdicts,
 )
-from foreword.bench.speculate.workloads import PromptBudget
+from foreword.bench.workloads import PromptBudget
 from tests.support.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]

@@ -22,44 +22,39 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from foreword.bench.agent.engine import AgentEngine, AgentSession
+from foreword.bench.agent.engine import AgentEngine, AgentTarget
 from foreword.bench.agent.measures import measure_grammar, measure_parser
 from foreword.bench.agent.model import CONTEXT, write_checkpoint
-from foreword.bench.agent.workload import Sources, make_script
-from foreword.bench.common import (
-    DEMO,
-    expected_weight,
-    geometric_mean_ratio,
-    print_table,
-    ratio_text,
-    rotate,
-    rounds_text,
-    with_all_drafters,
-)
-from foreword.bench.regime import require
-from foreword.bench.session import BenchSession, BenchStep
-from foreword.bench.speculate.statistics import mode_figures, repetition_figures
-from foreword.bench.speculate.types import (
+from foreword.bench.agent.workload import Sources
+from foreword.bench.command import parse_names, parse_numbers
+from foreword.bench.figures import matched_results, mode_figures, repetition_figures
+from foreword.bench.measurement import (
     ADAPTIVE,
     AUTO,
     OFF,
     PLAIN,
+    BenchCase,
     BenchRepetition,
+    Measurement,
     Mode,
     PairedRun,
+    Pairs,
     RequestResult,
-    SpecCase,
+    expected_weight,
+    model_name,
+    with_all_drafters,
 )
+from foreword.bench.session import BenchSession, BenchStep
+from foreword.bench.statistics import geometric_mean, geometric_mean_ratio
+from foreword.bench.tables import equal_text, print_table, ratio_text, rounds_text, share_text
 from foreword.chat_formats.chat_format import BoundFormat
-from foreword.chat_formats.events import CallEnd
 from foreword.cli.flags import read_config
 from foreword.config.options import Config
 from foreword.core.params import Speculation
@@ -69,18 +64,17 @@ MeasureCost = Callable[[AgentEngine, BoundFormat, Sources], Mapping[str, Any]]
 
 CATEGORY = "agent"
 SUFFIX = Mode("suffix", speculation=Speculation("suffix"))
-PLAIN_OFF = replace(OFF, engine=PLAIN)  # of an engine without drafters
-OWN_ANSWER_TOKENS = 96  # of answers that are not recorded
 OVERSHOOT, MAX_ANSWER_TOKENS = 1.2, 2048  # of a script's context, and of its longest answer
-WARMUP_STEPS = 1  # of the sessions that are not counted, whose logits are hashed
-ROUND_NUMBERS = 1000  # sessions of a round
 COST_S = 2.0  # of a measure of the parser or a grammar, for the estimate
-ANSWER_TOKENS, STEPS = 100, 12  # of a session, for the estimate
+ANSWER_TOKENS, STEPS, TOKENS_PER_S = 100, 12, 500  # of a session, for the estimate
 
 
 def run(args: argparse.Namespace) -> int:
-    contexts, loads = _numbers("contexts", args.contexts), _numbers("concurrency", args.concurrency)
-    modes, config = _modes(args.modes), read_config(args)
+    contexts = parse_numbers("contexts", args.contexts)
+    loads = parse_numbers("concurrency", args.concurrency)
+    known = {mode.name: mode for mode in (SUFFIX, AUTO)}
+    modes = tuple(known[name] for name in parse_names("modes", args.modes, known))
+    config = read_config(args)
     with BenchSession(args) as session, tempfile.TemporaryDirectory() as folder:
         with session.waiting("reading the package's files"):
             sources = Sources()
@@ -92,21 +86,47 @@ def run(args: argparse.Namespace) -> int:
         with session.waiting(f"loading the model {config.model}"):
             config = with_all_drafters(config)
             off = replace(config, speculate="off", draft_model=None)
-            engines = {PLAIN: AgentEngine(off, recorded), ADAPTIVE: AgentEngine(config, recorded)}
-        measurement = _Measurement(engines, sources, contexts, modes, args.rounds)
-        session.run(measurement.plan(loads), f"{len(loads)} cells, {rounds_text(args.rounds)}")
-        result = measurement.result("recorded answers" if recorded else str(config.model or DEMO))
-        finished = len(measurement.cells) + len(measurement.costs)
-        return session.finish(result, _show, finished=finished, passed=result["equal"])
+            target = AgentTarget({PLAIN: off, ADAPTIVE: config}, recorded, sources, contexts)
+        measurement = Measurement(target, modes, args.rounds, _cell_result)
+        for load in loads:
+            sizes = (target.contexts_of(load, number) for number in range(args.rounds + 1))
+            seconds = [_expected_s(load, of_round, len(modes)) for of_round in sizes]
+            measurement.plan(BenchCase(CATEGORY, load, lambda _: ()), seconds)
+        costs: dict[str, Any] = {}
+        steps = _cost_steps(target, costs) + measurement.steps
+        session.run(steps, f"{len(loads)} cells, {rounds_text(args.rounds)}")
+        cells = measurement.cells
+        result = {
+            "model": "recorded answers" if recorded else model_name(config),
+            "contexts": contexts,
+            "rounds": args.rounds,
+            "equal": target.exact and all(of["equal"] for cell in cells for of in cell["modes"].values()),
+            **costs,
+            "cells": cells,
+        }
+        return session.finish(result, _show, finished=len(cells) + len(costs), passed=result["equal"])
 
 
-def _modes(text: str) -> tuple[Mode, ...]:
-    """Raises ConfigError."""
-    known = {mode.name: mode for mode in (SUFFIX, AUTO)}
-    names = text.split(",")
-    if not set(names) <= set(known):
-        raise ConfigError(f"--modes must be of {', '.join(known)}, got {text!r}", "modes")
-    return tuple(known[name] for name in names)
+def _expected_s(load: int, contexts: Sequence[int], num_modes: int) -> float:
+    weight = sum(expected_weight(STEPS * ANSWER_TOKENS, load, context) for context in contexts)
+    return weight * (1 + num_modes) / TOKENS_PER_S
+
+
+def _cost_steps(target: AgentTarget, costs: dict[str, Any]) -> list[BenchStep]:
+    """Measure the parser and a grammar, for a model with tools."""
+    engine = target.engines[ADAPTIVE]
+    if engine.format is None:
+        return []
+    bound = engine.format
+
+    def measure(name: str, cost: MeasureCost) -> None:
+        costs[name] = cost(engine, bound, target.sources)
+
+    measures: Mapping[str, MeasureCost] = {"parser": measure_parser, "grammar": measure_grammar}
+    return [
+        BenchStep(name, name, COST_S, functools.partial(measure, name, cost))
+        for name, cost in measures.items()
+    ]
 
 
 def _recorded_config(config: Config, model: Path, contexts: Sequence[int], load: int) -> Config:
@@ -126,108 +146,12 @@ def _recorded_config(config: Config, model: Path, contexts: Sequence[int], load:
     )
 
 
-@dataclass(slots=True)
-class _Measurement:
-    """Cells by sessions at once, and their rounds."""
-
-    engines: Mapping[str, AgentEngine]
-    sources: Sources
-    contexts: Sequence[int]
-    modes: Sequence[Mode]  # compared with off
-    num_rounds: int
-    cells: list[dict[str, Any]] = field(default_factory=list)
-    costs: dict[str, Any] = field(default_factory=dict)  # of the parser, and of a grammar
-    exact: bool = True  # hashes of logits are equal
-    _pairs: dict[str, list[PairedRun]] = field(default_factory=dict)  # of the cell, by mode
-
-    def plan(self, loads: Sequence[int]) -> list[BenchStep]:
-        engine = self.engines[ADAPTIVE]
-        steps = []
-        if engine.format is not None:
-            for name, measure in (("parser", measure_parser), ("grammar", measure_grammar)):
-                run = functools.partial(self._measure_cost, name, measure, engine, engine.format)
-                steps.append(BenchStep(name, name, COST_S, run))
-        for load in loads:
-            for number in range(self.num_rounds + 1):
-                sizes = self._sizes(load, number)
-                seconds = sum(expected_weight(STEPS * ANSWER_TOKENS, load, size) for size in sizes) / 500
-                label = f"{load} at once, " + (
-                    f"round {number} of {self.num_rounds}" if number else "warm-up"
-                )
-                run = functools.partial(self._measure, load, number)
-                steps.append(BenchStep(f"x{load}", label, seconds * (1 + len(self.modes)), run))
-        return steps
-
-    def result(self, model: str) -> dict[str, Any]:
-        return {
-            "model": model,
-            "contexts": list(self.contexts),
-            "rounds": self.num_rounds,
-            "equal": self.exact and all(of["equal"] for cell in self.cells for of in cell["modes"].values()),
-            **self.costs,
-            "cells": self.cells,
-        }
-
-    def _measure_cost(self, name: str, measure: MeasureCost, engine: AgentEngine, bound: BoundFormat) -> None:
-        self.costs[name] = measure(engine, bound, self.sources)
-
-    def _sizes(self, load: int, number: int) -> list[int]:
-        """Contexts of the sessions of a round; of the first, which is not counted, the smallest."""
-        contexts = self.contexts if number else [min(self.contexts)]
-        return [contexts[index % len(contexts)] for index in range(max(load, len(contexts)))]
-
-    def _make_sessions(self, load: int, number: int) -> list[AgentSession]:
-        engine = self.engines[ADAPTIVE]
-        limit = CONTEXT if engine.recorded else engine.max_len - OWN_ANSWER_TOKENS
-        sessions = []
-        for index, size in enumerate(self._sizes(load, number), number * ROUND_NUMBERS + load):
-            script = make_script(index, self.sources, min(size, limit), engine.count)
-            if number == 0:
-                script = replace(script, steps=script.steps[:WARMUP_STEPS])
-            sessions.append(engine.make_session(script, index, OWN_ANSWER_TOKENS))
-        return sessions
-
-    def _measure(self, load: int, number: int) -> None:
-        sessions = tuple(self._make_sessions(load, number))
-        case = SpecCase(CATEGORY, load, lambda _: sessions)
-        rounds: dict[str, BenchRepetition] = {}
-        for mode in rotate((PLAIN_OFF, *self.modes), number):
-            engine = self.engines[mode.engine]
-            engine.use_answers(sessions)
-            engine.sampler.with_hashes = number == 0
-            salt = f"{case.name}, {mode.name}, round {number}"
-            rounds[mode.name] = done = engine.run(sessions, mode, load, salt)
-            done.check(case, mode)
-            _check_sessions(mode, sessions, done, engine.recorded)
-        if number == 0:
-            hashes = {tuple(result.logits_hashes for result in one.results) for one in rounds.values()}
-            self.exact &= len(hashes) == 1
-            self._pairs = {mode.name: [] for mode in self.modes}
-            return
-        for mode in self.modes:
-            self._pairs[mode.name].append(PairedRun(rounds[OFF.name], rounds[mode.name]))
-        if number == self.num_rounds:
-            self.cells.append(_cell_result(load, self._pairs))
-
-
-def _check_sessions(
-    mode: Mode, sessions: Sequence[AgentSession], done: BenchRepetition, recorded: bool
-) -> None:
-    """Raise RegimeError where the sessions were not what they claim."""
-    if not recorded:
-        return
-    require(f"{mode.name}: steps", len(done.results), sum(session.num_turns for session in sessions))
-    require(f"{mode.name}: preemptions", done.preemptions, 0)
-    calls = sum(isinstance(event, CallEnd) for result in done.results for event in result.events)
-    require(f"{mode.name}: calls parsed", calls, sum(len(session.script.steps) for session in sessions))
-
-
-def _cell_result(load: int, pairs: Mapping[str, Sequence[PairedRun]]) -> dict[str, Any]:
+def _cell_result(case: BenchCase, modes: Sequence[Mode], pairs: Pairs) -> dict[str, Any]:
     plain = [pair.plain for pair in next(iter(pairs.values()))]
     results = [result for one in plain for result in one.results]
     lengths = [len(result.prompt_ids) for result in results]
     return {
-        "sessions_at_once": load,
+        "sessions_at_once": case.concurrency,
         "sessions": sum(len(_session_seconds(one)) for one in plain),
         "steps": len(results),
         "prompt_tokens": {"median": statistics.median(lengths), "max": max(lengths)},
@@ -241,7 +165,7 @@ def _mode_result(pairs: Sequence[PairedRun]) -> dict[str, Any]:
     others = [pair.other for pair in pairs]
     by_session = [_session_ratios(pair) for pair in pairs]
     ratios = {
-        "session": geometric_mean_ratio([_mean(of_round.values()) for of_round in by_session]),
+        "session": geometric_mean_ratio([geometric_mean(of_round.values()) for of_round in by_session]),
         "slowest_session": geometric_mean_ratio([min(of_round.values()) for of_round in by_session]),
         "step": geometric_mean_ratio([_step_ratio(pair) for pair in pairs]),
     }
@@ -268,9 +192,7 @@ def _session_seconds(one: BenchRepetition) -> dict[int, float]:
 
 
 def _step_ratio(pair: PairedRun) -> float:
-    others = {result.key: result for result in pair.other.results}
-    steps = ((result, others.get(result.key)) for result in pair.plain.results)
-    return _mean(plain.total_s / other.total_s for plain, other in steps if other is not None)
+    return geometric_mean(plain.total_s / other.total_s for plain, other in matched_results(pair))
 
 
 def _times(rounds: Sequence[BenchRepetition]) -> dict[str, float]:
@@ -302,19 +224,6 @@ def _cached(rounds: Sequence[BenchRepetition]) -> dict[str, float]:
     }
 
 
-def _mean(values: Iterable[float]) -> float:
-    """Geometric."""
-    return math.exp(statistics.fmean(map(math.log, values)))
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    """Whole numbers from 1 on, sorted. Raises ConfigError."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise ConfigError(f"--{name} must be whole numbers from 1 on joined by commas, got {text!r}", name)
-    return sorted({int(word) for word in words})
-
-
 def _show(result: Mapping[str, Any]) -> None:
     rows = []
     for cell in result["cells"]:
@@ -340,9 +249,8 @@ def _show(result: Mapping[str, Any]) -> None:
         "cached: share of the prompt tokens after a tool's result.",
         "reused: the same of the tokens that the step before had read or written.",
     )
-    equal = "equal" if result["equal"] else "NOT EQUAL"
     contexts = ", ".join(map(str, result["contexts"]))
-    title = f"agent: {result['model']}, contexts {contexts}; answers and events {equal}"
+    title = f"agent: {result['model']}, contexts {contexts}; answers and events {equal_text(result['equal'])}"
     if rows:
         print_table(title, columns, rows, legend)
     for size, of in result.get("parser", {}).items():
@@ -365,6 +273,6 @@ def _row(cell: Mapping[str, Any], mode: str, of: Mapping[str, Any], session: str
         else ratio_text({"ratio": of["first_token"]["ratio"]}),
         f"{of['cached_after_result']:.1%}",
         f"{of['reused']:.1%}",
-        f"{of['acceptance']:.0%}" if of.get("acceptance") is not None else "",
+        share_text(of.get("acceptance")),
         f"{of['tokens_per_step']:.2f}",
     ]

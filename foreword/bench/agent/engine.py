@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from foreword.bench.agent.model import END, ScriptedSampler
-from foreword.bench.agent.workload import TOOLS, AgentScript
-from foreword.bench.speculate.local import LocalEngine
-from foreword.bench.speculate.workloads import Conversation
+from foreword.bench.agent.model import CONTEXT, END, ScriptedSampler
+from foreword.bench.agent.workload import TOOLS, AgentScript, Sources, make_script
+from foreword.bench.engine import LocalEngine, run_modes
+from foreword.bench.measurement import (
+    ADAPTIVE,
+    OFF,
+    PLAIN,
+    BenchCase,
+    BenchRepetition,
+    Mode,
+    PairedRun,
+)
+from foreword.bench.regime import require
+from foreword.bench.workloads import Conversation
+from foreword.chat_formats.events import CallEnd
 from foreword.chat_formats.parser import ChatParser
 from foreword.chat_formats.tools import ToolUse
 from foreword.config.options import Config
@@ -19,6 +30,9 @@ from foreword.tokenizer.input_processor import ChatInputProcessor
 from foreword.tokenizer.output_processor import ChoiceOutput
 
 MAX_TURNS = 64  # of a session: each turn has a seed of its own
+OWN_ANSWER_TOKENS = 96  # of answers that are not recorded
+WARMUP_STEPS = 1  # of the sessions that are not counted, whose logits are hashed
+ROUND_NUMBERS = 1000  # sessions of a round
 NO_SCRIPT = AgentScript("", "", (), "")
 
 
@@ -50,12 +64,12 @@ class AgentEngine(LocalEngine):
         if recorded:
             runner.sampler = self._scripted  # type: ignore[assignment]
 
-    def make_session(self, script: AgentScript, number: int, max_tokens: int) -> AgentSession:
-        """`number` is one of few thousands; `max_tokens` bounds the answers that are not recorded."""
+    def make_session(self, script: AgentScript, number: int) -> AgentSession:
+        """`number` is one of few thousands."""
         turns = (script.task, *(step.result for step in script.steps))
         seed = number * MAX_TURNS
         if not self.recorded:
-            return AgentSession(turns, max_tokens=max_tokens, seed=seed, script=script)
+            return AgentSession(turns, max_tokens=OWN_ANSWER_TOKENS, seed=seed, script=script)
         texts = [*map(_answer_text, script.steps), script.summary]
         end = self.tokenizer.encode(END, add_special_tokens=False)
         answers = tuple((*self.tokenizer.encode(text, add_special_tokens=False), *end) for text in texts)
@@ -67,10 +81,6 @@ class AgentEngine(LocalEngine):
         return AgentSession(
             turns, max_tokens=longest, seed=seed, script=script, prompts=prompts, answers=answers
         )
-
-    def count(self, text: str) -> int:
-        """Tokens of a text."""
-        return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def use_answers(self, sessions: Sequence[AgentSession]) -> None:
         """The sessions of the next run; their seeds differ."""
@@ -93,6 +103,63 @@ class AgentEngine(LocalEngine):
             return super().make_output(request)
         parser = ChatParser(self.format, self.use, False, "call_{}".format)
         return ChoiceOutput(self.tokenizer, request, parser)
+
+
+class AgentTarget:
+    """An engine without drafters, which is `off`, and one with them; every round has sessions of its own."""
+
+    runs_per_mode = 1.0
+
+    def __init__(
+        self, configs: Mapping[str, Config], recorded: bool, sources: Sources, contexts: Sequence[int]
+    ) -> None:
+        self.engines = {name: AgentEngine(config, recorded) for name, config in configs.items()}
+        self.sources = sources
+        self.exact = True  # hashes of logits are equal
+        self._contexts = contexts
+
+    def contexts_of(self, load: int, number: int) -> list[int]:
+        """Contexts of the sessions of a round; of the first, which is not counted, the smallest."""
+        contexts = self._contexts if number else [min(self._contexts)]
+        return [contexts[index % len(contexts)] for index in range(max(load, len(contexts)))]
+
+    def run_pairs(self, case: BenchCase, modes: Sequence[Mode], number: int) -> Mapping[str, PairedRun]:
+        sessions = self._make_sessions(case.concurrency, number)
+        for engine in self.engines.values():
+            engine.use_answers(sessions)
+            engine.sampler.with_hashes = number == 0
+
+        def claim(mode: Mode, number: int, repetition: BenchRepetition) -> None:
+            if self.engines[mode.engine].recorded:
+                check_sessions(mode, sessions, repetition)
+
+        case = replace(case, make=lambda _: sessions, claim=claim)
+        off = replace(OFF, engine=PLAIN)
+        pairs = run_modes(self.engines, case, off, modes, number, f"{case.name}, round {number}, ")
+        if number == 0:
+            runs = [run for pair in pairs.values() for run in (pair.plain, pair.other)]
+            hashes = {tuple(result.logits_hashes for result in run.results) for run in runs}
+            self.exact &= len(hashes) == 1
+        return pairs
+
+    def _make_sessions(self, load: int, number: int) -> tuple[AgentSession, ...]:
+        engine = self.engines[ADAPTIVE]
+        limit = CONTEXT if engine.recorded else engine.max_len - OWN_ANSWER_TOKENS
+        sessions = []
+        for index, context in enumerate(self.contexts_of(load, number), number * ROUND_NUMBERS + load):
+            script = make_script(index, self.sources, min(context, limit), engine.count)
+            if number == 0:
+                script = replace(script, steps=script.steps[:WARMUP_STEPS])
+            sessions.append(engine.make_session(script, index))
+        return tuple(sessions)
+
+
+def check_sessions(mode: Mode, sessions: Sequence[AgentSession], run: BenchRepetition) -> None:
+    """Raise RegimeError where recorded sessions were not what they claim."""
+    require(f"{mode.name}: steps", len(run.results), sum(session.num_turns for session in sessions))
+    require(f"{mode.name}: preemptions", run.preemptions, 0)
+    calls = sum(isinstance(event, CallEnd) for result in run.results for event in result.events)
+    require(f"{mode.name}: calls parsed", calls, sum(len(session.script.steps) for session in sessions))
 
 
 def _messages(script: AgentScript, num_steps: int) -> list[dict[str, Any]]:

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from foreword.bench.common import percentile, rotate
 from foreword.bench.gpu.config import BenchConfig, write_model
 from foreword.bench.gpu.device import BenchDevice, roofline
 from foreword.bench.gpu.engines import (
@@ -36,6 +35,7 @@ from foreword.bench.gpu.engines import (
 from foreword.bench.gpu.report import Report
 from foreword.bench.regime import require
 from foreword.bench.shapes import ModelShape
+from foreword.bench.statistics import percentile, rotate
 from foreword.core.request import Request
 from foreword.core.structured_output import StructuredOutput
 

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, NullLocator
 
+from foreword.bench.measurement import AUTO, OFF
 from foreword.bench.session import describe_machine
-from foreword.bench.speculate.types import AUTO, OFF
 
 Cells = Sequence[Mapping[str, Any]]
 TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12)

@@ -6,9 +6,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foreword.bench.common import NO_DRAFTS, print_table, ratio_legend, ratio_number, ratio_text, verdict
-from foreword.bench.speculate.statistics import best_fixed, mode_figures, repetition_figures
-from foreword.bench.speculate.types import AUTO, FIXED, OFF, PLAIN, Mode, PairedRun, SpecCase
+from foreword.bench.figures import best_fixed, mode_figures, repetition_figures
+from foreword.bench.measurement import AUTO, FIXED, OFF, PLAIN, BenchCase, Mode, Pairs, request_errors
+from foreword.bench.statistics import verdict
+from foreword.bench.tables import (
+    NO_DRAFTS,
+    equal_text,
+    print_table,
+    ratio_legend,
+    ratio_number,
+    ratio_text,
+    share_text,
+)
 
 RATIOS = {
     "throughput": "tokens/s",
@@ -34,17 +43,14 @@ STAGE_LEGEND = (
 )
 
 
-def case_result(
-    case: SpecCase, modes: Sequence[Mode], pairs: Mapping[str, Sequence[PairedRun]]
-) -> dict[str, Any]:
+def case_result(case: BenchCase, modes: Sequence[Mode], pairs: Pairs) -> dict[str, Any]:
     """All figures of one case. A pair with an unanswered request has errors and no figures."""
-    complete = {name: [pair for pair in of_mode if not _errors(pair)] for name, of_mode in pairs.items()}
-    errors = sorted({error for of_mode in pairs.values() for pair in of_mode for error in _errors(pair)})
+    complete = {name: [pair for pair in of_mode if not pair.errors] for name, of_mode in pairs.items()}
     result: dict[str, Any] = {
         "category": case.category,
         "concurrency": case.concurrency,
         "cache_full": case.full,
-        "errors": errors,
+        "errors": request_errors(pairs),
     }
     if not all(complete.values()):
         return {**result, "modes": {}}
@@ -55,11 +61,6 @@ def case_result(
     fixed = [mode.name for mode in modes if mode.engine == FIXED]
     best = best_fixed(complete, AUTO.name, fixed) if AUTO.name in complete else None
     return result | ({"auto_to_best_fixed": best} if best else {})
-
-
-def _errors(pair: PairedRun) -> list[str]:
-    results = (*pair.plain.results, *pair.other.results)
-    return [result.error for result in results if result.error is not None]
 
 
 def worst_cases(cells: Sequence[Mapping[str, Any]], mode: str) -> dict[str, dict[str, Any]]:
@@ -122,7 +123,7 @@ def _summary(result: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
         verdicts = ", ".join(f"{name} in {counts[name]}" for name in names)
         name = result["speculate"] if mode == AUTO.name else mode
         lines += [f"{name} against off: {verdicts} of {len(measured)} cells."] if measured else []
-    return "\n".join([*lines, f"Answers {'equal' if result['equal'] else 'NOT EQUAL'} in all modes."])
+    return "\n".join([*lines, f"Answers {equal_text(result['equal'])} in all modes."])
 
 
 def _verdict(mode: str, figures: Mapping[str, Any]) -> str:
@@ -151,13 +152,13 @@ def _rows(case: Mapping[str, Any], with_fixed: bool, all_drafters: str) -> list[
                 ratio_text(figures.get("throughput")),
                 _verdict(mode, figures),
                 *((fixed,) if with_fixed else ()),
-                _share(figures.get("acceptance")),
+                share_text(figures.get("acceptance")),
                 f"{figures['tokens_per_step']:.2f}",
                 _value(figures.get("first_token")),
                 _value(figures.get("slowest_request")),
                 _value(figures.get("token_p99")),
                 f"{figures['mean_draft_length']:.1f}" if "mean_draft_length" in figures else "",
-                _share(figures.get("system_efficiency")),
+                share_text(figures.get("system_efficiency")),
             ]
         )
     return rows
@@ -186,7 +187,3 @@ def _show_stages(cells: Sequence[Mapping[str, Any]], all_drafters: str) -> None:
 
 def _value(figures: Mapping[str, Any] | None) -> str:
     return "" if figures is None else ratio_number(figures["ratio"])
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}"

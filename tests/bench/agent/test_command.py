@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from foreword.bench.agent.command import _cached, _check_sessions, _mode_result
-from foreword.bench.agent.engine import AgentSession
+from foreword.bench.agent.command import _cached, _mode_result
+from foreword.bench.agent.engine import AgentSession, check_sessions
 from foreword.bench.agent.workload import AgentScript, AgentStep
+from foreword.bench.measurement import AUTO, BenchRepetition, PairedRun, RequestResult
 from foreword.bench.regime import RegimeError
-from foreword.bench.speculate.types import AUTO, BenchRepetition, PairedRun, RequestResult
 from foreword.chat_formats.events import ContentText
 from foreword.cli.main import main
 from tests.support.checkpoints import write_checkpoint
@@ -78,4 +78,4 @@ def test_lost_call_voids_the_figures() -> None:
     step = AgentStep("I read.", "read", {"path": "a.py"}, "text")
     session = AgentSession(("task", "text"), script=AgentScript("", "task", (step,), "done"))
     with pytest.raises(RegimeError, match="calls parsed: 0, not 1"):
-        _check_sessions(AUTO, [session], repetition(1.0), recorded=True)
+        check_sessions(AUTO, [session], repetition(1.0))

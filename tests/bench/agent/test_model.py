@@ -7,7 +7,7 @@ import pytest
 from foreword.bench.agent.engine import AgentEngine, AgentSession
 from foreword.bench.agent.model import write_checkpoint
 from foreword.bench.agent.workload import AgentScript, AgentStep
-from foreword.bench.speculate.types import AUTO, OFF, BenchRepetition, Mode
+from foreword.bench.measurement import AUTO, OFF, BenchRepetition, Mode
 from foreword.chat_formats.events import CallStart
 from foreword.chat_formats.tools import ReasoningOptions
 from foreword.config.options import Config
@@ -51,7 +51,7 @@ def answer(engine: AgentEngine, session: AgentSession, mode: Mode) -> BenchRepet
 
 
 def test_answers_are_the_recorded_ones_and_logits_are_exact(engine: AgentEngine) -> None:
-    session = engine.make_session(SCRIPT, 1, 10)
+    session = engine.make_session(SCRIPT, 1)
     off = answer(engine, session, OFF)
     assert off.outputs == session.answers and off.num_drafted == 0
     on = answer(engine, session, Mode("suffix", speculation=Speculation("suffix")))
@@ -62,7 +62,7 @@ def test_answers_are_the_recorded_ones_and_logits_are_exact(engine: AgentEngine)
 
 
 def test_calls_are_parsed_and_prompts_grow_by_the_result(engine: AgentEngine) -> None:
-    session = engine.make_session(SCRIPT, 2, 10)
+    session = engine.make_session(SCRIPT, 2)
     results = answer(engine, session, AUTO).results
     names = [event.name for result in results for event in result.events if isinstance(event, CallStart)]
     assert names == ["read"] * len(STEPS)

@@ -1,5 +1,7 @@
 """Scripts of an agent: deterministic, consistent with the files, and of the size asked for."""
 
+import statistics
+
 import pytest
 
 from foreword.bench.agent.workload import MAX_STEPS, MIN_STEPS, TOOLS, Sources, make_script
@@ -21,13 +23,16 @@ def test_script_is_a_function_of_its_number(sources: Sources) -> None:
 
 @pytest.mark.parametrize("context", [2048, 8192, 30720])
 def test_scripts_have_the_steps_and_about_the_context_asked_for(sources: Sources, context: int) -> None:
+    sizes = []
     for number in range(8):
         script = make_script(number, sources, context, count)
         assert MIN_STEPS <= len(script.steps) <= MAX_STEPS
         texts = [script.system, script.task, script.summary]
         for step in script.steps:
             texts += [step.text, *map(str, step.arguments.values()), step.result]
-        assert 0.5 * context < sum(map(count, texts)) < 1.3 * context
+        sizes.append(sum(map(count, texts)))
+    assert 0.6 * context < statistics.median(sizes) < 1.3 * context
+    assert max(sizes) < 2 * context
 
 
 def test_calls_fit_the_tools_and_edits_repeat_what_was_read(sources: Sources) -> None:

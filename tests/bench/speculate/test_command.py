@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from foreword.bench.common import verdict
+from foreword.bench.engine import LocalEngine
+from foreword.bench.measurement import BenchRepetition
 from foreword.bench.speculate import command
-from foreword.bench.speculate.local import LocalEngine
-from foreword.bench.speculate.types import BenchRepetition
-from foreword.bench.speculate.workloads import Conversation
+from foreword.bench.workloads import Conversation
 from foreword.cli.main import main
 from foreword.errors import ConfigError
 from tests.support.checkpoints import write_checkpoint
@@ -150,19 +149,6 @@ def test_own_prompts_are_measured_by_category(
         and result["speculate"] == "ngram"
     )
     assert "of 3 cells." in out
-
-
-@pytest.mark.parametrize(
-    ("ratio", "text"),
-    [
-        ({"ratio": 1.2, "low": 1.1, "high": 1.3}, "faster"),
-        ({"ratio": 0.8, "low": 0.7, "high": 0.9}, "slower"),
-        ({"ratio": 1.2, "low": 0.9, "high": 1.6}, "unclear"),
-        ({"ratio": 2.0}, "unclear"),
-    ],
-)
-def test_verdict_needs_an_interval_that_excludes_one(ratio: dict[str, float], text: str) -> None:
-    assert verdict(ratio) == text
 
 
 def test_own_prompt_that_does_not_fit_is_named(

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from foreword.bench.engine import LocalEngine, LocalTarget
+from foreword.bench.measurement import ADAPTIVE, AUTO, FIXED, OFF, BenchCase, Mode
 from foreword.bench.regime import RegimeError
-from foreword.bench.speculate.local import LocalEngine, LocalTarget
-from foreword.bench.speculate.types import ADAPTIVE, AUTO, FIXED, OFF, Mode, SpecCase
-from foreword.bench.speculate.workloads import Conversation
+from foreword.bench.workloads import Conversation
 from foreword.config.options import Config
 from foreword.core.outputs import StepReport
 from foreword.core.params import Speculation
@@ -65,7 +65,7 @@ def test_run_counts_tokens_times_and_drafts(engine: LocalEngine) -> None:
 
 
 def test_round_is_checked_against_its_claims(engine: LocalEngine) -> None:
-    case = SpecCase("replay talk", 2, lambda variant: (TALK, NOISE))
+    case = BenchCase("replay talk", 2, lambda variant: (TALK, NOISE))
     drafted = engine.run((TALK, NOISE), AUTO, 2, "claims")
     fixed = Mode("fixed 1", FIXED, Speculation(max_draft_tokens=1))
     drafted.check(case, fixed)
@@ -117,7 +117,7 @@ def test_rounds_alternate_with_salts_of_their_own(config: Config, monkeypatch: p
         return run(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(LocalEngine, "run", record_run)
-    case = SpecCase("talk", 1, lambda variant: (TALK, NOISE))
+    case = BenchCase("talk", 1, lambda variant: (TALK, NOISE))
     pairs = [target.run_pairs(case, (AUTO,), number)["auto"] for number in range(2)]
     assert order == ["off", "auto", "auto", "off"]
     assert len(salts) == 4

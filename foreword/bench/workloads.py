@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
+from typing import Protocol
 
 from foreword.bench.prompts import PromptExample
 
@@ -133,6 +134,16 @@ STORY_TEMPERATURE = 0.8
 NOISE_TEMPERATURE = 100.0  # all tokens are about equally likely
 
 
+class TokenSource(Protocol):
+    """A model's tokenizer, here or behind a server."""
+
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+
+    def plain_ids(self) -> Sequence[int]:
+        """Ids of tokens without special meaning, for random prompts."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptBudget:
     """Limits of a conversation."""
@@ -149,15 +160,14 @@ class PromptBudget:
         cls,
         max_len: int,
         answer_tokens: int,
-        count: Callable[[str], int],
-        ids: Sequence[int],
-        library: tuple[str, ...],
+        model: TokenSource,
     ) -> PromptBudget:
-        """Limits within `max_len` tokens of prompt and answer; `count` counts tokens of a text."""
+        """Limits within `max_len` tokens of prompt and answer."""
         code, json_, prose = (
-            len(sample) / max(count(sample), 1) for sample in (CODE_SAMPLE, JSON_SAMPLE, PROSE_SAMPLE)
+            len(sample) / max(model.count(sample), 1) for sample in (CODE_SAMPLE, JSON_SAMPLE, PROSE_SAMPLE)
         )
-        return cls(max_len // 2, min(answer_tokens, max_len // 4), min(code, json_), prose, ids, library)
+        lengths = max_len // 2, min(answer_tokens, max_len // 4)
+        return cls(*lengths, min(code, json_), prose, model.plain_ids(), library_functions())
 
     def num_chars(self, share: float, density: float) -> int:
         """Characters of a share of the prompt; one tenth is left for instructions and template."""

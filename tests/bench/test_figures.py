@@ -2,8 +2,9 @@
 
 import pytest
 
-from foreword.bench.speculate.statistics import best_fixed, mode_figures
-from foreword.bench.speculate.types import BenchRepetition, PairedRun, RequestResult, drafting_since
+from foreword.bench.engine import drafting_since
+from foreword.bench.figures import best_fixed, mode_figures
+from foreword.bench.measurement import BenchRepetition, PairedRun, RequestResult
 from foreword.core.outputs import DraftingStats
 from foreword.metrics.spec_stats import SpecDecodeStats
 

@@ -7,16 +7,17 @@ from pathlib import Path
 import httpx
 import pytest
 
+from foreword.bench.measurement import AUTO, BenchCase
+from foreword.bench.remote import RemoteTarget, draft_stats_since
 from foreword.bench.server import ServerProcess
-from foreword.bench.speculate.remote import RemoteTarget, draft_stats_since
-from foreword.bench.speculate.types import AUTO, SpecCase
-from foreword.bench.speculate.workloads import PromptBudget, make_conversations
+from foreword.bench.workloads import PromptBudget, make_conversations
 from foreword.cli.main import main
 from foreword.config.options import Config
 from foreword.errors import ForewordError
 from tests.support.checkpoints import write_checkpoint
 
 BUDGET = PromptBudget(40, 8, 1.0, 1.0, range(10, 60), ("def f(value):\n    return value",))
+ANSWER = 'data: {"choices": [{"token_ids": [1], "finish_reason": "stop"}]}\n\n'
 METRICS = """# TYPE foreword_spec_drafts_total counter
 foreword_spec_drafts_total{drafter="suffix"} 3
 """
@@ -82,7 +83,7 @@ def test_incomplete_answer_is_an_error(status: int, lines: str, part: str) -> No
     transport = fake_server(lambda request: httpx.Response(status, text=lines))
     target = RemoteTarget("http://box/v1", None, transport)
     assert (target.model, target.max_len, target.drafters) == ("m", 100, ("suffix",))
-    case = SpecCase("chat", 2, lambda variant: make_conversations("chat", 2, variant, BUDGET))
+    case = BenchCase("chat", 2, lambda variant: make_conversations("chat", 2, variant, BUDGET))
     pair = target.run_pairs(case, (AUTO,), 0)["auto"]
     assert all(part in str(result.error) for result in pair.other.results)
 
@@ -101,11 +102,10 @@ def test_every_pair_has_new_prompts() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
         sent.append((body["speculation"]["method"], json.dumps(body["messages"])))
-        chunk = 'data: {"choices": [{"token_ids": [1], "finish_reason": "stop"}]}\n\n'
-        return httpx.Response(200, text=chunk)
+        return httpx.Response(200, text=ANSWER)
 
     target = RemoteTarget("http://box", None, fake_server(answer))
-    case = SpecCase("json", 1, lambda variant: make_conversations("json", 1, variant, BUDGET))
+    case = BenchCase("json", 1, lambda variant: make_conversations("json", 1, variant, BUDGET))
     for number in range(2):
         target.run_pairs(case, (AUTO,), number)
     first, second = sent[:3], sent[3:]
@@ -133,3 +133,19 @@ def test_draft_stats_since_subtracts_the_first_reading() -> None:
     assert (stats.num_verify_steps, stats.num_drafted) == (2, 5)
     assert (stats.num_accepted, stats.num_emitted) == (2, 4)
     assert (stats.drafted_per_position, stats.accepted_per_position) == ([2, 2, 1], [2])
+
+
+def test_target_of_one_load_repeats_its_prompts() -> None:
+    """Prompts of `bench serve`: the same in every round, nothing read into the cache before."""
+    sent: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(json.loads(request.content)["speculation"]["method"])
+        return httpx.Response(200, text=ANSWER)
+
+    target = RemoteTarget("http://box", None, fake_server(answer), "m", isolated=False)
+    case = BenchCase("json", 1, lambda variant: make_conversations("json", 1, 0, BUDGET))
+    target.run_pairs(case, (AUTO,), 0)
+    assert sent == ["off", "auto"]
+    with pytest.raises(ForewordError, match="no model other; it has m"):
+        RemoteTarget("http://box", None, fake_server(answer), "other")

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from foreword.bench.common import Ratio, geometric_mean_ratio, percentile
-from foreword.bench.speculate.types import BenchRepetition, PairedRun, RequestResult
+from foreword.bench.measurement import BenchRepetition, PairedRun, RequestResult
+from foreword.bench.statistics import Ratio, geometric_mean, geometric_mean_ratio, percentile
 from foreword.core.outputs import DraftingStats
 from foreword.metrics.spec_stats import SpecDecodeStats
 
@@ -127,7 +127,7 @@ def _rate(one: BenchRepetition) -> float:
     return one.num_tokens / one.seconds
 
 
-def _matched(pair: PairedRun) -> Iterator[tuple[RequestResult, RequestResult]]:
+def matched_results(pair: PairedRun) -> Iterator[tuple[RequestResult, RequestResult]]:
     """The same request in both rounds; a later turn may lack where answers differ."""
     others = {result.key: result for result in pair.other.results}
     return ((result, others[result.key]) for result in pair.plain.results if result.key in others)
@@ -135,9 +135,9 @@ def _matched(pair: PairedRun) -> Iterator[tuple[RequestResult, RequestResult]]:
 
 def _first_token(pair: PairedRun) -> float:
     """Geometric mean over requests, so that a short prompt counts as much as a long one."""
-    times = [(plain.ttft_s, other.ttft_s) for plain, other in _matched(pair)]
-    logs = [math.log(plain / other) for plain, other in times if plain and other]
-    return math.exp(statistics.fmean(logs)) if logs else 1.0
+    times = [(plain.ttft_s, other.ttft_s) for plain, other in matched_results(pair)]
+    ratios = [plain / other for plain, other in times if plain and other]
+    return geometric_mean(ratios) if ratios else 1.0
 
 
 def _per_token(results: Iterable[RequestResult]) -> list[float]:
@@ -163,7 +163,7 @@ def _slowest_request(pairs: Sequence[PairedRun]) -> Ratio | None:
     """The ratio of the request that gained least, over its whole time."""
     by_request: dict[tuple[int, int], list[float]] = {}
     for pair in pairs:
-        for plain, other in _matched(pair):
+        for plain, other in matched_results(pair):
             by_request.setdefault(plain.key, []).append(plain.total_s / other.total_s)
     ratios = [ratio for of_request in by_request.values() if (ratio := geometric_mean_ratio(of_request))]
     return min(ratios, key=lambda ratio: ratio.value, default=None)

@@ -1,50 +1,37 @@
-"""Engines in this process, driven step by step, and replay of recorded answers with set acceptance.
-
-Replay measures random weights of any size, and the machinery apart from draft quality. In the category
-"replay 0.6" each draft token is right with probability 0.6; "replay mixed" has requests of all rates
-together.
-"""
+"""Engines in this process, driven step by step."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
+from typing import TypeVar
 
-from foreword.bench.common import rotate
-from foreword.bench.speculate.types import (
+from foreword.bench.measurement import (
     ADAPTIVE,
     OFF,
-    REPLAY,
+    BenchCase,
     BenchRepetition,
     Mode,
     PairedRun,
     RequestResult,
-    SpecCase,
-    drafting_since,
 )
-from foreword.bench.speculate.workloads import (
-    Conversation,
-    ConversationFactory,
-    stable_seed,
-)
+from foreword.bench.statistics import rotate
+from foreword.bench.workloads import Conversation
 from foreword.checkpoint import prepare_checkpoint
 from foreword.config.options import Config
-from foreword.core.outputs import ErrorEvent, StepReport, StepStats, TokenEvent
+from foreword.core.outputs import DraftingStats, ErrorEvent, StepReport, StepStats, TokenEvent
 from foreword.core.params import SamplingParams
+from foreword.core.readiness import OnLoadProgress
 from foreword.core.request import Request
 from foreword.engine_client.local import LocalClient
-from foreword.errors import ConfigError
 from foreword.metrics.spec_stats import SpecDecodeStats
 from foreword.tokenizer.chat_template import ChatTemplate
 from foreword.tokenizer.input_processor import make_requests
 from foreword.tokenizer.output_processor import ChoiceOutput
 
-MIXED_REPLAY = REPLAY + "mixed"
-RANDOM = "random"
+Key = TypeVar("Key", str, int)
 
 
 @dataclass(slots=True)
@@ -61,28 +48,39 @@ class _InflightRequest:
 class LocalEngine:
     """One engine with its tokenizer. Raises what `LLM` raises."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, on_progress: OnLoadProgress | None = None) -> None:
         prepared = prepare_checkpoint(config)
         self.tokenizer = prepared.tokenizer
         self.template = ChatTemplate.from_tokenizer(self.tokenizer) if self.tokenizer.chat_template else None
-        self.client = LocalClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+        vocabulary = prepared.tokenizer.vocabulary
+        self.client = LocalClient(prepared.config, prepared.never_sampled_ids, vocabulary, on_progress)
         self.info = self.client.info
         self.stats = StepStats()
         last = min(self.tokenizer.vocab_size, self.info.vocab_size)
         special = {*self.tokenizer.eos_token_ids, *prepared.never_sampled_ids}
-        self.plain_ids = tuple(token_id for token_id in range(last) if token_id not in special)
+        self._plain_ids = tuple(token_id for token_id in range(last) if token_id not in special)
 
     @property
     def max_len(self) -> int:
         """Tokens that a prompt and its answer may fill."""
         return self.info.resolved.max_model_len
 
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def plain_ids(self) -> Sequence[int]:
+        """Ids of tokens that a model may sample, for random prompts."""
+        return self._plain_ids
+
     def prompt_ids(self, conversation: Conversation, history: Sequence[str]) -> list[int]:
         """The prompt of the next turn; `history` holds the answers so far."""
         if conversation.prompt_ids:
             return list(conversation.prompt_ids)
-        text, templated = prompt_text(conversation, history, self.template)
-        return self.tokenizer.encode(text, add_special_tokens=not templated)
+        messages = conversation.messages(history)
+        if conversation.raw or self.template is None:
+            return self.tokenizer.encode("\n\n".join(message["content"] for message in messages))
+        return self.tokenizer.encode(self.template.render(messages), add_special_tokens=False)
 
     def make_output(self, request: Request) -> ChoiceOutput:
         """Where the answer to a request grows."""
@@ -101,16 +99,6 @@ class LocalEngine:
         report = self.client.step()
         self.stats = report.stats
         return report
-
-
-def prompt_text(
-    conversation: Conversation, history: Sequence[str], template: ChatTemplate | None
-) -> tuple[str, bool]:
-    """The text of the next turn, and whether it is templated."""
-    messages = conversation.messages(history)
-    if conversation.raw or template is None:
-        return "\n\n".join(message["content"] for message in messages), False
-    return template.render(messages), True
 
 
 class _RepetitionRun:
@@ -233,72 +221,67 @@ class _RepetitionRun:
 
 
 class LocalTarget:
-    """Engines by name (ADAPTIVE, FIXED, PLAIN), loaded side by side so that their rounds alternate."""
+    """Engines by name (ADAPTIVE, FIXED, PLAIN), loaded side by side so that their rounds alternate.
 
-    def __init__(self, configs: Mapping[str, Config]) -> None:
-        self.engines = {name: LocalEngine(config) for name, config in configs.items()}
+    isolated  every mode and round has a cache salt of its own, so that all start without KV and corpus
+    """
+
+    runs_per_mode = 1.0
+
+    def __init__(
+        self,
+        configs: Mapping[str, Config],
+        isolated: bool = True,
+        on_progress: OnLoadProgress | None = None,
+    ) -> None:
+        self.engines = {name: LocalEngine(config, on_progress) for name, config in configs.items()}
+        self._isolated = isolated
         self._num_plain = 0
 
     def run_plain(self, conversation: Conversation) -> float:
         """Seconds of one conversation without speculation."""
         self._num_plain += 1
-        salt = f"plain {self._num_plain}"
-        return self.engines[ADAPTIVE].run((conversation,), OFF, 1, salt).seconds
+        return self.engines[ADAPTIVE].run((conversation,), OFF, 1, f"plain {self._num_plain}").seconds
 
-    def run_pairs(self, case: SpecCase, modes: Sequence[Mode], number: int) -> Mapping[str, PairedRun]:
-        """Every mode and round has a cache salt of its own, so that all start without KV and corpus."""
-        conversations = case.make(0)
-        rounds: dict[str, BenchRepetition] = {}
-        for mode in rotate((OFF, *modes), number):
-            salt = f"{case.name}, {mode.name}, round {number}"
-            rounds[mode.name] = self.engines[mode.engine].run(conversations, mode, case.concurrency, salt)
-            rounds[mode.name].check(case, mode)
-        return {mode.name: PairedRun(rounds[OFF.name], rounds[mode.name]) for mode in modes}
+    def run_pairs(self, case: BenchCase, modes: Sequence[Mode], number: int) -> Mapping[str, PairedRun]:
+        salt = f"{case.name}, round {number}, " if self._isolated else None
+        return run_modes(self.engines, case, OFF, modes, number, salt)
 
 
-def parse_acceptance_rates(text: str) -> tuple[float, ...]:
-    """ "0,0.3,0.9" as numbers. Raises ConfigError."""
-    try:
-        rates = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        rates = (-1.0,)
-    if not all(0 <= rate <= 1 for rate in rates):
-        raise ConfigError(f"--replay-acceptance must be numbers from 0 to 1 joined by commas, got {text!r}")
-    return rates
+def run_modes(
+    engines: Mapping[str, LocalEngine],
+    case: BenchCase,
+    off: Mode,
+    modes: Sequence[Mode],
+    number: int,
+    salt: str | None,
+) -> Mapping[str, PairedRun]:
+    """Round `number` of a case: all modes, which share KV and corpus if `salt` is None."""
+    conversations = case.make(0)
+    runs: dict[str, BenchRepetition] = {}
+    for mode in rotate(tuple(dict.fromkeys((off, *modes))), number):
+        own_salt = "" if salt is None else salt + mode.name
+        run = engines[mode.engine].run(conversations, mode, case.concurrency, own_salt)
+        run.check(case, mode)
+        case.claim(mode, number, run)
+        runs[mode.name] = run
+    return {mode.name: PairedRun(runs[off.name], runs[mode.name]) for mode in modes}
 
 
-def replay_categories(rates: Sequence[float]) -> tuple[str, ...]:
-    return (*(f"{REPLAY}{rate:g}" for rate in rates), *((MIXED_REPLAY,) if len(rates) > 1 else ()))
-
-
-def make_replay_conversations(
-    category: str, count: int, variant: int, base: Sequence[str], make: ConversationFactory
-) -> tuple[Conversation, ...]:
-    """Conversations of the base categories in turn, under seeds of their own."""
-    columns = [make(name, count, variant) for name in base if name != RANDOM]
-    return tuple(
-        replace(columns[number % len(columns)][number], category=category, seed=stable_seed(category, number))
-        for number in range(count)
+def drafting_since(before: DraftingStats, after: DraftingStats) -> DraftingStats:
+    """Decisions between two totals."""
+    return DraftingStats(
+        draft_length_counts={
+            name: _increase(before.draft_length_counts.get(name, {}), counts)
+            for name, counts in after.draft_length_counts.items()
+        },
+        no_draft_counts=_increase(before.no_draft_counts, after.no_draft_counts),
+        predicted_seconds=after.predicted_seconds - before.predicted_seconds,
+        realised_seconds=after.realised_seconds - before.realised_seconds,
+        plain_seconds=after.plain_seconds - before.plain_seconds,
+        exploring_seconds=after.exploring_seconds - before.exploring_seconds,
     )
 
 
-def record_outputs(
-    engine: LocalEngine,
-    groups: Sequence[tuple[Conversation, ...]],
-    rates: Sequence[float],
-    concurrency: int,
-    path: Path,
-) -> None:
-    """Answer everything once without speculation and write the replay file."""
-    lines = []
-    for conversations in groups:
-        for result in engine.run(conversations, OFF, concurrency, "recording").results:
-            category = conversations[result.conversation].category
-            rate = (
-                rates[result.conversation % len(rates)]
-                if category == MIXED_REPLAY
-                else float(category.removeprefix(REPLAY))
-            )
-            line = {"prompt_token_ids": result.prompt_ids, "token_ids": result.output}
-            lines.append({**line, "seed": result.seed, "error_rate": 1.0 - rate})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+def _increase(before: Mapping[Key, int], after: Mapping[Key, int]) -> dict[Key, int]:
+    return {key: count - before.get(key, 0) for key, count in after.items() if count != before.get(key, 0)}

@@ -1,8 +1,4 @@
-"""A running server over HTTP: latencies are the client's, counts come from its /metrics.
-
-Every pair has new prompts, so that no mode drafts from another's answers. Before a pair its prompts are
-read once into the prefix cache, so that both modes find them there.
-"""
+"""A running server over HTTP: latencies are the client's, counts come from its /metrics."""
 
 from __future__ import annotations
 
@@ -16,9 +12,9 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from foreword.bench.common import rotate
-from foreword.bench.speculate.types import OFF, BenchRepetition, Mode, PairedRun, RequestResult, SpecCase
-from foreword.bench.speculate.workloads import CODE_SAMPLE, PROSE_SAMPLE, Conversation
+from foreword.bench.measurement import OFF, BenchCase, BenchRepetition, Mode, PairedRun, RequestResult
+from foreword.bench.statistics import rotate
+from foreword.bench.workloads import CODE_SAMPLE, PROSE_SAMPLE, Conversation
 from foreword.cli.client import request_body, server_url
 from foreword.cli.sse_reader import choices_of, iter_chunks_async, text_of, token_ids_of
 from foreword.core.params import SamplingParams, Speculation
@@ -34,10 +30,22 @@ PRIMING = Mode("priming", speculation=Speculation("off"))
 
 
 class RemoteTarget:
-    """A Foreword server without other users. Raises ForewordError where a request fails."""
+    """A Foreword server without other users. Raises ForewordError where a request fails.
+
+    model     a name of its list; None: the first
+    isolated  every pair has new prompts, so that no mode drafts from another's answers, and they are read
+              once into the prefix cache before, so that both modes find them there
+    """
+
+    runs_per_mode = 2.0
 
     def __init__(
-        self, base_url: str, api_key: str | None, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        base_url: str,
+        api_key: str | None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        model: str | None = None,
+        isolated: bool = True,
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key.split(',')[0]}"} if api_key else {}
         url = server_url(base_url)
@@ -47,7 +55,13 @@ class RemoteTarget:
             "transport": transport,
             "timeout": None,
         }
-        card = json.loads(self._request("GET", "/v1/models"))["data"][0]
+        self._isolated = isolated
+        cards = json.loads(self._request("GET", "/v1/models"))["data"]
+        card = next((card for card in cards if model in (None, card["id"])), None)
+        if card is None:
+            raise ForewordError(
+                f"{url} has no model {model}; it has {', '.join(card['id'] for card in cards)}"
+            )
         self.model = str(card["id"])
         self.max_len = int(card["max_model_len"])
         counters = self.read_counters()
@@ -55,13 +69,14 @@ class RemoteTarget:
         self.drafters = tuple(sorted(drafters))
 
     def count(self, text: str) -> int:
+        """Tokens of a text."""
         return len(self._tokens(text))
 
     def plain_ids(self) -> tuple[int, ...]:
         """Token ids of printable text, for random prompts."""
         return tuple(sorted(set(self._tokens(ALPHABET + CODE_SAMPLE + PROSE_SAMPLE))))
 
-    def run_pairs(self, case: SpecCase, modes: Sequence[Mode], number: int) -> Mapping[str, PairedRun]:
+    def run_pairs(self, case: BenchCase, modes: Sequence[Mode], number: int) -> Mapping[str, PairedRun]:
         return {
             mode.name: self._run_pair(case, mode, number, index + number * len(modes))
             for index, mode in enumerate(modes)
@@ -85,10 +100,11 @@ class RemoteTarget:
             if "le" not in sample.labels
         }
 
-    def _run_pair(self, case: SpecCase, mode: Mode, number: int, variant: int) -> PairedRun:
+    def _run_pair(self, case: BenchCase, mode: Mode, number: int, variant: int) -> PairedRun:
         conversations = case.make(variant)
-        first_turns = [replace(each, turns=each.turns[:1], max_tokens=1) for each in conversations]
-        self._run_repetition(first_turns, PRIMING, case.concurrency)
+        if self._isolated:
+            first_turns = [replace(each, turns=each.turns[:1], max_tokens=1) for each in conversations]
+            self._run_repetition(first_turns, PRIMING, case.concurrency)
         rounds = {
             ordered.name: self._run_repetition(conversations, ordered, case.concurrency)
             for ordered in rotate((OFF, mode), number)

@@ -2,12 +2,11 @@
 
 import pytest
 
-from foreword.bench.speculate.workloads import (
+from foreword.bench.workloads import (
     ALL_CATEGORIES,
     CATEGORIES,
     PromptBudget,
     interleave,
-    library_functions,
     make_conversations,
 )
 from foreword.demo import MODEL
@@ -21,11 +20,20 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_directory(MODEL)
 
 
+class FakeModel:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def count(self, text: str) -> int:
+        return len(self.tokenizer.encode(text))
+
+    def plain_ids(self) -> range:
+        return range(10, 1000)
+
+
 @pytest.fixture(scope="module")
 def budget(tokenizer: Tokenizer) -> PromptBudget:
-    return PromptBudget.from_context(
-        CONTEXT, 128, lambda text: len(tokenizer.encode(text)), range(10, 1000), library_functions()
-    )
+    return PromptBudget.from_context(CONTEXT, 128, FakeModel(tokenizer))
 
 
 @pytest.mark.parametrize("category", ALL_CATEGORIES)
