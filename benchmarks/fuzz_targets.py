@@ -17,7 +17,7 @@ from tokenizers import decoders, models
 
 from benchmarks.fuzz_mutate import Mutate, change_bytes, change_json, change_lines, change_safetensors
 from foreword.checkpoint import read_tokenizer
-from foreword.cli.flags import read_config
+from foreword.cli.configuration import read_config
 from foreword.core.structured_output import StructuredOutput, Vocabulary
 from foreword.embedding.encoder_loader import load_encoder
 from foreword.embedding.sentence_transformers import read_pooling_config

@@ -34,7 +34,8 @@ from PIL import Image
 from benchmarks.script import print_json, run_script
 from foreword.bench.server import ServerProcess
 from foreword.bench.tables import print_table
-from foreword.config.options import Config, parse_bytes
+from foreword.config.options import Config
+from foreword.config.units import parse_bytes
 from tests.support.vision_checkpoints import write_vision_checkpoint
 
 MIB = 1 << 20

@@ -40,7 +40,8 @@ from benchmarks.script import print_json, run_script
 from foreword.bench.server import ServerProcess
 from foreword.bench.statistics import percentile
 from foreword.bench.tables import print_table
-from foreword.cli.flags import ENGINE_GROUPS, add_config_options, read_config
+from foreword.cli.configuration import read_config
+from foreword.cli.flags import ENGINE_GROUPS, add_config_options
 from foreword.cli.terminal import loading_bar
 
 SPAWNER = b"foreword.engine_client.forkserver"

@@ -35,7 +35,8 @@ from benchmarks.script import print_json, run_script
 from foreword.bench.statistics import percentile, rotate, speed_ratio, time_call
 from foreword.bench.tables import print_table
 from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
-from foreword.cli.flags import ENGINE_GROUPS, add_config_options, read_config
+from foreword.cli.configuration import read_config
+from foreword.cli.flags import ENGINE_GROUPS, add_config_options
 from foreword.cli.terminal import loading_bar
 from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams, Speculation

@@ -42,7 +42,8 @@ from foreword.bench.workloads import (
     PromptBudget,
     make_conversation,
 )
-from foreword.cli.flags import ENGINE_GROUPS, add_config_options, read_config
+from foreword.cli.configuration import read_config
+from foreword.cli.flags import ENGINE_GROUPS, add_config_options
 from foreword.cli.terminal import loading_bar
 from foreword.config.options import Config
 from foreword.core.params import Speculation

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from foreword.chat_formats.families import FORMATS
 from foreword.config.options import Config
+from foreword.config.speculative_config import apply_speculative_config
 from foreword.demo import BUNDLED, DEFAULT_MODEL
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest, did_you_mean
 from foreword.multimodal.image_processor import ImageProcessor
@@ -56,7 +57,7 @@ def resolve_paths(config: Config) -> Config:
     """
     if config.models is not None:
         raise ConfigError("models: several models need a server: foreword serve --models", "models")
-    config = config.with_speculative_config()
+    config = apply_speculative_config(config)
     name = str(config.model or DEFAULT_MODEL)
     path = BUNDLED[name][0] if name in BUNDLED else resolve_path(name)
     if not config.runs_draft_model:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from foreword.cli.flags import unknown_variables
+from foreword.cli.configuration import unknown_variables
 from foreword.config.options import Config
 from foreword.server.app import ROUTE_TABLE
 from tests.support.waiting import WAIT_S

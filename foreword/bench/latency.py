@@ -53,7 +53,7 @@ from foreword.bench.tables import (
 from foreword.bench.workloads import prompt_conversations
 from foreword.cli.banner import EXAMPLE_PROMPT, parse_loading_line
 from foreword.cli.client import HTTPBackend
-from foreword.cli.flags import read_config
+from foreword.cli.configuration import read_config
 from foreword.config.options import Config
 from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams

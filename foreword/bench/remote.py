@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from foreword.bench.measurement import OFF, BenchCase, BenchRepetition, Mode, PairedRun, RequestResult
 from foreword.bench.statistics import rotate
 from foreword.bench.workloads import CODE_SAMPLE, PROSE_SAMPLE, Conversation
-from foreword.cli.client import request_body, server_url
+from foreword.cli.client import connection_options, request_body
 from foreword.cli.sse_reader import choices_of, iter_chunks_async, text_of, token_ids_of
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import ForewordError
@@ -47,14 +47,8 @@ class RemoteTarget:
         model: str | None = None,
         isolated: bool = True,
     ) -> None:
-        headers = {"Authorization": f"Bearer {api_key.split(',')[0]}"} if api_key else {}
-        url = server_url(base_url)
-        self._options: dict[str, Any] = {
-            "base_url": url,
-            "headers": headers,
-            "transport": transport,
-            "timeout": None,
-        }
+        self._options = connection_options(base_url, api_key) | {"transport": transport}
+        url = self._options["base_url"]
         self._isolated = isolated
         cards = json.loads(self._request("GET", "/v1/models"))["data"]
         card = next((card for card in cards if model in (None, card["id"])), None)

@@ -28,14 +28,14 @@ from foreword.bench.measurement import (
     request_errors,
     with_all_drafters,
 )
-from foreword.bench.prompts import read_examples
+from foreword.bench.prompts import PromptExample, read_examples
 from foreword.bench.remote import RemoteTarget
 from foreword.bench.server import ServerProcess
 from foreword.bench.session import BenchSession
 from foreword.bench.statistics import percentile
 from foreword.bench.tables import equal_text, print_table, ratio_legend, rounds_text, speed_cells
-from foreword.bench.throughput import load_of, load_text, make_case
-from foreword.cli.flags import read_config
+from foreword.bench.workloads import Conversation
+from foreword.cli.configuration import read_config
 from foreword.config.options import Config
 
 PERCENTS = (50, 90, 99)
@@ -56,6 +56,31 @@ def run(args: argparse.Namespace) -> int:
         figures = figures or {"rounds": 0, "answered_all": False, "equal": False}
         passed = figures["answered_all"] and figures["equal"]
         return session.finish({**load_of(args), **figures}, _show, finished=figures["rounds"], passed=passed)
+
+
+def make_case(args: argparse.Namespace, examples: Sequence[PromptExample]) -> BenchCase:
+    """Requests of `throughput` and `serve`: the examples in turn, each with a seed of its own."""
+    conversations = tuple(
+        Conversation(
+            example.turns[:1],
+            example.history,
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            seed=seed,
+        )
+        for seed in range(args.num_requests)
+        for example in (examples[seed % len(examples)],)
+    )
+    return BenchCase("requests", min(args.concurrency, args.num_requests), lambda variant: conversations)
+
+
+def load_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The load, as a part of the result."""
+    return {name: getattr(args, name) for name in ("num_requests", "concurrency", "temperature")}
+
+
+def load_text(result: Mapping[str, Any]) -> str:
+    return f"{result['num_requests']} requests, {result['concurrency']} at once"
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from foreword.cli.flags import engine_fields, flag
+from foreword.cli.configuration import engine_fields
+from foreword.cli.flags import flag
 from foreword.config.options import Config
 from foreword.errors import ForewordError
 

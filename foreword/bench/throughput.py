@@ -27,8 +27,9 @@ from foreword.bench.measurement import (
     model_name,
     with_all_drafters,
 )
-from foreword.bench.prompts import PromptExample, read_examples
+from foreword.bench.prompts import read_examples
 from foreword.bench.regime import require
+from foreword.bench.serve import load_of, load_text, make_case
 from foreword.bench.session import BenchSession
 from foreword.bench.tables import (
     MODE_LEGEND,
@@ -38,8 +39,7 @@ from foreword.bench.tables import (
     rounds_text,
     speed_cells,
 )
-from foreword.bench.workloads import Conversation
-from foreword.cli.flags import read_config
+from foreword.cli.configuration import read_config
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,31 +58,6 @@ def run(args: argparse.Namespace) -> int:
         figures = next(iter(measurement.end(session.errors)), {"rounds": 0, "equal": False})
         result = {**load_of(args), **figures}
         return session.finish(result, _show, finished=result["rounds"], passed=result["equal"])
-
-
-def make_case(args: argparse.Namespace, examples: Sequence[PromptExample]) -> BenchCase:
-    """Requests of `throughput` and `serve`: the examples in turn, each with a seed of its own."""
-    conversations = tuple(
-        Conversation(
-            example.turns[:1],
-            example.history,
-            max_tokens=args.max_tokens,
-            temperature=args.temperature,
-            seed=seed,
-        )
-        for seed in range(args.num_requests)
-        for example in (examples[seed % len(examples)],)
-    )
-    return BenchCase("requests", min(args.concurrency, args.num_requests), lambda variant: conversations)
-
-
-def load_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The load, as a part of the result."""
-    return {name: getattr(args, name) for name in ("num_requests", "concurrency", "temperature")}
-
-
-def load_text(result: Mapping[str, Any]) -> str:
-    return f"{result['num_requests']} requests, {result['concurrency']} at once"
 
 
 def _claim(mode: Mode, number: int, repetition: Any) -> None:

@@ -18,20 +18,20 @@ from typing import Any
 from rich.console import Console
 
 from foreword.chat_formats.events import CallArguments, CallStart
-from foreword.cli.arguments import add_model_word
+from foreword.cli.chat_input import History, history_path, piped_turns, typed_turns
+from foreword.cli.chat_tools import REFUSED_RESULT, TOOLS, LocalTools, error_result, join_calls
 from foreword.cli.client import ChatBackend, ChatPiece, add_backend_options, finish_note, open_backend
+from foreword.cli.configuration import read_config
 from foreword.cli.flags import (
     Message,
     add_image_option,
+    add_model_word,
     add_sampling_options,
-    read_config,
     read_params,
     usage_errors,
     user_message,
 )
 from foreword.cli.terminal import StyledText, WordWrapper, replace_unknown_characters, show_controls
-from foreword.cli.tools import REFUSED_RESULT, TOOLS, LocalTools, error_result, join_calls
-from foreword.cli.turn_reader import History, history_path, piped_turns, typed_turns
 from foreword.core.params import SEED_MASK, SamplingParams, Speculation
 from foreword.errors import ConfigError, ContextLengthExceeded, ForewordError, InvalidRequest
 from foreword.outputs import ToolCall

@@ -6,6 +6,7 @@ It reads config.json or the GGUF header, and the tokenizers, but no weights. Exi
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
@@ -13,27 +14,29 @@ from rich.console import Console
 
 from foreword.checkpoint import apply_options, check_draft_model, read_tokenizer, resolve_paths
 from foreword.cli.check_models import check_plan
-from foreword.cli.check_replicas import check_replicas
 from foreword.cli.check_report import CheckResult, describe_parts
-from foreword.cli.flags import read_config
+from foreword.cli.configuration import read_config
 from foreword.cli.startup import startup_line
 from foreword.cli.terminal import format_count
 from foreword.config.models_file import ModelsConfig, read_models
 from foreword.config.options import Config
 from foreword.engine.fingerprint import types_in_use
 from foreword.engine.loader import detect_hardware, make_plugins
-from foreword.errors import ForewordError
+from foreword.engine_client.remote import RemoteClient
+from foreword.engine_client.router import describe_difference
+from foreword.errors import ConfigError, ForewordError
 from foreword.kernels.registry import native_unavailable_reason
 from foreword.models.model_loader import check_weights, read_model_info
 from foreword.multimodal.processor_registry import read_processor
 from foreword.planning.fit_hints import fitting_options
 from foreword.planning.memory import ModelInfo, format_bytes
 from foreword.planning.memory_plan import MemoryPart, plan_memory
-from foreword.planning.resolve import ResolvedConfig, draft_size_warning, fits, resolve
+from foreword.planning.resolve import EngineInfo, ResolvedConfig, draft_size_warning, fits, resolve
 from foreword.tokenizer.input_processor import ChatInputProcessor
 from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.weights.gguf.header import is_gguf
 
+REPLICA_ANSWER_S = 5.0  # until a server of --replica-urls counts as absent
 IMAGE_SIZES = ((640, 480), (1920, 1080), (1080, 1920))  # example widths and heights, for their token counts
 
 
@@ -85,7 +88,7 @@ def run_checks(config: Config, with_memory: bool = True) -> Iterator[CheckResult
     if with_memory and config.replicas:
         yield from _check_memory(config, target, drafter)
     if config.remote_urls:
-        yield from check_replicas(config)
+        yield from _check_replicas(config)
 
 
 def _check_model(
@@ -232,3 +235,33 @@ def _check_plugins(config: Config, chosen: ResolvedConfig, target: ModelInfo) ->
     except ForewordError as error:
         return CheckResult(False, f"own drafters: {error}")
     return CheckResult(True, f"own drafters: {names}")
+
+
+def _check_replicas(config: Config) -> Iterator[CheckResult]:
+    """Compare each server with the first that answers."""
+    first: EngineInfo | None = None
+    for url, answer in zip(config.remote_urls, asyncio.run(_ask_all(config)), strict=True):
+        if isinstance(answer, ForewordError):
+            yield CheckResult(False, f"replica {url}: {answer.message}")
+            continue
+        first = first or answer
+        problem = describe_difference(first, answer, config.max_model_len)
+        facts = f"context {answer.resolved.max_model_len} tokens, fingerprint {answer.fingerprint}"
+        yield CheckResult(not problem, f"replica {url}: {problem or facts}")
+
+
+async def _ask_all(config: Config) -> Sequence[EngineInfo | ForewordError]:
+    return await asyncio.gather(*(_ask(url, str(config.engine_key)) for url in config.remote_urls))
+
+
+async def _ask(url: str, key: str) -> EngineInfo | ForewordError:
+    client = RemoteClient(url, key)
+    try:
+        async with asyncio.timeout(REPLICA_ANSWER_S):
+            return await client.start()
+    except ForewordError as error:
+        return error
+    except TimeoutError:
+        return ConfigError(client.readiness.detail, "replica_urls")
+    finally:
+        await client.close()

@@ -8,7 +8,7 @@ from itertools import combinations
 
 from foreword.cli.check_report import INDENT, CheckResult, describe_parts
 from foreword.config.models_file import ModelEntry, ModelsConfig
-from foreword.config.options import format_cpus, parse_cpus
+from foreword.config.units import format_cpus, parse_cpus
 from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import ForewordError
 from foreword.fleet.memory import ELSEWHERE, FleetPlan, ModelPlan, plan_fleet

@@ -13,7 +13,8 @@ from typing import Any, Protocol, cast
 import httpx
 
 from foreword.chat_formats.events import CallArguments, CallStart
-from foreword.cli.flags import ENGINE_GROUPS, FLAGS, Message, add_config_options, read_config
+from foreword.cli.configuration import read_config
+from foreword.cli.flags import ENGINE_GROUPS, FLAGS, Message, add_config_options
 from foreword.cli.sse_reader import Chunk, call_events, choices_of, iter_chunks, reasoning_of, text_of
 from foreword.cli.startup import startup_line
 from foreword.core.params import SamplingParams
@@ -78,6 +79,15 @@ def server_url(base_url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
+def connection_options(base_url: str, api_key: str | None) -> dict[str, Any]:
+    """Address, key and timeouts of an httpx client, whose answers may take any time."""
+    return {
+        "base_url": server_url(base_url),
+        "headers": {"Authorization": f"Bearer {api_key.split(',')[0]}"} if api_key else {},
+        "timeout": httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+    }
+
+
 @contextmanager
 def open_backend(args: argparse.Namespace) -> Iterator[ChatBackend]:
     """The server at --base-url, else a model in this process; only the latter imports torch."""
@@ -104,10 +114,7 @@ class HTTPBackend:
         model: str | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        headers = {"Authorization": f"Bearer {api_key.split(',')[0]}"} if api_key else {}
-        url = server_url(base_url)
-        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=transport)
+        self._http = httpx.Client(**connection_options(base_url, api_key), transport=transport)
         self.name = model or self._first_model()
         self._sampling_defaults: Mapping[str, Any] | None = None  # not read yet
         self.speculation: str | None = None

@@ -16,36 +16,34 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from foreword import __version__
-from foreword.cli.arguments import (
-    add_check_arguments,
-    add_env_arguments,
-    add_run_batch_arguments,
-    add_serve_arguments,
-)
 from foreword.cli.batch_file import check_files
-from foreword.cli.flags import (
-    NoEffectAction,
+from foreword.cli.configuration import (
     check_foreign_keys,
     foreign_variables,
-    has_foreign_words,
     print_line,
     read_config,
     read_log_format,
     unknown_variables,
     unused_options,
 )
+from foreword.cli.flags import (
+    add_check_arguments,
+    add_env_arguments,
+    add_run_batch_arguments,
+    add_serve_arguments,
+)
 from foreword.cli.listener import bind
 from foreword.cli.startup import startup_line
 from foreword.config.foreign_flags import NO_EFFECT, translate_words
 from foreword.config.models_file import read_models
-from foreword.config.option_text import KIND_NAMES
+from foreword.config.option_parsing import KIND_NAMES
 from foreword.config.options import Config
 from foreword.demo import BUNDLED, DEFAULT_MODEL
 from foreword.errors import CheckpointError, ConfigError, ForewordError, Terminated, did_you_mean
@@ -137,6 +135,13 @@ def _format_help(prog: str) -> argparse.HelpFormatter:
     return argparse.HelpFormatter(prog, max_help_position=32)
 
 
+class _NoEffect(argparse.Action):
+    """A flag that changes nothing, and keeps the words before it from taking those after it."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        pass
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with errors of one line that name the nearest flag, and without abbreviations."""
 
@@ -167,7 +172,7 @@ class Parser(argparse.ArgumentParser):
         if "--config" in own and has_foreign_words(args, own):
             args, notes, self.refusals = translate_words(args, own)
             if NO_EFFECT in args and NO_EFFECT not in own:
-                self.add_argument(NO_EFFECT, action=NoEffectAction, nargs=0, help=argparse.SUPPRESS)
+                self.add_argument(NO_EFFECT, action=_NoEffect, nargs=0, help=argparse.SUPPRESS)
         namespace, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(self._unknown(rest))
@@ -202,6 +207,23 @@ class Parser(argparse.ArgumentParser):
             names = [str(choice) for choice in action.choices]
             problem = f"must be one of {', '.join(names)}, got {value!r}{did_you_mean(str(value), names)}"
             raise argparse.ArgumentError(action, problem)
+
+
+def has_foreign_words(words: Sequence[str], own: Mapping[str, argparse.Action]) -> bool:
+    """Whether a word is no flag of ours, or gives one a value that it does not take."""
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        if word == "--":
+            break
+        name, _, value = word.partition("=")
+        action, value = own.get(name), value or following
+        if action is None:
+            if re.match(r"-\D", word):
+                return True
+        elif (action.choices and value not in action.choices) or (
+            action.type is int and not value.isdecimal()
+        ):
+            return True
+    return False
 
 
 def _parse(words: list[str]) -> argparse.Namespace:

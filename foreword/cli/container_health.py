@@ -14,8 +14,8 @@ import socket
 import sys
 from pathlib import Path
 
-from foreword.cli.arguments import add_serve_arguments
-from foreword.cli.flags import read_config
+from foreword.cli.configuration import read_config
+from foreword.cli.flags import add_serve_arguments
 
 TIMEOUT_S = 4.0
 TRANSIENT = ("restarting", "draining")  # a supervisor that kills the container would only lose answers

@@ -10,14 +10,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from foreword.cli.flags import GROUPS, environment_name, flag
+from foreword.cli.configuration import environment_name
+from foreword.cli.flags import GROUPS, flag
 from foreword.config.foreign_flags import ForeignFlag, foreign_flags
-from foreword.config.option_text import type_name
-from foreword.config.options import IGNORED_SPECULATIVE_FIELDS, option_fields
+from foreword.config.option_parsing import type_name
+from foreword.config.options import option_fields
+from foreword.config.speculative_config import IGNORED_SPECULATIVE_FIELDS
 from foreword.metrics.definitions import CATALOG, MODEL_LABEL, PREFIX, VLLM_METRICS, Metric, VLLMMetric
 from foreword.metrics.prometheus import ENGINE_PROCESS
-from foreword.server.apis import ignored_fields as compat
-from foreword.server.apis.descriptions import DESCRIPTIONS
+from foreword.server.apis import ignored_fields
+from foreword.server.apis.descriptions import descriptions
 
 FLAGS_HEADER = """# Flags
 
@@ -174,23 +176,23 @@ BODIES: Mapping[str, str] = MappingProxyType(
         "AddReplicaBody": "`POST /engine/replicas`, of a router",
     }
 )
-FIELDS: Mapping[str, Mapping[str, compat.IgnoredField]] = MappingProxyType(
+FIELDS: Mapping[str, Mapping[str, ignored_fields.IgnoredField]] = MappingProxyType(
     {
-        "Chat and completions": compat.GENERATION,
-        "Chat alone": compat.CHAT,
-        "Completions alone": compat.COMPLETION,
-        "Messages": compat.MESSAGE,
-        "`/v1/responses`": compat.RESPONSES,
-        "`/v1/responses`: items of `input`": compat.RESPONSE_ITEM,
-        "`/v1/responses`: `reasoning`": compat.RESPONSE_REASONING,
-        "`/v1/messages`": compat.MESSAGES_API,
-        "`stream_options`": compat.STREAM_OPTIONS,
-        "`response_format.json_schema`": compat.JSON_SCHEMA,
-        "`structured_outputs`": compat.STRUCTURED_OUTPUTS,
-        "Embeddings and ranking": compat.POOLING,
-        "Embeddings alone": compat.EMBEDDING,
-        "Ranking alone": compat.RANKING,
-        "`/tokenize` and `/detokenize`": compat.TEMPLATE,
+        "Chat and completions": ignored_fields.GENERATION,
+        "Chat alone": ignored_fields.CHAT,
+        "Completions alone": ignored_fields.COMPLETION,
+        "Messages": ignored_fields.MESSAGE,
+        "`/v1/responses`": ignored_fields.RESPONSES,
+        "`/v1/responses`: items of `input`": ignored_fields.RESPONSE_ITEM,
+        "`/v1/responses`: `reasoning`": ignored_fields.RESPONSE_REASONING,
+        "`/v1/messages`": ignored_fields.MESSAGES_API,
+        "`stream_options`": ignored_fields.STREAM_OPTIONS,
+        "`response_format.json_schema`": ignored_fields.JSON_SCHEMA,
+        "`structured_outputs`": ignored_fields.STRUCTURED_OUTPUTS,
+        "Embeddings and ranking": ignored_fields.POOLING,
+        "Embeddings alone": ignored_fields.EMBEDDING,
+        "Ranking alone": ignored_fields.RANKING,
+        "`/tokenize` and `/detokenize`": ignored_fields.TEMPLATE,
     }
 )
 
@@ -285,7 +287,7 @@ def fields_page() -> str:
 def request_fields_page() -> str:
     """One table per body."""
     lines = [REQUEST_FIELDS_HEADER]
-    for body, texts in DESCRIPTIONS.items():
+    for body, texts in descriptions().items():
         title = BODIES[body]
         lines += [f"## {title[0].upper()}{title[1:]}\n", "| field | meaning |", "|---|---|"]
         lines += [f"| `{name}` | {text.replace('|', '/')} |" for name, text in texts.items()]
@@ -293,7 +295,7 @@ def request_fields_page() -> str:
     return "\n".join(lines)
 
 
-def _peer_field(name: str, row: compat.IgnoredField) -> str:
+def _peer_field(name: str, row: ignored_fields.IgnoredField) -> str:
     values = ["any"] if row.neutral is None else [f"`{json.dumps(value)}`" for value in row.neutral]
     cells = (f"`{name}`", row.source, ", ".join(values) or "null", row.reason)
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

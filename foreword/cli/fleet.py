@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from foreword.cli.banner import local_url
-from foreword.cli.flags import add_config_options, check_foreign_keys, environment_name, read_config
+from foreword.cli.configuration import check_foreign_keys, environment_name, read_config
+from foreword.cli.flags import add_config_options
 from foreword.cli.terminal import set_up_logging
 from foreword.cli.uvicorn_server import ShutdownSignals, wait_first
 from foreword.config.models_file import read_models

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from foreword.cli.flags import environment_name
+from foreword.cli.configuration import environment_name
 from foreword.errors import ConfigError
 from foreword.server.auth.key_file import (
     Key,

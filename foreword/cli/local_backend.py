@@ -11,7 +11,8 @@ from foreword.chat_formats.events import CallArguments, CallStart, ReasoningText
 from foreword.checkpoint import model_names
 from foreword.cli.banner import speculation_line
 from foreword.cli.client import ChatPiece, ChatResult, Tool
-from foreword.cli.flags import Message, engine_fields
+from foreword.cli.configuration import engine_fields
+from foreword.cli.flags import Message
 from foreword.cli.terminal import loading_bar
 from foreword.config.options import Config
 from foreword.core.params import SamplingParams

@@ -10,8 +10,9 @@ from typing import Any, Final
 import httpx
 
 from foreword.cli.banner import local_url
-from foreword.cli.client import CONNECT_TIMEOUT_S, server_url
-from foreword.cli.flags import add_config_options, read_config
+from foreword.cli.client import connection_options
+from foreword.cli.configuration import read_config
+from foreword.cli.flags import add_config_options
 
 ROUTE: Final = "/admin/reload"
 
@@ -28,12 +29,11 @@ def run(args: argparse.Namespace, transport: httpx.BaseTransport | None = None) 
     config = read_config(args)
     if args.url is None and config.uds is not None:
         transport = transport or httpx.HTTPTransport(uds=config.uds)
-    url = server_url(args.url or local_url(config.host, config.port))
-    headers = {"Authorization": f"Bearer {config.api_key.split(',')[0]}"} if config.api_key else {}
-    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+    options = connection_options(args.url or local_url(config.host, config.port), config.api_key)
+    url = options["base_url"]
     try:
         with (
-            httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=transport) as client,
+            httpx.Client(**options, transport=transport) as client,
             client.stream("POST", ROUTE) as response,
         ):
             for line in response.iter_lines():

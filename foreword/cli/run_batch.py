@@ -31,7 +31,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeR
 from foreword.checkpoint import prepare_checkpoint
 from foreword.cli.batch_file import BatchLine, BatchOutput, InvalidLine, error_line, read_lines, success_line
 from foreword.cli.client import server_url
-from foreword.cli.flags import read_config
+from foreword.cli.configuration import read_config
 from foreword.cli.startup import startup_line
 from foreword.cli.terminal import progress_bar, set_up_logging, stderr_console
 from foreword.config.models_file import ModelsConfig, read_models

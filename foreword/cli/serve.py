@@ -22,7 +22,7 @@ from typing import Any
 
 from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
 from foreword.cli.banner import banner_lines, local_url, models_lines, unix_address
-from foreword.cli.flags import read_config
+from foreword.cli.configuration import read_config
 from foreword.cli.fleet import run_up
 from foreword.cli.listener import bind, bind_error, bind_unix
 from foreword.cli.startup import startup_line

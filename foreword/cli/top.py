@@ -23,8 +23,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from foreword.cli.client import server_url
-from foreword.cli.flags import environment_name
+from foreword.cli.client import connection_options
+from foreword.cli.configuration import environment_name
 from foreword.cli.terminal import format_count, show_controls
 from foreword.errors import ConfigError, ForewordError
 from foreword.metrics.definitions import MODEL_LABEL, PREFIX
@@ -129,9 +129,9 @@ class ServerReader:
     """Takes snapshots of a server."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        self.url = server_url(url)
-        headers = {"Authorization": f"Bearer {api_key.split(',')[0]}"} if api_key else {}
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S)
+        options = connection_options(url, api_key)
+        self.url = str(options["base_url"])
+        self._http = httpx.Client(**options | {"timeout": TIMEOUT_S})
         self._may_be_admin = bool(api_key)
 
     def __enter__(self) -> ServerReader:

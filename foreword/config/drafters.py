@@ -34,6 +34,37 @@ class DrafterPlugin:
         return self.name if self.is_installed else self.reference
 
 
+def parse_drafters(
+    speculate: str, draft_model: str | None, replay_file: str | None
+) -> list[str | DrafterPlugin]:
+    """The drafters that `--speculate` names; empty if it is off. Raises ConfigError.
+
+    `auto` includes the draft model if there is one, but not `ngram`, because `suffix` covers it.
+    """
+    if speculate == "off":
+        return []
+    drafters: list[str | DrafterPlugin] = []
+    for item in map(str.strip, speculate.split(",")):
+        if item == "off":
+            raise ConfigError("speculate: `off` cannot be combined with drafters", "speculate")
+        if item.isdecimal():
+            problem = f"names drafters; --num-speculative-tokens {item} limits their tokens"
+            raise ConfigError(f"speculate {problem}", "speculate")
+        if item == "auto":
+            drafters += ("grammar", "prediction", "suffix", *(("draft",) if draft_model else ()))
+        else:
+            drafters.append(item if item in DRAFTERS else find_plugin(item))
+    if "draft" in drafters and not draft_model:
+        raise ConfigError("speculate: `draft` needs --draft-model", "draft_model")
+    if "replay" in drafters and not replay_file:
+        raise ConfigError("speculate: `replay` needs --replay-file", "replay_file")
+    names = [each.name if isinstance(each, DrafterPlugin) else each for each in drafters]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"speculate: two drafters are named {name}: {speculate}", "speculate")
+    return drafters
+
+
 def find_plugin(text: str) -> DrafterPlugin:
     """The plug-in that an item of `--speculate` names. Raises ConfigError."""
     is_installed = ":" not in text

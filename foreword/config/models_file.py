@@ -13,14 +13,16 @@ from typing import Any
 
 import yaml
 
-from foreword.config.option_text import (
+from foreword.config.option_parsing import (
     compose_yaml,
     items_of,
     parse_option,
     read_option_key,
     read_option_value,
 )
-from foreword.config.options import Config, option_fields, parse_bytes, parse_duration
+from foreword.config.options import Config, option_fields
+from foreword.config.speculative_config import apply_speculative_config
+from foreword.config.units import parse_bytes, parse_duration
 from foreword.core.params import SamplingParams
 from foreword.errors import ConfigError, InvalidRequest, did_you_mean
 
@@ -206,7 +208,7 @@ class _ModelsFile:
         further = [each.strip() for each in str(options.get("served_model_name") or "").split(",")]
         options["served_model_name"] = ",".join(dict.fromkeys((name, *filter(None, further))))
         try:
-            config = replace(self._base, **options).with_speculative_config()
+            config = apply_speculative_config(replace(self._base, **options))
         except ConfigError as error:
             place = values[error.param][1] if error.param in values else f"{where}: {name}"
             raise ConfigError(f"{place}: {error.message}", error.param) from None

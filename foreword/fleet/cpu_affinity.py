@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from foreword.config.models_file import ModelsConfig
-from foreword.config.options import Config, parse_cpus
+from foreword.config.options import Config
+from foreword.config.units import parse_cpus
 from foreword.engine_client.base import EngineClient
 from foreword.planning.replica_resources import Machine
 

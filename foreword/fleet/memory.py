@@ -17,7 +17,8 @@ from typing import Final
 
 from foreword.checkpoint import resolve_paths
 from foreword.config.models_file import ModelEntry, ModelsConfig
-from foreword.config.options import Config, parse_bytes, parse_tokens
+from foreword.config.options import Config
+from foreword.config.units import parse_bytes, parse_tokens
 from foreword.engine_client.connection import EngineProcess
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.heartbeat import read_proc_stat

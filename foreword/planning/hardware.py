@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foreword.config.options import Config, format_cpus, parse_cpus
+from foreword.config.options import Config
+from foreword.config.units import format_cpus, parse_cpus
 from foreword.errors import ConfigError
 
 logger = logging.getLogger(__name__)

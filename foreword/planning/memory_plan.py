@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from foreword.config.options import Config, parse_bytes
+from foreword.config.options import Config
+from foreword.config.units import parse_bytes
 from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory import (
     DTYPE_BYTES,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foreword.config.options import Config, parse_bytes, parse_tokens
+from foreword.config.options import Config
+from foreword.config.units import parse_bytes, parse_tokens
 from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory import (
     GIB,

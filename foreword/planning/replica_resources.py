@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from foreword.config.options import Config, format_cpus, parse_cpus
+from foreword.config.options import Config
+from foreword.config.units import format_cpus, parse_cpus
 from foreword.errors import ConfigError
 
 NODES = Path("/sys/devices/system/node")

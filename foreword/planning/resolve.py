@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from foreword.config.lora import AdapterInfo
-from foreword.config.options import Config, parse_bytes
+from foreword.config.options import Config
+from foreword.config.speculative_config import ignored_speculative_fields
+from foreword.config.units import parse_bytes
 from foreword.errors import ConfigError, InvalidRequest
 from foreword.planning.fit_hints import fitting_options, measured_hints
 from foreword.planning.hardware import HardwareInfo
@@ -304,7 +306,7 @@ def _notes(config: Config, hardware: HardwareInfo, model: ModelInfo) -> tuple[st
         notes.append(f"{_no_bfloat16_message(hardware)}: float16 instead")
     if "suffix" in config.drafter_names() and hardware.native_library_error:
         notes.append("speculate: ngram replaces suffix, which needs the native library")
-    for name, reason in config.ignored_speculative_fields().items():
+    for name, reason in ignored_speculative_fields(config).items():
         notes.append(f"speculative_config: {name} has no effect: {reason}")
     if config.speculate != "off" and config.num_speculative_tokens == 0:
         notes.append("num_speculative_tokens is 0: nothing is drafted, as with --speculate off")

@@ -13,7 +13,8 @@ from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from foreword.config.options import Config, parse_bytes
+from foreword.config.options import Config
+from foreword.config.units import parse_bytes
 from foreword.core.outputs import StepStats
 from foreword.embedding.client import EncoderClient
 from foreword.embedding.sentence_transformers import DECODER_POOLING, PoolingConfig

@@ -12,11 +12,11 @@ from rich.console import Console
 
 from foreword.chat_formats.events import CallArguments, CallStart
 from foreword.cli import chat
+from foreword.cli.chat_tools import REFUSED_RESULT, TOOLS, LocalTools
 from foreword.cli.client import ChatPiece, ChatResult, Tool, open_backend
 from foreword.cli.command_line import build_parser
 from foreword.cli.flags import Message
 from foreword.cli.main import main
-from foreword.cli.tools import REFUSED_RESULT, TOOLS, LocalTools
 from foreword.core.params import SamplingParams
 from foreword.errors import ContextLengthExceeded, ForewordError
 from tests.support.images import png

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from foreword.cli.configuration import environment_name
 from foreword.cli.docs_gen import PAGES, write
-from foreword.cli.flags import environment_name, flag
+from foreword.cli.flags import flag
 from foreword.config.options import option_fields
 from foreword.metrics.definitions import CATALOG
 

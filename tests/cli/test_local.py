@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from foreword.cli.chat_tools import TOOLS, join_calls
 from foreword.cli.local_backend import LocalBackend
 from foreword.cli.main import main
-from foreword.cli.tools import TOOLS, join_calls
 from foreword.config.options import Config
 from foreword.core.params import SamplingParams
 from tests.support.checkpoints import write_checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from foreword.cli.command_line import build_parser
-from foreword.cli.flags import read_config
+from foreword.cli.configuration import read_config
 from foreword.config.foreign_flags import find_foreign, foreign_flags, translate_keywords, translate_words
 from foreword.config.options import Config
 from foreword.errors import ConfigError

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from foreword.config.options import Config, parse_bytes, parse_cpus, parse_duration
+from foreword.config.options import Config
+from foreword.config.speculative_config import apply_speculative_config, ignored_speculative_fields
+from foreword.config.units import parse_bytes, parse_cpus, parse_duration
 from foreword.errors import ConfigError
 
 GIB = 1 << 30
@@ -82,7 +84,7 @@ def test_drafters_keep_their_order(options: dict[str, Any], drafters: tuple[str,
     ],
 )
 def test_vllm_speculative_config(given: dict[str, Any], expected: tuple[Any, ...]) -> None:
-    config = Config(speculative_config=json.dumps(given)).with_speculative_config()
+    config = apply_speculative_config(Config(speculative_config=json.dumps(given)))
     assert (
         config.speculate,
         config.draft_model,
@@ -93,10 +95,10 @@ def test_vllm_speculative_config(given: dict[str, Any], expected: tuple[Any, ...
 
 def test_speculative_fields_without_effect_are_noted_once() -> None:
     text = json.dumps({"method": "ngram", "disable_by_batch_size": 8, "draft_tensor_parallel_size": 1})
-    config = Config(speculative_config=text).with_speculative_config()
-    assert config.with_speculative_config() == config, "applied again, as a bench does for its engine"
-    assert list(config.ignored_speculative_fields()) == ["disable_by_batch_size"]
-    assert not Config(speculative_config='{"method": "ngram"}').with_speculative_config().speculative_config
+    config = apply_speculative_config(Config(speculative_config=text))
+    assert apply_speculative_config(config) == config, "applied again, as a bench does for its engine"
+    assert list(ignored_speculative_fields(config)) == ["disable_by_batch_size"]
+    assert not apply_speculative_config(Config(speculative_config='{"method": "ngram"}')).speculative_config
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ def test_speculative_fields_without_effect_are_noted_once() -> None:
 )
 def test_refused_speculative_config_says_what_is_taken(text: str, part: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(part)):
-        Config(speculative_config=text).with_speculative_config()
+        apply_speculative_config(Config(speculative_config=text))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def test_refused_speculative_config_says_what_is_taken(text: str, part: str) -> 
 )
 def test_invalid_speculative_config_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
-        Config(speculative_config=text).with_speculative_config()
+        apply_speculative_config(Config(speculative_config=text))
 
 
 @pytest.mark.parametrize(

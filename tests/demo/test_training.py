@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from foreword import LLM, SamplingParams, demo
 from foreword.chat_formats.tools import Tool
-from foreword.cli.tools import TOOLS
+from foreword.cli.chat_tools import TOOLS
 from foreword.tokenizer.chat_template import ChatTemplate
 from training import corpus, evaluate, everyday, faq, page, stories, tasks, tool_tasks
 from training.tokenizer import CHAT_TEMPLATE

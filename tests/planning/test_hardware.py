@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.config.options import format_cpus, parse_cpus
+from foreword.config.units import format_cpus, parse_cpus
 from foreword.errors import ConfigError
 from foreword.planning import hardware
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.config.options import Config, parse_cpus
+from foreword.config.options import Config
+from foreword.config.units import parse_cpus
 from foreword.planning import replica_resources
 from foreword.planning.replica_resources import Machine, read_machine, replica_configs, split_cpus
 

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
 from foreword.cli.chat import ChatSession
+from foreword.cli.chat_tools import LocalTools
 from foreword.cli.client import HTTPBackend
-from foreword.cli.tools import LocalTools
 from foreword.core.params import SamplingParams
 from tests.server.conftest import MODEL, RunningServer
 

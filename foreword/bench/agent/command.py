@@ -55,7 +55,7 @@ from foreword.bench.session import BenchSession, BenchStep
 from foreword.bench.statistics import geometric_mean, geometric_mean_ratio
 from foreword.bench.tables import equal_text, print_table, ratio_text, rounds_text, share_text
 from foreword.chat_formats.chat_format import BoundFormat
-from foreword.cli.flags import read_config
+from foreword.cli.configuration import read_config
 from foreword.config.options import Config
 from foreword.core.params import Speculation
 from foreword.errors import ConfigError

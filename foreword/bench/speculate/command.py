@@ -65,7 +65,7 @@ from foreword.bench.workloads import (
     make_conversations,
     prompt_conversations,
 )
-from foreword.cli.flags import read_config
+from foreword.cli.configuration import read_config
 from foreword.config.options import Config
 from foreword.core.params import Speculation
 from foreword.errors import ConfigError

@@ -6,7 +6,7 @@ import pytest
 
 from foreword.cli.docs_gen import BODIES
 from foreword.server.apis.body import StrictModel
-from foreword.server.apis.descriptions import DESCRIPTIONS, describe
+from foreword.server.apis.descriptions import describe, descriptions
 from tests.server.conftest import RunningServer
 
 
@@ -24,20 +24,20 @@ def test_every_field_is_described(body: type[StrictModel]) -> None:
     if not body.__module__.startswith("foreword."):
         pytest.skip("a body of the tests")
     missing = {name for name in field_names(body) if not describe(body, name)}
-    assert not missing, f"write what they mean into DESCRIPTIONS[{body.__name__!r}]"
+    assert not missing, f"write their meaning into [{body.__name__}] of descriptions.toml"
 
 
 def test_every_description_has_its_field() -> None:
     by_name = {body.__name__: body for body in bodies()}
-    for name, texts in DESCRIPTIONS.items():
+    for name, texts in descriptions().items():
         assert texts.keys() <= field_names(by_name[name]), name
-    assert BODIES.keys() == DESCRIPTIONS.keys()
+    assert BODIES.keys() == descriptions().keys()
 
 
 def test_schema_has_the_descriptions_without_links(served: RunningServer) -> None:
     schemas = served.http.get("/openapi.json").json()["components"]["schemas"]
     fields = schemas["ChatBody"]["properties"]
-    assert fields["stop"]["description"] == DESCRIPTIONS["SamplingBody"]["stop"]
+    assert fields["stop"]["description"] == descriptions()["SamplingBody"]["stop"]
     assert fields["think"]["description"].startswith("whether the model reasons before")
     assert schemas["ChatBody"]["additionalProperties"] is False
     texts = [

@@ -9,10 +9,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from foreword.cli import turn_reader
-from foreword.cli.turn_reader import MAX_ENTRIES, MAX_ENTRY_CHARS, History, history_path
-from foreword.cli.turn_reader import piped_turns as piped
-from foreword.cli.turn_reader import typed_turns as typed
+from foreword.cli import chat_input
+from foreword.cli.chat_input import MAX_ENTRIES, MAX_ENTRY_CHARS, History, history_path
+from foreword.cli.chat_input import piped_turns as piped
+from foreword.cli.chat_input import typed_turns as typed
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_first_interrupt_clears_the_turn_and_a_second_one_leaves(monkeypatch: py
 
 def test_interrupt_of_a_line_with_text_does_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = KeyboardInterrupt()
-    monkeypatch.setattr(turn_reader, "readline", MagicMock(**{"get_line_buffer.return_value": "text"}))
+    monkeypatch.setattr(chat_input, "readline", MagicMock(**{"get_line_buffer.return_value": "text"}))
     turns, said = typed_turns(monkeypatch, [stop, stop, stop, "one"])
     assert turns == ["one"] and said == ["\nCtrl-C again, Ctrl-D or /quit leaves"] * 3 + [""]
 
@@ -81,10 +81,10 @@ def test_typed_turns_are_kept_for_the_next_session(monkeypatch: pytest.MonkeyPat
     assert History(path).entries == ["one", "two\nthree"]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    if turn_reader.readline is not None:
+    if chat_input.readline is not None:
         typed_turns(monkeypatch, [], History(path))
-        length = turn_reader.readline.get_current_history_length()
-        assert [turn_reader.readline.get_history_item(i + 1) for i in range(length)] == ["one", "two\nthree"]
+        length = chat_input.readline.get_current_history_length()
+        assert [chat_input.readline.get_history_item(i + 1) for i in range(length)] == ["one", "two\nthree"]
 
 
 def test_characters_that_the_locale_lacks_end_no_session(
@@ -142,5 +142,5 @@ def test_history_is_in_the_state_directory(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_chat_without_readline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(turn_reader, "readline", None)
+    monkeypatch.setattr(chat_input, "readline", None)
     assert typed_turns(monkeypatch, ["one"], History(tmp_path / "history"))[0] == ["one"]

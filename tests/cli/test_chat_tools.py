@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foreword.chat_formats.events import CallArguments, CallStart
-from foreword.cli import tools
-from foreword.cli.tools import REFUSED_RESULT, TOOLS, LocalTools, join_calls
+from foreword.cli import chat_tools
+from foreword.cli.chat_tools import REFUSED_RESULT, TOOLS, LocalTools, join_calls
 from foreword.errors import ForewordError
 from foreword.outputs import ToolCall
 
@@ -133,8 +133,11 @@ def test_a_directory_that_becomes_a_link_is_not_followed(root: Path, monkeypatch
 @pytest.mark.parametrize(
     ("data", "result"),
     [
-        (b"x" * tools.MAX_FILE_BYTES, "x" * tools.MAX_FILE_BYTES),
-        (b"x" * (tools.MAX_FILE_BYTES + 1), f"error: the file has more than {tools.MAX_FILE_BYTES} bytes"),
+        (b"x" * chat_tools.MAX_FILE_BYTES, "x" * chat_tools.MAX_FILE_BYTES),
+        (
+            b"x" * (chat_tools.MAX_FILE_BYTES + 1),
+            f"error: the file has more than {chat_tools.MAX_FILE_BYTES} bytes",
+        ),
         (b"a\0b", "error: this is a binary file"),
         (b"\xff\xfe", "error: this is a binary file"),
         ("a\nü\n\n".encode(), "a\nü"),
@@ -152,12 +155,12 @@ def test_list_files(root: Path, tmp_path: Path) -> None:
     assert listed("") == listed(".") and listed("a") == "b/\nchain\nfile"
     assert listed("nothing") == "the directory is empty"
     assert local(root).run(call("list_files", "a/file")) == "error: Not a directory"
-    for i in range(tools.MAX_ENTRIES):
+    for i in range(chat_tools.MAX_ENTRIES):
         (tmp_path / f"{i}\x1b\n").touch()
-    assert len(local(tmp_path).list_files(".").splitlines()) == tools.MAX_ENTRIES
+    assert len(local(tmp_path).list_files(".").splitlines()) == chat_tools.MAX_ENTRIES
     assert local(tmp_path).list_files(".").startswith("0??\n")
     (tmp_path / "more").touch()
-    assert local(tmp_path).list_files(".").endswith(f"\nand more than {tools.MAX_ENTRIES} in all")
+    assert local(tmp_path).list_files(".").endswith(f"\nand more than {chat_tools.MAX_ENTRIES} in all")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +181,7 @@ def test_list_files(root: Path, tmp_path: Path) -> None:
     ],
 )
 def test_calculate(expression: str, value: str) -> None:
-    assert tools.calculate(expression) == value
+    assert chat_tools.calculate(expression) == value
 
 
 @pytest.mark.parametrize(
@@ -206,18 +209,18 @@ def test_calculate(expression: str, value: str) -> None:
         ("*", "this is no arithmetic expression"),
         ("1\n2", "this is no arithmetic expression"),
         ("(" * 199 + "1", "this is no arithmetic expression"),
-        ("1" * (tools.MAX_EXPRESSION_CHARS + 1), "the expression has more than"),
+        ("1" * (chat_tools.MAX_EXPRESSION_CHARS + 1), "the expression has more than"),
     ],
 )
 def test_calculate_refuses(expression: str, error: str) -> None:
     with pytest.raises(ForewordError, match=error):
-        tools.calculate(expression)
+        chat_tools.calculate(expression)
 
 
 @given(st.text(alphabet="0123456789eE.+-*/%() \n", max_size=40))
 def test_any_expression_has_a_value_or_an_error(expression: str) -> None:
     try:
-        value = tools.calculate(expression)
+        value = chat_tools.calculate(expression)
     except ForewordError:
         return
     assert len(value) <= 1001 and (value[-1].isdigit())
@@ -226,14 +229,16 @@ def test_any_expression_has_a_value_or_an_error(expression: str) -> None:
 @given(st.integers(), st.integers(), st.sampled_from("+-*"), st.integers(0, 9))
 def test_integers_are_exact(a: int, b: int, sign: str, c: int) -> None:
     expression = f"({a}) {sign} ({b}) * {c}"
-    if len(expression) <= tools.MAX_EXPRESSION_CHARS:
+    if len(expression) <= chat_tools.MAX_EXPRESSION_CHARS:
         expected = {"+": a + b * c, "-": a - b * c, "*": a * b * c}[sign]
-        assert tools.calculate(expression) == str(expected)
+        assert chat_tools.calculate(expression) == str(expected)
 
 
 @given(st.integers(-(10**6), 10**6), st.integers(1, 10**6))
 def test_quotients_are_rounded(a: int, b: int) -> None:
-    assert abs(Fraction(tools.calculate(f"({a}) / {b}")) - Fraction(a, b)) <= abs(Fraction(a, b)) / 10**11
+    assert (
+        abs(Fraction(chat_tools.calculate(f"({a}) / {b}")) - Fraction(a, b)) <= abs(Fraction(a, b)) / 10**11
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""vLLM's speculative_config: JSON that stands for other options."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from foreword.config.options import Config
+from foreword.errors import ConfigError, did_you_mean
+
+# Fields of vLLM's speculative_config without effect: the only values taken (none: all), and why.
+CONTROLLER_DECIDES = "the controller decides in each step whether drafts pay"
+SUFFIX_SIZES = "--suffix-corpus-memory limits what suffix remembers; the controller chooses the length"
+IGNORED_SPECULATIVE_FIELDS: dict[str, tuple[tuple[object, ...], str]] = {
+    "draft_tensor_parallel_size": ((1,), "the draft model runs where the model runs"),
+    "disable_by_batch_size": ((), CONTROLLER_DECIDES),
+    "disable_logprobs": ((), "logprobs are the same with speculation"),
+    "disable_padded_drafter_batch": ((), "drafts are not padded"),
+    "draft_sample_method": ((), "a draft never changes the answer's distribution"),
+    "rejection_sample_method": (("strict", "standard", "block"), "acceptance is always exact"),
+    "enforce_eager": ((), "--enforce-eager applies to both models"),
+    "max_model_len": ((), "the draft model's own context applies"),
+    "parallel_drafting": ((False,), "tokens are drafted one after the other"),
+    "suffix_decoding_max_tree_depth": ((), SUFFIX_SIZES),
+    "suffix_decoding_max_cached_requests": ((), SUFFIX_SIZES),
+    "suffix_decoding_max_spec_factor": ((), SUFFIX_SIZES),
+    "suffix_decoding_min_token_prob": ((), CONTROLLER_DECIDES),
+}
+SPECULATIVE_NUMBERS = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+TRAINED_HEADS = re.compile("eagle|medusa|mtp|mlp_speculator")
+
+
+def apply_speculative_config(config: Config) -> Config:
+    """Set the options that `speculative_config` stands for; it keeps the fields without effect."""
+    if config.speculative_config is None:
+        return config
+    given, ignored = _split_speculative_config(config.speculative_config)
+    rest = json.dumps(ignored) if ignored else None
+    if not given:
+        return replace(config, speculative_config=rest)
+    if config.speculate != "auto":
+        raise ConfigError("give speculate or speculative_config, not both", "speculative_config")
+    return replace(config, speculative_config=rest, **_parse_speculative_config(given))
+
+
+def ignored_speculative_fields(config: Config) -> dict[str, str]:
+    """Fields of `speculative_config` without effect, and why, once it is applied."""
+    names = json.loads(config.speculative_config) if config.speculative_config else {}
+    return {name: IGNORED_SPECULATIVE_FIELDS[name][1] for name in names}
+
+
+def _split_speculative_config(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of vLLM's JSON that mean something here, and those without effect that deserve a note."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"speculative_config is not JSON: {error}", "speculative_config") from None
+    if not isinstance(given, Mapping):
+        raise ConfigError("speculative_config must be a JSON object", "speculative_config")
+    given = {name: value for name, value in given.items() if value is not None}
+    ignored = {name: given.pop(name) for name in IGNORED_SPECULATIVE_FIELDS if name in given}
+    for name in list(ignored):
+        accepted, reason = IGNORED_SPECULATIVE_FIELDS[name]
+        if not accepted:
+            continue
+        if (value := ignored.pop(name)) not in accepted:
+            limits = " or ".join(map(json.dumps, accepted))
+            problem = f"{name} can only be {limits}, got {json.dumps(value)}: {reason}"
+            raise ConfigError(f"speculative_config: {problem}", "speculative_config")
+    return given, ignored
+
+
+def _parse_speculative_config(given: dict[str, Any]) -> dict[str, Any]:
+    changes = {name: given.pop(name) for name in SPECULATIVE_NUMBERS if name in given}
+    model, method = given.pop("model", None), given.pop("method", None)
+    has_no_model = model in (None, "ngram", "[ngram]")
+    if given:
+        name = sorted(map(str, given))[0]
+        known = ("method", "model", *SPECULATIVE_NUMBERS)
+        problem = f"unknown field {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}"
+        raise ConfigError(f"speculative_config: {problem}", "speculative_config")
+    if method is None:
+        if model is None and not changes.keys() & {"prompt_lookup_min", "prompt_lookup_max"}:
+            return changes  # of the drafters that `speculate` names
+        method = "ngram" if has_no_model else "draft_model"
+    if method in ("ngram", "suffix") and has_no_model:
+        return {**changes, "speculate": method}
+    if method in ("draft", "draft_model") and isinstance(model, str):
+        return {**changes, "speculate": "draft", "draft_model": model}
+    problem = f"method must be ngram, suffix or draft_model (with a model), got {method!r}"
+    if TRAINED_HEADS.search(str(method).lower()):
+        problem += ": trained heads are not supported yet"
+    raise ConfigError(f"speculative_config: {problem}", "speculative_config")
