@@ -147,7 +147,7 @@ def open_engine(model: Path, drafter: Path, setting: Mapping[str, Any], **option
 
 
 def _answer(llm: LLM, asked: Sequence[Asked]) -> list[Any]:
-    """What no setting may change; the error's type and text if the requests end in one."""
+    """Fields that no setting may change; the error's type and text if the requests end in one."""
     try:
         outputs = llm.generate(
             [request.prompt for request in asked],

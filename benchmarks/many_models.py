@@ -62,7 +62,7 @@ KINDS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 @dataclass(slots=True)
 class ArmFindings:
-    """What one arm has measured, over all of its rounds."""
+    """Measurements of one arm over all of its rounds."""
 
     seconds: float = 0.0
     waits_s: list[float] = field(default_factory=list)  # until the first byte of each answer
@@ -112,7 +112,7 @@ class Traffic:
 
 
 def _answer_of(path: str, text: str, is_stream: bool) -> str | None:
-    """What must be the same each time; None for an error."""
+    """Fields that must be the same each time; None for an error."""
     if is_stream:
         events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
         if not events or events[-1] != "[DONE]" or '"error":' in text:

@@ -190,7 +190,7 @@ class LoadedEngine:
 
 @dataclass(slots=True)
 class Ceilings:
-    """What the machine can do, read at the start of each round."""
+    """Ceilings of the machine, read at the start of each round."""
 
     memory: MemoryReader
     dtype: str  # of PEAK_TYPES
@@ -333,7 +333,7 @@ def _measure_group(
 
 
 def _engines(group: str, args: argparse.Namespace) -> Iterator[PeerEngine]:
-    """Those of --only; with --contexts by type of the KV cache, with --cpu-isa all of one instruction set."""
+    """Contenders of --only; with --contexts by KV cache type, with --cpu-isa all of one instruction set."""
     for engine in GROUPS[group]:
         if args.cpu_isa != "auto" and engine.options.get("cpu_isa", args.cpu_isa) != args.cpu_isa:
             continue

@@ -83,7 +83,7 @@ class LocalEngine:
         return self.tokenizer.encode(self.template.render(messages), add_special_tokens=False)
 
     def make_output(self, request: Request) -> ChoiceOutput:
-        """Where the answer to a request grows."""
+        """Collects the answer to a request."""
         return ChoiceOutput(self.tokenizer, request)
 
     def run(

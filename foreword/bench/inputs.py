@@ -14,7 +14,7 @@ from foreword.kernels.ops import Float8Blocks, GroupedInts, LoraTable, Matrix, O
 BLOCK_SIZE = 16
 VOCAB_SIZE = 256  # token ids of a batch are below this
 GROUP_SIZE = 128  # columns that share a scale, as in most checkpoints
-QUANTIZED_SCALE = 2.0**-10  # of a GGUF block: a random float16 would be inf or NaN once in 32 blocks
+QUANTIZED_SCALE = 2.0**-10  # scale of GGUF blocks: a random float16 would be inf or NaN once in 32 blocks
 
 
 class RandomInputs:

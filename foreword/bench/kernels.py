@@ -47,11 +47,11 @@ from foreword.kernels.ops import ExpertsConfig, Ops, PackedLinear
 from foreword.kernels.registry import select_backend
 
 SETTLE_S = 0.03  # torch's threads spin this long after the read, on the cores that are measured next
-MAX_CALL_S = 0.06  # of a case: fewer copies where all of them take longer
-MAX_HEAD_ROWS = 16  # of logits in one batch
-MAX_VALUES = 1 << 26  # of one result
-REPEATS = 16  # of an operation that takes microseconds
-MAX_POSITION = 1 << 12  # of RoPE's table
+MAX_CALL_S = 0.06  # longest call of a case: fewer copies where all of them take longer
+MAX_HEAD_ROWS = 16  # rows of logits in one batch
+MAX_VALUES = 1 << 26  # values of one result
+REPEATS = 16  # calls of an operation that takes microseconds
+MAX_POSITION = 1 << 12  # rows of RoPE's table
 EXPERT_ROUTERS = 8
 MEMORY_SHARE = 2  # data of this many times the cache comes from memory
 
@@ -61,7 +61,7 @@ class KernelBenchSizes:
     """Sizes that tests make smaller."""
 
     memory: int = 1 << 28  # bytes of the read that measures bandwidth, at least four times the cache
-    working_set: int = 1 << 29  # of copies of one matrix in bfloat16, and of KV caches
+    working_set: int = 1 << 29  # bytes of copies of one matrix in bfloat16, and of KV caches
     contexts: tuple[int, ...] = (1024, 8192, 32768)
     prompts: tuple[int, ...] = (512, 2048)
     attention_rows: tuple[int, ...] = (1, 8)
@@ -81,7 +81,7 @@ class KernelCase:
     call: Callable[[Any], object]
     repeats: int
     num_bytes: float = 0.0  # read by one operation; 0: memory does not bound it
-    num_ops: float = 0.0  # of one operation; a multiply-add is two
+    num_ops: float = 0.0  # operations of one call; a multiply-add is two
     peak_format: str = ""  # product that bounds it, one of PEAK_TYPES
     prepare: Callable[[], Any] = lambda: None
 
@@ -97,7 +97,7 @@ CopiesForward = Callable[[int], Callable[[Batch], Tensor]]  # a compiled pass ov
 @dataclass(slots=True)
 class CaseTimings:
     case: KernelCase
-    seconds: list[float] = field(default_factory=list)  # by round
+    seconds: list[float] = field(default_factory=list)  # one per round
     bandwidths: list[float] = field(default_factory=list)  # bytes/s of the read before each round
 
     @property
@@ -106,7 +106,7 @@ class CaseTimings:
 
     @property
     def bandwidth_share(self) -> float:
-        """Of the reads before the same rounds."""
+        """Share of the bandwidth that was read before the same rounds."""
         pairs = zip(self.seconds, self.bandwidths, strict=True)
         return statistics.median(self.case.num_bytes / seconds / bandwidth for seconds, bandwidth in pairs)
 
@@ -467,7 +467,7 @@ def _figures(timings: CaseTimings, single: CaseTimings | None, peaks: Mapping[st
     figures: dict[str, Any] = {"op": case.op, "of": case.setting, "rows": case.rows, "us": seconds * 1e6}
     if single is not None:
         figures["ratio"] = timings.ratio(single)
-    shares: dict[str, tuple[float, float]] = {}  # by name, with their ceilings
+    shares: dict[str, tuple[float, float]] = {}  # name: (rate, ceiling)
     if case.num_bytes:
         figures["gb_s"] = case.num_bytes / seconds / 1e9
     if timings.bandwidths:

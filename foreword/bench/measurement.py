@@ -28,7 +28,7 @@ ADAPTIVE, FIXED, PLAIN = "adaptive", "fixed", "plain"
 REPLAY = "replay "  # categories of recorded answers begin with this
 # Share of a case's requests: where prompts queue, the first answers end before the last begin.
 MIN_AT_ONCE_SHARE = 0.8
-PROBE_TOKENS = 16  # of the answer that an estimate rests on
+PROBE_TOKENS = 16  # answer that estimates rest on
 # Estimates for expected times: rows that double a step's time, and prompt tokens that cost one step.
 ROWS_PER_STEP = 16
 CHARS_PER_TOKEN = 3
@@ -76,7 +76,7 @@ class BenchCase:
 
     category: str
     concurrency: int
-    make: Callable[[int], tuple[Conversation, ...]]  # by variant
+    make: Callable[[int], tuple[Conversation, ...]]  # called with the number of a variant
     full: bool = False  # the KV cache is too small: requests wait and are preempted
     # Raises RegimeError where round `number` is not what the case claims beyond BenchRepetition.check().
     claim: Callable[[Mode, int, BenchRepetition], None] = lambda mode, number, repetition: None
@@ -107,7 +107,7 @@ class RequestResult:
     error: str | None = None
     num_cached: int = 0  # prompt tokens from the prefix cache
     events: tuple[ChatEvent, ...] = ()  # () from a server
-    logits_hashes: tuple[int, ...] = ()  # in test mode
+    logits_hashes: tuple[int, ...] = ()  # one per token in test mode
 
     @property
     def key(self) -> tuple[int, int]:
@@ -119,9 +119,9 @@ class BenchRepetition:
     """All requests of one mode in one round, by conversation and turn, and the engine's counts."""
 
     results: tuple[RequestResult, ...]
-    seconds: float  # from the first request to the last answer
+    seconds: float  # time between the first request and the last answer
     stages: Mapping[str, float]  # seconds by stage of the engine's steps
-    draft_stats: Mapping[str, SpecDecodeStats]  # by drafter
+    draft_stats: Mapping[str, SpecDecodeStats]  # drafter: statistics
     preemptions: int = 0
     drafting: DraftingStats | None = None  # decisions of the policy in this round; None from a server
     max_at_once: int = 0  # requests in one step, or in flight to a server
@@ -150,7 +150,9 @@ class BenchRepetition:
             require(f"{mode.name}: draft tokens verified", self.num_drafted, 0)
         elif mode.engine == FIXED and case.is_replay:
             lengths = [len(stats.drafted_per_position) for stats in self.draft_stats.values()]
-            room = max(result.num_tokens for result in self.results) - 2  # beside the first and the last
+            room = (
+                max(result.num_tokens for result in self.results) - 2
+            )  # all tokens but the first and the last
             wanted = min(mode.speculation.max_draft_tokens or 0, room)
             longest = min(max(lengths, default=0), room)
             require(f"{mode.name}: tokens of the longest verified draft", longest, wanted)
@@ -187,7 +189,7 @@ class PairedRun:
 class BenchTarget(Protocol):
     """Engines in this process, or a server."""
 
-    runs_per_mode: float  # of the conversations in a round; one more run is plain
+    runs_per_mode: float  # runs of the conversations a round, beside one without speculation
 
     def run_pairs(self, case: BenchCase, modes: Sequence[Mode], number: int) -> Mapping[str, PairedRun]:
         """Round `number` of a case: every mode paired with `off`, by name."""
@@ -213,7 +215,7 @@ class Measurement:
 
     target: BenchTarget  # steps may replace it
     modes: tuple[Mode, ...]
-    rounds: int  # that count; one before them does not
+    rounds: int  # counted rounds; one before them is a warm-up
     summarize: Summarize
     token_s: float = 0.0  # estimate, of a plain step of one request
     steps: list[BenchStep] = field(default_factory=list)

@@ -26,7 +26,7 @@ class PromptExample:
     category: str
     turns: tuple[str, ...]  # each sent after the answer to the one before
     history: tuple[tuple[str, str], ...] = ()  # (role, text) of messages before the first turn
-    line: int = field(default=0, compare=False)  # of the file, from 1; 0: none
+    line: int = field(default=0, compare=False)  # line number in the file, 1-based; 0: none
 
     @property
     def messages(self) -> list[dict[str, str]]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from foreword.errors import ForewordError
 from foreword.kernels.cpu.library import shadowed_library
 
-VOID = "not measured"  # in place of a figure
-MAX_SHARE = 1.05  # of a measured ceiling; beyond it the ceiling is wrong, not the figure good
+VOID = "not measured"  # printed instead of a figure
+MAX_SHARE = 1.05  # largest share of a measured ceiling; beyond it the ceiling is wrong, not the figure good
 CPU_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 
 

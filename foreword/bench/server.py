@@ -31,7 +31,7 @@ class ServerProcess:
 
     def __init__(self, config: Config, flags: Sequence[str] = ()) -> None:
         self.url = ""
-        self.banner_lines: list[str] = []  # of its log until it was ready
+        self.banner_lines: list[str] = []  # log lines until it was ready
         fields = {**engine_fields(config), "port": 0, "host": "127.0.0.1"}
         self._command = [sys.executable, "-m", "foreword", "serve", *_to_flags(fields), *flags]
         self._log: IO[bytes] | None = None

@@ -62,7 +62,7 @@ class BenchSession:
     def __init__(self, args: argparse.Namespace) -> None:
         self.name = str(args.bench)
         self.complete = True
-        self.errors: dict[str, str] = {}  # by cell
+        self.errors: dict[str, str] = {}  # cell: error
         self._json_alone = args.json == STDOUT
         self._exit = contextlib.ExitStack()
         self._json = self._open("--json", None if self._json_alone else args.json)
@@ -188,7 +188,7 @@ class _TimeLeft:
         self._scales: dict[str, float] = {}  # measured over expected time, of the cells that began
         for step in steps:
             self._left_s[step.cell] = self._left_s.get(step.cell, 0.0) + step.expected_s
-        self._expected_s = self._measured_s = 0.0  # of the steps that ran
+        self._expected_s = self._measured_s = 0.0  # sums over the steps that ran
         self._started_s = self._next_line_s = time.monotonic()
 
     def __str__(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from foreword.errors import ConfigError
 
-PARTS = ("linear", "experts", "attention", "rows", "sampler")  # of `foreword bench kernels`
+PARTS = ("linear", "experts", "attention", "rows", "sampler")  # values of --parts of `foreword bench kernels`
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class WeightMatrix:
 class ModelShape:
     name: str
     matrices: tuple[WeightMatrix, ...]
-    layers: int = 0  # from here on 0: one matrix alone
+    layers: int = 0  # this and the following sizes are 0 for one matrix alone
     hidden: int = 0
     intermediate: int = 0
     heads: int = 0
@@ -46,7 +46,7 @@ class ExpertsShape:
 
     @property
     def matrices(self) -> tuple[WeightMatrix, WeightMatrix]:
-        """Of one expert."""
+        """Matrices of one expert."""
         gate_up = WeightMatrix("gate_up", 2 * self.inner, self.hidden, self.num_experts)
         return gate_up, WeightMatrix("down", self.hidden, self.inner, self.num_experts)
 

@@ -49,7 +49,7 @@ MODULES = (
     "configparser",
 )
 # fmt: on
-MIN_FUNCTION_LINES, MAX_FUNCTION_LINES = 6, 40  # of an edited library function
+MIN_FUNCTION_LINES, MAX_FUNCTION_LINES = 6, 40  # limits of an edited library function
 
 
 def sentence(rng: Random) -> str:
@@ -128,7 +128,7 @@ CHAT_PROMPTS = (
     "What is the KV cache, and why does it matter?",
     "Which models can I serve?",
 )
-NUM_TURNS = 4  # of an agent conversation
+NUM_TURNS = 4  # turns of an agent conversation
 VARIANT = 13_000  # conversations of a variant: a multiple of the number of categories
 STORY_TEMPERATURE = 0.8
 NOISE_TEMPERATURE = 100.0  # all tokens are about equally likely
@@ -148,8 +148,8 @@ class TokenSource(Protocol):
 class PromptBudget:
     """Limits of a conversation."""
 
-    prompt_tokens: int  # at most, of one request
-    answer_tokens: int  # at most, of an ordinary answer
+    prompt_tokens: int  # longest prompt
+    answer_tokens: int  # longest ordinary answer
     code: float  # characters per token in code and JSON
     prose: float  # characters per token in sentences
     ids: Sequence[int]  # token ids of random prompts
@@ -187,7 +187,7 @@ class Conversation:
     temperature: float = 0.0
     ignore_eos: bool = False
     category: str = ""  # requested, which may be a mixture
-    seed: int = 0  # of the first turn; turn t has seed + t
+    seed: int = 0  # first turn's seed; turn t has seed + t
 
     @property
     def num_turns(self) -> int:

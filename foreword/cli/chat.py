@@ -49,14 +49,14 @@ COMMANDS: Mapping[str, str] = {
     "/quit": "leave (also /exit, Ctrl-D)",
 }
 ALIASES = {"/reset": "/clear", "/exit": "/quit", "/bye": "/quit", "/?": "/help"}
-FOREIGN_COMMANDS = {"/set": "flags set sampling at the start, such as --temperature"}  # of ollama
+FOREIGN_COMMANDS = {"/set": "flags set sampling at the start, such as --temperature"}  # ollama's
 HELP_NOTE = (
     'A \\ at the end of a line, or """ before and after, makes a message of several lines. '
     "Ctrl-C ends an answer. A message that begins with a / is sent after a space."
 )
-MIN_SIMILARITY = 0.75  # of a suggested command: no other command than the one meant
+MIN_SIMILARITY = 0.75  # similarity of a suggested command
 MAX_SHOWN_RESULT = 80  # characters
-MAX_CALLS = 8  # of tools, to answer one message
+MAX_CALLS = 8  # tool calls to answer one message
 TOO_MANY_CALLS = error_result(f"at most {MAX_CALLS} calls for a message")
 TOO_LONG_RESULT = error_result("the result is too long for the context")
 COMMAND = re.compile(r"(/\?|/\w+)(?:\s+(.*))?", re.DOTALL)
@@ -114,12 +114,12 @@ def _open_history(args: argparse.Namespace, session: ChatSession) -> History | N
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    messages: Sequence[Message]  # that were answered
+    messages: Sequence[Message]  # the conversation that it answers
     params: SamplingParams
     text: str
     calls: tuple[ToolCall, ...]  # complete ones
     elapsed_s: float
-    decode_s: float  # from the first to the last token
+    decode_s: float  # time between the first and the last token
     is_complete: bool  # Ctrl-C did not end it
     metrics: Mapping[str, Any] | None  # None: not reported
 
@@ -246,7 +246,7 @@ class ChatSession:
         self._system = system
         self._images = list(images)
         self._tools = tools
-        self._messages: list[Message] = []  # without the system message
+        self._messages: list[Message] = []  # all but the system message
         self._answers: list[_Answer] = []
         self.num_failures = 0
         self._commands: Mapping[str, Callable[[str], None]] = {
@@ -307,7 +307,7 @@ class ChatSession:
         except InvalidRequest as error:
             return self._fail(str(error))
         turn: list[Message] = [message]
-        results: list[Message] = []  # of the last calls
+        results: list[Message] = []  # results of the last calls
         while True:
             try:
                 answer = self._answer([*self._conversation(), *turn], self._next_params(), bool(results))

@@ -21,7 +21,7 @@ from foreword.errors import ForewordError
 from foreword.outputs import ToolCall
 
 MAX_FILE_BYTES: Final = 65_536
-MAX_ENTRIES: Final = 200  # of a directory
+MAX_ENTRIES: Final = 200  # listed entries of a directory
 MAX_ARGUMENT_CHARS: Final = 4096
 MAX_EXPRESSION_CHARS: Final = 200
 MAX_NUMBER_BITS: Final = 3300  # about 1000 digits
@@ -232,7 +232,7 @@ def _evaluate(node: ast.expr) -> Number:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             a, b = _evaluate(left), _evaluate(right)
             if isinstance(op, ast.Pow) and isinstance(a, int) and isinstance(b, int):
-                _check_bits(a.bit_length() * max(b, 0))  # before the work
+                _check_bits(a.bit_length() * max(b, 0))  # checked before the work
             return _check(_BINARY[type(op)](a, b))
     raise _ToolError("this is no arithmetic expression")
 

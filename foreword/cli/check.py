@@ -36,7 +36,7 @@ from foreword.tokenizer.input_processor import ChatInputProcessor
 from foreword.tokenizer.tokenizer import Tokenizer
 from foreword.weights.gguf.header import is_gguf
 
-REPLICA_ANSWER_S = 5.0  # until a server of --replica-urls counts as absent
+REPLICA_ANSWER_S = 5.0  # timeout of a server of --replica-urls
 IMAGE_SIZES = ((640, 480), (1920, 1080), (1080, 1920))  # example widths and heights, for their token counts
 
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_models(models: ModelsConfig) -> Iterator[CheckResult]:
-    """What is wrong with the files of each model, and the plan of all."""
+    """Problems of the files of each model, and the plan of all."""
     for entry in models.entries:
         try:
             results = tuple(run_checks(resolve_paths(entry.config), with_memory=False))

@@ -35,9 +35,9 @@ from foreword.errors import ConfigError, did_you_mean
 from foreword.utils.logging import JSONFormatter
 
 PREFIX = "FOREWORD_"
-OTHER_VARIABLES = ("FOREWORD_CONFIG", "FOREWORD_NATIVE", "FOREWORD_TRITON_VARIANTS")  # that are no options
+OTHER_VARIABLES = ("FOREWORD_CONFIG", "FOREWORD_NATIVE", "FOREWORD_TRITON_VARIANTS")  # not options
 TEST_PREFIX = "FOREWORD_TEST_"
-RANDOM_SEED = -1  # as of llama-server
+RANDOM_SEED = -1  # llama-server's value
 FOREIGN_PREFIXES = ("VLLM_", "LLAMA_ARG_", "SGLANG_")
 FOREIGN_KEYS = ("VLLM_API_KEY", "LLAMA_API_KEY", "LLAMA_ARG_API_KEY", "LLAMA_ARG_API_KEY_FILE")
 FLEET_OPTIONS = ("memory_limit", "keep_alive", "max_loaded_models", "max_swap_wait")

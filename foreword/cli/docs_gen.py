@@ -107,7 +107,7 @@ vLLM, so that its dashboards and `vllm bench serve` show them. Histograms keep t
 
 FIELDS_HEADER = """# Fields of other servers
 
-Written by `python -m foreword.cli.docs_gen`; edit `foreword/server/apis/ignored_fields.py` instead.
+Written by `python -m foreword.cli.docs_gen`; edit `foreword/server/apis/ignored_fields.toml` instead.
 
 Fields that clients of OpenAI, vLLM, SGLang, llama-server and others send, and that have no effect here. "Any"
 value of a hint is accepted, because none would change the answer. Of other fields the accepted values are
@@ -116,7 +116,7 @@ work are in [serving](serving.md#requests).
 """
 REQUEST_FIELDS_HEADER = """# Fields of requests
 
-Written by `python -m foreword.cli.docs_gen`; edit `foreword/server/apis/descriptions.py` instead.
+Written by `python -m foreword.cli.docs_gen`; edit `foreword/server/apis/descriptions.toml` instead.
 
 Every field that has an effect, with its meaning. The page `/docs` and `/openapi.json` of a server have the
 same texts, with types.

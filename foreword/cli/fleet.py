@@ -39,9 +39,12 @@ from foreword.fleet.replica_controller import ReplicaController, RouterClient
 logger = logging.getLogger("foreword.fleet")
 
 TICK_S: Final = 1.0
-UP_WAIT_S, DOWN_AFTER_S = 5.0, 300.0  # of a request, until one more server; of spare servers, until one less
-ROUTER_TIMEOUT_S: Final = 120.0  # until servers without a router end
-MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0  # between starts of a process that ends
+UP_WAIT_S, DOWN_AFTER_S = (
+    5.0,
+    300.0,
+)  # a request waits this long for one more server; spare servers end after this
+ROUTER_TIMEOUT_S: Final = 120.0  # servers without a router end after this
+MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0  # limits of the backoff between restarts
 STOP_TIMEOUT_S: Final = 60.0
 START_TIME: Final = 19  # index in read_proc_stat()
 EXIT_CONFIG: Final = 2
@@ -101,7 +104,7 @@ def _model_of(config: Config) -> Config:
 def _router_config(config: Config, urls: Sequence[str]) -> Config:
     changes: dict[str, Any] = {item.name: getattr(config, item.name) for item in _server_options()}
     changes |= {"replicas": 0, "max_replicas": None, "replica_urls": ",".join(urls)}
-    changes |= {"draft_model": None, "speculate": "auto"}  # of the servers
+    changes |= {"draft_model": None, "speculate": "auto"}  # options of the servers
     return replace(_model_of(config), ray=None, models=None, **changes)
 
 
@@ -139,7 +142,7 @@ class _Fleet:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._url = local_url(config.host, config.port)
-        self._urls: list[str] = []  # of servers, as `place` reports them
+        self._urls: list[str] = []  # servers, as `place` reports them
         self._has_servers = asyncio.Event()
         self._environment = {key: text for key, text in os.environ.items() if not key.startswith("FOREWORD_")}
 
@@ -226,7 +229,7 @@ def _place(args: argparse.Namespace) -> int:
     assert config.ray is not None and config.engine_key is not None, "a part of `fleet up`"
     stopped = threading.Event()
     cluster = RayCluster(config.ray)
-    for number in (signal.SIGTERM, signal.SIGINT):  # after Ray's, which end the process at once
+    for number in (signal.SIGTERM, signal.SIGINT):  # replaces Ray's handlers, which end the process at once
         signal.signal(number, lambda *_: stopped.set())
     servers = _node_config(config)
     wanted = _model_of(config)
@@ -253,7 +256,7 @@ class _Record:
     """A running fleet, as other commands find it."""
 
     pid: int
-    start_time: str  # of the process, since a pid comes again
+    start_time: str  # identifies the process, since pids are reused
     url: str
     engine_key: str
 

@@ -34,7 +34,7 @@ def check_local_request(args: argparse.Namespace, config: Config) -> None:
 
 def _check_speculation(method: str | None, config: Config) -> None:
     names = config.drafter_names()
-    known = ("auto", "off", *names, *(("ngram",) if "suffix" in names else ()))  # that may replace it
+    known = ("auto", "off", *names, *(("ngram",) if "suffix" in names else ()))  # ngram may replace suffix
     if method is not None and method not in known:
         shown = ", ".join(("auto", "off", *names))
         raise ConfigError(f"--speculation must be one of {shown}, got {method!r:.80}", "speculation")

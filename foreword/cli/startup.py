@@ -1,4 +1,4 @@
-"""The start-up line on stderr: what a command waits for, from its first moment until it is ready.
+"""The start-up line on stderr: the stages that a command waits for until it is ready.
 
 On a terminal it is one line that updates itself and vanishes; elsewhere it is repeated while the wait lasts.
 Bytes that are loaded or fetched are shown with their rate and the time left, on a terminal also as a bar.
@@ -17,12 +17,12 @@ from collections import deque
 
 from foreword.planning.memory import format_bytes
 
-REFRESH_S = 0.2  # of a terminal's line
-REPEAT_S = 1.5  # elsewhere: no silence of 2 s
-LONG_WAIT_S, LONG_REPEAT_S = 60.0, 10.0  # after a minute a log needs fewer lines
+REFRESH_S = 0.2  # interval on a terminal
+REPEAT_S = 1.5  # interval elsewhere: no silence of 2 s
+LONG_WAIT_S, LONG_REPEAT_S = 60.0, 10.0  # a log needs fewer lines after a minute
 CLEAR = "\r\x1b[2K"
 BYTE_STAGES = ("weights", "download")
-RATE_WINDOW_S, MIN_RATE_S = 5.0, 0.3  # of the samples that a rate is computed from
+RATE_WINDOW_S, MIN_RATE_S = 5.0, 0.3  # times between the samples of a rate
 BAR_CELLS = 20
 MINUTE_S, HOUR_S = 60, 3600
 MIB, GIB = 1 << 20, 1 << 30
@@ -59,7 +59,7 @@ class StartupLine:
         self._fd = fd
         self._is_terminal = False
         self._text = self._stage = ""
-        self._bar = ""  # before the stage, on terminals
+        self._bar = ""  # precedes the stage on terminals
         self._rate = _Rate()
         self._started_s = self._shown_s = 0.0
         self._done = threading.Event()
@@ -85,7 +85,7 @@ class StartupLine:
         self._thread.start()
 
     def stage(self, text: str) -> None:
-        """What the command waits for now; without effect after end()."""
+        """Set the current stage; without effect after end()."""
         self._stage, self._bar = text, ""
 
     def on_load(self, stage: str, done: int, total: int) -> None:

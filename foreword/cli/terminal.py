@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 TAB_CELLS = 8
-FENCES = ("```", "~~~")  # of Markdown's blocks of code
+FENCES = ("```", "~~~")  # marks of Markdown's code blocks
 MAX_FENCE_COLUMN = 16
 CONTROL_PICTURES = {
     **{code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n\r"},
@@ -125,7 +125,7 @@ class WordWrapper:
         self._get_width = get_width  # columns of the terminal, which may change
         self._width = get_width()
         self._line_start = ""  # enough of the line to see a fence
-        self._fence: str | None = None  # of the block of code that is open
+        self._fence: str | None = None  # mark of the open code block
         self._column = 0  # cells of the line that are shown
         self._may_move = False  # the current word may go to the next line
         self._is_wide = False  # the current word is a wide character, before and after which a line may end

@@ -43,13 +43,13 @@ Labels = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A server at one moment. What it does not tell is empty."""
+    """A server at one moment. Fields that it does not report are empty."""
 
     at_s: float  # monotonic
     models: Sequence[Card] = ()
     samples: Mapping[str, Sequence[tuple[Mapping[str, str], float]]] = field(default_factory=dict)
-    keys: Sequence[Card] = ()  # of /admin/keys
-    usage: Sequence[Card] = ()  # of /admin/usage, today by key
+    keys: Sequence[Card] = ()  # rows of /admin/keys
+    usage: Sequence[Card] = ()  # rows of /admin/usage: today, by key
 
     def sums(self, name: str, *labels: str) -> dict[Labels, float]:
         """Sums of a metric, without PREFIX, by the values of these labels."""

@@ -24,7 +24,7 @@ NAME: Final = re.compile(r"[\w.-]{1,64}")  # a label value of metrics
 class DrafterPlugin:
     """A drafter that is not part of this package."""
 
-    name: str  # in metrics, and as the method of a request
+    name: str  # its label in metrics, and method of a request
     reference: str  # "module:Class"
     is_installed: bool  # an entry point; else the module may lie in the current directory
 

@@ -1,4 +1,4 @@
-"""Flags of other servers, and what answers them: a flag of ours, a note, or the reason against it.
+"""Flags of other servers, and their answers: a flag of ours, a note, or the reason against it.
 
 foreign_flags.toml is the table. It is read when a command line, the environment or `LLM(...)` has a name that
 is not ours.
@@ -31,7 +31,7 @@ NUMBER_UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class ForeignUse:
-    """What a use of a foreign flag becomes: words of ours with a note, or a refusal."""
+    """The translation of a foreign flag: words of ours with a note, or a refusal."""
 
     words: tuple[str, ...] = ()
     note: str = ""
@@ -228,7 +228,7 @@ class _Translation:
         self._words: list[str] = []
         self._notes: list[str] = []
         self._refusals: list[str] = []
-        self._fields: dict[str, dict[str, Any]] = {}  # of JSON options
+        self._fields: dict[str, dict[str, Any]] = {}  # fields of JSON options
 
     def run(self) -> tuple[list[str], list[str], list[str]]:
         while self._rest:

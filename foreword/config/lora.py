@@ -9,7 +9,7 @@ from typing import Any
 
 from foreword.errors import ConfigError, did_you_mean
 
-FIELDS = ("name", "path", "base_model_name")  # of vLLM's JSON
+FIELDS = ("name", "path", "base_model_name")  # fields of vLLM's JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class AdapterInfo:
     """A loaded adapter."""
 
     path: str
-    digest: str  # of its weights and options: requests name it by this
+    digest: str  # hash of its weights and options: requests name it by this
     rank: int  # the largest of its projections
     num_projections: int
-    num_bytes: int  # of its matrices, as loaded
+    num_bytes: int  # size of its matrices as loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class LoRARequest:
     """The adapter of a call of LLM, in vLLM's form; its path may be left out for one of `lora_modules`."""
 
     lora_name: str
-    lora_int_id: int = 0  # without effect: an adapter is known by its content
+    lora_int_id: int = 0  # ignored: an adapter is known by its content
     lora_path: str = ""
 
 

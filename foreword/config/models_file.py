@@ -38,7 +38,7 @@ ONE_MODEL_FIELDS = (
     *("draft_model", "speculative_config", "replay_file", "trace", "replica_urls"),
 )
 FILE_KEYS = ("defaults", "keep_alive", "max_loaded_models", "max_swap_wait", "memory_limit", "models")
-ENTRY_KEYS = ("keep_alive", "pinned", "preload", "variants")  # of a model, beside options
+ENTRY_KEYS = ("keep_alive", "pinned", "preload", "variants")  # keys of a model that are not options
 # Fields of SamplingParams that a variant may set: numbers that a request may leave out.
 SAMPLING_FIELDS = (
     *(
@@ -65,7 +65,7 @@ PROJECTOR = "mmproj"
 class ModelVariant:
     """A further name of a model, which shares its engine."""
 
-    name: str  # in the API: "qwen:creative"
+    name: str  # its API name: "qwen:creative"
     sampling: Mapping[str, Any] = field(default_factory=dict)  # defaults: fields of SamplingParams
     speculation: str | None = None  # default method of its requests
     max_model_len: int | None = None  # tokens, at most the engine's
@@ -75,7 +75,7 @@ class ModelVariant:
 class ModelEntry:
     """One model, as a server of this model alone would have it."""
 
-    name: str  # in answers
+    name: str  # the name that answers have
     config: Config
     keep_alive: float | None = DEFAULT_KEEP_ALIVE_S  # seconds; None: never unloaded for that reason
     pinned: bool = False  # loaded at the start, never evicted
@@ -91,7 +91,7 @@ class ModelEntry:
 
 @dataclass(frozen=True, slots=True)
 class ModelsConfig:
-    """What `--models` describes, with the options that go with it."""
+    """Models that `--models` describes, with the options that go with it."""
 
     entries: tuple[ModelEntry, ...]  # the first is the default model
     memory_limit: int | None  # bytes of all engines; None: what the machine has, less a reserve
@@ -331,7 +331,7 @@ def _is_option_of_model(item: Any) -> bool:
 
 
 def _describe_file_key(key: str) -> str:
-    """What is wrong with a key at the top of the file."""
+    """The error of a key at the top of the file."""
     name = key.replace("-", "_")
     item = next((item for item in option_fields() if item.name == name), None)
     if item is None:

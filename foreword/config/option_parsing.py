@@ -16,7 +16,7 @@ from foreword.errors import ConfigError, did_you_mean
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 NULLS = ("null", "~")
-SERVICE_SCHEMES = ("tcp://", "udp://")  # of variables that Kubernetes sets for a service
+SERVICE_SCHEMES = ("tcp://", "udp://")  # begin variables that Kubernetes sets for a service
 PARSERS: Mapping[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
 KIND_NAMES = {"str": "a text", "int": "a whole number", "float": "a number"}
 FIELDS = {item.name: item for item in option_fields()}

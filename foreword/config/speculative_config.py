@@ -84,7 +84,7 @@ def _parse_speculative_config(given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"speculative_config: {problem}", "speculative_config")
     if method is None:
         if model is None and not changes.keys() & {"prompt_lookup_min", "prompt_lookup_max"}:
-            return changes  # of the drafters that `speculate` names
+            return changes  # limits of the drafters that `speculate` names
         method = "ngram" if has_no_model else "draft_model"
     if method in ("ngram", "suffix") and has_no_model:
         return {**changes, "speculate": method}

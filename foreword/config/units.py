@@ -19,7 +19,7 @@ UNIT_BYTES = {
     "b": 1,
     "": 1,
 }
-UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}  # of parse_duration()
+UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}  # units of parse_duration()
 
 
 def parse_bytes(name: str, text: str) -> int:

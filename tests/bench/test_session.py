@@ -1,4 +1,4 @@
-"""What every benchmark keeps: result files, figures of an interrupted run, and cells beside a failed one."""
+"""Every benchmark keeps result files, figures of an interrupted run, and cells beside a failed one."""
 
 import argparse
 import asyncio

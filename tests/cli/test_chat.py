@@ -72,7 +72,7 @@ def talk(
     *turns: str, color: bool = False, interactive: bool = False, system: str | None = None,
     images: Sequence[str] = (), params: SamplingParams = PARAMS, backend: Echo | None = None,
 ) -> tuple[str, Echo]:  # fmt: skip
-    """What the console shows, and the backend."""
+    """The output of the console, and the backend."""
     out, source = io.StringIO(), backend or Echo()
     console = Console(
         file=out, force_terminal=color, color_system="standard" if color else None, highlight=False, width=200

@@ -261,9 +261,12 @@ def test_wrong_words_are_answered_before_heavy_imports() -> None:
 
 
 def test_light_commands_import_no_torch() -> None:
-    modules = ("cli.serve", "cli.chat", "cli.generate", "cli.local_checks", "bench.command", "bench.serve")
+    """The health check of a container runs every few seconds, and imports no web framework either."""
+    modules = ("cli.keys", "cli.serve", "cli.chat", "cli.generate", "cli.local_checks")
+    modules += ("bench.command", "bench.serve")
     code = (
-        "import sys, importlib\n"
+        "import sys, importlib, foreword.cli.container_health\n"
+        "assert not {'torch', 'fastapi', 'uvicorn', 'rich'} & set(sys.modules)\n"
         f"for name in {modules}:\n"
         "    importlib.import_module(f'foreword.{name}')\n"
         "    assert 'torch' not in sys.modules, name"

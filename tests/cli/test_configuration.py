@@ -374,9 +374,6 @@ def test_flag_and_environment_names() -> None:
     )
 
 
-# Several served names
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -410,22 +407,6 @@ def test_names_may_be_a_list_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("served_model_name: [prod, qwen]\n")
     assert read_config(parse("--config", str(file)), {}).served_names() == ("prod", "qwen")
-
-
-@pytest.mark.parametrize("names", ["a,a", "a,,b", ",", " "])
-def test_names_must_differ(names: str) -> None:
-    with pytest.raises(ConfigError, match="served_model_name must be different names"):
-        Config(served_model_name=names)
-
-
-@pytest.mark.parametrize("prefix", ["llm", "/", "/llm/", "/a b", "/a//b", "http://x"])
-def test_prefix_of_a_proxy_is_checked(prefix: str) -> None:
-    with pytest.raises(ConfigError, match="root_path must be like /llm"):
-        Config(root_path=prefix)
-    assert Config(root_path="/team-1/llm").root_path
-
-
-# Keys
 
 
 @pytest.mark.parametrize("name", ["api_key", "api_key_file"])

@@ -1,8 +1,6 @@
 """Docker's health check finds the server's address in the command line of process 1."""
 
 import shlex
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -106,11 +104,3 @@ def test_unix_socket_is_asked(tmp_path: Path) -> None:
     with run_server(Config(uds=str(path))):
         assert check(write_command(tmp_path / "cmdline", f"{ENTRY} serve --uds {path}")) == 0
     assert check(write_command(tmp_path / "cmdline", f"{ENTRY} serve --uds {path}")) == 1
-
-
-def test_imports_neither_torch_nor_a_web_framework() -> None:
-    """It runs every few seconds."""
-    modules = {"torch", "fastapi", "uvicorn", "rich"}
-    code = f"import sys, foreword.cli.container_health; print(*{modules} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""

@@ -64,9 +64,9 @@ MeasureCost = Callable[[AgentEngine, BoundFormat, Sources], Mapping[str, Any]]
 
 CATEGORY = "agent"
 SUFFIX = Mode("suffix", speculation=Speculation("suffix"))
-OVERSHOOT, MAX_ANSWER_TOKENS = 1.2, 2048  # of a script's context, and of its longest answer
-COST_S = 2.0  # of a measure of the parser or a grammar, for the estimate
-ANSWER_TOKENS, STEPS, TOKENS_PER_S = 100, 12, 500  # of a session, for the estimate
+OVERSHOOT, MAX_ANSWER_TOKENS = 1.2, 2048  # limits of a script: share of its context, and longest answer
+COST_S = 2.0  # estimate: the time to measure the parser or a grammar
+ANSWER_TOKENS, STEPS, TOKENS_PER_S = 100, 12, 500  # estimates of a session
 
 
 def run(args: argparse.Namespace) -> int:

@@ -29,10 +29,10 @@ from foreword.core.request import Request
 from foreword.tokenizer.input_processor import ChatInputProcessor
 from foreword.tokenizer.output_processor import ChoiceOutput
 
-MAX_TURNS = 64  # of a session: each turn has a seed of its own
-OWN_ANSWER_TOKENS = 96  # of answers that are not recorded
-WARMUP_STEPS = 1  # of the sessions that are not counted, whose logits are hashed
-ROUND_NUMBERS = 1000  # sessions of a round
+MAX_TURNS = 64  # most turns of a session: each turn has a seed of its own
+OWN_ANSWER_TOKENS = 96  # longest answer that is not recorded
+WARMUP_STEPS = 1  # steps of uncounted sessions, whose logits are hashed
+ROUND_NUMBERS = 1000  # distance of the first numbers of two rounds
 NO_SCRIPT = AgentScript("", "", (), "")
 
 
@@ -41,7 +41,7 @@ class AgentSession(Conversation):
     """A script as a conversation: a turn is the task, or the result of the call before."""
 
     script: AgentScript = NO_SCRIPT
-    prompts: tuple[tuple[int, ...], ...] = ()  # of all turns, where the answers are recorded
+    prompts: tuple[tuple[int, ...], ...] = ()  # prompt of each turn, where the answers are recorded
     answers: tuple[tuple[int, ...], ...] = ()  # recorded, with EOS
 
 

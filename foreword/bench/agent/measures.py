@@ -17,7 +17,7 @@ from foreword.core.params import SamplingParams
 from foreword.grammar.tool_calls import tool_constraint
 from foreword.tokenizer.input_processor import make_requests
 
-PARSED_CHARACTERS = (5_000, 50_000, 500_000)  # of a call's argument
+PARSED_CHARACTERS = (5_000, 50_000, 500_000)  # lengths of a call's argument
 NUM_TOOLS, NUM_PARAMETERS = 100, 3
 TYPES: Sequence[dict[str, Any]] = (
     {"type": "string"},

@@ -23,16 +23,16 @@ from foreword.chat_formats.tools import Tool
 
 MIN_STEPS, MAX_STEPS = 8, 20
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 400, 2000  # context per step: a short one has few steps
-NOTES_SHARE = 0.35  # of the context, before the first step: tools and notes on the project
-TOOL_TOKENS = 450  # of the tools' description
-ANSWER_TOKENS, TURN_TOKENS = 160, 30  # of an answer, on average; of the template around a step
+NOTES_SHARE = 0.35  # share of the context before the first step: tools and notes on the project
+TOOL_TOKENS = 450  # length of the tools' description
+ANSWER_TOKENS, TURN_TOKENS = 160, 30  # mean answer; template around a step
 MIN_RESULT_TOKENS = 30
-LINE_TOKENS = 14  # of a line of code, on average
+LINE_TOKENS = 14  # mean line of code
 MIN_FILE_LINES, MAX_FILE_LINES = 60, 700
-MIN_FUNCTION_LINES, MAX_FUNCTION_LINES = 8, 24  # of a new file's text
+MIN_FUNCTION_LINES, MAX_FUNCTION_LINES = 8, 24  # limits of a new file's text
 MIN_NAME_LENGTH, MIN_SENTENCE_LENGTH = 8, 40
 MAX_NEIGHBOUR_LINES = 8  # unchanged lines of an edit on either side
-SHOWN_LINES = 3  # of an edited file, around the edit
+SHOWN_LINES = 3  # lines of an edited file around the edit
 NUM_TEST_FILES = 4
 WEIGHTS = {"read": 6, "edit": 5, "grep": 3, "test": 2, "write": 1}
 SYSTEM = (
@@ -61,7 +61,7 @@ TOOLS = (
 
 @dataclass(frozen=True, slots=True)
 class AgentStep:
-    """What the agent says, its call, and the recorded result."""
+    """A text of the agent, its call, and the recorded result."""
 
     text: str
     tool: str
@@ -107,7 +107,7 @@ class Sources:
             for path, node in functions
             if MIN_FUNCTION_LINES <= (node.end_lineno or 0) - node.lineno <= MAX_FUNCTION_LINES
         ]
-        self.names: dict[str, list[str]] = {}  # of functions that a file defines and uses, by file
+        self.names: dict[str, list[str]] = {}  # file: functions that it defines and uses
         for path, node in functions:
             is_fit = (
                 MIN_FILE_LINES <= len(lines[path]) <= MAX_FILE_LINES and len(node.name) >= MIN_NAME_LENGTH
@@ -123,7 +123,7 @@ class _WorkingCopy:
     rng: Random
     sources: Sources
     files: dict[str, str]
-    path: str  # of the function to rename
+    path: str  # file of the function to rename
     old: str
     new: str
     count: Callable[[str], int]  # tokens of a text
@@ -134,7 +134,7 @@ class _WorkingCopy:
 
     @property
     def result_tokens(self) -> int:
-        """Of the next result, at most; a short one leaves more to the others."""
+        """Longest next result; a short one leaves more to the others."""
         return max(self.room // self.num_left - ANSWER_TOKENS - TURN_TOKENS, MIN_RESULT_TOKENS)
 
     def read(self) -> AgentStep:

@@ -72,8 +72,8 @@ from foreword.errors import ConfigError
 
 DEFAULTS = {"rounds": 7, "concurrency": "1,4,16,64", "requests": 4, "max_tokens": 128, "full_cache": True}
 QUICK_DEFAULTS = {"rounds": 5, "concurrency": "1,4", "requests": 3, "max_tokens": 64, "full_cache": False}
-MAX_QUICK_PROMPTS = 8  # of each category of a file, unless --requests is given
-MAX_FULL_CONCURRENCY = 16  # of the case with a full cache
+MAX_QUICK_PROMPTS = 8  # prompts of each category of a file, unless --requests is given
+MAX_FULL_CONCURRENCY = 16  # highest concurrency of the case with a full cache
 FULL_SHARE = 3  # its cache holds one third of the tokens of its requests
 
 

@@ -127,7 +127,7 @@ def _summary(result: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
 
 
 def _verdict(mode: str, figures: Mapping[str, Any]) -> str:
-    """Of a mode that verified no draft, a ratio says nothing about drafts."""
+    """The ratio of a mode that verified no draft says nothing about drafts."""
     if not figures.get("drafted") and mode != PLAIN:
         return NO_DRAFTS
     return verdict(figures.get("throughput", {}))

@@ -9,7 +9,6 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -108,20 +107,6 @@ def _running(server: ServerProcess) -> str:
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     (line,) = [line for line in lines if line.startswith("foreword_requests_running{")]
     return "foreword_requests_running " + line.split()[-1].removesuffix(".0")
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"replicas": 0}, "replicas must be at least 1 without --replica-urls"),
-        ({"replica_urls": "http://a:1"}, "replica_urls needs --engine-key"),
-        ({"replica_urls": "10.0.0.1:8000", "engine_key": KEY}, "must be different URLs such as"),
-        ({"replica_urls": "http://a,http://a/", "engine_key": KEY}, "must be different URLs such as"),
-    ],
-)
-def test_impossible_replicas_are_refused(options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        Config(**options)
 
 
 async def test_server_of_another_model_is_refused(checkpoint: Path) -> None:

@@ -1,0 +1,67 @@
+"""vLLM's speculative_config."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from foreword.config.options import Config
+from foreword.config.speculative_config import apply_speculative_config, ignored_speculative_fields
+from foreword.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}, ("ngram", None, 5, 3)),
+        ({"model": "[ngram]", "num_speculative_tokens": 2}, ("ngram", None, 2, 4)),
+        ({"model": "small/model", "num_speculative_tokens": 3}, ("draft", "small/model", 3, 4)),
+        ({"method": "draft_model", "model": "small"}, ("draft", "small", None, 4)),
+        ({"method": "suffix", "num_speculative_tokens": 8}, ("suffix", None, 8, 4)),
+        ({"num_speculative_tokens": 3}, ("auto", None, 3, 4)),
+        ({"prompt_lookup_max": 3, "model": None}, ("ngram", None, None, 3)),
+        ({"method": "ngram", "draft_tensor_parallel_size": 1}, ("ngram", None, None, 4)),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 24}, ("suffix", None, None, 4)),
+        ({"disable_by_batch_size": 8, "rejection_sample_method": "strict"}, ("auto", None, None, 4)),
+    ],
+)
+def test_vllm_speculative_config(given: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    config = apply_speculative_config(Config(speculative_config=json.dumps(given)))
+    assert (
+        config.speculate,
+        config.draft_model,
+        config.num_speculative_tokens,
+        config.prompt_lookup_max,
+    ) == expected
+
+
+def test_speculative_fields_without_effect_are_noted_once() -> None:
+    text = json.dumps({"method": "ngram", "disable_by_batch_size": 8, "draft_tensor_parallel_size": 1})
+    config = apply_speculative_config(Config(speculative_config=text))
+    assert apply_speculative_config(config) == config, "applied again, as a bench does for its engine"
+    assert list(ignored_speculative_fields(config)) == ["disable_by_batch_size"]
+    assert not apply_speculative_config(Config(speculative_config='{"method": "ngram"}')).speculative_config
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ('{"method": "eagle3"}', "got 'eagle3': trained heads are not supported yet"),
+        ('{"method": "deepseek_mtp", "model": "m"}', "trained heads are not supported yet"),
+        ('{"tree": 1}', "'tree'; known: method, model, num_speculative_tokens, prompt_lookup_min, "),
+        (
+            '{"rejection_sample_method": "synthetic"}',
+            'only be "strict" or "standard" or "block", got "synthetic"',
+        ),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "must be a JSON object"),
+        ('{"num_speculative_tokens": "5"}', "num_speculative_tokens must be int"),
+        ('{"method": "ngram", "draft_tensor_parallel_size": 2}', "can only be 1, got 2"),
+        ('{"method": "draft_model"}', "(with a model), got 'draft_model'"),
+    ],
+)
+def test_refused_speculative_config_names_the_accepted_values(text: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(part)):
+        apply_speculative_config(Config(speculative_config=text))
