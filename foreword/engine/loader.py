@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from foreword.config.lora import AdapterInfo
-from foreword.config.options import Config, parse_cpus
+from foreword.config.options import Config
+from foreword.config.units import parse_cpus
 from foreword.core.readiness import OnLoadProgress
 from foreword.engine.builder import EngineBuilder, LoadedModels
 from foreword.engine.engine import Engine
