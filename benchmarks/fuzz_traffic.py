@@ -23,8 +23,7 @@ from foreword.cli.run_batch import BatchClient, BatchSummary, answer_all
 from foreword.config.options import Config
 from foreword.core.params import SamplingParams
 from foreword.errors import ConfigError, ForewordError
-from foreword.metrics.recorder import MetricsRecorder
-from foreword.server.app import create_app
+from tests.support.apps import open_app
 from tests.support.fakes import FakeEngineClient
 from tests.support.images import image_part, image_processor, image_tokenizer, png
 
@@ -44,13 +43,12 @@ class _Application:
     def __init__(self) -> None:
         self.client = FakeEngineClient()
         config = Config(max_body_mb=1)
-        recorder = MetricsRecorder(config.drafter_names())
-        self.app = create_app(
-            config, self.client, image_tokenizer(), recorder, "fake", processor=image_processor()
-        )
         self.loop = asyncio.new_event_loop()
+        self._opened = open_app(
+            self.client, config, ("fake",), tokenizer=image_tokenizer(), processor=image_processor()
+        )
+        self.app = self.loop.run_until_complete(self._opened.__aenter__())
         self.http = httpx.AsyncClient(base_url=URL, transport=httpx.ASGITransport(self.app))
-        self.loop.run_until_complete(self.client.start())
 
     def ask(self, path: str, body: bytes) -> None:
         """Post a body: an answer or a refusal in the envelope, with nothing left open."""
@@ -60,14 +58,13 @@ class _Application:
             assert reply.json()["error"]["message"], reply.text
         assert not self.client.live, "the engine still works"
         assert self.app.state.models.admission.num_open == 0, "requests are still counted as open"
-        assert self.app.state.models.default.image_intake.memory.held_bytes == 0, "images are still held"
+        assert self.app.state.models.loaded[0].image_intake.memory.held_bytes == 0, "images are still held"
         for log in (self.client.submitted, self.client.finished, self.client.aborted):
             log.clear()
 
     def close(self) -> None:
         self.loop.run_until_complete(self.http.aclose())
-        self.app.state.models.default.grammar_checker.close()
-        self.app.state.models.default.image_intake.close()
+        self.loop.run_until_complete(self._opened.__aexit__(None, None, None))
         self.loop.close()
 
     async def _post(self, path: str, body: bytes) -> httpx.Response:

@@ -131,6 +131,7 @@ ALLOWED = {
         "embedding",
         "engine_client",
         "errors",
+        "grammar.check",
         "metrics",
         "planning",
         "server",

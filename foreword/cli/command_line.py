@@ -31,7 +31,6 @@ from foreword.cli.configuration import (
     read_config,
     read_log_format,
     unknown_variables,
-    unused_options,
 )
 from foreword.cli.flags import (
     add_check_arguments,
@@ -336,7 +335,6 @@ def _check_config(args: argparse.Namespace, fetch: bool) -> Config:
     if args.command == "serve":
         check_foreign_keys(config)
         _check_server_files(config)
-        warnings += unused_options(config)
     elif args.command == "run-batch":
         check_files(Path(args.input), Path(args.output))
     prog = f"foreword {args.command}"

@@ -40,7 +40,6 @@ TEST_PREFIX = "FOREWORD_TEST_"
 RANDOM_SEED = -1  # llama-server's value
 FOREIGN_PREFIXES = ("VLLM_", "LLAMA_ARG_", "SGLANG_")
 FOREIGN_KEYS = ("VLLM_API_KEY", "LLAMA_API_KEY", "LLAMA_ARG_API_KEY", "LLAMA_ARG_API_KEY_FILE")
-FLEET_OPTIONS = ("memory_limit", "keep_alive", "max_loaded_models", "max_swap_wait")
 # Kubernetes sets these for a service whose name begins with such a prefix.
 SERVICE_VARIABLE = re.compile(
     r"(FOREWORD|VLLM|SGLANG)_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP)\w*)"
@@ -159,15 +158,6 @@ def check_foreign_keys(config: Config, environ: Mapping[str, str] = os.environ) 
             f"(or --api-key, --api-key-file), or unset {name}",
             "api_key",
         )
-
-
-def unused_options(config: Config) -> list[str]:
-    """At most one line, which names the given options of several models where one is served."""
-    names = [flag(name) for name in FLEET_OPTIONS if getattr(config, name) is not None]
-    if not names or config.models is not None:
-        return []
-    verb = "has" if len(names) == 1 else "have"
-    return [f"{', '.join(names)} {verb} no effect with one model: use --models, as for several"]
 
 
 def _from_file(path: Path) -> dict[str, Any]:

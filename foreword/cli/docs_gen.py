@@ -68,12 +68,12 @@ Beside the table there are prometheus_client's metrics of the API process (`proc
 prefix `{ENGINE_PROCESS}_`.
 """
 
-SEVERAL_HEADER = """
-## Only with several models
+LOADS_HEADER = """
+## Loads of models
 
-Every series of a model then has its label `model`, `foreword_engine_process_*` too. What the server counts
-itself has none: `http_requests_total`, `ignored_message_fields_total`, `usage_db_errors_total`, rejections
-before the model is known.
+Every series of a model has its label `model`, `foreword_engine_process_*` too. What the server counts itself
+has none: `http_requests_total`, `usage_db_errors_total`, and with several models
+`ignored_message_fields_total` and rejections before the model is known.
 """
 
 IMAGES_HEADER = """
@@ -171,7 +171,7 @@ BODIES: Mapping[str, str] = MappingProxyType(
         "DetokenizeBody": "`POST /detokenize`",
         "LoadAdapterBody": "`POST /v1/load_lora_adapter`",
         "UnloadAdapterBody": "`POST /v1/unload_lora_adapter`",
-        "LoadModelBody": "`POST /models/load`, of a server with several models",
+        "LoadModelBody": "`POST /models/load`",
         "UnloadModelBody": "`POST /models/unload`",
         "AddReplicaBody": "`POST /engine/replicas`, of a router",
     }
@@ -261,8 +261,8 @@ def _foreign_answer(item: ForeignFlag) -> str:
 def metrics_page() -> str:
     """Tables of the metrics that always exist, of those of images, and of those of speculation."""
     sections = {
-        METRICS_HEADER: [row for row in CATALOG if not (row.speculative or row.multimodal or row.several)],
-        SEVERAL_HEADER: [row for row in CATALOG if row.several],
+        METRICS_HEADER: [row for row in CATALOG if not (row.speculative or row.multimodal or row.of_loads)],
+        LOADS_HEADER: [row for row in CATALOG if row.of_loads],
         IMAGES_HEADER: [row for row in CATALOG if row.multimodal],
         SPECULATION_HEADER: [row for row in CATALOG if row.speculative and not row.predictive],
         PREDICTION_HEADER: [row for row in CATALOG if row.predictive],

@@ -28,7 +28,6 @@ from fastapi import FastAPI
 from httpx import ASGITransport
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-from foreword.checkpoint import prepare_checkpoint
 from foreword.cli.batch_file import BatchLine, BatchOutput, InvalidLine, error_line, read_lines, success_line
 from foreword.cli.client import server_url
 from foreword.cli.configuration import read_config
@@ -38,12 +37,12 @@ from foreword.config.models_file import ModelsConfig, read_models
 from foreword.config.options import Config
 from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import ConfigError, EngineDead, ModelLoadFailed
-from foreword.fleet.memory import plan_fleet
+from foreword.fleet.memory import plan_server
 from foreword.fleet.model_manager import ModelManager
-from foreword.fleet.server_stack import ServerStack
-from foreword.server.app import models_app
+from foreword.server.app import create_app
+from foreword.server.drain import DrainState
+from foreword.server.health import Health
 from foreword.server.http.request_log import open_request_log
-from foreword.server.lifecycle import DrainState, Health
 
 SERVER_GONE_S = 30.0  # pauses without an answer after which a remote server counts as gone
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 5.0  # between tries where the server does not say when
@@ -168,10 +167,10 @@ async def _run(
             return await answer_all(client, items, output, summary, args.concurrency or REMOTE_CONCURRENCY)
     # No other client can connect, so keys are not needed and requests may wait.
     config = replace(config, api_key=None, api_key_file=None, queue_timeout=0.0)
-    # The model of an engine that is gone is loaded again, where there are several.
-    application, gone_s = (_application, 0.0) if config.models is None else (_several_models, SERVER_GONE_S)
+    # A model that is alone is gone with its engine; one of several is loaded again.
+    gone_s = 0.0 if config.models is None else SERVER_GONE_S
     async with (
-        application(config) as (app, max_num_seqs),
+        _application(config) as (app, max_num_seqs),
         _http_client(IN_PROCESS, config, ASGITransport(app, raise_app_exceptions=False)) as http,
     ):
         concurrency = args.concurrency or 2 * max_num_seqs
@@ -180,33 +179,23 @@ async def _run(
 
 @asynccontextmanager
 async def _application(config: Config) -> AsyncIterator[tuple[FastAPI, int]]:
-    """The server's application with a running engine, and what that runs at a time."""
-    async with (
-        open_request_log(config) as request_log,
-        ServerStack(prepare_checkpoint(config)) as server_stack,
-    ):
-        info = await server_stack.start()
-        startup_line.end()
-        app = server_stack.serving_app(request_log)
-        async with app.router.lifespan_context(app):
-            yield app, info.resolved.max_num_seqs
-
-
-@asynccontextmanager
-async def _several_models(config: Config) -> AsyncIterator[tuple[FastAPI, int]]:
-    """The application of several models, and what the largest of them runs at a time."""
+    """The server's application, and the largest number of requests that one of its models runs at a time."""
     with ForkServer() as fork_server:
-        plan = await plan_fleet(read_models(config), fork_server)
+        plan = await plan_server(config, fork_server)
         async with (
             open_request_log(config) as request_log,
             ModelManager(config, plan, fork_server) as manager,
         ):
+            await manager.wait_ready()
             startup_line.end()
             drain = DrainState()
-            app = models_app(manager.models, Health(manager, None, drain), drain, request_log)
+            app = create_app(manager.models, Health(drain, manager), drain, request_log)
             async with app.router.lifespan_context(app):
-                resolved = (each.resolved for each in plan.plans)
-                yield app, max(each.max_num_seqs if each else REMOTE_CONCURRENCY for each in resolved)
+                if manager.alone is not None:
+                    yield app, manager.alone.info().resolved.max_num_seqs
+                else:
+                    resolved = (each.resolved for each in plan.plans)
+                    yield app, max(each.max_num_seqs if each else REMOTE_CONCURRENCY for each in resolved)
 
 
 def _http_client(

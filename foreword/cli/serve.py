@@ -14,13 +14,12 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
 from foreword.cli.banner import banner_lines, local_url, models_lines, unix_address
 from foreword.cli.configuration import read_config
 from foreword.cli.fleet import run_up
@@ -28,18 +27,17 @@ from foreword.cli.listener import bind, bind_error, bind_unix
 from foreword.cli.startup import startup_line
 from foreword.cli.terminal import loading_bar, set_up_logging, stderr_console
 from foreword.cli.uvicorn_server import ShutdownSignals, UvicornServer, wait_first
-from foreword.config.models_file import ModelsConfig, read_models
 from foreword.config.options import Config
-from foreword.core.readiness import Readiness
 from foreword.engine_client.forkserver import ForkServer
-from foreword.fleet.memory import FleetPlan, plan_fleet
+from foreword.fleet.memory import FleetPlan, plan_server
 from foreword.fleet.model_manager import ModelManager
-from foreword.fleet.server_stack import ServerStack
-from foreword.server.app import SwappableApp, loading_app, models_app
-from foreword.server.http.protocol import uvicorn_config
+from foreword.server.app import SwappableApp, create_app, loading_app
+from foreword.server.drain import DrainState
+from foreword.server.health import Health
+from foreword.server.http.bounded_connections import uvicorn_config
 from foreword.server.http.request_log import open_request_log
-from foreword.server.lifecycle import DrainState, Health
 
+T = TypeVar("T")
 logger = logging.getLogger("foreword.serve")
 
 ENGINE_DEAD_GRACE_S = 2.0  # for clients to get their errors, and monitoring a 503 from /health
@@ -55,11 +53,7 @@ def run(args: argparse.Namespace) -> int:
     raise_file_limit(config.max_connections + EXTRA_FILES)
     executor = ThreadPoolExecutor(thread_name_prefix="request")
     with bind(config.host, config.port) if config.uds is None else bind_unix(Path(config.uds)) as listener:
-        if config.models is not None:
-            run_server = _run_several(config, read_models(config), listener, args.fork_server)
-        else:
-            run_server = _run(prepare_checkpoint(config), listener, args.fork_server)
-        code = asyncio.run(_run_with(executor, run_server))
+        code = asyncio.run(_run_with(executor, _serve(config, listener, args.fork_server)))
     _end_threads(executor, code)
     return code
 
@@ -97,80 +91,56 @@ def raise_file_limit(count: int) -> None:
         )
 
 
-async def _run(prepared: CheckpointInfo, listener: socket.socket, fork_server: ForkServer) -> int:
-    """Listen, load, serve; returns the exit code."""
-    config, signals, drain = prepared.config, ShutdownSignals(), DrainState()
+async def _serve(config: Config, listener: socket.socket, fork_server: ForkServer) -> int:
+    """Listen, load what the server cannot be without, serve; returns the exit code."""
+    signals, drain = ShutdownSignals(), DrainState()
+    loading_health = Health(drain, answers_requests=False)
     signals.install()
     started_s = time.perf_counter()
     async with AsyncExitStack() as stack:
         request_log = await stack.enter_async_context(open_request_log(config))
-        with loading_bar(f"loading {prepared.path.name}") as progress:
-            server_stack = ServerStack(prepared, progress, fork_server)
-            await stack.enter_async_context(_call_on_second_signal(server_stack.engine.skip_drain, signals))
-            await stack.enter_async_context(server_stack)
-            app = SwappableApp(server_stack.loading_app(drain, request_log))
-            web_server = UvicornServer(uvicorn_config(app, config, request_log), listener)
-            try:
-                await stack.enter_async_context(web_server)
-            except OSError as error:  # another process listens on the bound port
-                raise bind_error(error, config.host, config.port) from None
-            gc.collect()  # 50 ms, beside the engine's start
-            if await wait_first(signals.graceful.wait(), server_stack.start()) == 0:
-                if signals.exit_code:
-                    startup_line.end()
-                    _print_line(config, "foreword serve: interrupted")
-                return signals.exit_code
-        serving_app = server_stack.serving_app(request_log, drain)
-        async with serving_app.router.lifespan_context(serving_app):
-            app.app = serving_app
-            gc.freeze()  # or a full collection would pause every stream
-            _print_banner(server_stack, config, listener, time.perf_counter() - started_s)
-            return await _serve_until_shutdown(server_stack.engine.dead, web_server, drain, signals, config)
-
-
-async def _run_several(
-    config: Config, models: ModelsConfig, listener: socket.socket, fork_server: ForkServer
-) -> int:
-    """Listen at once; models are loaded on demand. Returns the exit code."""
-    signals, drain = ShutdownSignals(), DrainState()
-    signals.install()
-    plan: FleetPlan | None = None
-
-    async def make_plan() -> None:
-        nonlocal plan
-        plan = await plan_fleet(models, fork_server)
-
-    async with AsyncExitStack() as stack:
-        request_log = await stack.enter_async_context(open_request_log(config))
-        app = SwappableApp(loading_app(Health(_Planning(), None, drain), config, request_log))
+        app = SwappableApp(loading_app(loading_health, config, request_log))
         web_server = UvicornServer(uvicorn_config(app, config, request_log), listener)
         try:
             await stack.enter_async_context(web_server)
         except OSError as error:  # another process listens on the bound port
             raise bind_error(error, config.host, config.port) from None
-        index = await wait_first(signals.graceful.wait(), make_plan())
-        startup_line.end()
-        if index == 0:
-            return signals.exit_code
-        assert plan is not None
-        manager = ModelManager(config, plan, fork_server)
-        await stack.enter_async_context(_call_on_second_signal(manager.skip_drain, signals))
-        await stack.enter_async_context(manager)
-        serving_app = models_app(manager.models, Health(manager, None, drain), drain, request_log)
+        with loading_bar("loading the model") as progress:
+            plan = await _until_signal(plan_server(config, fork_server), signals)
+            if plan is None:
+                return _interrupted(config, signals)
+            manager = ModelManager(config, plan, fork_server, progress)
+            loading_health.models = manager
+            await stack.enter_async_context(_call_on_second_signal(manager.skip_drain, signals))
+            await stack.enter_async_context(manager)
+            gc.collect()  # 50 ms, beside the engine's start
+            if await wait_first(signals.graceful.wait(), manager.wait_ready()) == 0:
+                return _interrupted(config, signals)
+        serving_app = create_app(manager.models, Health(drain, manager), drain, request_log)
         async with serving_app.router.lifespan_context(serving_app):
             app.app = serving_app
-            gc.collect()
             gc.freeze()  # or a full collection would pause every stream
-            for line in models_lines(config, plan, _url(config, listener)):
+            for line in _ready_lines(config, manager, plan, listener, time.perf_counter() - started_s):
                 _print_line(config, line)
-            never = asyncio.Event()  # an engine that is gone for good ends its model, not the server
-            return await _serve_until_shutdown(never, web_server, drain, signals, config)
+            return await _serve_until_shutdown(manager.dead, web_server, drain, signals, config)
 
 
-class _Planning:
-    """State of a server that does not yet know whether its models fit."""
+async def _until_signal(work: Coroutine[Any, Any, T], signals: ShutdownSignals) -> T | None:
+    """The result of `work`; None, with `work` cancelled, at a signal."""
+    task = asyncio.ensure_future(work)
 
-    readiness = Readiness("loading", "the server reads its models")
+    async def wait() -> None:
+        await task
+
+    return None if await wait_first(signals.graceful.wait(), wait()) == 0 else task.result()
+
+
+def _interrupted(config: Config, signals: ShutdownSignals) -> int:
+    """End the start-up line; returns the exit code."""
+    startup_line.end()
+    if signals.exit_code:
+        _print_line(config, "foreword serve: interrupted")
+    return signals.exit_code
 
 
 @asynccontextmanager
@@ -188,21 +158,22 @@ async def _call_on_second_signal(kill: Callable[[], None], signals: ShutdownSign
         task.cancel()
 
 
-def _print_banner(server_stack: ServerStack, config: Config, listener: socket.socket, load_s: float) -> None:
-    url, info = _url(config, listener), server_stack.engine.info
-    assert info is not None, "a started engine has info"
-    encoder = server_stack.encoder.info if server_stack.encoder is not None else None
-    for line in banner_lines(
+def _ready_lines(
+    config: Config, manager: ModelManager, plan: FleetPlan, listener: socket.socket, load_s: float
+) -> Iterable[str]:
+    model, url = manager.alone, _url(config, listener)
+    if model is None:
+        return models_lines(config, plan, url)
+    return banner_lines(
         config,
-        info,
-        server_stack.name,
+        model.info(),
+        model.model_name,
         url,
         load_s,
-        encoder,
-        server_stack.sampling_defaults,
-        server_stack.has_chat_template,
-    ):
-        _print_line(config, line)
+        None if model.encoder is None else model.encoder.info,
+        str(model.tokenizer.generation_config),
+        bool(model.tokenizer.chat_template),
+    )
 
 
 def _url(config: Config, listener: socket.socket) -> str:

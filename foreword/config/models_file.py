@@ -128,7 +128,7 @@ def read_models(config: Config) -> ModelsConfig:
         for name, model in zip(names, models, strict=True)
     ]
     _check_names(entries, dict.fromkeys(names, f"models {config.models}"))
-    return _models_config(config, entries)
+    return models_config(config, entries)
 
 
 def _find_models(path: Path) -> Iterator[Path]:
@@ -179,7 +179,7 @@ class _ModelsFile:
         if not entries:
             raise ConfigError(f"{self._file}: `models:` has none", "models")
         _check_names(entries, places)
-        return _models_config(self._config, entries)
+        return models_config(self._config, entries)
 
     def _read_fleet_option(self, name: str, where: str, node: yaml.Node) -> Any:
         value = read_option_value(f"{where}: {name}", name, node)
@@ -371,7 +371,8 @@ def _check_names(entries: list[ModelEntry], places: Mapping[str, str]) -> None:
             owners[name] = entry.name
 
 
-def _models_config(config: Config, entries: list[ModelEntry]) -> ModelsConfig:
+def models_config(config: Config, entries: list[ModelEntry]) -> ModelsConfig:
+    """The entries with the options of the server."""
     limit = None if config.memory_limit is None else parse_bytes("memory_limit", config.memory_limit)
     wait_s = DEFAULT_MAX_SWAP_WAIT_S if config.max_swap_wait is None else config.max_swap_wait
     first, *others = entries  # only the first answers to any name

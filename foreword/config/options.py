@@ -396,8 +396,8 @@ class Config:
     )
     keep_alive: str | None = option(
         None,
-        'with several models, time without an answer until one is unloaded: "5m", "90s", 0 for at once, '
-        "-1 for never (default: 5m)",
+        'time without an answer until a model is unloaded: "5m", "90s", 0 for at once, '
+        "-1 for never (default: 5m with --models, else never)",
         group="fleet",
     )
     max_loaded_models: int | None = option(

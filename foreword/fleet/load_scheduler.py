@@ -22,24 +22,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from foreword.fleet.memory import ModelPlan
 from foreword.planning.memory import format_bytes
 
 ModelState = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0  # until the next attempt, doubled after each failed load
 PRELOAD_ORDER = 1 << 62  # after all requests
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """What the scheduler knows of a model before it is loaded."""
-
-    name: str
-    estimated_bytes: int  # of `device`; a larger measured size replaces it
-    keep_alive_s: float | None = None  # without an open answer until it is unloaded; None: forever
-    pinned: bool = False  # loaded at the start, never evicted
-    preload: bool = False  # loaded at the start if there is room
-    device: str = "cpu"  # whose memory it takes: a key of `memory_limits`
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +64,8 @@ class _Waiter:
 
 @dataclass(slots=True, eq=False)
 class _Model:
-    spec: ModelSpec
-    num_bytes: int  # the estimate, or the largest measured size
+    plan: ModelPlan
+    num_bytes: int  # as planned, or the largest measured size
     pinned: bool
     state: ModelState = "unloaded"
     open: set[str] = field(default_factory=set)  # ids of admitted requests
@@ -117,7 +106,7 @@ class _Shortage:
 
     def without(self, models: Sequence[_Model], device: str) -> _Shortage:
         """Once these models are gone."""
-        freed = sum(model.num_bytes for model in models if model.spec.device == device)
+        freed = sum(model.num_bytes for model in models if model.plan.device == device)
         return _Shortage(self.num_bytes - freed, self.num_models - len(models))
 
 
@@ -126,7 +115,7 @@ class LoadScheduler:
 
     def __init__(
         self,
-        models: Sequence[ModelSpec],
+        plans: Sequence[ModelPlan],
         memory_limits: Mapping[str, int],
         max_loaded: int | None = None,
         max_swap_wait_s: float = 10.0,
@@ -135,8 +124,8 @@ class LoadScheduler:
         max_loaded       models in memory at a time; None: as many as fit
         max_swap_wait_s  see the module
         """
-        assert all(spec.device in memory_limits for spec in models), "a device without a memory limit"
-        self._models = {spec.name: _Model(spec, spec.estimated_bytes, spec.pinned) for spec in models}
+        assert all(plan.device in memory_limits for plan in plans), "a device without a memory limit"
+        self._models = {plan.entry.name: _Model(plan, plan.num_bytes, plan.entry.pinned) for plan in plans}
         self._limits = dict(memory_limits)
         self._max_loaded = max_loaded
         self._max_swap_wait_s = max_swap_wait_s
@@ -146,7 +135,7 @@ class LoadScheduler:
         for model in self._models.values():
             if model.pinned:
                 model.wanted = _Waiter(next(self._arrivals), math.inf)
-            elif model.spec.preload:
+            elif model.plan.entry.preload:
                 model.wanted = _Waiter(next(self._arrivals) + PRELOAD_ORDER, math.inf, may_evict=False)
 
     # Events
@@ -235,7 +224,7 @@ class LoadScheduler:
     def used_bytes(self, device: str = "cpu") -> int:
         """Of all models in the device's memory, or on their way into it or out of it."""
         models = self._models.values()
-        return sum(each.num_bytes for each in models if each.takes_memory and each.spec.device == device)
+        return sum(each.num_bytes for each in models if each.takes_memory and each.plan.device == device)
 
     def why_not(self, model: str) -> str | None:
         """Why the model can never be loaded beside the pinned ones, in words; None if it can."""
@@ -244,10 +233,10 @@ class LoadScheduler:
             each for each in self._models.values() if each is not chosen and self._holds_its_place(each)
         ]
         if self._max_loaded is not None and len(others) >= self._max_loaded:
-            names = ", ".join(each.spec.name for each in others)
+            names = ", ".join(each.plan.entry.name for each in others)
             return f"of {self._max_loaded} models at a time, {len(others)} are pinned ({names})"
-        device, limit = chosen.spec.device, self._limits[chosen.spec.device]
-        pinned = [each for each in others if each.spec.device == device]
+        device, limit = chosen.plan.device, self._limits[chosen.plan.device]
+        pinned = [each for each in others if each.plan.device == device]
         taken = sum(each.num_bytes for each in pinned)
         if chosen.num_bytes + taken <= limit:
             return None
@@ -273,15 +262,15 @@ class LoadScheduler:
             chosen, victims = self._next_load(demands, now_s)
             unload += self._unload(victims)
             if chosen is not None:
-                chosen.state, load = "loading", chosen.spec.name
+                chosen.state, load = "loading", chosen.plan.entry.name
         return Decision(admitted, load, tuple(unload), self._wake_s(now_s), refused)
 
     def _unload(self, models: Iterable[_Model]) -> list[str]:
         names = []
         for model in tuple(models):
-            assert model.state == "loaded" and not model.open, f"{model.spec.name} has open answers"
+            assert model.state == "loaded" and not model.open, f"{model.plan.entry.name} has open answers"
             model.state = "unloading"
-            names.append(model.spec.name)
+            names.append(model.plan.entry.name)
         return names
 
     def _start_waiting(self, now_s: float) -> None:
@@ -296,7 +285,7 @@ class LoadScheduler:
         for model in self._models.values():
             if model.state not in ("unloaded", "failed") or model.first_waiter() is None:
                 continue
-            problem = self.why_not(model.spec.name)
+            problem = self.why_not(model.plan.entry.name)
             if problem is not None:
                 model.wanted = None
                 self._refused += self._drop_waiting(model, "does_not_fit", None, problem)
@@ -314,7 +303,7 @@ class LoadScheduler:
         model.waiting.clear()
         for request_id in ids:
             del self._model_of[request_id]
-        return [Refusal(each, model.spec.name, reason, retry_at_s, detail) for each in ids]
+        return [Refusal(each, model.plan.entry.name, reason, retry_at_s, detail) for each in ids]
 
     def _demands(self, now_s: float) -> list[tuple[_Waiter, _Model]]:
         """Models to load, by their first waiter."""
@@ -338,7 +327,7 @@ class LoadScheduler:
                 draining += self._make_room(device, excess)
                 handled |= self._shared_devices(device)
         for waiter, model in demands:
-            device = model.spec.device
+            device = model.plan.device
             if device not in handled and self._is_urgent(waiter, now_s):
                 draining += self._make_room(device, self._shortage(model, after_unloading=True))
             handled |= self._shared_devices(device)
@@ -351,7 +340,7 @@ class LoadScheduler:
         Idle models are free to answer while others drain.
         """
         models = [each for each in self._models.values() if each.state == "loaded" and not each.pinned]
-        models = [each for each in models if each.spec.device in self._shared_devices(device)]
+        models = [each for each in models if each.plan.device in self._shared_devices(device)]
         draining = [each for each in models if each.is_draining]
         left = shortage.without(draining, device)
         if shortage.is_none:
@@ -392,7 +381,7 @@ class LoadScheduler:
 
     def _excess(self, device: str) -> _Shortage:
         """What measured sizes exceed the limit by, as far as models can be evicted."""
-        models = [m for m in self._models.values() if m.state == "loaded" and m.spec.device == device]
+        models = [m for m in self._models.values() if m.state == "loaded" and m.plan.device == device]
         evictable = sum(model.num_bytes for model in models if not model.pinned)
         used = self.used_bytes(device) - self._unloading_bytes(device)
         return _Shortage(min(used - self._limits[device], evictable), 0)
@@ -403,7 +392,7 @@ class LoadScheduler:
         """The model to load, or idle models to evict for one."""
         blocked: set[str] = set()
         for waiter, model in demands:
-            device = model.spec.device
+            device = model.plan.device
             if device in blocked:
                 continue
             if self._shortage(model).is_none:
@@ -428,7 +417,7 @@ class LoadScheduler:
 
     def _shortage(self, model: _Model, after_unloading: bool = False) -> _Shortage:
         """What the model lacks now, or once the models that are being unloaded are gone."""
-        device = model.spec.device
+        device = model.plan.device
         used = self.used_bytes(device) - (self._unloading_bytes(device) if after_unloading else 0)
         states = ("loading", "loaded") if after_unloading else ("loading", "loaded", "unloading")
         count = sum(each.state in states for each in self._models.values())
@@ -437,7 +426,7 @@ class LoadScheduler:
 
     def _unloading_bytes(self, device: str) -> int:
         models = self._models.values()
-        return sum(m.num_bytes for m in models if m.state == "unloading" and m.spec.device == device)
+        return sum(m.num_bytes for m in models if m.state == "unloading" and m.plan.device == device)
 
     def _shared_devices(self, device: str) -> set[str]:
         """Devices on which a load may take what a model of `device` waits for."""
@@ -459,7 +448,7 @@ class LoadScheduler:
 
 def _expiry_s(model: _Model) -> float | None:
     """When `keep_alive` unloads the model, if it gets no answer before."""
-    keep_alive_s = model.spec.keep_alive_s
+    keep_alive_s = model.plan.entry.keep_alive
     return None if model.pinned or keep_alive_s is None else model.last_used_s + keep_alive_s
 
 
@@ -470,7 +459,7 @@ def _smallest_set(candidates: Sequence[_Model], device: str, shortage: _Shortage
     """
 
     def freed(models: Iterable[_Model]) -> list[int]:
-        return sorted((m.num_bytes for m in models if m.spec.device == device), reverse=True)
+        return sorted((m.num_bytes for m in models if m.plan.device == device), reverse=True)
 
     sizes = list(itertools.accumulate(freed(candidates), initial=0))
     count = next((n for n, size in enumerate(sizes) if size >= shortage.num_bytes), None)

@@ -15,17 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from foreword.checkpoint import resolve_paths
-from foreword.config.models_file import ModelEntry, ModelsConfig
+from foreword.checkpoint import model_names, resolve_paths
+from foreword.config.models_file import ModelEntry, ModelsConfig, models_config, read_models
 from foreword.config.options import Config
-from foreword.config.units import parse_bytes, parse_tokens
+from foreword.config.units import parse_bytes, parse_duration, parse_tokens
 from foreword.engine_client.connection import EngineProcess
 from foreword.engine_client.forkserver import ForkServer
 from foreword.engine_client.heartbeat import read_proc_stat
 from foreword.engine_client.messages import DescribeModels, ModelDescriptions
 from foreword.errors import ConfigError, ForewordError
 from foreword.fleet.cpu_affinity import assign_gpus
-from foreword.fleet.load_scheduler import ModelSpec
 from foreword.planning.memory import (
     CUDA_CONTEXT_BYTES,
     GIB,
@@ -43,6 +42,8 @@ PROCESS_BYTES: Final = 256 << 20  # of an engine beside its model: interpreter, 
 MAX_KV_SHARES: Final = 4  # models among which the memory of KV caches is divided at most
 KV_CACHE: Final = "KV cache"
 ELSEWHERE: Final = "other machines"  # device of a model whose engines all run there
+UNPLANNED: Final = "unplanned"  # device of a model whose engine takes what is free when it starts
+UNLIMITED: Final = sys.maxsize  # bytes of those
 PROC: Final = Path("/proc")
 PROCESS_GROUP: Final = 2  # index in read_proc_stat()
 
@@ -52,9 +53,9 @@ class ModelPlan:
     """What a model and its replicas take of their device."""
 
     entry: ModelEntry  # its config has local paths, and the size of the KV cache
-    device: str  # "cpu", "gpu0", or ELSEWHERE
+    device: str  # "cpu", "gpu0", ELSEWHERE or UNPLANNED
     parts: tuple[MemoryPart, ...]
-    resolved: ResolvedConfig | None  # None: its engines run elsewhere, and make their choices
+    resolved: ResolvedConfig | None  # None: its engines make their choices
 
     @property
     def num_bytes(self) -> int:
@@ -72,19 +73,29 @@ class FleetPlan:
     plans: tuple[ModelPlan, ...]
     memory_limits: Mapping[str, int]  # bytes, by device
 
-    @property
-    def specs(self) -> list[ModelSpec]:
-        return [
-            ModelSpec(
-                plan.entry.name,
-                plan.num_bytes,
-                plan.entry.keep_alive,
-                plan.entry.pinned,
-                plan.entry.preload,
-                plan.device,
-            )
-            for plan in self.plans
-        ]
+
+async def plan_server(config: Config, fork_server: ForkServer) -> FleetPlan:
+    """The models of a server with their plans. Raises ConfigError, CheckpointError.
+
+    A pinned model that is alone, without a limit, is not planned: its engine takes what is free.
+    """
+    models = only_model(config) if config.models is None else read_models(config)
+    (first, *others) = models.entries
+    if others or not first.pinned or models.memory_limit is not None:
+        return await plan_fleet(models, fork_server)
+    return FleetPlan(models, (ModelPlan(first, UNPLANNED, (), None),), {UNPLANNED: UNLIMITED})
+
+
+def only_model(config: Config) -> ModelsConfig:
+    """The model of a server without `--models`: pinned, unless keep_alive unloads it.
+
+    Raises ConfigError, CheckpointError.
+    """
+    config = resolve_paths(config)
+    name, *_ = model_names(config, Path(str(config.model)))
+    keep_alive_s = None if config.keep_alive is None else parse_duration("keep_alive", config.keep_alive)
+    entry = ModelEntry(name, config, keep_alive_s, pinned=keep_alive_s is None, preload=True)
+    return models_config(config, [entry])
 
 
 async def plan_fleet(models: ModelsConfig, fork_server: ForkServer) -> FleetPlan:
@@ -148,7 +159,7 @@ def make_fleet_plan(
     local = {sizing.entry.name: sizing.plan() for sizing in sizings}
     plans = tuple(local.get(each.name) or ModelPlan(each, ELSEWHERE, (), None) for each in models.entries)
     if len(local) < len(plans):
-        limits[ELSEWHERE] = sys.maxsize
+        limits[ELSEWHERE] = UNLIMITED
     return FleetPlan(replace(models, entries=tuple(plan.entry for plan in plans)), plans, limits)
 
 

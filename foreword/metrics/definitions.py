@@ -61,8 +61,8 @@ class Metric:
     multimodal: bool = False  # exists only for vision-language models
     of_model: bool = True  # has the label MODEL_LABEL besides `labels`
     of_key: bool = False  # names API keys: only for scrapes with the key of an admin, where there is one
-    of_server: bool = False  # of several models, the server itself counts it, without their label
-    several: bool = False  # of those: exists only with several models
+    of_server: bool = False  # the server itself counts it too, with several models without their label
+    of_loads: bool = False  # about loads of models: only the server counts it
 
 
 def _gauge(name: str, help_: str) -> Metric:
@@ -94,7 +94,7 @@ def _spec_metric(
 def _fleet_metric(
     metric_type: str, name: str, help_: str, *labels: str, buckets: tuple[float, ...] = ()
 ) -> Metric:
-    return Metric(name, metric_type, help_, labels, buckets, of_model=False, of_server=True, several=True)
+    return Metric(name, metric_type, help_, labels, buckets, of_model=False, of_server=True, of_loads=True)
 
 
 def _prediction_metric(name: str, help_: str) -> Metric:

@@ -14,6 +14,7 @@ from itertools import accumulate
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from foreword.metrics.definitions import CATALOG, MODEL_LABEL, PREFIX, VLLM_METRICS, Metric, VLLMMetric
@@ -25,10 +26,10 @@ VLLM_ENGINE = {"engine": "0"}  # label of vLLM's data-parallel engines
 
 
 class MetricsRegistry:
-    """The metrics of one model, or of a server of several. An unknown name is a KeyError.
+    """The metrics of one model, or of a server. An unknown name is a KeyError.
 
     speculative, predictive, multimodal  whether the metrics with this mark exist
-    of_server  only what a server of several models counts itself
+    of_server  only what the server counts itself
     model   value of MODEL_LABEL; "" for none
     vllm    whether to export VLLM_METRICS too
     """
@@ -48,7 +49,7 @@ class MetricsRegistry:
             if row.speculative <= speculative
             and row.multimodal <= multimodal
             and row.predictive <= predictive
-            and row.several <= of_server <= row.of_server
+            and row.of_loads <= of_server <= row.of_server
         ]
         self.model = model
         self._numbers = {row.name: _Numbers(row) for row in rows if not row.buckets}
@@ -104,7 +105,7 @@ class MetricsRegistry:
 def render_together(
     server: MetricsRegistry, models: Iterable[MetricsRegistry], with_keys: bool = False
 ) -> bytes:
-    """Metrics of several models as one text, as of render(): every sample of a model has its label."""
+    """Metrics of a server and its models as one text, as of render(). A model's samples have its label."""
     server._collector.with_keys = with_keys
     families = {family.name: family for family in server._registry.collect()}
     for registry in models:
@@ -112,11 +113,23 @@ def render_together(
             if family.name in ONLY_OF_SERVER:
                 continue
             merged = families.setdefault(family.name, Family(family.name, family.documentation, family.type))
+            label = {MODEL_LABEL: registry.model} if registry.model else {}
             for sample in family.samples:
-                is_vllm = family.name.startswith(VLLM_PREFIX)
-                labels = sample.labels if is_vllm else {MODEL_LABEL: registry.model, **sample.labels}
+                labels = sample.labels if family.name.startswith(VLLM_PREFIX) else {**label, **sample.labels}
                 merged.samples.append(sample._replace(labels=labels))
+    for name in COUNTED_BY_BOTH & families.keys():
+        families[name].samples = _sum_samples(families[name].samples)
     return generate_latest(_Families(families.values()))
+
+
+def _sum_samples(samples: Iterable[Sample]) -> list[Sample]:
+    """One sample for each set of labels."""
+    sums: dict[tuple[str, frozenset[tuple[str, str]]], Sample] = {}
+    for sample in samples:
+        key = sample.name, frozenset(sample.labels.items())
+        before = sums[key].value if key in sums else 0.0
+        sums[key] = sample._replace(value=before + sample.value)
+    return list(sums.values())
 
 
 class _Families(Collector):
@@ -244,7 +257,10 @@ def _family_name(name: str) -> str:
     return name.removesuffix("_total")
 
 
-# Families that a server of several models has once.
+# Families that a server has once, and those that models have too.
 ONLY_OF_SERVER = frozenset(
     _family_name(PREFIX + row.name) for row in CATALOG if row.of_server and not row.of_model
+)
+COUNTED_BY_BOTH = frozenset(
+    _family_name(PREFIX + row.name) for row in CATALOG if row.of_server and row.of_model
 )

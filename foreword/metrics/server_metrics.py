@@ -1,4 +1,4 @@
-"""What a server of several models counts itself: loads of models, and requests that reach none."""
+"""Metrics of a server besides those of its models: loads of models, and requests that reach none."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ LOAD_COUNTERS = ("model_loads_total", "model_load_failures_total")
 class ServerMetrics(ServerCounters):
     """Beside one MetricsRecorder for each model that was loaded."""
 
-    def __init__(self, models: Iterable[str]) -> None:
-        super().__init__(MetricsRegistry(speculative=False, of_server=True))
+    def __init__(self, models: Iterable[str], only_model: str = "") -> None:
+        """only_model  labels what is counted before the model of a request is known; "": several models"""
+        super().__init__(MetricsRegistry(speculative=False, model=only_model, of_server=True))
         self._registry.add_own_process()
         for model in models:
             for name in LOAD_COUNTERS:
@@ -37,9 +38,10 @@ class ServerMetrics(ServerCounters):
         """A request waited until its model was loaded."""
         self._registry.observe("model_wait_seconds", seconds, model)
 
-    def set_model(self, model: str, memory_bytes: int, num_waiting: int) -> None:
-        """memory_bytes  0: not loaded"""
-        self._registry.set("model_memory_bytes", memory_bytes, model)
+    def set_model(self, model: str, memory_bytes: int | None, num_waiting: int) -> None:
+        """memory_bytes  0: not loaded; None: not measured"""
+        if memory_bytes is not None:
+            self._registry.set("model_memory_bytes", memory_bytes, model)
         self._registry.set("model_waiting_requests", num_waiting, model)
 
     def set_num_loaded(self, count: int) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -14,17 +13,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foreword.config.options import Config
-from foreword.config.units import parse_bytes
-from foreword.core.outputs import StepStats
-from foreword.embedding.client import EncoderClient
-from foreword.embedding.sentence_transformers import DECODER_POOLING, PoolingConfig
-from foreword.engine_client.base import EngineClient
 from foreword.errors import ModelLoading
-from foreword.grammar.check import GrammarChecker
-from foreword.metrics.recorder import MetricsRecorder
-from foreword.multimodal.image_processor import ImageProcessor
 from foreword.server.admission import AdmissionMiddleware
-from foreword.server.answering.image_intake import ImageIntake, ImageMemory
 from foreword.server.apis.chat import routes as chat
 from foreword.server.apis.completions import routes as completions
 from foreword.server.apis.embeddings import routes as embeddings
@@ -32,6 +22,9 @@ from foreword.server.apis.messages import routes as messages
 from foreword.server.apis.ranking import routes as ranking
 from foreword.server.apis.responses import routes as responses
 from foreword.server.auth.keys import AuthenticationMiddleware
+from foreword.server.drain import DrainMiddleware, DrainState
+from foreword.server.health import Health
+from foreword.server.http.early_stream import HeldModelsMiddleware
 from foreword.server.http.errors import add_error_handlers, error_response
 from foreword.server.http.middleware import (
     BodyLimitMiddleware,
@@ -39,24 +32,10 @@ from foreword.server.http.middleware import (
     ServerErrorMiddleware,
 )
 from foreword.server.http.request_log import RequestLog, RequestLogMiddleware, RouteTable
-from foreword.server.lifecycle import DrainMiddleware, DrainState, EngineProbe, Health
-from foreword.server.loaded_model import LoadedModel
-from foreword.server.model_names import ModelNames
-from foreword.server.registry import HeldModelsMiddleware, ServedModels
-from foreword.server.routes import (
-    adapters,
-    admin,
-    engine,
-    health,
-    info,
-    loading,
-    reload,
-    replicas,
-    tokenize,
-    ui,
-)
-from foreword.tokenizer.input_processor import ChatInputProcessor, open_image_loader
-from foreword.tokenizer.tokenizer import Tokenizer
+from foreword.server.registry import ServedModels
+from foreword.server.routes import adapters, admin, engine_sessions, metrics, reload, replicas, tokenize, ui
+from foreword.server.routes import health as health_routes
+from foreword.server.routes import models as model_routes
 from foreword.utils.logging import log_model
 
 ROUTES = (
@@ -67,9 +46,9 @@ ROUTES = (
     embeddings,
     ranking,
     tokenize,
-    health,
-    info,
-    loading,
+    health_routes,
+    model_routes,
+    metrics,
     adapters,
     admin,
     reload,
@@ -83,7 +62,8 @@ SUGGESTED_PATHS = tuple(
     if isinstance(route, APIRoute) and route.include_in_schema
 )
 ROUTE_TABLE = RouteTable(
-    (route for module in (*ROUTES, engine, replicas) for route in module.router.routes), "/openapi.json"
+    (route for module in (*ROUTES, engine_sessions, replicas) for route in module.router.routes),
+    "/openapi.json",
 )
 # FastAPI's own telemetry quotes what clients send; older versions ignore this. Ours is metrics/tracing.py.
 NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
@@ -98,102 +78,10 @@ EXPOSED_HEADERS = (
 )
 
 
-def create_app(
-    config: Config,
-    client: EngineClient,
-    tokenizer: Tokenizer,
-    recorder: MetricsRecorder,
-    model_name: str,
-    encoder: EncoderClient | None = None,
-    pooling_config: PoolingConfig = DECODER_POOLING,
-    drain: DrainState | None = None,
-    processor: ImageProcessor | None = None,  # None: the model takes no images
-    aliases: tuple[str, ...] = (),  # further names of the model
-    request_log: RequestLog | None = None,
-    chat_processor: ChatInputProcessor | None = None,  # None: one of its own
-) -> FastAPI:
-    """The application of one model. The caller starts and closes the clients, and drains the server.
-
-    Raises CheckpointError for an invalid chat template, ConfigError for impossible image limits.
-    """
-    drain, request_log = drain or DrainState(), request_log or RequestLog(config.access_log)
-    models = ServedModels(config, recorder)
-    server = make_context(
-        models,
-        config,
-        client,
-        tokenizer,
-        recorder,
-        model_name,
-        encoder,
-        pooling_config,
-        processor,
-        aliases,
-        chat_processor,
-    )
-    models.add(server)
-    probe = EngineProbe(client, server.probe_request, config.health_probe)
-
-    def on_step(stats: StepStats) -> None:
-        recorder.on_step(stats)
-        probe.on_step()
-
-    client.on_step = on_step
-    return models_app(models, Health(client, encoder, drain, probe), drain, request_log)
-
-
-def make_context(
-    models: ServedModels,
-    config: Config,
-    client: EngineClient,
-    tokenizer: Tokenizer,
-    recorder: MetricsRecorder,
-    model_name: str,
-    encoder: EncoderClient | None,
-    pooling_config: PoolingConfig,
-    processor: ImageProcessor | None,
-    aliases: tuple[str, ...],
-    chat_processor: ChatInputProcessor | None,
-    variants: Iterable[str] = (),  # names
-) -> LoadedModel:
-    """The context of a started model, with the arguments of create_app().
-
-    Raises CheckpointError, ConfigError.
-    """
-    client.on_step = recorder.on_step
-    client.on_restart = recorder.on_restart
-    recorder.get_stats = lambda: client.stats
-    return LoadedModel(
-        config=config,
-        client=client,
-        tokenizer=tokenizer,
-        chat_processor=chat_processor
-        or ChatInputProcessor(tokenizer, processor, config.max_images, config.tool_format),
-        recorder=recorder,
-        admission=models.admission,
-        generations=models.generations,
-        usage=models.usage,
-        names=ModelNames(
-            client,
-            model_name,
-            aliases,
-            encoder,
-            config.adapters,
-            config.any_model_name,
-            Path(config.lora_dir) if config.lora_dir else None,
-            variants,
-        ),
-        grammar_checker=GrammarChecker(tokenizer.vocabulary),
-        encoder=encoder,
-        pooling_config=pooling_config,
-        image_intake=None if processor is None else _make_image_intake(config, processor, recorder),
-    )
-
-
-def models_app(models: ServedModels, state: Health, drain: DrainState, request_log: RequestLog) -> FastAPI:
+def create_app(models: ServedModels, health: Health, drain: DrainState, request_log: RequestLog) -> FastAPI:
     """The application of the models, which come and go."""
     root_path = models.config.root_path
-    request_log.on_response = models.recorder.on_http_response
+    request_log.on_response = models.metrics.on_http_response
     servers = [{"url": root_path}] if root_path else None
     app = FastAPI(
         title="Foreword",
@@ -205,7 +93,7 @@ def models_app(models: ServedModels, state: Health, drain: DrainState, request_l
     )
     app.state.models = models
     app.state.request_log = request_log
-    app.state.health = state
+    app.state.health = health
     for module in ROUTES:
         if module is not ui or models.config.ui:
             app.include_router(module.router)
@@ -213,23 +101,17 @@ def models_app(models: ServedModels, state: Health, drain: DrainState, request_l
     if any(model.config.remote_urls for model in models.models):
         app.include_router(replicas.router)
     elif models.config.engine_key is not None:
-        app.state.engine_sessions = engine.EngineSessions(drain)
-        app.include_router(engine.router)
+        app.state.engine_sessions = engine_sessions.EngineSessions(drain)
+        app.include_router(engine_sessions.router)
     add_error_handlers(app, SUGGESTED_PATHS)
     _add_middleware(app, models, drain, request_log)
     return app
 
 
-def _make_image_intake(config: Config, processor: ImageProcessor, recorder: MetricsRecorder) -> ImageIntake:
-    memory = ImageMemory(parse_bytes("image_memory", config.image_memory), recorder.on_reject)
-    return ImageIntake(open_image_loader(config, processor), memory, config.max_waiting, recorder.on_reject)
-
-
 def _add_middleware(app: FastAPI, models: ServedModels, drain: DrainState, request_log: RequestLog) -> None:
     """The middleware added last is the outermost."""
-    config, on_refusal = models.config, models.recorder.on_reject
-    if models.loader is not None:
-        app.add_middleware(HeldModelsMiddleware)
+    config, on_refusal = models.config, models.metrics.on_reject
+    app.add_middleware(HeldModelsMiddleware)
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_mb * MB)
     app.add_middleware(AdmissionMiddleware, admission=models.admission)
     app.add_middleware(AuthenticationMiddleware, keys=models.keyring, on_refusal=on_refusal)
@@ -267,20 +149,18 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.gather(ticker, return_exceptions=True)
         request_log.flush(force=True)
         await models.usage.close()
-        if models.loader is None:
-            await models.default.close()
 
 
 async def _tick(
-    models: ServedModels, request_log: RequestLog, sessions: engine.EngineSessions | None
+    models: ServedModels, request_log: RequestLog, sessions: engine_sessions.EngineSessions | None
 ) -> None:
     """Write log lines and usage, drop expired responses, and reload a changed key file."""
     while True:
         await asyncio.sleep(TICK_S)
-        for server in models.loaded:
-            if models.loader is not None:
-                log_model.set(server.model_name)
-            server.recorder.log_if_due()
+        for model in models.models:
+            if model.loaded is not None:
+                log_model.set(model.log_name)
+                model.loaded.recorder.log_if_due()
         log_model.set("")
         if sessions is not None and models.config.router_timeout:
             sessions.end_server_if_unused(models.config.router_timeout)
@@ -300,11 +180,11 @@ class SwappableApp:
         await self.app(scope, receive, send)
 
 
-def loading_app(state: Health, config: Config, request_log: RequestLog) -> FastAPI:
+def loading_app(health: Health, config: Config, request_log: RequestLog) -> FastAPI:
     """The application until the engine is ready: progress in /health, 503 for every route of the model."""
     app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, openapi_url=None, telemetry=NO_TELEMETRY)
-    app.state.health = state
-    app.include_router(health.router)
+    app.state.health = health
+    app.include_router(health_routes.router)
     if config.ui:
         app.include_router(ui.router)  # it shows the progress
     app.add_api_route("/{path:path}", _still_loading, methods=ALL_METHODS)

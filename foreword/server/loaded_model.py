@@ -1,4 +1,4 @@
-"""One loaded model, as routes use it."""
+"""A loaded model, as routes use it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ from foreword.errors import (
     ForewordError,
     InvalidRequest,
     ModelLoading,
-    ModelNotFound,
-    Unsupported,
 )
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import MetricsRecorder, ServerCounters
@@ -40,9 +38,10 @@ from foreword.server.answering.image_intake import ImageIntake
 from foreword.server.apis.body import RequestBody
 from foreword.server.auth.keys import KeyPermissions, RequestContext
 from foreword.server.auth.usage_log import UsageLog
+from foreword.server.health import EngineProbe
 from foreword.server.http.middleware import release_body
 from foreword.server.http.responses import cancel_on_disconnect
-from foreword.server.model_names import ModelNames, ServedModel
+from foreword.server.model_names import ModelNames, ServedName
 from foreword.tokenizer.input_processor import (
     ChatInputProcessor,
     Prompt,
@@ -71,24 +70,26 @@ class Abortable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """One served model, and its encoder if there is one."""
+    """A loaded model and its encoder, if there is one; with the name that a request has used."""
 
     config: Config
     client: EngineClient
     tokenizer: Tokenizer
     chat_processor: ChatInputProcessor
     recorder: MetricsRecorder
-    admission: Admission  # of all models
-    generations: dict[str, Abortable]  # of all models, by the request id of each choice
-    usage: UsageLog  # of all models
+    admission: Admission  # shared by all models of the server
+    generations: dict[str, Abortable]  # shared; by the request id of each choice
+    usage: UsageLog  # shared
     names: ModelNames
+    served: ServedName  # the name of the request
     grammar_checker: GrammarChecker
+    probe: EngineProbe
     encoder: EncoderClient | None = None
-    pooling_config: PoolingConfig = DECODER_POOLING  # of embeddings from the generating model
+    pooling_config: PoolingConfig = DECODER_POOLING  # for embeddings from the generating model
     image_intake: ImageIntake | None = None  # None: the model takes no images
-    logged_keywords: set[str] = field(default_factory=set)  # of tools' schemas, which are not enforced
+    logged_keywords: set[str] = field(default_factory=set)  # keywords in schemas that are not enforced
     render_semaphore: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RENDER_THREADS))
-    variant: ModelVariant | None = None  # the name that a request has used, if it is one of a variant
+    variant: ModelVariant | None = None  # the variant that `served` names
 
     async def close(self) -> None:
         """End the worker processes; the clients are the caller's."""
@@ -104,10 +105,6 @@ class LoadedModel:
         if not self.client.alive:
             raise EngineDead("the engine is not running")
         return info
-
-    def as_variant(self, variant: ModelVariant) -> LoadedModel:
-        """The same engine under a further name, with its defaults and its context."""
-        return replace(self, variant=variant)
 
     @property
     def max_model_len(self) -> int:
@@ -132,48 +129,21 @@ class LoadedModel:
         """Whether the variant has a max_tokens for requests without one."""
         return self.variant is not None and "max_tokens" in self.variant.sampling
 
-    def probe_request(self, request_id: str) -> EngineRequest:
-        """A greedy request for one token, without speculation."""
-        info = self.info()
-        params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, speculation=Speculation("off"))
-        return make_requests(
-            self.tokenizer.encode("a", add_special_tokens=False)[:1],
-            params,
-            self.tokenizer,
-            request_id,
-            info.resolved.max_model_len,
-            cache_salt="probe",
-            vocab_size=info.vocab_size,
-        )[0]
-
-    def check_model(self, name: str | None, permissions: KeyPermissions) -> ServedModel:
-        """The generating model (also of None), or an adapter of it. Raises unless this key may use it."""
-        model = self.check_access(name, permissions)
-        if model.is_encoder:
-            raise Unsupported(f"{name} is an encoder; {self.model_name!r} generates text", "model")
-        return model
-
-    def check_access(self, name: str | None, permissions: KeyPermissions) -> ServedModel:
-        """Raises ModelNotFound for a model that is not served, Forbidden for one this key may not use."""
-        try:
-            model = self.names.resolve(name)
-        except ModelNotFound as error:
-            allowed = " and ".join(map(repr, self.allowed_names(permissions))) or "none to this key"
-            raise ModelNotFound(f"{error.message}; this server serves {allowed}", "model") from None
+    def check_access(self, name: str, permissions: KeyPermissions) -> None:
+        """Raises Forbidden for a name of this model that the key may not use."""
+        served = self.names.find(name) or self.names.default
         with count_forbidden(self.recorder):
-            permissions.check_model(name if name in model.names else model.name, model.names)
+            permissions.check_model(name, served.names)
         if (span := current_span.get()) is not None:
-            span.on_model(name or model.name, model.name)
-        return model
+            span.on_model(name, served.name)
 
     def request_context(
         self,
         permissions: KeyPermissions,
         body: RequestBody,
         timeout_s: float | None = None,
-        model: ServedModel | None = None,
     ) -> RequestContext:
-        """Context of one request, from its key and body; `model` is that of check_model().
+        """Context of one request, from its key and body.
 
         Raises Forbidden, InvalidRequest.
         """
@@ -188,17 +158,17 @@ class LoadedModel:
         if body.cache_salt:  # a namespace within the key's
             digest = hashlib.sha256(body.cache_salt.encode("utf-8", "surrogatepass")).hexdigest()
             context = replace(context, cache_salt=f"{context.cache_salt}:{digest[:32]}")
-        context = replace(context, is_seeded=has_seed(getattr(body, "seed", None), self.config.seed))
-        return context if model is None else replace(context, model=model.name, adapter=model.digest)
+        return replace(
+            context,
+            is_seeded=has_seed(getattr(body, "seed", None), self.config.seed),
+            model=self.served.name,
+            adapter=self.served.digest,
+        )
 
     @property
     def model_name(self) -> str:
         """The generating model's name in answers."""
         return self.names.model_name
-
-    def allowed_names(self, permissions: KeyPermissions) -> tuple[str, ...]:
-        """The served names that this key may use."""
-        return tuple(name for name in self.names.all if permissions.may_use(self.names.resolve(name).names))
 
     def check_num_parts(self, count: int, field: str) -> None:
         """Raises ContextLengthExceeded for more parts than tokens, before anything is converted."""
@@ -329,3 +299,18 @@ async def offload_if_large(request: Request, work: Callable[[], T]) -> T:
     if request.state.body_bytes > LARGE_BODY_BYTES:
         return await asyncio.to_thread(work)
     return work()
+
+
+def make_probe_request(client: EngineClient, tokenizer: Tokenizer, request_id: str) -> EngineRequest:
+    """A greedy request for one token, without speculation."""
+    assert client.info is not None, "a loaded model has info"
+    params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, speculation=Speculation("off"))
+    return make_requests(
+        tokenizer.encode("a", add_special_tokens=False)[:1],
+        params,
+        tokenizer,
+        request_id,
+        client.info.resolved.max_model_len,
+        cache_salt="probe",
+        vocab_size=client.info.vocab_size,
+    )[0]

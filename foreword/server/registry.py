@@ -1,36 +1,36 @@
-"""The models of one server, which may come and go, and what their clients share."""
+"""The models of a server, loaded or not: names and access are resolved here, once for each request."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 from urllib.parse import quote
 
 from fastapi import Depends, Request
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from foreword.config.models_file import ModelVariant
+from foreword.config.models_file import ModelEntry, ModelVariant
 from foreword.config.options import Config
-from foreword.errors import InvalidRequest, ModelLoading, ModelNotFound, Overloaded
+from foreword.errors import InvalidRequest, ModelLoading, ModelNotFound, Overloaded, Unsupported
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.metrics.request_stats import RequestProgress
 from foreword.metrics.server_metrics import ServerMetrics
+from foreword.metrics.tracing import current_span
 from foreword.server.admission import Admission
-from foreword.server.answering.streaming import EarlyStream
 from foreword.server.apis.body import RequestBody, StrictModel, suggest_field
 from foreword.server.apis.responses.store import ResponseStore
 from foreword.server.auth.keys import KeyPermissions, Keyring
 from foreword.server.auth.usage_log import UsageLog
+from foreword.server.http.early_stream import EarlyStream
 from foreword.server.http.responses import cancel_on_disconnect
 from foreword.server.loaded_model import Abortable, LoadedModel, count_forbidden
-from foreword.server.model_names import ServedModel
+from foreword.server.model_names import ModelNames
 from foreword.utils.logging import log_model
 
 MAX_FIELD_CHARS = 200  # of the name of an unknown field in an error
@@ -53,25 +53,28 @@ class ModelStatus:
     waiting_requests: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ManagedModel:
     """One model of a server, loaded or not."""
 
-    name: str  # in answers
-    served: Mapping[str, ServedModel]  # what its names stand for while it is not loaded
-    variants: Mapping[str, ModelVariant]  # by name
-    config: Config  # of its first load
-    context: LoadedModel | None = None  # None: not loaded
+    entry: ModelEntry
+    names: ModelNames
+    log_name: str  # prefix of log lines; "" if the server has no other model
+    loaded: LoadedModel | None = None
     max_model_len: int | None = None  # of the engine that was loaded last
 
-    def find(self, name: str) -> ServedModel | None:
-        if self.context is None:
-            return self.served.get(name)
-        return self.context.names.resolve(name) if name in self.context.names.all else None
+    @property
+    def name(self) -> str:
+        """Its name in answers."""
+        return self.entry.name
 
     @property
-    def names(self) -> Sequence[str]:
-        return tuple(self.served) if self.context is None else self.context.names.all
+    def config(self) -> Config:
+        """The options of its first load."""
+        return self.entry.config
+
+    def find_variant(self, name: str | None) -> ModelVariant | None:
+        return next((variant for variant in self.entry.variants if variant.name == name), None)
 
 
 class ModelLoader(Protocol):
@@ -99,137 +102,133 @@ class ModelLoader(Protocol):
 
 
 class ServedModels:
-    """Routes ask it for the model of a request. Keys, limits and stored responses are of all models.
-
-    With one model, that is loaded from the start. With several, `loader` loads and unloads them.
-    """
+    """The models of a server. Keys, limits and stored responses are shared; `loader` loads the models."""
 
     def __init__(
-        self,
-        config: Config,
-        recorder: MetricsRecorder | ServerMetrics,
-        models: Sequence[ManagedModel] = (),
-        loader: ModelLoader | None = None,
+        self, config: Config, metrics: ServerMetrics, models: Sequence[ManagedModel], loader: ModelLoader
     ) -> None:
-        """config    of the server, for what is not a model's
-        recorder  counts requests before their model is known
-        models    the first is the default; with one model, add() follows
+        """config   of the server, for what is not a model's
+        metrics  counts requests before their model is known
+        models   the first is the default
         Raises ConfigError for an invalid key file.
         """
         key_file = Path(config.api_key_file) if config.api_key_file else None
         self.config = config
-        self.recorder = recorder
-        self.admission = Admission(config.max_waiting, config.max_waiting_tokens, recorder.on_reject)
+        self.metrics = metrics
+        self.admission = Admission(config.max_waiting, config.max_waiting_tokens, metrics.on_reject)
         self.usage = UsageLog(
-            Path(config.usage_db) if config.usage_db else None, recorder.on_usage, recorder.on_usage_db_error
+            Path(config.usage_db) if config.usage_db else None, metrics.on_usage, metrics.on_usage_db_error
         )
         self.keyring = Keyring(
             config.api_key,
             key_file,
             config.share_prefix_cache,
             self.usage,
-            recorder.on_reject,
+            metrics.on_reject,
             engine_key=config.engine_key,
         )
         self.response_store = ResponseStore(config.response_store_mb * MB, config.response_store_ttl)
         self.generations: dict[str, Abortable] = {}  # by the request id of each choice
         self.created = int(time.time())  # Unix time of the start
-        self.models = list(models)
+        self.models = tuple(models)
         self.loader = loader
         self._request_ids = itertools.count()
 
-    def add(self, context: LoadedModel) -> None:
-        """Serve the only model."""
-        self.models.append(ManagedModel(context.model_name, {}, {}, context.config, context))
-
-    @property
-    def default(self) -> LoadedModel:
-        """The model of requests that name none. Raises ModelLoading."""
-        return _require_context(self.models[0])
-
     @property
     def loaded(self) -> Sequence[LoadedModel]:
-        return [model.context for model in self.models if model.context is not None]
+        return [model.loaded for model in self.models if model.loaded is not None]
 
     async def acquire(
-        self, name: str | None, permissions: KeyPermissions, request: Request, stream: bool | None = False
+        self,
+        name: str | None,
+        permissions: KeyPermissions,
+        request: Request,
+        stream: bool | None = False,
+        allow_encoder: bool = False,
     ) -> LoadedModel:
         """The loaded model called `name`; None is the default. It stays loaded until the request has ended.
 
-        stream  the answer is a stream, which gets comments while it waits
-        Raises ModelNotFound, Forbidden, ModelLoadFailed, InvalidRequest, Overloaded, ClientDisconnect.
+        stream         the answer is a stream, which gets comments while it waits
+        allow_encoder  the model's encoder may answer: the caller checks access to it if there is no name
+        Raises ModelNotFound, Forbidden, Unsupported, ModelLoadFailed, InvalidRequest, Overloaded,
+        ClientDisconnect.
         """
-        if self.loader is None:
-            return self.default
-        model = self.find_allowed(name, permissions)
-        log_model.set(model.name)
+        model = self.find_allowed(name, permissions, or_encoder=allow_encoder)
+        log_model.set(model.log_name)
         request_id = f"hold-{next(self._request_ids)}"
-        loaded = self.loader.submit(request_id, model.name)
+        loading = self.loader.submit(request_id, model.name)
         request.state.model_holds.callback(self.loader.end, request_id)
-        if not loaded.done():
+        if not loading.done():
             with self.admission.reserve(1, permissions.meter):
                 early = request.state.early_stream if stream else None
-                work = self._wait_loaded(model, loaded, early)
+                work = self._wait_loaded(model, loading, early)
                 if await cancel_on_disconnect(request.receive, work) is None:
                     raise ClientDisconnect
-        loaded.result()
-        context = _require_context(model)
-        variant = model.variants.get(name or "")
-        return context if variant is None else context.as_variant(variant)
+        loading.result()
+        if model.loaded is None:
+            raise ModelLoading(f"the model {model.name!r} is not loaded")
+        served = model.names.find(name) or model.names.default
+        if served.is_encoder and not allow_encoder:
+            raise Unsupported(f"{name} is an encoder; {model.name!r} generates text", "model")
+        if (span := current_span.get()) is not None:
+            span.on_model(name or served.name, served.name)
+        return replace(model.loaded, served=served, variant=model.find_variant(name))
 
     @contextmanager
     def hold(self, model: ManagedModel) -> Iterator[LoadedModel | None]:
-        """The model's context; it stays loaded meanwhile. Raises ShuttingDown.
+        """Keep the model loaded meanwhile. Raises ShuttingDown.
 
-        None: it is not loaded, or about to be unloaded.
+        Yields None for a model that is not loaded, or about to be unloaded.
         """
-        if self.loader is None or model.context is None:
-            yield model.context
+        if model.loaded is None:
+            yield None
             return
         request_id = f"hold-{next(self._request_ids)}"
         try:
-            loaded = self.loader.submit(request_id, model.name)
-            if loaded.done():
-                loaded.result()
-            yield model.context if loaded.done() else None
+            loading = self.loader.submit(request_id, model.name)
+            if loading.done():
+                loading.result()
+            yield model.loaded if loading.done() else None
         finally:
             self.loader.end(request_id)
 
     async def _wait_loaded(
-        self, model: ManagedModel, loaded: asyncio.Future[None], stream: EarlyStream | None
+        self, model: ManagedModel, loading: asyncio.Future[None], stream: EarlyStream | None
     ) -> Literal[True]:
         """Raises Overloaded after the model's --queue-timeout."""
-        assert self.loader is not None and isinstance(self.recorder, ServerMetrics)
         name, limit_s, started_s = model.name, model.config.queue_timeout, time.monotonic()
         try:
             async with asyncio.timeout(limit_s or None):
-                while not (await asyncio.wait((loaded,), timeout=COMMENT_INTERVAL_S))[0]:
+                while not (await asyncio.wait((loading,), timeout=COMMENT_INTERVAL_S))[0]:
                     if stream is not None:
                         await stream.comment(_describe_wait(name, self.loader.status(name)))
         except TimeoutError:
-            self.recorder.on_reject("queue_timeout")
+            self.metrics.on_reject("queue_timeout")
             raise Overloaded(f"the model {name!r} was not loaded within {limit_s:g} seconds") from None
-        self.recorder.on_wait(name, time.monotonic() - started_s)
+        self.metrics.on_wait(name, time.monotonic() - started_s)
         return True
 
-    def find_allowed(self, name: str | None, permissions: KeyPermissions) -> ManagedModel:
-        """The model called `name`. Raises ModelNotFound, Forbidden."""
+    def find_allowed(
+        self, name: str | None, permissions: KeyPermissions, or_encoder: bool = False
+    ) -> ManagedModel:
+        """The model called `name`. Raises ModelNotFound, Forbidden.
+
+        or_encoder  None may also mean the model's encoder, which is allowed too
+        """
         model = self.find(name)
         if model is None:
             allowed = " and ".join(map(repr, self.allowed_names(permissions))) or "none to this key"
             problem = f"the model {name!r:.200} does not exist; this server serves {allowed}"
             raise ModelNotFound(problem, "model")
-        served = None if name is None else model.find(name) or model.find(model.name)
-        with count_forbidden(self.recorder):
-            # Of None the route chooses: the generating model, or its encoder.
-            permissions.check_model(name or model.name, model.names if served is None else served.names)
+        served = model.names.find(name) or model.names.default
+        names = model.names.all if name is None and or_encoder else served.names
+        with count_forbidden(self.metrics):
+            permissions.check_model(name if name is not None and name in names else model.name, names)
         return model
 
     def find(self, name: str | None) -> ManagedModel | None:
         """The model that `name` is a name of; None is the default model."""
-        if name is None:
-            return self.models[0]
-        model = next((model for model in self.models if model.find(name) is not None), None)
+        model = next((model for model in self.models if model.names.find(name) is not None), None)
         return self.models[0] if model is None and self.config.any_model_name else model
 
     def allowed_names(self, permissions: KeyPermissions) -> tuple[str, ...]:
@@ -237,12 +236,9 @@ class ServedModels:
         return tuple(
             name
             for model in self.models
-            for name in model.names
-            if (served := model.find(name)) is not None and permissions.may_use(served.names)
+            for name in model.names.all
+            if (served := model.names.find(name)) is not None and permissions.may_use(served.names)
         )
-
-    def status(self, model: ManagedModel) -> ModelStatus:
-        return ModelStatus() if self.loader is None else self.loader.status(model.name)
 
     def check_fields(self, body: StrictModel, request: Request, ignored: Sequence[str] = ()) -> None:
         """Refuse unknown fields, or ignore and name them in a header. Take `request_id` over from the body.
@@ -262,7 +258,7 @@ class ServedModels:
                     field = unknown[-1][:MAX_FIELD_CHARS]
                     raise InvalidRequest(f"unknown field {field!r}{suggest_field(item, name)}", field)
         if num_ignored:
-            self.recorder.on_ignored_fields(num_ignored)
+            self.metrics.on_ignored_fields(num_ignored)
         if unknown:
             request.state.response_headers = {"X-Foreword-Ignored-Fields": _list_in_header(unknown)}
         if isinstance(body, RequestBody) and body.request_id is not None:
@@ -270,44 +266,26 @@ class ServedModels:
 
     def check_admin(self, permissions: KeyPermissions) -> None:
         """Raises Forbidden unless this is an admin key."""
-        with count_forbidden(self.recorder):
+        with count_forbidden(self.metrics):
             permissions.check_admin()
+
+    def check_operator(self, permissions: KeyPermissions) -> None:
+        """Raises Forbidden unless this is an admin key, or the server has no keys."""
+        if not self.keyring.is_open:
+            self.check_admin(permissions)
 
     def live_requests(self) -> Sequence[RequestProgress]:
         """Open choices of all models."""
-        return [progress for server in self.loaded for progress in server.recorder.live_requests()]
+        return [progress for model in self.loaded for progress in model.recorder.live_requests()]
 
     def render_metrics(self, with_keys: bool) -> bytes:
         """Metrics in Prometheus' text format; `with_keys`: also those that name API keys."""
-        if isinstance(self.recorder, MetricsRecorder):
-            return self.recorder.render(with_keys)
-        assert self.loader is not None
         statuses = {model.name: self.loader.status(model.name) for model in self.models}
         for name, status in statuses.items():
-            self.recorder.set_model(name, status.memory_bytes or 0, status.waiting_requests)
-        self.recorder.set_num_loaded(sum(status.status == "loaded" for status in statuses.values()))
-        return self.recorder.render(self.loader.recorders(), with_keys)
-
-
-class HeldModelsMiddleware:
-    """Keeps the models of a request loaded until its ASGI call has ended. Only for several models."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        stream = EarlyStream(scope, send)
-        with ExitStack() as holds:
-            scope.setdefault("state", {}).update(model_holds=holds, early_stream=stream)
-            await self._app(scope, receive, stream.send)
-
-
-def _require_context(model: ManagedModel) -> LoadedModel:
-    if model.context is None:
-        raise ModelLoading(f"the model {model.name!r} is not loaded")
-    return model.context
+            memory_bytes = status.memory_bytes if status.status == "loaded" else 0
+            self.metrics.set_model(name, memory_bytes, status.waiting_requests)
+        self.metrics.set_num_loaded(sum(status.status == "loaded" for status in statuses.values()))
+        return self.metrics.render(self.loader.recorders(), with_keys)
 
 
 def _describe_wait(name: str, status: ModelStatus) -> str:

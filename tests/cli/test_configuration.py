@@ -13,7 +13,6 @@ from foreword.cli.configuration import (
     foreign_variables,
     read_config,
     unknown_variables,
-    unused_options,
 )
 from foreword.cli.flags import (
     add_config_options,
@@ -340,13 +339,6 @@ def test_server_is_not_open_where_another_server_has_a_key(name: str) -> None:
     check_foreign_keys(Config(), {name: ""})
     check_foreign_keys(Config(api_key="k"), {name: "secret"})
     check_foreign_keys(Config(api_key_file="f"), {name: "secret"})
-
-
-def test_options_of_several_models_are_named_with_one() -> None:
-    assert unused_options(Config(models="a,b", keep_alive="5m")) == []
-    assert unused_options(Config(model="a")) == []
-    (line,) = unused_options(Config(memory_limit="2GiB", keep_alive="5m"))
-    assert line == "--memory-limit, --keep-alive have no effect with one model: use --models, as for several"
 
 
 def test_empty_file_changes_nothing(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ import httpx
 import pytest
 
 from foreword.bench.server import ServerProcess
-from foreword.checkpoint import prepare_checkpoint
 from foreword.cli.main import main
 from foreword.config.options import Config
 from foreword.demo import BUNDLED, DEFAULT_MODEL
+from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import ConfigError
-from foreword.fleet.server_stack import ServerStack
+from foreword.fleet.model_processes import open_processes
 from tests.server.conftest import run_server
 from tests.support.fakes import engine_info
 from tests.support.processes import kill_tree
@@ -113,18 +113,18 @@ async def test_server_of_another_model_is_refused(checkpoint: Path) -> None:
     """A router without an engine here has no fingerprint to compare."""
     with run_server(Config(engine_key=KEY)) as node:
         config = Config(model=str(checkpoint), replicas=0, replica_urls=node.url, engine_key=KEY)
-        async with ServerStack(prepare_checkpoint(config)) as stack:
-            with pytest.raises(ConfigError, match=r"have another model than demo: fake, \d+ rows of logits"):
-                await stack.start()
+        processes = await open_processes(config, lambda *_: None, ForkServer())
+        with pytest.raises(ConfigError, match=r"have another model than demo: fake, \d+ rows of logits"):
+            await processes.start()
+        await processes.close()
 
 
 async def test_router_counts_drafts_of_drafters_that_the_first_server_lacks(checkpoint: Path) -> None:
-    prepared = prepare_checkpoint(
-        Config(model=str(checkpoint), replicas=0, replica_urls="http://a", engine_key=KEY)
-    )
-    async with ServerStack(prepared) as stack:
-        stack.engine.info = replace(engine_info(), resolved=replace(engine_info().resolved, drafters=()))
-        assert b"foreword_spec_no_draft_total" in stack.make_recorder().render()
+    config = Config(model=str(checkpoint), replicas=0, replica_urls="http://a", engine_key=KEY)
+    processes = await open_processes(config, lambda *_: None, ForkServer())
+    processes.engine.info = replace(engine_info(), resolved=replace(engine_info().resolved, drafters=()))
+    assert b"foreword_spec_no_draft_total" in processes.make_recorder("demo").render()
+    await processes.close()
 
 
 @pytest.mark.full

@@ -23,7 +23,7 @@ from foreword.cli.run_batch import BatchClient, BatchSummary, answer_all, lines_
 from foreword.config.models_file import ModelEntry, ModelsConfig, ModelVariant
 from foreword.config.options import Config
 from foreword.errors import ConfigError, EngineDead
-from foreword.fleet import server_stack as backends
+from foreword.fleet import model_processes as backends
 from tests.server.conftest import run_server
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fakes import FakeEngineClient, FakeOutput
@@ -381,7 +381,7 @@ def test_run_in_this_process(
     assert found["d"]["response"]["body"]["choices"][0]["finish_reason"] == "repetition"
     assert found["d"]["response"]["body"]["usage"]["completion_tokens"] == 1 + 256
     assert "3 answered, 2 failed" in capsys.readouterr().err
-    monkeypatch.setattr("foreword.cli.run_batch.ServerStack", None)  # nothing is loaded
+    monkeypatch.setattr("foreword.cli.run_batch.ModelManager", None)  # nothing is loaded
     assert main(arguments) == 1
     assert "0 answered, 0 failed, 5 were before" in capsys.readouterr().err
 
@@ -469,7 +469,7 @@ def test_dead_engine_leaves_a_file_to_continue(tmp_path: Path, monkeypatch: pyte
     client = FakeEngineClient()
 
     class Fake(FakeEngineClient):
-        def __new__(cls, *arguments: Any) -> Any:
+        def __new__(cls, *_: Any, **__: Any) -> Any:
             return client
 
     client.script = lambda request: (

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.fleet.load_scheduler import Decision, LoadScheduler, ModelSpec
+from foreword.config.models_file import ModelEntry
+from foreword.config.options import Config
+from foreword.fleet.load_scheduler import Decision, LoadScheduler
+from foreword.fleet.memory import ModelPlan
+from foreword.planning.memory_plan import MemoryPart
+
+CONFIG = Config()
 
 
 @dataclass(frozen=True)
@@ -31,16 +37,17 @@ class Case:
 
 
 def make_scheduler(case: Case) -> LoadScheduler:
-    specs = []
+    plans = []
     for word in case.models.split():
         size, *flags = word.partition("=")[2].split("/")
         keep = [float(flag.removeprefix("keep")) for flag in flags if flag.startswith("keep")]
         device = "gpu" if "gpu" in flags else "cpu"
         keep_alive_s = keep[0] if keep else None
         pins = ("pinned" in flags, "preload" in flags)
-        specs.append(ModelSpec(word.partition("=")[0], int(size), keep_alive_s, *pins, device))
+        entry = ModelEntry(word.partition("=")[0], CONFIG, keep_alive_s, *pins)
+        plans.append(ModelPlan(entry, device, (MemoryPart("all", int(size)),), None))
     limits = {"cpu": case.limit, "gpu": case.limit}
-    return LoadScheduler(specs, limits, case.max_loaded, case.max_swap_wait_s)
+    return LoadScheduler(plans, limits, case.max_loaded, case.max_swap_wait_s)
 
 
 def apply(scheduler: LoadScheduler, words: Sequence[str], now_s: float) -> None:

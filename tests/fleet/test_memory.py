@@ -18,7 +18,15 @@ from foreword.engine_client.forkserver import ForkServer
 from foreword.errors import CheckpointError, ConfigError
 from foreword.fleet import memory
 from foreword.fleet.load_scheduler import LoadScheduler
-from foreword.fleet.memory import FleetPlan, make_fleet_plan, plan_fleet, resident_bytes
+from foreword.fleet.memory import (
+    UNLIMITED,
+    UNPLANNED,
+    FleetPlan,
+    make_fleet_plan,
+    plan_fleet,
+    plan_server,
+    resident_bytes,
+)
 from foreword.planning.hardware import HardwareInfo
 from foreword.planning.memory import GIB, ModelInfo
 from foreword.planning.memory_plan import ModelDescription
@@ -186,7 +194,7 @@ def test_models_are_described_in_a_process_of_the_fork_server() -> None:
     assert demo.entry.config.kv_cache_memory == "65536tokens"
     assert demo.resolved is not None and demo.resolved.max_model_len == 1024
     assert "vision encoder" in {part.name for part in vision.parts}
-    assert [spec.name for spec in fleet.specs] == ["demo", "demo-vision"]
+    assert [each.entry.name for each in fleet.plans] == ["demo", "demo-vision"]
 
 
 def test_models_of_each_gpu_are_described_in_a_process_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +225,7 @@ def test_model_of_other_machines_takes_no_memory_here() -> None:
     ]
     alone = make_plan({}, limit=9 * GIB)
     assert plan.plans[1].parts == alone.plans[0].parts, "the KV cache shares memory with nobody"
-    scheduler = LoadScheduler(plan.specs, plan.memory_limits, None, 10.0)
+    scheduler = LoadScheduler(plan.plans, plan.memory_limits, None, 10.0)
     assert [scheduler.why_not(name) for name in "ab"] == [None, None]
 
 
@@ -267,3 +275,19 @@ def test_without_shares_all_pages_count(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "1" / "smaps_rollup").write_text("x [rollup]\nRss: 9 kB\nPss:      5 kB\n")
     assert resident_bytes([1]) == 5 * 1024
     assert resident_bytes([2]) == 0
+
+
+async def test_model_that_is_alone_is_planned_only_with_a_limit_or_keep_alive() -> None:
+    with ForkServer() as fork_server:
+        for options in ({}, {"keep_alive": "-1"}):
+            plan = await plan_server(Config(model="demo", **options), fork_server)
+            (only,) = plan.plans
+            assert only.entry.name == "demo" and only.entry.pinned and only.resolved is None
+            assert plan.memory_limits == {UNPLANNED: UNLIMITED}
+        (limited,) = (await plan_server(Config(model="demo", memory_limit="1GiB"), fork_server)).plans
+        assert limited.entry.pinned and limited.resolved is not None and limited.num_bytes < 1 << 30
+        (passing,) = (await plan_server(Config(model="demo", keep_alive="5m"), fork_server)).plans
+        assert passing.resolved is not None and passing.entry.preload and not passing.entry.pinned
+        with pytest.raises(ConfigError, match="demo can never be loaded"):
+            await plan_server(Config(model="demo", memory_limit="1MiB"), fork_server)
+        await fork_server.close()

@@ -9,7 +9,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,19 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from fastapi import FastAPI
 
 from foreword.checkpoint import prepare_checkpoint
 from foreword.cli.listener import bind_unix
 from foreword.config.options import Config
 from foreword.engine_client.base import EngineClient
 from foreword.engine_client.process_client import ProcessClient
-from foreword.metrics.recorder import MetricsRecorder
 from foreword.multimodal.image_processor import ImageProcessor
-from foreword.server.app import create_app
-from foreword.server.http.protocol import uvicorn_config
+from foreword.server.http.bounded_connections import uvicorn_config
 from foreword.server.http.request_log import RequestLog
 from foreword.tokenizer.tokenizer import Tokenizer
-from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
+from tests.support.apps import open_app
+from tests.support.fakes import FakeEngineClient, FakeOutput
 from tests.support.waiting import WAIT_S, wait_until
 
 MODEL = "fake-model"
@@ -97,18 +97,6 @@ def run_server(
 ) -> Iterator[RunningServer]:
     config, client = config or Config(), client or FakeEngineClient()
     request_log = request_log or RequestLog(config.access_log)
-    recorder = MetricsRecorder(config.drafter_names())
-    app = create_app(
-        config,
-        client,
-        tokenizer or byte_tokenizer(),
-        recorder,
-        MODEL,
-        encoder,
-        processor=processor,
-        aliases=aliases,
-        request_log=request_log,
-    )
     resources = contextlib.ExitStack()
     if config.uds is None:
         listener = resources.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -116,29 +104,39 @@ def run_server(
     else:
         listener, url = resources.enter_context(bind_unix(Path(config.uds))), "http://localhost"
     transport = httpx.HTTPTransport(uds=config.uds)
-    server = uvicorn.Server(uvicorn_config(app, config, request_log))
+    running: list[tuple[uvicorn.Server, FastAPI]] = []
 
     async def main() -> None:
-        await client.start()
-        await server.serve(sockets=[listener])
-        await client.close()
+        names = (MODEL, *aliases)
+        async with open_app(client, config, names, tokenizer, processor, encoder, None, request_log) as app:
+            running.append((uvicorn.Server(uvicorn_config(app, config, request_log)), app))
+            await running[0][0].serve(sockets=[listener])
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
     try:
-        while not server.started:
+        while not running or not running[0][0].started:
             time.sleep(0.005)
             assert thread.is_alive()
+        server, app = running[0]
         with (
             httpx.Client(base_url=url, timeout=WAIT_S, transport=transport) as http,
             openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0, timeout=WAIT_S) as talker,
         ):
             yield RunningServer(url, client, http, talker, app)
     finally:
-        server.should_exit = True
+        for server, _ in running:
+            server.should_exit = True
         thread.join(WAIT_S)
         resources.close()
     assert not thread.is_alive()
+
+
+@pytest.fixture
+async def resources() -> AsyncIterator[contextlib.AsyncExitStack]:
+    """Contexts that end with the test."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from foreword.config.lora import AdapterInfo
+from foreword.config.models_file import ModelEntry
 from foreword.config.options import Config
 from foreword.errors import ConfigError
-from foreword.server.model_names import check_adapter_names
+from foreword.server.model_names import ModelNames
 from tests.server.auth.test_keys import key_of, keyed, write
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, engine_info
@@ -265,11 +266,12 @@ def test_routes_need_an_admin_key_if_there_is_one(tmp_path: Path) -> None:
             assert server.http.post(LOAD, json=body, headers=keyed(key)).status_code == status
 
 
-def test_names_collide_at_the_start() -> None:
-    modules = Config(lora_modules="tuned=/a").adapters
-    check_adapter_names(modules, ("model", "alias"))
+async def test_names_collide_at_the_start() -> None:
+    def names_of(names: str, modules: str) -> ModelNames:
+        return ModelNames(ModelEntry("model", Config(served_model_name=names, lora_modules=modules)))
+
+    names_of("model,alias", "tuned=/a")
     with pytest.raises(ConfigError, match="both called 'tuned'"):
-        check_adapter_names(modules, ("model", "tuned"))
-    other = Config(lora_modules='{"name": "x", "path": "/a", "base_model_name": "y"}').adapters
+        names_of("model,tuned", "tuned=/a")
     with pytest.raises(ConfigError, match="base_model_name of 'x' is 'y'; the model is called 'model'"):
-        check_adapter_names(other, ("model", "alias"))
+        names_of("model,alias", '{"name": "x", "path": "/a", "base_model_name": "y"}')

@@ -70,7 +70,10 @@ def test_flood_is_refused_and_leaves_nothing(full: RunningServer) -> None:
     with ThreadPoolExecutor(32) as pool:
         assert set(pool.map(ask, range(512))) == {429}
     assert len(full.client.submitted) == 2 and full.app.state.models.admission.num_open == 2
-    assert 'foreword_requests_rejected_total{reason="queue"} 512.0' in full.http.get("/metrics").text
+    assert (
+        'foreword_requests_rejected_total{model="fake-model",reason="queue"} 512.0'
+        in full.http.get("/metrics").text
+    )
     assert full.http.get("/health").status_code == 200
 
 
@@ -139,7 +142,10 @@ def test_refusals_while_draining_are_counted() -> None:
     with run_server(Config(api_key="k")) as server:
         server.app.state.health.drain.draining = True
         assert server.http.post(CHAT, json={}).status_code == 503
-        assert 'foreword_requests_rejected_total{reason="draining"} 1.0' in server.http.get("/metrics").text
+        assert (
+            'foreword_requests_rejected_total{model="fake-model",reason="draining"} 1.0'
+            in server.http.get("/metrics").text
+        )
         server.app.state.health.drain.draining = False
 
 

@@ -21,7 +21,7 @@ USER = [{"role": "user", "content": "Hi"}]
 
 def returned(server: RunningServer) -> int:
     match = re.search(
-        r"^foreword_choices_returned_total (\d+)", server.http.get("/metrics").text, re.MULTILINE
+        r"^foreword_choices_returned_total{.*} (\d+)", server.http.get("/metrics").text, re.MULTILINE
     )
     assert match is not None
     return int(match[1])

@@ -17,9 +17,10 @@ from foreword.core.params import SamplingParams
 from foreword.core.readiness import Readiness
 from foreword.errors import EngineDead, Overloaded
 from foreword.server.app import loading_app
-from foreword.server.http.protocol import uvicorn_config
+from foreword.server.drain import DrainState
+from foreword.server.health import EngineProbe, Health, HealthBody
+from foreword.server.http.bounded_connections import uvicorn_config
 from foreword.server.http.request_log import RequestLog
-from foreword.server.lifecycle import DrainState, EngineProbe, Health, HealthBody
 from foreword.tokenizer.input_processor import make_requests
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
@@ -93,6 +94,22 @@ def test_head_requests_match_get(scripted_server: RunningServer, path: str, stat
     scripted_server.client.state = Readiness("ok")
 
 
+def health_of(
+    client: FakeEngineClient,
+    drain: DrainState | None = None,
+    probe: EngineProbe | None = None,
+    encoder: Any = None,
+) -> Health:
+    class Models:
+        @property
+        def readiness(self) -> Readiness:
+            return client.readiness
+
+    models: Any = Models()
+    models.probe, models.encoder = probe, encoder
+    return Health(drain or DrainState(), models)
+
+
 async def body_of(health: Health) -> tuple[int, dict[str, Any]]:
     response = await health.response()
     body = HealthBody.model_validate_json(bytes(response.body)).model_dump()
@@ -102,7 +119,7 @@ async def body_of(health: Health) -> tuple[int, dict[str, Any]]:
 async def test_draining_server_is_not_healthy() -> None:
     client, drain = FakeEngineClient(), DrainState()
     await client.start()
-    health = Health(client, None, drain)
+    health = health_of(client, drain)
     assert (await body_of(health))[0] == 200
     drain.draining = True
     status, body = await body_of(health)
@@ -113,7 +130,7 @@ async def test_server_that_will_stop_is_healthy_but_not_ready() -> None:
     """During --drain-delay requests are still taken, so that /health stays 200 while load balancers leave."""
     client, drain = FakeEngineClient(), DrainState()
     await client.start()
-    health = Health(client, None, drain)
+    health = health_of(client, drain)
     drain.stopping = True
     assert (await body_of(health))[0] == 200
     response = await health.response(takes_traffic=True)
@@ -125,7 +142,7 @@ async def test_server_that_will_stop_is_healthy_but_not_ready() -> None:
 async def test_encoder_state_is_reported(alive: bool, said: str) -> None:
     client, encoder = FakeEngineClient(), SimpleNamespace(alive=alive)
     await client.start()
-    status, body = await body_of(Health(client, encoder, DrainState()))  # type: ignore[arg-type]
+    status, body = await body_of(health_of(client, encoder=encoder))
     assert (status, body["encoder"]) == (200, said)
 
 
@@ -160,7 +177,7 @@ async def test_silent_engine_is_unresponsive_until_it_answers() -> None:
     client, probe = await started(FakeOutput("x", delay_s=0.3))
     assert not await probe.is_responsive()
     assert not await probe.is_responsive() and len(client.submitted) == 1  # the first probe is still pending
-    health = Health(client, None, DrainState(), probe)
+    health = health_of(client, probe=probe)
     assert (await health.readiness()).status == "unresponsive"
     client.script = FakeOutput("x")
     async with asyncio.timeout(WAIT_S):
@@ -189,7 +206,10 @@ def test_probe_is_a_one_token_request() -> None:
             "off",
             1,
         )
-        assert 'requests_finished_total{reason="stop"} 0.0' in server.http.get("/metrics").text
+        assert (
+            'requests_finished_total{model="fake-model",reason="stop"} 0.0'
+            in server.http.get("/metrics").text
+        )
 
 
 # While loading
@@ -198,7 +218,7 @@ def test_probe_is_a_one_token_request() -> None:
 async def test_loading_server_answers_503() -> None:
     client = ScriptedClient()
     client.state = Readiness("loading", "weights", 0.5)
-    app = loading_app(Health(client, None, DrainState()), Config(), RequestLog())
+    app = loading_app(health_of(client), Config(), RequestLog())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
         reply = await http.get("/health")
         assert (reply.status_code, reply.json()["progress"]) == (503, 0.5)
@@ -222,7 +242,7 @@ async def test_loading_server_answers_503() -> None:
 
 
 def test_loading_app_has_the_connection_limits() -> None:
-    app = loading_app(Health(FakeEngineClient(), None, DrainState()), Config(), RequestLog())
+    app = loading_app(Health(DrainState()), Config(), RequestLog())
     assert isinstance(uvicorn_config(app, Config()), uvicorn.Config)
 
 
@@ -277,4 +297,4 @@ def test_queue_timeout_refuses_the_whole_request(
 
 def rejections(served: RunningServer) -> float:
     text = served.http.get("/metrics").text
-    return float(text.split('requests_rejected_total{reason="queue_timeout"} ')[1].split()[0])
+    return float(text.split('reason="queue_timeout"} ')[1].split()[0])

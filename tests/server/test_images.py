@@ -73,7 +73,7 @@ def served(shared: RunningServer) -> Iterator[RunningServer]:
 
 def held(server: RunningServer) -> int:
     """Image memory in use, in bytes."""
-    intake = server.app.state.models.default.image_intake
+    intake = server.app.state.models.loaded[0].image_intake
     return int(intake.memory.held_bytes)
 
 
@@ -299,7 +299,10 @@ def test_image_memory_is_bounded(small_server: RunningServer) -> None:
     assert held(small_server) == 3 * BYTES, "once per request, not per choice"
     reply = post(small_server, messages=user(image_part()))
     assert "--image-memory" not in error_of(reply, 429)[1] and int(reply.headers["Retry-After"]) >= 1
-    assert b'rejected_total{reason="image_memory"} 1.0' in small_server.http.get("/metrics").content
+    assert (
+        b'rejected_total{model="fake-model",reason="image_memory"} 1.0'
+        in small_server.http.get("/metrics").content
+    )
     small_server.set_output(FakeOutput())
     assert post(small_server, messages=user(TEXT)).status_code == 200, "text requests are not blocked"
     end(small_server, threads)
@@ -313,7 +316,7 @@ def test_small_images_reserve_little() -> None:
     with run_server(
         config, FakeEngineClient(info=engine_info(512)), tokenizer=image_tokenizer(), processor=eyes
     ) as server:
-        assert server.app.state.models.default.image_intake.memory._limit_bytes < eyes.max_pixel_bytes
+        assert server.app.state.models.loaded[0].image_intake.memory._limit_bytes < eyes.max_pixel_bytes
         with ThreadPoolExecutor(3) as pool:
             replies = list(
                 pool.map(
@@ -332,7 +335,7 @@ class StuckWorkers:
     def __init__(self, server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.num_calls = threading.Event(), 0
         monkeypatch.setattr(
-            server.app.state.models.default.image_intake._loader._decode_pool, "pixel_bytes", self._measure
+            server.app.state.models.loaded[0].image_intake._loader._decode_pool, "pixel_bytes", self._measure
         )
 
     def _measure(self, data: bytes, where: str) -> int:
@@ -355,7 +358,7 @@ def test_disconnect_stops_reading_images(
 ) -> None:
     admission, intake = (
         small_server.app.state.models.admission,
-        small_server.app.state.models.default.image_intake,
+        small_server.app.state.models.loaded[0].image_intake,
     )
     stuck = StuckWorkers(small_server, monkeypatch)
     connections = [start_request(small_server, 3) for _ in range(6)]

@@ -33,7 +33,7 @@ def script_loop(served: RunningServer, bursts: tuple[int, ...] = (1,)) -> Runnin
 def metric_series(served: RunningServer) -> dict[tuple[str, ...], float]:
     families = text_string_to_metric_families(served.http.get("/metrics").text)
     return {
-        (sample.name, *sample.labels.values()): sample.value
+        (sample.name, *(value for label, value in sample.labels.items() if label != "model")): sample.value
         for family in families
         for sample in family.samples
     }

@@ -62,7 +62,7 @@ def test_metrics(served: RunningServer) -> None:
     served.chat(n=2)
     scrape = served.http.get("/metrics")
     assert scrape.headers["content-type"].startswith("text/plain")
-    assert re.search(r"^foreword_choices_returned_total [1-9]", scrape.text, re.M)
+    assert re.search(r"^foreword_choices_returned_total{.*} [1-9]", scrape.text, re.M)
     assert "nan" not in scrape.text.lower()
 
 

@@ -175,7 +175,9 @@ def test_quota_is_refused_until_midnight(server: RunningServer, config: Config) 
     usage = next(each for each in admin(server, "/admin/keys").json()["keys"] if each["name"] == "poor")
     assert usage["tokens_per_day"] == 30 and usage["usage"]["tokens_today"] == 30
     assert usage["usage"]["refused"] == 3, "each was sent once"
-    assert 'requests_rejected_total{reason="quota"} 3.0' in server.http.get("/metrics").text
+    assert (
+        'requests_rejected_total{model="fake-model",reason="quota"} 3.0' in server.http.get("/metrics").text
+    )
 
 
 def test_quota_outlives_the_server(config: Config, tmp_path: Path) -> None:

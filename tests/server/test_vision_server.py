@@ -81,7 +81,7 @@ def test_eight_choices_are_returned(server: tuple[ServerProcess, str]) -> None:
     scrape = httpx.get(running.url + "/metrics").text
     assert re.search(r"^foreword_choices_returned_total{.*} 50\.0$", scrape, re.M)
     wait_until(lambda: any("Throughput:" in line for line in running.read_log()))
-    lines = running.read_log()
+    lines = [line for line in running.read_log() if line not in running.banner_lines]
     request_lines = [line for line in lines if "request chatcmpl-" in line]
     assert len(request_lines) == 6 and all("32 for 2 images)" in line for line in request_lines)
     assert not [line for line in lines if "base64" in line or "data:" in line]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
 from foreword.config.options import Config
 from foreword.core.outputs import Event, StepStats, TokenEvent
-from foreword.core.readiness import Readiness
+from foreword.core.readiness import Readiness, ReplicaState
 from foreword.core.request import Request
 from foreword.engine_client.local import LocalClient
-from foreword.metrics.recorder import MetricsRecorder
 from foreword.planning.resolve import EngineInfo
-from foreword.server.app import create_app
+from tests.support.apps import open_app
 from tests.support.waiting import WAIT_S
 
 
@@ -34,6 +33,8 @@ class InProcessEngineClient:
         self.readiness = Readiness("ok")
         self.on_step: Callable[[StepStats], None] | None = None
         self.on_restart: Callable[[str | None], None] | None = None
+        self.dead = asyncio.Event()
+        self.pids: Mapping[str, int] = {}
         self._listeners: dict[str, Callable[[Event | None], None]] = {}
         self._stepping: asyncio.Task[None] | None = None
 
@@ -65,6 +66,9 @@ class InProcessEngineClient:
 
     async def close(self) -> None:
         self.alive = False
+
+    def replica_states(self) -> Sequence[ReplicaState]:
+        return ()
 
     def _forget(self, request_id: str) -> None:
         if (on_event := self._listeners.pop(request_id, None)) is not None:
@@ -108,10 +112,8 @@ async def serving(config: Config) -> AsyncIterator[ASGIServer]:
     """The application of `foreword serve` with this model."""
     prepared = prepare_checkpoint(config)
     client = InProcessEngineClient(prepared)
-    info = await client.start()
-    recorder = MetricsRecorder(info.resolved.drafters)
-    app = create_app(prepared.config, client, prepared.tokenizer, recorder, "m", processor=prepared.processor)
     async with (
+        open_app(client, prepared.config, tokenizer=prepared.tokenizer, processor=prepared.processor) as app,
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://m", timeout=WAIT_S) as http,
     ):

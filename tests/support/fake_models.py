@@ -7,32 +7,29 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any
 
-import pytest
 from fastapi import FastAPI
 from starlette.types import Message
 
+from foreword.checkpoint import CheckpointInfo
 from foreword.config.lora import AdapterInfo
 from foreword.config.models_file import ModelEntry, ModelsConfig, ModelVariant
 from foreword.config.options import Config
 from foreword.core.readiness import Readiness
-from foreword.embedding.sentence_transformers import DECODER_POOLING
+from foreword.engine_client.base import EngineClient
 from foreword.engine_client.forkserver import ForkServer
-from foreword.fleet import model_manager
 from foreword.fleet.memory import FleetPlan, ModelPlan
 from foreword.fleet.model_manager import ModelManager
-from foreword.metrics.definitions import INFO_LABELS
-from foreword.metrics.recorder import MetricsRecorder
+from foreword.fleet.model_processes import ModelProcesses
 from foreword.planning.memory_plan import MemoryPart
 from foreword.planning.resolve import EngineInfo
-from foreword.server.app import make_context, models_app
+from foreword.server.app import create_app
+from foreword.server.drain import DrainState
+from foreword.server.health import Health
 from foreword.server.http.request_log import RequestLog
-from foreword.server.lifecycle import DrainState, Health
-from foreword.server.loaded_model import LoadedModel
-from foreword.server.registry import ServedModels
-from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer, engine_info
+from tests.support.fakes import VOCAB_SIZE, FakeEngineClient, FakeOutput, byte_tokenizer, engine_info
 from tests.support.waiting import WAIT_S, wait_until_async
 
 CHAT = "/v1/chat/completions"
@@ -42,65 +39,31 @@ LIMITS = {"cpu": 2 * MODEL_BYTES}
 
 
 class FakeEngine(FakeEngineClient):
-    """A FakeEngineClient as a ProcessClient."""
+    """An engine that loads until the gate of its model opens."""
 
-    pids: Mapping[str, int] = MappingProxyType({})
-
-    def __init__(self, script: FakeOutput) -> None:
-        super().__init__(script)
-        self.dead = asyncio.Event()
+    def __init__(self, fleet: FakeFleet, config: Config) -> None:
+        super().__init__(fleet.script)
+        self.config = config
+        self.name = config.served_names()[0]
+        self.is_closed = False
+        self._fleet = fleet
+        fleet.engines.append(self)
 
     @property
     def readiness(self) -> Readiness:
         return Readiness("loading", progress=0.42) if self.info is None else super().readiness
 
-    def skip_drain(self) -> None:
-        pass
-
-    def die(self) -> None:
-        """The engine is gone for good."""
-        self.kill()
-        self.dead.set()
-
-
-class FakeStack:
-    """A ServerStack without processes, whose start() waits for its model's gate."""
-
-    encoder = None
-
-    def __init__(self, fleet: FakeFleet, config: Config) -> None:
-        self.name = config.served_names()[0]
-        self.config = config
-        self.engine = FakeEngine(fleet.script)
-        self.is_closed = False
-        self._fleet = fleet
-        fleet.stacks.append(self)
-
-    pids = (1,)
-
-    async def start(self) -> EngineInfo:
+    async def start(self, like: EngineClient | None = None) -> EngineInfo:
         await self._fleet.gates[self.name].wait()
         if (error := self._fleet.load_errors.pop(self.name, None)) is not None:
             raise error
-        info = await self.engine.start()
+        info = await super().start()
         adapters = tuple(AdapterInfo(m.path, f"digest of {m.path}", 8, 4, 1000) for m in self.config.adapters)
-        self.engine.info = replace(info, adapters=adapters)
-        return self.engine.info
+        self.info = replace(info, adapters=adapters)
+        return self.info
 
-    def make_recorder(self) -> MetricsRecorder:
-        return MetricsRecorder(("suffix",), info={**dict.fromkeys(INFO_LABELS, ""), "model": self.name})
-
-    def make_context(
-        self, models: ServedModels, recorder: MetricsRecorder, variants: Sequence[str]
-    ) -> LoadedModel:
-        engine, tokenizer, aliases = self.engine, byte_tokenizer(), self.config.served_names()[1:]
-        return make_context(
-            *(models, self.config, engine, tokenizer, recorder, self.name, None, DECODER_POOLING, None),
-            *(aliases, None, variants),
-        )
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.engine.close()
+    async def close(self) -> None:
+        await super().close()
         self.is_closed = True
 
 
@@ -111,22 +74,22 @@ class FakeFleet:
     script: FakeOutput
     gates: dict[str, asyncio.Event]  # by model: a load waits until it is set
     load_errors: dict[str, Exception] = field(default_factory=dict)  # by model: of its next load
-    stacks: list[FakeStack] = field(default_factory=list)  # of all loads, in order
+    engines: list[FakeEngine] = field(default_factory=list)  # of all loads, in order
     manager: ModelManager = field(init=False)
     app: FastAPI = field(init=False)
 
     @property
     def loads(self) -> list[str]:
         """The names of the models that were loaded, in order."""
-        return [stack.name for stack in self.stacks]
+        return [engine.name for engine in self.engines]
 
     @property
     def loaded(self) -> set[str]:
-        return {context.model_name for context in self.manager.models.loaded}
+        return {model.model_name for model in self.manager.models.loaded}
 
     def engine(self, model: str) -> FakeEngine:
         """Of the newest load."""
-        return next(stack.engine for stack in reversed(self.stacks) if stack.name == model)
+        return next(engine for engine in reversed(self.engines) if engine.name == model)
 
     def call(self, path: str = CHAT, key: str = "", **body: Any) -> Call:
         """POST a body, by default of a conversation."""
@@ -151,7 +114,6 @@ class FakeFleet:
 
 @asynccontextmanager
 async def fleet(
-    monkeypatch: pytest.MonkeyPatch,
     *names: str,
     config: Config = DEFAULTS,
     script: FakeOutput = HELLO,
@@ -171,8 +133,11 @@ async def fleet(
     fakes = FakeFleet(script, {name: asyncio.Event() for name in names})
     for gate in fakes.gates.values() if is_open else ():
         gate.set()
-    monkeypatch.setattr(model_manager, "prepare_checkpoint", lambda config: config)
-    monkeypatch.setattr(model_manager, "ServerStack", lambda config, *_, **__: FakeStack(fakes, config))
+
+    async def open_processes(config: Config, *_: object) -> ModelProcesses:
+        prepared = CheckpointInfo(config, Path("none"), byte_tokenizer(), (), VOCAB_SIZE)
+        return ModelProcesses(prepared, FakeEngine(fakes, config))
+
     chosen = [
         ModelEntry(
             name,
@@ -186,14 +151,15 @@ async def fleet(
     parts, resolved = (MemoryPart("all", MODEL_BYTES),), engine_info().resolved
     plans = tuple(ModelPlan(entry, "cpu", parts, resolved) for entry in chosen)
     plan = FleetPlan(models, plans, LIMITS)
-    fakes.manager = ModelManager(config, plan, ForkServer(), lambda pids: MODEL_BYTES)
-    drain = DrainState()
-    fakes.app = models_app(
-        fakes.manager.models, Health(fakes.manager, None, drain), drain, RequestLog(config.access_log)
+    fakes.manager = ModelManager(
+        config, plan, ForkServer(), measure=lambda pids: MODEL_BYTES, open_processes=open_processes
     )
+    drain = DrainState()
+    health = Health(drain, fakes.manager)
+    fakes.app = create_app(fakes.manager.models, health, drain, RequestLog(config.access_log))
     async with fakes.manager, fakes.app.router.lifespan_context(fakes.app):
         yield fakes
-    assert all(stack.is_closed for stack in fakes.stacks), "an engine was left open"
+    assert all(engine.is_closed for engine in fakes.engines), "an engine was left open"
 
 
 class Call:

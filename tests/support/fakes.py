@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 
@@ -100,6 +100,8 @@ class FakeEngineClient:
         self.info: EngineInfo | None = None
         self.stats = StepStats()
         self.alive = False
+        self.dead = asyncio.Event()
+        self.pids: Mapping[str, int] = {}
         self.on_step: Callable[[StepStats], None] | None = None
         self.on_restart: Callable[[str | None], None] | None = None
         self.on_ready: Callable[[], None] | None = None
@@ -183,6 +185,14 @@ class FakeEngineClient:
 
     async def close(self) -> None:
         self.alive = False
+
+    def skip_drain(self) -> None:
+        """It has no process."""
+
+    def die(self) -> None:
+        """The engine is gone for good."""
+        self.kill()
+        self.dead.set()
 
     def kill(self) -> None:
         """Simulate a crash: every open stream fails with its next event."""

@@ -26,7 +26,6 @@ from foreword.server.auth.keys import KeyPermissions, RequestContext
 from foreword.server.http.errors import rename_field
 from foreword.server.http.responses import cancel_on_disconnect
 from foreword.server.loaded_model import LoadedModel
-from foreword.server.model_names import ServedModel
 from foreword.tokenizer.input_processor import check_input, make_embedding_requests
 
 T = TypeVar("T")
@@ -109,31 +108,30 @@ class Embedder(Protocol):
 def get_embedder(server: LoadedModel, name: str | None, permissions: KeyPermissions) -> Embedder:
     """The embedder called `name`; of None the encoder, or the generating model if no encoder embeds.
 
-    Raises ModelNotFound, Forbidden, and Unsupported for a ranker.
+    Raises Forbidden, and Unsupported for a ranker.
     """
     encoder = None if server.encoder is None else _get_info(server.encoder)
-    if (
-        encoder is None
-        or server.encoder is None
-        or name not in (None, encoder.name)
-        or (name is None and encoder.task == "rank")
-    ):
-        return DecoderEmbedder(server, server.check_model(name, permissions))
+    uses_encoder = server.served.is_encoder
+    if name is None:
+        uses_encoder = encoder is not None and encoder.task != "rank"
+        server.check_access(encoder.name if encoder and uses_encoder else server.model_name, permissions)
+    if not uses_encoder:
+        return DecoderEmbedder(server)
+    assert encoder is not None and server.encoder is not None
     if encoder.task == "rank":
         raise Unsupported(f"{name} ranks pairs of texts; it has no embeddings", "model")
-    server.check_access(encoder.name, permissions)
     return EncoderEmbedder(server.encoder)
 
 
 class DecoderEmbedder:
     """Embeddings of the generating model."""
 
-    def __init__(self, server: LoadedModel, model: ServedModel) -> None:
+    def __init__(self, server: LoadedModel) -> None:
         self._server = server
-        self._adapter = model.digest
+        self._adapter = server.served.digest
         self._resolved = server.info().resolved
         self._pooling_config = server.pooling_config
-        self.name = model.name
+        self.name = server.served.name
         max_model_len = server.max_model_len
         self.max_tokens = min(max_model_len, self._pooling_config.max_tokens or max_model_len)
         self.vocab_size = min(server.info().vocab_size, server.tokenizer.vocab_size)
@@ -223,11 +221,16 @@ class Scorer(Protocol):
 def get_scorer(server: LoadedModel, name: str | None, permissions: KeyPermissions) -> Scorer:
     """The ranker called `name`, or an embedder with cosine similarity; of None the encoder, if there is one.
 
-    Raises ModelNotFound, Forbidden.
+    Raises Forbidden.
     """
     encoder = server.encoder
-    if encoder is not None and _get_info(encoder).task == "rank" and name in (None, _get_info(encoder).name):
-        server.check_access(_get_info(encoder).name, permissions)
+    if (
+        encoder is not None
+        and _get_info(encoder).task == "rank"
+        and (name is None or server.served.is_encoder)
+    ):
+        if name is None:
+            server.check_access(_get_info(encoder).name, permissions)
         return CrossEncoderScorer(encoder)
     return CosineScorer(get_embedder(server, name, permissions))
 

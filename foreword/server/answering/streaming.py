@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable
@@ -10,25 +9,23 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from fastapi import Response
-from starlette.datastructures import Headers
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from foreword.core.params import SamplingParams
 from foreword.errors import ForewordError
 from foreword.server.answering.generation import Generation
 from foreword.server.apis.chat.body import ReasoningBody
-from foreword.server.apis.chat.writer import DONE_EVENT, ResponseHeader, ResponseOptions
+from foreword.server.apis.chat.writer import ResponseHeader, ResponseOptions
 from foreword.server.apis.sampling import SamplingBody
-from foreword.server.http.errors import error_body, error_response
+from foreword.server.http.errors import error_response
 from foreword.server.http.responses import (
     CLIENT_CLOSED,
+    EVENT_STREAM,
+    STREAM_HEADERS,
     JSONResponse,
     cancel_on_disconnect,
-    is_messages_path,
-    sse_event,
 )
 from foreword.server.loaded_model import LoadedModel
-from foreword.server.model_names import ServedModel
 from foreword.tokenizer.output_processor import OutputDelta
 
 
@@ -58,15 +55,13 @@ class ResponseWriter(Protocol):
         """Count choices that were sent completely."""
 
 
-def response_header(
-    server: LoadedModel, prefix: str, params: SamplingParams, model: ServedModel
-) -> ResponseHeader:
+def response_header(server: LoadedModel, prefix: str, params: SamplingParams) -> ResponseHeader:
     assert params.seed is not None, "the seed must be resolved first"
     return ResponseHeader(
         id=f"{prefix}-{uuid.uuid4().hex}",
         created=int(time.time()),
-        model=model.name,
-        system_fingerprint=model.fingerprint(server.info().fingerprint),
+        model=server.served.name,
+        system_fingerprint=server.served.fingerprint(server.info().fingerprint),
         seed=params.seed,
     )
 
@@ -91,17 +86,13 @@ def respond(generation: Generation, writer: ResponseWriter, stream: bool) -> Res
     return SSEResponse(generation, writer) if stream else FullResponse(generation, writer)
 
 
-RESPONSES_PATH = "/v1/responses"
-STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-
-
 class SSEResponse(Response):
     """Streams a generation as `data:` events; a disconnect frees it at once.
 
     The headers wait for the first token, so that an earlier error is answered with its own status.
     """
 
-    media_type = "text/event-stream"
+    media_type = EVENT_STREAM
 
     def __init__(self, generation: Generation, writer: ResponseWriter) -> None:
         super().__init__(headers=STREAM_HEADERS)
@@ -181,59 +172,3 @@ class FullResponse(Response):
         await self._generation.commit_usage()
         self._writer.record_returned(self._writer.num_returned)
         return self._writer.full()
-
-
-class EarlyStream:
-    """Begins a stream before its answer, with comments. An error that follows becomes the API's error event.
-
-    Without a comment, send() is the application's own.
-    """
-
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self._scope = scope
-        self._send = send
-        self._is_started = False
-        self._is_refused = False  # the application's response is no stream
-        self._refusal = b""
-
-    async def comment(self, text: str) -> None:
-        """Send a comment, which clients skip."""
-        if not self._is_started:
-            self._is_started = True
-            # For a shutdown, which cuts the stream off.
-            self._scope["state"]["error_event"] = lambda error: self._error_event(
-                error_body(error, self._scope)
-            )
-            headers = Response(headers=STREAM_HEADERS, media_type=SSEResponse.media_type).raw_headers
-            headers = [(name, value) for name, value in headers if name != b"content-length"]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        line = text.replace("\r", " ").replace("\n", " ")
-        await self._send_body(f": {line}\n\n".encode("utf-8", "replace"))
-
-    async def send(self, message: Message) -> None:
-        """The application's send."""
-        if not self._is_started:
-            await self._send(message)
-        elif message["type"] == "http.response.start":
-            content_type = Headers(raw=message["headers"]).get("content-type", "")
-            self._is_refused = not content_type.startswith(SSEResponse.media_type)
-        elif not self._is_refused:
-            await self._send(message)
-        else:
-            self._refusal += message.get("body", b"")
-            if not message.get("more_body", False):
-                event = self._error_event(json.loads(self._refusal)) if self._refusal else b""  # 499
-                await self._send_body(event, more_body=False)
-
-    async def _send_body(self, body: bytes, more_body: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": more_body})
-
-    def _error_event(self, envelope: dict[str, Any]) -> bytes:
-        """The error event of a stream without an answer, from the error envelope of its path."""
-        path = self._scope["path"]
-        if is_messages_path(path):
-            return b"event: error\n" + sse_event(envelope)
-        if path.startswith(RESPONSES_PATH):
-            event = {**envelope["error"], "type": "error", "sequence_number": 0}
-            return b"event: error\n" + sse_event(event)
-        return sse_event(envelope) + DONE_EVENT

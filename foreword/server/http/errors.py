@@ -25,7 +25,7 @@ from foreword.errors import (
     safe_message,
 )
 from foreword.server.apis.body import REFUSED
-from foreword.server.http.responses import CLIENT_CLOSED, JSONResponse, is_messages_path
+from foreword.server.http.responses import CLIENT_CLOSED, EVENT_STREAM, JSONResponse, is_messages_path
 
 logger = logging.getLogger("foreword.serve")
 # The SDKs of OpenAI and Anthropic wait no longer than this (later versions: 120 s): they ignore a longer
@@ -140,7 +140,13 @@ def _is_for_messages(scope: Mapping[str, Any] | None) -> bool:
 
 
 def error_response(error: ForewordError, scope: Mapping[str, Any] | None = None) -> Response:
-    """The response to the request of this scope; without one in OpenAI's form."""
+    """The response to the request of this scope; without one in OpenAI's form.
+
+    It is the last event of a stream that has begun with comments.
+    """
+    early = None if scope is None else scope.get("state", {}).get("early_stream")
+    if early is not None and early.is_started:
+        return Response(early.error_event(error), media_type=EVENT_STREAM)
     return JSONResponse(error_body(error, scope), status_code=error.status, headers=error_headers(error))
 
 

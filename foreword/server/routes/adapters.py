@@ -9,7 +9,7 @@ from foreword.server.apis.body import StrictModel
 from foreword.server.auth.keys import KeyPermissions, PermissionsDep
 from foreword.server.http.responses import JSONResponse
 from foreword.server.registry import ManagedModel, ModelsDep, ServedModels
-from foreword.server.routes.info import model_card
+from foreword.server.routes.models import model_card
 
 router = APIRouter()
 
@@ -18,12 +18,12 @@ class LoadAdapterBody(StrictModel):
     lora_name: str
     lora_path: str
     load_inplace: bool = False
-    base_model_name: str | None = None  # of several models; default: the first
+    base_model_name: str | None = None  # None: the default model
 
 
 class UnloadAdapterBody(StrictModel):
     lora_name: str
-    lora_int_id: int | None = None  # vLLM's, without effect
+    lora_int_id: int | None = None  # a field of vLLM's, without effect
 
 
 @router.post("/v1/load_lora_adapter")
@@ -34,7 +34,7 @@ async def load_lora_adapter(
     models.check_fields(body, request)
     base = models.find_allowed(body.base_model_name, permissions)
     _check_allowed(models, base, permissions)
-    if any(model is not base and model.find(body.lora_name) for model in models.models):
+    if any(model is not base and model.names.find(body.lora_name) for model in models.models):
         raise InvalidRequest(f"a model is called {body.lora_name!r} already", "lora_name")
     server = await models.acquire(body.base_model_name, permissions, request)
     try:

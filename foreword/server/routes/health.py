@@ -7,8 +7,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from foreword.server.health import Health, HealthBody
 from foreword.server.http.responses import JSONResponse
-from foreword.server.lifecycle import Health, HealthBody
 
 router = APIRouter()
 HEALTH_503: dict[int | str, dict[str, Any]] = {

@@ -39,11 +39,11 @@ async def _lines(models: ServedModels) -> AsyncIterator[bytes]:
     """
     try:
         for model in models.models:
-            prefix = "" if models.loader is None else f"{model.name}: "
-            with models.hold(model) as context:
-                if context is None:
+            prefix = f"{model.log_name}: " if model.log_name else ""
+            with models.hold(model) as loaded:
+                if loaded is None:
                     continue
-                progress: Any = context.client.reload()
+                progress: Any = loaded.client.reload()
                 async with aclosing(progress):
                     async for text in progress:
                         yield json_bytes({"status": f"{prefix}{text}"}) + b"\n"

@@ -46,7 +46,6 @@ async def tokenize(
     """Token ids of a prompt or of a conversation."""
     models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request)
-    server.check_model(body.model, permissions)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("either prompt or messages is required, and not both", "prompt")
     ids = await _token_ids(server, body, request, permissions)
@@ -63,7 +62,6 @@ async def detokenize(
     """Text of token ids."""
     models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request)
-    server.check_model(body.model, permissions)
     server.check_num_parts(len(body.tokens), "tokens")
     for token_id in body.tokens:
         if not 0 <= token_id < server.tokenizer.vocab_size:

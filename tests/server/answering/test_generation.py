@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,7 +14,6 @@ from foreword.config.options import Config
 from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.errors import EngineDead, Overloaded, RequestFailed
-from foreword.metrics.recorder import MetricsRecorder
 from foreword.server.answering.generation import Generation
 from foreword.server.apis.chat.writer import (
     ChatResponseBuilder,
@@ -22,19 +22,19 @@ from foreword.server.apis.chat.writer import (
     ResponseHeader,
     ResponseOptions,
 )
-from foreword.server.app import create_app
 from foreword.server.auth.keys import RequestContext
 from foreword.server.http.responses import sse_event
 from foreword.server.loaded_model import LoadedModel
 from foreword.tokenizer.output_processor import OutputDelta
-from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
+from tests.support.apps import open_app
+from tests.support.fakes import FakeEngineClient, FakeOutput
 
 
-async def server_of(client: FakeEngineClient, **config: Any) -> LoadedModel:
-    await client.start()
-    app = create_app(Config(**config), client, byte_tokenizer(), MetricsRecorder(("ngram",)), "m")
-    server: LoadedModel = app.state.models.default
-    return server
+async def server_of(resources: AsyncExitStack, client: FakeEngineClient, **config: Any) -> LoadedModel:
+    app = await resources.enter_async_context(open_app(client, Config(**config)))
+    model: LoadedModel
+    (model,) = app.state.models.loaded
+    return model
 
 
 def generation(server: LoadedModel, n: int = 2) -> Generation:
@@ -42,9 +42,9 @@ def generation(server: LoadedModel, n: int = 2) -> Generation:
     return Generation(server, server.build_requests([1, 2], SamplingParams(n=n), "r", context), context)
 
 
-async def test_unstarted_generation_is_freed() -> None:
+async def test_unstarted_generation_is_freed(resources: AsyncExitStack) -> None:
     client = FakeEngineClient()
-    server = await server_of(client)
+    server = await server_of(resources, client)
     begun = generation(server)
     begun.start()
     begun.close()
@@ -54,9 +54,11 @@ async def test_unstarted_generation_is_freed() -> None:
     assert server.admission.num_open == 0
 
 
-async def test_refused_choice_aborts_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refused_choice_aborts_the_others(
+    resources: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = FakeEngineClient()
-    server = await server_of(client)
+    server = await server_of(resources, client)
     listen = client.listen
 
     def fail_listen(request: Any, on_event: Any) -> None:
@@ -70,8 +72,8 @@ async def test_refused_choice_aborts_the_others(monkeypatch: pytest.MonkeyPatch)
     assert client.aborted == ["r-0"] and server.admission.num_open == 0
 
 
-async def test_queue_is_bounded() -> None:
-    server = await server_of(FakeEngineClient(), max_waiting=3)
+async def test_queue_is_bounded(resources: AsyncExitStack) -> None:
+    server = await server_of(resources, FakeEngineClient(), max_waiting=3)
     first, second = generation(server), generation(server)
     first.start()
     with pytest.raises(Overloaded):
@@ -81,9 +83,11 @@ async def test_queue_is_bounded() -> None:
     first.close()
 
 
-async def test_incomplete_engine_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_incomplete_engine_answer_is_an_error(
+    resources: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = FakeEngineClient(FakeOutput("abc", hang_after=1))
-    begun = generation(await server_of(client), n=1)
+    begun = generation(await server_of(resources, client), n=1)
     begun.start()
     asyncio.get_running_loop().call_later(0.03, client.live.discard, "r-0")
     with pytest.raises(RequestFailed, match="without an answer"):
@@ -91,9 +95,11 @@ async def test_incomplete_engine_answer_is_an_error(monkeypatch: pytest.MonkeyPa
     begun.close()
 
 
-async def test_server_fault_ends_only_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_fault_ends_only_its_choice(
+    resources: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = FakeEngineClient()
-    begun = generation(await server_of(client))
+    begun = generation(await server_of(resources, client))
 
     def broken(event: Any) -> Any:
         raise ZeroDivisionError
@@ -115,10 +121,10 @@ async def test_server_fault_ends_only_its_choice(monkeypatch: pytest.MonkeyPatch
     begun.close()
 
 
-async def test_only_the_first_choice_has_a_queue_deadline() -> None:
+async def test_only_the_first_choice_has_a_queue_deadline(resources: AsyncExitStack) -> None:
     """The others wait for the first choice alone."""
     client = FakeEngineClient()
-    begun = generation(await server_of(client, queue_timeout=5.0), n=3)
+    begun = generation(await server_of(resources, client, queue_timeout=5.0), n=3)
     begun.start()
     assert [request.queue_deadline_s is None for request in client.submitted] == [False, True, True]
     begun.close()
@@ -131,22 +137,24 @@ def late_request(index: int, others: FakeOutput) -> Any:
     )
 
 
-async def test_queue_timeout_fails_all_waiting_choices() -> None:
+async def test_queue_timeout_fails_all_waiting_choices(resources: AsyncExitStack) -> None:
     client = FakeEngineClient(late_request(0, FakeOutput(delay_s=1000)))
-    server = await server_of(client)
+    server = await server_of(resources, client)
     begun = generation(server, n=3)
     begun.start()
     ends = [item async for _, item in begun.deltas()]
     assert len(ends) == 3 and all(isinstance(item, Overloaded) for item in ends)
     assert client.aborted == ["r-1", "r-2"] and not client.live
-    assert b'requests_rejected_total{reason="queue_timeout"} 1.0' in server.recorder.render()
+    assert b'requests_rejected_total{model="m",reason="queue_timeout"} 1.0' in server.recorder.render()
     begun.close()
 
 
 @pytest.mark.parametrize("choice", [0, 1])
 @pytest.mark.parametrize("builder_type", [ChatResponseBuilder, CompletionResponseBuilder])
-async def test_repeated_events_equal_their_chunks(builder_type: type[ResponseBuilder], choice: int) -> None:
-    server = await server_of(FakeEngineClient())
+async def test_repeated_events_equal_their_chunks(
+    resources: AsyncExitStack, builder_type: type[ResponseBuilder], choice: int
+) -> None:
+    server = await server_of(resources, FakeEngineClient())
     begun = generation(server)
     header = ResponseHeader("id", 1, "model", "fingerprint", 7)
     more: tuple[Any, ...] = (None, 2) if builder_type is CompletionResponseBuilder else ()

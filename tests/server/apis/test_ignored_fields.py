@@ -328,7 +328,7 @@ def test_every_route_refuses_unknown_fields(served: RunningServer, path: str) ->
 
 def ignored_count(served: RunningServer) -> float:
     lines = served.http.get("/metrics").text.splitlines()
-    name = "foreword_ignored_message_fields_total "
+    name = 'foreword_ignored_message_fields_total{model="fake-model"} '
     return next(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
 

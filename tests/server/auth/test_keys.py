@@ -137,7 +137,10 @@ def test_forbidden_models_are_not_listed(server: RunningServer) -> None:
             reply = server.http.post(path, json={**body, **model}, headers=headers)
             assert (reply.status_code, reply.json()["error"]["param"]) == (403, "model"), path
     assert server.client.submitted == []
-    assert 'foreword_requests_rejected_total{reason="forbidden"} 13.0' in server.http.get("/metrics").text
+    assert (
+        'foreword_requests_rejected_total{model="fake-model",reason="forbidden"} 13.0'
+        in server.http.get("/metrics").text
+    )
 
 
 @pytest.mark.parametrize(
@@ -305,7 +308,10 @@ def test_requests_per_minute(server: RunningServer) -> None:
     assert caught.value.response.headers["x-ratelimit-remaining-requests"] == "0"
     assert client.models.list(), "GET requests are not charged"
     assert len(server.client.submitted) == 2
-    assert 'foreword_requests_rejected_total{reason="rate_requests"} 1.0' in server.http.get("/metrics").text
+    assert (
+        'foreword_requests_rejected_total{model="fake-model",reason="rate_requests"} 1.0'
+        in server.http.get("/metrics").text
+    )
 
 
 def test_failed_requests_count(server: RunningServer) -> None:

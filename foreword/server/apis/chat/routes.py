@@ -22,10 +22,9 @@ async def chat_completions(
     """Answer a conversation."""
     models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request, body.stream)
-    model = server.check_model(body.model, permissions)
     params = server.resolve_params(body.params(server.sampling_defaults))
-    options, header = response_options(body, params), response_header(server, "chatcmpl", params, model)
-    context = server.request_context(permissions, body, body.timeout, model)
+    options, header = response_options(body, params), response_header(server, "chatcmpl", params)
+    context = server.request_context(permissions, body, body.timeout)
     server.check_num_parts(num_parts(body.messages), "messages")
     task = ChatTask(
         to_template_messages(body.messages),

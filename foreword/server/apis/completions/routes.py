@@ -26,13 +26,12 @@ async def completions(
     """Continue one or several prompts."""
     models.check_fields(body, request)
     server = await models.acquire(body.model, permissions, request, body.stream)
-    model = server.check_model(body.model, permissions)
     default_max_tokens = None if server.variant_limits_tokens else DEFAULT_MAX_TOKENS
     params = server.resolve_params(body.params(server.sampling_defaults, default_max_tokens))
     prompts = body.prompts()
     options = replace(response_options(body, params), logprobs=body.wants_logprobs)
-    header = response_header(server, "cmpl", params, model)
-    context = server.request_context(permissions, body, body.timeout, model)
+    header = response_header(server, "cmpl", params)
+    context = server.request_context(permissions, body, body.timeout)
     server.admission.check(params.n * len(prompts), context.meter)
     await server.check_structured(params)
     add_special_tokens = body.add_special_tokens is not False

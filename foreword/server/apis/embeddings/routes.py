@@ -30,7 +30,7 @@ async def embeddings(
 ) -> Response:
     """Vectors of texts."""
     models.check_fields(body, request)
-    server = await models.acquire(body.model, permissions, request)
+    server = await models.acquire(body.model, permissions, request, allow_encoder=True)
     embedder = get_embedder(server, body.model, permissions)
     context = server.request_context(permissions, body)
     inputs, normalize = body.inputs(), body.should_normalize

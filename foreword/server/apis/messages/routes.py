@@ -26,9 +26,8 @@ async def messages(
 ) -> Response:
     """Answer a conversation, with Anthropic's bodies."""
     server = await models.acquire(body.model, permissions, request, body.stream)
-    model = server.check_model(body.model, permissions)
     params = server.resolve_params(body.params(server.sampling_defaults))
-    context = server.request_context(permissions, body, body.timeout, model)
+    context = server.request_context(permissions, body, body.timeout)
     conversation, task = _read_task(body, request, models, server, params)
     message_id = f"msg_{uuid.uuid4().hex}"
     with conversation.rename_fields():
@@ -52,7 +51,6 @@ async def count_tokens(
 ) -> Response:
     """Tokens of the prompt that /v1/messages would render."""
     server = await models.acquire(body.model, permissions, request)
-    server.check_model(body.model, permissions)
     context = server.request_context(permissions, body)
     conversation, task = _read_task(body, request, models, server, SamplingParams())
     with conversation.rename_fields():

@@ -27,7 +27,7 @@ async def rerank(
 ) -> Response:
     """Documents by how well they answer a query, best first."""
     models.check_fields(body, request)
-    server = await models.acquire(body.model, permissions, request)
+    server = await models.acquire(body.model, permissions, request, allow_encoder=True)
     scorer, documents = get_scorer(server, body.model, permissions), body.texts()
     pairs = [(body.query, text) for text in documents]
     names = [("query", f"documents[{index}]") for index in range(len(documents))]
@@ -66,7 +66,7 @@ async def score(
 ) -> Response:
     """How well the two texts of each pair match."""
     models.check_fields(body, request)
-    server = await models.acquire(body.model, permissions, request)
+    server = await models.acquire(body.model, permissions, request, allow_encoder=True)
     scorer, (pairs, names) = get_scorer(server, body.model, permissions), body.pairs()
     scores = await _score_pairs(server, request, permissions, scorer, pairs, names, body)
     if scores is None:

@@ -45,9 +45,8 @@ async def create_response(
 ) -> Response:
     """Answer a conversation of items."""
     server = await models.acquire(body.model, permissions, request, body.stream)
-    model = server.check_model(body.model, permissions)
     params = server.resolve_params(body.params(server.sampling_defaults))
-    context = server.request_context(permissions, body, body.timeout, model)
+    context = server.request_context(permissions, body, body.timeout)
     task, conversation, items = await _read_task(
         body, request, models, server, permissions.fairness_key, params
     )
@@ -96,7 +95,6 @@ async def count_input_tokens(
 ) -> Response:
     """Tokens of the prompt that /v1/responses would render."""
     server = await models.acquire(body.model, permissions, request)
-    server.check_model(body.model, permissions)
     context = server.request_context(permissions, body)
     task, conversation, _ = await _read_task(
         body, request, models, server, permissions.fairness_key, SamplingParams()

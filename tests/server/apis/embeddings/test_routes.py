@@ -129,7 +129,10 @@ def test_disconnect_frees_everything(served: RunningServer) -> None:
     served.disconnect("/v1/embeddings", {"input": ["a"] * 200}, lambda: served.client.submitted)
     served.wait_until_idle()
     assert 0 < len(served.client.submitted) < 200
-    assert 'embedding_requests_total{kind="embed",reason="abort"}' in served.http.get("/metrics").text
+    assert (
+        'embedding_requests_total{kind="embed",model="fake-model",reason="abort"}'
+        in served.http.get("/metrics").text
+    )
 
 
 def test_long_list_is_submitted_in_parts(served: RunningServer) -> None:
@@ -176,7 +179,10 @@ def test_metrics(served: RunningServer) -> None:
         lines = served.http.get("/metrics").text.splitlines()
         return float(next(line for line in lines if line.startswith(f"foreword_{name} ")).split()[-1])
 
-    names = ('embedding_requests_total{kind="embed",reason="done"}', 'embedding_tokens_total{kind="embed"}')
+    names = (
+        'embedding_requests_total{kind="embed",model="fake-model",reason="done"}',
+        'embedding_tokens_total{kind="embed",model="fake-model"}',
+    )
     before = [value(name) for name in names]
     embed(served, ["abc", "de"])
     assert [value(name) - old for name, old in zip(names, before, strict=True)] == [1, 5]
@@ -246,6 +252,12 @@ class FakeEncoder:
         self.alive = True
         self.asked: list[Any] = []
         self.cancelled = 0
+
+    async def start(self) -> EncoderInfo:
+        return self.info
+
+    async def close(self) -> None:
+        self.alive = False
 
     async def encode(self, inputs: Any, pooling: str | None = None) -> list[bytes]:
         self.asked.append((inputs, pooling))

@@ -12,7 +12,7 @@ import pytest
 
 from foreword.config.options import Config
 from foreword.errors import ConfigError
-from foreword.server.routes import engine
+from foreword.server.routes import engine_sessions
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeOutput
 from tests.support.waiting import wait_until
@@ -135,7 +135,7 @@ def test_hung_up_router_ends_its_requests(node: RunningServer) -> None:
 
 
 def test_silent_router_ends_its_session(node: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "LEASE_S", 0.2)
+    monkeypatch.setattr(engine_sessions, "LEASE_S", 0.2)
     node.set_output(FakeOutput(hang_after=1))
     with session(node) as (session_id, lines):
         assert send(node, session_id, submission(f"{session_id}-1")).status_code == 204

@@ -49,7 +49,7 @@ from foreword.engine_client.remote_messages import (
 from foreword.errors import ForewordError, InvalidRequest
 from foreword.server.auth.keys import KeyPermissions
 from foreword.server.auth.rate_limit import UsageMeter
-from foreword.server.lifecycle import STOPPING_MESSAGE, DrainState
+from foreword.server.drain import STOPPING_MESSAGE, DrainState
 from foreword.server.registry import ModelsDep
 
 logger = logging.getLogger("foreword.serve")
@@ -110,7 +110,7 @@ class EngineSessions:
 
 
 class _Session:
-    """What one router has open here, and what it was not told yet."""
+    """A router's open requests and unsent reports."""
 
     def __init__(self, client: EngineClient, drain: DrainState, on_close: Callable[[str], Any]) -> None:
         self.id = secrets.token_hex(4)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
-from foreword.config.options import Config
-from foreword.metrics.recorder import MetricsRecorder
-from foreword.server.app import create_app
-from foreword.server.lifecycle import DrainState
-from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
+from foreword.server.drain import DrainState
+from tests.support.apps import open_app
+from tests.support.fakes import FakeEngineClient, FakeOutput
 from tests.support.waiting import WAIT_S, wait_until_async
 
 CHAT = "/v1/chat/completions"
@@ -23,10 +23,9 @@ HANGS = FakeOutput("Hello", hang_after=2)
 class DrainingServer:
     """An application and its drain; requests run in the same loop."""
 
-    def __init__(self, client: FakeEngineClient) -> None:
+    def __init__(self, client: FakeEngineClient, drain: DrainState, app: FastAPI) -> None:
         self.client = client
-        self.drain = DrainState()
-        app = create_app(Config(), client, byte_tokenizer(), MetricsRecorder(()), "m", drain=self.drain)
+        self.drain = drain
         self.admission = app.state.models.admission
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=WAIT_S)
 
@@ -34,15 +33,14 @@ class DrainingServer:
         return await self.http.post(CHAT, json={**BODY, **fields})
 
 
-async def draining_server(script: FakeOutput) -> DrainingServer:
-    client = FakeEngineClient(script)
-    await client.start()
-    return DrainingServer(client)
+async def draining_server(resources: AsyncExitStack, script: FakeOutput) -> DrainingServer:
+    client, drain = FakeEngineClient(script), DrainState()
+    return DrainingServer(client, drain, await resources.enter_async_context(open_app(client, drain=drain)))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_open_requests_finish_and_new_ones_are_refused(stream: bool) -> None:
-    server = await draining_server(FakeOutput("Hello", delay_s=0.02))
+async def test_open_requests_finish_and_new_ones_are_refused(resources: AsyncExitStack, stream: bool) -> None:
+    server = await draining_server(resources, FakeOutput("Hello", delay_s=0.02))
     open_ = asyncio.create_task(server.ask(stream=stream))
     await wait_until_async(lambda: server.client.live)
     server.drain.draining = True
@@ -58,8 +56,8 @@ async def test_open_requests_finish_and_new_ones_are_refused(stream: bool) -> No
     assert "error" not in answer.text
 
 
-async def test_requests_are_taken_until_the_drain_begins() -> None:
-    server = await draining_server(FakeOutput("Hello"))
+async def test_requests_are_taken_until_the_drain_begins(resources: AsyncExitStack) -> None:
+    server = await draining_server(resources, FakeOutput("Hello"))
     server.drain.stopping = True
     assert (await server.http.get("/ready")).json()["status"] == "draining"
     assert (await server.http.get("/health")).status_code == (await server.ask()).status_code == 200
@@ -68,8 +66,8 @@ async def test_requests_are_taken_until_the_drain_begins() -> None:
 
 
 @pytest.mark.parametrize(("stream", "status"), [(False, 503), (True, 200)])
-async def test_unfinished_answers_get_an_error(stream: bool, status: int) -> None:
-    server = await draining_server(HANGS)
+async def test_unfinished_answers_get_an_error(resources: AsyncExitStack, stream: bool, status: int) -> None:
+    server = await draining_server(resources, HANGS)
     open_ = [asyncio.create_task(server.ask(stream=stream, n=2)) for _ in range(3)]
     await wait_until_async(lambda: server.client.stats.step == 6 * HANGS.hang_after)
     server.drain.draining = True
@@ -89,9 +87,9 @@ async def test_unfinished_answers_get_an_error(stream: bool, status: int) -> Non
     ],
 )
 async def test_error_of_a_cut_stream_has_the_form_of_its_api(
-    path: str, body: dict[str, Any], last: str
+    resources: AsyncExitStack, path: str, body: dict[str, Any], last: str
 ) -> None:
-    server = await draining_server(HANGS)
+    server = await draining_server(resources, HANGS)
     open_ = asyncio.create_task(server.http.post(path, json={**body, "stream": True}))
     await wait_until_async(lambda: server.client.stats.step == HANGS.hang_after)
     server.drain.draining = True
@@ -101,8 +99,8 @@ async def test_error_of_a_cut_stream_has_the_form_of_its_api(
     assert not any("[DONE]" in event for event in events)
 
 
-async def test_other_requests_get_an_error() -> None:
-    server = await draining_server(HANGS)
+async def test_other_requests_get_an_error(resources: AsyncExitStack) -> None:
+    server = await draining_server(resources, HANGS)
     open_ = asyncio.create_task(server.http.post("/v1/embeddings", json={"input": "text"}))
     await wait_until_async(lambda: server.client.live)
     server.drain.draining = True
@@ -110,8 +108,8 @@ async def test_other_requests_get_an_error() -> None:
     assert (await open_).status_code == 503 and not server.client.live
 
 
-async def test_application_timeout_is_not_a_drain() -> None:
-    server = await draining_server(FakeOutput("x"))
+async def test_application_timeout_is_not_a_drain(resources: AsyncExitStack) -> None:
+    server = await draining_server(resources, FakeOutput("x"))
 
     def late(_: Any) -> Any:
         raise TimeoutError

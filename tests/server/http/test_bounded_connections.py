@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 from foreword.cli.uvicorn_server import UvicornServer
 from foreword.config.options import Config
 from foreword.errors import ShuttingDown
+from foreword.server.http import bounded_connections as connections
 from foreword.server.http import middleware
-from foreword.server.http import protocol as connections
 from foreword.server.http.errors import error_response
 from tests.server.conftest import RunningServer, run_server
 from tests.support.fakes import FakeEngineClient, FakeOutput

@@ -1,21 +1,18 @@
-"""Drain at shutdown, and the health of the engine as /health reports it."""
+"""The health of the server as /health and /ready report it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from fastapi import Response
 from pydantic import BaseModel, Field
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foreword.core.outputs import ErrorEvent
 from foreword.core.readiness import Readiness
@@ -23,111 +20,16 @@ from foreword.core.request import Request
 from foreword.embedding.client import EncoderClient
 from foreword.engine_client.base import EngineClient
 from foreword.errors import EngineDead, ForewordError, ModelLoading, ShuttingDown
-from foreword.server.auth.keys import is_public
-from foreword.server.http.errors import error_body, error_headers, error_response
+from foreword.server.drain import STOPPING_MESSAGE, DrainState
+from foreword.server.http.errors import error_body, error_headers
 from foreword.server.http.responses import JSONResponse
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1.0  # of every 503 that may pass
-FINAL_ERROR_TIMEOUT_S = 1.0  # for a client to read why its answer ends
+RETRY_AFTER_S = 1.0  # for an engine that does not answer now
 PROBE_TIMEOUT_S = 5.0
-
-
-class DrainState:
-    """The open requests, and whether the server is shutting down."""
-
-    __slots__ = ("_empty", "_open", "draining", "stopping")
-
-    def __init__(self) -> None:
-        self.stopping = False  # a signal came: /ready says so, requests are still taken
-        self.draining = False  # new requests are refused
-        self._open: set[asyncio.Timeout] = set()
-        self._empty = asyncio.Event()
-        self._empty.set()
-
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
-    async def wait_empty(self) -> None:
-        """Wait until no request is open."""
-        await self._empty.wait()
-
-    def cancel_open(self) -> None:
-        """End all open requests with an error."""
-        for timeout in self._open:
-            timeout.reschedule(asyncio.get_running_loop().time())
-
-    @contextlib.contextmanager
-    def track_request(self, timeout: asyncio.Timeout) -> Iterator[None]:
-        """Count a request as open; cancel_open() expires its timeout."""
-        self._open.add(timeout)
-        self._empty.clear()
-        try:
-            yield
-        finally:
-            self._open.discard(timeout)
-            if not self._open:
-                self._empty.set()
-
-
-class DrainMiddleware:
-    """Tracks open requests; while draining, refuses new ones. Health and metrics stay readable."""
-
-    def __init__(self, app: ASGIApp, drain: DrainState, on_refusal: Callable[[str], None]) -> None:
-        self._app = app
-        self._drain = drain
-        self._on_refusal = on_refusal
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or is_public(scope["path"]):
-            return await self._app(scope, receive, send)
-        if self._drain.draining:
-            self._on_refusal("draining")
-            error = ShuttingDown("the server is shutting down and takes no new requests")
-            response = error_response(error, scope)
-            response.headers["Connection"] = "close"
-            return await response(scope, receive, send)
-        tracked, timeout = _TrackedResponse(send), asyncio.timeout(None)
-        with self._drain.track_request(timeout):
-            try:
-                async with timeout:
-                    await self._app(scope, receive, tracked.send)
-            except TimeoutError:
-                if not timeout.expired():
-                    raise
-                await tracked.send_final_error(scope, receive)
-
-
-class _TrackedResponse:
-    """How much of a response was sent, so that it can be ended early."""
-
-    __slots__ = ("_ended", "_is_stream", "_send", "_started")
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._started = self._is_stream = self._ended = False
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._started = True
-            content_type = Headers(raw=message["headers"]).get("content-type", "")
-            self._is_stream = content_type.startswith("text/event-stream")
-        else:
-            self._ended = not message.get("more_body", False)
-        await self._send(message)
-
-    async def send_final_error(self, scope: Scope, receive: Receive) -> None:
-        """Send the reason as a response, or as the last event of a stream, if the client still reads."""
-        error = ShuttingDown("the server is shutting down, and the answer was not finished in time; retry")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FINAL_ERROR_TIMEOUT_S):
-                if not self._started:
-                    await error_response(error, scope)(scope, receive, self._send)
-                elif self._is_stream and not self._ended:
-                    body = scope["state"]["error_event"](error)
-                    await self._send({"type": "http.response.body", "body": body, "more_body": False})
+UNRESPONSIVE = Readiness("unresponsive", "the engine was idle and does not answer a one-token request")
+DRAINING_MESSAGE = "the server is shutting down: open requests may finish, new requests are refused"
 
 
 class EngineProbe:
@@ -180,11 +82,6 @@ class EngineProbe:
         return answered
 
 
-UNRESPONSIVE = Readiness("unresponsive", "the engine was idle and does not answer a one-token request")
-DRAINING_MESSAGE = "the server is shutting down: open requests may finish, new requests are refused"
-STOPPING_MESSAGE = "the server will shut down soon: requests are still taken, send new ones elsewhere"
-
-
 class HealthError(BaseModel):
     """The error of OpenAI's envelope."""
 
@@ -207,44 +104,64 @@ class HealthBody(BaseModel):
     error: HealthError | None = Field(description="null with status ok")
 
 
-class HasReadiness(Protocol):
-    """An engine, or several models."""
+class HasHealth(Protocol):
+    """The models of a server."""
 
     @property
-    def readiness(self) -> Readiness: ...
+    def readiness(self) -> Readiness:
+        """That of the only model if it is pinned; else "ok": models are loaded on demand."""
+
+    @property
+    def encoder(self) -> EncoderClient | None:
+        """The encoder of the only model."""
+
+    @property
+    def probe(self) -> EngineProbe | None:
+        """That of the only model once it is loaded."""
 
 
-@dataclass(frozen=True, slots=True)
 class Health:
-    client: HasReadiness
-    encoder: EncoderClient | None
-    drain: DrainState
-    probe: EngineProbe | None = None  # None while the engine is loading
+    """The answers of /health and /ready."""
+
+    def __init__(
+        self, drain: DrainState, models: HasHealth | None = None, answers_requests: bool = True
+    ) -> None:
+        """models            None while the server plans them
+        answers_requests  False: the application is a placeholder, and never healthy
+        """
+        self.drain = drain
+        self.models = models
+        self._answers_requests = answers_requests
 
     async def readiness(self, takes_traffic: bool = False) -> Readiness:
         """The engine's readiness; "draining" during shutdown.
 
         takes_traffic  /ready's question: also "draining" while requests are still taken before the drain
         """
-        readiness = self.client.readiness
+        if self.models is None:
+            return Readiness("loading", "the server reads its models")
+        readiness, probe = self.models.readiness, self.models.probe
         if self.drain.draining:
             return replace(readiness, status="draining", detail=DRAINING_MESSAGE)
         if self.drain.stopping and takes_traffic:
             return replace(readiness, status="draining", detail=STOPPING_MESSAGE)
-        if readiness.is_ready and self.probe is not None and not await self.probe.is_responsive():
+        if readiness.is_ready and not self._answers_requests:
+            return Readiness("loading", "the server is about to answer")
+        if readiness.is_ready and probe is not None and not await probe.is_responsive():
             return replace(UNRESPONSIVE, restarts=readiness.restarts)
         return readiness
 
     async def response(self, takes_traffic: bool = False) -> Response:
         """The response of /health, or of /ready: the same fields with 200 and 503."""
         readiness = await self.readiness(takes_traffic)
+        encoder = None if self.models is None else self.models.encoder
         error = None if readiness.is_ready else _readiness_error(readiness)
         body = HealthBody(
             status=readiness.status,  # type: ignore[arg-type]  # pydantic validates it
             detail=readiness.detail,
             progress=readiness.progress,
             restarts=readiness.restarts,
-            encoder=None if self.encoder is None else "ok" if self.encoder.alive else "down",
+            encoder=None if encoder is None else "ok" if encoder.alive else "down",
             error=None if error is None else HealthError(**error_body(error)["error"]),
         )
         if error is None:

@@ -1,0 +1,110 @@
+"""GET /v1/models, POST /models/load and /models/unload with llama-server's bodies"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from foreword.server.apis.body import StrictModel
+from foreword.server.auth.keys import PermissionsDep
+from foreword.server.http.responses import JSONResponse
+from foreword.server.model_names import ServedName
+from foreword.server.registry import ManagedModel, ModelsDep, ServedModels
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(permissions: PermissionsDep, models: ModelsDep) -> Response:
+    """The models that this key may use, with their variants, encoders and adapters."""
+    cards = [model_card(models, name) for name in models.allowed_names(permissions)]
+    return JSONResponse({"object": "list", "data": cards})
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(name: str, permissions: PermissionsDep, models: ModelsDep) -> Response:
+    """Facts of one model."""
+    if not name:  # a slash at the end of the path
+        return await list_models(permissions, models)
+    model = models.find_allowed(name, permissions)
+    return JSONResponse(model_card(models, name if model.names.find(name) else model.name))
+
+
+def model_card(models: ServedModels, name: str) -> dict[str, Any]:
+    """A served name as in /v1/models."""
+    model = models.find(name)
+    served = None if model is None else model.names.find(name)
+    assert model is not None and served is not None, "a name of no model"
+    return {
+        "id": name,
+        "object": "model",
+        "created": models.created,
+        "owned_by": "foreword",
+        "root": served.root,
+        "parent": served.parent,
+        **_limits(model, served),
+        "variant_of": None if model.find_variant(name) is None else model.name,
+        **asdict(models.loader.status(model.name)),
+        **_replicas(model, served),
+    }
+
+
+def _limits(model: ManagedModel, served: ServedName) -> dict[str, Any]:
+    """The limits and defaults of a model; while it is not loaded, those of its last engine."""
+    loaded, variant = model.loaded, model.find_variant(served.name)
+    if served.is_encoder:
+        encoder = None if loaded is None or loaded.encoder is None else loaded.encoder.info
+        return {"max_model_len": None if encoder is None else encoder.max_tokens}
+    limits = [model.max_model_len, None if variant is None else variant.max_model_len]
+    defaults = {} if loaded is None else loaded.tokenizer.generation_config.as_dict()
+    sees = loaded is not None and loaded.image_intake is not None
+    return {
+        "max_model_len": min((limit for limit in limits if limit is not None), default=None),
+        "sampling_defaults": {**defaults, **({} if variant is None else variant.sampling)},
+        "input_modalities": ["text", "image"] if sees else ["text"],
+        "drafters": [] if loaded is None else list(loaded.config.drafter_names()),
+    }
+
+
+def _replicas(model: ManagedModel, served: ServedName) -> dict[str, Any]:
+    """The engines of a loaded model."""
+    client = None if model.loaded is None or served.is_encoder else model.loaded.client
+    info = None if client is None else client.info
+    states = () if client is None else client.replica_states()
+    return {
+        "fingerprint": None if info is None else served.fingerprint(info.fingerprint),
+        "replicas": [asdict(state) for state in states],
+    }
+
+
+class LoadModelBody(StrictModel):
+    model: str
+    pin: bool | None = None
+
+
+class UnloadModelBody(StrictModel):
+    model: str
+
+
+@router.post("/models/load")
+async def load_model(
+    body: LoadModelBody, request: Request, permissions: PermissionsDep, models: ModelsDep
+) -> Response:
+    """Begin to load a model, and pin it; /v1/models has the progress. Needs an admin key where keys exist."""
+    models.check_fields(body, request)
+    models.check_operator(permissions)
+    models.loader.load(models.find_allowed(body.model, permissions).name, body.pin)
+    return JSONResponse({"success": True, **model_card(models, body.model)})
+
+
+@router.post("/models/unload")
+async def unload_model(
+    body: UnloadModelBody, request: Request, permissions: PermissionsDep, models: ModelsDep
+) -> Response:
+    """Unload a model once its open requests have ended. Needs an admin key where keys exist."""
+    models.check_fields(body, request)
+    models.check_operator(permissions)
+    models.loader.unload(models.find_allowed(body.model, permissions).name)
+    return JSONResponse({"success": True, **model_card(models, body.model)})
